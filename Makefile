@@ -1,0 +1,37 @@
+# Every target works on a bare interpreter and on one that has torch already; see scripts/install.py.
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+INPUTS := pyproject.toml constraints.txt scripts/install.py
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install quickstart test lint docs clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
+
+install: $(VENV)/.installed  ## make .venv with saccade in it
+
+quickstart: $(VENV)/.installed  ## a tiny vision-language model learns to count, on a CPU, in minutes
+	OMP_NUM_THREADS= $(RUN) -m saccade quickstart
+
+test: $(VENV)/.installed-test  ## run the test suite
+	$(RUN) -m pytest -n 2
+
+lint: $(VENV)/.installed-test  ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+docs: $(VENV)/.installed  ## write docs/configuration.md from the schema
+	$(RUN) scripts/config_reference.py
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+
+$(VENV)/.installed: $(INPUTS)
+	$(PYTHON) scripts/install.py
+
+$(VENV)/.installed-test: $(INPUTS)
+	$(PYTHON) scripts/install.py --extra test

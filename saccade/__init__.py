@@ -1,0 +1,87 @@
+"""saccade fine-tunes vision-language models with reinforcement learning.
+
+Every function takes a config (YAML path, mapping or `Config`) and `section.key=value` overrides,
+and runs what the command of the same name runs. Importing this imports nothing slow, torch least
+of all.
+
+    >>> import saccade
+    >>> saccade.load_config({"train.lr": 1e-6}).train.lr
+    1e-06
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from saccade.export import export  # light; this way the name is the function, not the module
+
+if TYPE_CHECKING:
+    from saccade.config import Config
+    from saccade.data.check import Report
+
+    Source = str | Path | Mapping[str, Any] | Config | None
+
+__version__ = "0.1.0"
+__all__ = [
+    "check_data",
+    "evaluate",
+    "export",
+    "generate",
+    "load_config",
+    "quickstart",
+    "rl",
+    "sft",
+]
+
+
+def load_config(config: Source, *overrides: str) -> Config:
+    """The checked config."""
+    from saccade.config import load
+
+    return load(config, overrides)
+
+
+def rl(config: Source, *overrides: str) -> dict[str, Any]:
+    """Train with reinforcement learning; returns the summary of the run."""
+    return _recipe("rl").run(load_config(config, *overrides))
+
+
+def sft(config: Source, *overrides: str) -> dict[str, Any]:
+    """Train on demonstrations; returns the summary of the run."""
+    return _recipe("sft").run(load_config(config, *overrides))
+
+
+def evaluate(
+    config: Source,
+    *overrides: str,
+    out: str | Path | None = None,
+    rescore: str | Path | None = None,
+) -> Any:
+    """Score the validation sets, or score the saved responses of `rescore` again."""
+    folders = {"out": out and Path(out), "rescore": rescore and Path(rescore)}
+    return _recipe("evaluate").run(load_config(config, *overrides), **folders)
+
+
+def generate(config: Source, *overrides: str) -> Any:
+    """Write responses to a file."""
+    return _recipe("generate").run(load_config(config, *overrides))
+
+
+def quickstart(
+    out: str | Path = "runs/quickstart", seed: int = 0, quick: bool = False
+) -> dict[str, Any]:
+    """A tiny model learns to count: demonstrations, reinforcement learning, evaluation, report."""
+    return _recipe("quickstart").run(Path(out), seed=seed, quick=quick)
+
+
+def check_data(config: Source, *overrides: str, **options: Any) -> Report:
+    """Every problem of the data sets, row by row."""
+    check = import_module("saccade.data.check").check_data
+    return check(load_config(config, *overrides), **options)
+
+
+def _recipe(name: str) -> Any:
+    return import_module(f"saccade.recipes.{name}")

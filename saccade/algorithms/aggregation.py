@@ -1,0 +1,116 @@
+"""How token losses become one number: every aggregation is a constant per sequence.
+
+    loss = sum over tokens of  l * k * w * scale[sequence]
+
+so a micro-batch, a rank or an order of samples cannot change the result: scales are computed once
+over all sequences of an optimizer step and travel with the tokens. Knows nothing of losses. An
+aggregation sees lengths [S] (0: not live), the trajectory and the group of each sequence [S] and
+gives a scale [S]. Axes: T tokens, S sequences.
+
+    >>> token_scales(AGGREGATIONS["seq_mean"].function, sequence, live=live).values.sum()
+    tensor(1., dtype=torch.float64)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from saccade.algorithms.table import Entry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def token_mean(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+    return _inverse(lengths.sum().expand_as(lengths), lengths)
+
+
+def seq_mean(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+    return _inverse(_live(lengths) * lengths, lengths)
+
+
+def seq_sum(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+    return _inverse(_live(lengths).expand_as(lengths), lengths)
+
+
+def fixed(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+    """A constant in place of the length, as Dr. GRPO (arXiv 2503.20783)."""
+    return _inverse((_live(lengths) * fixed_length).expand_as(lengths), lengths)
+
+
+def sample_mean(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+    """Token mean over all sequences of a trajectory, then mean over trajectories."""
+    return _pooled_mean(lengths, trajectory)
+
+
+def group_mean(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+    return _pooled_mean(lengths, group)
+
+
+def token_sum(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+    return _inverse(lengths.new_ones(()).expand_as(lengths), lengths)
+
+
+def _live(lengths: Tensor) -> Tensor:
+    return (lengths > 0).sum()
+
+
+def _inverse(denominator: Tensor, lengths: Tensor) -> Tensor:
+    """1 / denominator where the sequence is live, else 0: nothing live gives zeros, never 0/0."""
+    live = lengths > 0
+    return 1 / denominator.double().where(live, float("inf"))
+
+
+def _pooled_mean(lengths: Tensor, pool: Tensor) -> Tensor:
+    names, index = pool.unique(return_inverse=True)
+    tokens = lengths.new_zeros(len(names)).index_add(0, index, lengths)
+    return _inverse((tokens > 0).sum() * tokens[index], lengths)
+
+
+AGGREGATIONS: dict[str, Entry] = {
+    "token_mean": Entry(function=token_mean, formula="sum(l) / N"),
+    "seq_mean": Entry(function=seq_mean, formula="mean over sequences of sum(l) / n_i"),
+    "seq_sum": Entry(function=seq_sum, formula="mean over sequences of sum(l)"),
+    "fixed": Entry(
+        function=fixed, formula="sum(l) / (S * fixed_length)", options={"fixed_length": None}
+    ),
+    "sample_mean": Entry(
+        function=sample_mean, formula="mean over trajectories of their token mean"
+    ),
+    "group_mean": Entry(function=group_mean, formula="mean over groups of their token mean"),
+    "token_sum": Entry(function=token_sum, formula="sum(l)"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Scales of one optimizer step and the counts behind them. No tokens: skip the step."""
+
+    values: Tensor  # [T] float64, 0 on tokens of sequences that are not live
+    tokens: int  # N
+    sequences: int  # S
+
+
+def token_scales(
+    aggregation: Callable[..., Tensor],
+    sequence: Tensor,  # [T] index into what follows
+    *,
+    live: Tensor,  # [S] bool
+    trajectory: Tensor | None = None,  # [S]; None: each sequence is its own
+    group: Tensor | None = None,  # [S]; None: each sequence is its own
+    fixed_length: int = 1,
+) -> Scales:
+    """The only place where exclusion enters the loss, numerator and denominator together."""
+    lengths = sequence.bincount(minlength=len(live)) * live
+    own = lengths.new_ones(len(live)).cumsum(0)
+    scale = aggregation(
+        lengths,
+        own if trajectory is None else trajectory,
+        own if group is None else group,
+        fixed_length=fixed_length,
+    )
+    return Scales(
+        values=scale[sequence], tokens=int(lengths.sum()), sequences=int((lengths > 0).sum())
+    )

@@ -1,0 +1,84 @@
+"""What every axis is made of: a table of entries, and the way to an entry from its name.
+
+A name is a key of the table or `file.py:name`; the latter is a function of your own, or an `Entry`
+around one. Knows nothing of what the functions compute.
+
+    >>> find("aggregation", AGGREGATIONS, "token_mean").formula
+    'sum(l) / N'
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from saccade.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A function of an axis and what the builder must know of it."""
+
+    function: Callable[..., Any]
+    formula: str
+    options: Mapping[str, Any] | None = field(
+        default_factory=dict
+    )  # read, with defaults; None: all
+    group: bool = False  # advantage: compares the members of a group, so the group rules hold
+    whiten: bool = False  # advantage: whitened over the live tokens of the step
+    own_aggregation: str | None = None  # policy loss: the aggregation that it was made for
+    in_loss: bool = True  # KL: its gradient is that of a distance
+
+    def reads(self, option: str) -> bool:
+        return self.options is None or option in self.options
+
+
+def find(axis: str, table: Mapping[str, Entry], name: str) -> Entry:
+    """The entry called `name`, or the user's function at `file.py:name`."""
+    if name in table:
+        return table[name]
+    path, separator, symbol = name.rpartition(":")
+    if not separator:
+        raise unknown(f"algorithm.{axis}", name, table)
+    found = load_symbol(f"algorithm.{axis}", path, symbol)
+    if isinstance(found, Entry):
+        return found
+    summary = (found.__doc__ or symbol).strip().splitlines()[0]
+    return Entry(function=found, formula=summary, options=None)
+
+
+def canonical(table: Mapping[str, Entry], name: str) -> str:
+    """A name that means the same in any working directory."""
+    path, separator, symbol = name.rpartition(":")
+    return name if name in table or not separator else f"{Path(path).resolve()}:{symbol}"
+
+
+def unknown(field_name: str, name: str, known: Iterable[str]) -> ConfigError:
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    return ConfigError(
+        f"{field_name}={name}: no such name; did you mean {near[0]!r}? Known: {', '.join(names)}"
+    )
+
+
+@cache
+def load_symbol(field_name: str, path: str, symbol: str) -> Any:
+    """A function or an `Entry` from a Python file of the user."""
+    if not Path(path).is_file():
+        raise ConfigError(f"{field_name}: file {path} does not exist; write file.py:name")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{field_name}: {path} is not a Python file; write file.py:name")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, symbol, None)
+    if found is None:
+        raise unknown(field_name, symbol, [n for n in vars(module) if not n.startswith("_")])
+    if not (isinstance(found, Entry) or callable(found)):
+        raise ConfigError(f"{field_name}: {symbol} in {path} is neither a function nor an Entry")
+    return found

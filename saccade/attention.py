@@ -1,0 +1,308 @@
+"""Forest attention: a token attends causally to its own node and to all of its ancestors.
+
+One implementation is registered with transformers, so that a family's own modules run unchanged; what it computes is
+decided by the plan that a forward passes under the keyword `attention_plan`. Training passes a forest plan, the
+embedded engine a plan that reads its cache. Vision towers come through the same door with their segment boundaries.
+Knows nothing of models, images or rollouts.
+
+    hidden = model(input_ids=ids, attention_plan=forest_plan(starts, parents, ids.device, dtype))
+
+Legend: T tokens, K gathered keys, H query heads, G key heads, D head size, B trees, L tokens of the longest tree.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+# transformers takes the one-call path of a vision tower only when the name holds "flash".
+NAME = "saccade_flash"
+# A dense mask of a larger tree would cost more memory than it saves time; it is computed node by node instead.
+LARGEST_DENSE_TREE = 4096
+
+
+class AttentionPlan(Protocol):
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """q [T, H, D], k and v [T, G, D] of one layer → [T, H, D]."""
+        ...
+
+
+def register() -> None:
+    """Make NAME known to transformers. Our plans need no mask, so the mask function returns none."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+def use_in(model: torch.nn.Module) -> None:
+    # Set on the config after loading: transformers would look for a flash-attn package under this name otherwise.
+    register()
+    model.config._attn_implementation = NAME  # type: ignore[union-attr]
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    attention_plan: AttentionPlan | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if cu_seq_lens_q is not None:
+        out = segment_attention(q, k, v, cu_seq_lens_q, scale, max_length_q)
+    else:
+        assert attention_plan is not None, "a forward of the text half needs attention_plan="
+        out = attention_plan(module.layer_idx, q, k, v, scale, sliding_window)  # type: ignore[arg-type]
+    return out.unsqueeze(0), None
+
+
+# -- segments: the vision tower ------------------------------------------------------------------------------------
+
+
+def segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, scale: float, longest: int | None = None
+) -> Tensor:
+    """Full attention inside each segment [boundaries[i], boundaries[i+1])."""
+    if _use_varlen(q):
+        cu = boundaries.to(torch.int32)
+        longest = int((cu[1:] - cu[:-1]).max()) if longest is None else int(longest)
+        return varlen(q, k, v, cu, cu, longest, longest, scale=scale, causal=False, window=None)
+    starts = boundaries.tolist()
+    lengths = np.diff(starts)
+    if len(set(lengths.tolist())) == 1:
+        n = len(lengths)
+        q, k, v = (x.unflatten(0, (n, -1)).transpose(1, 2) for x in (q, k, v))
+        return sdpa(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1)
+    out = torch.empty_like(q)
+    for length in sorted(set(lengths.tolist())):
+        rows = np.flatnonzero(lengths == length)
+        index = torch.from_numpy(np.asarray(starts)[rows][:, None] + np.arange(length)).to(q.device)
+        parts = (x[index].transpose(1, 2) for x in (q, k, v))
+        out = out.index_put((index,), sdpa(*parts, scale=scale).transpose(1, 2))
+    return out
+
+
+# -- forests -------------------------------------------------------------------------------------------------------
+
+
+def forest_plan(
+    starts: np.ndarray, parents: np.ndarray, device: torch.device, dtype: torch.dtype
+) -> AttentionPlan:
+    """The fastest plan for the device: one variable-length flash call, or dense masks over padded trees."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        return _varlen_plan(starts, parents, device)
+    return _dense_plan(starts, parents, device)
+
+
+def paths(parents: np.ndarray) -> list[list[int]]:
+    """Nodes from the root to each node, itself included."""
+    result: list[list[int]] = []
+    for node, parent in enumerate(parents.tolist()):
+        result.append([*result[parent], node] if parent >= 0 else [node])
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class _VarlenPlan:
+    keys: Tensor  # [K] token index of each gathered key
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        k, v = _GatherRows.apply(k, self.keys), _GatherRows.apply(v, self.keys)
+        return varlen(
+            q, k, v, self.cu_q, self.cu_k, self.max_q, self.max_k, scale=scale, causal=True, window=window
+        )
+
+
+def _varlen_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) -> AttentionPlan:
+    spans = [np.arange(starts[i], starts[i + 1]) for i in range(len(parents))]
+    gathered = [np.concatenate([spans[node] for node in path]) for path in paths(parents)]
+    key_lengths = np.array([len(index) for index in gathered])
+    move = functools.partial(torch.as_tensor, device=device)
+    return _VarlenPlan(
+        keys=move(np.concatenate(gathered)),
+        cu_q=move(starts.astype(np.int32)),
+        cu_k=move(np.concatenate([[0], key_lengths.cumsum()]).astype(np.int32)),
+        max_q=int(np.diff(starts).max()),
+        max_k=int(key_lengths.max()),
+    )
+
+
+class _GatherRows(torch.autograd.Function):
+    """Rows by index. A key shared by n leaves gets n gradients: they are summed in fp32, not in bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = torch.zeros((ctx.rows, *grad.shape[1:]), dtype=torch.float32, device=grad.device)
+        return total.index_add_(0, index, grad.float()).to(grad.dtype), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DensePlan:
+    """Trees padded to one length with a boolean mask; large trees node by node."""
+
+    index: Tensor | None  # [B, L] token of each padded place, 0 where it is padding
+    valid: Tensor | None  # [B, L]
+    mask: Tensor | None  # [B, 1, L, L]
+    depth: Tensor | None  # [B, L] tokens before this one on its path
+    nodes: tuple[tuple[slice, Tensor], ...]  # of large trees: (queries, keys)
+    tokens: int
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        out = torch.zeros_like(q)
+        if self.index is not None:
+            assert self.mask is not None and self.depth is not None
+            mask = self.mask
+            if window is not None:
+                distance = self.depth[:, None, :, None] - self.depth[:, None, None, :]
+                mask = mask & (distance < window)
+            parts = (x[self.index].transpose(1, 2) for x in (q, k, v))
+            trees = sdpa(*parts, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
+            out = out.index_put((self.index[self.valid],), trees.transpose(1, 2)[self.valid])
+        for queries, keys in self.nodes:
+            out = out.index_put(
+                (torch.arange(queries.start, queries.stop, device=q.device),),
+                _one_node(q[queries], k[keys], v[keys], scale, window),
+            )
+        return out
+
+
+def _one_node(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    before = k.shape[0] - q.shape[0]
+    query_place = torch.arange(before, k.shape[0], device=q.device)[:, None]
+    key_place = torch.arange(k.shape[0], device=q.device)[None, :]
+    mask = key_place <= query_place
+    if window is not None:
+        mask = mask & (query_place - key_place < window)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = sdpa(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
+    return out[0].transpose(0, 1)
+
+
+def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) -> AttentionPlan:
+    node_paths = paths(parents)
+    roots = np.array([path[0] for path in node_paths])
+    sizes = np.diff(starts)
+    tree_nodes = [np.flatnonzero(roots == root) for root in np.flatnonzero(parents < 0)]
+    small = [nodes for nodes in tree_nodes if sizes[nodes].sum() <= LARGEST_DENSE_TREE]
+    large = [nodes for nodes in tree_nodes if sizes[nodes].sum() > LARGEST_DENSE_TREE]
+    move = functools.partial(torch.as_tensor, device=device)
+    spans = [np.arange(starts[i], starts[i + 1]) for i in range(len(parents))]
+    by_node = tuple(
+        (
+            slice(int(starts[node]), int(starts[node + 1])),
+            move(np.concatenate([spans[ancestor] for ancestor in node_paths[node]])),
+        )
+        for nodes in large
+        for node in nodes
+    )
+    index = valid = mask = depth = None
+    if small:
+        index, valid, mask, depth = (move(x) for x in _pad_trees(small, spans, node_paths, sizes))
+    return _DensePlan(
+        index=index, valid=valid, mask=mask, depth=depth, nodes=by_node, tokens=int(starts[-1])
+    )
+
+
+def _pad_trees(
+    trees: Sequence[np.ndarray],
+    spans: Sequence[np.ndarray],
+    node_paths: Sequence[list[int]],
+    sizes: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    longest = max(int(sizes[nodes].sum()) for nodes in trees)
+    index = np.zeros((len(trees), longest), dtype=np.int64)
+    valid = np.zeros((len(trees), longest), dtype=bool)
+    depth = np.zeros((len(trees), longest), dtype=np.int64)
+    # A padding row attends to itself: an empty row of a softmax would be NaN.
+    mask = np.broadcast_to(np.eye(longest, dtype=bool), (len(trees), longest, longest)).copy()
+    causal = np.tri(longest, dtype=bool)
+    for row, nodes in enumerate(trees):
+        place = {int(node): i for i, node in enumerate(nodes)}
+        ancestor = np.zeros((len(nodes), len(nodes)), dtype=bool)
+        for i, node in enumerate(nodes):
+            ancestor[i, [place[n] for n in node_paths[node]]] = True
+        owner = np.repeat(np.arange(len(nodes)), sizes[nodes])
+        n = len(owner)
+        index[row, :n] = np.concatenate([spans[node] for node in nodes])
+        valid[row, :n] = True
+        mask[row, :n, :n] = ancestor[owner[:, None], owner[None, :]] & causal[:n, :n]
+        depth[row, :n] = mask[row, :n, :n].sum(-1) - 1
+    return index, valid, mask[:, None], depth
+
+
+# -- the variable-length call --------------------------------------------------------------------------------------
+
+
+def _use_varlen(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _varlen_call() -> tuple[Callable[..., Any], frozenset[str]]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """torch's flash call, whose signature moved between releases: options are used where they exist."""
+    call, parameters = _varlen_call()
+    options: dict[str, Any] = {"scale": scale}
+    if k.shape[1] != q.shape[1]:
+        if "enable_gqa" in parameters:
+            options["enable_gqa"] = True
+        else:
+            repeats = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    if "window_size" in parameters:
+        options["window_size"] = (-1 if window is None else window - 1, 0 if causal else -1)
+    elif window is None:
+        options["is_causal"] = causal
+    else:
+        raise ValueError("this torch has no sliding window in varlen_attn; use torch 2.12 or newer")
+    return call(q.contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_k, max_q, max_k, **options)

@@ -1,0 +1,57 @@
+"""What trains and scores: a model with an optional optimizer. Policy, reference and critic are instances of one thing.
+
+Arguments are plain data (forests, the algorithm row, references to images), never closures, so that the same call can
+cross a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from saccade.types import Batch, Metrics
+
+if TYPE_CHECKING:
+    from saccade.algorithms.algorithm import Algorithm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """Which distribution a log-prob belongs to: that of the rollout, or the model's own."""
+
+    temperature: float = 1.0
+    ban: bool = True  # remove the ids that are never sampled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What became of one optimizer step."""
+
+    metrics: Metrics
+    skipped: bool  # a loss or gradient was not finite: parameters and optimizer are as before
+
+
+class Backend(Protocol):
+    def logprobs(
+        self, batches: Sequence[Batch], scoring: Scoring
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Log-probs and entropies of every read, per batch."""
+        ...
+
+    def train_step(
+        self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring, *, lr: float
+    ) -> Update:
+        """One optimizer step on all batches together; their scales already hold the global denominators."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Any]]: ...
+
+    def save_model(self, folder: Path) -> None: ...
+
+    def save_state(self, folder: Path) -> None: ...
+
+    def load_state(self, folder: Path) -> None: ...

@@ -1,0 +1,188 @@
+"""AdamW with fp32 masters, or on bf16 weights with Kahan compensation; state is keyed by parameter name.
+
+Gradients of a micro-batch are folded into fp32 sums once its backward is complete, so a micro-batch that runs out of
+memory half-way leaves nothing behind.
+
+    optimizer = Optimizer(model.named_parameters(), TrainConfig(), lr_scale=lambda name: 1.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from saccade.config import TrainConfig
+
+
+class Optimizer:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        config: TrainConfig,
+        *,
+        lr_scale: Callable[[str], float],
+    ) -> None:
+        self.parameters = {name: p for name, p in parameters if p.requires_grad}
+        self.config = config
+        self.gradients: dict[str, Tensor] = {}
+        self.lr_scale = {name: lr_scale(name) for name in self.parameters}
+        # Biases and norms are vectors; decay would only shrink what they have learned.
+        self.decay = {name: config.weight_decay * (p.ndim > 1) for name, p in self.parameters.items()}
+        kind = {"adamw": _MasterAdamW, "adamw_bf16": _KahanAdamW}[config.optimizer]
+        self._rule = kind(self.parameters, config, self.lr_scale, self.decay)
+
+    def fold(self) -> None:
+        """Add the gradients of one finished micro-batch to the sums."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            if name in self.gradients:
+                self.gradients[name] += parameter.grad
+            else:
+                self.gradients[name] = parameter.grad.float().clone()
+            parameter.grad = None
+
+    def drop_micro_batch(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def clear(self) -> None:
+        self.drop_micro_batch()
+        self.gradients = {}
+
+    def norm(self, names: Iterable[str] | None = None) -> Tensor:
+        """Global L2 norm of the sums, over all or some parameters."""
+        chosen = self.gradients if names is None else [n for n in names if n in self.gradients]
+        gradients = [self.gradients[name] for name in chosen]
+        if not gradients:
+            return torch.zeros(())
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+    def step(self, lr: float, *, norm: Tensor) -> None:
+        """Clip by the global norm, update, forget the gradients."""
+        factor = (self.config.grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(list(self.gradients.values()), factor)
+        self._rule.step(self.gradients, lr)
+        self.clear()
+
+    def state(self) -> dict[str, Tensor]:
+        return self._rule.state()
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        expected, found = set(self.state()), set(state)
+        assert expected == found, f"optimizer state differs: {sorted(expected ^ found)[:5]}"
+        self._rule.load(state)
+
+
+class _MasterAdamW:
+    """torch's fused AdamW on fp32 masters. An fp32 parameter is its own master."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: TrainConfig,
+        lr_scale: Mapping[str, float],
+        decay: Mapping[str, float],
+    ) -> None:
+        self.parameters = parameters
+        self.masters = {
+            name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            for name, p in parameters.items()
+        }
+        groups: dict[tuple[float, float], list[str]] = {}
+        for name in parameters:
+            groups.setdefault((lr_scale[name], decay[name]), []).append(name)
+        self.adam = torch.optim.AdamW(
+            [
+                {"params": [self.masters[n] for n in names], "weight_decay": wd, "lr_scale": scale}
+                for (scale, wd), names in groups.items()
+            ],
+            lr=1.0,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+        for name, master in self.masters.items():
+            zero = torch.zeros_like(master)
+            self.adam.state[master] = {
+                "step": torch.zeros((), device=master.device),
+                "exp_avg": zero,
+                "exp_avg_sq": zero.clone(),
+            }
+
+    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        for group in self.adam.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        for name, gradient in gradients.items():
+            self.masters[name].grad = gradient
+        self.adam.step()
+        for master in self.masters.values():
+            master.grad = None
+        with torch.no_grad():
+            pairs = [(p, self.masters[n]) for n, p in self.parameters.items() if p is not self.masters[n]]
+            if pairs:
+                torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+    def state(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                tensors[f"master/{name}"] = master.detach()
+            for key, value in self.adam.state[master].items():
+                tensors[f"{key}/{name}"] = value
+        return tensors
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for name, mine in self.state().items():
+            mine.copy_(state[name])
+
+
+class _KahanAdamW:
+    """Weights and moments in bf16. The part of an update that rounding would lose is carried to the next step."""
+
+    KEYS = ("exp_avg", "exp_avg_sq", "lost")
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: TrainConfig,
+        lr_scale: Mapping[str, float],
+        decay: Mapping[str, float],
+    ) -> None:
+        self.parameters, self.config = parameters, config
+        self.lr_scale, self.decay = lr_scale, decay
+        self.moments = {
+            name: {key: torch.zeros_like(p, dtype=torch.bfloat16) for key in self.KEYS}
+            for name, p in parameters.items()
+        }
+        self.steps = torch.zeros((), dtype=torch.float64)
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        self.steps += 1
+        first, second = self.config.betas
+        bias1, bias2 = 1 - first ** self.steps.item(), 1 - second ** self.steps.item()
+        for name, gradient in gradients.items():
+            parameter, state = self.parameters[name], self.moments[name]
+            mean = state["exp_avg"].float().lerp_(gradient, 1 - first)
+            square = state["exp_avg_sq"].float().mul_(second).addcmul_(gradient, gradient, value=1 - second)
+            state["exp_avg"].copy_(mean)
+            state["exp_avg_sq"].copy_(square)
+            direction = (mean / bias1) / ((square / bias2).sqrt_() + self.config.eps)
+            direction += self.decay[name] * parameter.float()
+            change = state["lost"].float() - lr * self.lr_scale[name] * direction
+            before = parameter.float()
+            parameter.copy_(before + change)
+            state["lost"].copy_(change - (parameter.float() - before))
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = {f"{key}/{n}": t for n, state in self.moments.items() for key, t in state.items()}
+        return tensors | {"steps": self.steps}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for name, mine in self.state().items():
+            mine.copy_(state[name])

@@ -1,0 +1,169 @@
+"""Checkpoints: each a Hugging Face folder that stock transformers loads, plus `state/` to go on from.
+
+Written under a temporary name, verified, renamed; the old ones go only after that, so a kill at any moment leaves the
+last good one. Tensors are safetensors, the rest is JSON: nothing is unpickled.
+
+    save(run / "checkpoints", 50, backend, family, progress={...}, keep=3, best=40)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from saccade.backends import Backend
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.models.families import Family
+
+# Files of a model folder that a checkpoint makes anew.
+OWN_FILES = re.compile(r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|config\.json)$")
+HASHED_UP_TO = 64 << 20  # larger files are verified by size and tensor names
+
+
+def save(
+    folder: Path,
+    step: int,
+    backend: Backend,
+    family: Family,
+    *,
+    progress: Mapping[str, Any],
+    keep: int,
+    best: int | None = None,
+) -> Path:
+    """`progress` is plain data: what the recipe needs to go on. `best` is the step of the best validation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"step-{step}"
+    temporary = folder / f".step-{step}.{os.getpid()}"
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover)
+    _check_disk(folder, backend)
+    state = temporary / "state"
+    state.mkdir(parents=True)
+    backend.save_model(temporary)
+    copy_processor(family, temporary)
+    backend.save_state(state)
+    (state / "progress.json").write_text(json.dumps(progress, indent=1))
+    _verify(temporary, backend)
+    manifest = {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)}
+    (state / "files.json").write_text(json.dumps(manifest, indent=1))
+    for path in _files(temporary):
+        _sync(path)
+    if final.exists():
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _sync(folder)
+    _prune(folder, keep=keep, protected={step, best})
+    return final
+
+
+def find(folder: Path, resume: str) -> Path | None:
+    """What `run.resume` names: the latest or best complete checkpoint, a path, or nothing."""
+    if resume == "none":
+        return None
+    if resume not in ("auto", "best"):
+        path = Path(resume)
+        if not is_complete(path):
+            raise ConfigError(f"run.resume={resume}: no complete checkpoint there; use run.resume=auto")
+        return path
+    steps = complete_steps(folder)
+    if not steps:
+        return None
+    if resume == "auto":
+        return folder / f"step-{steps[-1]}"
+    best = read_progress(folder / f"step-{steps[-1]}").get("best_step")
+    if best not in steps:
+        raise ConfigError("run.resume=best: no validation has named a best checkpoint; use run.resume=auto")
+    return folder / f"step-{best}"
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "state" / "progress.json").read_text())
+
+
+def complete_steps(folder: Path) -> list[int]:
+    names = (p.name for p in folder.glob("step-*") if is_complete(p))
+    return sorted(int(name.removeprefix("step-")) for name in names)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Every file that was written is still there, as large as it was."""
+    listing = checkpoint / "state" / "files.json"
+    if not listing.is_file():
+        return False
+    files = json.loads(listing.read_text())
+    return all(
+        (checkpoint / name).is_file() and (checkpoint / name).stat().st_size == entry["bytes"]
+        for name, entry in files.items()
+    )
+
+
+def copy_processor(family: Family, folder: Path) -> None:
+    """Tokenizer, processor and template beside the weights; a template that the run replaced is stored as used."""
+    for path in Path(family.path).iterdir():
+        if path.is_file() and not OWN_FILES.match(path.name) and not (folder / path.name).exists():
+            shutil.copy2(path, folder / path.name)
+    if family.chat.template != family.chat.tokenizer.chat_template:
+        (folder / "chat_template.jinja").write_text(family.chat.template, encoding="utf-8")
+
+
+def tensor_shapes(folder: Path) -> list[tuple[int, ...]]:
+    from safetensors import safe_open
+
+    shapes = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            shapes += [tuple(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
+    return shapes
+
+
+def _verify(folder: Path, backend: Backend) -> None:
+    """The folder holds every parameter, a tied one once. Names are transformers' own on disk, so
+    shapes are compared; `load_model` refuses a folder whose names do not fit.
+    """
+    expected = Counter(tuple(p.shape) for _, p in backend.weights())
+    written = Counter(tensor_shapes(folder))
+    if expected - written:
+        raise EnvironmentProblem(
+            f"checkpoint {folder.name}: parameters are missing on disk, by shape {dict(expected - written)}"
+        )
+
+
+def _check_disk(folder: Path, backend: Backend) -> None:
+    parameters = sum(p.numel() * p.element_size() for _, p in backend.weights())
+    needed = 7 * parameters  # weights, fp32 master and two moments of bf16 weights
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise EnvironmentProblem(
+            f"{folder}: a checkpoint needs up to {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
+            "free some space or lower save.keep"
+        )
+
+
+def _prune(folder: Path, *, keep: int, protected: set[int | None]) -> None:
+    for step in complete_steps(folder)[:-keep]:
+        if step not in protected:
+            shutil.rmtree(folder / f"step-{step}")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    if size > HASHED_UP_TO:
+        return {"bytes": size}
+    return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)

@@ -1,0 +1,237 @@
+"""What a config alone can say against a run: options that contradict each other or do nothing.
+
+Runs in milliseconds, before data or weights are touched, and lists every problem at once, each with
+the field, the reason and a value that works. Types and limits of single values are the schema's
+business; what needs a tokenizer, a row or a tensor is checked by whoever holds it.
+
+    >>> check(load(None, ["model.path=tiny:qwen2_5_vl"]), "sft")
+    Traceback (most recent call last):
+    saccade.errors.ConfigError: data.train: no training data; try data.train=train.jsonl
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from saccade.config import Config, Section
+from saccade.data.sources import parse_address
+from saccade.errors import ConfigError
+
+Rule = Callable[[Config], Iterator[str]]
+
+# The fewest tokens of an answer where every tag is one token: with less, no response can be right.
+SHORTEST_ANSWER = {
+    "think_answer": 5,
+    "think_boxed": 4,
+    "boxed": 2,
+    "answer_line": 2,
+    "hash": 2,
+}
+TOWERS = ("vision", "projector", "llm")
+
+# Options and sections that a training command does not read. Eval and generate take the file of a
+# training run as it is, so there nothing is refused.
+WITHOUT_EFFECT = {
+    "rl": {"sft": "only `saccade sft` reads it", "generate": "only `saccade generate` reads it"},
+    "sft": {
+        "algorithm": "only `saccade rl` reads it",
+        "generate": "only `saccade generate` reads it",
+        "train.samples_per_prompt": "nothing is sampled",
+        "train.updates_per_step": "a step is one update",
+        "train.epochs_per_batch": "a step is one update",
+    },
+}
+
+
+def check(config: Config, command: str) -> None:
+    """Raise one ConfigError with everything that keeps the config from running as COMMAND."""
+    problems = [problem for rule in RULES[command] for problem in rule(config)]
+    problems += _without_effect(config, command)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def chosen(section: Section, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the options that were set, as opposed to left at their defaults."""
+    for name in type(section).model_fields:
+        if name in section.model_fields_set:
+            value = getattr(section, name)
+            if isinstance(value, Section):
+                yield from chosen(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name
+
+
+def _without_effect(config: Config, command: str) -> Iterator[str]:
+    for name in chosen(config):
+        for key, reason in WITHOUT_EFFECT.get(command, {}).items():
+            if name == key or name.startswith(f"{key}."):
+                yield f"{name}: has no effect in `saccade {command}` ({reason}); remove it"
+
+
+def _model(config: Config) -> Iterator[str]:
+    path, train = config.model.path, config.model.train
+    if not path:
+        yield (
+            "model.path: no model; give a Hugging Face model folder, or model.path=tiny:qwen2_5_vl"
+        )
+    elif not path.startswith("tiny:") and not (Path(path) / "config.json").is_file():
+        reason = "has no config.json" if Path(path).is_dir() else "is not a folder"
+        yield f"model.path: {path} {reason}; give a Hugging Face model folder that is on this disk"
+    frozen = train.removeprefix("freeze:")
+    if train != "full" and (frozen == train or not frozen.strip(", ")):
+        yield f"model.train: {train!r} is neither full nor freeze:PATTERNS; try freeze:vision"
+
+
+def _train_data(config: Config) -> Iterator[str]:
+    if not config.data.train:
+        yield "data.train: no training data; try data.train=train.jsonl"
+    weighted = [source for source in config.data.train if source.weight is not None]
+    if weighted and len(weighted) < len(config.data.train):
+        yield "data.train: some sets have a weight and some have none; give one to all, or to none"
+    if "mixing" in config.data.model_fields_set and not weighted:
+        yield "data.mixing: has no effect without weights; set data.train[].weight or remove it"
+
+
+def _val_data(config: Config) -> Iterator[str]:
+    if not config.data.val:
+        yield "data.val: nothing to evaluate; try data.val=test.jsonl"
+
+
+def _some_data(config: Config) -> Iterator[str]:
+    if not config.data.train and not config.data.val:
+        yield "data.train: no data; try data.train=train.jsonl"
+
+
+def _data_files(config: Config) -> Iterator[str]:
+    data = config.data
+    for name, sources in (("train", data.train), ("val", data.val)):
+        for source in sources:
+            path = parse_address(source.path).path
+            if not data.allow_network and not Path(path).exists():
+                yield (
+                    f"data.{name}: {path} does not exist; give a file or folder on this disk, or "
+                    "a hub id with data.allow_network=true"
+                )
+
+
+def _pixels(config: Config) -> Iterator[str]:
+    low, high = config.data.min_pixels, config.data.max_pixels
+    if low > high:
+        yield (
+            f"data.min_pixels: {low} is above data.max_pixels={high}; "
+            f"try data.min_pixels={min(3136, high)}"
+        )
+
+
+def _prompt_files(config: Config) -> Iterator[str]:
+    for name in ("template", "chat_template"):
+        path = getattr(config.prompt, name)
+        if path is not None and not Path(path).is_file():
+            yield f"prompt.{name}: file {path} does not exist; give a Jinja file, or remove it"
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.support == "refuse":
+        for name, truncates, off in (
+            ("top_p", rollout.top_p < 1, 1),
+            ("top_k", rollout.top_k > 0, -1),
+        ):
+            if truncates:
+                yield (
+                    f"rollout.{name}: truncated sampling biases every ratio unless the kept ids "
+                    f"are replayed; set rollout.support=replay or rollout.{name}={off}"
+                )
+    if rollout.top_k == 0:
+        yield "rollout.top_k: 0 keeps no token; try rollout.top_k=-1 to keep all"
+
+
+def _response_length(config: Config) -> Iterator[str]:
+    style, limits = config.prompt.format, {"rollout.max_tokens": config.rollout.max_tokens}
+    if config.val.max_tokens is not None:
+        limits["val.max_tokens"] = config.val.max_tokens
+    shortest = SHORTEST_ANSWER.get(style, 1)
+    for name, limit in limits.items():
+        if limit < shortest:
+            yield (
+                f"{name}: {limit} tokens cannot hold an answer in the format {style!r} "
+                f"(at least {shortest}); try {name}=256"
+            )
+    total = config.env.max_total_tokens
+    if total <= config.rollout.max_tokens:
+        yield (
+            f"env.max_total_tokens: {total} leaves no room for a prompt beside "
+            f"rollout.max_tokens={config.rollout.max_tokens}; "
+            f"try env.max_total_tokens={config.rollout.max_tokens + config.data.max_prompt_tokens}"
+        )
+
+
+def _batch(config: Config) -> Iterator[str]:
+    updates, prompts = config.train.updates_per_step, config.train.prompts_per_step
+    if updates > prompts:
+        yield (
+            f"train.updates_per_step: {updates} updates need as many prompts, and a step has "
+            f"{prompts}; try train.updates_per_step={prompts}"
+        )
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    train, steps = config.train, config.run.max_steps
+    if train.schedule == "constant" and "min_lr" in train.model_fields_set:
+        yield "train.min_lr: has no effect with train.schedule=constant; try train.schedule=linear"
+    if steps is not None and train.warmup >= max(1, steps):
+        yield (
+            f"train.warmup: {train.warmup:g} steps in a run of {steps} never reach the full "
+            f"learning rate; try train.warmup={steps // 10}"
+        )
+    for beta in train.betas:
+        if not 0 <= beta < 1:
+            yield f"train.betas: {beta} is outside [0, 1); try train.betas=[0.9,0.95]"
+    for name, factor in train.lr_scale.items():
+        if name not in TOWERS:
+            yield f"train.lr_scale: unknown tower {name!r}; known are {', '.join(TOWERS)}"
+        elif factor < 0:
+            yield f"train.lr_scale: {name} has the factor {factor:g}; try 0.1"
+
+
+def _reward(config: Config) -> Iterator[str]:
+    reward = config.reward
+    scored = reward.terms or reward.preset or reward.by_source
+    if not scored and config.env.name == "single_turn":
+        yield "reward.terms: nothing scores a response; try reward.terms=[math]"
+    if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
+        low, high = reward.clip
+        yield f"reward.clip: {low} is not below {high}; try reward.clip=[-1,1]"
+
+
+def _environment(config: Config) -> Iterator[str]:
+    turns = config.env.max_turns
+    if config.env.name == "single_turn" and turns > 1:
+        yield f"env.max_turns: {turns} has no effect with env.name=single_turn; try env.max_turns=1"
+
+
+def _validation(config: Config) -> Iterator[str]:
+    val = config.val
+    if val.n > 1 and val.temperature == 0:
+        yield (
+            f"val.n: {val.n} greedy responses are all the same; try val.temperature=1 or val.n=1"
+        )
+
+
+def _resume(config: Config) -> Iterator[str]:
+    resume = config.run.resume
+    if resume not in ("none", "auto", "best") and not Path(resume).is_dir():
+        yield f"run.resume: {resume} is not a checkpoint folder; try run.resume=auto"
+
+
+READING = (_data_files, _pixels, _prompt_files)
+TRAINING = (_model, _train_data, *READING, _optimizer, _validation, _resume)
+RULES: dict[str, tuple[Rule, ...]] = {
+    "rl": (*TRAINING, _sampling, _response_length, _batch, _reward, _environment),
+    "sft": TRAINING,
+    "eval": (_model, _val_data, *READING, _response_length, _validation, _environment),
+    "generate": (_model, _some_data, *READING, _response_length, _environment),
+    "check-data": (_some_data, *READING),
+}

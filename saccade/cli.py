@@ -1,0 +1,390 @@
+"""The `saccade` command: hands a config to a recipe and turns errors into exit codes.
+
+Knows no option of a run (that is `config`) and no work (that is `recipes`). What is slow is
+imported inside the command that needs it, so `saccade --help` is instant.
+
+    saccade rl run.yaml train.lr=2e-6 --dry-run
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from saccade import __version__
+from saccade.errors import ConfigError, DataError, SaccadeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from saccade.algorithms.algorithm import Algorithm
+    from saccade.config import Config
+    from saccade.data.check import Report
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RUN.YAML | KEY=VALUE",
+        help="Config file, then options that override it (docs/configuration.md lists all).",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Print the resolved config and the batch arithmetic, then stop."
+    ),
+]
+Smoke = Annotated[
+    bool,
+    typer.Option("--smoke", help="Two steps with a tiny model of the same family, on any machine."),
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="Same as run.seed=N.", show_default=False)]
+Out = Annotated[
+    str | None,
+    typer.Option("--out", metavar="DIR", help="Same as run.out=DIR.", show_default=False),
+]
+
+
+def command(name: str, *, panel: str, example: str) -> Callable[[Command], Command]:
+    """Register a command whose SaccadeErrors become a red message and an exit code."""
+
+    def register(function: Command) -> Command:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except SaccadeError as error:
+                _explain(str(error), error)
+                raise typer.Exit(error.exit_code) from None
+            except KeyboardInterrupt as interrupt:
+                _explain("interrupted", interrupt)
+                raise typer.Exit(130) from None
+
+        app.command(name, rich_help_panel=panel, epilog=f"Example: [bold]{example}[/bold]")(guarded)
+        return function
+
+    return register
+
+
+@app.callback(invoke_without_command=True)
+def _start(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Fine-tune vision-language models with reinforcement learning.
+
+    New here? [bold]saccade quickstart[/bold] needs no GPU, no download and five minutes.
+    """
+    if version:
+        print(f"saccade {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+# -- start -----------------------------------------------------------------------------------------
+
+
+@command("quickstart", panel="Start", example="saccade quickstart --out runs/first")
+def quickstart(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")] = Path(
+        "runs/quickstart"
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of data, weights and sampling.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few steps only, to see that it runs.")
+    ] = False,
+) -> None:
+    """A tiny vision-language model learns to count, with nothing but a CPU."""
+    import_module("saccade.recipes.quickstart").run(out, seed=seed, quick=quick)
+
+
+@command("init", panel="Start", example="saccade init models/Qwen2.5-VL-3B-Instruct train.jsonl")
+def init(
+    model: Annotated[Path, typer.Argument(help="Hugging Face model folder.")],
+    data: Annotated[Path, typer.Argument(help="Data file.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Config to write.")] = Path("run.yaml"),
+) -> None:
+    """Write a commented run.yaml for a model folder and a data file."""
+    from saccade.recipes.init import write_config
+
+    write_config(model, data, out)
+    print(f"wrote {out}; next: saccade rl {out} --dry-run")
+
+
+# -- train -----------------------------------------------------------------------------------------
+
+
+@command("rl", panel="Train", example="saccade rl run.yaml train.lr=2e-6 run.max_steps=100")
+def rl(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    smoke: Smoke = False,
+    seed: Seed = None,
+    out: Out = None,
+) -> None:
+    """Train with reinforcement learning."""
+    _run("rl", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+
+
+@command("sft", panel="Train", example="saccade sft run.yaml data.train=demonstrations.jsonl")
+def sft(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    smoke: Smoke = False,
+    seed: Seed = None,
+    out: Out = None,
+) -> None:
+    """Train on demonstrations (supervised fine-tuning)."""
+    _run("sft", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+
+
+# -- use -------------------------------------------------------------------------------------------
+
+
+@command(
+    "eval", panel="Use", example="saccade eval run.yaml model.path=runs/run/checkpoints/step-100"
+)
+def evaluate(
+    arguments: Arguments = None,
+    rescore: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Score the responses of an earlier samples.jsonl again."),
+    ] = None,
+    dry_run: DryRun = False,
+    smoke: Smoke = False,
+    seed: Seed = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for results.json and samples.jsonl."),
+    ] = None,
+) -> None:
+    """Measure a model on the sets of data.val."""
+    _run(
+        "eval",
+        arguments,
+        dry_run=dry_run,
+        smoke=smoke,
+        seed=seed,
+        more={"out": out, "rescore": rescore},
+    )
+
+
+@command("generate", panel="Use", example="saccade generate run.yaml generate.n=4")
+def generate(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    smoke: Smoke = False,
+    seed: Seed = None,
+    out: Out = None,
+) -> None:
+    """Write responses of a model to a file; rows that are there already are skipped."""
+    _run("generate", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+
+
+@command(
+    "export", panel="Use", example="saccade export runs/run/checkpoints/step-100 --out my-model"
+)
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16; empty: as stored.", show_default=False)
+    ] = None,
+    verify: Annotated[bool, typer.Option(help="Open the folder again and compare logits.")] = True,
+) -> None:
+    """Write a stand-alone Hugging Face folder from a checkpoint."""
+    folder = import_module("saccade.export").export(checkpoint, out, dtype, verify)
+    print(folder)
+
+
+# -- look ------------------------------------------------------------------------------------------
+
+
+@command("check-data", panel="Look", example="saccade check-data train.jsonl data.format=easyr1")
+def inspect_data(
+    arguments: Arguments = None,
+    headers_only: Annotated[
+        bool, typer.Option("--headers-only", help="Read image headers instead of all pixels.")
+    ] = False,
+    workers: Annotated[int, typer.Option(help="Processes that decode images.", min=1)] = 2,
+    fix: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the good rows as canonical JSONL.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the whole report as JSON.")
+    ] = None,
+) -> None:
+    """Look at every row and image of a data set and list what is wrong, row by row."""
+    from saccade.checks import check
+    from saccade.data.check import check_data, write_fixed
+
+    config = _config(_data_as_override(arguments or []))
+    check(config, "check-data")
+    report = check_data(config, headers_only=headers_only, workers=workers)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(report.to_json() + "\n", encoding="utf-8")
+    _print_report(report)
+    if fix is not None:
+        print("wrote " + ", ".join(map(str, write_fixed(report, fix))))
+    if not report.acceptable:
+        raise DataError(
+            f"{len(report.bad)} of {report.rows} rows are bad, and data.max_bad_fraction is "
+            f"{config.data.max_bad_fraction:g}; mend them, or write the good ones with --fix FILE"
+        )
+
+
+@command("algorithms", panel="Look", example="saccade algorithms dapo")
+def algorithms(
+    name: Annotated[
+        str | None, typer.Argument(help="One preset in full.", show_default=False)
+    ] = None,
+) -> None:
+    """List the algorithm presets, or explain one: its parts, its formula, its paper."""
+    from saccade.algorithms.describe import explain
+
+    print(explain(name))
+
+
+@command("report", panel="Look", example="saccade report runs/quickstart")
+def report(folder: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
+    """Write the report of a run as one HTML file."""
+    if not (folder / "config.resolved.yaml").is_file():
+        raise ConfigError(f"{folder} is not a run folder; give one such as runs/NAME")
+    print(import_module("saccade.tracking.report").from_run(folder))
+
+
+# -- how a config command runs ---------------------------------------------------------------------
+
+LISTED = 20  # bad rows on the screen
+MODULES = {"rl": "rl", "sft": "sft", "eval": "evaluate", "generate": "generate"}
+
+
+def _run(
+    name: str,
+    arguments: Sequence[str] | None,
+    *,
+    dry_run: bool,
+    smoke: bool,
+    seed: int | None,
+    out: str | None = None,
+    more: dict[str, Any] | None = None,
+) -> None:
+    from saccade.checks import check
+
+    flags = {"run.seed": seed, "run.out": out}
+    overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    config = _config([*(arguments or []), *overrides])
+    if smoke:
+        from saccade.smoke import smoke as shrink
+
+        config = shrink(config, name)
+    check(config, name)
+    if dry_run:
+        _print_plan(config, name)
+    else:
+        import_module(f"saccade.recipes.{MODULES[name]}").run(config, **(more or {}))
+
+
+def _config(arguments: Sequence[str]) -> Config:
+    from saccade.config import load
+
+    files = [item for item in arguments if "=" not in item]
+    if len(files) > 1:
+        raise ConfigError(f"one config file, not {len(files)}: {', '.join(files)}")
+    return load(files[0] if files else None, [item for item in arguments if "=" in item])
+
+
+def _data_as_override(arguments: Sequence[str]) -> list[str]:
+    """`check-data train.jsonl` means `check-data data.train=train.jsonl`."""
+    return [
+        item if "=" in item or item.endswith((".yaml", ".yml")) else f"data.train={item}"
+        for item in arguments
+    ]
+
+
+def _print_plan(config: Config, name: str) -> None:
+    from rich.syntax import Syntax
+    from rich.table import Table
+
+    from saccade.config import to_yaml
+    from saccade.plan import plan
+
+    algorithm = _algorithm(config) if name == "rl" else None
+    console = _console()
+    text = to_yaml(config)
+    console.print(Syntax(text, "yaml", background_color="default") if console.is_terminal else text)
+    if algorithm is not None:
+        from saccade.algorithms.describe import describe
+
+        console.print(describe(algorithm) + "\n", markup=False, highlight=False)
+    table = Table("quantity", "value", title="Batch arithmetic", title_justify="left")
+    samples = algorithm.samples_per_prompt if algorithm is not None else 1
+    for quantity, value in plan(config, name, samples_per_prompt=samples):
+        table.add_row(quantity, value)
+    console.print(table)
+
+
+def _algorithm(config: Config) -> Algorithm:
+    from saccade.algorithms.build import resolve
+
+    return resolve(
+        config.algorithm,
+        max_tokens=config.rollout.max_tokens,
+        samples_per_prompt=config.train.samples_per_prompt,
+        updates_per_step=config.train.updates_per_step,
+        epochs_per_batch=config.train.epochs_per_batch,
+    )
+
+
+def _print_report(report: Report) -> None:
+    lines = {
+        "rows": f"{report.rows}, {report.good} good, {len(report.bad)} bad",
+        "format": ", ".join(f"{name}: {format}" for name, format in report.formats.items()),
+        "images": f"{report.images} {'decoded' if report.decoded else 'with a readable header'}",
+        "answers": f"{report.gold_rate:.1%} of the good rows",
+        "duplicate ids": str(len(report.duplicate_ids)),
+    }
+    for name, text in lines.items():
+        print(f"{name:<14} {text}")
+    for row in report.bad[:LISTED]:
+        print(f"  {row}")
+    if len(report.bad) > LISTED:
+        print(f"  and {len(report.bad) - LISTED} more; --out FILE lists all")
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, soft_wrap=True)
+
+
+def _explain(message: str, error: BaseException) -> None:
+    if os.environ.get("SACCADE_DEBUG"):
+        traceback.print_exception(error)
+    _console(stderr=True).print(message, style="red", markup=False, highlight=False)
+
+
+def main() -> None:
+    app(prog_name="saccade")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Data sets become samples: containers, record formats, images, prompts, order. No torch."""

@@ -1,0 +1,212 @@
+"""`check-data`: every problem of the configured data sets, row by row, before a run meets them.
+
+Loads as training would, then decodes every image once. Nothing stops it: bad rows are what it is
+looking for. Token lengths and reward tests depend on model and rewards, so they come in as
+functions.
+
+    >>> report = check_data(load("run.yaml"))
+    >>> print(report.to_json()); write_fixed(report, Path("clean.jsonl"))
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from saccade.config import Config, DataConfig, DataSource
+from saccade import images
+from saccade.data.datasets import BadRow, Dataset, load
+from saccade.data.formats import plain, to_row
+from saccade.errors import DataError
+from saccade.types import Media, Sample
+
+__all__ = ["Report", "check_data", "convert", "write_fixed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What was found. `acceptable` is False when training would stop for too many bad rows."""
+
+    rows: int
+    good: int
+    bad: tuple[BadRow, ...]
+    overlong: tuple[BadRow, ...]
+    acceptable: bool
+    formats: Mapping[str, str]
+    duplicate_ids: tuple[str, ...]
+    media_kinds: Mapping[str, int]
+    images: int  # different ones
+    decoded: bool
+    gold_rate: float  # share of the good rows that have an answer
+    lengths: Mapping[
+        str, float
+    ]  # min, mean, median, p95, max in tokens; empty without a length function
+    histogram: tuple[tuple[int, int], ...]  # (tokens at most, rows)
+    self_test: Any = None
+    samples: Mapping[str, tuple[Sample, ...]] = field(
+        default_factory=dict, repr=False
+    )  # good rows of train and val
+
+    def to_json(self) -> str:
+        named = {
+            item.name: getattr(self, item.name) for item in fields(self) if item.name != "samples"
+        }
+        for name in ("bad", "overlong"):
+            named[name] = [vars(row) for row in named[name]]
+        return json.dumps(plain(named), indent=2, ensure_ascii=False)
+
+
+def check_data(
+    config: Config,
+    *,
+    length: Callable[[Sample], int] | None = None,
+    headers_only: bool = False,
+    workers: int = 2,
+    self_test: Callable[[Sequence[Sample]], Any] | None = None,
+) -> Report:
+    """Read train and validation sets; `self_test` gets the good samples and adds to the report."""
+    sources = {"train": config.data.train, "val": config.data.val}
+    sets = {
+        split: _load(listed, config.data, length) for split, listed in sources.items() if listed
+    }
+    if not sets:
+        raise DataError("no data to check: set data.train or data.val")
+    every_image = {
+        media.key[:2]: media for data in sets.values() for s in data.samples for media in s.media
+    }
+    broken = {} if headers_only else _broken(every_image, workers)
+    good = {
+        split: tuple(s for s in data.samples if _problem(s, broken) is None)
+        for split, data in sets.items()
+    }
+    bad = [row for data in sets.values() for row in (*data.quarantined, *_damaged(data, broken))]
+    rows = sum(data.rows for data in sets.values())
+    samples = [sample for part in good.values() for sample in part]
+    tokens = [] if length is None else [length(sample) for sample in samples]
+    return Report(
+        rows=rows,
+        good=len(samples),
+        bad=tuple(bad),
+        overlong=tuple(row for data in sets.values() for row in data.overlong),
+        acceptable=len(bad) <= config.data.max_bad_fraction * rows,
+        formats={name: format for data in sets.values() for name, format in data.formats.items()},
+        duplicate_ids=tuple(id for data in sets.values() for id in data.duplicate_ids),
+        media_kinds=dict(sum((Counter(data.media_kinds) for data in sets.values()), Counter())),
+        images=len(every_image),
+        decoded=not headers_only,
+        gold_rate=sum(sample.answer not in (None, "", ()) for sample in samples)
+        / max(1, len(samples)),
+        lengths=_statistics(tokens),
+        histogram=_histogram(tokens),
+        self_test=None if self_test is None else self_test(samples),
+        samples=good,
+    )
+
+
+def _load(
+    sources: Sequence[DataSource], config: DataConfig, length: Callable[[Sample], int] | None
+) -> Dataset:
+    """As training does, but going on where training would stop."""
+    going_on: dict[str, Any] = {"on_bad_row": "quarantine", "max_bad_fraction": 1.0}
+    if config.overlong == "error":
+        going_on["overlong"] = "drop"
+    return load(sources, config.model_copy(update=going_on), length=length)
+
+
+# -- images --------------------------------------------------------------------------------
+
+
+def _broken(every_image: Mapping[Any, Media], workers: int) -> dict[Any, str]:
+    """Reasons by image. Threads suffice, as Pillow decodes without holding the interpreter."""
+
+    def reason(media: Media) -> str | None:
+        try:
+            images.decode(media)
+        except images.ImageError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(workers) as pool:
+        reasons = pool.map(reason, every_image.values())
+        return {key: why for key, why in zip(every_image, reasons, strict=True) if why is not None}
+
+
+def _problem(sample: Sample, broken: Mapping[Any, str]) -> str | None:
+    return next((broken[media.key[:2]] for media in sample.media if media.key[:2] in broken), None)
+
+
+def _damaged(data: Dataset, broken: Mapping[Any, str]) -> Iterable[BadRow]:
+    for part in data.parts:
+        for index in range(part.start, part.stop):
+            reason = _problem(data.samples[index], broken)
+            if reason is not None:
+                yield BadRow(
+                    id=data.samples[index].id,
+                    source=part.name,
+                    row=data.row_numbers[index],
+                    reason=reason,
+                )
+
+
+# -- lengths -------------------------------------------------------------------------------
+
+
+def _statistics(tokens: Sequence[int]) -> dict[str, float]:
+    if not tokens:
+        return {}
+    levels = {"min": 0, "median": 50, "p95": 95, "max": 100}
+    at = {name: float(np.percentile(tokens, level)) for name, level in levels.items()}
+    return at | {"mean": float(np.mean(tokens))}
+
+
+def _histogram(tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Rows by the power of two that holds them."""
+    counts = Counter(1 << max(0, int(count) - 1).bit_length() for count in tokens)
+    return tuple(sorted(counts.items()))
+
+
+# -- writing -------------------------------------------------------------------------------
+
+
+def write_fixed(report: Report, path: Path) -> list[Path]:
+    """The good rows as canonical JSONL; train and val together give NAME.train.jsonl …."""
+    paths = []
+    for split, samples in report.samples.items():
+        target = (
+            path
+            if len(report.samples) == 1
+            else path.with_name(f"{path.stem}.{split}{path.suffix}")
+        )
+        convert(samples, target)
+        paths.append(target)
+    return paths
+
+
+def convert(samples: Iterable[Sample], path: Path) -> None:
+    """Samples as canonical JSONL, which the `messages` format reads back as the same samples."""
+    lines = [_line(sample) for sample in samples]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _line(sample: Sample) -> str:
+    try:
+        return json.dumps(to_row(sample), ensure_ascii=False, default=_json_value) + "\n"
+    except TypeError as error:
+        raise DataError(f"row {sample.id}: a column cannot be written as JSON: {error}") from None
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, date | datetime):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} is no JSON value")

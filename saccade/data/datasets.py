@@ -1,0 +1,290 @@
+"""Data sets in memory: rows of all sources as samples, with what was set aside and why.
+
+Reads headers, not pixels. A bad row is quarantined with its id and reason, never replaced; too
+many of them stop the run. How long a prompt is depends on the model, so the caller passes the
+function that counts tokens.
+
+    >>> data = load([DataSource(path="train.jsonl")], DataConfig(), length=count_tokens)
+    >>> print(data.summary)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from saccade.config import DataConfig, DataSource
+from saccade.data.chats import RowError
+from saccade.data.formats import OpenImage, content_hash, detect, read_row, row_id
+from saccade.images import ImageError, open_media, source_kind
+from saccade.data.overlong import POLICIES
+from saccade.data.sources import Row, open_source
+from saccade.data.stream import Stream
+from saccade.errors import ConfigError, DataError
+from saccade.types import Media, Sample
+
+__all__ = ["BadRow", "Dataset", "Part", "Stream", "load"]
+
+DETECTION_ROWS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRow:
+    """A row that was set aside. `row` counts from 1 in its source."""
+
+    id: str
+    source: str
+    row: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.id} (row {self.row} of {self.source}): {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The samples of one source: `samples[start:stop]`."""
+
+    name: str
+    format: str
+    start: int
+    stop: int
+    rows: int  # as read, bad ones included
+    weight: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Samples in file order, source after source, with what a manifest wants to know."""
+
+    samples: tuple[Sample, ...]
+    parts: tuple[Part, ...]
+    quarantined: tuple[BadRow, ...] = ()
+    overlong: tuple[BadRow, ...] = ()
+    shortened: int = 0
+    lengths: tuple[int, ...] = ()  # tokens of each sample, where a length function was given
+    duplicate_ids: tuple[str, ...] = ()  # repeats got a suffix: id, id#2, id#3
+    media_kinds: Mapping[str, int] = field(default_factory=dict)
+    row_numbers: tuple[int, ...] = ()  # of each sample in its source, from 1
+    hash: str = ""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def formats(self) -> dict[str, str]:
+        return {part.name: part.format for part in self.parts}
+
+    @property
+    def summary(self) -> str:
+        lines = [
+            f"{p.name}: {p.stop - p.start} of {p.rows} rows, format {p.format}" for p in self.parts
+        ]
+        counts = {
+            "bad rows set aside": len(self.quarantined),
+            "rows over data.max_prompt_tokens left out": len(self.overlong),
+            "rows shortened": self.shortened,
+            "ids made unique": len(self.duplicate_ids),
+        }
+        return "\n".join(lines + [f"{count} {what}" for what, count in counts.items() if count])
+
+
+def load(
+    sources: Sequence[DataSource],
+    config: DataConfig,
+    *,
+    length: Callable[[Sample], int] | None = None,
+) -> Dataset:
+    """Read the sources. `length` counts tokens; prompts over the limit follow `config.overlong`."""
+    _check(sources, config)
+    reader = _Reader(config, length)
+    parts: list[Part] = []
+    for source in sources:
+        limit = _limit(source, sources, config, rows=sum(part.rows for part in parts))
+        parts.append(reader.read(source, limit))
+    _stop_if_too_many(reader.bad, sum(part.rows for part in parts), config)
+    samples, duplicates = _with_unique_ids(reader.samples)
+    return Dataset(
+        samples=tuple(samples),
+        parts=tuple(parts),
+        quarantined=tuple(reader.bad),
+        overlong=tuple(reader.overlong),
+        shortened=reader.shortened,
+        lengths=tuple(reader.lengths),
+        duplicate_ids=duplicates,
+        media_kinds=dict(reader.kinds),
+        row_numbers=tuple(reader.row_numbers),
+        hash=_hash(samples),
+    )
+
+
+def _check(sources: Sequence[DataSource], config: DataConfig) -> None:
+    if config.min_pixels > config.max_pixels:
+        raise ConfigError(
+            f"data.min_pixels={config.min_pixels} is above data.max_pixels={config.max_pixels}"
+        )
+    weighted = [source.weight is not None for source in sources]
+    if any(weighted) and not all(weighted):
+        without = sources[weighted.index(False)].path
+        raise ConfigError(
+            f"data: {without} has no weight but others have; give all of them one, or none"
+        )
+
+
+def _limit(
+    source: DataSource, sources: Sequence[DataSource], config: DataConfig, *, rows: int
+) -> int | None:
+    """How many rows to read: its own limit and its share in that of the whole mixture."""
+    limits = [] if source.max_samples is None else [source.max_samples]
+    if config.max_samples is not None and source.weight is None:
+        limits.append(max(0, config.max_samples - rows))
+    elif config.max_samples is not None and source.weight is not None:
+        share = source.weight / sum(other.weight or 0 for other in sources)
+        limits.append(max(1, round(config.max_samples * share)))
+    return min(limits, default=None)
+
+
+# -- rows -------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Collects rows over all sources: the good, the bad, the overlong."""
+
+    def __init__(self, config: DataConfig, length: Callable[[Sample], int] | None) -> None:
+        self.config, self.length = config, length
+        self.samples: list[Sample] = []
+        self.row_numbers: list[int] = []
+        self.lengths: list[int] = []
+        self.bad: list[BadRow] = []
+        self.overlong: list[BadRow] = []
+        self.shortened = 0
+        self.kinds: Counter[str] = Counter()
+
+    def read(self, source: DataSource, limit: int | None) -> Part:
+        container = open_source(source, allow_network=self.config.allow_network)
+        name, start, number = source.name or container.stem, len(self.samples), 0
+        rows = islice(container.rows, limit)
+        first = list(islice(rows, DETECTION_ROWS))
+        columns = {column for row in first if not isinstance(row, RowError) for column in row}
+        if not columns and limit != 0:
+            reason = f"no row can be read: {first[0]}" if first else "it holds no rows"
+            raise DataError(f"{source.path}: {reason}")
+        format = detect(columns, self.config, name) if columns else None
+        options: dict[str, Any] = {
+            "open_image": self._opener(container.folder),
+            "default_source": container.stem,
+        }
+        for number, row in enumerate(chain(first, rows), start=1):
+            assert format is not None
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                sample = read_row(row, format, self.config, **options)
+                if source.data_source is not None:
+                    sample = replace(sample, data_source=source.data_source)
+                self._keep(sample, name, number)
+            except (RowError, ImageError) as error:
+                self._set_aside(row, name, number, str(error))
+        return Part(
+            name=name,
+            format=format.name if format else "none",
+            start=start,
+            stop=len(self.samples),
+            rows=number,
+            weight=source.weight,
+        )
+
+    def _opener(self, folder: Path | None) -> OpenImage:
+        """Opens images of one source, each file once."""
+        known: dict[Any, Media] = {}
+
+        def open_image(source: Any, *, min_pixels: int | None, max_pixels: int | None) -> Media:
+            self.kinds[source_kind(source, folder)] += 1
+            key = (source, min_pixels, max_pixels) if isinstance(source, str) else None
+            if key in known:
+                return known[key]
+            budget = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+            media = open_media(source, base=folder, limits=self.config, **budget)
+            return known.setdefault(key or media.key, media)  # equal bytes are kept once
+
+        return open_image
+
+    def _set_aside(self, row: Row, name: str, number: int, reason: str) -> None:
+        given = None if isinstance(row, RowError) else row_id(row, self.config)
+        problem = BadRow(id=given or f"row-{number}", source=name, row=number, reason=reason)
+        if self.config.on_bad_row == "error":
+            raise DataError(f"bad row {problem}; data.on_bad_row=quarantine sets it aside")
+        self.bad.append(problem)
+
+    def _keep(self, sample: Sample, name: str, number: int) -> None:
+        """Adds a sample, shortened where its prompt is too long and the policy can mend that."""
+        if self.length is not None:
+            tokens, limit = self.length(sample), self.config.max_prompt_tokens
+            if tokens > limit:
+                reason = f"{tokens} tokens, data.max_prompt_tokens is {limit}"
+                row = BadRow(id=sample.id, source=name, row=number, reason=reason)
+                shorter = _shorten(sample, row, self.config, self.length)
+                if shorter is None:
+                    self.overlong.append(row)
+                    return
+                self.shortened += 1
+                sample, tokens = shorter, self.length(shorter)
+            self.lengths.append(tokens)
+        self.samples.append(sample)
+        self.row_numbers.append(number)
+
+
+def _shorten(
+    sample: Sample, row: BadRow, config: DataConfig, length: Callable[[Sample], int]
+) -> Sample | None:
+    if config.overlong == "error":
+        raise DataError(f"overlong row {row}; data.overlong=drop leaves such rows out")
+    return POLICIES[config.overlong](sample, length, config.max_prompt_tokens)
+
+
+# -- the whole set ----------------------------------------------------------------------------
+
+
+def _stop_if_too_many(bad: Sequence[BadRow], rows: int, config: DataConfig) -> None:
+    if len(bad) <= config.max_bad_fraction * rows:
+        return
+    examples = "\n".join(f"  {problem}" for problem in bad[:5])
+    lifted = math.ceil(100 * len(bad) / rows) / 100
+    raise DataError(
+        f"{len(bad)} of {rows} rows are bad ({len(bad) / rows:.1%}), data.max_bad_fraction is "
+        f"{config.max_bad_fraction:g}:\n{examples}\n`saccade check-data` lists all of them, "
+        f"its --fix writes a copy without them; data.max_bad_fraction={lifted:g} goes on."
+    )
+
+
+def _with_unique_ids(samples: Sequence[Sample]) -> tuple[list[Sample], tuple[str, ...]]:
+    """Noise and records are keyed by id, so a second row with the same one is called id#2."""
+    taken = {sample.id for sample in samples}
+    seen: Counter[str] = Counter()
+    unique: list[Sample] = []
+    for sample in samples:
+        id = sample.id
+        while seen[sample.id] and id in taken:
+            seen[sample.id] += 1
+            id = f"{sample.id}#{seen[sample.id]}"
+        seen[sample.id] += not seen[sample.id]
+        taken.add(id)
+        unique.append(sample if id == sample.id else replace(sample, id=id))
+    return unique, tuple(id for id, count in seen.items() if count > 1)
+
+
+def _hash(samples: Sequence[Sample]) -> str:
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(bytes.fromhex(content_hash(sample, everything=True)))
+    return digest.hexdigest()

@@ -1,0 +1,383 @@
+"""Rows of any known format become samples.
+
+A format says which columns hold what; everything else (placeholders, chats, golds, choices) is
+read by one set of rules. Opening images is passed in, so this file touches no disk. A row that
+cannot be read is a `RowError` with the reason, never a guess.
+
+    >>> qa = FORMATS["qa"]
+    >>> read_row({"question": "2+2?", "answer": "#### 4"}, qa, DataConfig(), open_image=None).answer
+    '4'
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from saccade.config import DataConfig
+from saccade.data.chats import Picture, RowError, Turns, arrange, escape, parse_json, read_chat
+from saccade.errors import ConfigError, DataError
+from saccade.types import Media, Message, Sample
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class OpenImage(Protocol):
+    def __call__(self, source: Any, *, min_pixels: int | None, max_pixels: int | None) -> Media: ...
+
+
+# -- golds ---------------------------------------------------------------------------------
+
+
+def as_given(text: str) -> str:
+    return text
+
+
+def after_hashes(text: str) -> str:
+    """What follows the last ####, or everything."""
+    return text.rpartition("####")[2].strip()
+
+
+def inside_answer_tag(text: str) -> str:
+    """What stands in the last <answer> pair, or everything."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return found[-1].strip() if found else text
+
+
+# -- the table -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """Where a format keeps things. Columns are tried in order; a.b looks into a nested record."""
+
+    name: str
+    matches: Callable[[Collection[str]], bool]
+    prompt: tuple[str, ...]
+    answer: tuple[str, ...]
+    gold: Callable[[str], str] = as_given
+    data_source: tuple[str, ...] = ("data_source", "datasource")
+    thinking: tuple[str, ...] = ()
+
+
+FORMATS: Mapping[str, Format] = {
+    format.name: format
+    for format in (
+        Format(
+            name="messages",
+            matches=lambda columns: any(
+                name in columns for name in ("messages", "message", "input")
+            ),
+            prompt=("messages", "message", "input"),
+            answer=("answer", "solution"),
+        ),
+        Format(
+            name="r1v",
+            matches=lambda columns: (
+                {"problem", "solution"} <= set(columns) and "images" not in columns
+            ),
+            prompt=("problem",),
+            answer=("solution",),
+            gold=inside_answer_tag,
+            thinking=("thinking",),
+        ),
+        Format(
+            name="easyr1",
+            matches=lambda columns: (
+                "problem" in columns and ("answer" in columns or "solution" not in columns)
+            ),
+            prompt=("problem",),
+            answer=("answer",),
+        ),
+        Format(
+            name="minio3",
+            matches=lambda columns: {"problem", "solution", "images"} <= set(columns),
+            prompt=("problem",),
+            answer=("solution",),
+            gold=inside_answer_tag,
+        ),
+        Format(
+            name="lightrft",
+            matches=lambda columns: "prompt" in columns and "chosen" not in columns,
+            prompt=("prompt",),
+            answer=("reference", "reward_model.ground_truth", "ground_truth", "answer"),
+            data_source=("label", "extra_info.label", "data_source"),
+        ),
+        Format(
+            name="qa",
+            matches=lambda columns: "question" in columns,
+            prompt=("question",),
+            answer=("answer",),
+            gold=after_hashes,
+        ),
+        Format(
+            name="sharegpt",
+            matches=lambda columns: "conversations" in columns,
+            prompt=("conversations",),
+            answer=("answer", "solution"),
+        ),
+    )
+}
+SHARED_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "id": ("id", "doc_id", "unique_id", "question_id"),
+    "images": ("images", "image"),
+    "choices": ("choices", "options"),
+    "system": ("system",),
+}
+ROLES = ("prompt", "answer", "images", "id", "data_source", "choices", "system")
+UNREAD_MEDIA = ("video", "videos", "audio", "audios")
+
+
+def columns_of(format: Format, keys: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Columns to try for each role; `keys` replaces them, an empty name means there is none."""
+    columns = {
+        **SHARED_COLUMNS,
+        "prompt": format.prompt,
+        "answer": format.answer,
+        "data_source": format.data_source,
+        "thinking": format.thinking,
+    }
+    return columns | {role: (column,) if column else () for role, column in keys.items()}
+
+
+def detect(columns: Collection[str], config: DataConfig, name: str = "data") -> Format:
+    """The format of rows with these columns, or the one that the config names."""
+    listed = ", ".join(sorted(columns))
+    for role, column in config.keys.items():
+        if role not in ROLES:
+            raise ConfigError(f"data.keys.{role}: unknown role; roles are {', '.join(ROLES)}")
+        if column and column.partition(".")[0] not in columns:
+            raise DataError(f"{name}: data.keys.{role}={column} is no column; there are {listed}")
+    if config.format != "auto":
+        if config.format not in FORMATS:
+            raise ConfigError(
+                f"data.format={config.format}: unknown; choose auto, {', '.join(FORMATS)}"
+            )
+        return FORMATS[config.format]
+    found = [format for format in FORMATS.values() if format.matches(columns)]
+    if prompt := config.keys.get("prompt"):
+        found = [format for format in found if prompt in format.prompt] or [FORMATS["easyr1"]]
+    if (answer := config.keys.get("answer")) and len(found) > 1:
+        found = [format for format in found if answer in format.answer] or found
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise DataError(
+            f"{name}: columns {listed} belong to no known format ({', '.join(FORMATS)}); "
+            "name them, for example data.keys.prompt=text data.keys.answer=label"
+        )
+    candidates = [format.name for format in found]
+    raise DataError(
+        f"{name}: columns {listed} fit several formats: {', '.join(candidates)}; "
+        f"choose one, for example data.format={candidates[0]}"
+    )
+
+
+# -- rows ----------------------------------------------------------------------------------
+
+
+def read_row(
+    row: Mapping[str, Any],
+    format: Format,
+    config: DataConfig,
+    *,
+    open_image: OpenImage,
+    default_source: str = "default",
+) -> Sample:
+    """One row as a sample; its images are opened with `open_image`."""
+    fields = {
+        role: _field(row, names, str if role == "data_source" else object)
+        for role, names in columns_of(format, config.keys).items()
+    }
+    values = {role: value for role, (_, value) in fields.items()}
+    for name in UNREAD_MEDIA:
+        if _filled(row.get(name)):
+            raise RowError(f"column {name!r} is filled, but only images and text can be read")
+    if values["prompt"] is None:
+        names = columns_of(format, config.keys)["prompt"]
+        raise RowError(f"no prompt in column {' or '.join(names)}")
+    pictures = _pictures(row, values["images"], fields["images"][0])
+    turns = arrange(_turns(values), pictures, prepend=config.placeholder == "prepend")
+    count = sum(isinstance(piece, Picture) for _, pieces in turns for piece in pieces)
+    if count > config.max_images:
+        raise RowError(f"{count} images, data.max_images is {config.max_images}")
+    choices = _choices(values["choices"])
+    used = {column for column, _ in fields.values()}
+    sample = Sample(
+        id="" if values["id"] is None else str(values["id"]),
+        messages=tuple(_message(role, pieces, open_image) for role, pieces in turns),
+        answer=_gold(values["answer"], format.gold, choices),
+        data_source=values["data_source"] or default_source,
+        choices=choices,
+        extra=_extra(row, used, format),
+    )
+    return sample if sample.id else replace(sample, id=content_hash(sample)[:16])
+
+
+def row_id(row: Mapping[str, Any], config: DataConfig) -> str | None:
+    """The id that a row gives itself, also where the rest of it cannot be read."""
+    key = config.keys.get("id")
+    _, value = _field(row, (key,) if key else SHARED_COLUMNS["id"])
+    return None if value is None else str(value)
+
+
+def _field(row: Mapping[str, Any], names: Iterable[str], kind: type = object) -> tuple[str, Any]:
+    """(column, value) of the first filled one; a nested value leaves its column for `extra`."""
+    for name in names:
+        outer, _, inner = name.partition(".")
+        value, column = row.get(name), name
+        if value is None and inner and isinstance(row.get(outer), Mapping):
+            value, column = row[outer].get(inner), ""
+        if value is not None and isinstance(value, kind):
+            return column, value
+    return "", None
+
+
+def _filled(value: Any) -> bool:
+    return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
+
+
+def _pictures(row: Mapping[str, Any], value: Any, column: str) -> list[Picture]:
+    other = {"images": "image", "image": "images"}.get(column, "")
+    if _filled(value) and _filled(row.get(other)):
+        raise RowError(
+            "columns 'image' and 'images' are both filled; choose with data.keys.images=images"
+        )
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_json(value, f"column {column!r}")
+    if not _filled(value):
+        return []
+    sources = value if isinstance(value, list | tuple) else [value]
+    if any(source is None for source in sources):
+        raise RowError(f"column {column!r} holds an empty entry")
+    return [Picture.of(source) for source in sources]
+
+
+def _turns(values: Mapping[str, Any]) -> Turns:
+    """The chat of a row with its system column and, where it shows its reasoning, its answer."""
+    turns = read_chat(values["prompt"])
+    if values["thinking"]:
+        turns.append(("assistant", [_worked(values["thinking"], values["answer"])]))
+    if values["system"] is not None:
+        if any(role == "system" for role, _ in turns):
+            raise RowError("a system column beside a system message in the chat; keep one of them")
+        turns.insert(0, ("system", [str(values["system"])]))
+    return turns
+
+
+def _worked(thinking: Any, solution: Any) -> str:
+    think = str(thinking) if "<think>" in str(thinking) else f"<think>{thinking}</think>"
+    answer = str(solution) if "<answer>" in str(solution) else f"<answer>{solution}</answer>"
+    return think + answer
+
+
+def _message(role: Any, pieces: list[Any], open_image: OpenImage) -> Message:
+    parts = tuple(
+        open_image(piece.source, min_pixels=piece.min_pixels, max_pixels=piece.max_pixels)
+        if isinstance(piece, Picture)
+        else piece
+        for piece in pieces
+    )
+    return Message(role=role, parts=parts)
+
+
+def _choices(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = parse_json(value, "the choices") if value.strip() else None
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple | np.ndarray) or len(value) > len(LETTERS):
+        raise RowError(f"choices must be a list of at most {len(LETTERS)} texts")
+    return tuple(str(choice) for choice in value)
+
+
+def _gold(
+    value: Any, gold: Callable[[str], str], choices: tuple[str, ...]
+) -> str | tuple[str, ...] | None:
+    if isinstance(value, list | tuple) and value and all(isinstance(item, str) for item in value):
+        return tuple(gold(item) for item in value)
+    if value is None or isinstance(value, str):
+        return None if value is None else gold(value)
+    is_index = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(choices)
+    if is_index and str(value) not in choices:
+        return LETTERS[value]
+    return json.dumps(plain(value), ensure_ascii=False)
+
+
+def _extra(row: Mapping[str, Any], used: Collection[str], format: Format) -> dict[str, Any]:
+    extra = {name: value for name, value in row.items() if name not in used}
+    nested = extra.get("extra")
+    if format.name == "messages" and isinstance(nested, Mapping):  # as `to_row` writes it
+        del extra["extra"]
+        extra |= nested
+    return extra
+
+
+# -- back to plain data --------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """JSON data that stands for any value, for hashes and reports; bytes become their hash."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, bytes):
+        return f"sha256:{hashlib.sha256(value).hexdigest()}"
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return value.isoformat() if hasattr(value, "isoformat") else f"<{type(value).__name__}>"
+
+
+def to_row(sample: Sample) -> dict[str, Any]:
+    """The canonical record of a sample, which the `messages` format reads back."""
+    return {
+        "id": sample.id,
+        "data_source": sample.data_source,
+        "messages": [
+            {"role": message.role, "content": [_item(part) for part in message.parts]}
+            for message in sample.messages
+        ],
+        "answer": sample.answer,
+        "choices": sample.choices,
+        "extra": dict(sample.extra),
+    }
+
+
+def _item(part: str | Media) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": escape(part)}
+    assert part.box is None, "a data set holds whole images"
+    source = part.path or "data:;base64," + base64.b64encode(part.data or b"").decode()
+    return {
+        "type": "image",
+        "image": source,
+        "width": part.width,
+        "height": part.height,
+        "hash": part.hash,
+        "min_pixels": part.min_pixels,
+        "max_pixels": part.max_pixels,
+    }
+
+
+def content_hash(sample: Sample, *, everything: bool = False) -> str:
+    """Hash of prompt, gold and choices; with `everything` also of id, source and extra columns."""
+    content: list[Any] = [
+        [[m.role, [p if isinstance(p, str) else p.key for p in m.parts]] for m in sample.messages],
+        sample.answer,
+        sample.choices,
+    ]
+    if everything:
+        content += [sample.id, sample.data_source, plain(sample.extra)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -1,0 +1,108 @@
+"""What happens to a prompt over the limit. Media are shrunk or leave whole; none is ever cut.
+
+A policy takes a sample, the function that counts its tokens and the limit, and returns a sample
+that fits or None.
+
+    >>> shorten = POLICIES["drop_turns"]
+    >>> shorten(sample, length, 4096)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from saccade.types import Media, Message, Sample
+
+Length = Callable[[Sample], int]
+SHRINK_STEP = 0.8
+
+
+def drop(sample: Sample, length: Length, limit: int) -> Sample | None:
+    return None
+
+
+def shrink(sample: Sample, length: Length, limit: int) -> Sample | None:
+    """Lower the pixel budget of the row, which shrinks its largest images first, to min_pixels."""
+    if not sample.media:
+        return None
+    budget = max(min(media.max_pixels, media.width * media.height) for media in sample.media)
+    floor = min(media.min_pixels for media in sample.media)
+    while budget > floor:
+        budget = max(floor, int(budget * SHRINK_STEP))
+        smaller = _with_budget(sample, budget)
+        if length(smaller) <= limit:
+            return smaller
+    return None
+
+
+def _with_budget(sample: Sample, budget: int) -> Sample:
+    def fit(part: str | Media) -> str | Media:
+        if isinstance(part, str):
+            return part
+        return replace(part, max_pixels=max(part.min_pixels, min(part.max_pixels, budget)))
+
+    messages = (replace(m, parts=tuple(fit(part) for part in m.parts)) for m in sample.messages)
+    return replace(sample, messages=tuple(messages))
+
+
+def drop_turns(sample: Sample, length: Length, limit: int) -> Sample | None:
+    """Remove the oldest turns (a user message with its replies); system and last turn stay."""
+    users = [index for index, message in enumerate(sample.messages) if message.role == "user"]
+    for start in users[1:]:
+        kept = tuple(
+            message
+            for index, message in enumerate(sample.messages)
+            if index >= start or message.role == "system"
+        )
+        shorter = replace(sample, messages=kept)
+        if length(shorter) <= limit:
+            return shorter
+    return None
+
+
+def truncate_text(sample: Sample, length: Length, limit: int) -> Sample | None:
+    """Remove text from the front (the question tends to stand last); system and media stay."""
+    total = sum(
+        len(part) for message in _spoken(sample) for part in message.parts if isinstance(part, str)
+    )
+    low, high = 0, total  # fits when `high` characters go, if at all
+    while high - low > 1:
+        middle = (low + high) // 2
+        if length(_without_front(sample, middle)) <= limit:
+            high = middle
+        else:
+            low = middle
+    if high == total:  # nothing would be left to ask
+        return None
+    return _without_front(sample, high)
+
+
+def _spoken(sample: Sample) -> Iterator[Message]:
+    return (message for message in sample.messages if message.role != "system")
+
+
+def _without_front(sample: Sample, characters: int) -> Sample:
+    messages = []
+    for message in sample.messages:
+        if message.role == "system":
+            messages.append(message)
+            continue
+        parts: list[str | Media] = []
+        for part in message.parts:
+            if isinstance(part, str):
+                cut = min(characters, len(part))
+                characters -= cut
+                part = part[cut:]
+            if part:
+                parts.append(part)
+        messages.append(replace(message, parts=tuple(parts)))
+    return replace(sample, messages=tuple(messages))
+
+
+POLICIES: dict[str, Callable[[Sample, Length, int], Sample | None]] = {
+    "drop": drop,
+    "shrink": shrink,
+    "drop_turns": drop_turns,
+    "truncate_text": truncate_text,
+}

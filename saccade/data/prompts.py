@@ -1,0 +1,191 @@
+"""From sample to the prompt that the model reads: system message, template, choices, instruction.
+
+Each is added once: a text that already stands in the row is not written again. Images keep their
+place in the text. Templates run in Jinja's sandbox.
+
+    >>> asked = apply(sample, PromptConfig(), instruction=instruction_for("think_answer"))
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+
+from saccade.config import PromptConfig
+from saccade.data.formats import LETTERS
+from saccade.errors import ConfigError
+from saccade.types import Media, Message, Sample
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+TEXTS_FILE = Path(__file__).with_name("prompts.yaml")
+MARK = re.compile("\0(\\d+)\0")  # stands for an image while a template handles the text
+
+
+# -- shipped texts -------------------------------------------------------------------------
+
+
+def instruction_for(format: str) -> str:
+    """The instruction of a response format."""
+    texts = _texts()
+    if format not in texts:
+        raise ConfigError(f"prompt.format={format}: unknown; choose one of {', '.join(texts)}")
+    return re.sub(r"\{(\w+)\}", lambda found: texts.get(found[1], found[0]), texts[format])
+
+
+def texts_hash() -> str:
+    """Fingerprint of all shipped texts, for the manifest."""
+    return hashlib.sha256(TEXTS_FILE.read_bytes()).hexdigest()
+
+
+@cache
+def _texts() -> dict[str, str]:
+    return yaml.safe_load(TEXTS_FILE.read_text(encoding="utf-8"))
+
+
+# -- applying ------------------------------------------------------------------------------
+
+
+def apply(
+    sample: Sample, config: PromptConfig, *, instruction: str, choices_seed: int | None = None
+) -> Sample:
+    """The sample with all that the config adds to its prompt; `choices_seed` permutes options."""
+    if choices_seed is not None:
+        sample = permute_choices(sample, choices_seed)
+    first = next(index for index, message in enumerate(sample.messages) if message.role == "user")
+    messages = list(sample.messages)
+    messages[first] = replace(
+        messages[first], parts=_question(sample, messages[first], config, instruction)
+    )
+    if config.system and not any(message.role == "system" for message in messages):
+        system = _text_or_file(config.system)
+        messages.insert(0, Message(role="system", parts=(system,)))
+    return replace(sample, messages=tuple(messages))
+
+
+def _question(
+    sample: Sample, message: Message, config: PromptConfig, instruction: str
+) -> tuple[str | Media, ...]:
+    lines = [f"({LETTERS[index]}) {choice}" for index, choice in enumerate(sample.choices)]
+    text = "".join(
+        part if isinstance(part, str) else f"\0{index}\0"
+        for index, part in enumerate(message.parts)
+    )
+    uses: frozenset[str] = frozenset()
+    if config.template:
+        template, uses = _compiled(_file(config.template, "prompt.template"))
+    if "choices" not in uses:
+        text = _added(text, "\n".join(lines), "after")
+    if config.template:
+        variables = {
+            "content": text,
+            "choices": lines,
+            "instruction": instruction,
+            "answer_format": config.format,
+            "row": {**sample.extra, "id": sample.id, "data_source": sample.data_source},
+        }
+        text = _rendered(template, variables, config.template)
+    if "instruction" not in uses:
+        text = _added(text, instruction, config.position)
+    return _parts(text, message, config.template)
+
+
+def _added(text: str, addition: str, position: str) -> str:
+    """Text with an addition on lines of its own. Images at the start stay there."""
+    if not addition or addition in text:
+        return text
+    if position == "after":
+        return f"{text}\n{addition}"
+    leading = re.match("(\0\\d+\0\\s*)*", text)
+    assert leading is not None
+    return f"{leading[0]}{addition}\n{text[leading.end() :]}"
+
+
+def _parts(text: str, message: Message, template: str | None) -> tuple[str | Media, ...]:
+    """Text with marks back to text and images; each image must have survived, in its order."""
+    pieces = MARK.split(text)
+    marks = [int(piece) for piece in pieces[1::2]]
+    images = [index for index, part in enumerate(message.parts) if isinstance(part, Media)]
+    if marks != images:
+        raise ConfigError(
+            f"prompt.template={template}: images of the row are lost, doubled or moved; "
+            "write {{ content }} exactly once"
+        )
+    pieces[1::2] = [message.parts[index] for index in marks]
+    return tuple(piece for piece in pieces if piece)
+
+
+def _text_or_file(value: str) -> str:
+    is_file_name = "\n" not in value and Path(value).suffix in (".txt", ".md")
+    return _file(value, "prompt.system") if is_file_name else value
+
+
+def _file(path: str, option: str) -> str:
+    if not Path(path).is_file():
+        raise ConfigError(f"{option}={path}: the file does not exist")
+    return Path(path).read_text(encoding="utf-8").rstrip("\n")
+
+
+# -- templates -----------------------------------------------------------------------------
+
+
+@cache
+def _compiled(source: str) -> tuple[Template, frozenset[str]]:
+    """A template and the variables that it uses."""
+    from jinja2 import StrictUndefined, TemplateSyntaxError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+    try:
+        used = meta.find_undeclared_variables(environment.parse(source))
+        return environment.from_string(source), frozenset(used)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"prompt.template: line {error.lineno}: {error.message}") from None
+
+
+def _rendered(template: Template, variables: Mapping[str, Any], name: str) -> str:
+    try:
+        return template.render(variables)
+    except (
+        Exception
+    ) as error:  # an unknown variable, what the sandbox forbids, or a slip of its author
+        raise ConfigError(f"prompt.template={name}: {error}") from None
+
+
+# -- choices -------------------------------------------------------------------------------
+
+
+def permute_choices(sample: Sample, seed: int) -> Sample:
+    """Options in an order drawn for this sample; a gold letter moves with its option."""
+    if len(sample.choices) < 2 or _are_letters(sample.choices):
+        return sample
+    digest = hashlib.sha256(f"{seed}:{sample.id}".encode()).digest()
+    order = np.random.default_rng(int.from_bytes(digest[:8], "big")).permutation(
+        len(sample.choices)
+    )
+    moved = {LETTERS[old]: LETTERS[new] for new, old in enumerate(order)}
+    choices = tuple(sample.choices[old] for old in order)
+
+    def follow(gold: str) -> str:
+        return gold if gold in choices else moved.get(gold.strip().upper(), gold)
+
+    answer = sample.answer
+    if isinstance(answer, str):
+        answer = follow(answer)
+    elif answer is not None:
+        answer = tuple(follow(gold) for gold in answer)
+    return replace(sample, choices=choices, answer=answer)
+
+
+def _are_letters(choices: Sequence[str]) -> bool:
+    """Options that are letters name things in the picture; moving them would mislabel those."""
+    return all(choice.strip().upper() in set(LETTERS) for choice in choices)

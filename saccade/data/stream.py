@@ -1,0 +1,153 @@
+"""An endless, repeatable order over a data set.
+
+The order of an epoch follows from (seed, epoch) alone: not from workers, not from what was taken
+before. So the state is three numbers, and a restored stream goes on with exactly the next row.
+
+    >>> stream = Stream(dataset, seed=42, config=DataConfig())
+    >>> batch, state = stream.take(128), stream.state()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from saccade.config import DataConfig
+from saccade.errors import ConfigError, DataError
+from saccade.types import Sample
+
+if TYPE_CHECKING:
+    from saccade.data.datasets import Dataset
+
+
+class Stream:
+    """Holds the position: the epoch of the next row and its place in the order of that epoch."""
+
+    def __init__(self, dataset: Dataset, *, seed: int, config: DataConfig) -> None:
+        if not dataset.samples:
+            raise DataError("the data set has no usable row")
+        self.dataset, self.seed, self.epoch = dataset, seed, 0
+        self._cursor = 0
+        self._mixing = config.mixing
+        self._keys = _sort_keys(dataset, config.order)
+        self._shuffle = config.order == "shuffle"
+        self._order = self.order(0)
+        self.rows_per_epoch = len(self._order)  # of epoch 0; a mixture by weight varies a little
+
+    def take(self, count: int) -> list[Sample]:
+        """The next rows, over the end of an epoch if need be."""
+        taken: list[Sample] = []
+        while len(taken) < count:
+            piece = self._order[self._cursor : self._cursor + count - len(taken)]
+            taken += [self.dataset.samples[index] for index in piece]
+            self._move_to(self.epoch, self._cursor + len(piece))
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "cursor": self._cursor,
+            "data": self.dataset.hash,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if state["data"] != self.dataset.hash:
+            raise DataError(
+                "the data changed since this state was saved; use the old data or start a new run"
+            )
+        if state["seed"] != self.seed:
+            raise ConfigError(
+                f"the state was saved with run.seed={state['seed']}, now it is {self.seed}"
+            )
+        self.epoch, self._order = state["epoch"], self.order(state["epoch"])
+        self._move_to(state["epoch"], state["cursor"])
+
+    def _move_to(self, epoch: int, cursor: int) -> None:
+        if cursor >= len(self._order):
+            epoch, cursor = epoch + 1, 0
+            self._order = self.order(epoch)
+        self.epoch, self._cursor = epoch, cursor
+
+    # -- the order of an epoch -------------------------------------------------------------
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Indices of samples in the order of this epoch."""
+        parts = [part for part in self.dataset.parts if part.stop > part.start]
+        if parts[0].weight is None:
+            return self._pass(0, len(self.dataset.samples), [epoch])
+        weights = np.array([part.weight for part in parts], dtype=np.float64)
+        sizes = [part.stop - part.start for part in parts]
+        picks = _picks(
+            weights / weights.sum(),
+            sizes,
+            [self.seed, epoch],
+            first=self._mixing == "first_exhausted",
+        )
+        order = np.empty(len(picks), dtype=np.int64)
+        for index, part in enumerate(parts):
+            places = np.flatnonzero(picks == index)
+            laps = range(-(-len(places) // sizes[index]))
+            rows = [self._pass(part.start, part.stop, [epoch, index, lap]) for lap in laps]
+            order[places] = np.concatenate([*rows, np.empty(0, dtype=np.int64)])[: len(places)]
+        return order
+
+    def _pass(self, start: int, stop: int, key: Sequence[int]) -> np.ndarray:
+        """Every row from start to stop once."""
+        if self._shuffle:
+            return start + np.random.default_rng([self.seed, *key]).permutation(stop - start)
+        rows = range(start, stop)
+        return np.array(
+            rows if self._keys is None else sorted(rows, key=self._keys.__getitem__), dtype=np.int64
+        )
+
+
+def _picks(
+    shares: np.ndarray, sizes: Sequence[int], seed: Sequence[int], *, first: bool
+) -> np.ndarray:
+    """Which source each draw takes, until the first or every source has been drawn in full."""
+    random = np.random.default_rng([*seed, len(sizes)])
+    picks = np.empty(0, dtype=np.int64)
+    while True:
+        more = random.choice(len(sizes), size=max(sum(sizes), len(picks)), p=shares)
+        picks = np.concatenate([picks, more])
+        places = [np.flatnonzero(picks == index) for index in range(len(sizes))]
+        ends = [
+            where[size - 1] for where, size in zip(places, sizes, strict=True) if len(where) >= size
+        ]
+        if ends and (first or len(ends) == len(sizes)):
+            return picks[: (min(ends) if first else max(ends)) + 1]
+
+
+def _sort_keys(dataset: Dataset, order: str) -> list[Any] | None:
+    if order in ("shuffle", "sequential"):
+        return None
+    if order == "length":
+        if not dataset.lengths:
+            raise ConfigError(
+                "data.order=length needs token lengths; load the data with a length function"
+            )
+        return list(dataset.lengths)
+    kind, _, column = order.partition(":")
+    if kind != "column" or not column:
+        raise ConfigError(f"data.order={order}: write shuffle, sequential, length or column:NAME")
+    missing = next((sample for sample in dataset.samples if sample.extra.get(column) is None), None)
+    if missing is not None:
+        known = ", ".join(sorted(missing.extra)) or "none"
+        raise ConfigError(
+            f"data.order={order}: row {missing.id} has no such column; it has {known}"
+        )
+    return _comparable([sample.extra[column] for sample in dataset.samples], order)
+
+
+def _comparable(values: list[Any], order: str) -> list[Any]:
+    """Numbers where all values are numbers (also written as text), else text."""
+    try:
+        return [float(value) for value in values]
+    except (TypeError, ValueError):
+        pass
+    if not all(isinstance(value, str) for value in values):
+        raise ConfigError(f"data.order={order}: the column must hold numbers or text throughout")
+    return values

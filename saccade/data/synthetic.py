@@ -1,0 +1,236 @@
+"""A counting task drawn in place: coloured shapes on a plain background, "how many objects?".
+
+Needs no download, knows nothing of models. A split depends on its arguments alone: row i is the
+same picture however many rows are asked for. Answers are uniform, so guessing scores 1 / number
+of counts.
+
+    >>> rows = counting_split(6, seed=0, colours=TEACHING_COLOURS)
+    >>> sorted(row.answer for row in rows)
+    ['1', '2', '3', '4', '5', '6']
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from saccade.types import Media, Message, Sample, replace
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (220, 30, 30),
+    "green": (30, 180, 40),
+    "blue": (30, 60, 230),
+    "yellow": (250, 230, 30),
+    "purple": (150, 30, 180),
+    "cyan": (40, 220, 230),
+    "orange": (250, 140, 20),
+    "pink": (250, 130, 200),
+    "white": (255, 255, 255),
+    "black": (0, 0, 0),
+}
+TEACHING_COLOURS = ("red", "green", "blue")  # of the demonstrations
+TRAINING_COLOURS = (*TEACHING_COLOURS, "yellow", "purple", "cyan")
+UNSEEN_COLOURS = ("orange", "pink", "white", "black")
+
+MID_GREY = (128, 128, 128)
+UNSEEN_BACKGROUNDS = ((70, 80, 110), (110, 80, 70), (180, 180, 170))
+KINDS = ("circle", "square", "diamond")
+QUESTION = "how many objects?"
+TRIES = 400  # places tried for one scene before the shapes are taken not to fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One drawn object; centre and radius in pixels."""
+
+    kind: str
+    colour: str
+    x: int
+    y: int
+    radius: int
+
+
+def counting_scene(
+    rng: np.random.Generator,
+    *,
+    count: int,
+    colours: Sequence[str],
+    size: int = 56,
+    radius: tuple[int, int] = (4, 6),
+    background: tuple[int, int, int] = MID_GREY,
+) -> tuple[np.ndarray, tuple[Shape, ...]]:
+    """A picture [size, size, 3] of shapes that do not touch, and the shapes in reading
+    order: the upper half of the picture before the lower half, each from left to right."""
+    shapes = _place(rng, count=count, colours=colours, size=size, radius=radius)
+    image = np.empty((size, size, 3), dtype=np.uint8)
+    image[:] = background
+    for shape in shapes:
+        r = shape.radius
+        patch = image[shape.y - r : shape.y + r + 1, shape.x - r : shape.x + r + 1]
+        patch[_stencil(shape.kind, r)] = COLOURS[shape.colour]
+    return image, shapes
+
+
+def counting_split(
+    n: int,
+    *,
+    seed: int,
+    colours: Sequence[str],
+    counts: tuple[int, int] = (1, 6),
+    size: int = 56,
+    radius: tuple[int, int] = (4, 6),
+    backgrounds: Sequence[tuple[int, int, int]] = (MID_GREY,),
+    name: str = "counting",
+) -> list[Sample]:
+    """`n` rows whose answers are uniform over `counts` (both ends included)."""
+    unknown = [colour for colour in colours if colour not in COLOURS]
+    if unknown or not colours:
+        raise ValueError(f"unknown colours {unknown}; choose some of {', '.join(COLOURS)}")
+    answers = np.arange(counts[0], counts[1] + 1)
+    shuffler = np.random.default_rng(seed)
+    rounds = [shuffler.permutation(answers) for _ in range(math.ceil(n / len(answers)))]
+    rows = []
+    for index, count in enumerate(np.concatenate(rounds)[:n] if rounds else ()):
+        rng = np.random.default_rng((seed, index))
+        image, shapes = counting_scene(
+            rng,
+            count=int(count),
+            colours=colours,
+            size=size,
+            radius=radius,
+            background=backgrounds[int(rng.integers(len(backgrounds)))],
+        )
+        rows.append(_sample(f"{name}-{seed}-{index}", name, image, shapes))
+    return rows
+
+
+def unseen_split(n: int, *, seed: int) -> list[Sample]:
+    """Colours, backgrounds and sizes that no training split has, and up to eight objects."""
+    return counting_split(
+        n,
+        seed=seed,
+        colours=UNSEEN_COLOURS,
+        counts=(1, 8),
+        radius=(3, 7),
+        backgrounds=UNSEEN_BACKGROUNDS,
+        name="counting-unseen",
+    )
+
+
+def demonstrated(sample: Sample) -> Sample:
+    """The row with its demonstration as the assistant's turn, for supervised training."""
+    turn = Message(role="assistant", parts=(sample.extra["demonstration"],))
+    return replace(sample, messages=(*sample.messages, turn))
+
+
+def write_jsonl(samples: Sequence[Sample], folder: Path, *, name: str = "train") -> Path:
+    """The rows as NAME.jsonl, pictures in images/.
+
+    A row that ends in an assistant's turn becomes a conversation to learn from, any other a question.
+    """
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for sample in samples:
+            (media,) = sample.media
+            assert media.data is not None, sample.id
+            image = f"images/{media.hash[:16]}.png"
+            (folder / image).write_bytes(media.data)
+            row = {"id": sample.id, "images": [image], "data_source": sample.data_source}
+            if sample.messages[-1].role == "assistant":
+                row["conversations"] = [
+                    {"from": "human", "value": f"<image>{sample.messages[0].text}"},
+                    {"from": "gpt", "value": sample.messages[-1].text},
+                ]
+            else:
+                row |= {"problem": f"<image>{sample.messages[0].text}", "answer": sample.answer}
+                row |= sample.extra
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """An RGB picture as PNG; flat colours need no filter and little compression."""
+    height, width, _ = image.shape
+    rows = np.zeros(
+        (height, 1 + 3 * width), dtype=np.uint8
+    )  # the first byte of a row names its filter: none
+    rows[:, 1:] = image.reshape(height, -1)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + tag + body + struct.pack(">I", zlib.crc32(tag + body))
+        for tag, body in chunks
+    )
+
+
+def _sample(id: str, name: str, image: np.ndarray, shapes: Sequence[Shape]) -> Sample:
+    data = encode_png(image)
+    height, width, _ = image.shape
+    media = Media(hash=hashlib.sha256(data).hexdigest(), width=width, height=height, data=data)
+    colours = [shape.colour for shape in shapes]
+    answer = str(len(shapes))
+    return Sample(
+        id=id,
+        messages=(Message(role="user", parts=(media, QUESTION)),),
+        answer=answer,
+        data_source=name,
+        extra={
+            "colours": colours,
+            "demonstration": f"<think> {' '.join(colours)} </think><answer> {answer} </answer>",
+        },
+    )
+
+
+def _place(
+    rng: np.random.Generator,
+    *,
+    count: int,
+    colours: Sequence[str],
+    size: int,
+    radius: tuple[int, int],
+) -> tuple[Shape, ...]:
+    low, high = radius
+    for _ in range(TRIES):
+        radii = rng.integers(low, high + 1, size=count).tolist()
+        kinds = rng.integers(len(KINDS), size=count).tolist()
+        names = rng.integers(len(colours), size=count).tolist()
+        places = rng.random((8 * count, 2)).tolist()
+        placed: list[Shape] = []
+        for u, v in places:
+            if len(placed) == count:
+                break
+            i = len(placed)
+            r = radii[i]
+            x, y = r + int(u * (size - 2 * r)), r + int(v * (size - 2 * r))
+            if all(max(abs(x - s.x), abs(y - s.y)) > r + s.radius + 1 for s in placed):
+                placed.append(
+                    Shape(kind=KINDS[kinds[i]], colour=colours[names[i]], x=x, y=y, radius=r)
+                )
+        if len(placed) == count:
+            return tuple(sorted(placed, key=lambda s: (2 * s.y >= size, s.x)))
+    raise ValueError(
+        f"{count} shapes of radius {low} to {high} do not fit into {size} pixels; "
+        f"size={size * 2} would hold them"
+    )
+
+
+@cache
+def _stencil(kind: str, radius: int) -> np.ndarray:
+    """Which pixels of the square around a shape belong to it."""
+    y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
+    inside = {
+        "circle": x**2 + y**2 <= radius**2,
+        "square": np.maximum(abs(x), abs(y)) < radius,
+        "diamond": abs(x) + abs(y) <= radius,
+    }
+    return inside[kind]

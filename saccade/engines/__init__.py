@@ -1,0 +1,67 @@
+"""What generates. An engine takes sequences and gives back what it sampled, with the log-probs it sampled from.
+
+Requests go in with `submit` and completions come out of `poll`, in whatever order they finish; `key` says which is
+which, and nothing that is computed depends on that order. A queue of completions instead of a future per request
+keeps the embedded engine in the caller's own thread: breakpoints work and hundreds of episodes cost no hand-over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from saccade.types import Completion, Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an engine can do, found by asking it and never by comparing version numbers."""
+
+    logprobs: bool  # of the sampling distribution, temperature included
+    support: bool  # returns the kept ids of truncated sampling
+    shares_weights: bool  # update_weights moves nothing
+    live_episodes: bool  # continues a turn from its cache
+
+
+class Engine(Protocol):
+    version: int
+
+    def submit(self, request: Request) -> None:
+        """Queue one sequence. Requests that begin alike share their prefix by content."""
+        ...
+
+    def poll(self) -> list[Completion]:
+        """Advance (or wait), then return what has finished; empty only when there was nothing to finish yet."""
+        ...
+
+    @property
+    def pending(self) -> int: ...
+
+    def abort(self, key: str) -> None:
+        """Its completion comes back with finish = aborted and the tokens so far."""
+        ...
+
+    def release(self, episode: str) -> None: ...
+
+    def update_weights(self, source: Any, version: int) -> None: ...
+
+    def sleep(self) -> None:
+        """Give back the memory of the cache until the next request."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def capabilities(self) -> Capabilities: ...
+
+
+def generate(engine: Engine, requests: Iterable[Request]) -> list[Completion]:
+    """All completions, in the order of the requests."""
+    order = {}
+    for request in requests:
+        order[request.key] = len(order)
+        engine.submit(request)
+    done: list[Completion] = []
+    while len(done) < len(order):
+        done += engine.poll()
+    return sorted(done, key=lambda completion: order[completion.key])

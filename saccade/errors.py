@@ -1,0 +1,51 @@
+"""What can stop a run, each with the exit code that the command line returns for it."""
+
+from __future__ import annotations
+
+
+class SaccadeError(Exception):
+    """A problem that a user can mend. The message says what is wrong, where, and what would work."""
+
+    exit_code = 1
+
+
+class ConfigError(SaccadeError, ValueError):
+    """The configuration cannot run."""
+
+    exit_code = 2
+
+
+class DataError(SaccadeError, ValueError):
+    """The data cannot be read, or too much of it is bad."""
+
+    exit_code = 2
+
+
+class SelfTestError(SaccadeError):
+    """A reward gives the wrong score to answers that are known."""
+
+    exit_code = 2
+
+
+class EnvironmentProblem(SaccadeError):
+    """A package, a device or a model folder is missing or does not fit."""
+
+    exit_code = 3
+
+
+class RewardError(SaccadeError):
+    """Too many rewards failed."""
+
+    exit_code = 4
+
+
+class TrainingError(SaccadeError):
+    """The run is non-finite or stalled."""
+
+    exit_code = 5
+
+
+class Interrupted(SaccadeError):
+    """SIGTERM or Ctrl-C, after a clean save."""
+
+    exit_code = 130

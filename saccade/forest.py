@@ -1,0 +1,244 @@
+"""Trajectories → token forests under a token budget, and back.
+
+The members of a group share what they have in common: a trunk (the longest common prefix of ids and media, computed,
+not assumed) and below it whatever some of them share again. A token is packed once however many sequences pass
+through it; a read says at which token and for which sequence a target is predicted. Knows nothing of tensors,
+models or algorithms.
+
+    batches = pack(groups, positions=family.positions, micro_tokens=16_384)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from saccade.types import Batch, Group, MediaSpan, Trajectory
+
+Positions = Callable[[int, tuple[MediaSpan, ...]], np.ndarray]
+
+# A branch below the trunk that is shorter than this costs more (its own attention call) than it saves.
+MIN_BRANCH = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Node:
+    owner: int  # a member that passes through it
+    start: int  # its span in the tokens of that member
+    end: int
+    parent: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tree:
+    members: tuple[Trajectory, ...]
+    group: int
+    nodes: tuple[_Node, ...]
+    paths: tuple[tuple[int, ...], ...]  # nodes of each member, root first
+
+    @property
+    def tokens(self) -> int:
+        return sum(node.end - node.start for node in self.nodes)
+
+
+def pack(groups: Sequence[Group], *, positions: Positions, micro_tokens: int) -> list[Batch]:
+    """Forests of at most `micro_tokens` tokens, whole groups where they fit, in the order of the groups.
+
+    Trajectories that are not `trained`, or have no sampled token, are left out. A group over the budget repeats its
+    trunk; a sequence over it is a forest of its own.
+    """
+    batches: list[Batch] = []
+    waiting: list[_Tree] = []
+    size = 0
+    for tree in _trees(groups, micro_tokens):
+        if waiting and size + tree.tokens > micro_tokens:
+            batches.append(_batch(waiting, positions))
+            waiting, size = [], 0
+        waiting.append(tree)
+        size += tree.tokens
+    if waiting:
+        batches.append(_batch(waiting, positions))
+    return batches
+
+
+def select(batch: Batch, sequences: Sequence[int]) -> Batch:
+    """The part of a forest that some of its sequences need, with their reads."""
+    wanted = np.zeros(len(batch.keys), dtype=bool)
+    wanted[list(sequences)] = True
+    reads = wanted[batch.sequence]
+    owner = np.searchsorted(batch.node_starts, batch.reads[reads], side="right") - 1
+    needed = np.zeros(len(batch.parents), dtype=bool)
+    for node in np.unique(owner).tolist():
+        while node >= 0 and not needed[node]:
+            needed[node] = True
+            node = int(batch.parents[node])
+    sizes = np.diff(batch.node_starts)
+    tokens = np.repeat(needed, sizes)
+    new_node = np.cumsum(needed) - 1
+    new_token = np.cumsum(tokens) - 1
+    new_sequence = np.cumsum(wanted) - 1
+    parents = batch.parents[needed]
+    columns = ("advantages", "scales", "rollout_logprobs", "old_logprobs", "ref_logprobs", "keep", "weights")
+    cut = {name: getattr(batch, name)[reads] for name in columns if getattr(batch, name) is not None}
+    return Batch(
+        ids=batch.ids[tokens],
+        positions=batch.positions[:, tokens],
+        node_starts=np.concatenate([[0], sizes[needed].cumsum()]).astype(np.int64),
+        parents=np.where(parents >= 0, new_node[parents], -1),
+        reads=new_token[batch.reads[reads]],
+        targets=batch.targets[reads],
+        sequence=new_sequence[batch.sequence[reads]],
+        keys=tuple(key for key, keep in zip(batch.keys, wanted, strict=True) if keep),
+        groups=batch.groups[wanted],
+        media=tuple(
+            replace(span, start=int(new_token[span.start])) for span in batch.media if tokens[span.start]
+        ),
+        support=None
+        if batch.support is None
+        else tuple(ids for ids, keep in zip(batch.support, reads, strict=True) if keep),
+        **cut,
+    )
+
+
+# -- trees ---------------------------------------------------------------------------------------------------------
+
+
+def _trees(groups: Sequence[Group], budget: int) -> Iterator[_Tree]:
+    for index, group in enumerate(groups):
+        members = [t for t in group.trajectories if t.trained and t.response_length]
+        while members:
+            taken = len(members)
+            tree = _tree(members, index)
+            while tree.tokens > budget and taken > 1:
+                taken = max(1, min(taken - 1, taken * budget // tree.tokens))
+                tree = _tree(members[:taken], index)
+            yield tree
+            members = members[taken:]
+
+
+def _tree(members: Sequence[Trajectory], group: int) -> _Tree:
+    ends = [_last_read(t) + 1 for t in members]
+    nodes: list[_Node] = []
+    paths: list[tuple[int, ...]] = [()] * len(members)
+
+    def grow(names: list[int], start: int, parent: int, path: tuple[int, ...]) -> None:
+        end = _common_prefix([members[i] for i in names], start, min(ends[i] for i in names))
+        if len(names) > 1 and parent >= 0 and end - start < MIN_BRANCH:
+            for name in names:
+                grow([name], start, parent, path)
+            return
+        if end > start:
+            nodes.append(_Node(owner=names[0], start=start, end=end, parent=parent))
+            parent = len(nodes) - 1
+            path = (*path, parent)
+        branches: dict[tuple[object, ...], list[int]] = {}
+        for name in names:
+            if ends[name] == end:
+                paths[name] = path
+            else:
+                branches.setdefault(_next(members[name], end), []).append(name)
+        for branch in branches.values():
+            grow(branch, end, parent, path)
+
+    grow(list(range(len(members))), 0, -1, ())
+    return _Tree(members=tuple(members), group=group, nodes=tuple(nodes), paths=tuple(paths))
+
+
+def _last_read(trajectory: Trajectory) -> int:
+    """The token at which the last target is predicted; what follows it is never read."""
+    return int(np.flatnonzero(trajectory.policy_mask)[-1]) - 1
+
+
+def _next(trajectory: Trajectory, place: int) -> tuple[object, ...]:
+    """What tells branches apart: the next id, and which medium starts there."""
+    media = [span.media.key for span in trajectory.media if span.start == place]
+    return (int(trajectory.ids[place]), *media)
+
+
+def _common_prefix(members: Sequence[Trajectory], start: int, limit: int) -> int:
+    """How far all members agree, never ending inside a media span."""
+    first = members[0]
+    end = limit
+    for other in members[1:]:
+        different = np.flatnonzero(first.ids[start:end] != other.ids[start:end])
+        end = start + int(different[0]) if len(different) else end
+        if first.media != other.media:
+            theirs = {span.start: span for span in other.media}
+            for span in first.media:
+                if start <= span.start < end and theirs.get(span.start) != span:
+                    end = span.start
+                    break
+    for span in first.media:
+        if span.start < end < span.end:
+            end = span.start
+    return end
+
+
+# -- batches -------------------------------------------------------------------------------------------------------
+
+
+def _batch(trees: Sequence[_Tree], positions: Positions) -> Batch:
+    ids, places, starts, parents, media = [], [], [0], [], []
+    reads, targets, sequence, keys, groups = [], [], [], [], []
+    rollout, advantages, support = [], [], []
+    for tree in trees:
+        first_node = len(parents)
+        tree_positions = _tree_positions(tree, positions)
+        for node in tree.nodes:
+            owner = tree.members[node.owner]
+            offset = starts[-1] - node.start
+            ids.append(owner.ids[node.start : node.end])
+            places.append(tree_positions[node.owner][:, node.start : node.end])
+            media += [s.moved(offset) for s in owner.media if node.start <= s.start < node.end]
+            parents.append(node.parent + first_node if node.parent >= 0 else -1)
+            starts.append(starts[-1] + node.end - node.start)
+        for member, path in zip(tree.members, tree.paths, strict=True):
+            where = np.concatenate(
+                [np.arange(starts[first_node + n], starts[first_node + n + 1]) for n in path]
+            )
+            policy = np.flatnonzero(member.policy_mask)
+            reads.append(where[policy - 1])
+            targets.append(member.ids[policy])
+            sequence.append(np.full(len(policy), len(keys)))
+            keys.append(member.key)
+            groups.append(tree.group)
+            rollout.append(member.logprobs[policy])
+            advantages.append(member.advantages)
+            support.append(member.support)
+    return Batch(
+        ids=np.concatenate(ids),
+        positions=np.concatenate(places, axis=1),
+        node_starts=np.array(starts, dtype=np.int64),
+        parents=np.array(parents, dtype=np.int64),
+        reads=np.concatenate(reads),
+        targets=np.concatenate(targets),
+        sequence=np.concatenate(sequence),
+        keys=tuple(keys),
+        groups=np.array(groups, dtype=np.int64),
+        media=tuple(media),
+        rollout_logprobs=np.concatenate(rollout),
+        advantages=None if any(a is None for a in advantages) else np.concatenate(advantages),
+        support=_all_support(support, [len(r) for r in reads]),
+    )
+
+
+def _tree_positions(tree: _Tree, positions: Positions) -> list[np.ndarray]:
+    """Positions depend on length and media alone, so members with the same media share one computation."""
+    shared: dict[tuple[MediaSpan, ...], np.ndarray] = {}
+    longest = max(len(t.ids) for t in tree.members)
+    for member in tree.members:
+        if member.media not in shared:
+            shared[member.media] = positions(longest, member.media)
+    return [shared[member.media] for member in tree.members]
+
+
+def _all_support(
+    support: Sequence[tuple[np.ndarray, ...] | None], lengths: Sequence[int]
+) -> tuple[np.ndarray, ...] | None:
+    if all(kept is None for kept in support):
+        return None
+    nothing = np.empty(0, dtype=np.int64)  # read as: nothing was cut away
+    rows = [kept or (nothing,) * n for kept, n in zip(support, lengths, strict=True)]
+    return tuple(ids for kept in rows for ids in kept)

@@ -1,0 +1,169 @@
+"""What differs between model families, as small bundles of functions in one table.
+
+A `Family` is bound to one model folder: it renders messages, measures and processes media, gives positions, and says
+which ids may never be sampled. The rest of the system asks it and never looks at a model type.
+
+    family = load_family("path/to/Qwen2.5-VL-3B-Instruct")
+    family.render(messages).ids
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from saccade.errors import EnvironmentProblem
+from saccade.models.chat import Chat, Grid, load_chat
+from saccade.models.families import qwen_vl, text
+from saccade.types import Media, MediaSpan, Message, Rendered
+
+# Special tokens of other modalities that some text tokenizers carry too.
+PLACEHOLDER_TOKENS = (
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|vision_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|audio_pad|>",
+    "<|audio_bos|>",
+    "<|audio_eos|>",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilySpec:
+    """One row of the table: what a family is, before a model folder is known."""
+
+    auto_class: str  # of transformers
+    towers: Mapping[str, str]  # name → prefix of its parameters
+    bind: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+    placeholders: tuple[str, ...] = ()  # config keys of ids that are never sampled
+    image_token: str | None = None  # config key of the id that is expanded
+    prepare: Callable[[Any], None] = lambda model: None
+
+
+_TEXT = FamilySpec(auto_class="AutoModelForCausalLM", towers={"llm": "model."}, bind=text.bind)
+_QWEN_VL = FamilySpec(
+    auto_class="AutoModelForImageTextToText",
+    towers={
+        "projector": "model.visual.merger.",
+        "vision": "model.visual.",
+        "llm": "model.language_model.",
+    },
+    bind=qwen_vl.bind,
+    placeholders=("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    image_token="image_token_id",
+    prepare=qwen_vl.patch_embedding_as_matrix,
+)
+FAMILIES: Mapping[str, FamilySpec] = {
+    "qwen2_vl": _QWEN_VL,
+    "qwen2_5_vl": _QWEN_VL,
+    "qwen2": _TEXT,
+    "qwen3": _TEXT,
+    "llama": _TEXT,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family bound to a model folder."""
+
+    name: str
+    path: str
+    spec: FamilySpec
+    chat: Chat
+    axes: int  # of position ids
+    vocabulary: int
+    banned: np.ndarray  # [vocabulary] bool: never sampled, masked in the trainer's softmax
+    max_positions: int
+    measure: Callable[[Media], tuple[Grid, int]]
+    positions: Callable[[int, tuple[MediaSpan, ...]], np.ndarray]
+    vision: Callable[..., Mapping[str, Any]]  # (spans, device, dtype) → keyword tensors of the forward
+
+    def __post_init__(self) -> None:
+        # A prompt is rendered once however often its sample comes round.
+        cached = lru_cache(maxsize=16_384)(lambda m: self.chat.render(m, self.measure, generation=True))
+        object.__setattr__(self, "_render", cached)
+
+    def render(self, messages: Sequence[Message]) -> Rendered:
+        """The prompt of a generation."""
+        return self._render(tuple(messages))  # type: ignore[attr-defined]
+
+    def render_dialogue(self, messages: Sequence[Message]) -> Rendered:
+        return self.chat.render_dialogue(messages, self.measure)
+
+    def render_continuation(self, messages: Sequence[Message], *, last_id: int) -> Rendered:
+        return self.chat.render_continuation(messages, self.measure, last_id=last_id)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self.chat.decode(ids)
+
+    def tower_of(self, parameter: str) -> str:
+        return next((name for name, prefix in self.spec.towers.items() if parameter.startswith(prefix)), "llm")
+
+
+def load_family(
+    path: str, *, name: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
+) -> Family:
+    """Reads the folder's config, tokenizer and processor settings; no weights."""
+    config = _read_json(path, "config.json")
+    name = name or config.get("model_type", "")
+    spec = FAMILIES.get(name)
+    if spec is None:
+        spec = _generic(name, config, path)
+    text_config = config.get("text_config", config)
+    generation = _read_json(path, "generation_config.json", required=False)
+    eos = generation.get("eos_token_id", [])
+    chat = load_chat(
+        path,
+        placeholder=config.get(spec.image_token) if spec.image_token else None,
+        template=chat_template,
+        eos_ids=eos if isinstance(eos, list) else [eos],
+        trust_remote_code=trust_remote_code,
+    )
+    vocabulary = int(text_config.get("vocab_size", config.get("vocab_size", len(chat.tokenizer))))
+    return Family(
+        name=name,
+        path=path,
+        spec=spec,
+        chat=chat,
+        vocabulary=vocabulary,
+        banned=_banned(chat, vocabulary, [config.get(key) for key in spec.placeholders]),
+        max_positions=int(text_config.get("max_position_embeddings", 1 << 30)),
+        **spec.bind(config, _read_json(path, "preprocessor_config.json", required=False)),
+    )
+
+
+def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
+    """Any text decoder runs through the generic text family; an unknown multimodal type would lose its media."""
+    modalities = [key for key in config if key.endswith("_config") and key != "text_config"]
+    if not name or any(key.startswith(("vision", "audio", "speech", "image")) for key in modalities):
+        raise EnvironmentProblem(
+            f"{path}: model_type {name!r} is multimodal and not known; known are {', '.join(FAMILIES)}"
+        )
+    return _TEXT
+
+
+def _banned(chat: Chat, vocabulary: int, ids: Sequence[int | None]) -> np.ndarray:
+    banned = np.zeros(vocabulary, dtype=bool)
+    banned[len(chat.tokenizer) :] = True
+    names = [chat.tokenizer.convert_tokens_to_ids(t) for t in PLACEHOLDER_TOKENS if t in chat.reserved]
+    for token in (*ids, *names):
+        if token is not None and token < vocabulary:
+            banned[token] = True
+    return banned
+
+
+def _read_json(path: str, name: str, *, required: bool = True) -> dict[str, Any]:
+    file = Path(path) / name
+    if not file.is_file():
+        if required:
+            raise EnvironmentProblem(f"{path} is no model folder: it has no {name}")
+        return {}
+    return json.loads(file.read_text(encoding="utf-8"))

@@ -1,0 +1,124 @@
+"""Weights: a model folder → a module whose attention is ours, with the right parts frozen.
+
+    model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from saccade import attention
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.models.families import Family
+from saccade.types import MediaSpan
+
+DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentProblem("run.device=cuda, but torch sees no GPU; use run.device=auto")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[name]
+
+
+def load_model(
+    family: Family, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+) -> nn.Module:
+    """Refuses a folder whose tensors do not match the architecture, name by name."""
+    import transformers
+
+    auto = getattr(transformers, family.spec.auto_class)
+    model, info = auto.from_pretrained(
+        family.path,
+        dtype=dtype,
+        device_map={"": device} if device.type == "cuda" else None,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    problems = {
+        kind: sorted(str(name) for name in info.get(f"{kind}_keys", ()))
+        for kind in ("missing", "unexpected", "mismatched")
+    }
+    if any(problems.values()):
+        listed = "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in problems.items() if names)
+        raise EnvironmentProblem(f"{family.path}: the weights do not fit the architecture ({listed})")
+    attention.use_in(model)
+    family.spec.prepare(model)
+    return model.train()
+
+
+def hidden_states(
+    model: nn.Module,
+    family: Family,
+    ids: Tensor,
+    positions: Tensor,
+    media: tuple[MediaSpan, ...],
+    plan: attention.AttentionPlan,
+) -> Tensor:
+    """ids [T], positions [axes, T] → last hidden states [T, E]. One call for every family, text or vision."""
+    parameter = next(model.parameters())
+    places = positions[:, None] if family.axes > 1 else positions
+    output = model.base_model(  # type: ignore[operator]
+        input_ids=ids[None],
+        position_ids=places,
+        use_cache=False,
+        attention_plan=plan,
+        **family.vision(media, parameter.device, parameter.dtype),
+    )
+    return output.last_hidden_state[0]
+
+
+def freeze(model: nn.Module, family: Family, train: str) -> None:
+    """`full`, or `freeze:` with tower names, prefixes and re:REGEX. A pattern that matches nothing is refused."""
+    kind, _, listed = train.partition(":")
+    if kind == "full" and not listed:
+        return
+    if kind != "freeze" or not listed:
+        raise ConfigError(f"model.train={train!r}: write full, or freeze:vision,projector")
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in listed.split(","):
+        hits = [name for name in names if _matches(name, pattern.strip(), family)]
+        if not hits:
+            raise ConfigError(
+                f"model.train: {pattern.strip()!r} matches no parameter; towers of this model are "
+                f"{', '.join(family.spec.towers)}, names look like {names[0]!r}"
+            )
+        for name in hits:
+            model.get_parameter(name).requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(f"model.train={train!r} freezes everything; leave something to train")
+
+
+def _matches(name: str, pattern: str, family: Family) -> bool:
+    if pattern.startswith("re:"):
+        return re.search(pattern[3:], name) is not None
+    if pattern in family.spec.towers:
+        return family.tower_of(name) == pattern
+    return name.startswith(pattern)
+
+
+def banned_mask(family: Family, device: torch.device) -> Tensor | None:
+    return torch.from_numpy(np.asarray(family.banned)).to(device) if family.banned.any() else None
+
+
+def trainable_table(model: nn.Module, family: Family) -> dict[str, Any]:
+    """Parameters per tower: {tower: (trained, frozen)}."""
+    table: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        entry = table.setdefault(family.tower_of(name), [0, 0])
+        entry[0 if parameter.requires_grad else 1] += parameter.numel()
+    return {tower: tuple(counts) for tower, counts in table.items()}

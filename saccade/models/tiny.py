@@ -1,0 +1,199 @@
+"""Tiny models with random weights, built in place from a family's own Hugging Face config: no download.
+
+They serve the quickstart, `--smoke` and the tests. The tokenizer is either a closed list of words (every word one
+token) or byte-level (any text).
+
+    build("qwen2_5_vl", "runs/tiny")            # an HF folder that stock transformers loads
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from saccade.errors import ConfigError
+
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Heads of 32 also run in vLLM; a vocabulary padded past the tokenizer's end keeps that case honest.
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.1,
+}
+
+
+def build(
+    family: str,
+    folder: str | Path,
+    *,
+    words: Sequence[str] | None = None,
+    seed: int = 0,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+) -> str:
+    """Write a model folder and return its path. `text` and `vision` override sizes of the config."""
+    import torch
+    from transformers import AutoConfig, GenerationConfig
+
+    if family not in CONFIGS:
+        raise ConfigError(f"tiny:{family} is not known; known are {', '.join(CONFIGS)}")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(words)
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
+    vocabulary = -(-len(tokenizer) // 8) * 8
+    settings = CONFIGS[family](ids, TEXT | {"vocab_size": vocabulary} | dict(text or {}), dict(vision or {}))
+    config = AutoConfig.for_model(family, **settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = _auto_class(family).from_config(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]], pad_token_id=ids["<|endoftext|>"]
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if "vision_config" in settings:
+        processor = PROCESSOR | {"patch_size": settings["vision_config"]["patch_size"]}
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+    return str(folder)
+
+
+def make_tokenizer(words: Sequence[str] | None) -> Any:
+    """Word-level for a closed vocabulary, byte-level otherwise; both with the chat template inside."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if words is None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        vocabulary = {word: index for index, word in enumerate(dict.fromkeys((*words, "[unk]")))}
+        backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[unk]"))
+        # Tags and punctuation are words of their own even without a blank before them.
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.WhitespaceSplit(),
+                pre_tokenizers.Split(Regex(r"</?\w+>|\w+|[^\w\s]"), behavior="isolated"),
+            ]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        additional_special_tokens=list(SPECIAL),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=TEXT["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+        chat_template=TEMPLATE,
+    )
+
+
+def _auto_class(family: str) -> Any:
+    import transformers
+
+    multimodal = family.endswith("_vl")
+    return getattr(transformers, "AutoModelForImageTextToText" if multimodal else "AutoModelForCausalLM")
+
+
+def _text_config(ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    return text | {
+        "bos_token_id": None,
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+
+
+def _vl_config(
+    ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any], tower: Mapping[str, Any]
+) -> dict[str, Any]:
+    text = _text_config(ids, text, vision)
+    text.pop("head_dim")
+    half = text["hidden_size"] // text["num_attention_heads"] // 2
+    sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    return {
+        "text_config": text,
+        "vision_config": {**tower, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, **vision},
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+
+
+def _qwen2_5_vl(ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    tower = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": text["hidden_size"],
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+        "initializer_range": text["initializer_range"],
+    }
+    return _vl_config(ids, text, vision, tower)
+
+
+def _qwen2_vl(ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    tower = {
+        "depth": 2,
+        "embed_dim": 64,
+        "hidden_size": text["hidden_size"],
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "initializer_range": text["initializer_range"],
+    }
+    return _vl_config(ids, text, vision, tower)
+
+
+CONFIGS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen2": _text_config,
+    "qwen3": _text_config,
+    "llama": _text_config,
+}
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "rescale_factor": 1 / 255,
+    "resample": 3,
+    "merge_size": 2,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 3136, "longest_edge": 1003520},
+}

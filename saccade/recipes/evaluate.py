@@ -1,0 +1,253 @@
+"""Evaluation: one path for validation inside a run and for `saccade eval`.
+
+Prompt, sampling, parser and verifier are the same in both, so a score in training is the score of the exported folder.
+
+    saccade eval run.yaml model.path=runs/geo/checkpoints/step-100 data.val=test.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from saccade import checks, statistics
+from saccade.config import Config, load
+from saccade.data.datasets import Dataset
+from saccade.engines import Engine
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.environments import environment_factory
+from saccade.errors import ConfigError
+from saccade.models.families import Family
+from saccade.recipes import parts
+from saccade.rewards.extract import has_think
+from saccade.rewards.sample import RewardSample
+from saccade.rewards.scorer import Scorer
+from saccade.rollout.collect import collect
+from saccade.rollout.scoring import RewardStream
+from saccade.tracking.console import Console
+from saccade.types import ALWAYS_EXCLUDED, Group, Trajectory
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One set, evaluated."""
+
+    name: str
+    groups: tuple[Group, ...]
+    metrics: Mapping[str, float]  # without the val/<set>/ prefix
+
+
+def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) -> dict[str, Any]:
+    """Every set of `data.val`; writes results.json and samples.jsonl into `out`."""
+    config = load(config)
+    checks.check(config, "eval")
+    parts.quiet_libraries()
+    folder = Path(out) if out else Path(config.run.out) / f"{config.run.name}-eval"
+    folder.mkdir(parents=True, exist_ok=True)
+    if rescore is not None:
+        return _rescore(config, Path(rescore), folder)
+    family = parts.family_of(config, parts.start_folder(config))
+    sets = parts.validation_sets(config, family)
+    policy = parts.load_policy(config, family)
+    engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
+    scorer = parts.make_scorer(config)
+    with Console(None, "eval", name=folder.name) as console:
+        for dataset in sets.values():
+            parts.test_rewards(config, scorer, dataset.samples)
+        results = []
+        for name, dataset in sets.items():
+            with console.phase(name):
+                results.append(evaluate_set(engine, family, scorer, name, dataset, config, console.progress))
+            console.note(describe(results[-1]))
+    if scorer is not None:
+        scorer.close()
+    return write_results(folder, results, family)
+
+
+def evaluate_sets(
+    engine: Engine,
+    family: Family,
+    scorer: Scorer | None,
+    sets: Mapping[str, Dataset],
+    config: Config,
+    progress: Progress | None = None,
+) -> tuple[list[Result], dict[str, float]]:
+    """All sets, and their metrics under `val/<set>/`."""
+    results = [
+        evaluate_set(engine, family, scorer, name, dataset, config, progress)
+        for name, dataset in sets.items()
+    ]
+    metrics = {f"val/{r.name}/{key}": value for r in results for key, value in r.metrics.items()}
+    return results, metrics
+
+
+def evaluate_set(
+    engine: Engine,
+    family: Family,
+    scorer: Scorer | None,
+    name: str,
+    dataset: Dataset,
+    config: Config,
+    progress: Progress | None = None,
+) -> Result:
+    stream = RewardStream(scorer, family)
+    groups = collect(
+        engine,
+        dataset.samples,
+        repeats=config.val.n,
+        environment=environment_factory(config.env.name),
+        family=family,
+        sampling=parts.validation_sampling(config),
+        limits=parts.limits_of(config, evaluation=True),
+        seed=f"{config.run.seed}/val",
+        on_finish=stream.submit,
+        progress=progress,
+    )
+    engine.sleep()
+    groups = stream.attach(groups)
+    return Result(name=name, groups=tuple(groups), metrics=set_metrics(groups, family))
+
+
+def set_metrics(groups: Sequence[Group], family: Family) -> dict[str, float]:
+    """Accuracy with its interval, and beside it what a gain could hide behind: parsing, thinking, cut-off answers."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    judged = [_outcomes(group) for group in groups]
+    outcomes = [values for values in judged if len(values)]
+    metrics: dict[str, float] = {"items": float(len(outcomes))}
+    if outcomes:
+        low, high = statistics.mean_interval(outcomes)
+        metrics |= {
+            "accuracy": float(np.mean([values.mean() for values in outcomes])),
+            "ci_low": low,
+            "ci_high": high,
+        }
+        metrics |= _at_k(outcomes)
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    if rewards:
+        metrics["reward"] = float(np.mean(rewards))
+    prefilled = family.chat.think_prefilled
+    responses = [family.decode(t.response_ids) for t in trajectories]
+    formats = [v for t in trajectories for k, v in t.parts.items() if k.startswith("format")]
+    if formats:
+        metrics["format"] = float(np.mean(formats))
+    metrics |= {
+        "parse_rate": float(np.mean([t.extracted is not None for t in trajectories])),
+        "think_rate": float(np.mean([has_think(r, prefilled) for r in responses])),
+        "truncated_frac": float(np.mean([t.status == "truncated" for t in trajectories])),
+        "response_mean": float(np.mean([t.response_length for t in trajectories])),
+        "error_rate": float(np.mean([t.status == "error" for t in trajectories])),
+        "abstain_rate": float(np.mean([t.status == "abstain" for t in trajectories])),
+    }
+    return metrics
+
+
+def _outcomes(group: Group) -> np.ndarray:
+    live = [t for t in group.trajectories if t.status not in ALWAYS_EXCLUDED]
+    return np.array([t.outcome for t in live if t.outcome is not None], dtype=np.float64)
+
+
+def _at_k(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
+    """avg@k, and the unbiased pass@k where every outcome is right or wrong."""
+    k = min(len(values) for values in outcomes)
+    if k < 2:
+        return {}
+    metrics = {f"avg@{k}": float(np.mean([values.mean() for values in outcomes]))}
+    if all(set(values.tolist()) <= {0.0, 1.0} for values in outcomes):
+        passes = [statistics.pass_at_k(len(v), int(v.sum()), k) for v in outcomes]
+        metrics[f"pass@{k}"] = float(np.mean(passes))
+    return metrics
+
+
+def describe(result: Result) -> str:
+    m = result.metrics
+    accuracy = (
+        f"accuracy {m['accuracy']:.3f} [{m['ci_low']:.3f}, {m['ci_high']:.3f}]" if "accuracy" in m else "no outcome"
+    )
+    rates = "  ".join(f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac"))
+    return f"{result.name}: {accuracy}  {rates}  items {m['items']:.0f}"
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def write_results(folder: Path, results: Sequence[Result], family: Family) -> dict[str, Any]:
+    summary = {result.name: dict(result.metrics) for result in results}
+    rows = [
+        _row(result.name, group, t, family) for result in results for group in result.groups for t in group.trajectories
+    ]
+    text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    (folder / "samples.jsonl").write_text(text, encoding="utf-8")
+    (folder / "results.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dict[str, Any]:
+    sample = group.sample
+    return {
+        "set": name,
+        "id": sample.id,
+        "repeat": trajectory.repeat,
+        "data_source": sample.data_source,
+        "prompt": "\n".join(message.text for message in sample.messages),
+        "response": family.decode(trajectory.response_ids),
+        "think_prefilled": family.chat.think_prefilled,
+        "extracted": trajectory.extracted,
+        "gold": sample.answer,
+        "choices": list(sample.choices),
+        "score": trajectory.outcome,
+        "reward": trajectory.reward,
+        "parts": dict(trajectory.parts),
+        "tokens": trajectory.response_length,
+        "end_reason": trajectory.end_reason,
+        "status": trajectory.status,
+        "reason": trajectory.reason,
+        "media": [{"hash": m.hash, "path": m.path, "size": [m.width, m.height]} for m in sample.media],
+        "extra": dict(sample.extra),
+    }
+
+
+def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
+    """The rewards of this config on the responses of an earlier evaluation; no model is loaded."""
+    if not samples.is_file():
+        raise ConfigError(f"--rescore {samples}: no such file; give the samples.jsonl of an evaluation")
+    scorer = parts.make_scorer(config)
+    if scorer is None:
+        raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
+    rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines() if line]
+    with scorer:
+        scored = scorer.score([_reward_sample(row) for row in rows])
+    outcomes: dict[str, dict[str, list[float]]] = {}
+    for row, score in zip(rows, scored, strict=True):
+        row |= {"score": score.outcome, "reward": score.reward, "parts": dict(score.parts)}
+        row |= {"extracted": score.extracted, "reason": score.reason}
+        if score.outcome is not None:
+            outcomes.setdefault(row["set"], {}).setdefault(row["id"], []).append(score.outcome)
+    summary: dict[str, Any] = {}
+    for name, items in outcomes.items():
+        values = [np.array(v) for v in items.values()]
+        low, high = statistics.mean_interval(values)
+        accuracy = float(np.mean([v.mean() for v in values]))
+        summary[name] = {"items": len(values), "accuracy": accuracy, "ci_low": low, "ci_high": high}
+        summary[name] |= _at_k(values)
+    text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    (folder / "samples.jsonl").write_text(text, encoding="utf-8")
+    (folder / "results.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
+    names = ("id", "response", "data_source", "prompt", "choices", "extra", "end_reason", "think_prefilled")
+    return RewardSample(
+        **{name: row[name] for name in names},
+        answer=row["gold"],
+        turns=(row["response"],),
+        length=row["tokens"],
+        truncated=row["status"] == "truncated",
+    )

@@ -1,0 +1,93 @@
+"""Batch inference: responses of a model to a file, one JSON line each; rows that are there already are skipped.
+
+    saccade generate run.yaml generate.n=4
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from saccade import checks
+from saccade.config import load
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.environments import environment_factory
+from saccade.recipes import parts
+from saccade.rollout.collect import collect
+from saccade.rollout.scoring import RewardStream
+from saccade.tracking.console import Console
+from saccade.types import Group
+
+BLOCK = 512  # prompts between two writes
+
+
+def run(config: Any) -> dict[str, Any]:
+    """`data.train`, or `data.val` when there is none; with rewards, each response is scored too."""
+    config = load(config)
+    checks.check(config, "generate")
+    parts.quiet_libraries()
+    path = Path(config.run.out) / config.run.name / config.generate.output
+    path.parent.mkdir(parents=True, exist_ok=True)
+    family = parts.family_of(config, parts.start_folder(config))
+    data = parts.load_prompts(config, config.data.train or config.data.val, family)
+    done = _done(path)
+    todo = [sample for sample in data.samples if sample.id not in done]
+    policy = parts.load_policy(config, family)
+    engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
+    scorer = parts.make_scorer(config)
+    with Console(None, "generate", name=config.run.name) as console, path.open("a", encoding="utf-8") as file:
+        console.note(f"{len(todo)} of {len(data.samples)} rows to do, {len(done)} are in {path}")
+        for start in range(0, len(todo), BLOCK):
+            stream = RewardStream(scorer, family)
+            with console.phase("generate"):
+                groups = collect(
+                    engine,
+                    todo[start : start + BLOCK],
+                    repeats=config.generate.n,
+                    environment=environment_factory(config.env.name),
+                    family=family,
+                    sampling=parts.rollout_sampling(config),
+                    limits=parts.limits_of(config, evaluation=True),
+                    seed=f"{config.run.seed}/generate",
+                    on_finish=stream.submit,
+                    progress=console.progress,
+                )
+            for group in stream.attach(groups) if scorer is not None else groups:
+                file.write(json.dumps(_row(group, family), ensure_ascii=False, default=str) + "\n")
+            file.flush()
+    if scorer is not None:
+        scorer.close()
+    return {"path": str(path), "rows": len(todo), "skipped": len(done)}
+
+
+def _row(group: Group, family: Any) -> dict[str, Any]:
+    sample = group.sample
+    return {
+        "id": sample.id,
+        "data_source": sample.data_source,
+        "prompt": "\n".join(message.text for message in sample.messages),
+        "answer": sample.answer,
+        "responses": [
+            {
+                "text": family.decode(t.response_ids),
+                "tokens": t.response_length,
+                "end_reason": t.end_reason,
+                "reward": t.reward,
+                "score": t.outcome,
+                "extracted": t.extracted,
+            }
+            for t in group.trajectories
+        ],
+    }
+
+
+def _done(path: Path) -> set[str]:
+    """Ids of whole lines; a line that a kill cut off is removed, so its row is made again."""
+    if not path.is_file():
+        return set()
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return {json.loads(line)["id"] for line in whole.splitlines()}

@@ -1,0 +1,162 @@
+"""A first run.yaml for a model folder and a data file, every line with its reason.
+
+Looks at the model's config.json and at the first rows; opens no weights and no images.
+
+    write_config(Path("models/Qwen2.5-VL-3B-Instruct"), Path("train.jsonl"), Path("run.yaml"))
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from saccade.config import DataConfig, DataSource, load
+from saccade.data.chats import RowError
+from saccade.data.formats import detect, read_row
+from saccade.data.sources import open_source
+from saccade.errors import ConfigError, DataError
+from saccade.types import Media, Sample
+
+LOOKED_AT = 200
+UNOPENED = Media(hash="", width=1, height=1, path="")
+
+# The first kind that fits every gold: (reward, pattern, what the golds look like).
+KINDS = (
+    ("count", r"[+-]?\d+", "every gold is an integer"),
+    ("choice", r"\(?[A-Z]\)?\.?", "every gold is a letter"),
+    ("math", r"(?s).*", "golds are numbers, formulas or words"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What the two paths tell."""
+
+    model_type: str
+    format: str
+    rows: int
+    images: int
+    reward: str
+    because: str
+
+
+def write_config(model: Path, data: Path, out: Path) -> None:
+    """Write `out`; refuses to replace a file."""
+    if out.exists():
+        raise ConfigError(f"{out} exists; give another name with --out, or remove it")
+    found = _look(model, data)
+    text = _page(found, model, data)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    load(out)
+
+
+def _look(model: Path, data: Path) -> Findings:
+    described = model / "config.json"
+    if not described.is_file():
+        raise ConfigError(f"{model} has no config.json; give a Hugging Face model folder")
+    model_type = json.loads(described.read_text(encoding="utf-8")).get("model_type", "unknown")
+    format, samples = _first_rows(data)
+    reward, because = guess_reward(samples)
+    return Findings(
+        model_type=model_type,
+        format=format,
+        rows=len(samples),
+        images=sum(bool(sample.media) for sample in samples),
+        reward=reward,
+        because=because,
+    )
+
+
+def _first_rows(data: Path) -> tuple[str, list[Sample]]:
+    config = DataConfig()
+    rows = islice(open_source(DataSource(path=str(data))).rows, LOOKED_AT)
+    readable = [row for row in rows if not isinstance(row, RowError)]
+    if not readable:
+        raise DataError(f"{data}: none of the first {LOOKED_AT} rows can be read")
+    format = detect(sorted({name for row in readable for name in row}), config)
+    samples = []
+    for row in readable:
+        try:
+            samples.append(read_row(row, format, config, open_image=_leave_unopened))
+        except RowError:
+            continue  # `saccade check-data` lists them with their reasons
+    if not samples:
+        raise DataError(
+            f"{data}: no row fits the format {format.name}; see `saccade check-data {data}`"
+        )
+    return format.name, samples
+
+
+def _leave_unopened(source: Any, *, min_pixels: int | None, max_pixels: int | None) -> Media:
+    return UNOPENED
+
+
+def guess_reward(samples: Sequence[Sample]) -> tuple[str, str]:
+    """(verifier, why) from the golds."""
+    answers = [sample.answer for sample in samples if sample.answer]
+    golds = [
+        gold for answer in answers for gold in ([answer] if isinstance(answer, str) else answer)
+    ]
+    if not golds:
+        raise DataError(
+            "no row has an answer to score against; name its column with data.keys.answer"
+        )
+    if all(sample.choices for sample in samples):
+        return "choice", "every row lists its choices"
+    return next(
+        (reward, because)
+        for reward, pattern, because in KINDS
+        if all(re.fullmatch(pattern, gold.strip()) for gold in golds)
+    )
+
+
+def _page(found: Findings, model: Path, data: Path) -> str:
+    shares = {0: "text only", found.rows: "each with an image"}
+    about = shares.get(found.images, f"{found.images} of the first {found.rows} with an image")
+    lines = [
+        ("run:", ""),
+        ("  name: " + _quote(data.name.split(".")[0]), "the run folder is runs/NAME"),
+        ("model:", ""),
+        ("  path: " + _quote(str(model)), f"family {found.model_type}, from its config.json"),
+        ("  train: full", "freeze:vision trains the language half only and needs less memory"),
+        ("data:", ""),
+        ("  train: " + _quote(str(data)), f"{found.format} rows, {about}"),
+        ("  # val: test.jsonl", "held-out rows; without them only training reward is known"),
+        (f"  format: {found.format}", f"from the columns of the first {found.rows} rows"),
+    ]
+    if found.images:
+        lines.append(("  max_pixels: 401408", "about 512 tokens an image; more shows finer detail"))
+    lines += [
+        ("  max_prompt_tokens: 2048", "longer prompts are dropped and counted"),
+        ("prompt:", ""),
+        ("  format: think_answer", "reasoning in <think>, the answer in <answer>"),
+        ("rollout:", ""),
+        ("  max_tokens: 1024", "longest response; raise it when many are truncated"),
+        ("reward:", ""),
+        ("  terms:", "added up; the first is the accuracy that is reported"),
+        (f"    - verifier: {found.reward}", found.because),
+        ("    - verifier: format:think_answer", "keeps the answer where it can be found"),
+        ("      weight: 0.2", "small, so that form never outweighs being right"),
+        ("algorithm:", ""),
+        ("  preset: grpo", "`saccade algorithms` lists the others"),
+        ("train:", ""),
+        ("  prompts_per_step: 32", "different questions in one step"),
+        ("  samples_per_prompt: 8", "answers to each, compared with one another"),
+        ("  updates_per_step: 1", "strictly on-policy: the steadiest choice"),
+        ("  micro_tokens: 16384", "memory of one pass; lower it when memory runs out"),
+        ("  lr: 1.0e-6", "usual for full training of models from 1B to 7B"),
+        ("save:", ""),
+        ("  every: 50", "steps between checkpoints"),
+    ]
+    head = "# Written by `saccade init`. Next: saccade check-data, then saccade rl --dry-run.\n"
+    return head + "".join(f"{text:<36} # {why}\n" if why else f"{text}\n" for text, why in lines)
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

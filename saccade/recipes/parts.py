@@ -1,0 +1,227 @@
+"""What recipes are made of, built from a config: model, data, prompts, rewards, sampling.
+
+Each function makes one part; the recipes decide which they need and in what order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from saccade.algorithms.algorithm import Algorithm
+from saccade.config import Config, DataConfig, DataSource
+from saccade.data import datasets, prompts
+from saccade.data.chats import RowError
+from saccade.models import tiny
+from saccade.models.families import Family, load_family
+from saccade.models.load import freeze, load_model, pick_device, pick_dtype
+from saccade.rewards.scorer import Scorer
+from saccade.rewards.self_test import require, self_test
+from saccade.rollout.episode import Limits
+from saccade.types import Batch, Sample, Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    family: Family
+    model: torch.nn.Module
+    device: torch.device
+
+
+def quiet_libraries() -> None:
+    """Progress bars and warnings of libraries would tear the display apart."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.captureWarnings(True)
+
+
+def start_folder(config: Config) -> str:
+    """The model folder that the config names; a tiny model is built beside the runs first."""
+    if not config.model.path.startswith("tiny:"):
+        return config.model.path
+    kind = config.model.path.removeprefix("tiny:")
+    folder = Path(config.run.out) / ".tiny" / f"{kind}-{config.run.seed}"
+    if not (folder / "model.safetensors").is_file():
+        tiny.build(kind, folder, seed=config.run.seed)
+    return str(folder)
+
+
+def family_of(config: Config, folder: str) -> Family:
+    template = config.prompt.chat_template
+    return load_family(
+        folder,
+        name=config.model.family,
+        chat_template=Path(template).read_text(encoding="utf-8") if template else None,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def load_policy(config: Config, family: Family, *, folder: str | None = None) -> Policy:
+    """Weights from `folder` (a checkpoint) or from the family's own."""
+    device = pick_device(config.run.device)
+    model = load_model(
+        replace(family, path=folder) if folder else family,
+        dtype=pick_dtype(config.model.dtype, device),
+        device=device,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    freeze(model, family, config.model.train)
+    return Policy(family=family, model=model, device=device)
+
+
+def use_checkpointing(config: Config, device: torch.device) -> bool:
+    return {"on": True, "off": False, "auto": device.type == "cuda"}[config.model.checkpointing]
+
+
+# -- data ----------------------------------------------------------------------------------------
+
+
+def asker(config: Config) -> Callable[[Sample], Sample]:
+    """A row as the model is asked it. A demonstration at its end is no part of the question."""
+    instruction = config.prompt.instruction
+    if instruction is None:
+        instruction = prompts.instruction_for(config.prompt.format)
+
+    def ask(sample: Sample) -> Sample:
+        messages = list(sample.messages)
+        while len(messages) > 1 and messages[-1].role == "assistant":
+            messages.pop()
+        asked = replace(sample, messages=tuple(messages))
+        return prompts.apply(asked, config.prompt, instruction=instruction)
+
+    return ask
+
+
+def load_prompts(config: Config, sources: Sequence[DataSource], family: Family) -> datasets.Dataset:
+    """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
+    ask = asker(config)
+
+    def length(sample: Sample) -> int:
+        return len(family.render(ask(sample).messages))
+
+    return _map(datasets.load(sources, config.data, length=length), ask)
+
+
+def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family) -> datasets.Dataset:
+    """Conversations to learn from, the question worded as in RL."""
+    instruction = config.prompt.instruction
+    if instruction is None:
+        instruction = prompts.instruction_for(config.prompt.format)
+
+    def word(sample: Sample) -> Sample:
+        return prompts.apply(sample, config.prompt, instruction=instruction)
+
+    def length(sample: Sample) -> int:
+        if not any(message.role == "assistant" for message in sample.messages):
+            raise RowError("no assistant turn to learn from; sft reads conversations")
+        return len(family.render_dialogue(word(sample).messages))
+
+    limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": config.sft.max_tokens})
+    return _map(datasets.load(sources, limits, length=length), word)
+
+
+def _map(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:
+    return replace(dataset, samples=tuple(change(sample) for sample in dataset.samples))
+
+
+def validation_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:
+    sets: dict[str, datasets.Dataset] = {}
+    for source in config.data.val:
+        dataset = load_prompts(config, [source], family)
+        name = source.name or dataset.parts[0].name
+        sets[name if name not in sets else f"{name}-{len(sets)}"] = dataset
+    return sets
+
+
+# -- rewards and sampling ------------------------------------------------------------------------
+
+
+def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | None:
+    reward = config.reward
+    if not (reward.terms or reward.preset or reward.by_source):
+        return None
+    overlong = algorithm.overlong if algorithm is not None else None
+    return Scorer(
+        reward,
+        prompt_format=config.prompt.format,
+        max_tokens=config.rollout.max_tokens,
+        overlong=(overlong.buffer, overlong.factor) if overlong and overlong.buffer else None,
+    )
+
+
+def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample]) -> None:
+    """Before step 1: does every data source have a recipe, and does it know right from wrong?"""
+    if scorer is None:
+        return
+    scorer.check_sources(sample.data_source for sample in samples)
+    if config.reward.self_test != "off":
+        result = self_test(scorer, samples, format=config.prompt.format)
+        require(result, config.reward.self_test)
+
+
+def rollout_sampling(config: Config) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=rollout.max_tokens,
+        stop=rollout.stop,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def validation_sampling(config: Config) -> Sampling:
+    val = config.val
+    temperature = val.temperature if val.temperature is not None else float(val.n > 1)
+    return Sampling(
+        temperature=temperature,
+        top_p=val.top_p,
+        max_tokens=val.max_tokens or config.rollout.max_tokens,
+        stop=config.rollout.stop,
+    )
+
+
+def limits_of(config: Config, *, evaluation: bool = False) -> Limits:
+    env = config.env
+    values = {name: getattr(env, name) for name in ("max_turns", "max_images", "max_total_tokens")}
+    if evaluation:
+        values |= {n: v for n, v in env.eval.model_dump().items() if v is not None}
+    return Limits(timeout=env.timeout, **values)
+
+
+def manifest(family: Family, data: datasets.Dataset | None, config: Config) -> dict[str, Any]:
+    """What a resumed run must find unchanged."""
+    template = hashlib.sha256(family.chat.template.encode()).hexdigest()
+    return {
+        "data": data.hash if data is not None else None,
+        "template": template,
+        "prompt_texts": prompts.texts_hash(),
+        "pixels": [config.data.min_pixels, config.data.max_pixels],
+        "family": family.name,
+    }
+
+
+def save_batches(folder: Path, step: int, batches: Sequence[Batch]) -> Path:
+    """Ids, log-probs, advantages and image hashes of an update that could not be made."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"step-{step}.npz"
+    arrays: dict[str, Any] = {}
+    for index, batch in enumerate(batches):
+        for field in fields(batch):
+            value = getattr(batch, field.name)
+            if isinstance(value, np.ndarray):
+                arrays[f"{index}/{field.name}"] = value
+        arrays[f"{index}/keys"] = np.array([f"{id}/{repeat}" for id, repeat in batch.keys])
+        arrays[f"{index}/media"] = np.array([span.media.hash for span in batch.media])
+    np.savez(path, **arrays)
+    return path

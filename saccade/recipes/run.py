@@ -1,0 +1,177 @@
+"""A training run around its loop: folder, display, loggers, checkpoints, signals, limits.
+
+    with Run(config, "rl", manifest) as run:
+        run.begin(total=100, backend=backend, family=family)
+        for step in run.steps(): ...
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+
+from saccade import checkpoint
+from saccade.backends import Backend
+from saccade.config import Config
+from saccade.errors import Interrupted
+from saccade.images import decode
+from saccade.models.families import Family
+from saccade.tracking.console import Console
+from saccade.tracking.diagnosis import diagnose
+from saccade.tracking.folder import RunFolder
+from saccade.tracking.loggers import Loggers
+from saccade.tracking.metrics import host_memory
+from saccade.tracking.trajectories import TrajectoryWriter
+from saccade.types import Group
+
+NOTED_EVERY = 25  # steps between two equal diagnoses
+
+
+class Run:
+    """Holds what outlives a step: progress (plain data that a checkpoint stores) and the services
+    around the loop.
+    """
+
+    def __init__(self, config: Config, command: str, manifest: Mapping[str, Any]) -> None:
+        self.config, self.command, self.manifest = config, command, manifest
+        self.progress: dict[str, Any] = {"step": 0, "updates": 0, "best_step": None, "best_score": None}
+        self.total = 0
+        self._services = ExitStack()
+        self._began = time.monotonic()
+        self._signal: int | None = None
+        self._history: deque[Mapping[str, Any]] = deque(maxlen=32)
+        self._noted = -NOTED_EVERY
+        self._rss_at_start = host_memory()["mem/host_rss_gb"]
+
+    def __enter__(self) -> Run:
+        """Take the folder, find the checkpoint to go on from, open the display."""
+        with ExitStack() as stack:
+            self.folder = stack.enter_context(
+                RunFolder.open(self.config, command=self.command, manifest=self.manifest)
+            )
+            self.start = checkpoint.find(self.folder.checkpoints, self.config.run.resume)
+            if self.start is not None:
+                self.progress = checkpoint.read_progress(self.start)
+            self._saved = self.step if self.start else None
+            self.console = stack.enter_context(
+                Console(None, self.command, name=self.folder.path.name, log=self.folder.log)
+            )
+            self.loggers = Loggers(self.folder, self.config.track, say=self.console.note)
+            stack.callback(self.loggers.close)
+            self.trajectories = TrajectoryWriter(self.folder, say=self.console.note)
+            stack.callback(self.trajectories.close)
+            if self.folder.resumed:
+                self.loggers.truncate_after(self.step)
+                self.trajectories.truncate_after(self.step)
+            self._services = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._services.__exit__(*error)
+
+    def close_at_end(self, part: Any) -> None:
+        if part is not None:
+            self._services.callback(part.close)
+
+    def begin(self, total: int, backend: Backend, family: Family) -> None:
+        """Everything is loaded: from here on a signal writes a checkpoint first."""
+        self.total, self._backend, self._family = total, backend, family
+        self.console.expect(total)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                before = signal.signal(number, self._on_signal)
+                self._services.callback(signal.signal, number, before)
+
+    @property
+    def step(self) -> int:
+        """The last finished step."""
+        return self.progress["step"]
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left. A limit or a signal ends them early, after a checkpoint."""
+        while self.step < self.total:
+            yield self.step + 1
+            if self._signal is not None:
+                self._stop()
+            hours = self.config.run.max_hours
+            if hours is not None and time.monotonic() - self._began > hours * 3600:
+                self.console.note(f"run.max_hours={hours:g} is over after step {self.step}")
+                break
+        self.save()
+
+    def finish_step(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Count the step, log it, say so when nothing is being learned, save when it is time."""
+        self.progress["step"] += 1
+        row = {**metrics, **host_memory(self._rss_at_start), **self.console.lap()}
+        self.loggers.log(row, self.step)
+        self.console.step(self.step, row)
+        self._history.append(row)
+        line = diagnose(self._history)
+        if line is not None and self.step - self._noted >= NOTED_EVERY:
+            self.console.note(line)
+            self._noted = self.step
+        every = self.config.save.every
+        if every and (self.step % every == 0 or self.progress["best_step"] == self.step):
+            self.save()
+        return row
+
+    def note_validation(self, metrics: Mapping[str, float], step: int) -> None:
+        """Remember which step was best by `save.best_metric`; its checkpoint is kept."""
+        name = self.config.save.best_metric
+        if name is None:
+            name = next((key for key in metrics if key.endswith("/accuracy")), None)
+        score = metrics.get(name) if name else None
+        best = self.progress["best_score"]
+        if step > 0 and score is not None and (best is None or score > best):
+            self.progress |= {"best_score": score, "best_step": step}
+
+    def save(self) -> None:
+        if self._saved == self.step:
+            return
+        with self.console.phase("save"):
+            checkpoint.save(
+                self.folder.checkpoints,
+                self.step,
+                self._backend,
+                self._family,
+                progress=self.progress,
+                keep=self.config.save.keep,
+                best=self.progress["best_step"],
+            )
+        self._saved = self.step
+
+    def store(self, groups: Sequence[Group], *, step: int, kind: str = "train") -> None:
+        self.trajectories.write(
+            step,
+            groups,
+            decode_text=self._family.decode,
+            image_bytes=decode,
+            version=step,
+            kind=kind,
+        )
+
+    def watch(self, done: int, total: int) -> None:
+        """For the rollout: shows progress, and lets a signal end it at once."""
+        self.console.progress(done, total)
+        if self._signal is not None:
+            self._stop()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        self.console.note("stopping: a checkpoint is written first; interrupt again to stop at once")
+        signal.signal(number, signal.SIG_DFL)
+
+    def _stop(self) -> None:
+        """The state is that of the last finished step: a signal is heard before an update or after
+        a step, never between.
+        """
+        self.save()
+        raise Interrupted(
+            f"stopped after step {self.step}; go on with run.resume=auto ({self.folder.path})"
+        )

@@ -1,0 +1,46 @@
+"""The multiple-choice verifier.
+
+>>> choice(RewardSample(id="a", response="<answer>B. cat</answer>", answer="B")).value
+1.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from saccade.rewards.extract import Scope, extract
+from saccade.rewards.letters import letters_in
+from saccade.rewards.sample import RewardSample
+from saccade.types import Score
+
+__all__ = ["choice"]
+
+CHOICE_ORDER = ("answer_tag", "boxed", "answer_line", "letter")
+
+
+def choice(
+    sample: RewardSample, *, order: Sequence[str] = CHOICE_ORDER, scope: Scope = "after_think"
+) -> Score:
+    """1 when exactly the gold options are named; a gold of several letters is compared as a set."""
+    gold = _gold_letters(sample.golds, tuple(sample.choices))
+    if not gold:
+        return Score(kind="abstain", reason=f"gold_unparseable: {sample.answer!r}")
+    found = extract(
+        sample.response,
+        order,
+        scope=scope,
+        think_prefilled=sample.think_prefilled,
+        choices=sample.choices,
+    )
+    if not found:
+        return Score(kind="value", value=0.0, reason="no_answer")
+    letters = letters_in(found, sample.choices)
+    reason = "" if letters == gold else "wrong" if letters else "unparseable"
+    return Score(kind="value", value=float(letters == gold), reason=reason, extracted=found)
+
+
+@lru_cache(maxsize=4096)
+def _gold_letters(golds: tuple[str, ...], choices: tuple[str, ...]) -> frozenset[str]:
+    found = [letters_in(gold, choices) for gold in golds]
+    return frozenset().union(*found) if all(found) else frozenset()

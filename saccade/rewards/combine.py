@@ -1,0 +1,160 @@
+"""From the scores of the terms to one reward, in exactly one order: combine, shape, clip.
+
+Knows nothing of how a term was scored. The raw outcome is kept apart: filters and accuracy read
+it, never the reward.
+
+    >>> combined = COMBINATIONS["min"]
+    >>> combined([(1.0, 1.0), (0.5, 1.0)])
+    0.5
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from saccade.types import Score
+
+__all__ = ["COMBINATIONS", "Recipe", "Scored", "Term", "combine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """A verifier with its arguments, ready to run. `function` is None when it runs in a worker."""
+
+    name: str
+    verifier: str
+    weight: float
+    kind: Literal["outcome", "format", "shaping"]
+    needs_answer: bool
+    args: Mapping[str, Any]
+    function: Callable[..., Score] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What the rows of one data source are scored with."""
+
+    terms: tuple[Term, ...]
+    outcome: int  # index of the term that counts as accuracy
+    combination: str = "weighted_sum"  # key of COMBINATIONS
+    gate: int | None = None  # index of the term that must be positive
+    clip: tuple[float, float] | None = None
+    renormalise: bool = False
+
+    @cached_property
+    def isolated(self) -> bool:
+        return any(term.function is None for term in self.terms)
+
+    @cached_property
+    def knows_limit(self) -> bool:
+        """Whether a term looks at the token limit of the episode."""
+        return self.isolated or any(term.kind == "shaping" for term in self.terms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """The verdict on one episode. `reason` begins with its kind, such as `timeout: …`."""
+
+    status: Literal["ok", "error", "abstain"]
+    reward: float | None = None  # combined, shaped, clipped
+    outcome: float | None = None  # raw
+    parts: Mapping[str, float] = field(default_factory=dict)  # raw value of every term
+    extracted: str | None = None
+    reason: str = ""
+    clipped: bool = False
+
+    @property
+    def reason_kind(self) -> str:
+        """What to count by: timeout, raised, none, nan, no_answer …"""
+        return self.reason.partition(":")[0]
+
+
+Weighted = Sequence[tuple[float, float]]  # (value, weight)
+
+
+def _weighted_sum(values: Weighted) -> float:
+    return sum([value * weight for value, weight in values])
+
+
+COMBINATIONS: dict[str, Callable[[Weighted], float]] = {
+    "weighted_sum": _weighted_sum,
+    "product": lambda values: math.prod(value * weight for value, weight in values),
+    "min": lambda values: min(value * weight for value, weight in values),
+}
+
+
+def combine(recipe: Recipe, scores: Sequence[Score]) -> Scored:
+    """An error of any term is an error; next comes an abstention, unless renormalised."""
+    outcome = scores[recipe.outcome]
+    raw = outcome.parts.get("accuracy", outcome.value) if outcome.kind == "value" else None
+    pairs = list(zip(recipe.terms, scores, strict=True))
+    parts = {term.name: score.value for term, score in pairs if score.kind == "value"}
+    if len(parts) == len(scores):
+        reward: float | None = _reward(recipe, pairs)
+    else:
+        error, abstention = _first(pairs, "error"), _first(pairs, "abstain")
+        if error:
+            return Scored(status="error", outcome=raw, parts=parts, reason=error)
+        reward = _renormalised(recipe, pairs) if recipe.renormalise else None
+        if reward is None:
+            return Scored(status="abstain", outcome=raw, parts=parts, reason=abstention)
+    assert reward is not None
+    limited = reward if recipe.clip is None else min(max(reward, recipe.clip[0]), recipe.clip[1])
+    return Scored(
+        status="ok",
+        reward=limited,
+        outcome=raw,
+        parts=parts,
+        extracted=outcome.extracted,
+        reason=outcome.reason,
+        clipped=limited != reward,
+    )
+
+
+Pairs = Sequence[tuple[Term, Score]]
+
+
+def _reward(recipe: Recipe, pairs: Pairs) -> float:
+    shaping, values = 0.0, []
+    for term, score in pairs:
+        if term.kind == "shaping":
+            shaping += term.weight * score.value
+        else:
+            values.append((score.value, term.weight))
+    if recipe.gate is not None and pairs[recipe.gate][1].value <= 0:
+        return shaping
+    return COMBINATIONS[recipe.combination](values) + shaping
+
+
+def _renormalised(recipe: Recipe, pairs: Pairs) -> float | None:
+    """Without the abstaining terms, the rest weighing as much as all; None when none is left."""
+    left = [(term, score) for term, score in pairs if score.kind == "value"]
+    whole = sum(term.weight for term, _ in pairs if term.kind != "shaping")
+    rest = sum(term.weight for term, _ in left if term.kind != "shaping")
+    gate = None
+    if recipe.gate is not None:
+        if pairs[recipe.gate][1].kind != "value":
+            return None
+        gate = left.index(pairs[recipe.gate])
+    if not rest:
+        return None
+    scaled = [
+        (replace(term, weight=term.weight * whole / rest), score)
+        if term.kind != "shaping"
+        else (term, score)
+        for term, score in left
+    ]
+    return _reward(replace(recipe, gate=gate), scaled)
+
+
+def _first(pairs: Pairs, kind: str) -> str:
+    """Why the first term of this kind gave no value: `kind: term: detail`."""
+    for term, score in pairs:
+        if score.kind == kind:
+            reason, _, detail = (score.reason or kind).partition(":")
+            return f"{reason}: {term.name}: {detail.strip()}".removesuffix(": ")
+    return ""

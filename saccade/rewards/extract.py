@@ -1,0 +1,131 @@
+r"""Where the answer stands in a response.
+
+Looks at the response only, by default at what follows the last `</think>`; never at the prompt.
+Extractors are tried in the order that the caller gives and the first hit wins.
+
+    >>> extract(r"<think>\boxed{3}</think> so \boxed{4}", ["answer_tag", "boxed"])
+    '4'
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from saccade.rewards.letters import letters_in
+
+__all__ = ["EXTRACTORS", "Scope", "answer_scope", "extract", "has_think", "last_boxed"]
+
+Scope = Literal["after_think", "all"]
+
+NUMBER = re.compile(
+    r"(?<![\w.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
+    r"|(?<![\w.])[-+\u2212]?\.\d+"
+)
+ANSWER_LINE = re.compile(
+    r"^[\s*_>-]*(?:the\s+)?(?:final\s+)?answer\s*\**\s*[:\uff1a]\s*\**\s*(.*?)\s*\**\s*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+ANSWER_LINE_WINDOW = 300
+
+
+def extract(
+    response: str,
+    order: Sequence[str],
+    *,
+    scope: Scope = "after_think",
+    think_prefilled: bool = False,
+    choices: Sequence[str] = (),
+) -> str | None:
+    """The answer, or None. An answer that is there but empty is the empty string."""
+    if scope not in ("after_think", "all"):
+        raise ValueError(f"scope is 'after_think' or 'all', not {scope!r}")
+    text = answer_scope(response, think_prefilled) if scope == "after_think" else response
+    for name in order:
+        if name not in EXTRACTORS:
+            raise ValueError(f"order: no place is called {name!r}; known: {', '.join(EXTRACTORS)}")
+        found = EXTRACTORS[name](text, choices)
+        if found is not None:
+            return found.strip()
+    return None
+
+
+def answer_scope(response: str, think_prefilled: bool = False) -> str:
+    """What follows the last closed thought; nothing when a thought is still open."""
+    opened, closed = response.rfind("<think>"), response.rfind("</think>")
+    if closed < 0:
+        return "" if think_prefilled or opened >= 0 else response
+    return "" if opened > closed else response[closed + len("</think>") :]
+
+
+def has_think(response: str, think_prefilled: bool = False) -> bool:
+    """Whether the response holds a closed thought that is not blank."""
+    text = "<think>" + response if think_prefilled else response
+    opened = text.find("<think>")
+    closed = text.find("</think>", opened)
+    return opened >= 0 and closed >= 0 and bool(text[opened + len("<think>") : closed].strip())
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the `\boxed{…}` that begins last, among those whose braces balance."""
+    if "\\boxed" not in text:
+        return None
+    best: tuple[int, int] | None = None
+    open_braces: list[int] = []  # start of a box's content, -1 for an ordinary brace
+    for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):
+        if token[0] == "}":
+            start = open_braces.pop() if open_braces else -1
+            if start >= 0 and (best is None or start > best[0]):
+                best = (start, token.start())
+        elif token[0] == "{":
+            open_braces.append(-1)
+        elif token[0].startswith("\\boxed"):
+            open_braces.append(token.end())
+    return None if best is None else text[best[0] : best[1]]
+
+
+def _answer_tag(text: str, choices: Sequence[str]) -> str | None:
+    close = text.rfind("</answer>")
+    open_ = text.rfind("<answer>", 0, close) if close >= 0 else -1
+    return None if open_ < 0 else _unboxed(text[open_ + len("<answer>") : close])
+
+
+def _answer_line(text: str, choices: Sequence[str]) -> str | None:
+    hits = ANSWER_LINE.findall(text[-ANSWER_LINE_WINDOW:])
+    return _unboxed(hits[-1]) if hits else None
+
+
+def _hash(text: str, choices: Sequence[str]) -> str | None:
+    _, mark, rest = text.rpartition("####")
+    return _unboxed(rest.lstrip(" \t").partition("\n")[0]) if mark else None
+
+
+def _unboxed(text: str) -> str:
+    inner = last_boxed(text)
+    return text if inner is None else inner
+
+
+def _letter(text: str, choices: Sequence[str]) -> str | None:
+    letters = letters_in(text, choices)
+    return next(iter(letters)) if len(letters) == 1 else None
+
+
+def _last_number(text: str, choices: Sequence[str]) -> str | None:
+    hits = NUMBER.findall(text)
+    return hits[-1] if hits else None
+
+
+def _whole(text: str, choices: Sequence[str]) -> str | None:
+    return text if text.strip() else None
+
+
+EXTRACTORS: dict[str, Callable[[str, Sequence[str]], str | None]] = {
+    "answer_tag": _answer_tag,
+    "boxed": lambda text, choices: last_boxed(text),
+    "answer_line": _answer_line,
+    "hash": _hash,
+    "letter": _letter,
+    "last_number": _last_number,
+    "whole": _whole,
+}

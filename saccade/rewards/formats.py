@@ -1,0 +1,126 @@
+r"""Response formats: where the answer stands, a strict check, stop strings, a renderer.
+
+The words that ask for a shape belong to the prompts, not here.
+
+    >>> FORMATS["think_boxed"].render("4")
+    '<think>The answer is known.</think> \\boxed{4}'
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from saccade.rewards.extract import ANSWER_LINE, NUMBER, answer_scope, last_boxed
+from saccade.rewards.letters import single_letter
+from saccade.rewards.sample import RewardSample
+
+__all__ = ["FORMATS", "ResponseFormat"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseFormat:
+    order: tuple[str, ...]  # extractors that find the answer
+    render: Callable[[str], str]  # writes an answer in this shape
+    check: Callable[..., bool] | None = None  # check(sample, **options)
+    stop: tuple[str, ...] = ()  # generation may end here; the string stays in the response
+
+
+def check_think_answer(sample: RewardSample, *, gap: Literal["space", "none"] = "space") -> bool:
+    """Thought, then answer, each tag once, nothing before, between or after them, no blank body."""
+    if gap not in ("space", "none"):
+        raise ValueError(f"gap is 'space' or 'none', not {gap!r}")
+    text = sample.text.strip()
+    if not (text.startswith("<think>") and text.endswith("</answer>")):
+        return False
+    inner = text[len("<think>") : -len("</answer>")]
+    thought, closed, rest = inner.partition("</think>")
+    between, opened, answer = rest.partition("<answer>")
+    if not (closed and opened) or (between if gap == "none" else between.strip()):
+        return False
+    if "<think>" in inner or "</answer>" in inner or "</think>" in answer:
+        return False
+    return not ("<answer>" in thought or "<answer>" in answer) and bool(
+        thought.strip() and answer.strip()
+    )
+
+
+def check_think_boxed(sample: RewardSample, *, lenient: bool = False) -> bool:
+    r"""One thought first, a balanced, filled `\boxed{}` after it."""
+    text = sample.text.strip()
+    if lenient:
+        text = re.sub(r"<\s*(/?)\s*think\s*>", r"<\1think>", text)
+    if text.count("<think>") != 1 or text.count("</think>") != 1:
+        return False
+    if not text.startswith("<think>"):
+        return False
+    thought, _, rest = text[len("<think>") :].partition("</think>")
+    return bool(thought.strip() and (last_boxed(rest) or "").strip())
+
+
+def check_boxed(sample: RewardSample) -> bool:
+    r"""A balanced, filled `\boxed{}` outside of any thought."""
+    return bool((last_boxed(_scope(sample)) or "").strip())
+
+
+def check_answer_line(sample: RewardSample) -> bool:
+    """The last line is `Answer: …`."""
+    match = ANSWER_LINE.fullmatch(_last_line(sample))
+    return match is not None and bool(match[1].strip())
+
+
+def check_hash(sample: RewardSample) -> bool:
+    """The last line is `#### number`."""
+    mark, _, number = _last_line(sample).partition(" ")
+    return mark == "####" and NUMBER.fullmatch(number.strip().lstrip("$")) is not None
+
+
+def check_letter(sample: RewardSample) -> bool:
+    """One option letter and nothing else, bare or in the answer tag."""
+    text = _scope(sample).strip()
+    if text.startswith("<answer>") and text.endswith("</answer>"):
+        text = text[len("<answer>") : -len("</answer>")]
+    return single_letter(text, sample.choices) is not None
+
+
+def _scope(sample: RewardSample) -> str:
+    return answer_scope(sample.response, sample.think_prefilled)
+
+
+def _last_line(sample: RewardSample) -> str:
+    return _scope(sample).strip().rpartition("\n")[2].strip()
+
+
+THOUGHT = "<think>The answer is known.</think>"
+
+FORMATS: dict[str, ResponseFormat] = {
+    "think_answer": ResponseFormat(
+        order=("answer_tag",),
+        check=check_think_answer,
+        stop=("</answer>",),
+        render=lambda gold: f"{THOUGHT}\n<answer>{gold}</answer>",
+    ),
+    "think_boxed": ResponseFormat(
+        order=("boxed",),
+        check=check_think_boxed,
+        render=lambda gold: f"{THOUGHT} \\boxed{{{gold}}}",
+    ),
+    "boxed": ResponseFormat(
+        order=("boxed",), check=check_boxed, render=lambda gold: f"So it is \\boxed{{{gold}}}."
+    ),
+    "answer_line": ResponseFormat(
+        order=("answer_line",), check=check_answer_line, render=lambda gold: f"Answer: {gold}"
+    ),
+    "hash": ResponseFormat(order=("hash",), check=check_hash, render=lambda gold: f"#### {gold}"),
+    "letter": ResponseFormat(
+        order=("answer_tag", "letter"), check=check_letter, render=lambda gold: gold
+    ),
+    "direct": ResponseFormat(order=("whole",), render=lambda gold: gold),
+    # The instruction is the user's own, so every common place is searched.
+    "none": ResponseFormat(
+        order=("answer_tag", "boxed", "answer_line", "whole"),
+        render=lambda gold: f"<answer>{gold}</answer>",
+    ),
+}

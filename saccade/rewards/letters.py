@@ -1,0 +1,70 @@
+"""Which options of a multiple choice a text names, without substring traps.
+
+A letter counts when it is the whole text, stands in parentheses, begins an option (`B. cat`) or
+follows "answer is". The word "A" in running text is an article. Lower case counts only alone or
+in parentheses.
+
+    >>> letters_in("The answer is (B).", ["cat", "dog"])
+    {'B'}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from string import ascii_uppercase
+
+__all__ = ["letters_in", "single_letter"]
+
+UNLISTED = "ABCDEFGHIJ"  # options of a row that does not list them
+
+ALONE = re.compile(r"\(?([A-Za-z])\s*[.):]?")
+SEVERAL = re.compile(r"\(?[A-Z]\)?(?:\s*(?:,|;|&|\band\b|\s)\s*\(?[A-Z]\)?)+|[A-Z]{2,}")
+NAMED = re.compile(
+    r"\(([A-Za-z])\)"  # (B)
+    r"|(?<![\w(])([A-Z])[.):](?=\s|$)"  # B. cat
+    r"|\b(?:answer|option|choice)(?:\s+is)?\s*:?\s+([A-Z])\b(?!['\u2019])"  # the answer is B
+    r"(?!\s+(?!because|since|as\b)[a-z])"  # not: the answer is A cat
+)
+
+
+def single_letter(text: str, choices: Sequence[str]) -> str | None:
+    """The letter when the text is one option letter and nothing else."""
+    match = ALONE.fullmatch(text.strip())
+    letter = match[1].upper() if match else None
+    return letter if letter is not None and letter in _letters(choices) else None
+
+
+def letters_in(text: str, choices: Sequence[str]) -> set[str]:
+    """The options that a text names: by letter, or by the exact words of one of them."""
+    text = text.strip().strip("$*").strip()
+    only = single_letter(text, choices) or _by_words(text, choices)
+    if only:
+        return {only}
+    allowed = set(_letters(choices))
+    if SEVERAL.fullmatch(text):
+        listed = set(re.findall(r"[A-Z]", text))
+        return listed if listed <= allowed else set()
+    return {"".join(groups).upper() for groups in NAMED.findall(text)} & allowed
+
+
+def _letters(choices: Sequence[str]) -> str:
+    return ascii_uppercase[: len(choices)] if choices else UNLISTED
+
+
+def _by_words(text: str, choices: Sequence[str]) -> str | None:
+    wanted = _words(text)
+    hits = [
+        letter
+        for letter, option in zip(ascii_uppercase, choices, strict=False)
+        if wanted in (_words(option), _words(_without_letter(option, letter)))
+    ]
+    return hits[0] if wanted and len(hits) == 1 else None
+
+
+def _words(text: str) -> str:
+    return re.sub(r"\s+", " ", text.strip().strip("$").rstrip(".").strip()).casefold()
+
+
+def _without_letter(option: str, letter: str) -> str:
+    return re.sub(rf"^\(?{letter}[.):]\s*", "", option.strip())

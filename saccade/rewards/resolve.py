@@ -1,0 +1,227 @@
+"""The reward section of a config as recipes, one per data source; refuses what cannot run.
+
+>>> unknown("verifier", "cuont", ["count", "math"])
+"unknown verifier 'cuont'; did you mean 'count'?"
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from saccade.config import RewardConfig, RewardTerm
+from saccade.errors import ConfigError
+from saccade.rewards.combine import COMBINATIONS, Recipe, Term
+from saccade.rewards.custom import DEFAULT_NAME, split_name
+from saccade.rewards.formats import FORMATS
+from saccade.rewards.presets import PRESETS
+from saccade.rewards.sample import RewardSample
+from saccade.rewards.verifiers import VERIFIERS, Verifier
+
+__all__ = ["resolve_recipes", "unknown"]
+
+
+def resolve_recipes(
+    config: RewardConfig,
+    *,
+    prompt_format: str,
+    max_tokens: int,
+    overlong: tuple[int, float] | None,
+) -> tuple[dict[str, Recipe], Recipe | None]:
+    """Recipes by data source, and the one for all other sources, if there is one."""
+    if prompt_format not in FORMATS:
+        raise ConfigError(f"prompt.format: {unknown('format', prompt_format, FORMATS)}")
+
+    def recipe(where: str, rows: Sequence[RewardTerm]) -> Recipe:
+        if overlong and overlong[0]:
+            penalty = {"buffer": overlong[0], "factor": overlong[1]}
+            rows = [*rows, RewardTerm(verifier="overlong", args=penalty)]
+        terms = tuple(_term(where, row, prompt_format, max_tokens) for row in rows)
+        return _recipe(where, terms, config)
+
+    recipes = {
+        source: recipe(f"reward.by_source.{source}", _rows(f"reward.by_source.{source}", value))
+        for source, value in config.by_source.items()
+    }
+    default = recipes.pop("default", None)
+    if not config.terms and config.preset is None:
+        if not config.by_source:
+            raise ConfigError(
+                "reward.terms is empty; for example reward.terms=[math] or reward.preset=r1v"
+            )
+        return recipes, default
+    if config.terms and config.preset is not None:
+        raise ConfigError("reward.terms and reward.preset are both set; keep one of them")
+    if default is not None:
+        raise ConfigError("reward.by_source.default and reward.terms are both set; keep one")
+    rows = config.terms or _rows("reward.preset", _preset(config.preset or ""))
+    return recipes, recipe("reward.terms", rows)
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names))}"
+    return f"unknown {what} {name!r}; {hint}"
+
+
+def _preset(name: str) -> Sequence[Mapping[str, Any]]:
+    if name not in PRESETS:
+        raise ConfigError(f"reward.preset: {unknown('preset', name, PRESETS)}")
+    return PRESETS[name]
+
+
+def _rows(where: str, value: Any) -> list[RewardTerm]:
+    """A preset name, a verifier, a term, or a list of them."""
+    if isinstance(value, str):
+        value = PRESETS.get(value, [value])
+    rows = [value] if isinstance(value, Mapping) else value
+    try:
+        return [
+            RewardTerm.model_validate({"verifier": row} if isinstance(row, str) else row)
+            for row in rows
+        ]
+    except (ValidationError, TypeError) as error:
+        raise ConfigError(
+            f"{where}: write a preset, a verifier or a list of terms; {error}"
+        ) from None
+
+
+# -- terms -------------------------------------------------------------------------------------
+
+
+def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> Term:
+    custom = split_name(row.verifier)
+    if custom is not None:
+        file, function = custom
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"{where}: the file {file} does not exist (looked in {Path.cwd()})")
+        name = function if function != DEFAULT_NAME else path.stem
+        return Term(
+            name=row.name or name,
+            verifier=f"{path.resolve()}:{function}",
+            weight=row.weight,
+            kind="shaping" if row.shaping else "outcome",
+            needs_answer=True,
+            args=row.args,
+            function=None,
+        )
+    verifier = VERIFIERS.get(row.verifier)
+    if verifier is None:
+        raise ConfigError(
+            f"{where}: {unknown('verifier', row.verifier, VERIFIERS)} "
+            "A function of your own is path/file.py:name."
+        )
+    args = _arguments(where, row, verifier, prompt_format, max_tokens)
+    own_kind = "outcome" if row.shaping is False and verifier.kind == "shaping" else verifier.kind
+    return Term(
+        name=row.name or row.verifier.partition(":")[0],
+        verifier=row.verifier,
+        weight=row.weight,
+        kind="shaping" if row.shaping else own_kind,
+        needs_answer=verifier.needs_answer,
+        args=args,
+        function=None if verifier.isolated else verifier.function,
+    )
+
+
+def _arguments(
+    where: str, row: RewardTerm, verifier: Verifier, prompt_format: str, max_tokens: int
+) -> dict[str, Any]:
+    parameters = list(inspect.signature(verifier.function).parameters.values())[1:]
+    names = [parameter.name for parameter in parameters]
+    for name in row.args:
+        if name not in names:
+            if not names:
+                raise ConfigError(f"{where}: {row.verifier} takes no arguments, remove {name!r}")
+            raise ConfigError(f"{where}: {row.verifier}: {unknown('argument', name, names)}")
+    args = dict(row.args)
+    if "order" in names and "order" not in args and "mode" not in args:
+        default = inspect.signature(verifier.function).parameters["order"].default
+        args["order"] = _search_order(default, FORMATS[prompt_format].order)
+    _try(where, row.verifier, verifier, args, max_tokens)
+    return args
+
+
+def _search_order(verifier: Sequence[str], shape: Sequence[str]) -> tuple[str, ...]:
+    """The verifier's own places and those that the prompt asked for; the whole text last."""
+    added = [place for place in shape if place not in verifier]
+    return (
+        *(place for place in added if place != "whole"),
+        *verifier,
+        *(place for place in added if place == "whole"),
+    )
+
+
+def _try(
+    where: str, name: str, verifier: Verifier, args: Mapping[str, Any], max_tokens: int
+) -> None:
+    """Bad values of arguments show on any response."""
+    for response in ("", "<think>a</think><answer>1</answer>"):
+        sample = RewardSample(
+            id="probe", response=response, answer="1", length=1, max_tokens=max_tokens
+        )
+        try:
+            verifier.function(sample, **args)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{where}: {name} with {dict(args)}: {error}") from None
+
+
+# -- recipes -----------------------------------------------------------------------------------
+
+
+def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Recipe:
+    names = [term.name for term in terms]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{where}: two terms are called {name!r}; give one of them a name")
+    if config.clip is not None and config.clip[0] > config.clip[1]:
+        raise ConfigError(f"reward.clip: {list(config.clip)} is not [low, high]")
+    if not any(term.kind != "shaping" for term in terms):
+        raise ConfigError(
+            f"{where}: only shaping terms; add one that judges the answer, such as math"
+        )
+    combination, gate = _combination(where, config.combine, terms)
+    return Recipe(
+        terms=terms,
+        outcome=_outcome(where, config.outcome, terms),
+        combination=combination,
+        gate=gate,
+        clip=config.clip,
+        renormalise=config.renormalise,
+    )
+
+
+def _combination(where: str, combine: str, terms: Sequence[Term]) -> tuple[str, int | None]:
+    gate = re.fullmatch(r"gate\((.+)\)", combine.strip())
+    if gate:
+        return "weighted_sum", _index(f"{where}: reward.combine", gate[1].strip(), terms)
+    if combine not in COMBINATIONS:
+        known = [*COMBINATIONS, "gate(TERM)"]
+        raise ConfigError(f"reward.combine: {unknown('combination', combine, known)}")
+    return combine, None
+
+
+def _outcome(where: str, name: str | None, terms: Sequence[Term]) -> int:
+    if name is not None:
+        return _index(f"{where}: reward.outcome", name, terms)
+    for index, term in enumerate(terms):
+        if term.kind == "outcome":
+            return index
+    raise ConfigError(
+        f"{where}: no term judges the answer; set reward.outcome={terms[0].name} to count that one"
+    )
+
+
+def _index(where: str, name: str, terms: Sequence[Term]) -> int:
+    for index, term in enumerate(terms):
+        if name in (term.name, term.verifier):
+            return index
+    raise ConfigError(f"{where}: {unknown('term', name, [term.name for term in terms])}")

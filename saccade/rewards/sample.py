@@ -1,0 +1,100 @@
+"""What a reward sees of one episode: plain data that also travels to worker processes as JSON.
+
+Knows nothing of tokenizers or templates: `response` is the decoded text of the policy's tokens
+and nothing else.
+
+    >>> RewardSample(id="a", response="7", answer="7").golds
+    ('7',)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from saccade.types import Message, Sample
+
+__all__ = ["RewardSample", "reward_sample"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSample:
+    """One finished episode. Sequences arrive as lists in worker processes."""
+
+    id: str
+    response: str  # text of the policy only, all turns joined
+    data_source: str = "default"
+    prompt: str = ""
+    messages: Sequence[Mapping[str, Any]] = ()  # {"role", "content"}
+    turns: Sequence[str] = ()  # text of the policy, turn by turn
+    token_ids: Sequence[int] = ()
+    length: int = 0  # sampled tokens
+    truncated: bool = False
+    end_reason: str = "answered"
+    images: Sequence[Mapping[str, Any]] = ()  # {"hash", "path", "size"}
+    observations: Sequence[str] = ()
+    answer: str | Sequence[str] | None = None
+    references: Sequence[str] = ()  # further answers that count as right
+    choices: Sequence[str] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    step: int = 0
+    think_prefilled: bool = False  # the template already opened <think>
+    max_tokens: int = 0  # 0: the limit of the run
+
+    @property
+    def golds(self) -> tuple[str, ...]:
+        """Every text that counts as the right answer."""
+        own = (self.answer,) if isinstance(self.answer, str) else tuple(self.answer or ())
+        return own if not self.references else tuple(dict.fromkeys((*own, *self.references)))
+
+    @property
+    def text(self) -> str:
+        """The response as the reader of tags must see it."""
+        return "<think>" + self.response if self.think_prefilled else self.response
+
+
+_BULKY = frozenset({"prompt", "messages", "turns", "token_ids", "observations", "images", "extra"})
+_FIELDS = tuple(field.name for field in fields(RewardSample))
+_BRIEF_FIELDS = tuple(name for name in _FIELDS if name not in _BULKY)
+
+
+def to_json(sample: RewardSample, *, brief: bool = False) -> str:
+    """`brief` leaves out what no built-in verifier reads."""
+    names = _BRIEF_FIELDS if brief else _FIELDS
+    return json.dumps({name: getattr(sample, name) for name in names}, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Arrays become lists; what JSON has no word for arrives as its text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if isinstance(value, (set, frozenset)) else str(value)
+
+
+def reward_sample(sample: Sample, response: str, **known: Any) -> RewardSample:
+    """A response to a row of data; `known` adds what the rollout knows (length, truncated, …)."""
+    messages = [{"role": m.role, "content": _content(m)} for m in sample.messages]
+    images = [
+        {"hash": media.hash, "path": media.path, "size": [media.width, media.height]}
+        for media in sample.media
+    ]
+    row = {
+        "id": sample.id,
+        "response": response,
+        "data_source": sample.data_source,
+        "prompt": "\n".join(message["content"] for message in messages),
+        "messages": messages,
+        "turns": (response,),
+        "images": images,
+        "answer": sample.answer,
+        "choices": sample.choices,
+        "extra": sample.extra,
+    }
+    return RewardSample(**(row | known))
+
+
+def _content(message: Message) -> str:
+    return "".join(part if isinstance(part, str) else f"<{part.kind}>" for part in message.parts)

@@ -1,0 +1,153 @@
+"""Scores episodes as they finish: cheap terms in place, the others in worker processes.
+
+Everything that can be wrong with `reward:` is refused when the scorer is built.
+
+    >>> from saccade.config import RewardConfig
+    >>> config = RewardConfig(terms=["count", "format:think_answer"])
+    >>> with Scorer(config, prompt_format="think_answer", max_tokens=64) as scorer:
+    ...     sample = RewardSample(id="a", response="<answer>7</answer>", answer="7")
+    ...     [scored] = scorer.score([sample])
+    >>> scored.parts
+    {'count': 1.0, 'format': 0.0}
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+from saccade.config import RewardConfig
+from saccade.errors import ConfigError
+from saccade.rewards.combine import Recipe, Scored, Term, combine
+from saccade.rewards.custom import split_name
+from saccade.rewards.pool import WorkerPool
+from saccade.rewards.resolve import resolve_recipes, unknown
+from saccade.rewards.sample import RewardSample
+from saccade.types import Score
+
+__all__ = ["Scorer"]
+
+
+class Scorer:
+    """`submit` while generation goes on, or `score` a list; `close` ends the worker processes."""
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        prompt_format: str,
+        max_tokens: int,
+        overlong: tuple[int, float] | None = None,
+    ) -> None:
+        """`overlong` is (buffer, factor) of algorithm.overlong; a buffer of 0 means none."""
+        self.max_tokens = max_tokens
+        self.recipes: Mapping[str, Recipe]
+        self.default: Recipe | None
+        self.recipes, self.default = resolve_recipes(
+            config, prompt_format=prompt_format, max_tokens=max_tokens, overlong=overlong
+        )
+        everything = [*self.recipes.values(), *filter(None, [self.default])]
+        isolated = [term for recipe in everything for term in recipe.terms if not term.function]
+        self.pool = WorkerPool(config.workers, config.deadline) if isolated else None
+        for term in isolated:
+            self._check_custom(term)
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+
+    def recipe(self, data_source: str) -> Recipe:
+        found = self.recipes.get(data_source, self.default)
+        if found is None:
+            raise ConfigError(
+                f"{unknown('data_source', data_source, self.recipes)}; add it to reward.by_source, "
+                "or add 'default' there"
+            )
+        return found
+
+    def check_sources(self, sources: Iterable[str]) -> None:
+        """Refuse rows that nothing is written for, before the first is scored."""
+        for source in sorted(set(sources)):
+            self.recipe(source)
+
+    def submit(self, sample: RewardSample) -> Future[Scored]:
+        """The result as a future that never holds an exception of a verifier."""
+        begun = self._begin(sample)
+        if isinstance(begun, Future):
+            return begun
+        future: Future[Scored] = Future()
+        future.set_result(begun)
+        return future
+
+    def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
+        begun = [self._begin(sample) for sample in samples]
+        return [each.result() if isinstance(each, Future) else each for each in begun]
+
+    def _begin(self, sample: RewardSample) -> Scored | Future[Scored]:
+        recipe = self.recipe(sample.data_source)
+        if not sample.max_tokens and recipe.knows_limit:
+            sample = replace(sample, max_tokens=self.max_tokens)
+        if not recipe.isolated:
+            return combine(recipe, [_in_place(term, sample) for term in recipe.terms])
+        assert self.pool is not None
+        asked = [
+            None if term.function else self.pool.submit(term.verifier, sample, term.args)
+            for term in recipe.terms
+        ]
+        scores = [
+            _in_place(term, sample) if future is None else None
+            for term, future in zip(recipe.terms, asked, strict=True)
+        ]
+        return _when_all(recipe, scores, asked)
+
+    def _check_custom(self, term: Term) -> None:
+        if split_name(term.verifier) is None:
+            return
+        assert self.pool is not None
+        problem = self.pool.check(term.verifier, term.args)
+        if problem:
+            self.close()
+            raise ConfigError(f"reward.terms: {term.verifier} cannot be used: {problem}")
+
+
+def _in_place(term: Term, sample: RewardSample) -> Score:
+    assert term.function is not None
+    try:
+        return term.function(sample, **term.args)
+    except Exception as error:  # one odd response must not end a run
+        return Score(kind="error", reason=f"raised: {type(error).__name__}: {error}")
+
+
+def _when_all(
+    recipe: Recipe, scores: list[Score | None], asked: Sequence[Future[Score] | None]
+) -> Future[Scored]:
+    """Combine when the last of the futures is done."""
+    result: Future[Scored] = Future()
+    result.set_running_or_notify_cancel()
+    lock = threading.Lock()
+    left = sum(future is not None for future in asked)
+
+    def arrived(index: int, score: Score) -> None:
+        nonlocal left
+        with lock:
+            scores[index] = score
+            left -= 1
+            last = left == 0
+        if last:
+            try:
+                result.set_result(combine(recipe, [s for s in scores if s is not None]))
+            except Exception as error:  # a future swallows what its callbacks raise
+                result.set_exception(error)
+
+    for index, future in enumerate(asked):
+        if future is not None:
+            future.add_done_callback(lambda done, index=index: arrived(index, done.result()))  # type: ignore[misc]
+    return result

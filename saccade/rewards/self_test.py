@@ -1,0 +1,169 @@
+"""Does the reward know right from wrong? Asked before step 1, of rows whose answer is known.
+
+On the raw outcome only: the gold, written in the response format, must score the maximum; an
+empty response and the gold of a row with another answer must score the minimum. Shaping and
+format terms play no part.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from saccade.errors import SelfTestError
+from saccade.rewards.combine import Scored, Term
+from saccade.rewards.custom import split_name
+from saccade.rewards.formats import FORMATS
+from saccade.rewards.maths import equivalent
+from saccade.rewards.numbers import single_number
+from saccade.rewards.sample import RewardSample, reward_sample
+from saccade.rewards.scorer import Scorer
+from saccade.types import Sample
+
+__all__ = ["Failure", "SelfTest", "require", "self_test"]
+
+SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    sample_id: str
+    case: Literal["gold", "empty", "foreign"]
+    response: str
+    scored: str  # value, or status with its reason
+    expected: str
+
+    def __str__(self) -> str:
+        return (
+            f"row {self.sample_id}: {self.case} response {self.response!r} "
+            f"scored {self.scored}, expected {self.expected}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfTest:
+    passed: bool
+    rows: int  # rows that were tested
+    failures: tuple[Failure, ...] = ()
+    skipped: tuple[str, ...] = ()  # outcome terms that no row could test, and why
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    kind: Literal["gold", "empty", "foreign"]
+    sample: RewardSample
+    term: Term
+
+
+def self_test(
+    scorer: Scorer, samples: Sequence[Sample], *, format: str, count: int = 32
+) -> SelfTest:
+    """Test the outcome term on up to `count` rows of each data source."""
+    cases: list[_Case] = []
+    skipped: list[str] = []
+    for source in dict.fromkeys(sample.data_source for sample in samples):
+        recipe = scorer.recipe(source)
+        term = recipe.terms[recipe.outcome]
+        rows = [s for s in samples if s.data_source == source and _gold(s, term)][:count]
+        if not term.needs_answer or not rows:
+            why = "no row has an answer" if term.needs_answer else "it needs no answer"
+            skipped.append(f"{term.name} ({source}): {why}")
+            continue
+        for index, row in enumerate(rows):
+            cases += _cases(row, rows[index + 1 :] + rows[:index], term, format)
+    scored = scorer.score([case.sample for case in cases])
+    failures = _failures(cases, scored)
+    rows_tested = sum(case.kind == "gold" for case in cases)
+    return SelfTest(
+        passed=not failures, rows=rows_tested, failures=tuple(failures), skipped=tuple(skipped)
+    )
+
+
+def require(result: SelfTest, mode: Literal["strict", "warn", "off"]) -> None:
+    """Stop, warn or do nothing when the test has failed."""
+    if result.passed or mode == "off":
+        return
+    shown = "\n".join(f"  {failure}" for failure in result.failures[:SHOWN])
+    message = (
+        f"the reward misjudges known answers ({len(result.failures)} cases, {result.rows} rows):\n"
+        f"{shown}\n"
+        "Check that the verifier fits the answers and that prompt.format is where it looks "
+        "(term args 'order'); set reward.self_test=warn to train all the same."
+    )
+    if mode == "strict":
+        raise SelfTestError(message)
+    logging.getLogger("saccade").warning(message)
+
+
+def _cases(row: Sample, others: Sequence[Sample], term: Term, format: str) -> list[_Case]:
+    render = FORMATS[format].render
+    cases: list[_Case] = []
+
+    def add(kind: Literal["gold", "empty", "foreign"], response: str) -> None:
+        length = len(response.split())
+        cases.append(
+            _Case(kind=kind, sample=reward_sample(row, response, length=length), term=term)
+        )
+
+    gold = _gold(row, term)
+    add("gold", render(gold))
+    add("empty", "")
+    foreign = [text for other in others if _differs(text := _gold(other, term), row, gold)]
+    if foreign:
+        add("foreign", render(max(foreign, key=lambda text: _distance(text, gold))))
+    return cases
+
+
+def _gold(sample: Sample, term: Term) -> str:
+    """A list of answers is all options of a multiple choice, and alternatives elsewhere."""
+    if isinstance(sample.answer, tuple):
+        together = term.verifier == "choice"
+        return ", ".join(sample.answer) if together else next(iter(sample.answer), "")
+    return (sample.answer or "").rpartition("####")[2].strip()
+
+
+def _differs(text: str, row: Sample, gold: str) -> bool:
+    golds = row.answer if isinstance(row.answer, tuple) else (gold,)
+    return not any(text.casefold() == g.casefold() or equivalent(text, g) for g in (*golds, gold))
+
+
+def _distance(text: str, gold: str) -> float:
+    """Between numbers; verifiers with a tolerance need a foreign answer that is far away."""
+    a, b = single_number(text), single_number(gold)
+    return 0.0 if a is None or b is None else abs(float(a - b))
+
+
+def _failures(cases: Sequence[_Case], scored: Sequence[Scored]) -> list[Failure]:
+    ranges = {term: _range(term, cases, scored) for term in {case.term.verifier for case in cases}}
+    failures = []
+    for case, result in zip(cases, scored, strict=True):
+        low, high = ranges[case.term.verifier]
+        wanted = high if case.kind == "gold" else low
+        excused = result.outcome is None and result.status == "abstain" and case.kind != "gold"
+        if not excused and (result.outcome != wanted or low == high):
+            value = f"{result.outcome:g}" if result.outcome is not None else result.status
+            reason = f" ({result.reason})" if result.reason else ""
+            failures.append(
+                Failure(
+                    sample_id=case.sample.id,
+                    case=case.kind,
+                    response=case.sample.response,
+                    scored=value + reason,
+                    expected=f"{wanted:g}",
+                )
+            )
+    return failures
+
+
+def _range(verifier: str, cases: Sequence[_Case], scored: Sequence[Scored]) -> tuple[float, float]:
+    """Built-in outcomes are 0 or 1; of a function of the user we know what it has returned."""
+    if split_name(verifier) is None:
+        return 0.0, 1.0
+    seen = [
+        result.outcome
+        for case, result in zip(cases, scored, strict=True)
+        if case.term.verifier == verifier and result.outcome is not None
+    ]
+    return min(seen, default=0.0), max(seen, default=0.0)

@@ -1,0 +1,54 @@
+"""Terms that shape a reward without judging the answer: length limits and repetition.
+
+>>> overlong(RewardSample(id="a", response="", length=1792, max_tokens=2048), buffer=512).value
+-0.5
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from saccade.rewards.sample import RewardSample
+from saccade.types import Score
+
+__all__ = ["length", "overlong", "repetition"]
+
+# Scripts written without spaces: a character is a word.
+WORD = re.compile(
+    r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+"
+)
+
+
+def overlong(
+    sample: RewardSample, *, buffer: int, factor: float = 1.0, limit: int | None = None
+) -> Score:
+    """f·max(-1, min(0, (M - b - L)/b)): grows over the last `buffer` tokens before the limit M."""
+    limit = limit or sample.max_tokens
+    if not 0 < buffer < limit:
+        raise ValueError(f"overlong needs 0 < buffer < {limit} (the token limit), got {buffer}")
+    excess = (limit - buffer - sample.length) / buffer
+    return Score(kind="value", value=factor * max(-1.0, min(0.0, excess)))
+
+
+def repetition(sample: RewardSample, *, n: int = 4, max_penalty: float = 1.0) -> Score:
+    """-max_penalty·(1 - distinct/all) over runs of n words."""
+    if n < 1:
+        raise ValueError(f"repetition needs n of at least 1, got {n}")
+    words = WORD.findall(sample.response.lower())
+    runs = list(zip(*(words[start:] for start in range(n)), strict=False))
+    share = 1 - len(set(runs)) / len(runs) if runs else 0.0
+    return Score(kind="value", value=-max_penalty * share)
+
+
+def length(
+    sample: RewardSample, *, target: int | None = None, band: Sequence[int] | None = None
+) -> Score:
+    """min(1, tokens/target), or 1 inside the band [low, high] and 0 outside."""
+    if (target is None) == (band is None):
+        raise ValueError("length needs either target, such as 512, or band, such as [64, 512]")
+    if band is not None:
+        low, high = band
+        return Score(kind="value", value=float(low <= sample.length <= high))
+    assert target is not None
+    return Score(kind="value", value=min(1.0, sample.length / target))

@@ -1,0 +1,87 @@
+r"""One spelling for mathematical text that looks the same.
+
+Only characters change here; what they mean is the business of `latex` and `units`.
+
+    >>> normalise(r"$\dfrac{1}{2}\text{ cm}$.")
+    '\\frac{1}{2} cm'
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["TooLarge", "compact", "normalise", "tidy", "unwrap_text"]
+
+LONGEST = 2000  # characters
+
+
+class TooLarge(ValueError):
+    """The expression is too long, too deep, or its value has too many digits."""
+
+
+SIGNS = str.maketrans(
+    {
+        "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ", "\u00f7": "/", "\u00b7": r"\cdot ",
+        "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u221e": r"\infty ",
+        "\u03c0": r"\pi ",
+        "\u222a": r"\cup ", "\u2208": r"\in ", "\u00b1": r"\pm ", "\u00b2": "^2", "\u00b3": "^3",
+        "\u00b0": r"^\circ ", "\u2032": "'", "\u00a0": " ", "\u3000": " ", "\u2205": r"\emptyset ",
+        "\u221a": r"\sqrt ", "\u03b8": r"\theta ", "\u2044": "/",
+        **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
+        "\uff0c": ",", "\uff0e": ".", "\uff08": "(", "\uff09": ")", "\uff1d": "=", "\uff0d": "-",
+        "\uff0b": "+", "\uff05": "%",
+    }
+)  # fmt: skip
+REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        (r"(\d)(?:,\\!|\{,\}|\\,)\s*(?=\d{3})", r"\1"),
+        (r"\\\$|\$|\\[()](?!\w)", ""),
+        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])\.?", ""),
+        (r"(?<!\\)\\[!,;:> ]|\\q?quad(?![a-zA-Z])|~", " "),
+        (r"\\%", "%"),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
+        (r"\\leq?(?![a-zA-Z])|<=", r"\\le "),
+        (r"\\geq?(?![a-zA-Z])|>=", r"\\ge "),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\[lr]?vert(?![a-zA-Z])|\\mid(?![a-zA-Z])", "|"),
+        (r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
+        (r"\\degree(?![a-zA-Z])", r"^\\circ "),
+    ]
+]  # fmt: skip
+TEXT = re.compile(
+    r"\\(?:text|mbox|textrm|textbf|textit|mathrm|mathbf|mathit|operatorname|rm)\s*\{([^{}]*)\}"
+)
+THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+
+
+def normalise(text: str) -> str:
+    return unwrap_text(tidy(text))
+
+
+def tidy(text: str) -> str:
+    r"""Everything but \text{}, which still says where words begin."""
+    if len(text) > LONGEST:
+        raise TooLarge(f"{len(text)} characters")
+    text = text.translate(SIGNS)
+    for pattern, replacement in REWRITES:
+        text = pattern.sub(replacement, text)
+    if not re.search(r"[(\[]|\\\{", text):  # inside brackets a comma separates items
+        text = THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    return _trim(text)
+
+
+def unwrap_text(text: str) -> str:
+    return _trim(TEXT.sub(r" \1 ", text))
+
+
+def compact(text: str) -> str:
+    """Without spaces, except between digits: 1 1/2 is not 11/2."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+
+
+def _trim(text: str) -> str:
+    text = re.sub(r"\s+", " ", text).strip()
+    return text if text.endswith("..") else text.rstrip(".").strip()

@@ -1,0 +1,182 @@
+"""The process for verifiers that may hang, crash or belong to the user: JSON lines both ways.
+
+A request holds a verifier, its arguments, a deadline and samples. The first reply says that the
+function is loaded, or why not; one reply follows per sample. A deadline is enforced by the
+parent, which ends this process; when the parent is gone, this process ends itself. User code
+cannot disturb the pipes: its output goes to standard error.
+
+    $ python -m saccade.rewards.worker
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from saccade.rewards import custom
+from saccade.rewards.sample import RewardSample
+from saccade.rewards.verifiers import VERIFIERS
+from saccade.types import Score
+
+Emit = Callable[[Mapping[str, Any]], None]
+
+
+def main() -> None:
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+
+    def emit(reply: Mapping[str, Any]) -> None:
+        replies.write(json.dumps(reply, default=str).encode() + b"\n")
+        replies.flush()
+
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests, inbox), daemon=True).start()
+    while True:
+        serve(json.loads(inbox.get()), emit)
+
+
+def _listen(requests: Any, inbox: queue.SimpleQueue[bytes]) -> None:
+    for line in requests:
+        inbox.put(line)
+    os._exit(0)  # the parent is gone; the main thread may be stuck
+
+
+def serve(request: Mapping[str, Any], emit: Emit) -> None:
+    """Answer one request: `ready` or `failed`, then `{index, score}` for every sample."""
+    args = request["args"]
+    try:
+        function, form = _function(request["verifier"], args)
+    except Exception as error:
+        emit({"failed": _told(error)})
+        return
+    coroutine = _is_async(function)
+    emit({"ready": True, "together": form.batch or coroutine})
+    samples = [RewardSample(**row) for row in request["samples"]]
+    if form.batch:
+        _batch(function, form, samples, args, emit)
+    elif coroutine:
+        asyncio.run(_concurrently(function, form, samples, args, request["deadline"], emit))
+    else:
+        _one_by_one(
+            lambda sample: custom.to_score(custom.call(function, form, sample, args)), samples, emit
+        )
+
+
+def _function(verifier: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any], custom.Form]:
+    if verifier in VERIFIERS:
+        return VERIFIERS[verifier].function, custom.FORMS["sample"]
+    function = custom.load(verifier)
+    custom.check_arguments(function, args)
+    return function, custom.form_of(function)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
+
+
+def _one_by_one(
+    score: Callable[[RewardSample], Score], samples: Sequence[RewardSample], emit: Emit
+) -> None:
+    for index, sample in enumerate(samples):
+        try:
+            result = score(sample)
+        except Exception as error:
+            result = _failure(error)
+        emit(_reply(index, result))
+
+
+def _batch(
+    function: Callable[..., Any],
+    form: custom.Form,
+    samples: Sequence[RewardSample],
+    args: Mapping[str, Any],
+    emit: Emit,
+) -> None:
+    """All at once; when that fails, one at a time, so that only the culprits fail."""
+
+    def scores(part: Sequence[RewardSample]) -> list[Score]:
+        result = custom.call(function, form, part, args)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        found = custom.to_scores(result, len(part))
+        if found is None:
+            size = len(result) if hasattr(result, "__len__") else type(result).__name__
+            raise BadLength(f"{len(part)} samples, got {size}")
+        return found
+
+    try:
+        for index, score in enumerate(scores(samples)):
+            emit(_reply(index, score))
+    except Exception:
+        emit({"together": False})
+        _one_by_one(lambda sample: scores([sample])[0], samples, emit)
+
+
+class BadLength(ValueError):
+    """A batch function did not return one result per sample."""
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+async def _concurrently(
+    function: Callable[..., Any],
+    form: custom.Form,
+    samples: Sequence[RewardSample],
+    args: Mapping[str, Any],
+    deadline: float,
+    emit: Emit,
+) -> None:
+    async def one(index: int, sample: RewardSample) -> None:
+        try:
+            pending = custom.call(function, form, sample, args)
+            score = custom.to_score(await asyncio.wait_for(pending, deadline))
+        except asyncio.TimeoutError:
+            score = Score(kind="error", reason=f"timeout: no result after {deadline:g} s")
+        except Exception as error:
+            score = _failure(error)
+        emit(_reply(index, score))
+
+    await asyncio.gather(*(one(index, sample) for index, sample in enumerate(samples)))
+
+
+def _failure(error: Exception) -> Score:
+    kind = "bad_length" if isinstance(error, BadLength) else "raised"
+    return Score(kind="error", reason=f"{kind}: {_told(error)}")
+
+
+def _told(error: BaseException) -> str:
+    """The exception and the last line of user code that it passed through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _reply(index: int, score: Score) -> dict[str, Any]:
+    return {
+        "index": index,
+        "score": {
+            "kind": score.kind,
+            "value": score.value,
+            "reason": score.reason,
+            "parts": dict(score.parts),
+            "extracted": score.extracted,
+            "info": dict(score.info),
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()

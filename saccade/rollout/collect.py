@@ -1,0 +1,129 @@
+"""Many episodes at once over one engine, in one thread.
+
+Finished trajectories are handed on at once, so that rewards are computed while others still generate; the groups come
+back in the order of the samples and repeats, whatever finished first. Environments that take their time run in a
+thread pool beside the engine.
+
+    groups = collect(engine, samples, repeats=8, environment=SingleTurn, family=family, sampling=…, limits=…, seed="42/0")
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from saccade.engines import Engine
+from saccade.environments import Environment
+from saccade.models.families import Family
+from saccade.rollout.episode import Call, Limits, episode
+from saccade.types import Group, Request, Sample, Sampling, Trajectory
+
+ENVIRONMENT_THREADS = 16
+OnFinish = Callable[[Sample, Trajectory], None]
+Episode = Generator[Request | Call, Any, Trajectory]
+
+
+def collect(
+    engine: Engine,
+    samples: Sequence[Sample],
+    *,
+    repeats: int,
+    environment: Callable[[], Environment],
+    family: Family,
+    sampling: Sampling,
+    limits: Limits,
+    seed: str,
+    on_finish: OnFinish | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Group]:
+    """`seed` names the noise of this call; a sample that occurs twice gets other noise the second time."""
+    occurrence: Counter[str] = Counter()
+    owners: dict[str, tuple[int, int]] = {}
+    episodes: dict[str, Episode] = {}
+    uids = []
+    for index, sample in enumerate(samples):
+        occurrence[sample.id] += 1
+        uid = sample.id if occurrence[sample.id] == 1 else f"{sample.id}#{occurrence[sample.id]}"
+        uids.append(uid)
+        for repeat in range(repeats):
+            key = f"{uid}/{repeat}"
+            owners[key] = (index, repeat)
+            episodes[key] = episode(
+                sample,
+                repeat,
+                uid=uid,
+                seed=seed,
+                environment=environment(),
+                family=family,
+                sampling=sampling,
+                limits=limits,
+            )
+    done: dict[tuple[int, int], Trajectory] = {}
+
+    def finished(key: str, trajectory: Trajectory) -> None:
+        index, _ = owner = owners[key]
+        done[owner] = trajectory
+        engine.release(key)
+        if on_finish is not None:
+            on_finish(samples[index], trajectory)
+        if progress is not None:
+            progress(len(done), len(owners))
+
+    _drive(engine, episodes, finished, limits.timeout)
+    return [
+        Group(sample=sample, uid=uids[i], trajectories=tuple(done[i, r] for r in range(repeats)))
+        for i, sample in enumerate(samples)
+    ]
+
+
+def _drive(
+    engine: Engine,
+    episodes: dict[str, Episode],
+    finished: Callable[[str, Trajectory], None],
+    timeout: float,
+) -> None:
+    calls: dict[str, tuple[Future[Any], float]] = {}
+    pool: ThreadPoolExecutor | None = None
+
+    def advance(key: str, value: Any) -> None:
+        nonlocal pool
+        try:
+            wanted = episodes[key].send(value)
+        except StopIteration as end:
+            finished(key, end.value)
+            return
+        if isinstance(wanted, Request):
+            engine.submit(wanted)
+        else:
+            pool = pool or ThreadPoolExecutor(ENVIRONMENT_THREADS, "environment")
+            calls[key] = (pool.submit(wanted.function), time.monotonic())
+
+    for key in episodes:
+        advance(key, None)
+    while engine.pending or calls:
+        for completion in engine.poll() if engine.pending else ():
+            advance(completion.key, completion)
+        for key, outcome in _finished_calls(calls, timeout):
+            del calls[key]
+            advance(key, outcome)
+        if calls and not engine.pending:
+            time.sleep(0.001)
+    if pool is not None:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _finished_calls(
+    calls: dict[str, tuple[Future[Any], float]], timeout: float
+) -> list[tuple[str, Any]]:
+    """What environments have answered. One that raises or takes too long costs its own episode only."""
+    answers: list[tuple[str, Any]] = []
+    now = time.monotonic()
+    for key, (future, since) in calls.items():
+        if future.done():
+            answers.append((key, future.exception() or future.result()))
+        elif now - since > timeout:
+            answers.append((key, TimeoutError(f"the environment took more than {timeout:g} s")))
+    return answers

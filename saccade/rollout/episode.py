@@ -1,0 +1,204 @@
+"""One episode as a generator: it yields what it waits for and is sent the answer.
+
+It yields a `Request` and is sent a `Completion`; it yields a `Call` and is sent the environment's step. What was
+sampled is appended as it is, so the final ids extend the ids of every earlier request. The collector decides who
+waits for whom; an episode knows nothing of engines, threads or other episodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from saccade.environments import Environment, Step
+from saccade.models.families import Family
+from saccade.types import (
+    STATUS_OF_END,
+    Completion,
+    MediaSpan,
+    Message,
+    Rendered,
+    Request,
+    Sample,
+    Sampling,
+    Source,
+    Trajectory,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    max_turns: int = 1
+    max_images: int = 64
+    max_total_tokens: int = 32_768
+    timeout: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Work of the environment that may take a while."""
+
+    function: Callable[[], Any]
+
+
+@dataclass(kw_only=True)
+class _Tape:
+    """The tokens of an episode so far: append only."""
+
+    ids: list[np.ndarray] = field(default_factory=list)
+    sources: list[np.ndarray] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    versions: list[np.ndarray] = field(default_factory=list)
+    media: list[MediaSpan] = field(default_factory=list)
+    support: list[np.ndarray] = field(default_factory=list)
+    length: int = 0
+    sampled: int = 0
+
+    def read(self, rendered: Rendered) -> None:
+        n = len(rendered)
+        self.media += [span.moved(self.length) for span in rendered.media]
+        self._append(
+            rendered.ids, rendered.sources, np.full(n, np.nan, np.float32), np.full(n, -1, np.int32)
+        )
+
+    def write(self, completion: Completion) -> None:
+        sources = np.full(len(completion.ids), Source.POLICY, np.int8)
+        self._append(completion.ids, sources, completion.logprobs, completion.versions)
+        self.support += completion.support or ()
+        self.sampled += len(completion.ids)
+
+    def _append(self, ids: np.ndarray, sources: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
+        self.ids.append(ids)
+        self.sources.append(sources)
+        self.logprobs.append(logprobs)
+        self.versions.append(versions)
+        self.length += len(ids)
+
+
+def noise_key(*parts: object) -> int:
+    """63 bits that depend on nothing but the parts: the same on every machine and in every batch."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def episode(
+    sample: Sample,
+    repeat: int,
+    *,
+    uid: str,
+    seed: str,
+    environment: Environment,
+    family: Family,
+    sampling: Sampling,
+    limits: Limits,
+) -> Generator[Request | Call, Any, Trajectory]:
+    """Runs until the environment is done or a limit strikes; the reason is always recorded."""
+    key = f"{uid}/{repeat}"
+    noise = noise_key(seed, key)
+    messages = list(environment.reset(sample, noise))
+    tape = _Tape()
+    tape.read(family.render(messages))
+    rewards: list[float] = []
+    info: dict[str, Any] = {}
+    turn, reason, pending = 0, "", False
+    while not reason:
+        turn += 1
+        budget = min(limits.max_total_tokens, family.max_positions) - tape.length
+        allowed = min(sampling.max_tokens, budget)
+        if allowed < 1:
+            reason, pending = "token_budget", turn > 1
+            turn -= 1
+            break
+        completion: Completion = yield Request(
+            key=key,
+            ids=tape.ids[0] if turn == 1 else np.concatenate(tape.ids),
+            media=tuple(tape.media),
+            sampling=replace(sampling, max_tokens=allowed),
+            noise=noise,
+            first_index=tape.sampled,
+            episode=key if limits.max_turns > 1 else None,
+        )
+        tape.write(completion)
+        reply = Message(role="assistant", parts=(family.decode(completion.ids),))
+        messages.append(reply)
+        if completion.finish == "aborted":
+            reason = "aborted"
+        elif completion.finish == "length":
+            reason = "turn_length" if allowed == sampling.max_tokens else "token_budget"
+        else:
+            reason, pending = yield from _answer(
+                environment, reply, messages, tape, rewards, info, turn, family, limits
+            )
+    environment.close()
+    return _trajectory(uid, repeat, tape, messages, rewards, info, turn, reason, pending)
+
+
+def _answer(
+    environment: Environment,
+    reply: Message,
+    messages: list[Message],
+    tape: _Tape,
+    rewards: list[float],
+    info: dict[str, Any],
+    turn: int,
+    family: Family,
+    limits: Limits,
+) -> Generator[Call, Any, tuple[str, bool]]:
+    """Let the environment speak. An observation and its images are added together or not at all."""
+    if getattr(environment, "blocking", True):
+        outcome = yield Call(function=lambda: environment.step(reply))
+        if isinstance(outcome, BaseException):
+            info["error"] = f"{type(outcome).__name__}: {outcome}"
+            return "timeout" if isinstance(outcome, TimeoutError) else "env_error", False
+    else:
+        outcome = environment.step(reply)
+    step = Step(*outcome)
+    info.update(step.info)
+    if step.reward is not None:
+        rewards.append(float(step.reward))
+    if step.done:
+        return str(step.info.get("end_reason", "env_done")), False
+    if turn >= limits.max_turns:
+        return "max_turns", True
+    if len(tape.media) + sum(len(m.media) for m in step.messages) > limits.max_images:
+        return "max_images", True
+    added = family.render_continuation(step.messages, last_id=int(tape.ids[-1][-1]))
+    if tape.length + len(added) >= min(limits.max_total_tokens, family.max_positions):
+        return "token_budget", True
+    tape.read(added)
+    messages.extend(step.messages)
+    return "", False
+
+
+def _trajectory(
+    uid: str,
+    repeat: int,
+    tape: _Tape,
+    messages: Sequence[Message],
+    rewards: Sequence[float],
+    info: dict[str, Any],
+    turns: int,
+    reason: str,
+    pending: bool,
+) -> Trajectory:
+    status = STATUS_OF_END[f"{reason}_pending" if reason == "token_budget" and pending else reason]
+    return Trajectory(
+        sample_id=uid,
+        repeat=repeat,
+        ids=np.concatenate(tape.ids),
+        sources=np.concatenate(tape.sources),
+        logprobs=np.concatenate(tape.logprobs),
+        versions=np.concatenate(tape.versions),
+        media=tuple(tape.media),
+        messages=tuple(messages),
+        end_reason=reason,
+        status=status,
+        turns=turns,
+        support=tuple(tape.support) or None,
+        turn_rewards=tuple(rewards),
+        info=info,
+    )

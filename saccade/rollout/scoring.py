@@ -1,0 +1,88 @@
+"""Rewards onto trajectories, while others still generate.
+
+    stream = RewardStream(scorer, family, step=3)
+    groups = stream.attach(collect(..., on_finish=stream.submit))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Protocol
+
+from saccade.models.families import Family
+from saccade.rewards.combine import Scored
+from saccade.rewards.sample import RewardSample, reward_sample
+from saccade.types import Group, Message, Sample, Trajectory
+
+
+class Scores(Protocol):
+    def submit(self, sample: RewardSample) -> Future[Scored]: ...
+
+
+class RewardStream:
+    """Takes trajectories as they finish, gives back groups with rewards when all are in."""
+
+    def __init__(self, scorer: Scores | None, family: Family, *, step: int = 0) -> None:
+        """Without a scorer the environment's own rewards count."""
+        self.scorer, self.family, self.step = scorer, family, step
+        self._pending: dict[tuple[str, int], Future[Scored]] = {}
+
+    def submit(self, sample: Sample, trajectory: Trajectory) -> None:
+        if self.scorer is not None:
+            seen = seen_by_reward(sample, trajectory, self.family, step=self.step)
+            self._pending[trajectory.key] = self.scorer.submit(seen)
+
+    def attach(self, groups: Sequence[Group]) -> list[Group]:
+        return [
+            replace(group, trajectories=tuple(self._scored(t) for t in group.trajectories))
+            for group in groups
+        ]
+
+    def _scored(self, trajectory: Trajectory) -> Trajectory:
+        earned = sum(trajectory.turn_rewards)
+        if self.scorer is None:
+            return replace(trajectory, reward=earned, outcome=earned)
+        scored = self._pending.pop(trajectory.key).result()
+        if trajectory.status in ("error", "aborted"):
+            return replace(trajectory, reason=trajectory.reason or trajectory.end_reason)
+        if scored.status != "ok":
+            return replace(
+                trajectory, status=scored.status, parts=scored.parts, reason=scored.reason
+            )
+        unanswered = scored.extracted is None and trajectory.end_reason == "answered"
+        return replace(
+            trajectory,
+            reward=scored.reward + earned,
+            outcome=scored.outcome,
+            parts=scored.parts,
+            extracted=scored.extracted,
+            reason=scored.reason,
+            end_reason="eos_no_answer" if unanswered else trajectory.end_reason,
+            status="void" if unanswered else trajectory.status,
+        )
+
+
+def seen_by_reward(
+    sample: Sample, trajectory: Trajectory, family: Family, *, step: int
+) -> RewardSample:
+    """What a reward may look at: the policy's own text, never prompt and response in one."""
+    added = trajectory.messages[len(sample.messages) :]
+    return reward_sample(
+        sample,
+        family.decode(trajectory.response_ids),
+        turns=tuple(m.text for m in added if m.role == "assistant"),
+        observations=tuple(_shown(m) for m in added if m.role != "assistant"),
+        token_ids=trajectory.response_ids,
+        length=trajectory.response_length,
+        truncated=trajectory.status == "truncated",
+        end_reason=trajectory.end_reason,
+        tool_calls=tuple(trajectory.info.get("tool_calls", ())),
+        step=step,
+        think_prefilled=family.chat.think_prefilled,
+    )
+
+
+def _shown(message: Message) -> str:
+    return "".join(part if isinstance(part, str) else f"<{part.kind}>" for part in message.parts)

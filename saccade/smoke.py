@@ -1,0 +1,71 @@
+"""A config cut down to two steps of a tiny model: does every part of this run fit together?
+
+The tiny model has the family of the config's model. Algorithm, rewards, prompts and data stay what
+they are; sizes shrink. Works on options only: loads no model and reads no data.
+
+    >>> smoke(load({"model.path": "some/folder", "model.family": "qwen2_vl"}), "rl").model.path
+    'tiny:qwen2_vl'
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from saccade.config import Config, load
+
+DEFAULT_FAMILY = "qwen2_5_vl"
+TOKENS = 16
+PROMPT_TOKENS = 4000  # tiny models have 4096 positions
+IMAGE_PIXELS = 112 * 112
+ROWS = 8
+
+
+def smoke(config: Config, command: str) -> Config:
+    """The same config at the smallest size that still does everything once."""
+    data, train = config.data, config.train
+    changes: dict[str, Any] = {
+        "run.name": f"{config.run.name}-smoke",
+        "run.device": "auto",
+        "run.resume": "none",
+        "run.max_steps": 2,
+        "model.path": f"tiny:{model_type(config)}",
+        "model.family": None,
+        "data.max_pixels": min(data.max_pixels, IMAGE_PIXELS),
+        "data.min_pixels": min(data.min_pixels, IMAGE_PIXELS),
+        "data.max_samples": min(data.max_samples or ROWS, ROWS),
+        "data.val": [
+            {**source.model_dump(exclude_unset=True), "max_samples": 2} for source in data.val
+        ],
+        "data.max_prompt_tokens": min(data.max_prompt_tokens, PROMPT_TOKENS),
+        "rollout.max_tokens": min(config.rollout.max_tokens, TOKENS),
+        "train.prompts_per_step": min(train.prompts_per_step, 2),
+        "train.warmup": 0,
+        "val.every": min(config.val.every, 1),
+        "val.n": min(config.val.n, 2),
+        "val.max_tokens": TOKENS,
+        "save.every": 0,
+        "track.wandb": False,
+    }
+    if command == "rl":
+        changes |= {
+            "train.samples_per_prompt": min(train.samples_per_prompt or 2, 2),
+            "train.updates_per_step": min(train.updates_per_step, 2),
+        }
+        if config.algorithm.overlong.buffer:
+            changes["algorithm.overlong.buffer"] = TOKENS // 2
+    return load(config, [f"{name}={json.dumps(value)}" for name, value in changes.items()])
+
+
+def model_type(config: Config) -> str:
+    """Family of the config's model; one that is not on this disk is taken for the default."""
+    path = config.model.path
+    if path.startswith("tiny:"):
+        return path.removeprefix("tiny:")
+    if config.model.family:
+        return config.model.family
+    described = Path(path) / "config.json"
+    if path and described.is_file():
+        return json.loads(described.read_text(encoding="utf-8")).get("model_type", DEFAULT_FAMILY)
+    return DEFAULT_FAMILY

@@ -1,0 +1,179 @@
+"""How sure we are of a score: intervals, pass@k and the like, on plain numbers.
+
+Knows nothing of models or data. Items are rows (questions), samples are columns (answers to one
+question); a list of lists may be ragged, because a sample whose reward failed has no score.
+
+    >>> wilson(8, 10)
+    Interval(low=0.49016247153664183, high=0.9433178485456247)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Values = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
+
+INDICES_AT_ONCE = 1 << 20  # bounds the memory of a bootstrap to some 20 MB
+
+
+class Interval(NamedTuple):
+    low: float
+    high: float
+
+
+class Difference(NamedTuple):
+    mean: float
+    low: float
+    high: float
+
+
+def wilson(successes: float, n: int, confidence: float = 0.95) -> Interval:
+    """Score interval of a proportion (Wilson 1927); with no trials it is everything."""
+    if not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes of {n}: needs 0 <= successes <= n")
+    if n == 0:
+        return Interval(0.0, 1.0)
+    z = _z(confidence)
+    share = successes / n
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
+    # At 0 and n the exact limits are 0 and 1; rounding would miss them by an ulp.
+    low = 0.0 if successes == 0 else centre - half
+    high = 1.0 if successes == n else centre + half
+    return Interval(low, high)
+
+
+def bootstrap_mean(
+    values_per_item: Values, resamples: int = 10_000, seed: int = 0, confidence: float = 0.95
+) -> Interval:
+    """Percentile interval of the mean over items, items drawn with replacement.
+
+    The samples of one item are correlated, so items are resampled, never samples.
+    """
+    means = item_means(values_per_item)
+    rng = np.random.default_rng(seed)
+    chunk = max(1, INDICES_AT_ONCE // len(means))
+    sizes = [min(chunk, resamples - start) for start in range(0, resamples, chunk)]
+    resampled = [
+        means[rng.integers(len(means), size=(size, len(means)))].mean(axis=1) for size in sizes
+    ]
+    tail = 50 * (1 - _checked(confidence))
+    low, high = np.percentile(np.concatenate(resampled), [tail, 100 - tail])
+    return Interval(float(low), float(high))
+
+
+def mean_interval(values_per_item: Values, confidence: float = 0.95, seed: int = 0) -> Interval:
+    """Wilson for one 0/1 score per item, else a bootstrap over items."""
+    means = item_means(values_per_item)
+    if _one_each(values_per_item) and np.isin(means, (0.0, 1.0)).all():
+        return wilson(float(means.sum()), len(means), confidence)
+    return bootstrap_mean(means, seed=seed, confidence=confidence)
+
+
+def paired_difference(
+    before: Values,
+    after: Values,
+    resamples: int = 10_000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> Difference:
+    """Mean of after - before over the same items, with its bootstrap interval."""
+    first, second = item_means(before), item_means(after)
+    if len(first) != len(second):
+        raise ValueError(f"paired items: {len(first)} before and {len(second)} after")
+    change = second - first
+    return Difference(float(change.mean()), *bootstrap_mean(change, resamples, seed, confidence))
+
+
+def independent_difference(
+    before: float, before_interval: Interval, after: float, after_interval: Interval
+) -> Difference:
+    """after - before of two measurements, from their intervals alone (Newcombe 1998, method 10).
+
+    For the same items this is wider than need be: `paired_difference` is better where scores exist.
+    """
+    change = after - before
+    down = (after - after_interval.low) ** 2 + (before_interval.high - before) ** 2
+    up = (after_interval.high - after) ** 2 + (before - before_interval.low) ** 2
+    return Difference(change, change - down**0.5, change + up**0.5)
+
+
+def pass_at_k(n: Any, c: Any, k: int) -> Any:
+    """Chance that k of the n samples, drawn without replacement, hold one of the c right ones.
+
+    Unbiased: 1 - C(n-c, k) / C(n, k), as a product that neither overflows nor cancels. Arrays give
+    arrays.
+    """
+    samples, right = np.broadcast_arrays(np.asarray(n, float), np.asarray(c, float))
+    if k < 1 or (samples < k).any() or (right < 0).any() or (right > samples).any():
+        raise ValueError(f"pass@{k} needs 1 <= k <= n and 0 <= c <= n, got n={n}, c={c}")
+    drawn = np.arange(k)
+    misses = np.maximum(samples[..., None] - right[..., None] - drawn, 0.0)
+    value = 1.0 - (misses / (samples[..., None] - drawn)).prod(axis=-1)
+    return float(value) if value.ndim == 0 else value
+
+
+def avg_at_k(scores_per_item: Values) -> float:
+    """Mean over items of the mean over their samples."""
+    return float(item_means(scores_per_item).mean())
+
+
+def maj_at_k(
+    answers_per_item: Sequence[Sequence[Hashable | None]],
+    scores_per_item: Sequence[Sequence[float]],
+) -> float:
+    """Mean score of the commonest answer; None does not vote. Tied answers share the vote."""
+    return float(majority_scores(answers_per_item, scores_per_item).mean())
+
+
+def majority_scores(
+    answers_per_item: Sequence[Sequence[Hashable | None]],
+    scores_per_item: Sequence[Sequence[float]],
+) -> np.ndarray:
+    """Score of the commonest answer of each item, for an interval around maj@k."""
+    pairs = zip(answers_per_item, scores_per_item, strict=True)
+    return np.array([_majority_score(answers, scores) for answers, scores in pairs])
+
+
+def item_means(values_per_item: Values) -> np.ndarray:
+    """One float64 mean per item, of scores that may be ragged."""
+    sizes = np.array([np.size(row) for row in values_per_item])
+    if sizes.size == 0 or sizes.min() == 0:
+        raise ValueError("needs at least one item, and one value for each")
+    if sizes.min() == sizes.max():
+        means = np.asarray(values_per_item, float).reshape(len(sizes), -1).mean(axis=1)
+    else:
+        means = np.array([np.mean(row) for row in values_per_item])
+    if not np.isfinite(means).all():
+        raise ValueError(f"item {int(np.flatnonzero(~np.isfinite(means))[0])} is not finite")
+    return means
+
+
+def _majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winning = [
+        score for answer, score in zip(answers, scores, strict=True) if votes.get(answer) == most
+    ]
+    return float(np.mean(winning))
+
+
+def _one_each(values_per_item: Values) -> bool:
+    return all(np.size(row) == 1 for row in values_per_item)
+
+
+def _checked(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence {confidence}: write a share such as 0.95")
+    return confidence
+
+
+def _z(confidence: float) -> float:
+    return NormalDist().inv_cdf(0.5 + _checked(confidence) / 2)

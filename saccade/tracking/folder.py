@@ -1,0 +1,294 @@
+"""The folder of a run: created once, locked while a process writes to it, compared with the config
+on resume.
+
+Refuses to know what the metrics, rollouts and checkpoints inside it mean.
+
+    with RunFolder.open(config, command="rl", manifest={"data": hashes}) as folder:
+        print(folder.metrics)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from saccade import config as configs
+from saccade.config import Config
+from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
+
+CONFIG, MANIFEST, METRICS, LOG = "config.resolved.yaml", "manifest.json", "metrics.jsonl", "log.txt"
+TRAJECTORIES, CHECKPOINTS, LOCK = "trajectories", "checkpoints", ".lock"
+
+# What a resumed run may change: how long it goes on, and what watches it. Name and place of the
+# folder are where it was found, so they cannot contradict it.
+MAY_DIFFER = ("run.max_steps", "run.max_hours", "run.resume", "run.name", "run.out")
+MAY_DIFFER_SECTIONS = ("val.", "save.", "track.")
+REFUSALS = (2, 3)  # exit codes of a run that was refused before it began
+PINNED = ("data", "template")  # keys of the manifest that a resumed run must find unchanged
+
+PACKAGES = (
+    *("saccade", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pillow"),
+    *("pydantic", "PyYAML", "typer", "rich", "datasets", "accelerate", "peft", "math-verify"),
+    *("triton", "tensorboard", "wandb"),
+)
+
+
+class RunFolder:
+    """An open run folder. `resumed` says whether there was a run in it before."""
+
+    def __init__(self, path: Path, lock: int, *, resumed: bool) -> None:
+        self.path = path
+        self.resumed = resumed
+        self._lock: int | None = lock
+
+    @classmethod
+    def open(cls, config: Config, *, command: str, manifest: Mapping[str, Any]) -> RunFolder:
+        """Create OUT/NAME and write its config and manifest, or take up the run that is there."""
+        path = Path(config.run.out) / config.run.name
+        existed = path.exists()
+        if existed and not path.is_dir():
+            raise ConfigError(f"{path} is a file; choose another run.name or --out")
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _acquire(path)
+        try:
+            resumed = existed and _take_up(path, config, manifest)
+            folder = cls(path, lock, resumed=resumed)
+            folder._write_start(config, command, manifest)
+        except BaseException:
+            _release(lock)
+            raise
+        return folder
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def trajectories(self) -> Path:
+        return self.path / TRAJECTORIES
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def log(self) -> Path:
+        return self.path / LOG
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def close(self) -> None:
+        if self._lock is not None:
+            _release(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, SaccadeError) and error.exit_code in REFUSALS and not self.resumed:
+            self._remove_if_nothing_happened()
+        self.close()
+
+    def _write_start(self, config: Config, command: str, manifest: Mapping[str, Any]) -> None:
+        for folder in (self.trajectories, self.checkpoints):
+            folder.mkdir(exist_ok=True)
+        for file in (self.metrics, self.log):
+            file.touch()
+        earlier = _read_manifest(self.path).get("starts", []) if self.resumed else []
+        start = {"time": _now(), "command": command, "argv": sys.argv, "pid": os.getpid()}
+        facts = {
+            **manifest,
+            "command": command,
+            "seed": config.run.seed,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "host": socket.gethostname(),
+            "git": git_revision(),
+            "packages": package_versions(),
+            "starts": [*earlier, start],
+        }
+        _write(self.path / CONFIG, configs.to_yaml(config))
+        text = json.dumps(facts, indent=2, ensure_ascii=False, default=str)
+        _write(self.path / MANIFEST, text + "\n")
+
+    def _remove_if_nothing_happened(self) -> None:
+        """A start that was refused leaves no folder, so that the mended command can be given again.
+
+        Only what `open` wrote is removed, by name; anything else keeps the folder.
+        """
+        ours = (CONFIG, MANIFEST, METRICS, LOG, LOCK)
+        inside = {entry.name for entry in self.path.iterdir()}
+        used = self.metrics.stat().st_size > 0 or any(self.trajectories.iterdir())
+        if used or any(self.checkpoints.iterdir()) or inside - {*ours, TRAJECTORIES, CHECKPOINTS}:
+            return
+        for name in ours:
+            (self.path / name).unlink(missing_ok=True)
+        for folder in (self.trajectories, self.checkpoints, self.path):
+            folder.rmdir()
+
+
+# -- resume ----------------------------------------------------------------------------------------
+
+
+def _take_up(path: Path, config: Config, manifest: Mapping[str, Any]) -> bool:
+    """Whether a run is there to go on with; refuses what cannot be continued."""
+    if config.run.resume == "none":
+        raise ConfigError(
+            f"{path} exists: write run.resume=auto to continue that run, "
+            f"or choose another run.name=… or --out DIR"
+        )
+    stored = path / CONFIG
+    if not stored.exists():
+        if {entry.name for entry in path.iterdir()} <= {
+            LOCK,
+            TRAJECTORIES,
+            CHECKPOINTS,
+            METRICS,
+            LOG,
+        }:
+            return False  # killed before its first file was complete
+        raise ConfigError(
+            f"{path} holds other files and no run; choose another run.name=… or --out DIR"
+        )
+    changes = _config_changes(configs.load(stored), config) + _manifest_changes(
+        _read_manifest(path), manifest
+    )
+    if changes:
+        raise ConfigError(
+            f"{path} was begun with other settings:\n  " + "\n  ".join(changes) + "\n"
+            "Set them back to resume, or choose another run.name=… to start anew."
+        )
+    return True
+
+
+def _config_changes(stored: Config, config: Config) -> list[str]:
+    before = dict(_leaves(stored.model_dump(mode="json")))
+    now = dict(_leaves(config.model_dump(mode="json")))
+    return [
+        f"{key}: {before.get(key)!r} in the folder, {now.get(key)!r} now"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+        and key not in MAY_DIFFER
+        and not key.startswith(MAY_DIFFER_SECTIONS)
+    ]
+
+
+def _manifest_changes(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
+    now = json.loads(json.dumps(dict(manifest), default=str))
+    return [
+        f"{key} changed on disk: {stored[key]!r} in the folder, {now[key]!r} now"
+        for key in PINNED
+        if key in stored and key in now and stored[key] != now[key]
+    ]
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, also when the machine goes down meanwhile."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+# -- lock ------------------------------------------------------------------------------------------
+
+_held: set[int] = set()
+
+
+def _acquire(path: Path) -> int:
+    lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 100, 0).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        raise ConfigError(
+            f"{path} is in use by process {holder}; wait for it, or choose another run.name=…"
+        ) from None
+    except OSError as error:
+        os.close(lock)
+        raise EnvironmentProblem(
+            f"{path} cannot be locked ({error.strerror}); put run.out on a file system with locks, "
+            "for example a local disk"
+        ) from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    _held.add(lock)
+    return lock
+
+
+def _release(lock: int) -> None:
+    _held.discard(lock)
+    os.ftruncate(lock, 0)
+    os.close(lock)
+
+
+def _forget_in_child() -> None:
+    """A forked worker that outlives us must not keep the folder locked."""
+    for lock in _held:
+        with suppress(OSError):
+            os.close(lock)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# -- facts for the manifest ------------------------------------------------------------------------
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions, read without importing anything."""
+    versions = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def git_revision() -> str | None:
+    """Commit of the source tree, or of the working directory, with '-dirty' when files differ from
+    it.
+    """
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    for folder in (Path(__file__).parent, Path.cwd()):
+        try:
+            answer = subprocess.run(describe, cwd=folder, capture_output=True, text=True, timeout=5)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if answer.returncode == 0:
+            return answer.stdout.strip()
+    return None
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,197 @@
+"""The numbers that follow from scored groups alone, under the names of docs/runs.md.
+
+Rewards, groups and advantages count live members (whose status is not excluded); lengths, turns and
+end reasons count all members, because a step whose answers were all thrown away must show why. A
+greedy baseline (`trained` false) counts nowhere, unless a group holds nothing else. Knows nothing
+of losses or backends.
+
+    >>> group_metrics([])
+    {}
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Group, Source, Trajectory
+
+RIGHT, WRONG = 0.99, 0.01  # outcomes beyond count as right and wrong, as in dynamic sampling
+UNFINISHED = ("truncated", "overturn", "void")
+POLICY = int(Source.POLICY)  # an enum member is slow to compare with an array
+
+
+def group_metrics(
+    groups: Sequence[Group], exclude_status: Collection[str] = ()
+) -> dict[str, float]:
+    """All metrics of one step or validation set; `exclude_status` as in the algorithm's row."""
+    excluded = ALWAYS_EXCLUDED | set(exclude_status)
+    members = [_members(group) for group in groups]
+    everyone = [t for group in members for t in group]
+    if not everyone:
+        return {}
+    live = [
+        [t for t in group if t.status not in excluded and t.reward is not None] for group in members
+    ]
+    sources = [group.sample.data_source for group in groups]
+    return (
+        _reward_metrics(everyone, live, sources)
+        | _group_metrics(live)
+        | _length_metrics(everyone)
+        | _turn_metrics(everyone)
+        | _advantage_metrics(everyone, excluded)
+    )
+
+
+def _members(group: Group) -> list[Trajectory]:
+    return [t for t in group.trajectories if t.trained] or list(group.trajectories)
+
+
+def _reward_metrics(
+    everyone: list[Trajectory], live: list[list[Trajectory]], sources: list[str]
+) -> dict[str, float]:
+    scored = [t for group in live for t in group]
+    metrics = _score_metrics(scored)
+    if scored:
+        metrics |= _spread("reward", np.array([t.reward for t in scored], float))
+    metrics["reward/abstain_rate"] = _share(t.status == "abstain" for t in everyone)
+    metrics["reward/error_rate"] = _share(t.status == "error" for t in everyone)
+    for source in sorted(set(sources)):
+        of_source = [
+            t for group, s in zip(live, sources, strict=True) if s == source for t in group
+        ]
+        means = _score_metrics(of_source)
+        if of_source:
+            means["reward/mean"] = fmean(float(t.reward or 0.0) for t in of_source)
+        for name in ("mean", "accuracy", "format"):
+            if f"reward/{name}" in means:
+                metrics[f"reward/by_source/{source}/{name}"] = means[f"reward/{name}"]
+    return metrics
+
+
+def _score_metrics(scored: list[Trajectory]) -> dict[str, float]:
+    """Means of every part, of the raw outcome (accuracy) and of the format term, whatever its full
+    name.
+    """
+    parts: dict[str, list[float]] = {}
+    for trajectory in scored:
+        for name, value in trajectory.parts.items():
+            parts.setdefault(name, []).append(value)
+    for name in [name for name in parts if name.startswith("format:")]:
+        parts.setdefault("format", []).extend(parts[name])
+    metrics = {f"reward/{name}": fmean(values) for name, values in parts.items()}
+    outcomes = [t.outcome for t in scored if t.outcome is not None]
+    if outcomes:
+        metrics["reward/accuracy"] = fmean(outcomes)
+    return metrics
+
+
+def _group_metrics(live: list[list[Trajectory]]) -> dict[str, float]:
+    # Plain floats: an array of eight costs more to make than to loop over.
+    rewards = [[float(t.reward or 0.0) for t in group] for group in live]
+    outcomes = [[t.outcome for t in group if t.outcome is not None] for group in live]
+    spreads = [_std(values) for values in rewards if len(values) > 1]
+    metrics = {
+        "group/dead_frac": _share(_is_dead(values) for values in rewards),
+        "group/all_right_frac": _share(bool(v) and min(v) >= RIGHT for v in outcomes),
+        "group/all_wrong_frac": _share(bool(v) and max(v) <= WRONG for v in outcomes),
+    }
+    return metrics | ({"group/std_mean": fmean(spreads)} if spreads else {})
+
+
+def _is_dead(rewards: list[float]) -> bool:
+    """No member differs from another: the group says nothing about which answer is better."""
+    if len(rewards) < 2:
+        return True
+    low, high = min(rewards), max(rewards)
+    return high - low <= 1e-8 * max(1.0, high, -low)
+
+
+def _std(values: list[float]) -> float:
+    mean = fmean(values)
+    return (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
+
+
+def _length_metrics(everyone: list[Trajectory]) -> dict[str, float]:
+    masks = [t.sources == POLICY for t in everyone]
+    responses = np.array([np.count_nonzero(mask) for mask in masks], float)
+    prompts = [
+        int(mask.argmax()) if response else len(mask)
+        for mask, response in zip(masks, responses, strict=True)
+    ]
+    p50, p95 = np.percentile(responses, [50, 95])
+    vision = [sum(span.length for span in t.media) for t in everyone]
+    return {
+        **_spread("length/response", responses, "_"),
+        "length/response_p50": float(p50),
+        "length/response_p95": float(p95),
+        "length/prompt_mean": fmean(prompts),
+        "length/vision_tokens_mean": fmean(vision),
+    }
+
+
+def _turn_metrics(everyone: list[Trajectory]) -> dict[str, float]:
+    count = len(everyone)
+    turns = [t.turns for t in everyone]
+    reasons = Counter(t.end_reason for t in everyone)
+    ends = Counter(_ended_as(t) for t in everyone)
+    return {
+        "turns/mean": sum(turns) / count,
+        "turns/max": float(max(turns)),
+        **{f"turns/end/{reason}": times / count for reason, times in sorted(reasons.items())},
+        "turns/overturn_frac": ends["overturn"] / count,
+        "turns/void_frac": ends["void"] / count,
+        "length/truncated_frac": ends["truncated"] / count,
+        "turns/images_per_sample": sum(len(t.media) for t in everyone) / count,
+    }
+
+
+def _ended_as(trajectory: Trajectory) -> str:
+    """How it ended even when its reward failed later and turned the status into an error."""
+    if trajectory.status in UNFINISHED:
+        return trajectory.status
+    return STATUS_OF_END.get(trajectory.end_reason, "ok")
+
+
+def _advantage_metrics(everyone: list[Trajectory], excluded: Collection[str]) -> dict[str, float]:
+    """Over tokens, as the loss sees them."""
+    columns = [
+        t.advantages for t in everyone if t.advantages is not None and t.status not in excluded
+    ]
+    tokens = np.concatenate(columns) if columns else np.empty(0)
+    return _spread("adv", tokens) if tokens.size else {}
+
+
+def _spread(prefix: str, values: np.ndarray, joint: str = "/") -> dict[str, float]:
+    mean = values.mean(dtype=np.float64)
+    centred = values - values.dtype.type(mean)
+    std = (np.dot(centred, centred) / max(len(values) - 1, 1)) ** 0.5
+    numbers = {"mean": mean, "std": std, "min": values.min(), "max": values.max()}
+    return {f"{prefix}{joint}{name}": float(value) for name, value in numbers.items()}
+
+
+def _share(flags: Iterable[bool]) -> float:
+    return fmean(map(bool, flags))
+
+
+def host_memory(start_gb: float | None = None) -> dict[str, float]:
+    """Resident memory of this process; with the reading of an earlier moment also its growth."""
+    now = _resident_gb()
+    growth = {} if start_gb is None else {"mem/rss_growth_gb": now - start_gb}
+    return {"mem/host_rss_gb": now} | growth
+
+
+def _resident_gb() -> float:
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
+    # Without /proc only the peak is known: kilobytes, on macOS bytes.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)

@@ -1,0 +1,359 @@
+"""The records that travel between stages: flat, typed, frozen, and free of torch.
+
+A record checks its invariants when it is built and is trusted after that. Arrays are numpy, one entry per token
+unless a comment says otherwise. Pixels never appear here: a `Media` says where an image is, not what it looks like.
+
+    >>> Message(role="user", parts=("How many?",)).text
+    'How many?'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any, Literal
+
+import numpy as np
+
+__all__ = [
+    "ALWAYS_EXCLUDED",
+    "STATUS_OF_END",
+    "Batch",
+    "Completion",
+    "Group",
+    "Media",
+    "MediaSpan",
+    "Message",
+    "Metrics",
+    "Rendered",
+    "Request",
+    "Sample",
+    "Sampling",
+    "Score",
+    "Source",
+    "Trajectory",
+    "replace",
+]
+
+
+class Source(IntEnum):
+    """Who wrote a token. Only `POLICY` tokens are ever trained."""
+
+    PROMPT = 0
+    POLICY = 1
+    OBSERVATION = 2
+    TEMPLATE = 3
+
+
+Status = Literal["ok", "truncated", "overturn", "void", "error", "abstain", "aborted", "stale"]
+ALWAYS_EXCLUDED: frozenset[str] = frozenset({"error", "abstain", "aborted", "stale"})
+
+# Why an episode ended -> the status of the member. `*_pending`: the limit struck while a tool call was waiting.
+STATUS_OF_END: Mapping[str, Status] = {
+    "answered": "ok",
+    "env_done": "ok",
+    "eos_no_answer": "void",
+    "tool_errors": "void",
+    "turn_length": "truncated",
+    "token_budget": "truncated",
+    "max_turns": "overturn",
+    "max_images": "overturn",
+    "token_budget_pending": "overturn",
+    "timeout": "error",
+    "env_error": "error",
+    "aborted": "aborted",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Media:
+    """A reference to an image: a content hash, where to get it, its upright size, its pixel budget.
+
+    The encoded file is either at `path` or in `data`. A crop keeps the file of its root and adds `box`, in upright
+    pixels of the root, so a derived image can be made again from its reference alone; `parent` is for display.
+    """
+
+    hash: str
+    width: int
+    height: int
+    kind: Literal["image", "video", "audio"] = "image"
+    path: str | None = field(default=None, compare=False)  # the hash says which content it is
+    data: bytes | None = field(default=None, repr=False, compare=False)
+    min_pixels: int = 3136
+    max_pixels: int = 1_003_520
+    box: tuple[int, int, int, int] | None = None
+    parent: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.width > 0 and self.height > 0, f"media {self.hash}: empty size"
+        assert (self.path is None) != (self.data is None), f"media {self.hash}: needs a path or data"
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...] | None, int, int]:
+        """Equal keys mean equal pixels for the model."""
+        return (self.hash, self.box, self.min_pixels, self.max_pixels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaSpan:
+    """A medium and the run of placeholder tokens that stands for it."""
+
+    media: Media
+    start: int
+    length: int
+    grid: tuple[int, int, int]  # (frames, rows, columns) in patches
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    def moved(self, offset: int) -> MediaSpan:
+        return replace(self, start=self.start + offset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One turn of a conversation: text and media in the order in which they are shown."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    parts: tuple[str | Media, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Media))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One row of a data set in canonical form."""
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str | tuple[str, ...] | None = None
+    data_source: str = "default"
+    choices: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        return tuple(media for message in self.messages for media in message.media)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """Messages as the model reads them."""
+
+    ids: np.ndarray  # int64
+    sources: np.ndarray  # int8
+    media: tuple[MediaSpan, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.ids) == len(self.sources)
+        assert all(span.end <= len(self.ids) for span in self.media)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. Truncated sampling (top_p, top_k) keeps its support so that training can replay it."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 2048
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def truncated(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One sequence to continue. `noise` keys the randomness together with the index of the sampled token."""
+
+    key: str
+    ids: np.ndarray
+    media: tuple[MediaSpan, ...] = ()
+    sampling: Sampling = Sampling()
+    noise: int = 0
+    first_index: int = 0  # how many tokens of this trajectory were sampled before
+    episode: str | None = None  # keep the cache alive under this name until it is released
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What an engine answers: the sampled ids and the log-probs of the distribution they were drawn from."""
+
+    key: str
+    ids: np.ndarray  # int64
+    logprobs: np.ndarray  # float32
+    versions: np.ndarray  # int32: the weights that sampled each token
+    finish: Literal["stop", "length", "aborted"]
+    support: tuple[np.ndarray, ...] | None = None  # kept ids per token, where sampling was truncated
+
+    def __post_init__(self) -> None:
+        assert len(self.ids) == len(self.logprobs) == len(self.versions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a reward says of one trajectory: a value, an abstention or an error, with named parts."""
+
+    kind: Literal["value", "abstain", "error"]
+    value: float = 0.0
+    reason: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    extracted: str | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.kind != "value" or np.isfinite(self.value), "a value is finite; say error otherwise"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One episode as tokens. Built append-only: what was sampled is never decoded and encoded again."""
+
+    sample_id: str  # uid of its group
+    repeat: int
+    ids: np.ndarray  # int64
+    sources: np.ndarray  # int8, a Source each
+    logprobs: np.ndarray  # float32, NaN where no policy sampled
+    versions: np.ndarray  # int32, -1 where no policy sampled
+    media: tuple[MediaSpan, ...] = ()
+    messages: tuple[Message, ...] = ()
+    end_reason: str = "answered"
+    status: Status = "ok"
+    turns: int = 1
+    trained: bool = True
+    support: tuple[np.ndarray, ...] | None = None  # one entry per policy token
+    turn_rewards: tuple[float, ...] = ()
+    reward: float | None = None  # after combination and shaping
+    outcome: float | None = None  # the raw outcome term
+    parts: Mapping[str, float] = field(default_factory=dict)
+    extracted: str | None = None
+    reason: str = ""  # why it was excluded or scored zero
+    advantages: np.ndarray | None = None  # float32, one per policy token
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        length = len(self.ids)
+        assert length == len(self.sources) == len(self.logprobs) == len(self.versions), self.key
+        assert all(0 <= span.start and span.end <= length for span in self.media), self.key
+        if self.support is not None:
+            assert len(self.support) == self.response_length, self.key
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.sample_id, self.repeat)
+
+    @property
+    def policy_mask(self) -> np.ndarray:
+        return self.sources == Source.POLICY
+
+    @property
+    def response_length(self) -> int:
+        return int(self.policy_mask.sum())
+
+    @property
+    def prompt_length(self) -> int:
+        policy = np.flatnonzero(self.policy_mask)
+        return int(policy[0]) if len(policy) else len(self.ids)
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        return self.ids[self.policy_mask]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A sample and its trajectories, in order of repeat."""
+
+    sample: Sample
+    trajectories: tuple[Trajectory, ...]
+    uid: str = ""  # differs from sample.id when a sample comes round again
+
+    def __post_init__(self) -> None:
+        repeats = [t.repeat for t in self.trajectories]
+        assert repeats == sorted(repeats), f"group {self.sample.id}: members out of order"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A token forest: nodes of packed tokens, each attending to itself (causally) and to all of its ancestors.
+
+    A read says: the hidden state at token `reads[r]` predicts `targets[r]` for sequence `sequence[r]`. Reads of one
+    sequence are contiguous and in order of time. The last token of a trunk is read once per leaf.
+    """
+
+    ids: np.ndarray  # [tokens] int64
+    positions: np.ndarray  # [axes, tokens] int64
+    node_starts: np.ndarray  # [nodes + 1] int64
+    parents: np.ndarray  # [nodes] int64, -1 for a root; a parent stands before its children
+    reads: np.ndarray  # [reads] int64
+    targets: np.ndarray  # [reads] int64
+    sequence: np.ndarray  # [reads] int64, index into `keys`
+    keys: tuple[tuple[str, int], ...]  # (sample id, repeat) of each sequence
+    groups: np.ndarray  # [sequences] int64, index of the group inside the step
+    media: tuple[MediaSpan, ...] = ()  # spans in packed tokens, once per node
+    support: tuple[np.ndarray, ...] | None = None  # kept ids per read
+    advantages: np.ndarray | None = None  # [reads] float32, as are all below
+    scales: np.ndarray | None = None  # 1 / denominator of the aggregation, per read
+    rollout_logprobs: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+    keep: np.ndarray | None = None  # 0/1 from filters
+    weights: np.ndarray | None = None  # correction weights
+
+    def __post_init__(self) -> None:
+        tokens, reads = len(self.ids), len(self.reads)
+        assert self.positions.shape[1] == tokens and self.node_starts[-1] == tokens
+        assert len(self.parents) == len(self.node_starts) - 1
+        assert reads == len(self.targets) == len(self.sequence) and len(self.groups) == len(self.keys)
+        for name in ("advantages", "scales", "rollout_logprobs", "old_logprobs", "ref_logprobs", "keep", "weights"):
+            column = getattr(self, name)
+            assert column is None or len(column) == reads, name
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Reads per sequence."""
+        return np.bincount(self.sequence, minlength=len(self.keys))
+
+
+class Metrics:
+    """Sums with their denominators, so that means stay right however the work was split; maxima beside them."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = {}
+        self.maxima: dict[str, float] = {}
+
+    def add(self, name: str, total: float, count: float = 1.0) -> None:
+        entry = self.sums.setdefault(name, [0.0, 0.0])
+        entry[0] += float(total)
+        entry[1] += float(count)
+
+    def add_max(self, name: str, value: float) -> None:
+        self.maxima[name] = max(self.maxima.get(name, float("-inf")), float(value))
+
+    def merge(self, other: Metrics) -> None:
+        for name, (total, count) in other.sums.items():
+            self.add(name, total, count)
+        for name, value in other.maxima.items():
+            self.add_max(name, value)
+
+    def means(self) -> dict[str, float]:
+        means = {name: total / count for name, (total, count) in self.sums.items() if count}
+        return means | self.maxima

@@ -1,0 +1,94 @@
+"""Write docs/configuration.md from the schema, or check that it is current.
+
+python scripts/config_reference.py [--check]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
+
+from saccade.config import Config, DataSource, RewardTerm, Section, options, type_name  # noqa: E402
+
+PAGE = ROOT / "docs" / "configuration.md"
+HEAD = """# Configuration
+
+Every option of a run, made from the schema by `make docs`.
+
+A run is described by a YAML file with the sections below. Any option can be overridden on the
+command line: `saccade rl run.yaml train.lr=2e-6 run.resume=auto`. A name that only one section
+has needs no section: `resume=auto`. An unknown option is refused with the nearest known one;
+refused are also a value of the wrong type, an option that has no effect for the command, and a
+combination that cannot run. `--dry-run` prints the config with every default filled in, `saccade
+init MODEL DATA` writes a first file. An empty default means: decided as the description says.
+"""
+ITEMS = {
+    "data": ("data.train[]", "One entry of `data.train` or `data.val`.", DataSource),
+    "reward": ("reward.terms[]", "One entry of `reward.terms`.", RewardTerm),
+}
+LIMITS = {"Ge": ("ge", "≥"), "Gt": ("gt", ">"), "Le": ("le", "≤"), "Lt": ("lt", "<")}
+
+
+def main() -> None:
+    text = "\n".join(lines())
+    if "--check" in sys.argv[1:]:
+        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
+            sys.exit(f"{PAGE.relative_to(ROOT)} is out of date; run: make docs")
+        return
+    PAGE.write_text(text, encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+def lines() -> Iterator[str]:
+    yield HEAD
+    for name, field in Config.model_fields.items():
+        kind = field.annotation
+        assert isinstance(kind, type) and issubclass(kind, Section)
+        yield f"## {name}\n\n{field.description}\n"
+        yield from table(kind, f"{name}.")
+        if name in ITEMS:
+            title, about, item = ITEMS[name]
+            yield f"### {title}\n\n{about}\n"
+            yield from table(item, "")
+
+
+def table(kind: type[Section], prefix: str) -> Iterator[str]:
+    yield "| option | type | default | what it does |\n|---|---|---|---|"
+    for name, field in options(kind, prefix):
+        about = field.description.replace("<", "&lt;")  # Markdown would take <image> for HTML
+        cells = (f"`{name}`", f"`{written_type(field)}`", default(field), about)
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    yield ""
+
+
+def written_type(field: Any) -> str:
+    """The type without its None, and the limits of its values."""
+    text = type_name(field.annotation).replace(" | None", "")
+    if text.startswith("Literal["):
+        text = text.removeprefix("Literal[").removesuffix("]").replace("'", "").replace(", ", " | ")
+    if text.startswith("Optional["):
+        text = text.removeprefix("Optional[").removesuffix("]")
+    limits = [
+        f"{sign} {getattr(rule, attribute):g}"
+        for rule in field.metadata
+        for attribute, sign in [LIMITS.get(type(rule).__name__, ("", ""))]
+        if sign
+    ]
+    return " ".join([text, ", ".join(limits)]).strip()
+
+
+def default(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default
+    return "" if value is None or value == "" else f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+if __name__ == "__main__":
+    main()

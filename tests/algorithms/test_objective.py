@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from saccade.algorithms.build import resolve
+from saccade.algorithms.objective import Columns, objective, to_metrics
+from saccade.config import AlgorithmConfig, KLConfig
+from saccade.types import Metrics
+
+GRPO = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0.1)), max_tokens=8)
+NO_KL = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0)), max_tokens=8)
+
+
+def columns(golden, aggregation="token_mean", **changes) -> Columns:
+    fields = {
+        "advantages": golden.advantages,
+        "scales": golden.scales(aggregation),
+        "sequence": golden.sequence,
+        "sequences": 4,
+        "old": golden.old,
+        "rollout": golden.rollout,
+        "ref": golden.ref,
+    }
+    return Columns(**(fields | changes))
+
+
+def means(algorithm, new, columns, entropy=None):
+    _, stats = objective(algorithm, new, entropy, columns)
+    return to_metrics(algorithm, [stats], step_tokens=18).means()
+
+
+def test_clip_with_kl_in_the_loss(golden):
+    for aggregation, value in (("seq_mean", 0.02083331), ("token_mean", -0.01204484)):
+        loss, _ = objective(GRPO, golden.new, None, columns(golden, aggregation))
+        assert loss.item() == pytest.approx(value, abs=1e-7)
+
+
+def test_weights_multiply_the_policy_term(golden):
+    weights = (golden.old - golden.rollout).exp().clamp(0, 2)
+    assert weights.mean().item() == pytest.approx(0.99365108, abs=1e-7)
+    loss, _ = objective(NO_KL, golden.new, None, columns(golden, weights=weights))
+    assert loss.item() == pytest.approx(-0.01421687, abs=1e-7)
+    sums = torch.zeros(4, dtype=torch.float64).index_add(
+        0, golden.sequence, golden.old - golden.rollout
+    )
+    by_sequence = sums.exp().clamp(0, 2)[golden.sequence]
+    loss, _ = objective(NO_KL, golden.new, None, columns(golden, weights=by_sequence))
+    assert loss.item() == pytest.approx(-0.01688046, abs=1e-7)
+
+
+def test_what_a_filter_drops_stays_in_the_denominator(golden):
+    entropy = 1 + torch.sin(2 * golden.sequence.double() + 3 * golden.position)
+    keep = (entropy >= entropy.quantile(0.8)).double()
+    assert int(keep.sum()) == 4
+    single = replace(NO_KL, loss_options=replace(NO_KL.loss_options, dual_clip=None))
+    loss, _ = objective(single, golden.new, None, columns(golden, keep=keep))
+    assert loss.item() == pytest.approx(0.11624419, abs=1e-7)
+
+
+def test_strictly_on_policy_the_ratio_is_exactly_one(golden):
+    new = golden.new.float().requires_grad_()
+    flat = columns(golden, old=None)
+    log = means(NO_KL, new, flat)
+    assert log["policy/ratio_mean"] == 1 and log["policy/ratio_max"] == 1
+    assert log["policy/kl_old"] == 0 and log["policy/kl_old_k1"] == 0
+    assert log["policy/clip_frac_low"] == log["policy/clip_frac_high"] == 0
+    assert log["policy/clip_frac_dual"] == 0
+    loss, _ = objective(NO_KL, golden.new.clone().requires_grad_(), None, flat)
+    assert loss.item() == pytest.approx(-0.02777778, abs=1e-7)
+
+
+def test_what_the_algorithm_needs_must_be_there(golden):
+    with pytest.raises(AssertionError, match="reference log-probs"):
+        objective(GRPO, golden.new, None, columns(golden, ref=None))
+    with pytest.raises(AssertionError, match="needs old log-probs"):
+        objective(replace(NO_KL, old="recompute"), golden.new, None, columns(golden, old=None))
+    with pytest.raises(AssertionError, match="needs the entropy"):
+        objective(replace(NO_KL, entropy_coef=0.1), golden.new, None, columns(golden))
+
+
+def test_entropy_bonus(golden):
+    entropy = torch.rand(18, dtype=torch.float64)
+    algorithm = replace(NO_KL, entropy_coef=0.01)
+    with_bonus, _ = objective(algorithm, golden.new, entropy, columns(golden))
+    without, _ = objective(NO_KL, golden.new, entropy, columns(golden))
+    assert (without - with_bonus).item() == pytest.approx(0.01 * entropy.mean().item(), abs=1e-12)
+
+
+def test_metrics_are_means_over_live_tokens(golden):
+    entropy = torch.full((18,), 0.7, dtype=torch.float64)
+    log = means(GRPO, golden.new, columns(golden), entropy)
+    gap = golden.old - golden.rollout
+    expected = {
+        "policy/loss": -0.01204484,
+        "policy/pg_loss": -0.01597721,
+        "policy/kl_loss": 0.03932377,
+        "policy/kl_ref": 0.03932377,
+        "policy/kl_ref_k1": 0.02017231,
+        "policy/kl_coef": 0.1,
+        "policy/entropy": 0.7,
+        "policy/ratio_mean": (golden.new - golden.old).exp().mean().item(),
+        "mismatch/logp_gap_mean": gap.abs().mean().item(),
+        "mismatch/logp_gap_max": gap.abs().max().item(),
+        "mismatch/mult_prob_error": gap.abs().exp().mean().item(),
+        "mismatch/unscored_frac": 0.0,
+    }
+    assert {name: log[name] for name in expected} == pytest.approx(expected, abs=1e-7)
+
+
+def test_unscored_tokens_are_counted_and_in_no_mismatch(golden):
+    rollout = golden.rollout.clone()
+    rollout[[2, 9]] = float("nan")
+    log = means(NO_KL, golden.new, columns(golden, rollout=rollout))
+    scored = ~rollout.isnan()
+    gap = (golden.old - golden.rollout)[scored].abs()
+    assert log["mismatch/unscored_frac"] == pytest.approx(2 / 18)
+    assert log["mismatch/logp_gap_mean"] == pytest.approx(gap.mean().item(), abs=1e-12)
+    bypass = replace(NO_KL, old="rollout")
+    loss, _ = objective(bypass, golden.new, None, columns(golden, old=None, rollout=rollout))
+    assert loss.isfinite()
+    without, _ = objective(NO_KL, golden.new, None, columns(golden, old=None, rollout=None))
+    assert without.isfinite()
+
+
+def test_old_from_the_engine(golden):
+    bypass = replace(NO_KL, old="rollout")
+    loss, _ = objective(bypass, golden.new, None, columns(golden, old=None))
+    same, _ = objective(NO_KL, golden.new, None, columns(golden, old=golden.rollout))
+    assert loss.item() == same.item()
+
+
+@pytest.mark.parametrize("gap", [-80.0, 80.0])
+@pytest.mark.parametrize("kind", ["k2", "k3", "k1+", "k3+"])
+def test_a_reference_gap_of_80_is_finite(golden, gap, kind):
+    algorithm = resolve(AlgorithmConfig(kl=KLConfig(kind=kind)), max_tokens=8)
+    new = golden.new.float().requires_grad_()
+    flat = columns(golden, ref=(golden.new + gap).float(), rollout=(golden.new - gap).float())
+    loss, stats = objective(algorithm, new, None, flat)
+    loss.backward()
+    assert loss.isfinite() and new.grad.isfinite().all()
+    log = to_metrics(algorithm, [stats], step_tokens=18).means()
+    assert all(abs(value) < 1e10 for value in log.values())
+
+
+def test_micro_batches_add_up_to_the_step(golden):
+    whole = means(GRPO, golden.new, columns(golden, "seq_mean"))
+    total, parts, together = 0.0, Metrics(), []
+    for rows in ((0,), (1, 3), (2,), ()):
+        inside = torch.isin(golden.sequence, torch.tensor(rows, dtype=torch.int64))
+        part = columns(golden, "seq_mean")
+        cut = {
+            name: getattr(part, name)[inside]
+            for name in ("advantages", "scales", "sequence", "old", "rollout", "ref")
+        }
+        loss, stats = objective(GRPO, golden.new[inside], None, replace(part, **cut))
+        total += loss.item()
+        parts.merge(to_metrics(GRPO, [stats], step_tokens=18))
+        together.append(stats)
+    assert total == pytest.approx(whole["policy/loss"], abs=1e-12)
+    assert parts.means() == pytest.approx(whole, abs=1e-12)
+    assert to_metrics(GRPO, together).means() == pytest.approx(whole, abs=1e-12)
+
+
+def test_a_step_without_live_tokens_has_no_loss_to_report(golden):
+    nothing = columns(golden, scales=torch.zeros_like(golden.old))
+    loss, stats = objective(GRPO, golden.new, None, nothing)
+    assert loss.item() == 0
+    assert "policy/loss" not in to_metrics(GRPO, [stats]).means()
+
+
+def test_nothing_about_dead_tokens_reaches_loss_or_metrics(golden):
+    live = torch.tensor([True, True, False, True])[golden.sequence]
+    clean = columns(golden)
+    clean = replace(clean, scales=clean.scales * live)
+    names = ("advantages", "old", "rollout", "ref")
+    for poison in (float("nan"), float("-inf")):
+        dirty = {name: getattr(clean, name).where(live, poison) for name in names}
+        results = []
+        for new, flat in (
+            (golden.new, clean),
+            (golden.new.where(live, poison), replace(clean, **dirty)),
+        ):
+            new = new.clone().requires_grad_()
+            loss, stats = objective(GRPO, new, new.detach(), flat)
+            loss.backward()
+            log = to_metrics(GRPO, [stats], step_tokens=13).means()
+            results.append((loss.item(), new.grad.tolist(), log))
+        assert results[0] == results[1]

@@ -1,0 +1,116 @@
+import time
+
+import pytest
+
+from saccade.config import DataConfig, DataSource
+from saccade.data.datasets import load
+from saccade.errors import ConfigError, DataError
+
+
+def qa(count, **columns):
+    return [{"question": f"{n}?", "answer": str(n), "id": n, **columns} for n in range(count)]
+
+
+def source(path, **options):
+    return DataSource(path=path, **options)
+
+
+def test_sources_follow_each_other_in_file_order(jsonl):
+    first, second = jsonl(qa(3), "a.jsonl"), jsonl([{"problem": "p", "answer": "9"}], "b.jsonl")
+    data = load([source(first), source(second, name="bee", data_source="other")], DataConfig())
+    assert [sample.answer for sample in data.samples] == ["0", "1", "2", "9"]
+    assert [(p.name, p.format, p.start, p.stop) for p in data.parts] == [
+        ("a", "qa", 0, 3),
+        ("bee", "easyr1", 3, 4),
+    ]
+    assert [sample.data_source for sample in data.samples] == ["a", "a", "a", "other"]
+    assert "a: 3 of 3 rows, format qa" in data.summary
+
+
+def test_limits_per_source_and_overall(jsonl):
+    paths = [jsonl(qa(10), "a.jsonl"), jsonl(qa(10), "b.jsonl")]
+    data = load([source(paths[0], max_samples=4), source(paths[1])], DataConfig(max_samples=6))
+    assert [part.stop - part.start for part in data.parts] == [4, 2]
+    data = load(
+        [source(p, weight=w) for p, w in zip(paths, (3, 1), strict=True)], DataConfig(max_samples=8)
+    )
+    assert [part.stop - part.start for part in data.parts] == [6, 2]
+
+
+def test_bad_rows_are_set_aside_with_id_row_and_reason(jsonl):
+    rows = qa(300)
+    rows[7] = {"id": 7, "question": "<image>?", "answer": "1"}
+    data = load([source(jsonl(rows))], DataConfig())
+    assert len(data) == 299 and data.rows == 300
+    bad = data.quarantined[0]
+    assert (bad.id, bad.source, bad.row) == ("7", "rows", 8)
+    assert bad.reason == "1 <image> placeholder(s) but 0 images"
+    assert data.row_numbers[7] == 9
+
+
+def test_too_many_bad_rows_stop_with_the_first_five(jsonl):
+    rows = qa(20)
+    for index in range(7):
+        rows[index]["question"] = None
+    with pytest.raises(DataError) as caught:
+        load([source(jsonl(rows))], DataConfig())
+    message = str(caught.value)
+    assert "7 of 20 rows are bad (35.0%)" in message and "data.max_bad_fraction=0.35" in message
+    assert "4 (row 5 of rows): no prompt in column question" in message and "(row 6" not in message
+    assert len(load([source(jsonl(rows))], DataConfig(max_bad_fraction=0.35))) == 13
+
+
+def test_a_bad_row_can_stop_at_once(jsonl):
+    path = jsonl([*qa(2), {"id": "x", "question": ""}])
+    with pytest.raises(DataError, match=r"bad row x .row 3 of rows.: the prompt is empty"):
+        load([source(path)], DataConfig(on_bad_row="error"))
+
+
+def test_an_empty_file_is_an_error(jsonl):
+    with pytest.raises(DataError, match="it holds no rows"):
+        load([source(jsonl([]))], DataConfig())
+
+
+def test_repeated_ids_are_made_unique_and_listed(jsonl):
+    rows = [{"question": str(n), "id": id} for n, id in enumerate(["a", "a#2", "a", "b", "a"])]
+    data = load([source(jsonl(rows))], DataConfig())
+    assert [sample.id for sample in data.samples] == ["a", "a#2", "a#3", "b", "a#4"]
+    assert data.duplicate_ids == ("a",)
+
+
+def test_the_hash_follows_the_content(jsonl, picture):
+    picture()
+    row = {"id": 1, "problem": "?", "answer": "1", "images": ["a.png"], "level": 2}
+    hashes = [load([source(jsonl([r]))], DataConfig()).hash for r in (row, row, row | {"level": 3})]
+    assert hashes[0] == hashes[1] != hashes[2]
+    picture(colour=(0, 0, 0))
+    assert load([source(jsonl([row]))], DataConfig()).hash != hashes[0]
+
+
+def test_image_kinds_are_counted_and_files_opened_once(jsonl, picture):
+    path = picture()
+    rows = [{"problem": "?", "answer": str(n), "images": ["a.png", str(path)]} for n in range(3)]
+    data = load([source(jsonl(rows))], DataConfig())
+    assert data.media_kinds == {"path": 6}
+    assert data.samples[0].media[0] is data.samples[2].media[0]
+
+
+def test_contradictions_of_the_config_are_refused(jsonl):
+    path = jsonl(qa(1))
+    with pytest.raises(ConfigError, match="has no weight but others have"):
+        load([source(path, weight=1), source(path)], DataConfig())
+    with pytest.raises(ConfigError, match=r"data.min_pixels=9000 is above data.max_pixels=8000"):
+        load([source(path)], DataConfig(min_pixels=9000, max_pixels=8000))
+
+
+def test_ten_thousand_rows_load_in_seconds(jsonl, picture):
+    for index in range(50):
+        picture(f"{index}.png", (index, 0, 0))
+    rows = [
+        {"problem": f"<image>{n}?", "answer": "1", "images": [f"{n % 50}.png"]}
+        for n in range(10_000)
+    ]
+    path = jsonl(rows)
+    start = time.perf_counter()
+    assert len(load([source(path)], DataConfig())) == 10_000
+    assert time.perf_counter() - start < 10

@@ -1,0 +1,395 @@
+import base64
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from saccade.config import DataConfig
+from saccade.data.chats import RowError
+from saccade.data.formats import FORMATS, content_hash, detect, read_row, to_row
+from saccade.images import ImageError, open_media
+from saccade.errors import ConfigError, DataError
+from saccade.types import Media
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads a row in the format that its columns show; any image name opens a small image."""
+
+    def open_image(source, *, min_pixels, max_pixels):
+        size = sum(map(ord, str(source))) % 50 + 10  # a size of its own for every name
+        pixels = np.zeros((size, size, 3), np.uint8)
+        return open_media(pixels, min_pixels=min_pixels, max_pixels=max_pixels)
+
+    def call(row, **options):
+        config = DataConfig(**options)
+        return read_row(
+            row, detect(set(row), config), config, open_image=open_image, default_source="file"
+        )
+
+    call.open_image = open_image
+    return call
+
+
+def shape(sample):
+    """Roles and parts, an image written as *."""
+    return [
+        (m.role, "|".join("*" if isinstance(p, Media) else p for p in m.parts))
+        for m in sample.messages
+    ]
+
+
+ROWS = {
+    "messages": {
+        "message": json.dumps(
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "image": "file:///DATA/tri.png"},
+                        {"type": "text", "text": "Find x."},
+                    ],
+                }
+            ]
+        ),
+        "answer": "$42$",
+    },
+    "r1v": {"image": {"bytes": b"x"}, "problem": "How many?", "solution": "<answer> 4 </answer>"},
+    "easyr1": {"problem": "<image><image>Which?", "answer": "2", "images": ["a.jpg", b"x"]},
+    "minio3": {
+        "images": ["probe/7.jpg"],
+        "doc_id": "vp-7",
+        "problem": "<image>\nWhat number?",
+        "solution": "B",
+        "data_source": "probe",
+    },
+    "lightrft": {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "reward_model": {"ground_truth": "4"},
+        "extra_info": {"label": "gsm8k_rule", "index": 0},
+    },
+    "qa": {"question": "2+2?", "answer": "2 and 2 is 4. #### 4"},
+    "sharegpt": {
+        "conversations": [
+            {"from": "human", "value": "<image>Number?"},
+            {"from": "gpt", "value": "<think>Small.</think>"},
+            {"from": "human", "value": "Observation 1: <image>"},
+            {"from": "gpt", "value": "<answer>12</answer>"},
+        ],
+        "images": ["bus.jpg", "crop.jpg"],
+    },
+}
+READ = {
+    "messages": ([("user", "*|Find x.")], "$42$", "file"),
+    "r1v": ([("user", "*|How many?")], "4", "file"),
+    "easyr1": ([("user", "*|*|Which?")], "2", "file"),
+    "minio3": ([("user", "*|\nWhat number?")], "B", "probe"),
+    "lightrft": ([("user", "2+2?")], "4", "gsm8k_rule"),
+    "qa": ([("user", "2+2?")], "4", "file"),
+    "sharegpt": (
+        [
+            ("user", "*|Number?"),
+            ("assistant", "<think>Small.</think>"),
+            ("user", "Observation 1: |*"),
+            ("assistant", "<answer>12</answer>"),
+        ],
+        None,
+        "file",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_is_detected_and_read(name, read):
+    assert detect(set(ROWS[name]), DataConfig()).name == name
+    sample = read(ROWS[name])
+    assert (shape(sample), sample.answer, sample.data_source) == READ[name]
+
+
+def test_the_rows_in_the_docs_are_of_the_format_they_stand_under(read):
+    text = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    found = re.findall(r"\*\*(\w+)\.\*\*[^`]*(?:`[^`]+`[^`]*)*```json\n(.*?)\n```", text)
+    assert [name for name, _ in found] == list(FORMATS)
+    for name, row in found:
+        row = json.loads(row)
+        assert detect(set(row), DataConfig()).name == name
+        assert read(row).messages
+
+
+def test_other_columns_stay_in_extra_untouched(read):
+    sample = read(ROWS["lightrft"])
+    assert sample.extra == {
+        "data_source": "openai/gsm8k",
+        "reward_model": {"ground_truth": "4"},
+        "extra_info": {"label": "gsm8k_rule", "index": 0},
+    }
+    assert read(ROWS["qa"] | {"level": 3}).extra == {"level": 3}
+
+
+# -- detection --------------------------------------------------------------------------------
+
+
+def test_ambiguous_columns_list_the_candidates():
+    with pytest.raises(DataError, match=r"r1v, easyr1.*data\.format=r1v"):
+        detect({"problem", "solution", "answer"}, DataConfig())
+    assert detect({"problem", "solution", "answer"}, DataConfig(format="easyr1")).name == "easyr1"
+    chosen = DataConfig(keys={"answer": "solution"})
+    assert detect({"problem", "solution", "answer"}, chosen).name == "r1v"
+
+
+def test_unknown_columns_formats_and_roles_are_refused():
+    with pytest.raises(DataError, match="columns label, text belong to no known format"):
+        detect({"text", "label"}, DataConfig())
+    with pytest.raises(ConfigError, match="unknown; choose auto, messages"):
+        detect({"question"}, DataConfig(format="csv"))
+    with pytest.raises(ConfigError, match=r"data.keys.gold: unknown role"):
+        detect({"question"}, DataConfig(keys={"gold": "question"}))
+    with pytest.raises(DataError, match=r"data.keys.answer=y is no column; there are question"):
+        detect({"question"}, DataConfig(keys={"answer": "y"}))
+    with pytest.raises(DataError, match="no known format"):
+        detect({"prompt", "chosen", "rejected"}, DataConfig())
+
+
+def test_columns_can_be_renamed(read):
+    row = {"text": "<image>?", "gold": 7, "pics": "a.png", "key": 12, "set": "x", "image": "no.png"}
+    keys = {
+        "prompt": "text",
+        "answer": "gold",
+        "images": "pics",
+        "id": "key",
+        "data_source": "set",
+    }
+    sample = read(row, keys=keys)
+    assert (sample.id, sample.answer, sample.data_source) == ("12", "7", "x")
+    assert shape(sample) == [("user", "*|?")] and sample.extra == {"image": "no.png"}
+    nested = read({"q": "2+2?", "meta": {"gold": "4"}}, keys={"prompt": "q", "answer": "meta.gold"})
+    assert nested.answer == "4" and nested.extra == {"meta": {"gold": "4"}}
+
+
+# -- placeholders -----------------------------------------------------------------------------
+
+
+def row(text, *images):
+    return {"problem": text, "answer": "1", "images": list(images)}
+
+
+def test_placeholders_place_images(read):
+    assert shape(read(row("a <image> b <image> c", "1", "2"))) == [("user", "a |*| b |*| c")]
+    assert shape(read(row("What?", "1", "2"))) == [("user", "*|*|What?")]
+    assert shape(read(row("no image"))) == [("user", "no image")]
+
+
+def test_numbered_placeholders_choose_images(read):
+    plain = read(row("<image>x<image>", "1", "2")).media
+    turned = read(row("<image2>x<image 1>", "1", "2")).media
+    assert turned == plain[::-1]
+    for text in ("<image1><image1>", "<image1><image3>", "<image1><image>"):
+        with pytest.raises(RowError, match="must name each of 2 images once"):
+            read(row(text, "1", "2"))
+
+
+def test_escaped_placeholders_are_text(read):
+    assert shape(read(row(r"<image>Type \<image> or \<image2>.", "1"))) == [
+        ("user", "*|Type <image> or <image2>.")
+    ]
+
+
+@pytest.mark.parametrize("images", [["1"], ["1", "2", "3"], []])
+def test_wrong_placeholder_counts_are_refused(read, images):
+    with pytest.raises(RowError, match=f"2 <image> placeholder.s. but {len(images)} image"):
+        read(row("<image><image>?", *images))
+
+
+def test_strict_placeholders_refuse_a_text_without_any(read):
+    with pytest.raises(RowError, match="strict"):
+        read(row("What?", "1"), placeholder="strict")
+
+
+def test_too_many_images_are_refused(read):
+    with pytest.raises(RowError, match=r"3 images, data.max_images is 2"):
+        read(row("?", "1", "2", "3"), max_images=2)
+
+
+# -- chats ------------------------------------------------------------------------------------
+
+
+def chat(*content, **columns):
+    return {"messages": [{"role": "user", "content": list(content)}], **columns}
+
+
+def test_image_items_of_every_style(read):
+    uri = "data:image/png;base64," + base64.b64encode(b"png").decode()
+    for item in (
+        {"type": "image", "image": "a.png"},
+        {"type": "image_url", "image_url": {"url": uri}},
+        {"type": "image_url", "image_url": uri},
+        {"type": "image", "path": "a.png"},
+        {"type": "image", "image": "a.png", "text": None},
+    ):
+        assert shape(read(chat(item, {"type": "text", "text": "?"}))) == [("user", "*|?")]
+
+
+def test_an_item_without_source_takes_the_next_image_of_the_row(read):
+    sample = read(chat({"type": "image"}, {"type": "text", "text": "?"}, images=["a.png"]))
+    assert shape(sample) == [("user", "*|?")]
+
+
+def test_where_the_chat_places_images_a_placeholder_is_text(read):
+    sample = read(chat({"type": "image", "image": "a.png"}, "the tag <image> means a picture"))
+    assert shape(sample) == [("user", "*|the tag <image> means a picture")]
+
+
+def test_pixel_budget_of_an_item(read):
+    item = {"type": "image", "image": "a.png", "min_pixels": 784, "max_pixels": 9000}
+    media = read(chat(item)).media[0]
+    assert (media.min_pixels, media.max_pixels) == (784, 9000)
+    with pytest.raises(RowError, match="max_pixels of an image must be a positive integer"):
+        read(chat(item | {"max_pixels": "big"}))
+
+
+def test_all_turns_and_the_system_message_are_kept(read):
+    prompt = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "Two?"},
+    ]
+    sample = read({"prompt": prompt, "reference": "2"})
+    assert [role for role, _ in shape(sample)] == ["system", "user", "assistant", "user"]
+    assert shape(read(ROWS["qa"] | {"system": "Be brief."}))[0] == ("system", "Be brief.")
+    with pytest.raises(RowError, match="keep one of them"):
+        read({"prompt": prompt, "system": "Be long."})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ('[{"role": "user", "content": ', "not valid JSON"),
+        ([], "text or a list of messages"),
+        ([{"role": "king", "content": "x"}], "unknown role 'king'"),
+        ([{"role": "user"}], "no content"),
+        ([{"role": "assistant", "content": "x"}], "no user message"),
+        ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "'video'"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "without text"),
+        (["x"], "a record with role and content"),
+        ([{"role": "user", "content": ""}], "empty"),
+    ],
+)
+def test_chats_that_cannot_be_read(read, prompt, reason):
+    with pytest.raises(RowError, match=reason):
+        read({"messages": prompt, "answer": "1"})
+
+
+def test_media_that_cannot_be_read_are_not_dropped(read):
+    with pytest.raises(RowError, match="column 'videos' is filled"):
+        read(row("?") | {"videos": ["a.mp4"]})
+    assert read(row("?") | {"videos": []}).answer == "1"
+    with pytest.raises(RowError, match="both filled"):
+        read(row("?", "1") | {"image": "2"})
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 99) | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "from", "content", "value", "type", "text", "image", "user"]),
+            inner | st.sampled_from(["user", "text", "image"]),
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    format=st.sampled_from(list(FORMATS.values())),
+    values=st.lists(JSON_VALUES, min_size=8, max_size=8),
+)
+def test_any_row_is_a_sample_or_a_reason(format, values):
+    names = [format.prompt[0], format.answer[0], "images", "id", "data_source", "choices", "system"]
+    row = dict(zip([*names, *format.thinking], values, strict=False))
+    try:
+        assert read_row(row, format, DataConfig(), open_image=open_media).id
+    except (RowError, ImageError) as reason:
+        assert str(reason)
+
+
+# -- golds, choices, ids ----------------------------------------------------------------------
+
+
+def test_golds(read):
+    assert read({"question": "?", "answer": "a #### b\n#### 1,000"}).answer == "1,000"
+    assert read({"problem": "?", "solution": "7"}).answer == "7"
+    assert read({"question": "?", "answer": ["4", "four"]}).answer == ("4", "four")
+    assert read({"question": "?", "answer": True}).answer == "true"
+    assert read({"question": "?", "answer": [1, 2.5]}).answer == "[1, 2.5]"
+    assert read({"question": "?"}).answer is None
+    golds = {"reference": "r", "ground_truth": "g", "answer": "a"}
+    assert read({"prompt": "?", **golds}).answer == "r"
+    assert read({"prompt": "?", **golds, "reference": None}).answer == "g"
+
+
+def test_the_sft_variant_of_r1v_gets_an_assistant_turn(read):
+    sample = read({"problem": "?", "thinking": "Two and two.", "solution": "4", "image": "a.png"})
+    assert shape(sample) == [
+        ("user", "*|?"),
+        ("assistant", "<think>Two and two.</think><answer>4</answer>"),
+    ]
+    tagged = {"thinking": "<think>t</think>", "solution": "<answer>4</answer>"}
+    assert (
+        read({"problem": "?", **tagged}).messages[-1].text == "<think>t</think><answer>4</answer>"
+    )
+
+
+def test_choices(read):
+    question = {"question": "?", "choices": ["red", "blue", "green"]}
+    assert read(question | {"answer": "B"}).choices == ("red", "blue", "green")
+    assert read(question | {"answer": 1}).answer == "B"
+    assert read({"question": "?", "answer": 2, "choices": [1, 2, 3]}).answer == "2"
+    assert read({"question": "?", "options": {"A": "x", "B": "y"}}).choices == ("x", "y")
+    assert read({"question": "?", "options": '["x", "y"]'}).choices == ("x", "y")
+    unused = read({"question": "?", "options": "verbose"}, keys={"choices": ""})
+    assert unused.choices == () and unused.extra == {"options": "verbose"}
+    with pytest.raises(RowError, match="the choices is not valid JSON"):
+        read({"question": "?", "options": "['x', 'y']"})
+
+
+def test_an_id_is_given_or_follows_from_the_content(read):
+    assert read(ROWS["minio3"]).id == "vp-7"
+    assert read({"question": "?", "id": 0}).id == "0"
+    one, same, other = (read(row("?", name)) for name in ("a", "a", "b"))
+    assert one.id == same.id != other.id and len(one.id) == 16
+
+
+def test_canonical_rows_read_back_as_the_same_sample(read, picture):
+    path = str(picture())
+    sample = read_row(
+        chat(
+            {"type": "image", "image": path, "max_pixels": 5000},
+            r"what is \<image> or \\<image2>?",
+            answer=["a", "b"],
+            choices=["x", "y"],
+            level=3,
+            question="not the prompt",
+        ),
+        FORMATS["messages"],
+        DataConfig(),
+        open_image=open_media,
+    )
+    again = read_row(
+        json.loads(json.dumps(to_row(sample))),
+        detect(set(to_row(sample)), DataConfig()),
+        DataConfig(),
+        open_image=open_media,
+    )
+    assert again == sample
+    assert content_hash(again, everything=True) == content_hash(sample, everything=True)
+    text = read(row(r"\<image> only"))
+    assert read(to_row(text)).messages == text.messages

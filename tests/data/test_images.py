@@ -1,0 +1,284 @@
+import base64
+import io
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from saccade.config import DataConfig
+from saccade.images import (
+    ImageCache,
+    ImageError,
+    crop,
+    decode,
+    open_media,
+    resized_size,
+    source_kind,
+)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "unit", "low", "high", "expected"),
+    [
+        (640, 480, 28, 3136, 1_003_520, (476, 644)),
+        (1920, 1080, 28, 3136, 1_003_520, (728, 1316)),
+        (30, 20, 28, 3136, 1_003_520, (56, 84)),
+        (640, 480, 32, 3136, 1_003_520, (480, 640)),
+        (6000, 4000, 28, 40_000, 2_000_000, (1148, 1708)),
+    ],
+)
+def test_resized_size(width, height, unit, low, high, expected):
+    assert resized_size(width, height, unit=unit, min_pixels=low, max_pixels=high) == expected
+
+
+def test_token_counts_of_the_resize_rule():
+    sizes = [((640, 480), 391), ((1920, 1080), 1222), ((30, 20), 6)]
+    for (width, height), tokens in sizes:
+        rows, columns = resized_size(width, height, unit=28, min_pixels=3136, max_pixels=1_003_520)
+        assert rows * columns // 28**2 == tokens
+
+
+# -- sources ----------------------------------------------------------------------------------
+
+
+def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
+    path = picture("a b.png", colour=(10, 200, 30))
+    data = path.read_bytes()
+    text = base64.b64encode(data).decode()
+    sources = {
+        "path": "a b.png",
+        "file_uri": path.as_uri(),
+        "data_uri": f"data:image/png;base64,{text}",
+        "base64": text,
+        "bytes": data,
+        "mapping": {"bytes": data, "path": "whatever.png"},
+        "pil": Image.open(path),
+        "array": np.array(Image.open(path)),
+    }
+    for kind, source in sources.items():
+        assert source_kind(source, tmp_path) == kind
+        media = open_media(source, base=tmp_path)
+        assert (media.width, media.height) == (40, 30)
+        assert decode(media)[0, 0].tolist() == [10, 200, 30]
+    same_file = {open_media(source, base=tmp_path).hash for source in list(sources.values())[:6]}
+    assert len(same_file) == 1
+
+
+def test_absolute_path_and_mapping_with_a_path_only(picture, tmp_path):
+    path = picture()
+    assert open_media(str(path)).path == str(path)
+    assert open_media({"bytes": None, "path": "a.png"}, base=tmp_path).path == str(path)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("gone.png", "gone.png: file does not exist"),
+        ("../up.png", "../up.png: leaves the folder"),
+        ("https://example.org/a.png", "data.allow_network=true"),
+        ("file://host/a.png", "absolute path"),
+        ("data:image/png;base64,@@@", "not base64"),
+        ("-" * 5000, "file does not exist"),
+        (b"", "empty file"),
+        (b"plain text", "not an image"),
+        ({"bytes": None, "path": None}, "needs a value"),
+        (3.5, "cannot be made from float"),
+        (np.zeros((4, 4, 3)), "give uint8"),
+        (np.zeros((3, 4, 4, 3), np.uint8), "give uint8"),
+    ],
+)
+def test_refused_sources_say_why(source, reason, tmp_path):
+    with pytest.raises(ImageError, match=reason.replace("(", r"\(")):
+        open_media(source, base=tmp_path)
+
+
+def test_outside_paths_open_when_allowed(picture, tmp_path):
+    picture("up.png")
+    (tmp_path / "inner").mkdir()
+    limits = DataConfig(allow_outside=True)
+    assert open_media("../up.png", base=tmp_path / "inner", limits=limits).width == 40
+
+
+def test_a_one_pixel_colour_array_is_one_pixel():
+    media = open_media(np.array([[[255, 0, 0]]], dtype=np.uint8))
+    assert decode(media).tolist() == [[[255, 0, 0]]]
+
+
+def test_pixel_budget_of_one_image_overrides_the_limits(picture):
+    media = open_media(str(picture()), max_pixels=5000)
+    assert (media.min_pixels, media.max_pixels) == (3136, 5000)
+    with pytest.raises(ImageError, match="min_pixels 3136 is above max_pixels 10"):
+        open_media(str(picture()), max_pixels=10)
+
+
+# -- hygiene ----------------------------------------------------------------------------------
+
+
+def test_too_many_megapixels_are_refused_from_the_header(picture):
+    path = picture(size=(2000, 1000), mode="1", colour=1)
+    with pytest.raises(ImageError, match=r"2000x1000 is 2 megapixels, data.max_megapixels is 1"):
+        open_media(str(path), limits=DataConfig(max_megapixels=1))
+
+
+def test_extreme_strips_are_padded_or_rejected(picture):
+    path = str(picture(size=(1, 1000), colour=(0, 0, 255)))
+    media = open_media(path)
+    assert (media.width, media.height) == (5, 1000)
+    pixels = decode(media)
+    assert pixels[500].tolist() == [[0, 0, 255]] + [[255, 255, 255]] * 4
+    with pytest.raises(ImageError, match="200:1"):
+        open_media(path, limits=DataConfig(aspect="reject"))
+
+
+def test_exif_orientation_turns_size_and_pixels(tmp_path):
+    image = Image.new("RGB", (60, 40), "blue")
+    image.paste("red", (0, 0, 30, 40))  # the left half of the stored image is the top when upright
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for name in ("turned.jpg", "turned.png", "turned.tiff"):
+        image.save(tmp_path / name, exif=exif)
+        media = open_media(str(tmp_path / name))
+        assert (media.width, media.height) == (40, 60), name
+        pixels = decode(media)
+        assert pixels[5, 20, 0] > 200 and pixels[55, 20, 2] > 200, name
+    kept = open_media(Image.open(tmp_path / "turned.jpg"))
+    assert (kept.width, kept.height) == (40, 60)
+
+
+def test_alpha_lies_on_white(picture):
+    for name, mode, colour in [("a.png", "RGBA", (0, 0, 0, 0)), ("b.png", "LA", (0, 0))]:
+        assert decode(open_media(str(picture(name, colour, mode=mode)))).min() == 255
+    half = decode(open_media(str(picture("c.png", (0, 0, 0, 128), mode="RGBA"))))
+    assert abs(int(half[0, 0, 0]) - 127) <= 1
+
+
+def test_transparent_palette_entry_is_white(tmp_path):
+    image = Image.new("P", (8, 8), 0)
+    image.putpalette([0, 0, 0, 255, 0, 0])
+    image.putpixel((0, 0), 1)
+    image.save(tmp_path / "p.png", transparency=0)
+    pixels = decode(open_media(str(tmp_path / "p.png")))
+    assert pixels[0, 0].tolist() == [255, 0, 0] and pixels[5, 5].tolist() == [255, 255, 255]
+
+
+def test_grey_of_sixteen_bits_is_rescaled(tmp_path):
+    for value, expected in [(0, 0), (257 * 100, 100), (65535, 255)]:
+        Image.fromarray(np.full((4, 6), value, dtype=np.uint16)).save(tmp_path / "g.png")
+        assert (decode(open_media(str(tmp_path / "g.png"))) == expected).all()
+
+
+def test_bilevel_cmyk_and_animation(picture, tmp_path):
+    assert decode(open_media(str(picture("b.png", 1, mode="1")))).min() == 255
+    green = decode(open_media(str(picture("c.jpg", (255, 0, 255, 0), mode="CMYK"))))[0, 0]
+    assert green[1] > green[0] and green[1] > green[2]
+    frames = [Image.new("RGB", (9, 9), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "m.gif", save_all=True, append_images=frames[1:])
+    assert decode(open_media(str(tmp_path / "m.gif")))[4, 4].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["noise.png", "noise.jpg", "noise.webp"])
+def test_half_a_file_is_refused_when_it_is_opened(noise, name):
+    path = noise(name)
+    data = path.read_bytes()
+    assert open_media(str(path)).width == 80
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ImageError, match=name):
+        open_media(str(path))
+
+
+def test_a_thumbnail_does_not_hide_that_a_jpeg_is_cut(noise):
+    path = noise("noise.jpg")
+    data = path.read_bytes()
+    segment = b"\xff\xe1" + (8).to_bytes(2, "big") + b"\xff\xd8..\xff\xd9"
+    whole = data[:2] + segment + data[2:]
+    path.write_bytes(whole)
+    assert open_media(str(path)).height == 60
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ImageError, match="truncated"):
+        open_media(str(path))
+
+
+def test_bytes_behind_the_end_are_no_damage(noise):
+    for name in ("noise.png", "noise.jpg"):
+        path = noise(name)
+        path.write_bytes(path.read_bytes() + b"\xff\xda" + bytes(500))
+        assert decode(open_media(str(path))).shape == (60, 80, 3)
+
+
+def test_a_file_that_changed_is_noticed(picture):
+    media = open_media(str(picture()))
+    picture(size=(50, 30))
+    with pytest.raises(ImageError, match="changed"):
+        decode(media)
+    Path(media.path).unlink()
+    with pytest.raises(ImageError, match="does not exist"):
+        decode(media)
+
+
+def test_readers_that_start_programs_are_closed():
+    eps = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(eps, "EPS")
+    with pytest.raises(ImageError, match="not an image"):
+        open_media(eps.getvalue())
+
+
+# -- crops ------------------------------------------------------------------------------------
+
+
+def test_a_crop_of_a_crop_is_exact(noise):
+    media = open_media(str(noise()))
+    whole = decode(media)
+    first = crop(media, (10, 5, 60, 45))
+    second = crop(first, (4, 6, 24, 16))
+    assert second.box == (14, 11, 34, 21) and second.parent == first.hash
+    assert (decode(second) == whole[11:21, 14:34]).all()
+    assert second.hash == crop(media, (14, 11, 34, 21)).hash != first.hash
+    for box in [(0, 0, 81, 10), (5, 5, 5, 9), (-1, 0, 4, 4)]:
+        with pytest.raises(ImageError, match="leaves the image"):
+            crop(media, box)
+
+
+def test_a_crop_like_a_thread_is_refused(picture):
+    media = open_media(str(picture(size=(900, 30))))
+    with pytest.raises(ImageError, match="aspect ratio"):
+        crop(media, (0, 0, 900, 2))
+
+
+# -- cache ------------------------------------------------------------------------------------
+
+
+def test_cache_decodes_once_for_many_threads(noise):
+    cache, media = ImageCache(10**6), open_media(str(noise()))
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(cache.get(media))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and all(pixels is found[0] for pixels in found)
+    assert not found[0].flags.writeable
+
+
+def test_cache_stays_within_its_bytes(picture):
+    media = [open_media(str(picture(f"{i}.png", (i, 0, 0)))) for i in range(5)]
+    one = 40 * 30 * 3
+    cache = ImageCache(2 * one)
+    for item in media:
+        cache.get(item)
+        assert cache.bytes <= 2 * one
+    kept = cache.get(media[4])
+    assert cache.get(media[4]) is kept
+    assert ImageCache(10).get(media[0]).shape == (30, 40, 3)
+
+
+def test_cache_forgets_failures(picture):
+    media = open_media(str(picture()))
+    data = Path(media.path).read_bytes()
+    Path(media.path).write_bytes(b"")
+    cache = ImageCache(10**6)
+    with pytest.raises(ImageError, match="empty"):
+        cache.get(media)
+    Path(media.path).write_bytes(data)
+    assert cache.get(media).shape == (30, 40, 3)

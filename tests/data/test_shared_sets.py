@@ -1,0 +1,125 @@
+"""The real sets that lie beside the repository, where they do."""
+
+from pathlib import Path
+
+import pytest
+
+from saccade.config import DataConfig, DataSource
+from saccade.config import load as load_config
+from saccade.data.check import check_data
+from saccade.data.datasets import load
+from saccade.images import crop, decode
+from saccade.errors import DataError
+
+SETS = Path(__file__).resolve().parents[3] / "shared" / "data"
+pytestmark = pytest.mark.skipif(not SETS.is_dir(), reason="the shared data sets are not here")
+
+
+def read(path, **options):
+    return load([DataSource(path=str(SETS / path))], DataConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("path", "rows", "format", "source", "media"),
+    [
+        ("gsm8k/gsm8k.train.jsonl.gz", 7473, "qa", "gsm8k.train", 0),
+        ("gsm8k/gsm8k.test.jsonl.gz", 1319, "qa", "gsm8k.test", 0),
+        ("math500/math500.jsonl.gz", 500, "easyr1", "math500", 0),
+        ("puzzlevqa/puzzlevqa.train.parquet", 400, "easyr1", "puzzlevqa", 1),
+        ("puzzlevqa/puzzlevqa.test.parquet", 100, "easyr1", "puzzlevqa", 1),
+        ("nlvr/nlvr.train.json", 240, "minio3", "nlvr", 1),
+        ("nlvr/nlvr.test.json", 60, "minio3", "nlvr", 1),
+        ("mathv/mathv.train.jsonl", 120, "messages", "mathv", 1),
+        ("mathv/mathv.test.jsonl", 30, "messages", "mathv", 1),
+        ("receipts/receipts.json", 24, "minio3", "receipts", 1),
+    ],
+)
+def test_every_set_loads_whole(path, rows, format, source, media):
+    data = read(path, max_bad_fraction=0)
+    assert len(data) == rows and list(data.formats.values()) == [format]
+    assert all(sample.data_source == source and sample.answer for sample in data.samples)
+    assert all(len(sample.media) == media for sample in data.samples)
+    assert data.duplicate_ids == ()
+
+
+def test_golds_and_places():
+    gsm8k = read("gsm8k/gsm8k.train.jsonl.gz")
+    assert gsm8k.samples[0].answer == "72"
+    puzzle = read("puzzlevqa/puzzlevqa.train.parquet").samples[0]
+    assert puzzle.id == "puzzlevqa/grid_number_0080" and puzzle.answer == "4"
+    assert decode(puzzle.media[0]).shape == (448, 448, 3)
+    mathv = read("mathv/mathv.train.jsonl").samples[0]
+    assert mathv.messages[0].parts[0] == mathv.media[0]
+    assert mathv.extra == {"answer_type": "choice", "subject": "algebra", "level": 4}
+
+
+def test_receipt_boxes_can_be_cut_out():
+    sample = read("receipts/receipts.json").samples[0]
+    x0, y0, x1, y1 = sample.extra["answer_boxes"][0]
+    part = crop(sample.media[0], (x0, y0, x1, y1))
+    assert decode(part).shape == (y1 - y0, x1 - x0, 3)
+    assert decode(part).std() > 20
+
+
+# -- awkward rows -----------------------------------------------------------------------------
+
+
+def test_every_awkward_row_gets_its_verdict():
+    data = read("nasty/nasty.jsonl", max_bad_fraction=1)
+    rejected = {row.id: row.reason for row in data.quarantined}
+    kept = {sample.id: sample for sample in data.samples}
+    assert len(kept) == 17 and len(rejected) == 9
+    for sample in kept.values():
+        assert sample.extra["expect"] in ("ok", "either")
+        if sample.extra["expect"] == "ok" and sample.extra["size"]:
+            sizes = sample.extra["size"]
+            wanted = sizes if isinstance(sizes[0], list) else [sizes]
+            assert [[media.width, media.height] for media in sample.media] == wanted
+            for media in sample.media:
+                assert decode(media).shape == (media.height, media.width, 3)
+    for name, words in {
+        "truncated_jpg": "truncated.jpg: cannot be decoded",
+        "truncated_png": "truncated.png: cannot be decoded",
+        "zero_byte_png": "zero_byte.png: empty file",
+        "not_an_image_png": "not_an_image.png: not an image",
+        "bomb_20000x20000_png": "400 megapixels",
+        "missing_file": "no_such_file.png: file does not exist",
+        "outside_folder": "leaves the folder",
+        "too_many_placeholders": "2 <image> placeholder(s) but 1 image",
+        "too_few_placeholders": "1 <image> placeholder(s) but 2 images",
+    }.items():
+        assert words in rejected[f"nasty/{name}"]
+
+
+def test_awkward_pixels_show_what_the_question_asks():
+    media = {s.id[6:]: s.media for s in read("nasty/nasty.jsonl", max_bad_fraction=1).samples}
+
+    def pixels(name):
+        return decode(media[name][0]).astype(int)
+
+    for name in ("rgba_png", "palette_png", "bilevel_png"):
+        assert pixels(name)[0, 0].tolist() == [255, 255, 255] and pixels(name).min() < 60
+    grey = pixels("grey16_png")
+    assert grey[:, 64:].mean() > grey[:, :64].mean() + 20
+    turned = pixels("exif_rotated_jpg")
+    assert turned[10, 40, 0] > 200 and turned[110, 40, 2] > 200
+    assert pixels("animated_gif")[32, 32].tolist() == [255, 0, 0]
+    assert pixels("cmyk_jpg")[48, 48].argmax() == 1
+    assert pixels("data_uri")[0, 0].tolist() == [255, 0, 0]
+
+
+def test_awkward_rows_stop_a_run_by_default():
+    with pytest.raises(DataError, match="9 of 26 rows are bad"):
+        read("nasty/nasty.jsonl")
+
+
+def test_check_data_agrees_about_the_awkward_rows():
+    path = SETS / "nasty" / "nasty.jsonl"
+    config = load_config({"data.train": str(path), "data.max_megapixels": 100})
+    report = check_data(config)
+    assert (report.rows, report.good, len(report.bad)) == (
+        26,
+        16,
+        10,
+    )  # a limit of 100 hits both bombs
+    assert not report.acceptable

@@ -1,0 +1,169 @@
+import csv
+import gzip
+import json
+
+import pytest
+
+from saccade.config import DataConfig, DataSource
+from saccade.data.chats import RowError
+from saccade.data.datasets import load
+from saccade.data.sources import Address, open_source, parse_address
+from saccade.errors import DataError
+
+ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}]
+
+
+def rows(path, **options):
+    return list(open_source(DataSource(path=str(path), **options)).rows)
+
+
+# -- files ------------------------------------------------------------------------------------
+
+
+def test_json_jsonl_and_their_gzip(tmp_path):
+    lines = "\n".join(map(json.dumps, ROWS)) + "\n\n"
+    for name, text in [("a.json", json.dumps(ROWS)), ("a.jsonl", "\ufeff" + lines)]:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        with gzip.open(tmp_path / f"{name}.gz", "wt", encoding="utf-8") as file:
+            file.write(text)
+        assert rows(tmp_path / name) == rows(tmp_path / f"{name}.gz") == ROWS
+        assert open_source(DataSource(path=str(tmp_path / f"{name}.gz"))).stem == "a"
+
+
+def test_csv(tmp_path):
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["question", "answer"], ["a,\nb?", "2"], ["c", ""], ["d"]])
+    first, second, third = rows(tmp_path / "a.csv")
+    assert first == {"question": "a,\nb?", "answer": "2"}
+    assert second == {"question": "c", "answer": None}
+    assert isinstance(third, RowError)
+
+
+def test_parquet_and_arrow_keep_image_bytes(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import feather, parquet
+
+    table = pyarrow.table({"question": ["?"], "images": [[{"bytes": b"png", "path": None}]]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    feather.write_feather(table, tmp_path / "file.arrow", compression="uncompressed")
+    with (
+        pyarrow.OSFile(str(tmp_path / "stream.arrow"), "wb") as sink,
+        pyarrow.ipc.new_stream(sink, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    for name in ("a.parquet", "file.arrow", "stream.arrow"):
+        expected = {"question": "?", "images": [{"bytes": b"png", "path": None}]}
+        assert rows(tmp_path / name) == [expected]
+
+
+def test_a_python_file_gets_the_split(tmp_path):
+    (tmp_path / "a.py").write_text("def load(split):\n    return [{'question': split}]\n")
+    assert rows(f"{tmp_path}/a.py@test") == [{"question": "test"}]
+    assert rows(tmp_path / "a.py") == [{"question": "train"}]
+    (tmp_path / "b.py").write_text("")
+    with pytest.raises(DataError, match="needs a function load"):
+        rows(tmp_path / "b.py")
+
+
+def test_a_broken_line_is_one_bad_row(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"question": "1"}\n{"quest\n[1]\n"\xff"\n{"question": "2"}\n'
+    )
+    found = rows(tmp_path / "a.jsonl")
+    assert [isinstance(row, RowError) for row in found] == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.json", b'{"a": 1}', "a list of rows"),
+        ("a.json", b"[1,", "not a JSON file"),
+        ("a.jsonl.gz", b"no gzip", "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-9], "cannot be read"),
+        ("a.parquet", b"text", "not a parquet file"),
+        ("a.arrow", b"text", "not an arrow file"),
+        ("a.csv", b"\xff\xfe\x00", "not a CSV file"),
+        ("a.txt", b"text", "unknown kind of file '.txt'; readable are .json"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, name, content, reason):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name}.*{reason}"):
+        rows(tmp_path / name)
+
+
+# -- addresses --------------------------------------------------------------------------------
+
+
+def test_addresses(tmp_path, monkeypatch):
+    assert parse_address("org/set:clean@train#en/x") == Address("org/set", "clean", "train", "en/x")
+    assert parse_address("set@test") == Address("set", None, "test", None)
+    assert parse_address("a/b.jsonl") == Address("a/b.jsonl")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd@2x#1.jsonl").write_text("{}")
+    assert parse_address("odd@2x#1.jsonl") == Address("odd@2x#1.jsonl")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"gone\.jsonl does not exist"):
+        rows(tmp_path / "gone.jsonl")
+    with pytest.raises(DataError, match=r"no/such does not exist.*allow_network"):
+        rows("no/such")
+
+
+def test_a_single_file_has_no_splits(jsonl):
+    with pytest.raises(DataError, match="single file and has no split 'train'"):
+        rows(jsonl(ROWS), split="train")
+
+
+# -- folders ----------------------------------------------------------------------------------
+
+
+def test_a_folder_with_one_file_per_split(tmp_path):
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{name}.jsonl").write_text(json.dumps({"question": name}))
+    assert [row["question"][:7] for row in rows(f"{tmp_path}@train")] == ["train-0", "train-0"]
+    assert len(rows(f"{tmp_path}@test")) == 1
+    assert len(rows(f"{tmp_path}#data", split="test")) == 1
+    with pytest.raises(DataError, match=r"a split .write PATH@SPLIT.*: test, train"):
+        rows(tmp_path)
+
+
+def test_an_image_folder_with_metadata(tmp_path, picture):
+    picture("train/x.png")
+    line = {"file_name": "x.png", "question": "?", "answer": "1"}
+    (tmp_path / "train" / "metadata.jsonl").write_text(json.dumps(line))
+    for path in (tmp_path / "train", f"{tmp_path}@train"):
+        sample = load([DataSource(path=str(path))], DataConfig()).samples[0]
+        assert sample.media[0].path == str(tmp_path / "train" / "x.png")
+
+
+def test_image_dir_is_where_relative_paths_start(jsonl, picture, tmp_path):
+    picture("pics/x.png")
+    path = jsonl([{"problem": "<image>", "answer": "1", "images": ["x.png"]}])
+    source = DataSource(path=path, image_dir=str(tmp_path / "pics"))
+    assert load([source], DataConfig()).samples[0].media[0].width == 40
+    with pytest.raises(DataError, match=r"image_dir .*none does not exist"):
+        open_source(DataSource(path=path, image_dir=str(tmp_path / "none")))
+
+
+def test_a_folder_written_by_datasets(tmp_path, picture):
+    datasets = pytest.importorskip("datasets")
+    columns = {"problem": ["<image>?"], "answer": ["1"], "images": [[str(picture())]]}
+    features = datasets.Features(
+        {
+            "problem": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+            "images": [datasets.Image()],
+        }
+    )
+    table = datasets.Dataset.from_dict(columns, features=features)
+    table.to_parquet(str(tmp_path / "a.parquet"))
+    table.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "two"))
+    for path in ("a.parquet", "one", "two@test"):
+        sample = load([DataSource(path=f"{tmp_path}/{path}")], DataConfig()).samples[0]
+        assert (sample.media[0].width, sample.answer) == (40, "1")
+    with pytest.raises(DataError, match="several splits; write PATH@SPLIT with one of train, test"):
+        rows(tmp_path / "two")

@@ -1,0 +1,129 @@
+"""The counting task: pictures that show what their answers say."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from saccade.data.synthetic import (
+    COLOURS,
+    MID_GREY,
+    TEACHING_COLOURS,
+    TRAINING_COLOURS,
+    UNSEEN_COLOURS,
+    counting_scene,
+    counting_split,
+    demonstrated,
+    encode_png,
+    unseen_split,
+    write_jsonl,
+)
+
+
+def connected_regions(mask: np.ndarray) -> int:
+    """Regions of touching pixels, diagonals included."""
+    left, regions = mask.copy(), 0
+    while left.any():
+        regions += 1
+        waiting = [tuple(np.argwhere(left)[0])]
+        while waiting:
+            y, x = waiting.pop()
+            if left[y, x]:
+                left[y, x] = False
+                around = left[max(y - 1, 0) : y + 2, max(x - 1, 0) : x + 2]
+                waiting += [(max(y - 1, 0) + v, max(x - 1, 0) + u) for v, u in np.argwhere(around)]
+    return regions
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_a_scene_shows_as_many_separate_regions_as_it_has_shapes(count: int) -> None:
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        image, shapes = counting_scene(rng, count=count, colours=TRAINING_COLOURS)
+        assert image.shape == (56, 56, 3) and image.dtype == np.uint8
+        assert len(shapes) == connected_regions((image != MID_GREY).any(axis=2)) == count
+        for shape in shapes:
+            assert 4 <= shape.radius <= 6
+            assert tuple(image[shape.y, shape.x]) == COLOURS[shape.colour]
+
+
+def test_shapes_come_in_reading_order() -> None:
+    _, shapes = counting_scene(np.random.default_rng(3), count=6, colours=TRAINING_COLOURS)
+    places = [(shape.y >= 28, shape.x) for shape in shapes]
+    assert places == sorted(places)
+
+
+def test_answers_are_uniform() -> None:
+    rows = counting_split(600, seed=0, colours=TEACHING_COLOURS)
+    assert Counter(row.answer for row in rows) == {str(k): 100 for k in range(1, 7)}
+
+
+def test_a_row_is_a_question_about_one_picture() -> None:
+    row = counting_split(1, seed=5, colours=("red", "blue"))[0]
+    (message,) = row.messages
+    (media,) = row.media
+    assert message.role == "user" and message.parts == (media, "how many objects?")
+    assert (media.width, media.height) == (56, 56)
+    assert media.data is not None and media.hash == hashlib.sha256(media.data).hexdigest()
+    assert row.answer == str(len(row.extra["colours"]))
+    listed = " ".join(row.extra["colours"])
+    assert row.extra["demonstration"] == (
+        f"<think> {listed} </think><answer> {row.answer} </answer>"
+    )
+    assert demonstrated(row).messages[1].text == row.extra["demonstration"]
+
+
+def test_png_is_what_was_drawn() -> None:
+    image = np.random.default_rng(0).integers(0, 256, size=(7, 5, 3), dtype=np.uint8)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(encode_png(image)))), image)
+
+
+def test_a_split_depends_on_its_seed_alone() -> None:
+    rows = counting_split(40, seed=1, colours=TRAINING_COLOURS)
+    assert rows == counting_split(40, seed=1, colours=TRAINING_COLOURS)
+    assert rows[:7] == counting_split(7, seed=1, colours=TRAINING_COLOURS)
+    other = counting_split(40, seed=2, colours=TRAINING_COLOURS)
+    assert {row.media[0].hash for row in rows}.isdisjoint(row.media[0].hash for row in other)
+    assert len({row.id for row in rows + other}) == 80
+
+
+def test_unseen_rows_share_no_colour_or_background_with_training() -> None:
+    rows = unseen_split(64, seed=0)
+    assert {colour for row in rows for colour in row.extra["colours"]} == set(UNSEEN_COLOURS)
+    assert set(UNSEEN_COLOURS).isdisjoint(TRAINING_COLOURS)
+    assert {row.answer for row in rows} == {str(k) for k in range(1, 9)}
+    corner = np.asarray(Image.open(io.BytesIO(rows[0].media[0].data or b"")))[0, 0]
+    assert tuple(corner) != MID_GREY
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit into 56 pixels; size=112"):
+        counting_split(1, seed=0, colours=("red",), counts=(40, 40))
+    with pytest.raises(ValueError, match="unknown colours"):
+        counting_split(1, seed=0, colours=("mauve",))
+    assert counting_split(0, seed=0, colours=("red",)) == []
+
+
+def test_written_rows_read_back(tmp_path: Path) -> None:
+    rows = counting_split(5, seed=0, colours=TEACHING_COLOURS)
+    path = write_jsonl(rows, tmp_path)
+    assert path == tmp_path / "train.jsonl"
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["answer"] for row in written] == [row.answer for row in rows]
+    assert written[0]["problem"] == "<image>how many objects?"
+    for row, sample in zip(written, rows, strict=True):
+        assert (tmp_path / row["images"][0]).read_bytes() == sample.media[0].data
+
+
+def test_six_thousand_scenes_are_quick() -> None:
+    start = time.process_time()
+    counting_split(6000, seed=0, colours=TRAINING_COLOURS)
+    assert time.process_time() - start < 4

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from saccade.rewards.extract import extract, has_think
+
+MATH = ("answer_tag", "boxed", "answer_line")
+
+
+@pytest.mark.parametrize(
+    ("response", "order", "found"),
+    [
+        ("<answer>1</answer> no: <answer>2</answer>", MATH, "2"),
+        ("<answer>\n12\n</answer>", MATH, "12"),
+        ("<answer>1</answer><answer>2", MATH, "1"),
+        (r"<answer>so \boxed{\frac{1}{2}}</answer>", MATH, r"\frac{1}{2}"),
+        (r"\boxed{1} and \boxed{\{2\}}", MATH, r"\{2\}"),
+        (r"\boxed{1} and \boxed{2", MATH, "1"),
+        (r"\boxed{\boxed{5}}", MATH, "5"),
+        (r"\boxed{}", MATH, ""),
+        ("steps\n**Final answer:** 12", MATH, "12"),
+        ("Answer: 3\nAnswer: $4$", MATH, "$4$"),
+        ("my answer: is late", ("answer_line",), None),
+        ("Answer: 3" + "\nfurther" * 60, MATH, None),
+        ("so #### 72\n", ("hash",), "72"),
+        ("it is 7", MATH, None),
+        ("it is 7, not 8.5", ("last_number",), "8.5"),
+        ("The answer is (B).", ("letter",), "B"),
+        ("(A) or (B)", ("letter",), None),
+        ("  cat ", ("whole",), "cat"),
+        ("", ("whole",), None),
+    ],
+)
+def test_order_and_places(response: str, order: tuple[str, ...], found: str | None) -> None:
+    assert extract(response, order) == found
+
+
+@pytest.mark.parametrize(
+    ("response", "prefilled", "found"),
+    [
+        ("<think><answer>1</answer></think><answer>2</answer>", False, "2"),
+        ("<think><answer>1</answer></think>", False, None),
+        ("<think><answer>1</answer>", False, None),
+        ("<answer>1</answer>", False, "1"),
+        ("<answer>1</answer>", True, None),
+        ("a thought</think><answer>1</answer>", True, "1"),
+        ("<think>a</think><think>b<answer>1</answer>", False, None),
+    ],
+)
+def test_scope_is_what_follows_the_last_closed_thought(
+    response: str, prefilled: bool, found: str | None
+) -> None:
+    assert extract(response, MATH, think_prefilled=prefilled) == found
+
+
+def test_scope_all_reads_the_thought() -> None:
+    assert extract("<think><answer>1</answer>", MATH, scope="all") == "1"
+
+
+@pytest.mark.parametrize(
+    ("response", "prefilled", "expected"),
+    [
+        ("<think>a</think>b", False, True),
+        ("<think> </think>b", False, False),
+        ("<think>a", False, False),
+        ("a</think>b", True, True),
+        ("a</think>b", False, False),
+        ("</think>b", True, False),
+    ],
+)
+def test_has_think(response: str, prefilled: bool, expected: bool) -> None:
+    assert has_think(response, prefilled) is expected
+
+
+def test_many_open_boxes_are_read_in_one_pass() -> None:
+    start = time.process_time()
+    assert extract("\\boxed{" * 50_000, MATH) is None
+    assert time.process_time() - start < 1

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from saccade.rewards.pool import WorkerPool
+from saccade.rewards.sample import RewardSample
+from saccade.types import Score
+
+BAD = """
+import asyncio, math, os, sys, time
+
+def misbehave(response):
+    if response == "raise": raise ValueError("boom")
+    if response == "sleep": time.sleep(60)
+    if response == "none": return None
+    if response == "nan": return math.nan
+    if response == "exit": os._exit(3)
+    if response == "noise": print("not a reply"); sys.stdout.flush()
+    return 1.0
+
+def single(sample): return misbehave(sample.response)
+def batch(samples): return [misbehave(s.response) for s in samples]
+def short(samples): return [1.0 for s in samples if s.response != "drop"]
+async def waiting(sample):
+    if sample.response == "sleep": await asyncio.sleep(60)
+    if sample.response == "block": time.sleep(60)
+    return misbehave(sample.response)
+async def waiting_batch(samples):
+    await asyncio.sleep(0.01)
+    return [s.length for s in samples]
+def child(sample): return os.getppid()
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    path = tmp_path / "bad.py"
+    path.write_text(BAD)
+    return str(path)
+
+
+def scores(pool: WorkerPool, verifier: str, responses: list[str]) -> dict[str, Score]:
+    samples = [
+        RewardSample(id=str(index), response=response, length=index)
+        for index, response in enumerate(responses)
+    ]
+    futures = [pool.submit(verifier, sample) for sample in samples]
+    return {s.response: f.result(timeout=60) for s, f in zip(samples, futures, strict=True)}
+
+
+GOOD = [f"good {index}" for index in range(40)]
+
+
+def test_bad_samples_cost_only_themselves(functions: str) -> None:
+    bad = ["raise", "sleep", "none", "nan", "exit", "noise"]
+    with WorkerPool(workers=2, deadline=1.5) as pool:
+        assert pool.check(f"{functions}:single") is None
+        start = time.monotonic()
+        found = scores(pool, f"{functions}:single", GOOD[:20] + bad + GOOD[20:])
+        seconds = time.monotonic() - start
+    assert all(found[name].value == 1 and found[name].kind == "value" for name in [*GOOD, "noise"])
+    kinds = {name: found[name].reason.partition(":")[0] for name in bad[:5]}
+    assert kinds == {
+        "raise": "raised",
+        "sleep": "timeout",
+        "none": "none",
+        "nan": "nan",
+        "exit": "crashed",
+    }
+    assert "boom" in found["raise"].reason and "bad.py" in found["raise"].reason
+    assert 1.5 <= seconds < 15  # one deadline and two new processes, not sixty seconds
+
+
+@pytest.mark.parametrize("name", ["batch", "waiting"])
+def test_batch_and_async_functions_lose_only_the_culprits(functions: str, name: str) -> None:
+    bad = {"batch": ["raise", "sleep", "exit"], "waiting": ["raise", "sleep", "block"]}[name]
+    with WorkerPool(workers=2, deadline=1) as pool:
+        found = scores(pool, f"{functions}:{name}", [*GOOD[:9], *bad, *GOOD[9:12]])
+    assert {key for key, score in found.items() if score.kind == "error"} == set(bad)
+    assert found["sleep"].reason.startswith("timeout")
+
+
+def test_a_short_list_fails_only_where_it_is_short(functions: str) -> None:
+    with WorkerPool(workers=1, deadline=5) as pool:
+        found = scores(pool, f"{functions}:short", [*GOOD[:5], "drop"])
+    assert found["drop"].reason.startswith("bad_length")
+    assert all(found[name].value == 1 for name in GOOD[:5])
+
+
+def test_an_async_batch(functions: str) -> None:
+    with WorkerPool(workers=1, deadline=5) as pool:
+        found = scores(pool, f"{functions}:waiting_batch", GOOD[:4])
+    assert [found[name].value for name in GOOD[:4]] == [0, 1, 2, 3]
+
+
+def test_check_tells_what_is_wrong(functions: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_module_at_all\n")
+    with WorkerPool(workers=1, deadline=5) as pool:
+        assert "single, batch" in (pool.check(f"{functions}:sinlge") or "")
+        assert "unexpected" in (pool.check(f"{functions}:single", {"bonus": 1}) or "")
+        assert "no_such_module" in (pool.check(f"{tmp_path}/broken.py:f") or "")
+
+
+def test_closing_ends_the_processes_and_answers_what_is_left(functions: str) -> None:
+    pool = WorkerPool(workers=1, deadline=30)
+    pid = int(pool.submit(f"{functions}:child", RewardSample(id="a", response="")).result().value)
+    assert pid == os.getpid()
+    stuck = [
+        pool.submit(f"{functions}:single", RewardSample(id=str(i), response="sleep"))
+        for i in range(3)
+    ]
+    workers = [process.process for process in pool._processes]
+    pool.close()
+    assert all(process.poll() is not None for process in workers)
+    assert {future.result(timeout=5).kind for future in stuck} == {"error"}
+    late = pool.submit("count", RewardSample(id="b", response="7", answer="7"))
+    assert late.result(timeout=5).reason.startswith("closed")
+
+
+def test_math_runs_in_the_workers_without_torch(tmp_path: Path) -> None:
+    probe = tmp_path / "probe.py"
+    probe.write_text("import sys\ndef f(sample): return float('torch' in sys.modules)\n")
+    with WorkerPool(workers=1, deadline=10) as pool:
+        sample = RewardSample(id="a", response=r"\boxed{2\sqrt{3}}", answer=r"\sqrt{12}")
+        assert pool.submit("math", sample).result().value == 1
+        assert pool.submit(f"{probe}:f", sample).result().value == 0

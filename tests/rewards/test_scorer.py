@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.config import RewardConfig
+from saccade.errors import ConfigError
+from saccade.rewards.combine import Scored
+from saccade.rewards.sample import RewardSample
+from saccade.rewards.scorer import Scorer
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_reward.py"
+
+
+def scorer(overlong: tuple[int, float] | None = None, form: str = "think_answer", **config: Any):
+    settings = RewardConfig(**config)
+    return Scorer(settings, prompt_format=form, max_tokens=100, overlong=overlong)
+
+
+def one(scoring: Scorer, response: str, answer: str | None = "7", **known: Any) -> Scored:
+    with scoring:
+        return scoring.score([RewardSample(id="a", response=response, answer=answer, **known)])[0]
+
+
+RIGHT = "<think>a</think><answer>7</answer>"
+BARE = "<answer>7</answer>"
+TWO = ["count", {"verifier": "format:think_answer", "weight": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("combine", "response", "reward"),
+    [
+        ("weighted_sum", RIGHT, 1.5),
+        ("weighted_sum", BARE, 1.0),
+        ("product", RIGHT, 0.5),
+        ("product", BARE, 0.0),
+        ("min", RIGHT, 0.5),
+        ("min", BARE, 0.0),
+        ("gate(format)", RIGHT, 1.5),
+        ("gate(format)", BARE, 0.0),
+        ("gate(format:think_answer)", BARE, 0.0),
+    ],
+)
+def test_combinations(combine: str, response: str, reward: float) -> None:
+    scored = one(scorer(terms=TWO, combine=combine), response)
+    assert (scored.status, scored.reward, scored.outcome) == ("ok", reward, 1.0)
+    assert set(scored.parts) == {"count", "format"}
+
+
+def test_order_is_combine_shape_clip() -> None:
+    config = {"terms": TWO, "combine": "gate(format)", "clip": (-0.25, 1.2)}
+    shaped = one(scorer(overlong=(50, 1.0), **config), BARE, length=75)
+    assert shaped.parts == {"count": 1.0, "format": 0.0, "overlong": -0.5}
+    assert (shaped.reward, shaped.clipped, shaped.outcome) == (-0.25, True, 1.0)
+    free = one(scorer(overlong=(50, 1.0), **config), RIGHT, length=75)
+    assert (free.reward, free.clipped) == (1.0, False)
+
+
+def test_shaping_terms_never_reach_the_outcome() -> None:
+    terms = ["repetition", "count", {"verifier": "length", "args": {"band": [0, 5]}, "weight": 0.1}]
+    scored = one(scorer(terms=terms), "7", length=3)
+    assert (scored.outcome, scored.reward) == (1.0, 1.1)
+
+
+def test_the_outcome_is_the_accuracy_part_where_there_is_one() -> None:
+    scored = one(scorer(preset="geo3k", form="think_boxed"), r"\boxed{7}")
+    assert (scored.reward, scored.outcome) == (0.9, 1.0)
+
+
+def test_an_abstaining_term_excludes_the_member_unless_renormalised() -> None:
+    terms = [
+        {"verifier": "count", "weight": 3.0},
+        {"verifier": "format:think_answer", "weight": 1.0},
+    ]
+    scored = one(scorer(terms=terms), RIGHT, answer="several")
+    assert (scored.status, scored.reward, scored.reason_kind) == (
+        "abstain",
+        None,
+        "gold_unparseable",
+    )
+    rescaled = one(scorer(terms=terms, renormalise=True), RIGHT, answer="several")
+    assert (rescaled.status, rescaled.reward, rescaled.outcome) == ("ok", 4.0, None)
+    alone = one(scorer(terms=["count"], renormalise=True), RIGHT, answer="several")
+    assert alone.status == "abstain"
+    gated = scorer(terms=terms, renormalise=True, combine="gate(count)")
+    assert one(gated, RIGHT, answer="several").status == "abstain"
+
+
+def test_an_error_beats_an_abstention(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def compute_score(sample):\n    raise ValueError('boom')\n")
+    terms = ["count", f"{tmp_path}/bad.py"]
+    scored = one(scorer(terms=terms, renormalise=True, workers=1), RIGHT, answer="several")
+    assert (scored.status, scored.reason_kind) == ("error", "raised")
+    assert scored.reason.startswith("raised: bad: ValueError: boom")
+
+
+def test_a_bad_reward_is_counted_by_kind_and_the_rest_is_scored(tmp_path: Path) -> None:
+    code = """
+import time
+def compute_score(sample):
+    if sample.response == "raise": raise RuntimeError("no")
+    if sample.response == "sleep": time.sleep(60)
+    return {"none": None, "nan": float("nan")}.get(sample.response, 0.5)
+"""
+    (tmp_path / "bad.py").write_text(code)
+    responses = ["raise", "sleep", "none", "nan"] + ["fine"] * 28
+    samples = [
+        RewardSample(id=str(i), response=text, answer="7") for i, text in enumerate(responses)
+    ]
+    with scorer(terms=[f"{tmp_path}/bad.py", "repetition"], deadline=1.0) as scoring:
+        start = time.monotonic()
+        futures = [scoring.submit(sample) for sample in samples]
+        scored = [future.result(timeout=30) for future in futures]
+        seconds = time.monotonic() - start
+    assert [s.reason_kind for s in scored[:4]] == ["raised", "timeout", "none", "nan"]
+    assert [s.status for s in scored] == ["error"] * 4 + ["ok"] * 28
+    assert {s.reward for s in scored[4:]} == {0.5}
+    assert seconds < 10
+
+
+def test_recipes_by_source() -> None:
+    by_source = {"clevr": ["count"], "geo": "geo3k", "words": {"verifier": "exact", "weight": 2.0}}
+    with scorer(by_source=by_source) as scoring:
+        samples = [
+            RewardSample(id="a", response=BARE, answer="7", data_source="clevr"),
+            RewardSample(id="b", response=r"\boxed{7}", answer="7", data_source="geo"),
+            RewardSample(id="c", response=BARE, answer="7", data_source="words"),
+        ]
+        assert [s.reward for s in scoring.score(samples)] == [1.0, 0.9, 2.0]
+        with pytest.raises(ConfigError, match="did you mean 'clevr'"):
+            scoring.check_sources(["clevr", "clever"])
+    with scorer(by_source={**by_source, "default": "gsm8k"}) as scoring:
+        scoring.check_sources(["anything"])
+    with scorer(by_source=by_source, terms=["math"]) as scoring:
+        scoring.check_sources(["anything"])
+
+
+@pytest.mark.parametrize(
+    ("preset", "response", "reward"),
+    [
+        ("lmmr1_math", RIGHT, 1.5),
+        ("lmmr1_math", "<think>a</think>\n<answer>7</answer>", 1.0),
+        ("r1v", RIGHT, 2.0),
+        ("easyr1_math", r"<think>a</think>\boxed{7}", 1.0),
+        ("lightrft", r"\boxed{7}", 0.9),
+        ("gsm8k", "#### 7", 1.0),
+    ],
+)
+def test_presets(preset: str, response: str, reward: float) -> None:
+    assert one(scorer(preset=preset, workers=1), response).reward == pytest.approx(reward)
+
+
+def test_the_prompt_format_tells_where_to_look() -> None:
+    assert one(scorer(terms=["count"], form="hash"), "3 + 4\n#### 7").outcome == 1
+    assert one(scorer(terms=["exact"], form="direct"), "7").outcome == 1
+    assert one(scorer(terms=["exact"]), "7").outcome == 0
+    assert one(scorer(terms=["math"], form="direct", workers=1), "7").outcome == 1
+    assert one(scorer(terms=["math"], workers=1), "7").reason == "no_answer"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "reward.terms is empty"),
+        ({"terms": ["cuont"]}, "did you mean 'count'"),
+        ({"terms": [{"verifier": "count", "args": {"tolerence": 1}}]}, "did you mean 'tolerance'"),
+        ({"terms": [{"verifier": "geo3k", "args": {"a": 1}}]}, "takes no arguments"),
+        ({"terms": [{"verifier": "count", "args": {"order": ["tag"]}}]}, "known: answer_tag"),
+        ({"terms": [{"verifier": "gsm8k", "args": {"mode": "lax"}}]}, "mode is default"),
+        ({"terms": [{"verifier": "exact", "args": {"scope": "tail"}}]}, "scope is"),
+        ({"terms": [{"verifier": "count", "args": {"tolerance": "x"}}]}, "tolerance"),
+        ({"terms": [{"verifier": "format:think_answer", "args": {"gap": "x"}}]}, "gap"),
+        ({"terms": ["math", "math"]}, "two terms are called 'math'"),
+        ({"terms": ["math"], "preset": "r1v"}, "both set"),
+        ({"terms": ["math"], "by_source": {"default": "r1v"}}, "both set"),
+        ({"preset": "r2v"}, "did you mean 'r1v'"),
+        ({"by_source": {"a": "gsm9k"}}, "by_source.a"),
+        ({"by_source": {"a": 7}}, "by_source.a"),
+        ({"terms": ["math"], "combine": "sum"}, "known: gate"),
+        ({"terms": ["math"], "combine": "gate(format)"}, "unknown term 'format'"),
+        ({"terms": ["math"], "outcome": "count"}, "unknown term 'count'"),
+        ({"terms": ["format:boxed"]}, "reward.outcome=format"),
+        ({"terms": ["repetition"]}, "only shaping terms"),
+        ({"terms": [{"verifier": "overlong", "args": {"buffer": 100}}]}, "0 < buffer < 100"),
+        ({"terms": ["math", "overlong"]}, "buffer"),
+        ({"terms": ["math"], "clip": (1.0, -1.0)}, "clip"),
+        ({"terms": ["nowhere/reward.py:f"]}, "does not exist"),
+        ({"terms": [f"{EXAMPLE}:no_such_name"]}, "no function 'no_such_name'"),
+        ({"terms": [{"verifier": f"{EXAMPLE}:close_count", "args": {"wide": 1}}]}, "wide"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_at_once(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        scorer(**config).close()
+
+
+def test_unknown_prompt_format() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'think_answer'"):
+        scorer(terms=["math"], form="think_anser")
+
+
+def test_the_example_file() -> None:
+    terms = [
+        f"{EXAMPLE}:close_count",
+        {"verifier": f"{EXAMPLE}:brevity", "shaping": True, "args": {"target": 10}},
+    ]
+    scored = one(scorer(terms=terms, workers=1), "<answer>6</answer>", length=15)
+    assert scored.parts == {"close_count": pytest.approx(2 / 3), "brevity": -0.5}
+    assert (scored.outcome, scored.reward) == (0.0, pytest.approx(1 / 6))
+
+
+def test_counting_in_place_is_quick() -> None:
+    samples = [
+        RewardSample(
+            id=str(index),
+            response=f"<think>I count the things one by one</think>\n<answer>{index % 10}</answer>",
+            answer=str(index % 9),
+        )
+        for index in range(512)
+    ]
+    with scorer(terms=["count", "format:think_answer"]) as scoring:
+        assert scoring.pool is None
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            scored = scoring.score(samples)
+            times.append(time.process_time() - start)
+    assert sum(s.outcome or 0 for s in scored) == 54
+    assert min(times) < 0.015

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.config import RewardConfig
+from saccade.errors import SelfTestError
+from saccade.rewards.scorer import Scorer
+from saccade.rewards.self_test import SelfTest, require, self_test
+from saccade.types import Message, Sample
+
+
+def rows(*answers: Any, **known: Any) -> list[Sample]:
+    question = (Message(role="user", parts=("How many?",)),)
+    return [
+        Sample(id=f"row-{index}", messages=question, answer=answer, **known)
+        for index, answer in enumerate(answers)
+    ]
+
+
+def result_of(samples: list[Sample], terms: list[Any], form: str = "think_answer") -> SelfTest:
+    config = RewardConfig(terms=terms, workers=1)
+    with Scorer(config, prompt_format=form, max_tokens=64) as scorer:
+        return self_test(scorer, samples, format=form)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "form", "answers"),
+    [
+        ("count", "think_answer", ("7", "8", "8")),
+        ("count", "hash", ("7", "8")),
+        ("number", "direct", ("7.5", "8")),
+        ("math", "think_boxed", (r"\frac{1}{2}", "0.5", r"\sqrt{2}", r"\text{Evelyn}")),
+        ("math", "none", ("1", "2")),
+        ("math", "answer_line", ("1", "2")),
+        ("gsm8k", "hash", ("so 3 #### 3", "#### 4")),
+        ("geo3k", "think_boxed", ("1", "2")),
+        ("exact", "think_answer", ("true", "false")),
+        ("choice", "letter", ("A", "B")),
+        ("choice", "think_answer", (("A", "C"), ("B",))),
+    ],
+)
+def test_built_in_verifiers_pass(verifier: str, form: str, answers: tuple[Any, ...]) -> None:
+    result = result_of(rows(*answers), [verifier], form)
+    assert (result.passed, result.rows, result.failures) == (True, len(answers), ())
+
+
+def test_shaping_and_format_play_no_part() -> None:
+    result = result_of(rows("7", "8"), ["count", "format:think_boxed", "repetition"])
+    assert result.passed
+
+
+def test_a_verifier_that_does_not_fit_the_answers_is_refused() -> None:
+    result = result_of(rows("cat", "dog"), ["count"])
+    assert not result.passed
+    assert result.failures[0].sample_id == "row-0"
+    with pytest.raises(SelfTestError, match="row row-0: gold response") as error:
+        require(result, "strict")
+    assert error.value.exit_code == 2
+    require(result, "off")
+
+
+def test_warn_only_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        require(result_of(rows("cat", "dog"), ["count"]), "warn")
+    assert "misjudges" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "case"),
+    [
+        ("return 1.0", "gold"),
+        ("return float(sample.answer in sample.response or not sample.response)", "empty"),
+        ("return float('answer' in sample.response)", "foreign"),
+        ("raise ValueError('boom')", "gold"),
+    ],
+)
+def test_careless_custom_rewards_are_refused(tmp_path: Path, body: str, case: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def compute_score(sample):\n    {body}\n")
+    result = result_of(rows("7", "8"), [f"{tmp_path}/mine.py"])
+    assert case in {failure.case for failure in result.failures}
+
+
+def test_a_careful_custom_reward_passes(tmp_path: Path) -> None:
+    body = "return 2.0 * (f'<answer>{sample.answer}</answer>' in sample.response) - 1"
+    (tmp_path / "mine.py").write_text(f"def compute_score(sample):\n    {body}\n")
+    assert result_of(rows("7", "8"), [f"{tmp_path}/mine.py"]).passed
+
+
+def test_terms_without_gold_are_skipped_and_listed() -> None:
+    result = result_of(rows(None, None), ["count"])
+    assert (result.passed, result.rows) == (True, 0)
+    assert result.skipped == ("count (default): no row has an answer",)
+
+
+def test_a_tolerance_gets_a_foreign_answer_that_is_far_away() -> None:
+    terms = [{"verifier": "number", "args": {"rel_tol": 0.05}}]
+    assert result_of(rows("10", "10.4", "99"), terms).passed
+
+
+def test_real_sets_pass(shared: Path) -> None:
+    with gzip.open(shared / "math500/math500.jsonl.gz", "rt") as lines:
+        answers = [json.loads(line)["answer"] for line in lines][:32]
+    assert result_of(rows(*answers), ["math"], "think_boxed").passed
+    with gzip.open(shared / "gsm8k/gsm8k.train.jsonl.gz", "rt") as lines:
+        answers = [json.loads(next(lines))["answer"] for _ in range(32)]
+    assert result_of(rows(*answers), ["gsm8k"]).passed
+    assert result_of(rows(*answers), ["gsm8k"], "hash").passed
+    items = json.loads((shared / "nlvr/nlvr.train.json").read_text())
+    assert result_of(rows(*(item["solution"] for item in items[:32])), ["exact"]).passed
+    mathv = (shared / "mathv/mathv.train.jsonl").read_text().splitlines()
+    letters = [row["answer"] for row in map(json.loads, mathv) if row["answer_type"] == "choice"]
+    assert result_of(rows(*letters[:32]), ["choice"]).passed
+
+
+def test_the_package_imports_no_torch() -> None:
+    code = (
+        "import sys, saccade.rewards.self_test, saccade.rewards.worker\n"
+        "assert not {'torch', 'sympy', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

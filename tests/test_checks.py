@@ -1,0 +1,110 @@
+"""Configs that cannot run are refused with the field, the reason and a value that works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from saccade.checks import check, chosen
+from saccade.config import Config, load
+from saccade.errors import ConfigError
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "2 + 2?", "answer": "4"}\n')
+    return path
+
+
+def config(rows: Path, *overrides: str, reward: bool = True) -> Config:
+    base = {"model.path": "tiny:qwen2_5_vl", "data.train": str(rows), "data.val": str(rows)}
+    return load(base | ({"reward.terms": ["math"]} if reward else {}), overrides)
+
+
+@pytest.mark.parametrize("command", ["rl", "sft", "eval", "generate", "check-data"])
+def test_a_plain_config_passes(rows: Path, command: str) -> None:
+    check(config(rows), command)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "remedy"),
+    [
+        ("model.path=''", "model.path", "model.path=tiny:qwen2_5_vl"),
+        ("model.path=no/such/folder", "model.path", "model folder that is on this disk"),
+        ("model.train=vision", "model.train", "freeze:vision"),
+        ("data.train=[]", "data.train", "data.train=train.jsonl"),
+        ("data.train=missing.jsonl", "data.train", "data.allow_network=true"),
+        ("data.val=missing.jsonl", "data.val", "data.allow_network=true"),
+        ("data.mixing=first_exhausted", "data.mixing", "weight"),
+        ("data.min_pixels=2000000", "data.min_pixels", "data.min_pixels=3136"),
+        ("prompt.template=missing.jinja", "prompt.template", "remove it"),
+        ("rollout.top_p=0.9", "rollout.top_p", "rollout.support=replay"),
+        ("rollout.top_k=50", "rollout.top_k", "rollout.top_k=-1"),
+        ("rollout.max_tokens=3", "rollout.max_tokens", "rollout.max_tokens=256"),
+        ("val.max_tokens=1", "val.max_tokens", "val.max_tokens=256"),
+        ("env.max_total_tokens=2048", "env.max_total_tokens", "env.max_total_tokens=6144"),
+        ("env.max_turns=3", "env.max_turns", "env.max_turns=1"),
+        ("train.updates_per_step=129", "train.updates_per_step", "train.updates_per_step=128"),
+        ("train.min_lr=0.1", "train.min_lr", "train.schedule=linear"),
+        ("train.betas=[0.9,1.0]", "train.betas", "[0.9,0.95]"),
+        ("train.lr_scale={eyes: 1}", "train.lr_scale", "vision, projector, llm"),
+        ("reward.terms=[]", "reward.terms", "reward.terms=[math]"),
+        ("reward.clip=[1,-1]", "reward.clip", "reward.clip=[-1,1]"),
+        ("run.resume=no/such/step", "run.resume", "run.resume=auto"),
+        ("sft.loss_on=all", "sft.loss_on", "remove it"),
+        ("generate.n=4", "generate.n", "remove it"),
+    ],
+)
+def test_what_rl_refuses(rows: Path, override: str, field: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config(rows, override), "rl")
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{field}: ") and remedy in line
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["algorithm.preset=rloo", "algorithm.kl.coef=0.1", "train.updates_per_step=2", "generate.n=2"],
+)
+def test_sft_refuses_what_it_does_not_read(rows: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match="has no effect in `saccade sft`"):
+        check(config(rows, override), "sft")
+
+
+def test_eval_takes_the_file_of_a_training_run(rows: Path) -> None:
+    check(config(rows, "algorithm.preset=dapo", "train.updates_per_step=4"), "eval")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.top_p=0.9", "rollout.support=replay"],
+        ["rollout.max_tokens=3", "prompt.format=direct"],
+        ["train.min_lr=0.1", "train.schedule=cosine"],
+        ["model.train=freeze:vision,projector"],
+        ["val.n=8"],
+        ["reward.terms=[]", "env.name=my.py:World", "env.max_turns=4"],
+    ],
+)
+def test_the_remedies_work(rows: Path, overrides: list[str]) -> None:
+    check(config(rows, *overrides), "rl")
+
+
+def test_all_problems_come_at_once(rows: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config(rows, "rollout.top_p=0.5", "train.updates_per_step=999", "run.resume=x"), "rl")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_eval_needs_a_validation_set(rows: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.val: nothing to evaluate"):
+        check(config(rows, "data.val=[]"), "eval")
+
+
+def test_chosen_lists_what_was_set() -> None:
+    assert list(chosen(load(None, ["algorithm.kl.coef=0", "train.lr=1e-6"]))) == [
+        "algorithm.kl.coef",
+        "train.lr",
+    ]

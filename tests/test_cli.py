@@ -1,0 +1,301 @@
+"""The command line: what it prints, what it refuses, which exit code it returns."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+import saccade
+from saccade.checks import check
+from saccade.cli import app
+from saccade.config import load
+from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
+from saccade.plan import plan
+from saccade.recipes.init import guess_reward
+from saccade.smoke import smoke
+from saccade.types import Sample
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+COMMANDS = {
+    "quickstart",
+    "init",
+    "rl",
+    "sft",
+    "eval",
+    "generate",
+    "export",
+    "check-data",
+    "algorithms",
+    "report",
+}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160", "NO_COLOR": "1"})
+
+
+@pytest.fixture
+def counting(tmp_path: Path) -> Path:
+    return write_jsonl(counting_split(24, seed=0, colours=TEACHING_COLOURS), tmp_path / "counting")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen2_vl"}')
+    return folder
+
+
+# -- help and errors -------------------------------------------------------------------------------
+
+
+def test_plain_saccade_prints_help() -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert "quickstart" in result.stdout
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"Example: saccade {command}" in result.stdout
+
+
+def test_only_these_commands_exist() -> None:
+    assert {command.name for command in app.registered_commands} == COMMANDS
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"saccade {saccade.__version__}\n"
+
+
+def test_a_typo_names_the_nearest_command() -> None:
+    result = run("quickstat")
+    assert result.exit_code == 2
+    assert "quickstart" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rl", "missing.yaml"], "config file missing.yaml does not exist"),
+        (["rl", "train.lrr=1"], "did you mean 'train.lr'?"),
+        (["rl", "a.yaml", "b.yaml"], "one config file, not 2"),
+        (["sft"], "data.train: no training data"),
+        (["eval", "model.path=tiny:qwen2_5_vl"], "data.val: nothing to evaluate"),
+        (["algorithms", "gropo"], "grpo"),
+        (["report", "no/such/run"], "not a run folder"),
+        (["init", "no/such/model", "no/such/data"], "has no config.json"),
+    ],
+)
+def test_a_bad_request_exits_with_2_and_a_message(arguments: list[str], words: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SACCADE_DEBUG", "1")
+    result = run("rl", "train.lrr=1")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+
+
+# -- dry run and smoke -----------------------------------------------------------------------------
+
+
+def test_dry_run_prints_the_config_and_the_arithmetic(counting: Path) -> None:
+    result = run(
+        "rl",
+        "model.path=tiny:qwen2_5_vl",
+        f"data.train={counting}",
+        "reward.terms=count",
+        "train.prompts_per_step=6",
+        "train.updates_per_step=4",
+        "--seed=7",
+        "--out=elsewhere",
+        "--dry-run",
+    )
+    assert result.exit_code == 0, result.stderr
+    text, _, rest = result.stdout.partition("\ngrpo: ")
+    config = yaml.safe_load(text)
+    assert config["run"]["seed"] == 7 and config["run"]["out"] == "elsewhere"
+    assert config["train"]["prompts_per_step"] == 6
+    for expected in ("48 = 6 x 8", "1 or 2", "4 (24 rows)", "16384 tokens"):
+        assert expected in rest
+
+
+def test_dry_run_refuses_a_group_of_one(counting: Path) -> None:
+    result = run(
+        "rl",
+        "model.path=tiny:qwen2_5_vl",
+        f"data.train={counting}",
+        "reward.terms=count",
+        "train.samples_per_prompt=1",
+        "--dry-run",
+    )
+    assert result.exit_code == 2
+    assert "train.samples_per_prompt=8" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["sft", "eval", "generate"])
+def test_dry_run_of_the_other_commands(command: str, counting: Path) -> None:
+    data = f"data.{'val' if command == 'eval' else 'train'}={counting}"
+    result = run(command, "model.path=tiny:qwen2_5_vl", data, "--dry-run")
+    assert result.exit_code == 0, result.stderr
+    assert "24" in result.stdout.partition("Batch arithmetic")[2]
+
+
+def test_arithmetic_of_an_uneven_step() -> None:
+    config = load({"train.prompts_per_step": 10, "train.updates_per_step": 3})
+    rows = dict(plan(config, "rl", samples_per_prompt=4))
+    assert rows["samples per step"] == "40 = 10 x 4"
+    assert rows["prompts per update"] == "3 or 4"
+    assert rows["optimizer steps per step"] == "3"
+
+
+def test_smoke_shrinks_the_run_and_keeps_its_kind(counting: Path, model: Path) -> None:
+    config = load(
+        {
+            "model.path": str(model),
+            "data.train": [{"path": str(counting), "data_source": "shapes"}],
+            "data.val": str(counting),
+            "reward.terms": ["count"],
+            "algorithm.preset": "dapo",
+            "algorithm.overlong.buffer": 512,
+            "train.updates_per_step": 8,
+            "run.device": "cuda",
+        }
+    )
+    small = smoke(config, "rl")
+    check(small, "rl")
+    assert small.model.path == "tiny:qwen2_vl"
+    assert small.run.max_steps == 2 and small.run.device == "auto"
+    assert (small.train.prompts_per_step, small.train.samples_per_prompt) == (2, 2)
+    assert small.train.updates_per_step == 2 and small.rollout.max_tokens == 16
+    assert small.algorithm.overlong.buffer == 8 and small.algorithm.preset == "dapo"
+    assert small.data.train[0].data_source == "shapes"
+    assert small.data.val[0].max_samples == 2
+
+
+@pytest.mark.parametrize("command", ["rl", "sft", "eval", "generate"])
+def test_smoke_passes_the_checks_of_its_command(command: str, counting: Path) -> None:
+    tree = {"data.train": str(counting), "data.val": str(counting), "model.path": "not/here"}
+    small = smoke(load(tree | ({"reward.terms": ["count"]} if command == "rl" else {})), command)
+    check(small, command)
+    assert small.model.path == "tiny:qwen2_5_vl"
+
+
+# -- init ------------------------------------------------------------------------------------------
+
+
+def test_init_writes_a_config_that_loads(tmp_path: Path, model: Path, counting: Path) -> None:
+    out = tmp_path / "run.yaml"
+    result = run("init", str(model), str(counting), "--out", str(out))
+    assert result.exit_code == 0, result.stderr
+    config = load(out)
+    check(config, "rl")
+    assert config.reward.terms[0].verifier == "count"
+    assert config.data.format == "easyr1"
+    for line in out.read_text().splitlines():
+        assert "#" in line or line.endswith(":")
+    again = run("init", str(model), str(counting), "--out", str(out))
+    assert again.exit_code == 2 and "exists" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("golds", "reward"),
+    [
+        (["3", "12", "-1"], "count"),
+        (["A", "(C)", "B"], "choice"),
+        (["3", "x^2"], "math"),
+        (["red", "blue"], "math"),
+    ],
+)
+def test_the_reward_follows_from_the_golds(golds: list[str], reward: str) -> None:
+    samples = [Sample(id=str(i), messages=(), answer=gold) for i, gold in enumerate(golds)]
+    assert guess_reward(samples)[0] == reward
+
+
+def test_init_reads_real_data(tmp_path: Path, model: Path, shared: Path) -> None:
+    for name, format in {
+        "mathv/mathv.train.jsonl": "messages",
+        "nlvr/nlvr.train.json": "minio3",
+        "puzzlevqa/puzzlevqa.train.parquet": "easyr1",
+        "gsm8k/gsm8k.train.jsonl.gz": "qa",
+    }.items():
+        out = tmp_path / f"{format}.yaml"
+        result = run("init", str(model), str(shared / name), "--out", str(out))
+        assert result.exit_code == 0, result.stderr
+        assert load(out).data.format == format
+
+
+# -- the package -----------------------------------------------------------------------------------
+
+
+def test_algorithms_lists_and_explains() -> None:
+    listed = run("algorithms")
+    assert listed.exit_code == 0 and "dapo" in listed.stdout
+    explained = run("algorithms", "dapo")
+    assert "0.28" in explained.stdout and "2503.14476" in explained.stdout
+
+
+def in_new_process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env=environment,
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import saccade; saccade.load_config({'train.lr': 1e-6})",
+        "from saccade.cli import app; from typer.testing import CliRunner;"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0",
+        "import saccade.checks, saccade.smoke, saccade.plan, saccade.data.synthetic",
+    ],
+)
+def test_nothing_slow_is_imported(code: str, tmp_path: Path) -> None:
+    slow = "{'torch', 'transformers', 'datasets', 'pandas'} & set(sys.modules)"
+    done = in_new_process("-c", f"{code}\nimport sys\nprint({slow})", cwd=tmp_path)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_the_module_runs_like_the_command(tmp_path: Path) -> None:
+    done = in_new_process("-m", "saccade", "rl", "train.lrr=1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "unknown key 'train.lrr'; did you mean 'train.lr'?\n"
+
+
+def test_the_public_names_exist() -> None:
+    importlib.import_module("saccade.export")  # must not hide the function of the same name
+    for name in saccade.__all__:
+        assert callable(getattr(saccade, name))
+
+
+def test_check_data_lists_bad_rows_and_writes_the_good_ones(counting: Path, tmp_path: Path) -> None:
+    with counting.open("a") as file:
+        file.write('{"id": "lost", "problem": "<image>?", "answer": "1", "images": ["gone.png"]}\n')
+    out, fixed = tmp_path / "report.json", tmp_path / "good.jsonl"
+    result = run("check-data", str(counting), "--out", str(out), "--fix", str(fixed))
+    assert result.exit_code == 2  # 1 of 25 is more than 1 %
+    assert "lost (row 25" in result.stdout and "--fix FILE" in result.stderr
+    assert json.loads(out.read_text())["good"] == 24
+    assert run("check-data", str(fixed)).exit_code == 0

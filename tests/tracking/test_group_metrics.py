@@ -1,0 +1,140 @@
+"""Metrics of hand-made groups, number by number."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+from pytest import approx
+
+from saccade.tracking.metrics import group_metrics, host_memory
+from saccade.types import Group
+
+
+def mixed(build: SimpleNamespace) -> list[Group]:
+    t = build.trajectory
+    right = build.group(
+        t(0, 1.2, outcome=1.0, parts={"count": 1.0, "format:think_answer": 1.0}),
+        t(1, 1.2, outcome=1.0, parts={"count": 1.0, "format:think_answer": 1.0}),
+        source="a",
+    )
+    split = build.group(
+        t(0, 1.0, parts={"count": 1.0, "format:think_answer": 0.0}),
+        t(1, 0.0, parts={"count": 0.0, "format:think_answer": 1.0}, response=(5, 6)),
+        t(2, None, status="error", end_reason="turn_length"),
+        t(3, 9.0, trained=False),
+        source="b",
+    )
+    return [right, split]
+
+
+def test_rewards_count_live_members(build: SimpleNamespace) -> None:
+    metrics = group_metrics(mixed(build))
+    assert metrics["reward/mean"] == approx(0.85)
+    assert metrics["reward/std"] == approx(np.std([1.2, 1.2, 1.0, 0.0], ddof=1))
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.2)
+    assert metrics["reward/accuracy"] == 0.75
+    assert metrics["reward/count"] == 0.75
+    assert metrics["reward/format"] == metrics["reward/format:think_answer"] == 0.75
+    assert metrics["reward/error_rate"] == approx(0.2)
+    assert metrics["reward/abstain_rate"] == 0.0
+    assert metrics["reward/by_source/a/mean"] == approx(1.2)
+    assert metrics["reward/by_source/b/accuracy"] == 0.5
+    assert metrics["reward/by_source/b/format"] == 0.5
+
+
+def test_groups(build: SimpleNamespace) -> None:
+    wrong = build.group(build.trajectory(0, 0.0), build.trajectory(1, 0.0))
+    lonely = build.group(build.trajectory(0, 1.0), build.trajectory(1, None, status="abstain"))
+    metrics = group_metrics([*mixed(build), wrong, lonely])
+    assert metrics["group/dead_frac"] == 0.75
+    assert metrics["group/all_right_frac"] == 0.5
+    assert metrics["group/all_wrong_frac"] == 0.25
+    assert metrics["group/std_mean"] == approx(np.std([0, 1], ddof=1) / 3)
+
+
+def test_a_rounding_residue_is_no_signal(build: SimpleNamespace) -> None:
+    close = build.group(build.trajectory(0, 0.1 + 0.2), build.trajectory(1, 0.3))
+    assert group_metrics([close])["group/dead_frac"] == 1.0
+
+
+def test_lengths_and_ends_count_everyone_trained(build: SimpleNamespace) -> None:
+    metrics = group_metrics(mixed(build))
+    assert metrics["length/response_mean"] == approx((5 * 4 + 2) / 5)
+    assert (metrics["length/response_min"], metrics["length/response_max"]) == (2, 5)
+    assert metrics["length/response_p50"] == 5
+    assert metrics["length/prompt_mean"] == 3
+    assert metrics["length/truncated_frac"] == approx(0.2)  # though its reward failed later
+    assert metrics["turns/end/turn_length"] == approx(0.2)
+    assert metrics["turns/end/answered"] == approx(0.8)
+
+
+def test_pictures_and_turns(build: SimpleNamespace) -> None:
+    two = build.trajectory(0, 1.0, pictures=[build.media("a"), build.media("b")], turns=3)
+    none = build.trajectory(1, 0.0, status="overturn", end_reason="max_turns", turns=6)
+    metrics = group_metrics([build.group(two, none)])
+    assert metrics["length/vision_tokens_mean"] == 4
+    assert metrics["turns/images_per_sample"] == 1
+    assert (metrics["turns/mean"], metrics["turns/max"]) == (4.5, 6)
+    assert metrics["turns/overturn_frac"] == 0.5
+
+
+def test_statuses_excluded_by_the_algorithm_leave_the_rewards(build: SimpleNamespace) -> None:
+    long = build.trajectory(1, 0.0, status="truncated", end_reason="turn_length")
+    groups = [build.group(build.trajectory(0, 1.0), long)]
+    assert group_metrics(groups)["reward/mean"] == 0.5
+    excluded = group_metrics(groups, exclude_status=("truncated",))
+    assert excluded["reward/mean"] == 1.0
+    assert excluded["group/dead_frac"] == 1.0
+    assert excluded["length/truncated_frac"] == 0.5
+
+
+def test_advantages_count_tokens(build: SimpleNamespace) -> None:
+    short = build.trajectory(0, 1.0, response=(5,), advantages=np.array([2.0], np.float32))
+    long = build.trajectory(1, 0.0, advantages=np.full(5, -1.0, np.float32))
+    lost = build.trajectory(2, None, status="stale", advantages=np.full(5, 50.0, np.float32))
+    metrics = group_metrics([build.group(short, long, lost)])
+    assert metrics["adv/mean"] == approx(-0.5)
+    assert (metrics["adv/min"], metrics["adv/max"]) == (-1.0, 2.0)
+
+
+def test_nothing_scored_still_says_why(build: SimpleNamespace) -> None:
+    failed = build.group(build.trajectory(0, None, status="error"))
+    metrics = group_metrics([failed])
+    assert metrics["reward/error_rate"] == 1.0 and metrics["group/dead_frac"] == 1.0
+    assert "reward/mean" not in metrics and "adv/mean" not in metrics
+    assert group_metrics([]) == {} == group_metrics([build.group()])
+
+
+def test_512_trajectories_are_measured_in_milliseconds(build: SimpleNamespace) -> None:
+    response = [5] * 512
+    groups = [
+        build.group(
+            *[
+                build.trajectory(
+                    repeat,
+                    float(repeat % 2),
+                    response=response,
+                    parts={"count": 1.0, "format": 1.0},
+                    advantages=np.ones(512, np.float32),
+                    pictures=[build.media()],
+                )
+                for repeat in range(8)
+            ]
+        )
+        for _ in range(64)
+    ]
+
+    def once() -> float:
+        began = time.process_time()
+        group_metrics(groups)
+        return time.process_time() - began
+
+    assert min(once() for _ in range(20)) < 0.025  # 3 ms on an idle core
+
+
+def test_host_memory() -> None:
+    now = host_memory()["mem/host_rss_gb"]
+    assert 0.01 < now < 1000
+    assert abs(host_memory(now - 1)["mem/rss_growth_gb"] - 1) < 0.5

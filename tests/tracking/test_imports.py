@@ -1,0 +1,18 @@
+"""Tracking works where torch is not even installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_nothing_here_imports_torch() -> None:
+    modules = sorted(file.stem for file in (ROOT / "saccade" / "tracking").glob("[a-z]*.py"))
+    code = "import sys, saccade.statistics; sys.modules['torch'] = None\n"
+    code += "\n".join(f"import saccade.tracking.{name}" for name in modules)
+    code += "\nassert 'tensorboard' not in sys.modules and 'wandb' not in sys.modules"
+    assert len(modules) >= 9
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
