@@ -83,7 +83,7 @@ class Media:
     min_pixels: int = 3136
     max_pixels: int = 1_003_520
     box: tuple[int, int, int, int] | None = None
-    parent: str | None = None
+    parent: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         assert self.width > 0 and self.height > 0, f"media {self.hash}: empty size"

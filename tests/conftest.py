@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+
+from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
+
+if TYPE_CHECKING:  # torch is imported by the tests that need it
+    from saccade.models.families import Family
 
 # Before torch is imported anywhere: two workers with a thread each are faster than two with many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,3 +31,158 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("no folder of real data beside the repository")
     return folder
+
+
+# -- tiny models ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """The family bound to a tiny model folder, built once; its weights come from `load`."""
+
+    @functools.cache
+    def bound(name: str) -> Family:
+        from saccade.models.families import load_family
+        from saccade.models.tiny import build
+
+        return load_family(build(name, tmp_path_factory.mktemp(name)))
+
+    return bound
+
+
+@pytest.fixture(scope="session")
+def load(family_of: Callable[[str], Family]) -> Callable[..., Any]:
+    """A fresh copy of the weights of a tiny model, in fp32 unless said."""
+
+    def fresh(name: str, dtype: str = "float32") -> Any:
+        import torch
+
+        from saccade.models.load import load_model
+
+        return load_model(
+            family_of(name), dtype=getattr(torch, dtype), device=torch.device("cpu")
+        )
+
+    return fresh
+
+
+@pytest.fixture(scope="session")
+def stock(family_of: Callable[[str], Family]) -> Callable[..., Any]:
+    """The same weights as transformers itself runs them: the independent reference."""
+
+    @functools.cache
+    def loaded(name: str, dtype: str = "float32") -> Any:
+        import torch
+        import transformers
+
+        family = family_of(name)
+        auto = getattr(transformers, family.spec.auto_class)
+        model = auto.from_pretrained(
+            family.path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
+        return model.eval()
+
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def image() -> Callable[..., Media]:
+    """A noisy picture; another seed is another picture of the same size."""
+
+    @functools.cache
+    def made(width: int = 56, height: int = 56, seed: int = 0) -> Media:
+        from saccade.images import open_media
+
+        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        return open_media(pixels)
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def grow(image: Callable[..., Media]) -> Callable[..., Group]:
+    """A random group whose members share prefixes at several depths."""
+
+    def grown(
+        rng: np.random.Generator,
+        family: Family,
+        *,
+        uid: str = "g",
+        size: int = 4,
+        images: int = 1,
+        depth: int = 3,
+        leaf_images: bool = True,
+    ) -> Group:
+        def piece(source: int, pictures: Sequence[Media]) -> Pieces:
+            return text(family, rng, int(rng.integers(1, 9)), source, pictures)
+
+        def pictures(count: int) -> list[Media]:
+            sizes = [(56, 56), (84, 56), (140, 84)]
+            return [image(*sizes[rng.integers(3)], int(rng.integers(3))) for _ in range(count)]
+
+        trunk = piece(Source.PROMPT, pictures(images))
+        members = [trunk] * size
+        for _ in range(depth):
+            shown = pictures(1) if images and leaf_images and rng.random() < 0.5 else []
+            pool = [
+                [*piece(Source.POLICY, ()), *piece(Source.OBSERVATION, shown)]
+                for _ in range(int(rng.integers(1, 3)))
+            ]
+            if shown:  # equal ids, another picture
+                other = image(shown[0].width, shown[0].height, 7)
+                pool.append([(i, s, other if m else None) for i, s, m in pool[0]])
+            members = [
+                m if rng.random() < 0.2 else [*m, *pool[int(rng.integers(len(pool)))]]
+                for m in members
+            ]
+        members = [[*m, *piece(Source.POLICY, ())] if rng.random() < 0.8 else m for m in members]
+        members = [
+            m if any(s == Source.POLICY for _, s, _ in m) else [*m, *piece(Source.POLICY, ())]
+            for m in members
+        ]
+        if size > 2:
+            members[1] = members[0]  # an exact duplicate
+            members[2] = [*members[0], *piece(Source.POLICY, ())]  # one that goes on where it ends
+        trajectories = tuple(to_trajectory(family, m, uid, r, rng) for r, m in enumerate(members))
+        sample = Sample(id=uid, messages=(Message(role="user", parts=("x",)),))
+        return Group(sample=sample, uid=uid, trajectories=trajectories)
+
+    return grown
+
+
+Pieces = list[tuple[int, int, "Media | None"]]  # id, source, the picture that starts here
+
+
+def text(
+    family: Family, rng: np.random.Generator, length: int, source: int, pictures: Sequence[Media]
+) -> Pieces:
+    pieces: Pieces = [(int(i), source, None) for i in rng.integers(0, 200, length)]
+    for picture in pictures:
+        _, tokens = family.measure(picture)
+        pad = family.chat.placeholder
+        assert pad is not None
+        pieces += [(pad, source, picture), *[(pad, source, None)] * (tokens - 1)]
+        pieces.append((int(rng.integers(0, 200)), source, None))
+    return pieces
+
+
+def to_trajectory(
+    family: Family, pieces: Pieces, uid: str, repeat: int, rng: np.random.Generator
+) -> Trajectory:
+    sources = np.array([s for _, s, _ in pieces], np.int8)
+    policy = sources == Source.POLICY
+    spans = []
+    for start, (_, _, picture) in enumerate(pieces):
+        if picture is not None:
+            grid, tokens = family.measure(picture)
+            spans.append(MediaSpan(media=picture, start=start, length=tokens, grid=grid))
+    return Trajectory(
+        sample_id=uid,
+        repeat=repeat,
+        ids=np.array([i for i, _, _ in pieces], np.int64),
+        sources=sources,
+        logprobs=np.where(policy, -1.0, np.nan).astype(np.float32),
+        versions=np.where(policy, 0, -1).astype(np.int32),
+        media=tuple(spans),
+        advantages=rng.standard_normal(int(policy.sum())).astype(np.float32),
+    )

@@ -41,7 +41,8 @@ class Optimizer:
             if name in self.gradients:
                 self.gradients[name] += parameter.grad
             else:
-                self.gradients[name] = parameter.grad.float().clone()
+                wide = torch.promote_types(parameter.grad.dtype, torch.float32)
+                self.gradients[name] = parameter.grad.to(wide, copy=True)
             parameter.grad = None
 
     def drop_micro_batch(self) -> None:

@@ -23,7 +23,9 @@ PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-_PRIVATE = 0xE000  # private-use characters stand for special tokens that were typed as text
+# Private-use characters stand for special tokens that were typed as text. Those of the last plane: texts from the web
+# hold some of the first (icon fonts), and a vocabulary may have more special tokens than the first has characters.
+_PRIVATE = 0x100000
 
 Grid = tuple[int, int, int]
 Measure = Callable[[Media], tuple[Grid, int]]  # a medium → its grid and its number of placeholder tokens

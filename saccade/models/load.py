@@ -122,3 +122,12 @@ def trainable_table(model: nn.Module, family: Family) -> dict[str, Any]:
         entry = table.setdefault(family.tower_of(name), [0, 0])
         entry[0 if parameter.requires_grad else 1] += parameter.numel()
     return {tower: tuple(counts) for tower, counts in table.items()}
+
+
+def gpu_peak_gb() -> float | None:
+    """Most GPU memory in use since the last call, in GiB; None without a GPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return peak

@@ -65,7 +65,7 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(words)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
-    vocabulary = -(-len(tokenizer) // 8) * 8
+    vocabulary = (len(tokenizer) // 8 + 1) * 8
     settings = CONFIGS[family](ids, TEXT | {"vocab_size": vocabulary} | dict(text or {}), dict(vision or {}))
     config = AutoConfig.for_model(family, **settings)
     with torch.random.fork_rng():

@@ -83,15 +83,15 @@ def _train(run: Run, actors: Actors) -> dict[str, Any]:
         run.loggers.log(validate(run, actors, step=0), 0)
     for step in run.steps():
         metrics = Metrics()
-        with run.console.phase("rollout"):
+        with run.phase("rollout"):
             groups = sample_groups(run, actors, step, metrics)
-        with run.console.phase("pack"):
+        with run.phase("pack"):
             groups = stages.choose_members(groups, actors.algorithm, metrics)
             updates = pack_updates(groups, actors, step)
         updates = score_forests(run, actors, updates)
-        with run.console.phase("advantage"):
+        with run.phase("advantage"):
             updates = stages.write_advantages(updates, groups, actors.algorithm, metrics)
-        with run.console.phase("update"):
+        with run.phase("update"):
             optimize(run, actors, updates, metrics)
         actors.engine.update_weights(actors.policy, version=step)
         last = finish_step(run, actors, groups, metrics)
@@ -135,6 +135,9 @@ def sample_groups(run: Run, actors: Actors, step: int, metrics: Metrics) -> list
     actors.engine.sleep()
     for name, value in group_metrics(everything, algorithm.exclude_status).items():
         metrics.add(name, value)
+    trajectories = [t for group in everything for t in group.trajectories]
+    metrics.add("count/samples", len(trajectories))
+    metrics.add("count/rollout_tokens", sum(t.response_length for t in trajectories))
     metrics.add("group/rounds", rounds)
     metrics.add("group/kept_frac", len(kept), len(everything))
     for reason, count in dropped.items():
@@ -193,11 +196,11 @@ def score_forests(run: Run, actors: Actors, updates: stages.Updates) -> stages.U
     """Old and reference log-probs, only those that the algorithm needs, on the forests that train."""
     batches = [batch for part in updates for batch in part]
     if actors.algorithm.old == "recompute":
-        with run.console.phase("logp_old"):
+        with run.phase("logp_old"):
             scored = actors.policy.logprobs(batches, actors.scoring)
             updates = stages.with_logprobs(updates, "old_logprobs", scored)
     if actors.reference is not None:
-        with run.console.phase("logp_ref"):
+        with run.phase("logp_ref"):
             scored = actors.reference.logprobs(batches, actors.scoring)
             updates = stages.with_logprobs(updates, "ref_logprobs", scored)
     return updates
@@ -206,6 +209,8 @@ def score_forests(run: Run, actors: Actors, updates: stages.Updates) -> stages.U
 def optimize(run: Run, actors: Actors, updates: stages.Updates, metrics: Metrics) -> None:
     train = actors.config.train
     total = run.total * train.updates_per_step * train.epochs_per_batch
+    tokens = sum(batch.tokens for batches in updates for batch in batches)
+    metrics.add("count/update_tokens", tokens * train.epochs_per_batch)
     for _ in range(train.epochs_per_batch):
         for batches in updates:
             if not any(batch.scales is not None and batch.scales.any() for batch in batches):
@@ -247,7 +252,7 @@ def finish_step(run: Run, actors: Actors, groups: Sequence[Group], metrics: Metr
 def validate(run: Run, actors: Actors, *, step: int) -> dict[str, float]:
     if not actors.validation:
         return {}
-    with run.console.phase("validation"):
+    with run.phase("validation"):
         results, metrics = evaluate_sets(
             actors.engine, actors.family, actors.scorer, actors.validation, actors.config, run.console.progress
         )

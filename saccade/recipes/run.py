@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -22,6 +22,7 @@ from saccade.config import Config
 from saccade.errors import Interrupted
 from saccade.images import decode
 from saccade.models.families import Family
+from saccade.models.load import gpu_peak_gb
 from saccade.tracking.console import Console
 from saccade.tracking.diagnosis import diagnose
 from saccade.tracking.folder import RunFolder
@@ -48,6 +49,7 @@ class Run:
         self._history: deque[Mapping[str, Any]] = deque(maxlen=32)
         self._noted = -NOTED_EVERY
         self._rss_at_start = host_memory()["mem/host_rss_gb"]
+        self._peaks: dict[str, float] = {}
 
     def __enter__(self) -> Run:
         """Take the folder, find the checkpoint to go on from, open the display."""
@@ -88,6 +90,15 @@ class Run:
                 before = signal.signal(number, self._on_signal)
                 self._services.callback(signal.signal, number, before)
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the step and note the most GPU memory it took."""
+        with self.console.phase(name):
+            yield
+        peak = gpu_peak_gb()
+        if peak is not None:
+            self._peaks[f"mem/gpu_peak_gb/{name}"] = peak
+
     @property
     def step(self) -> int:
         """The last finished step."""
@@ -108,7 +119,8 @@ class Run:
     def finish_step(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Count the step, log it, say so when nothing is being learned, save when it is time."""
         self.progress["step"] += 1
-        row = {**metrics, **host_memory(self._rss_at_start), **self.console.lap()}
+        times = self.console.lap()
+        row = {**metrics, **speeds(metrics, times), **self._peaks, **host_memory(self._rss_at_start), **times}
         self.loggers.log(row, self.step)
         self.console.step(self.step, row)
         self._history.append(row)
@@ -175,3 +187,17 @@ class Run:
         raise Interrupted(
             f"stopped after step {self.step}; go on with run.resume=auto ({self.folder.path})"
         )
+
+
+def speeds(metrics: Mapping[str, float], times: Mapping[str, Any]) -> dict[str, float]:
+    """Rates of the step from what it counted (`count/…`) and how long its phases took."""
+    wanted = {
+        "perf/rollout_tokens_per_s": ("count/rollout_tokens", "time/rollout"),
+        "perf/update_tokens_per_s": ("count/update_tokens", "time/update"),
+        "perf/samples_per_s": ("count/samples", "time/step"),
+    }
+    return {
+        name: metrics[count] / times[seconds]
+        for name, (count, seconds) in wanted.items()
+        if count in metrics and times.get(seconds)
+    }

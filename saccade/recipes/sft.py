@@ -65,7 +65,7 @@ def _train(
     if config.val.before and run.step == 0:
         run.loggers.log(validation.metrics(step=0), 0)
     for step in run.steps():
-        with run.console.phase("data"):
+        with run.phase("data"):
             rows = [dialogue(s, family, config.sft.loss_on) for s in stream.take(train.prompts_per_step)]
             batches = pack(rows, positions=family.positions, micro_tokens=train.micro_tokens)
             batches = stages.write_supervision(batches)
@@ -77,7 +77,7 @@ def _train(
             warmup=train.warmup,
             min_lr=train.min_lr,
         )
-        with run.console.phase("update"):
+        with run.phase("update"):
             update = backend.train_step(batches, SUPERVISED, Scoring(ban=False), lr=lr)
             guard(run, train, batches, update)
         run.progress["stream"] = stream.state()
@@ -155,7 +155,7 @@ class _Validation:
         if not self.sets:
             return {}
         self.engine.update_weights(None, version=step)
-        with self.run.console.phase("validation"):
+        with self.run.phase("validation"):
             results, metrics = evaluate_sets(
                 self.engine, self.family, self.scorer, self.sets, self.config, self.run.console.progress
             )

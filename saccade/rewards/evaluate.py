@@ -135,7 +135,8 @@ def _is_real(value: Value) -> bool:
 
 def _close(a: Value, b: Value, tolerance: Fraction) -> bool:
     if isinstance(a, Fraction) and isinstance(b, Fraction):
-        return a == b or abs(a - b) <= tolerance * abs(b)
+        whole = a.denominator == b.denominator == 1  # 1000000.0 is not 1000001
+        return a == b or (not whole and abs(a - b) <= tolerance * abs(b))
     a, b = _float(a), _float(b)
     limit = _float(max(tolerance, CLOSE)) * abs(b) + _float(TINY)
     return bool(abs(a - b) <= limit)

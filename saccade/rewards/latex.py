@@ -36,12 +36,10 @@ TOKEN = re.compile(
     r"|\\[a-zA-Z]+|\\.|(?P<word>[a-zA-Z]+'*)|[-+*/:^_!=<>,;()\[\]{}|&%])",
     re.DOTALL,
 )
-FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan"} | {
-    "exp",
-    "ln",
-    "log",
-    "lg",
-}
+FUNCTIONS = {
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan",
+    "exp", "ln", "log", "lg",
+}  # fmt: skip
 GREEK = frozenset(
     re.findall(
         r"\w+",
@@ -51,22 +49,8 @@ GREEK = frozenset(
     )
 )
 PROSE = {
-    "is",
-    "if",
-    "no",
-    "yes",
-    "the",
-    "not",
-    "are",
-    "to",
-    "of",
-    "in",
-    "at",
-    "by",
-    "be",
-    "it",
-    "so",
-}
+    "is", "if", "no", "yes", "the", "not", "are", "to", "of", "in", "at", "by", "be", "it", "so",
+}  # fmt: skip
 SPELLINGS = {"or": ",", "and": ",", "\\cdot": "*", "\\times": "*", "\\div": "/", ";": ","}
 RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\in"}
 SIGNS = {"+", "-", "\\pm", "\\mp"}
@@ -182,8 +166,8 @@ class _Parser:
             sides.append(self.union())
         if not signs:
             return sides[0]
-        if set(signs) <= {"="} or signs == ["\\in"]:
-            left, right = sides[0], sides[-1]
+        if signs in (["="], ["\\in"]):
+            left, right = sides
             if left[0] == "sym":
                 return ("assign", left[1], right)
             if right[0] == "sym":

@@ -184,10 +184,14 @@ class WorkerPool:
             f'"deadline": {call.deadline}, "samples": [{samples}]}}\n'
         )
         reply = process.ask(head, START_LIMIT)
+        if not reply and process.proven:  # it ended while idle: not the fault of this chunk
+            self._put(chunk)
+            return False
         if "ready" not in reply:
             for job in chunk:
                 job.fail(f"load: {reply.get('failed') or process.trouble(START_LIMIT)}")
             return "failed" in reply
+        process.proven = True
         for job in chunk:
             if job.sample is None:
                 job.future.set_result(Score(kind="value"))
@@ -237,6 +241,7 @@ class _Process:
             bufsize=0,
         )
         assert self.process.stdout is not None
+        self.proven = False  # has answered before
         self.lines: deque[bytes] = deque()
         self.rest = b""
         self.selector = selectors.DefaultSelector()

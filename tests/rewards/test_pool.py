@@ -33,6 +33,10 @@ async def waiting_batch(samples):
     await asyncio.sleep(0.01)
     return [s.length for s in samples]
 def child(sample): return os.getppid()
+def dies_later(sample):
+    import threading
+    threading.Timer(0.2, os._exit, [7]).start()
+    return 1.0
 """
 
 
@@ -89,6 +93,13 @@ def test_a_short_list_fails_only_where_it_is_short(functions: str) -> None:
         found = scores(pool, f"{functions}:short", [*GOOD[:5], "drop"])
     assert found["drop"].reason.startswith("bad_length")
     assert all(found[name].value == 1 for name in GOOD[:5])
+
+
+def test_a_process_that_dies_between_chunks_is_replaced(functions: str) -> None:
+    with WorkerPool(workers=1, deadline=5) as pool:
+        assert scores(pool, f"{functions}:dies_later", ["a"])["a"].value == 1
+        time.sleep(0.6)
+        assert scores(pool, f"{functions}:single", ["b"])["b"].value == 1
 
 
 def test_an_async_batch(functions: str) -> None:

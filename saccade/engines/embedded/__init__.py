@@ -337,8 +337,8 @@ class EmbeddedEngine:
         return "length" if sequence.sampled >= sampling.max_tokens else None
 
     def _ends_with_stop(self, sequence: _Sequence, stop: tuple[str, ...]) -> bool:
-        # A stop string has at most one token per character; a few more cover characters split over tokens.
-        window = max(len(text) for text in stop) + 8
+        # A stop string has at most one token per byte; a few more cover what its first token begins with.
+        window = max(len(text.encode()) for text in stop) + 8
         first = max(0, sequence.sampled - window)
         tail = self.family.decode(self._tokens[sequence.slot, first : sequence.sampled])
         return any(text in tail for text in stop)
@@ -352,7 +352,7 @@ class EmbeddedEngine:
             logprobs=self._logprobs[slot, :n].copy(),
             versions=self._versions[slot, :n].copy(),
             finish=finish,
-            support=tuple(sequence.support) if sequence.request.sampling.truncated else None,
+            support=tuple(sequence.support) or None,
         )
         if request.episode and finish != "aborted":
             ids = np.concatenate([request.ids, completion.ids])

@@ -1,0 +1,199 @@
+"""Forest = padded = one by one: loss and every gradient, against transformers' own forward."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from saccade.algorithms.build import resolve
+from saccade.algorithms.objective import Columns, objective
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.config import AlgorithmConfig, TrainConfig
+from saccade.forest import pack
+from saccade.types import Batch, Group
+
+# Two updates of a step: the ratio is not 1, so values and gradients depend on the log-probs.
+ALGORITHM = resolve(
+    AlgorithmConfig(preset="grpo", entropy_coef=0.05, kl={"coef": 0.1}),
+    max_tokens=64,
+    updates_per_step=2,
+)
+SCORING = Scoring(temperature=0.8)
+LIMIT = {"float32": 1e-6, "float64": 1e-10}
+Result = tuple[float, dict[str, torch.Tensor]]
+
+
+def columns_of(groups: list[Group]) -> dict[tuple[str, int], dict[str, np.ndarray]]:
+    """Per member: scales over the whole step, old and reference log-probs near the tiny model's."""
+    tokens = sum(t.response_length for g in groups for t in g.trajectories)
+    rng = np.random.default_rng(1)
+    return {
+        t.key: {
+            "scales": np.full(t.response_length, 1 / tokens, np.float32),
+            "old_logprobs": -5.6 + 0.2 * rng.standard_normal(t.response_length).astype(np.float32),
+            "ref_logprobs": -5.6 + 0.2 * rng.standard_normal(t.response_length).astype(np.float32),
+        }
+        for g in groups
+        for t in g.trajectories
+    }
+
+
+def with_columns(batch: Batch, columns: dict) -> Batch:
+    names = ("scales", "old_logprobs", "ref_logprobs")
+    return replace(
+        batch, **{n: np.concatenate([columns[key][n] for key in batch.keys]) for n in names}
+    )
+
+
+def trained(backend: LocalBackend, batches: list[Batch], monkeypatch) -> Result:
+    """Loss and gradients of a step, caught where the optimizer would use them."""
+    seen: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(
+        backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
+    )
+    update = backend.train_step(batches, ALGORITHM, SCORING, lr=0.0)
+    return update.metrics.means()["policy/loss"], seen
+
+
+def padded(stock, family, groups: list[Group], columns: dict) -> Result:
+    """transformers' own attention, positions and image features on padded rows."""
+    members = [t for g in groups for t in g.trajectories]
+    longest = max(len(t.ids) for t in members)
+    ids = torch.zeros(len(members), longest, dtype=torch.long)
+    mask, kinds = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, t in enumerate(members):
+        ids[row, : len(t.ids)] = torch.from_numpy(t.ids)
+        mask[row, : len(t.ids)] = 1
+        for span in t.media:
+            kinds[row, span.start : span.end] = 1
+    spans = [span for t in members for span in t.media]
+    vision = family.vision(spans, torch.device("cpu"), stock.dtype)
+    if vision:
+        vision = {**vision, "mm_token_type_ids": kinds}
+    logits = stock(input_ids=ids, attention_mask=mask, use_cache=False, **vision).logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / SCORING.temperature
+    logits = logits.masked_fill(torch.from_numpy(family.banned), -1e30)
+    scores = logits.log_softmax(-1)
+    new, entropy, sequence = [], [], []
+    for row, t in enumerate(members):
+        policy = np.flatnonzero(t.policy_mask)
+        here = scores[row, policy - 1]
+        new.append(here[range(len(policy)), torch.from_numpy(t.ids[policy])])
+        entropy.append(-(here.exp() * here).sum(-1))
+        sequence += [row] * len(policy)
+
+    def column(values: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(values)).to(logits.dtype)
+
+    loss, _ = objective(
+        ALGORITHM,
+        torch.cat(new),
+        torch.cat(entropy),
+        Columns(
+            advantages=column([t.advantages for t in members]),
+            scales=column([columns[t.key]["scales"] for t in members]),
+            sequence=torch.tensor(sequence),
+            sequences=len(members),
+            old=column([columns[t.key]["old_logprobs"] for t in members]),
+            ref=column([columns[t.key]["ref_logprobs"] for t in members]),
+        ),
+    )
+    stock.zero_grad()
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in stock.named_parameters() if p.grad is not None}
+    return loss.item(), grads
+
+
+def keep_float64(monkeypatch) -> None:
+    """transformers casts norms and rotary embeddings to fp32 inside: in float64 leave them as they are."""
+    narrow, to = torch.Tensor.float, torch.Tensor.to
+
+    def wide(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        return x if x.dtype == torch.float64 and args == (torch.float32,) else to(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", wide)
+    monkeypatch.setattr(
+        torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x)
+    )
+
+
+def assert_same(got: Result, wanted: Result, limit: float) -> None:
+    """Each gradient within `limit` of the norm of the whole one, and within a few `limit` of its own.
+
+    The few are rounding: transformers' own fp32 gradients lie 3e-6 from their float64 ones here. A
+    gradient that is nearly zero is a difference of large terms: 1e-3 of the whole is its scale.
+    """
+    assert abs(got[0] - wanted[0]) <= limit * max(abs(wanted[0]), 0.1)
+    assert set(got[1]) == set(wanted[1]) and len(got[1]) > 10
+    whole = torch.stack([g.norm() for g in wanted[1].values()]).norm()
+    errors = {name: (got[1][name] - gradient).norm() for name, gradient in wanted[1].items()}
+    assert torch.stack(list(errors.values())).norm() <= limit * whole
+    for name, error in errors.items():
+        assert error <= 3 * limit * max(wanted[1][name].norm(), 1e-3 * whole), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("images", [0, 1, 3])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3"])
+def test_random_trees(family_of, load, stock, grow, monkeypatch, name, images, dtype):
+    if name == "qwen3" and images:
+        pytest.skip("a text model")
+    family = family_of(name)
+    backend = LocalBackend(load(name, dtype), family, TrainConfig())
+    stock(name, dtype)
+    keep_float64(monkeypatch)
+    for seed in range(2):
+        rng = np.random.default_rng([seed, images])
+        groups = [grow(rng, family, uid=f"g{i}", images=images) for i in range(2)]
+        columns = columns_of(groups)
+        wanted = padded(stock(name, dtype), family, groups, columns)
+        for budget in (10_000, 1):  # one forest, every sequence by itself
+            batches = pack(groups, positions=family.positions, micro_tokens=budget)
+            batches = [with_columns(batch, columns) for batch in batches]
+            assert_same(trained(backend, batches, monkeypatch), wanted, LIMIT[dtype])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_twelve_samples_in_any_partition_and_order(
+    family_of, load, stock, grow, monkeypatch, checkpointing
+):
+    """0, 1 and 3 images mixed: one batch, 3 x 4, 12 x 1, shuffled, forest or padded."""
+    family = family_of("qwen2_5_vl")
+    rng = np.random.default_rng(3)
+    groups = [
+        grow(rng, family, uid=f"g{i}", size=4, images=count) for i, count in enumerate((0, 1, 3))
+    ]
+    columns = columns_of(groups)
+    wanted = padded(stock("qwen2_5_vl"), family, groups, columns)
+    backend = LocalBackend(
+        load("qwen2_5_vl"), family, TrainConfig(), checkpointing=checkpointing
+    )
+
+    def split(parts: list[list[Group]]) -> list[Batch]:
+        packed = [pack(p, positions=family.positions, micro_tokens=10_000) for p in parts]
+        return [with_columns(batch, columns) for batches in packed for batch in batches]
+
+    single = [replace(g, trajectories=(t,)) for g in groups for t in g.trajectories]
+    shuffled = [single[i] for i in rng.permutation(12)]
+    partitions = {
+        "one batch": [groups],
+        "3 x 4": [[group] for group in groups],
+        "12 x 1": [[group] for group in single],
+        "shuffled": [shuffled],
+        "shuffled 3 x 4": [shuffled[0:4], shuffled[4:8], shuffled[8:12]],
+    }
+    sizes = {}
+    for name, parts in partitions.items():
+        batches = split(parts)
+        sizes[name] = (len(batches), sum(batch.tokens for batch in batches))
+        assert_same(trained(backend, batches, monkeypatch), wanted, 1e-6)
+    assert [count for count, _ in sizes.values()] == [1, 3, 12, 1, 3]
+    assert sizes["one batch"][1] < sizes["12 x 1"][1]
+
+
+def test_checkpointing_is_really_on(family_of, load):
+    model = load("qwen2_5_vl")
+    LocalBackend(model, family_of("qwen2_5_vl"), TrainConfig(), checkpointing=True)
+    assert model.is_gradient_checkpointing

@@ -1,0 +1,105 @@
+"""Forest attention in all its forms against a loop over queries."""
+
+import numpy as np
+import pytest
+import torch
+
+from saccade import attention
+from saccade.attention import forest_plan, paths, segment_attention
+
+CPU = torch.device("cpu")
+
+
+def random_forest(rng: np.random.Generator, trees: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    parents: list[int] = []
+    for _ in range(trees):
+        root = len(parents)
+        parents.append(-1)
+        for node in range(int(rng.integers(0, 5))):
+            parents.append(root + int(rng.integers(0, node + 1)))
+    sizes = rng.integers(1, 7, len(parents))
+    return np.concatenate([[0], sizes.cumsum()]), np.array(parents)
+
+
+def qkv(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = [(tokens, heads, size), (tokens, key_heads, size), (tokens, key_heads, size)]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
+    ]
+
+
+def naive(starts, parents, q, k, v, scale: float, window: int | None) -> torch.Tensor:
+    """One query at a time: keys are the path above it and its own node up to itself."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    rows = []
+    for node in range(len(parents)):
+        chain = [node]
+        while parents[chain[0]] >= 0:
+            chain.insert(0, int(parents[chain[0]]))
+        whole = np.concatenate([np.arange(starts[n], starts[n + 1]) for n in chain])
+        for token in range(starts[node], starts[node + 1]):
+            seen = whole[: int(np.flatnonzero(whole == token)[0]) + 1]
+            seen = seen if window is None else seen[-window:]
+            weights = (torch.einsum("hd,khd->hk", q[token], k[seen]) * scale).softmax(-1)
+            rows.append(torch.einsum("hk,khd->hd", weights, v[seen]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("largest", [4096, 8, 0])
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_every_plan_agrees_with_a_loop_over_queries(monkeypatch, largest, window):
+    monkeypatch.setattr(attention, "LARGEST_DENSE_TREE", largest)
+    for seed in range(4):
+        starts, parents = random_forest(np.random.default_rng(seed))
+        inputs = qkv(int(starts[-1]))
+        plan = forest_plan(starts, parents, CPU, torch.float64)
+        got = plan(0, *inputs, 0.3, window)
+        wanted = naive(starts, parents, *inputs, 0.3, window)
+        assert (got - wanted).abs().max() < 1e-13
+        weight = torch.randn_like(wanted)
+        ours = torch.autograd.grad((got * weight).sum(), inputs)
+        theirs = torch.autograd.grad((wanted * weight).sum(), inputs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a - b).abs().max() < 1e-12
+
+
+def test_trees_below_and_above_the_limit_go_together(monkeypatch):
+    monkeypatch.setattr(attention, "LARGEST_DENSE_TREE", 6)
+    starts, parents = np.array([0, 4, 6, 12, 15]), np.array([-1, 0, -1, 2])
+    inputs = qkv(15)
+    plan = forest_plan(starts, parents, CPU, torch.float64)
+    assert len(plan.nodes) == 2 and plan.index.shape == (1, 6)
+    assert (plan(0, *inputs, 0.3, None) - naive(starts, parents, *inputs, 0.3, None)).abs().max() < 1e-13
+
+
+def test_a_path_runs_from_the_root_to_the_node_itself():
+    assert paths(np.array([-1, 0, 1, 0, -1])) == [[0], [0, 1], [0, 1, 2], [0, 3], [4]]
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [3, 1, 5, 3, 2], [7]])
+def test_segments_attend_inside_themselves_only(lengths):
+    boundaries = torch.tensor([0, *np.cumsum(lengths)])
+    inputs = qkv(sum(lengths), key_heads=4)
+    got = segment_attention(*inputs, boundaries, 0.2)
+    q, k, v = inputs
+    rows = []
+    for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
+        weights = (torch.einsum("qhd,khd->hqk", q[start:end], k[start:end]) * 0.2).softmax(-1)
+        rows.append(torch.einsum("hqk,khd->qhd", weights, v[start:end]))
+    wanted = torch.cat(rows)
+    assert (got - wanted).abs().max() < 1e-13
+    weight = torch.randn_like(wanted)
+    ours = torch.autograd.grad((got * weight).sum(), inputs)
+    theirs = torch.autograd.grad((wanted * weight).sum(), inputs)
+    assert max((a - b).abs().max() for a, b in zip(ours, theirs, strict=True)) < 1e-12
+
+
+def test_gathered_rows_sum_their_gradients_in_fp32():
+    rows = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    gathered = attention._GatherRows.apply(rows, torch.zeros(257, dtype=torch.long))
+    gradient = torch.full_like(gathered, 2.0**-9)
+    gradient[0] = 1.0
+    gathered.backward(gradient)
+    assert rows.grad.item() == 1.5  # in bf16 1 + 2^-9 is 1 again, 256 times over

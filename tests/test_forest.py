@@ -1,0 +1,230 @@
+"""A packed forest says of every member what the member itself says."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from saccade.forest import MIN_BRANCH, pack, select
+from saccade.images import crop
+from saccade.types import Batch, Group, MediaSpan, Sample, Source, Trajectory
+
+COLUMNS = ("advantages", "rollout_logprobs")
+
+
+def path_tokens(batch: Batch, sequence: int) -> np.ndarray:
+    """The packed tokens that one sequence passes through, root first."""
+    last = batch.reads[batch.sequence == sequence].max()
+    node = int(np.searchsorted(batch.node_starts, last, side="right")) - 1
+    spans = []
+    while node >= 0:
+        spans.append(np.arange(batch.node_starts[node], batch.node_starts[node + 1]))
+        node = int(batch.parents[node])
+    tokens = np.concatenate(spans[::-1])
+    return tokens
+
+
+def member(groups: list[Group], batch: Batch, sequence: int) -> Trajectory:
+    uid, repeat = batch.keys[sequence]
+    group = groups[int(batch.groups[sequence])]
+    assert group.uid == uid
+    return next(t for t in group.trajectories if t.repeat == repeat)
+
+
+def check(groups: list[Group], batches: list[Batch], family) -> None:
+    """Ids, positions, reads, targets and media of every packed sequence are those of its member."""
+    seen = []
+    for batch in batches:
+        assert (batch.parents < np.arange(len(batch.parents))).all()
+        assert (np.diff(batch.node_starts) > 0).all()
+        assert (np.diff(batch.sequence) >= 0).all()
+        starts = set(batch.node_starts.tolist())
+        assert len({(s.start, s.length) for s in batch.media}) == len(batch.media)
+        for span in batch.media:
+            assert not starts & set(range(span.start + 1, span.end))
+        for sequence, key in enumerate(batch.keys):
+            t = member(groups, batch, sequence)
+            policy = np.flatnonzero(t.policy_mask)
+            end = policy[-1]  # the last target itself is never read
+            tokens = path_tokens(batch, sequence)
+            mine = batch.sequence == sequence
+            assert batch.ids[tokens].tolist() == t.ids[:end].tolist()
+            whole = family.positions(len(t.ids), t.media)[:, :end]
+            assert batch.positions[:, tokens].tolist() == whole.tolist()
+            assert batch.reads[mine].tolist() == tokens[policy - 1].tolist()
+            assert batch.targets[mine].tolist() == t.ids[policy].tolist()
+            assert batch.advantages[mine].tolist() == t.advantages.tolist()
+            assert batch.rollout_logprobs[mine].tolist() == t.logprobs[policy].tolist()
+            place = {int(token): i for i, token in enumerate(tokens)}
+            shown = [
+                replace(s, start=place[s.start]) for s in batch.media if s.start in place
+            ]
+            assert shown == [s for s in t.media if s.start < end]
+            seen.append(key)
+    wanted = [
+        t.key for g in groups for t in g.trajectories if t.trained and t.response_length
+    ]
+    assert seen == wanted
+
+
+@pytest.fixture(scope="module")
+def family(family_of):
+    return family_of("qwen2_5_vl")
+
+
+def random_groups(grow, family, seed: int) -> list[Group]:
+    rng = np.random.default_rng(seed)
+    return [
+        grow(
+            rng,
+            family,
+            uid=f"g{i}",
+            size=int(rng.integers(1, 7)),
+            images=int(rng.choice([0, 1, 3])),
+            depth=int(rng.integers(0, 4)),
+        )
+        for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_forest_reproduces_every_member(grow, family, seed):
+    groups = random_groups(grow, family, seed)
+    padded = sum(len(t.ids) for g in groups for t in g.trajectories)
+    for budget in (10_000, 120, 40, 1):
+        batches = pack(groups, positions=family.positions, micro_tokens=budget)
+        check(groups, batches, family)
+        assert sum(batch.tokens for batch in batches) <= padded
+        assert all(batch.tokens <= budget or len(batch.keys) == 1 for batch in batches)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_subset_of_sequences_keeps_its_reads(grow, family, seed):
+    groups = random_groups(grow, family, seed)
+    rng = np.random.default_rng(seed)
+    (batch,) = pack(groups, positions=family.positions, micro_tokens=10_000)
+    batch = replace(batch, support=tuple(np.array([t]) for t in batch.targets))
+    everything = select(batch, range(len(batch.keys)))
+    assert everything.ids.tolist() == batch.ids.tolist()
+    assert everything.parents.tolist() == batch.parents.tolist()
+    for _ in range(5):
+        chosen = np.flatnonzero(rng.random(len(batch.keys)) < 0.5)
+        if not len(chosen):
+            continue
+        part = select(batch, chosen.tolist())
+        assert part.tokens <= batch.tokens
+        for new, old in enumerate(chosen):
+            ours, theirs = part.sequence == new, batch.sequence == old
+            tokens, whole = path_tokens(part, new), path_tokens(batch, old)
+            assert part.keys[new] == batch.keys[old] and part.groups[new] == batch.groups[old]
+            assert part.ids[tokens].tolist() == batch.ids[whole].tolist()
+            assert part.positions[:, tokens].tolist() == batch.positions[:, whole].tolist()
+            where = {int(token): i for i, token in enumerate(tokens)}
+            before = {int(token): i for i, token in enumerate(whole)}
+            assert [where[r] for r in part.reads[ours]] == [before[r] for r in batch.reads[theirs]]
+            assert part.targets[ours].tolist() == batch.targets[theirs].tolist()
+            for name in COLUMNS:
+                assert getattr(part, name)[ours].tolist() == getattr(batch, name)[theirs].tolist()
+            assert [s.media for s in part.media if s.start in where] == [
+                s.media for s in batch.media if s.start in before
+            ]
+        assert [int(kept[0]) for kept in part.support] == part.targets.tolist()
+
+
+def plain(uid: str, repeat: int, prompt: list[int], response: list[int], **changes) -> Trajectory:
+    n, m = len(prompt), len(response)
+    return Trajectory(
+        **{
+            "sample_id": uid,
+            "repeat": repeat,
+            "ids": np.array([*prompt, *response], np.int64),
+            "sources": np.array([Source.PROMPT] * n + [Source.POLICY] * m, np.int8),
+            "logprobs": np.array([np.nan] * n + [-1.0] * m, np.float32),
+            "versions": np.array([-1] * n + [0] * m, np.int32),
+            **changes,
+        }
+    )
+
+
+def group(*members: Trajectory) -> Group:
+    return Group(sample=Sample(id="g", messages=()), uid="g", trajectories=members)
+
+
+def counting(length: int, media: tuple[MediaSpan, ...]) -> np.ndarray:
+    return np.arange(length)[None]
+
+
+def test_a_group_is_a_trunk_and_its_leaves():
+    prompt = list(range(10))
+    members = [plain("g", r, prompt, [20 + r, 1, 2, 3]) for r in range(3)]
+    (batch,) = pack([group(*members)], positions=counting, micro_tokens=100)
+    assert np.diff(batch.node_starts).tolist() == [10, 3, 3, 3]  # the last target is not read
+    assert batch.parents.tolist() == [-1, 0, 0, 0]
+    assert batch.reads.tolist() == [9, 10, 11, 12, 9, 13, 14, 15, 9, 16, 17, 18]
+    assert batch.positions.tolist() == [[*range(10), *[10, 11, 12] * 3]]
+
+
+def test_a_branch_below_the_trunk_that_is_too_short_is_not_shared():
+    prompt = list(range(10))
+    short, long = [30] * (MIN_BRANCH - 1), [31] * MIN_BRANCH
+    answers = [[*short, 1, 1], [*short, 2, 2], [*long, 1, 1], [*long, 2, 2]]
+    members = [plain("g", r, prompt, answer) for r, answer in enumerate(answers)]
+    (batch,) = pack([group(*members)], positions=counting, micro_tokens=100)
+    lengths = [10, 4, 4, MIN_BRANCH, 1, 1]
+    assert np.diff(batch.node_starts).tolist() == lengths
+    assert batch.parents.tolist() == [-1, 0, 0, 0, 3, 3]
+
+
+def test_a_group_over_the_budget_repeats_its_trunk_and_a_long_sequence_is_alone():
+    prompt = list(range(10))
+    members = [plain("g", r, prompt, [20 + r, 1, 2, 3]) for r in range(4)]
+    batches = pack([group(*members)], positions=counting, micro_tokens=17)
+    assert [batch.tokens for batch in batches] == [16, 16]
+    assert [batch.keys for batch in batches] == [(("g", 0), ("g", 1)), (("g", 2), ("g", 3))]
+    batches = pack([group(*members)], positions=counting, micro_tokens=5)
+    assert [batch.tokens for batch in batches] == [13] * 4
+
+
+def test_members_that_do_not_train_or_said_nothing_are_left_out():
+    members = [
+        plain("g", 0, [1, 2], [3]),
+        plain("g", 1, [1, 2], [4], trained=False),
+        plain("g", 2, [1, 2], []),
+    ]
+    (batch,) = pack([group(*members)], positions=counting, micro_tokens=100)
+    assert batch.keys == (("g", 0),) and batch.advantages is None
+    assert pack([group(*members[1:])], positions=counting, micro_tokens=100) == []
+
+
+def test_members_without_a_common_token_are_trees_of_their_own():
+    members = [plain("g", 0, [1, 2], [3]), plain("g", 1, [4, 5], [3])]
+    (batch,) = pack([group(*members)], positions=counting, micro_tokens=100)
+    assert batch.parents.tolist() == [-1, -1]
+
+
+def test_support_of_some_members_is_empty_for_the_others():
+    kept = (np.array([3, 5]), np.array([4]))
+    members = [plain("g", 0, [1, 2], [3, 4], support=kept), plain("g", 1, [1, 2], [6])]
+    (batch,) = pack([group(*members)], positions=counting, micro_tokens=100)
+    assert [ids.tolist() for ids in batch.support] == [[3, 5], [4], []]
+
+
+def test_a_crop_of_a_crop_is_the_same_picture_as_the_crop_itself(family, image):
+    root = image(140, 84)
+    direct = crop(root, (28, 28, 84, 84))
+    derived = crop(crop(root, (14, 14, 98, 84)), (14, 14, 70, 70))
+    assert direct.key == derived.key and direct.parent != derived.parent
+    grid, tokens = family.measure(direct)
+    pad = family.chat.placeholder
+    members = [
+        plain(
+            "g",
+            repeat,
+            [1, *[pad] * tokens, 2],
+            [3 + repeat],
+            media=(MediaSpan(media=media, start=1, length=tokens, grid=grid),),
+        )
+        for repeat, media in enumerate((direct, derived))
+    ]
+    (batch,) = pack([group(*members)], positions=family.positions, micro_tokens=100)
+    assert batch.tokens == tokens + 2 and len(batch.media) == 1
