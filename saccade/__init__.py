@@ -79,8 +79,7 @@ def quickstart(
 
 def check_data(config: Source, *overrides: str, **options: Any) -> Report:
     """Every problem of the data sets, row by row."""
-    check = import_module("saccade.data.check").check_data
-    return check(load_config(config, *overrides), **options)
+    return _recipe("check_data").run(load_config(config, *overrides), **options)
 
 
 def _recipe(name: str) -> Any:

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from saccade import __version__
-from saccade.errors import ConfigError, DataError, SaccadeError
+from saccade.errors import ConfigError, DataError, SaccadeError, SelfTestError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from saccade.algorithms.algorithm import Algorithm
     from saccade.config import Config
     from saccade.data.check import Report
 
@@ -232,12 +231,11 @@ def inspect_data(
     ] = None,
 ) -> None:
     """Look at every row and image of a data set and list what is wrong, row by row."""
-    from saccade.checks import check
-    from saccade.data.check import check_data, write_fixed
+    from saccade.data.check import write_fixed
+    from saccade.recipes.check_data import run
 
     config = _config(_data_as_override(arguments or []))
-    check(config, "check-data")
-    report = check_data(config, headers_only=headers_only, workers=workers)
+    report = run(config, headers_only=headers_only, workers=workers)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(report.to_json() + "\n", encoding="utf-8")
@@ -249,6 +247,8 @@ def inspect_data(
             f"{len(report.bad)} of {report.rows} rows are bad, and data.max_bad_fraction is "
             f"{config.data.max_bad_fraction:g}; mend them, or write the good ones with --fix FILE"
         )
+    if report.self_test is not None and not report.self_test["passed"]:
+        raise SelfTestError("the reward misjudges known answers; see the rows above")
 
 
 @command("algorithms", panel="Look", example="saccade algorithms dapo")
@@ -327,7 +327,9 @@ def _print_plan(config: Config, name: str) -> None:
     from saccade.config import to_yaml
     from saccade.plan import plan
 
-    algorithm = _algorithm(config) if name == "rl" else None
+    from saccade.algorithms.build import from_config
+
+    algorithm = from_config(config) if name == "rl" else None
     console = _console()
     text = to_yaml(config)
     console.print(Syntax(text, "yaml", background_color="default") if console.is_terminal else text)
@@ -342,18 +344,6 @@ def _print_plan(config: Config, name: str) -> None:
     console.print(table)
 
 
-def _algorithm(config: Config) -> Algorithm:
-    from saccade.algorithms.build import resolve
-
-    return resolve(
-        config.algorithm,
-        max_tokens=config.rollout.max_tokens,
-        samples_per_prompt=config.train.samples_per_prompt,
-        updates_per_step=config.train.updates_per_step,
-        epochs_per_batch=config.train.epochs_per_batch,
-    )
-
-
 def _print_report(report: Report) -> None:
     lines = {
         "rows": f"{report.rows}, {report.good} good, {len(report.bad)} bad",
@@ -362,8 +352,16 @@ def _print_report(report: Report) -> None:
         "answers": f"{report.gold_rate:.1%} of the good rows",
         "duplicate ids": str(len(report.duplicate_ids)),
     }
+    if report.lengths:
+        lines["prompt tokens"] = ", ".join(f"{k} {v:.0f}" for k, v in report.lengths.items())
+        lines["overlong"] = f"{len(report.overlong)} rows"
+    if report.self_test is not None:
+        verdict = "passed" if report.self_test["passed"] else "FAILED"
+        lines["reward test"] = f"{verdict} on {report.self_test['rows']} rows"
     for name, text in lines.items():
         print(f"{name:<14} {text}")
+    for failure in report.self_test["failures"][:LISTED] if report.self_test else ():
+        print(f"  {failure}")
     for row in report.bad[:LISTED]:
         print(f"  {row}")
     if len(report.bad) > LISTED:

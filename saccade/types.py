@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -109,7 +110,7 @@ class MediaSpan:
         return self.start + self.length
 
     def moved(self, offset: int) -> MediaSpan:
-        return replace(self, start=self.start + offset)
+        return replace(self, start=self.start + offset) if offset else self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,15 +257,15 @@ class Trajectory:
     def key(self) -> tuple[str, int]:
         return (self.sample_id, self.repeat)
 
-    @property
+    @cached_property
     def policy_mask(self) -> np.ndarray:
         return self.sources == Source.POLICY
 
-    @property
+    @cached_property
     def response_length(self) -> int:
         return int(self.policy_mask.sum())
 
-    @property
+    @cached_property
     def prompt_length(self) -> int:
         policy = np.flatnonzero(self.policy_mask)
         return int(policy[0]) if len(policy) else len(self.ids)

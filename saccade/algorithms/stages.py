@@ -58,8 +58,10 @@ def choose_members(
         if algorithm.estimator.group and len(rewards) > 1 and is_constant(rewards):
             low, high = low + (rewards[0] < 0.5), high + (rewards[0] >= 0.5)
             live = [alive and not algorithm.drop_constant for alive in live]
-        members = (replace(t, trained=a) for t, a in zip(group.trajectories, live, strict=True))
-        chosen.append(replace(group, trajectories=tuple(members)))
+        if live != [t.trained for t in group.trajectories]:
+            members = (replace(t, trained=a) for t, a in zip(group.trajectories, live, strict=True))
+            group = replace(group, trajectories=tuple(members))
+        chosen.append(group)
     metrics.add("group/constant_low", low)
     metrics.add("group/constant_high", high)
     return chosen

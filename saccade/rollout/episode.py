@@ -117,7 +117,9 @@ def episode(
             key=key,
             ids=tape.ids[0] if turn == 1 else np.concatenate(tape.ids),
             media=tuple(tape.media),
-            sampling=replace(sampling, max_tokens=allowed),
+            sampling=sampling
+            if allowed == sampling.max_tokens
+            else replace(sampling, max_tokens=allowed),
             noise=noise,
             first_index=tape.sampled,
             episode=key if limits.max_turns > 1 else None,

@@ -1,0 +1,236 @@
+"""The local backend: ratio, memory, non-finite steps, towers, state."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from pytest import approx
+
+from saccade.algorithms.build import resolve
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.config import AlgorithmConfig, TrainConfig
+from saccade.forest import pack
+from saccade.types import Batch
+
+ON_POLICY = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=64)
+WITH_KL = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.1}), max_tokens=64)
+SCORING = Scoring()
+NAME = "qwen2_5_vl"
+
+
+@pytest.fixture(scope="module")
+def batches(family_of, grow) -> list[Batch]:
+    """Two forests of one step."""
+    family = family_of(NAME)
+    rng = np.random.default_rng(0)
+    groups = [grow(rng, family, uid=f"g{i}", images=i) for i in range(2)]
+    packed = [b for g in groups for b in pack([g], positions=family.positions, micro_tokens=9999)]
+    tokens = sum(len(batch.reads) for batch in packed)
+    return [replace(b, scales=np.full(len(b.reads), 1 / tokens, np.float32)) for b in packed]
+
+
+def gradients(backend, batches, monkeypatch, algorithm=ON_POLICY):
+    seen: dict[str, torch.Tensor] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
+        )
+        update = backend.train_step(batches, algorithm, SCORING, lr=0.0)
+    return update.metrics.means(), seen
+
+
+def assert_equal(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert set(got) == set(wanted)
+    whole = torch.stack([g.norm() for g in wanted.values()]).norm()
+    for name, gradient in wanted.items():
+        assert (got[name] - gradient).norm() <= 1e-6 * whole, name
+
+
+def snapshot(model) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[n].nan_to_num(7.0), b[n].nan_to_num(7.0)) for n in a)
+
+
+def test_on_policy_the_ratio_is_exactly_one(family_of, load, batches):
+    backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
+    update = backend.train_step(batches, ON_POLICY, SCORING, lr=1e-6)
+    means = update.metrics.means()
+    assert means["policy/ratio_mean"] == 1.0 and means["policy/ratio_max"] == 1.0
+    assert means["policy/kl_old"] == 0.0 and not update.skipped
+    advantages = np.concatenate([batch.advantages for batch in batches])
+    assert means["policy/loss"] == approx(-advantages.mean(), abs=1e-6)
+    assert means["policy/grad_norm"] > means["policy/grad_norm_vision"] > 0
+    assert means["policy/lr"] == 1e-6 and means["mem/oom_splits"] == 0
+
+
+def test_scoring_agrees_with_training_and_knows_the_ban(family_of, load, batches):
+    backend = LocalBackend(load(NAME), family_of(NAME))
+    ((new, entropy), _) = backend.logprobs(batches, SCORING)
+    assert new.dtype == np.float32 and (new < 0).all() and (entropy > 0).all()
+    ((free, _), _) = backend.logprobs(batches, Scoring(ban=False))
+    assert (free < new).all()  # the banned ids take some of the mass
+    assert not any(p.requires_grad for p in backend.model.parameters())
+    with pytest.raises(AssertionError, match="only scores"):
+        backend.train_step(batches, ON_POLICY, SCORING, lr=0.0)
+
+
+def out_of_memory_once(*_args):
+    raise torch.OutOfMemoryError("simulated")
+
+
+def test_out_of_memory_in_the_forward_splits_and_changes_nothing(
+    family_of, load, batches, monkeypatch
+):
+    model = load(NAME)
+    backend = LocalBackend(model, family_of(NAME), TrainConfig())
+    _, wanted = gradients(backend, batches, monkeypatch)
+    layer = model.model.language_model.layers[1]
+    calls = []
+
+    def hook(*_args):
+        calls.append(1)
+        if len(calls) in (1, 2):  # the first forest, and then its first half
+            raise torch.OutOfMemoryError("simulated")
+
+    handle = layer.register_forward_pre_hook(hook)
+    means, got = gradients(backend, batches, monkeypatch)
+    handle.remove()
+    assert_equal(got, wanted)
+    assert means["mem/oom_splits"] == 2 and means["policy/ratio_mean"] == 1.0
+    assert len(calls) == 2 + 3 + 1  # two that failed, three parts, the other forest
+
+
+def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(
+    family_of, load, batches, monkeypatch
+):
+    model = load(NAME)
+    backend = LocalBackend(model, family_of(NAME), TrainConfig())
+    _, wanted = gradients(backend, batches, monkeypatch)
+    fired = []
+
+    def in_backward(module, args, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        if not fired:
+            hidden.register_hook(lambda gradient: fired.append(1) or out_of_memory_once())
+        return output
+
+    handle = model.model.language_model.layers[0].register_forward_hook(in_backward)
+    means, got = gradients(backend, batches, monkeypatch)
+    handle.remove()
+    assert fired == [1] and means["mem/oom_splits"] == 1
+    assert_equal(got, wanted)
+
+
+def test_one_sequence_that_does_not_fit_is_an_error(family_of, load, batches):
+    model = load(NAME)
+    backend = LocalBackend(model, family_of(NAME), TrainConfig())
+    model.model.language_model.layers[0].register_forward_pre_hook(out_of_memory_once)
+    with pytest.raises(torch.OutOfMemoryError):
+        backend.train_step(batches, ON_POLICY, SCORING, lr=0.0)
+
+
+def test_a_non_finite_step_changes_neither_parameters_nor_optimizer(family_of, load, batches):
+    model = load(NAME)
+    backend = LocalBackend(model, family_of(NAME), TrainConfig())
+    assert not backend.train_step(batches, ON_POLICY, SCORING, lr=1e-4).skipped
+    with torch.no_grad():
+        model.model.language_model.norm.weight[3] = torch.inf
+    parameters = snapshot(model)
+    state = {n: t.clone() for n, t in backend.optimizer.state().items()}
+    update = backend.train_step(batches, ON_POLICY, SCORING, lr=1e-4)
+    means = update.metrics.means()
+    assert update.skipped
+    assert means["guard/nonfinite"] == 1 and means["policy/update_skipped"] == 1
+    assert same(snapshot(model), parameters) and same(backend.optimizer.state(), state)
+    assert not backend.optimizer.gradients
+    with torch.no_grad():
+        model.model.language_model.norm.weight[3] = 1.0
+    assert not backend.train_step(batches, ON_POLICY, SCORING, lr=1e-4).skipped
+
+
+@pytest.mark.parametrize("gap", [80.0, -80.0])
+def test_a_reference_far_away_stays_finite(family_of, load, batches, gap):
+    backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
+    scored = backend.logprobs(batches, SCORING)
+    far = [
+        replace(batch, ref_logprobs=new + np.float32(gap))
+        for batch, (new, _) in zip(batches, scored, strict=True)
+    ]
+    update = backend.train_step(far, WITH_KL, SCORING, lr=1e-6)
+    means = update.metrics.means()
+    assert not update.skipped
+    assert np.isfinite(list(means.values())).all() and means["policy/kl_loss"] <= 10
+
+
+def test_towers_have_learning_rates_of_their_own(family_of, load, batches):
+    family = family_of(NAME)
+    moved = {}
+    for scale in (1.0, 0.5):
+        model = load(NAME)
+        config = TrainConfig(lr_scale={"vision": 0.0, "projector": scale}, weight_decay=0.0)
+        before = snapshot(model)
+        LocalBackend(model, family, config).train_step(batches, ON_POLICY, SCORING, lr=1e-4)
+        change = {n: p - before[n] for n, p in snapshot(model).items()}
+        assert all(
+            (c == 0).all() for n, c in change.items() if family.tower_of(n) == "vision"
+        )
+        moved[scale] = change["model.visual.merger.mlp.2.weight"].norm().item()
+    assert moved[0.5] == approx(moved[1.0] / 2, rel=1e-3)
+
+
+def test_text_only_steps_leave_the_vision_tower_alone(family_of, load, batches):
+    model = load(NAME)
+    backend = LocalBackend(model, family_of(NAME), TrainConfig())
+    text = batches[0]
+    assert not text.media
+    before = snapshot(model)
+    update = backend.train_step([text], ON_POLICY, SCORING, lr=1e-4)
+    assert update.metrics.means()["policy/grad_norm_vision"] == 0.0
+    assert torch.equal(model.model.visual.patch_embed.proj.weight, before[
+        "model.visual.patch_embed.proj.weight"
+    ])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "adamw_bf16")],
+)
+def test_a_restored_backend_continues_bit_for_bit(
+    family_of, load, batches, tmp_path, dtype, kind
+):
+    family, config = family_of(NAME), TrainConfig(optimizer=kind)
+    few = batches if dtype == "float32" else batches[:1]  # a CPU may be slow in bf16
+
+    def step(backend: LocalBackend) -> None:
+        assert not backend.train_step(few, ON_POLICY, SCORING, lr=1e-3).skipped
+
+    first = LocalBackend(load(NAME, dtype), family, config)
+    step(first)
+    step(first)
+    first.save_state(tmp_path)
+    weights = snapshot(first.model)
+    step(first)
+    second = LocalBackend(load(NAME, dtype), family, config)
+    second.model.load_state_dict(weights, strict=False)
+    second.load_state(tmp_path)
+    step(second)
+    assert same(snapshot(first.model), snapshot(second.model))
+    assert same(first.optimizer.state(), second.optimizer.state())
+    assert dict(second.weights()).keys() == weights.keys()
+
+
+def test_stock_transformers_loads_what_is_saved(family_of, load, batches, tmp_path):
+    from transformers import AutoModelForImageTextToText
+
+    backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
+    backend.train_step(batches, ON_POLICY, SCORING, lr=1e-3)
+    backend.save_model(tmp_path)
+    model, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
+    assert same(snapshot(model), snapshot(backend.model))
+    assert "saccade" not in (tmp_path / "config.json").read_text()

@@ -1,0 +1,160 @@
+"""AdamW against torch's own, in fp32, with masters and in bf16; the learning rate."""
+
+import math
+
+import pytest
+import torch
+from pytest import approx
+from torch import nn
+
+from saccade.backends.optimizer import Optimizer
+from saccade.backends.schedule import rate
+from saccade.config import TrainConfig
+
+STEPS = 20
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (8, 4), "bias": (8,), "vision": (3, 3)}
+    return {
+        n: nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for n, s in shapes.items()
+    }
+
+
+def gradient(name: str, shape: torch.Size, step: int) -> torch.Tensor:
+    """Around a mean, so that there is somewhere to go."""
+    generator = torch.Generator().manual_seed(hash((len(name), step)))
+    return 0.05 + 0.1 * torch.randn(shape, generator=generator)
+
+
+def run(kind: str, dtype: torch.dtype, *, lr: float = 1e-2, grad_norm: float = 1e9, steps=STEPS):
+    mine = parameters(dtype)
+    config = TrainConfig(optimizer=kind, weight_decay=0.1, grad_norm=grad_norm)
+    scale = {"vision": 0.1}
+    optimizer = Optimizer(mine.items(), config, lr_scale=lambda n: scale.get(n, 1.0))
+    for step in range(steps):
+        for name, p in mine.items():
+            p.grad = gradient(name, p.shape, step).to(dtype)
+        optimizer.fold()
+        optimizer.step(lr, norm=optimizer.norm())
+    return mine, optimizer
+
+
+def torch_adamw(lr: float = 1e-2, dtype: torch.dtype = torch.float32, rounded=torch.float32):
+    theirs = parameters(rounded)
+    theirs = {n: nn.Parameter(p.detach().to(dtype)) for n, p in theirs.items()}
+    decay = {"matrix": 0.1, "bias": 0.0, "vision": 0.1}  # biases and norms do not decay
+    groups = [
+        {"params": [p], "lr": lr * (0.1 if n == "vision" else 1), "weight_decay": decay[n]}
+        for n, p in theirs.items()
+    ]
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(STEPS):
+        for name, p in theirs.items():
+            p.grad = gradient(name, p.shape, step).to(rounded).to(dtype)
+        adam.step()
+    return theirs
+
+
+def test_fp32_is_torch_adamw():
+    mine, _ = run("adamw", torch.float32)
+    for name, wanted in torch_adamw().items():
+        assert (mine[name] - wanted).abs().max() < 1e-6, name
+
+
+def test_bf16_weights_are_rounded_fp32_masters():
+    mine, _ = run("adamw", torch.bfloat16)
+    for name, wanted in torch_adamw(rounded=torch.bfloat16).items():
+        assert torch.equal(mine[name], wanted.bfloat16()), name
+
+
+def test_kahan_follows_fp32_where_plain_bf16_stands_still():
+    lr = 1e-4  # far below the spacing of bf16 numbers near 1
+    start = parameters(torch.bfloat16)["matrix"].float()
+    exact = torch_adamw(lr, rounded=torch.bfloat16)["matrix"]
+    kahan, optimizer = run("adamw_bf16", torch.bfloat16, lr=lr)
+    plain = torch_adamw(lr, dtype=torch.bfloat16, rounded=torch.bfloat16)["matrix"]
+    held = kahan["matrix"].float() + optimizer.state()["lost/matrix"].float()
+    way = (exact - start).norm()
+    assert (held - exact).norm() < 0.02 * way
+    assert (plain.float() - exact).norm() > 0.5 * way
+    assert (kahan["matrix"].float() - exact).norm() < (plain.float() - exact).norm()
+
+
+def test_gradients_of_micro_batches_add_up_in_fp32():
+    p = nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
+    optimizer = Optimizer([("p", p)], TrainConfig(), lr_scale=lambda n: 1.0)
+    p.grad = torch.ones_like(p)
+    optimizer.fold()
+    for _ in range(4):
+        p.grad = torch.full_like(p, 2.0**-9)
+        optimizer.fold()
+    assert optimizer.gradients["p"].item() == 1 + 2.0**-7 and p.grad is None
+
+
+def test_a_dropped_micro_batch_leaves_the_sums_alone():
+    p = nn.Parameter(torch.zeros(2, 2))
+    optimizer = Optimizer([("p", p)], TrainConfig(), lr_scale=lambda n: 1.0)
+    p.grad = torch.ones_like(p)
+    optimizer.fold()
+    p.grad = torch.full_like(p, 5.0)
+    optimizer.drop_micro_batch()
+    optimizer.fold()
+    assert optimizer.gradients["p"].tolist() == [[1, 1], [1, 1]]
+    assert optimizer.norm().item() == 2.0 and optimizer.norm([]).item() == 0.0
+
+
+def test_the_global_norm_is_clipped():
+    def moments(grad_norm: float) -> dict[str, torch.Tensor]:
+        return run("adamw", torch.float32, grad_norm=grad_norm, steps=1)[1].state()
+
+    norm = math.sqrt(sum(gradient(n, p.shape, 0).square().sum() for n, p in parameters().items()))
+    free, clipped = moments(1e9), moments(norm / 4)
+    for name in parameters():
+        assert clipped[f"exp_avg/{name}"].tolist() == [
+            approx(row, rel=1e-5) for row in (free[f"exp_avg/{name}"] / 4).tolist()
+        ]
+    untouched = moments(norm * 4)
+    assert torch.equal(untouched["exp_avg/matrix"], free["exp_avg/matrix"])
+
+
+def test_frozen_parameters_are_no_part_of_it():
+    mine = parameters()
+    mine["vision"].requires_grad_(False)
+    optimizer = Optimizer(mine.items(), TrainConfig(), lr_scale=lambda n: 1.0)
+    assert set(optimizer.parameters) == {"matrix", "bias"}
+    assert not any("vision" in name for name in optimizer.state())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_bf16"])
+def test_state_of_another_model_is_refused(kind):
+    _, optimizer = run(kind, torch.bfloat16, steps=1)
+    state = {f"{name}x": value for name, value in optimizer.state().items()}
+    with pytest.raises(AssertionError, match="optimizer state differs"):
+        optimizer.load(state)
+
+
+def lrs(schedule: str, *, warmup: float = 0, total: int = 10, min_lr: float = 0.0) -> list[float]:
+    return [
+        rate(i, total=total, lr=1.0, schedule=schedule, warmup=warmup, min_lr=min_lr)
+        for i in range(total)
+    ]
+
+
+def test_schedules():
+    assert lrs("constant") == [1.0] * 10
+    assert lrs("linear") == approx([1 - i / 10 for i in range(10)])
+    assert lrs("cosine") == approx([0.5 * (1 + math.cos(math.pi * i / 10)) for i in range(10)])
+    assert lrs("linear", warmup=4)[:5] == approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert lrs("linear", warmup=0.4)[:5] == approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert rate(10**6, total=10, lr=1.0, schedule="cosine", warmup=0, min_lr=0.2) == approx(0.2)
+    last = rate(10, total=10, lr=1.0, schedule="cosine_with_min_lr", warmup=0, min_lr=0.0)
+    assert last == approx(0.1)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "cosine_with_min_lr"])
+@pytest.mark.parametrize("warmup", [0, 0.01, 0.05, 0.5, 1, 3, 50])
+def test_every_update_moves(schedule, warmup):
+    assert all(0 < lr <= 1 for lr in lrs(schedule, warmup=warmup))
+    assert rate(0, total=1, lr=1.0, schedule=schedule, warmup=warmup, min_lr=0.0) > 0
