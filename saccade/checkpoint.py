@@ -59,6 +59,8 @@ def save(
         shutil.rmtree(final)
     temporary.rename(final)
     _sync(folder)
+    for later in [n for n in complete_steps(folder) if n > step]:
+        shutil.rmtree(folder / f"step-{later}")  # of a run that went back to an earlier step
     _prune(folder, keep=keep, protected={step, best})
     return final
 

@@ -90,6 +90,9 @@ class Media:
         assert self.width > 0 and self.height > 0, f"media {self.hash}: empty size"
         assert (self.path is None) != (self.data is None), f"media {self.hash}: needs a path or data"
 
+    def __hash__(self) -> int:
+        return hash(self.hash)  # of all fields it would be computed for every prompt that is looked up
+
     @property
     def key(self) -> tuple[str, tuple[int, ...] | None, int, int]:
         """Equal keys mean equal pixels for the model."""

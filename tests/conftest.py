@@ -33,6 +33,120 @@ def shared() -> Path:
     return folder
 
 
+# -- small runs ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.jsonl (24 scenes to count), val.jsonl (8) and shown.jsonl (24 answered)."""
+    from saccade.data import synthetic
+
+    folder = tmp_path_factory.mktemp("scenes")
+    rows = {
+        name: synthetic.counting_split(n, seed=n, colours=("red", "blue"))
+        for name, n in {"train": 24, "val": 8, "shown": 25}.items()
+    }
+    rows["shown"] = [synthetic.demonstrated(sample) for sample in rows["shown"][:24]]
+    for name, samples in rows.items():
+        synthetic.write_jsonl(samples, folder, name=name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def word_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random vision model whose vocabulary is the words of the scenes: answers are short."""
+    from saccade.models.tiny import build
+    from saccade.recipes.quickstart import WORDS
+
+    return build("qwen2_5_vl", tmp_path_factory.mktemp("words"), words=WORDS)
+
+
+@pytest.fixture(scope="session")
+def rl_config(scenes: Path, word_model: str) -> Callable[..., dict[str, Any]]:
+    """Four steps of GRPO that take a second. About one random answer in ten is right."""
+
+    def config(out: Path, **changes: Any) -> dict[str, Any]:
+        options = {
+            "run.out": str(out),
+            "run.max_steps": 4,
+            "run.device": "cpu",
+            "model.path": word_model,
+            "data.train": str(scenes / "train.jsonl"),
+            "prompt.format": "direct",
+            "prompt.instruction": "",
+            "rollout.max_tokens": 6,
+            "reward.terms": [{"verifier": "count", "args": {"order": ["last_number"]}}],
+            "train.prompts_per_step": 4,
+            "train.samples_per_prompt": 4,
+            "train.lr": 5e-3,
+            "track.tensorboard": False,
+        }
+        return options | {name.replace("__", "."): value for name, value in changes.items()}
+
+    return config
+
+
+@pytest.fixture(scope="session")
+def sft_config(scenes: Path, word_model: str) -> Callable[..., dict[str, Any]]:
+    """Four supervised steps on the answered scenes."""
+
+    def config(out: Path, **changes: Any) -> dict[str, Any]:
+        options = {
+            "run.out": str(out),
+            "run.max_steps": 4,
+            "run.device": "cpu",
+            "model.path": word_model,
+            "data.train": str(scenes / "shown.jsonl"),
+            "prompt.instruction": "",
+            "train.prompts_per_step": 4,
+            "train.lr": 2e-3,
+            "track.tensorboard": False,
+        }
+        return options | {name.replace("__", "."): value for name, value in changes.items()}
+
+    return config
+
+
+@pytest.fixture(scope="session")
+def tensors() -> Callable[[Path | str], dict[str, Any]]:
+    """Every tensor of a model folder, by name."""
+
+    def read(folder: Path | str) -> dict[str, Any]:
+        from safetensors.torch import load_file
+
+        files = sorted(Path(folder).glob("*.safetensors"))
+        return {name: t for file in files for name, t in load_file(file).items()}
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def same_weights(tensors: Callable[..., dict[str, Any]]) -> Callable[..., bool]:
+    """Whether two model folders hold the same tensors, bit by bit."""
+
+    def same(one: Path | str, other: Path | str) -> bool:
+        a, b = tensors(one), tensors(other)
+        return a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)
+
+    return same
+
+
+@pytest.fixture(scope="session")
+def numbers() -> Callable[[Path], list[dict[str, Any]]]:
+    """The metrics of a run without what a clock or the memory of the machine has a say in."""
+
+    def read(folder: Path) -> list[dict[str, Any]]:
+        from saccade.tracking.loggers import read_metrics
+
+        measured = ("time", "perf/", "mem/")
+        return [
+            {name: value for name, value in row.items() if not name.startswith(measured)}
+            for row in read_metrics(folder)
+        ]
+
+    return read
+
+
 # -- tiny models ---------------------------------------------------------------------------------
 
 
@@ -59,9 +173,7 @@ def load(family_of: Callable[[str], Family]) -> Callable[..., Any]:
 
         from saccade.models.load import load_model
 
-        return load_model(
-            family_of(name), dtype=getattr(torch, dtype), device=torch.device("cpu")
-        )
+        return load_model(family_of(name), dtype=getattr(torch, dtype), device=torch.device("cpu"))
 
     return fresh
 

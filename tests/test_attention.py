@@ -71,7 +71,9 @@ def test_trees_below_and_above_the_limit_go_together(monkeypatch):
     inputs = qkv(15)
     plan = forest_plan(starts, parents, CPU, torch.float64)
     assert len(plan.nodes) == 2 and plan.index.shape == (1, 6)
-    assert (plan(0, *inputs, 0.3, None) - naive(starts, parents, *inputs, 0.3, None)).abs().max() < 1e-13
+    assert (
+        plan(0, *inputs, 0.3, None) - naive(starts, parents, *inputs, 0.3, None)
+    ).abs().max() < 1e-13
 
 
 def test_a_path_runs_from_the_root_to_the_node_itself():

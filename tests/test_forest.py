@@ -56,14 +56,10 @@ def check(groups: list[Group], batches: list[Batch], family) -> None:
             assert batch.advantages[mine].tolist() == t.advantages.tolist()
             assert batch.rollout_logprobs[mine].tolist() == t.logprobs[policy].tolist()
             place = {int(token): i for i, token in enumerate(tokens)}
-            shown = [
-                replace(s, start=place[s.start]) for s in batch.media if s.start in place
-            ]
+            shown = [replace(s, start=place[s.start]) for s in batch.media if s.start in place]
             assert shown == [s for s in t.media if s.start < end]
             seen.append(key)
-    wanted = [
-        t.key for g in groups for t in g.trajectories if t.trained and t.response_length
-    ]
+    wanted = [t.key for g in groups for t in g.trajectories if t.trained and t.response_length]
     assert seen == wanted
 
 

@@ -83,6 +83,8 @@ def write_advantages(
     updates: Updates, groups: Sequence[Group], algorithm: Algorithm, metrics: Metrics
 ) -> Updates:
     """Advantages over the whole step, scales over each optimizer step."""
+    if not updates:  # every group was dropped or is constant: there is nothing to weigh
+        return updates
     members = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
     place = {(groups[g].uid, t.repeat): i for i, (g, t) in enumerate(members)}
     owner = [

@@ -50,6 +50,11 @@ class Chat:
 
     def render_dialogue(self, messages: Sequence[Message], measure: Measure) -> Rendered:
         """A conversation to learn from: what an assistant wrote, its end of turn included, is POLICY."""
+        if messages and messages[0].role == "assistant":
+            raise ConfigError(
+                "a conversation begins with the assistant, which has nothing to answer; put a system or user "
+                "message before it"
+            )
         ids: list[np.ndarray] = []
         sources: list[np.ndarray] = []
         done = ""

@@ -61,6 +61,9 @@ def build(
 
     if family not in CONFIGS:
         raise ConfigError(f"tiny:{family} is not known; known are {', '.join(CONFIGS)}")
+    if words is not None and family == "qwen2":
+        # transformers reads whatever tokenizer lies beside a qwen2 config as its own byte-level one.
+        raise ConfigError("tiny:qwen2 has no closed vocabulary; use qwen3, or no words")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(words)

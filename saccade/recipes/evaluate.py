@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     policy = parts.load_policy(config, family)
     engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
     scorer = parts.make_scorer(config)
-    with Console(None, "eval", name=folder.name) as console:
+    with scorer or nullcontext(), Console(None, "eval", name=folder.name) as console:
         for dataset in sets.values():
             parts.test_rewards(config, scorer, dataset.samples)
         results = []
@@ -66,8 +67,6 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
             with console.phase(name):
                 results.append(evaluate_set(engine, family, scorer, name, dataset, config, console.progress))
             console.note(describe(results[-1]))
-    if scorer is not None:
-        scorer.close()
     return write_results(folder, results, family)
 
 
@@ -111,7 +110,8 @@ def evaluate_set(
         progress=progress,
     )
     engine.sleep()
-    groups = stream.attach(groups)
+    if scorer is not None or config.env.name != "single_turn":  # else nobody has judged anything
+        groups = stream.attach(groups)
     return Result(name=name, groups=tuple(groups), metrics=set_metrics(groups, family))
 
 
@@ -220,7 +220,7 @@ def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
     scorer = parts.make_scorer(config)
     if scorer is None:
         raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
-    rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines() if line]
+    rows = [json.loads(line) for line in samples.read_bytes().split(b"\n") if line]
     with scorer:
         scored = scorer.score([_reward_sample(row) for row in rows])
     outcomes: dict[str, dict[str, list[float]]] = {}

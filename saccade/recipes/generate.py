@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,11 @@ def run(config: Any) -> dict[str, Any]:
     policy = parts.load_policy(config, family)
     engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
     scorer = parts.make_scorer(config)
-    with Console(None, "generate", name=config.run.name) as console, path.open("a", encoding="utf-8") as file:
+    with (
+        scorer or nullcontext(),
+        Console(None, "generate", name=config.run.name) as console,
+        path.open("a", encoding="utf-8") as file,
+    ):
         console.note(f"{len(todo)} of {len(data.samples)} rows to do, {len(done)} are in {path}")
         for start in range(0, len(todo), BLOCK):
             stream = RewardStream(scorer, family)
@@ -56,8 +61,6 @@ def run(config: Any) -> dict[str, Any]:
             for group in stream.attach(groups) if scorer is not None else groups:
                 file.write(json.dumps(_row(group, family), ensure_ascii=False, default=str) + "\n")
             file.flush()
-    if scorer is not None:
-        scorer.close()
     return {"path": str(path), "rows": len(todo), "skipped": len(done)}
 
 
@@ -86,8 +89,8 @@ def _done(path: Path) -> set[str]:
     """Ids of whole lines; a line that a kill cut off is removed, so its row is made again."""
     if not path.is_file():
         return set()
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
-    return {json.loads(line)["id"] for line in whole.splitlines()}
+    data = path.read_bytes()  # the cut may have hit the middle of a character
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        path.write_bytes(whole)
+    return {json.loads(line)["id"] for line in whole.split(b"\n") if line}

@@ -18,7 +18,8 @@ def guard(run: Run, train: TrainConfig, batches: Sequence[Batch], update: Update
     if not update.skipped:
         return
     step = run.step + 1
-    where = save_batches(run.folder.path / "bad-batches", step, batches)
+    name = f"step-{step}-{run.progress['bad_updates']}"
+    where = save_batches(run.folder.path / "bad-batches" / f"{name}.npz", batches)
     run.console.note(f"step {step}: loss or gradient not finite, update skipped; batch in {where}")
     if train.on_nonfinite == "stop" or run.progress["bad_updates"] >= train.max_bad_updates:
         raise TrainingError(

@@ -123,6 +123,8 @@ def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family
     def length(sample: Sample) -> int:
         if not any(message.role == "assistant" for message in sample.messages):
             raise RowError("no assistant turn to learn from; sft reads conversations")
+        if sample.messages[0].role == "assistant":
+            raise RowError("the conversation begins with the assistant; nothing asks for its answer")
         return len(family.render_dialogue(word(sample).messages))
 
     limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": config.sft.max_tokens})
@@ -211,10 +213,9 @@ def manifest(family: Family, data: datasets.Dataset | None, config: Config) -> d
     }
 
 
-def save_batches(folder: Path, step: int, batches: Sequence[Batch]) -> Path:
+def save_batches(path: Path, batches: Sequence[Batch]) -> Path:
     """Ids, log-probs, advantages and image hashes of an update that could not be made."""
-    folder.mkdir(exist_ok=True)
-    path = folder / f"step-{step}.npz"
+    path.parent.mkdir(exist_ok=True)
     arrays: dict[str, Any] = {}
     for index, batch in enumerate(batches):
         for field in fields(batch):

@@ -33,7 +33,7 @@ WORDS = (
     *(str(n) for n in range(1, 10)),
 )
 SIZES = {  # rows of demonstrations, of prompts, of each evaluation set, SFT steps, RL steps
-    "full": {"demonstrations": 400, "prompts": 6000, "evaluation": 600, "sft": 100, "rl": 350},
+    "full": {"demonstrations": 400, "prompts": 6000, "evaluation": 600, "sft": 100, "rl": 160},
     "quick": {"demonstrations": 64, "prompts": 128, "evaluation": 32, "sft": 4, "rl": 3},
 }
 STAGES = {"sft": "after SFT", "rl": "after GRPO", "sft_only": "SFT continued"}
@@ -174,7 +174,7 @@ def _evaluate(out: Path, name: str, data: Mapping[str, str], seed: int) -> dict[
     folder = out / "evaluation" / name
     evaluate.run(config, out=folder)
     scores: dict[str, list[float]] = {"val": [], "ood": []}
-    for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in (folder / "samples.jsonl").read_bytes().split(b"\n")[:-1]:
         row = json.loads(line)
         scores[row["set"]].append(row["score"])
     return {name: np.array(values) for name, values in scores.items()}

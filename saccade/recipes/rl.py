@@ -79,7 +79,7 @@ def run(config: Any) -> dict[str, Any]:
 
 def _train(run: Run, actors: Actors) -> dict[str, Any]:
     last: dict[str, Any] = {}
-    if actors.config.val.before and run.step == 0:
+    if actors.validation and actors.config.val.before and run.step == 0:
         run.loggers.log(validate(run, actors, step=0), 0)
     for step in run.steps():
         metrics = Metrics()
@@ -208,7 +208,7 @@ def score_forests(run: Run, actors: Actors, updates: stages.Updates) -> stages.U
 
 def optimize(run: Run, actors: Actors, updates: stages.Updates, metrics: Metrics) -> None:
     train = actors.config.train
-    total = run.total * train.updates_per_step * train.epochs_per_batch
+    each_step = train.updates_per_step * train.epochs_per_batch
     tokens = sum(batch.tokens for batches in updates for batch in batches)
     metrics.add("count/update_tokens", tokens * train.epochs_per_batch)
     for _ in range(train.epochs_per_batch):
@@ -217,10 +217,10 @@ def optimize(run: Run, actors: Actors, updates: stages.Updates, metrics: Metrics
                 continue  # nothing is live: there is no gradient to take
             lr = rate(
                 run.progress["updates"],
-                total=total,
+                total=run.total * each_step,
                 lr=train.lr or 1e-6,
                 schedule=train.schedule,
-                warmup=train.warmup * (1 if train.warmup < 1 else train.updates_per_step),
+                warmup=train.warmup * (1 if train.warmup < 1 else each_step),
                 min_lr=train.min_lr,
             )
             update = actors.policy.train_step(batches, actors.algorithm, actors.scoring, lr=lr)
@@ -292,7 +292,7 @@ def _actors(config: Config, algorithm: Algorithm, family: Family, data: Dataset,
         reference=reference,
         scorer=scorer,
         stream=stream,
-        validation=parts.validation_sets(config, family),
+        validation=parts.validation_sets(config, family) if config.val.every else {},
     )
 
 

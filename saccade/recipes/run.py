@@ -69,8 +69,9 @@ class Run:
             self.trajectories = TrajectoryWriter(self.folder, say=self.console.note)
             stack.callback(self.trajectories.close)
             if self.folder.resumed:
-                self.loggers.truncate_after(self.step)
-                self.trajectories.truncate_after(self.step)
+                last = self.step or -1  # validation before step 1 is made again
+                self.loggers.truncate_after(last)
+                self.trajectories.truncate_after(last)
             self._services = stack.pop_all()
         return self
 

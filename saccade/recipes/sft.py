@@ -62,7 +62,7 @@ def _train(
     validation: _Validation,
 ) -> dict[str, Any]:
     train, last = config.train, dict[str, Any]()
-    if config.val.before and run.step == 0:
+    if validation.sets and config.val.before and run.step == 0:
         run.loggers.log(validation.metrics(step=0), 0)
     for step in run.steps():
         with run.phase("data"):

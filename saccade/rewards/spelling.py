@@ -1,35 +1,40 @@
 r"""One spelling for mathematical text that looks the same.
 
-Only characters change here; what they mean is the business of `latex` and `units`.
+Only characters change here; what they mean is the business of `reading`, `units`, `symbolic`.
 
-    >>> normalise(r"$\dfrac{1}{2}\text{ cm}$.")
-    '\\frac{1}{2} cm'
+    >>> normalise(r"$\dfrac12\text{ cm}^2$.")
+    '\\frac{1}{2} cm ^{2}'
 """
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["TooLarge", "compact", "normalise", "tidy", "unwrap_text"]
+__all__ = ["BRACED", "TooLarge", "Unparseable", "compact", "normalise", "tidy", "unwrap_text"]
 
 LONGEST = 2000  # characters
+BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+ROUND = r"\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)"
 
 
 class TooLarge(ValueError):
     """The expression is too long, too deep, or its value has too many digits."""
 
 
+class Unparseable(ValueError):
+    """The text is not mathematics that we read."""
+
+
 SIGNS = str.maketrans(
     {
         "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ", "\u00f7": "/", "\u00b7": r"\cdot ",
         "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u221e": r"\infty ",
-        "\u03c0": r"\pi ",
-        "\u222a": r"\cup ", "\u2208": r"\in ", "\u00b1": r"\pm ", "\u00b2": "^2", "\u00b3": "^3",
-        "\u00b0": r"^\circ ", "\u2032": "'", "\u00a0": " ", "\u3000": " ", "\u2205": r"\emptyset ",
-        "\u221a": r"\sqrt ", "\u03b8": r"\theta ", "\u2044": "/",
+        "\u03c0": r"\pi ", "\u222a": r"\cup ", "\u2208": r"\in ", "\u00b1": r"\pm ",
+        "\u00b2": "^2", "\u00b3": "^3", "\u00b0": r"^\circ ", "\u2032": "'", "\u00a0": " ",
+        "\u3000": " ", "\u2205": r"\emptyset ", "\u221a": r"\sqrt ", "\u03b8": r"\theta ",
+        "\u2044": "/", "\uff0c": ",", "\uff0e": ".", "\uff08": "(", "\uff09": ")",
+        "\uff1d": "=", "\uff0d": "-", "\uff0b": "+", "\uff05": "%",
         **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
-        "\uff0c": ",", "\uff0e": ".", "\uff08": "(", "\uff09": ")", "\uff1d": "=", "\uff0d": "-",
-        "\uff0b": "+", "\uff05": "%",
     }
 )  # fmt: skip
 REWRITES = [
@@ -49,6 +54,15 @@ REWRITES = [
         (r"\\[lr]?vert(?![a-zA-Z])|\\mid(?![a-zA-Z])", "|"),
         (r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
         (r"\\degree(?![a-zA-Z])", r"^\\circ "),
+        (r"(?<![\\a-zA-Z])(sqrt|pi)(?![a-zA-Z])", r"\\\1 "),
+        # Braces around the arguments of powers, indices, roots and fractions.
+        (r"\\log\s*_\s*(\d)", r"\\log_{\1}"),
+        (r"\^\s*([-+]?(?:\d+(?:\.\d+)?|[a-zA-Z]))", r"^{\1}"),
+        (r"_\s*(\d+|[a-zA-Z])", r"_{\1}"),
+        (rf"(\\sqrt|\^)\s*{ROUND}", r"\1{\2}"),
+        (r"\\sqrt(\[[^\]]*\])?\s*([0-9a-zA-Z])", r"\\sqrt\1{\2}"),
+        (r"\\(frac|binom)\s*(\\pi|[0-9a-zA-Z])", r"\\\1{\2}"),
+        (rf"\\(frac|binom)\s*({BRACED})\s*(\\pi|[0-9a-zA-Z])", r"\\\1\2{\3}"),
     ]
 ]  # fmt: skip
 TEXT = re.compile(

@@ -6,13 +6,14 @@ five times m.
 
     >>> value, unit = split_unit("100 cm")
     >>> value, unit.factor
-    ('100', '(1/100)^1')
+    ('100', Fraction(1, 100))
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from saccade.rewards.spelling import unwrap_text
 
@@ -21,70 +22,61 @@ __all__ = ["PERCENT", "Unit", "split_unit"]
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """`dimensions` must agree; `factor`, an expression, converts to the base unit."""
+    r"""`dimensions` must agree; `factor`/\pi^`per_pi` converts to the base unit."""
 
     dimensions: tuple[tuple[str, int], ...]
-    factor: str = "1"
+    factor: Fraction = Fraction(1)
+    per_pi: int = 0
 
 
 PERCENT = Unit(dimensions=(("percent", 1),))
 
-# word forms -> (dimension, factor to the base unit)
-_TABLE = {
-    "nm": ("length", "1/1000000000"),
-    "um micrometer micrometers micron microns": ("length", "1/1000000"),
-    "mm millimeter millimeters millimetre millimetres": ("length", "1/1000"),
-    "cm centimeter centimeters centimetre centimetres": ("length", "1/100"),
-    "dm decimeter decimeters": ("length", "1/10"),
-    "m meter meters metre metres": ("length", "1"),
-    "km kilometer kilometers kilometre kilometres": ("length", "1000"),
-    "in inch inches": ("length", "254/10000"),
-    "ft foot feet": ("length", "3048/10000"),
-    "yd yard yards": ("length", "9144/10000"),
-    "mi mile miles": ("length", "1609344/1000"),
-    "mg milligram milligrams": ("mass", "1/1000"),
-    "g gram grams": ("mass", "1"),
-    "kg kilogram kilograms": ("mass", "1000"),
-    "t ton tons tonne tonnes": ("mass", "1000000"),
-    "lb lbs pound pounds": ("mass", "45359237/100000"),
-    "oz ounce ounces": ("mass", "45359237/1600000"),
-    "ms millisecond milliseconds": ("time", "1/1000"),
-    "s sec second seconds": ("time", "1"),
-    "min minute minutes": ("time", "60"),
-    "h hr hrs hour hours": ("time", "3600"),
-    "day days": ("time", "86400"),
-    "week weeks": ("time", "604800"),
-    "month months": ("months", "1"),
-    "year years yr yrs": ("months", "12"),
-    "deg degree degrees": ("angle", "1"),
-    "rad radian radians": ("angle", "180/\\pi"),
-    "degC": ("celsius", "1"),
-    "degF": ("fahrenheit", "1"),
-    "ml mL milliliter milliliters": ("volume", "1/1000"),
-    "L l liter liters litre litres": ("volume", "1"),
-    "cent cents": ("money", "1/100"),
-    "dollar dollars USD": ("money", "1"),
-    "euro euros EUR": ("euro", "1"),
-    "N newton newtons": ("force", "1"),
-    "J joule joules": ("energy", "1"),
-    "kJ": ("energy", "1000"),
-    "W watt watts": ("power", "1"),
-    "kW": ("power", "1000"),
-    "V volt volts": ("voltage", "1"),
-    "A amp amps ampere amperes": ("current", "1"),
-    "Hz hertz": ("frequency", "1"),
-    "unit units": ("units", "1"),
+# Factor to the base unit, then its words; a plural s is understood.
+TABLE = {
+    "length": "1e-9 nm, 1e-6 um micrometer micron, 1e-3 mm millimeter millimetre, "
+    "0.01 cm centimeter centimetre, 0.1 dm decimeter, 1 m meter metre, "
+    "1000 km kilometer kilometre, 0.0254 in inch inches, 0.3048 ft foot feet, 0.9144 yd yard, "
+    "1609.344 mi mile",
+    "mass": "1e-3 mg milligram, 1 g gram, 1000 kg kilogram, 1e6 t ton tonne, "
+    "453.59237 lb pound, 28.349523125 oz ounce",
+    "time": "1e-3 ms millisecond, 1 s sec second, 60 min minute, 3600 h hr hour, 86400 day, "
+    "604800 week",
+    "months": "1 month, 12 year yr",
+    "angle": "1 deg degree, 180 rad radian",
+    "celsius": "1 degC",
+    "fahrenheit": "1 degF",
+    "volume": "1e-3 ml mL milliliter, 1 L l liter litre",
+    "money": "0.01 cent, 1 dollar USD",
+    "euro": "1 euro EUR",
+    "force": "1 N newton",
+    "energy": "1 J joule, 1000 kJ",
+    "power": "1 W watt, 1000 kW",
+    "voltage": "1 V volt",
+    "current": "1 A amp ampere",
+    "frequency": "1 Hz hertz",
+    "units": "1 unit",
 }
-UNITS = {word: entry for words, entry in _TABLE.items() for word in words.split()}
+UNITS = {
+    word: (dimension, Fraction(entry.split()[0]))
+    for dimension, entries in TABLE.items()
+    for entry in entries.split(",")
+    for word in entry.split()[1:]
+}
+RADIANS = UNITS["rad"]
 QUANTITY_WORDS = {"or", "and", "to", "million", "thousand", "billion", "hundred", "dozen", "half"}
+POWERS = {"": 1, "square": 2, "sq": 2, "cubic": 3}
 
-POWER = r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?"
+POWER = r"(?:\s*\^\s*\{\s*[23]\s*\})?"
 TEXT_UNIT = re.compile(
-    rf"^(?P<value>.*\S)\s*\\(?:text|mbox|textrm|mathrm|rm|textbf)\s*\{{\s*(?P<words>[^{{}}]+?)\s*\}}(?P<power>{POWER})$"
+    r"^(?P<value>.*\S)\s*\\(?:text|mbox|textrm|mathrm|rm|textbf)"
+    rf"\s*\{{\s*(?P<words>[^{{}}]+?)\s*\}}(?P<power>{POWER})$"
 )
 BARE_UNIT = re.compile(
     r"^(?P<value>.*(?:[\d)}\]]|\\pi))(?P<space>\s*)"
     rf"(?P<words>[A-Za-z][A-Za-z ]*{POWER}(?:\s*/\s*[A-Za-z]+{POWER})?)$"
+)
+SINGLE = re.compile(
+    r"(?:(square|sq|cubic)\s+)?([A-Za-z]+)(?:\s*\^\s*\{\s*([23])\s*\})?"  # square cm, cm^{2}
 )
 PLAIN_NUMBER = re.compile(r"[-+]?[\d.,]+(?:\s*/\s*\d+)?")
 DEGREES = re.compile(r"^(?P<value>.*?)\s*\^\\circ\s*(?P<scale>[CF]?)$")
@@ -116,32 +108,24 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _unit(words: str) -> Unit | None:
-    """`square cm`, `cm^2`, `km/h`, `m/s^2`, `feet per second`."""
-    above, _, below = re.sub(r"\s+per\s+", "/", words.strip()).partition("/")
+    """`square cm`, `cm^{2}`, `km/h`, `m/s^{2}`, `feet per second`."""
     dimensions: dict[str, int] = {}
-    factors = []
-    for text, sign in ((above, 1), (below, -1)):
-        if not text and sign < 0:
-            continue
-        entry = _single(text)
-        if entry is None:
+    factor, per_pi = Fraction(1), 0
+    for index, text in enumerate(re.sub(r"\s+per\s+", "/", words.strip()).split("/", 1)):
+        match = SINGLE.fullmatch(text.strip())
+        entry = _entry(match[2]) if match else None
+        if match is None or entry is None:
             return None
-        (dimension, factor), power = entry
-        dimensions[dimension] = dimensions.get(dimension, 0) + sign * power
-        factors.append(f"({factor})^{power}")
-    return Unit(dimensions=tuple(sorted(dimensions.items())), factor="/".join(factors))
+        power = int(match[3] or POWERS[match[1] or ""]) * (-1 if index else 1)
+        dimensions[entry[0]] = dimensions.get(entry[0], 0) + power
+        factor *= entry[1] ** power
+        per_pi += power * (entry == RADIANS)
+    return Unit(dimensions=tuple(sorted(dimensions.items())), factor=factor, per_pi=per_pi)
 
 
-def _single(text: str) -> tuple[tuple[str, str], int] | None:
-    match = re.fullmatch(
-        r"(?P<pre>(?:square|sq|cubic)\s+)?(?P<word>[A-Za-z]+)(?:\s*\^\s*\{?\s*(?P<power>[23])\s*\}?)?",
-        text.strip(),
-    )
-    if match is None:
-        return None
-    entry = UNITS.get(match["word"]) or UNITS.get(match["word"].lower())
-    named_power = {None: 1, "square": 2, "sq": 2, "cubic": 3}[(match["pre"] or "").strip() or None]
-    return None if entry is None else (entry, int(match["power"] or named_power))
+def _entry(word: str) -> tuple[str, Fraction] | None:
+    singular = word.lower().removesuffix("s") if len(word) > 2 else ""
+    return UNITS.get(word) or UNITS.get(word.lower()) or UNITS.get(singular)
 
 
 def _own_unit(words: str) -> Unit | None:

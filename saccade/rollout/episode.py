@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from saccade.environments import Environment, Step
+from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.types import (
     STATUS_OF_END,
@@ -99,12 +100,13 @@ def episode(
     """Runs until the environment is done or a limit strikes; the reason is always recorded."""
     key = f"{uid}/{repeat}"
     noise = noise_key(seed, key)
-    messages = list(environment.reset(sample, noise))
-    tape = _Tape()
-    tape.read(family.render(messages))
     rewards: list[float] = []
     info: dict[str, Any] = {}
-    turn, reason, pending = 0, "", False
+    start = yield from _ask(environment, lambda: environment.reset(sample, noise))
+    turn, reason, pending = 0, _failure(start, info), False
+    messages = list(sample.messages if reason else start)
+    tape = _Tape()
+    tape.read(family.render(messages))
     while not reason:
         turn += 1
         budget = min(limits.max_total_tokens, family.max_positions) - tape.length
@@ -151,19 +153,20 @@ def _answer(
     limits: Limits,
 ) -> Generator[Call, Any, tuple[str, bool]]:
     """Let the environment speak. An observation and its images are added together or not at all."""
-    if getattr(environment, "blocking", True):
-        outcome = yield Call(function=lambda: environment.step(reply))
-        if isinstance(outcome, BaseException):
-            info["error"] = f"{type(outcome).__name__}: {outcome}"
-            return "timeout" if isinstance(outcome, TimeoutError) else "env_error", False
-    else:
-        outcome = environment.step(reply)
+    outcome = yield from _ask(environment, lambda: environment.step(reply))
+    if failure := _failure(outcome, info):
+        return failure, False
     step = Step(*outcome)
     info.update(step.info)
     if step.reward is not None:
         rewards.append(float(step.reward))
     if step.done:
-        return str(step.info.get("end_reason", "env_done")), False
+        reason = str(step.info.get("end_reason", "env_done"))
+        if reason not in STATUS_OF_END:
+            raise ConfigError(
+                f"env.name: the environment ended with end_reason {reason!r}; use one of {', '.join(STATUS_OF_END)}"
+            )
+        return reason, False
     if turn >= limits.max_turns:
         return "max_turns", True
     if len(tape.media) + sum(len(m.media) for m in step.messages) > limits.max_images:
@@ -174,6 +177,21 @@ def _answer(
     tape.read(added)
     messages.extend(step.messages)
     return "", False
+
+
+def _ask(environment: Environment, function: Callable[[], Any]) -> Generator[Call, Any, Any]:
+    """What the environment answers; an exception in its place when its call failed beside the engine."""
+    if getattr(environment, "blocking", True):
+        return (yield Call(function=function))
+    return function()
+
+
+def _failure(outcome: Any, info: dict[str, Any]) -> str:
+    """The reason that ends an episode whose environment failed, else empty."""
+    if not isinstance(outcome, BaseException):
+        return ""
+    info["error"] = f"{type(outcome).__name__}: {outcome}"
+    return "timeout" if isinstance(outcome, TimeoutError) else "env_error"
 
 
 def _trajectory(

@@ -28,10 +28,14 @@ class RewardStream:
         """Without a scorer the environment's own rewards count."""
         self.scorer, self.family, self.step = scorer, family, step
         self._pending: dict[tuple[str, int], Future[Scored]] = {}
+        self._questions: dict[str, RewardSample] = {}  # what the members of a group have in common
 
     def submit(self, sample: Sample, trajectory: Trajectory) -> None:
         if self.scorer is not None:
-            seen = seen_by_reward(sample, trajectory, self.family, step=self.step)
+            question = self._questions.get(sample.id)
+            if question is None:
+                question = self._questions[sample.id] = reward_sample(sample, "", step=self.step)
+            seen = seen_by_reward(question, sample, trajectory, self.family)
             self._pending[trajectory.key] = self.scorer.submit(seen)
 
     def attach(self, groups: Sequence[Group]) -> list[Group]:
@@ -65,21 +69,21 @@ class RewardStream:
 
 
 def seen_by_reward(
-    sample: Sample, trajectory: Trajectory, family: Family, *, step: int
+    question: RewardSample, sample: Sample, trajectory: Trajectory, family: Family
 ) -> RewardSample:
     """What a reward may look at: the policy's own text, never prompt and response in one."""
     added = trajectory.messages[len(sample.messages) :]
-    return reward_sample(
-        sample,
-        family.decode(trajectory.response_ids),
-        turns=tuple(m.text for m in added if m.role == "assistant"),
+    turns = tuple(m.text for m in added if m.role == "assistant")
+    return replace(
+        question,
+        response=turns[0] if len(turns) == 1 else family.decode(trajectory.response_ids),
+        turns=turns,
         observations=tuple(_shown(m) for m in added if m.role != "assistant"),
         token_ids=trajectory.response_ids,
         length=trajectory.response_length,
         truncated=trajectory.status == "truncated",
         end_reason=trajectory.end_reason,
         tool_calls=tuple(trajectory.info.get("tool_calls", ())),
-        step=step,
         think_prefilled=family.chat.think_prefilled,
     )
 

@@ -111,7 +111,9 @@ def keep_float64(monkeypatch) -> None:
     narrow, to = torch.Tensor.float, torch.Tensor.to
 
     def wide(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        return x if x.dtype == torch.float64 and args == (torch.float32,) else to(x, *args, **kwargs)
+        return (
+            x if x.dtype == torch.float64 and args == (torch.float32,) else to(x, *args, **kwargs)
+        )
 
     monkeypatch.setattr(torch.Tensor, "to", wide)
     monkeypatch.setattr(
@@ -167,9 +169,7 @@ def test_twelve_samples_in_any_partition_and_order(
     ]
     columns = columns_of(groups)
     wanted = padded(stock("qwen2_5_vl"), family, groups, columns)
-    backend = LocalBackend(
-        load("qwen2_5_vl"), family, TrainConfig(), checkpointing=checkpointing
-    )
+    backend = LocalBackend(load("qwen2_5_vl"), family, TrainConfig(), checkpointing=checkpointing)
 
     def split(parts: list[list[Group]]) -> list[Batch]:
         packed = [pack(p, positions=family.positions, micro_tokens=10_000) for p in parts]

@@ -176,9 +176,7 @@ def test_towers_have_learning_rates_of_their_own(family_of, load, batches):
         before = snapshot(model)
         LocalBackend(model, family, config).train_step(batches, ON_POLICY, SCORING, lr=1e-4)
         change = {n: p - before[n] for n, p in snapshot(model).items()}
-        assert all(
-            (c == 0).all() for n, c in change.items() if family.tower_of(n) == "vision"
-        )
+        assert all((c == 0).all() for n, c in change.items() if family.tower_of(n) == "vision")
         moved[scale] = change["model.visual.merger.mlp.2.weight"].norm().item()
     assert moved[0.5] == approx(moved[1.0] / 2, rel=1e-3)
 
@@ -191,18 +189,16 @@ def test_text_only_steps_leave_the_vision_tower_alone(family_of, load, batches):
     before = snapshot(model)
     update = backend.train_step([text], ON_POLICY, SCORING, lr=1e-4)
     assert update.metrics.means()["policy/grad_norm_vision"] == 0.0
-    assert torch.equal(model.model.visual.patch_embed.proj.weight, before[
-        "model.visual.patch_embed.proj.weight"
-    ])
+    assert torch.equal(
+        model.model.visual.patch_embed.proj.weight, before["model.visual.patch_embed.proj.weight"]
+    )
 
 
 @pytest.mark.parametrize(
     ("dtype", "kind"),
     [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "adamw_bf16")],
 )
-def test_a_restored_backend_continues_bit_for_bit(
-    family_of, load, batches, tmp_path, dtype, kind
-):
+def test_a_restored_backend_continues_bit_for_bit(family_of, load, batches, tmp_path, dtype, kind):
     family, config = family_of(NAME), TrainConfig(optimizer=kind)
     few = batches if dtype == "float32" else batches[:1]  # a CPU may be slow in bf16
 

@@ -89,15 +89,21 @@ def test_noise_is_a_standard_gumbel():
     assert noise.std().item() == approx(np.pi / 6**0.5, abs=0.02)
 
 
-def test_noise_values_are_fixed():
+def mix(x: int) -> int:
+    x &= 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+@pytest.mark.parametrize(("key", "index"), [(42, 3), (2**62 + 99, 0), (2**31, 2**20)])
+def test_the_hash_is_that_of_unsigned_integers(key, index):
     """A change of the hash changes every seeded run: it must be meant."""
-    noise = keyed_gumbel(torch.tensor([42]), torch.tensor([3]), 3)
-    again = keyed_gumbel(torch.tensor([42, 7]), torch.tensor([3, 3]), 3)[:1]
-    assert torch.equal(noise, again)
-    assert noise[0].tolist() == approx(GOLDEN_NOISE, rel=1e-5)
-
-
-GOLDEN_NOISE = [0.0, 0.0, 0.0]
+    row = mix(key ^ mix(key >> 32 ^ mix(index + 0x51ED27)))
+    bits = [mix(row + i * 0x9E3779B9) >> 8 & 0x7FFFFF for i in range(5)]
+    wanted = [-np.log(-np.log((b + 0.5) * 2.0**-23)) for b in bits]
+    noise = keyed_gumbel(torch.tensor([key]), torch.tensor([index]), 5)
+    assert noise[0].tolist() == approx(wanted, rel=1e-4, abs=1e-5)
 
 
 def test_kept_ids():

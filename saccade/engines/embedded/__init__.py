@@ -40,7 +40,7 @@ class _Sequence:
     request: Request
     slot: int
     cached: int  # tokens of it in the cache
-    next_position: int  # position id of the next token, minus `cached`
+    next_position: int = 0  # position id of the next token, minus `cached`
     sampled: int = 0
     aborted: bool = False
     support: list[np.ndarray] = field(default_factory=list)
@@ -153,6 +153,7 @@ class EmbeddedEngine:
         tokens = 0
         while self._waiting and tokens < PREFILL_TOKENS:
             request = self._waiting[0]
+            assert request.key not in self._running, f"request {request.key} was submitted twice"
             sequence = self._place(request)
             if sequence is None:
                 break
@@ -202,7 +203,7 @@ class EmbeddedEngine:
         live = self._live.get(request.episode) if request.episode else None
         if live is not None and _extends(request, live):
             del self._live[request.episode]  # type: ignore[arg-type]
-            return self._sequence(request, live.slot, live.cached)
+            return _Sequence(request=request, slot=live.slot, cached=live.cached)
         if live is not None:
             self.release(request.episode)  # type: ignore[arg-type]
         if not self._free and self._live:
@@ -212,13 +213,7 @@ class EmbeddedEngine:
         # The lowest slot first: decoding reads every slot up to the highest busy one.
         slot = min(self._free)
         self._free.remove(slot)
-        return self._sequence(request, slot, 0)
-
-    def _sequence(self, request: Request, slot: int, cached: int) -> _Sequence:
-        last = int(self.family.positions(len(request.ids), request.media)[:, -1].max())
-        return _Sequence(
-            request=request, slot=slot, cached=cached, next_position=last + 1 - len(request.ids)
-        )
+        return _Sequence(request=request, slot=slot, cached=0)
 
     @staticmethod
     def _content(sequence: _Sequence) -> Any:
@@ -235,7 +230,9 @@ class EmbeddedEngine:
         cached = np.array([s.cached for s in leaders])
         new = np.array([len(s.request.ids) for s in leaders]) - cached
         ids = np.concatenate([s.request.ids[s.cached :] for s in leaders])
-        places = [self.family.positions(len(s.request.ids), s.request.media)[:, s.cached :] for s in leaders]
+        places = [self.family.positions(len(s.request.ids), s.request.media) for s in leaders]
+        ahead = [int(p[:, -1].max()) + 1 - p.shape[1] for p in places]
+        places = [p[:, s.cached :] for p, s in zip(places, leaders, strict=True)]
         media = tuple(
             span
             for s in leaders
@@ -254,19 +251,20 @@ class EmbeddedEngine:
             )
         hidden = self._forward(ids, np.concatenate(places, axis=1), media, plan)
         logits = self.model.lm_head(hidden[self._tensor(starts[1:] - 1)])  # type: ignore[operator]
-        for group, length in zip(groups, cached + new, strict=True):
-            followers = [s.slot for s in group[1:]]
-            if followers:
-                self.cache.copy_prefix([group[0].slot] * len(followers), followers, int(length))
+        pairs = [(group[0].slot, s.slot) for group in groups for s in group[1:]]
+        if pairs:  # what lies behind a shorter prompt is copied too, and never read
+            source, target = zip(*pairs, strict=True)
+            self.cache.copy_prefix(source, target, int((cached + new).max()))
+        for group, length, position in zip(groups, (cached + new).tolist(), ahead, strict=True):
             for sequence in group:
-                sequence.cached = int(length)
+                sequence.cached, sequence.next_position = length, position
         rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         self._sample(logits[self._tensor(rows)], [s for group in groups for s in group])
 
     # -- decoding --
 
     def _decode(self) -> None:
-        sequences = list(self._running.values())
+        sequences = sorted(self._running.values(), key=lambda s: s.slot)
         slots = np.array([s.slot for s in sequences])
         cached = np.array([s.cached for s in sequences])
         sampled = np.array([s.sampled for s in sequences])

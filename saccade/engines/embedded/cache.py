@@ -6,6 +6,7 @@ C capacity of a slot, D head size, B sequences of a call, T its new tokens, L lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +60,7 @@ class Cache:
             new[:, : old.shape[1], :, : old.shape[3]] = old
             setattr(self, name, new)
 
-    def copy_prefix(self, source: list[int], target: list[int], length: int) -> None:
+    def copy_prefix(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """The first `length` tokens of slots `source` into slots `target`, pairwise."""
         for tensor in (self.keys, self.values):
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
@@ -90,9 +91,9 @@ class ExtendPlan:
     slots: Tensor  # [T]
     places: Tensor  # [T]
     rows: Tensor | slice  # slots whose cache is read, [B]
-    index: Tensor  # [T] place of each new token among the padded queries, row · width + offset
+    index: Tensor | None  # [T] place of each new token among the padded queries; None: in order
     width: int  # most new tokens of one sequence
-    mask: Tensor  # [B, width, L]
+    mask: Tensor  # [B, 1, width, L]
     count: int  # B
 
     def __call__(
@@ -105,17 +106,23 @@ class ExtendPlan:
         length = self.mask.shape[-1]
         heads, size = q.shape[1:]
         groups = heads // k.shape[1]
-        padded = q.new_zeros((self.count * self.width, heads, size))
-        padded[self.index] = q
+        padded = q
+        if self.index is not None:
+            padded = q.new_zeros((self.count * self.width, heads, size))
+            padded[self.index] = q
         # Query heads that share a key head become queries of that head: no copy of the cache is ever expanded.
         padded = padded.view(self.count, self.width, k.shape[1], groups, size).permute(0, 2, 3, 1, 4)
         queries = padded.reshape(self.count, k.shape[1], groups * self.width, size)
-        mask = self.mask.repeat(1, groups, 1)[:, None]
         out = sdpa(
-            queries, keys[self.rows, :, :length], values[self.rows, :, :length], attn_mask=mask, scale=scale
+            queries,
+            keys[self.rows, :, :length],
+            values[self.rows, :, :length],
+            attn_mask=self.mask if self.width == 1 else self.mask.repeat(1, 1, groups, 1),
+            scale=scale,
         )
         out = out.view(self.count, k.shape[1], groups, self.width, size).permute(0, 3, 1, 2, 4)
-        return out.reshape(self.count * self.width, heads, size)[self.index]
+        out = out.reshape(self.count * self.width, heads, size)
+        return out if self.index is None else out[self.index]
 
 
 def extend_plan(cache: Cache, slots: np.ndarray, cached: np.ndarray, new: np.ndarray) -> ExtendPlan:
@@ -135,14 +142,16 @@ def extend_plan(cache: Cache, slots: np.ndarray, cached: np.ndarray, new: np.nda
     last = np.zeros((count, width), dtype=np.int64)  # an idle row reads its first key, so no softmax is empty
     last[row_of[owner], offsets] = places
     mask = np.arange(length)[None, None, :] <= last[:, :, None]
+    index = row_of[owner] * width + offsets
+    full = len(index) == count * width and bool((np.diff(index) == 1).all())
     move = lambda x: torch.from_numpy(x).to(cache.device)  # noqa: E731
     return ExtendPlan(
         cache=cache,
         slots=move(slots[owner]),
         places=move(places),
         rows=rows,
-        index=move(row_of[owner] * width + offsets),
+        index=None if full else move(index),
         width=width,
-        mask=move(mask),
+        mask=move(mask)[:, None],
         count=count,
     )

@@ -1,0 +1,184 @@
+"""Families against transformers: positions, pixels, banned ids, unknown models."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.images import crop, decode, open_media
+from saccade.models.families import FAMILIES, load_family
+from saccade.models.load import freeze, load_model, trainable_table
+from saccade.types import Message
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_positions_are_those_of_transformers(name, family_of, stock, image):
+    family, model = family_of(name), stock(name).model
+    sizes = [(56, 56), (140, 84), (84, 280), (280, 56)]
+    cases = [(), (0,), (1, 2), (3, 0, 2), (2, 2, 1, 0)]
+    for case in cases:
+        parts = [p for i in case for p in (image(*sizes[i], 1), f"picture {i} ")]
+        rendered = family.render([Message(role="user", parts=(*parts, "end"))])
+        mine = family.positions(len(rendered), rendered.media)
+        if not case:
+            assert mine.tolist() == [list(range(len(rendered)))] * 3
+            continue
+        ids = torch.from_numpy(rendered.ids)[None]
+        theirs, _ = model.get_rope_index(
+            ids,
+            mm_token_type_ids=(ids == family.chat.placeholder).long(),
+            image_grid_thw=torch.tensor([s.grid for s in rendered.media]),
+        )
+        assert mine.tolist() == theirs[:, 0].tolist(), case
+
+
+@pytest.mark.parametrize(
+    ("size", "limits"),
+    [
+        ((56, 56), {}),
+        ((140, 84), {}),
+        ((97, 61), {}),  # to the next multiple of 28
+        ((20, 30), {}),  # scaled up to min_pixels
+        ((400, 300), {"max_pixels": 40_000}),  # scaled down to max_pixels
+        ((300, 40), {"min_pixels": 30_000}),
+    ],
+)
+def test_pixels_are_those_of_transformers_pil_processor(family_of, image, size, limits):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+    )
+
+    family = family_of("qwen2_5_vl")
+    media = open_media(decode(image(*size, 4)), **limits)
+    grid, tokens = family.measure(media)
+    processor = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": media.min_pixels, "longest_edge": media.max_pixels}
+    )
+    theirs = processor(images=[Image.fromarray(decode(media))], return_tensors="pt")
+    assert theirs["image_grid_thw"].tolist() == [list(grid)]
+    assert tokens == grid[1] * grid[2] // 4
+    rendered = family.render([Message(role="user", parts=(media,))])
+    mine = family.vision(rendered.media, CPU, torch.float32)
+    assert mine["image_grid_thw"].tolist() == [list(grid)]
+    assert (mine["pixel_values"] - theirs["pixel_values"]).abs().max() < 1e-6
+
+
+def test_a_crop_has_the_pixels_of_its_box(family_of, image):
+    family = family_of("qwen2_5_vl")
+    root = image(140, 84, 2)
+    part = crop(root, (28, 0, 112, 56))
+    alone = open_media(decode(root)[0:56, 28:112])
+    spans = [family.render([Message(role="user", parts=(m,))]).media[0] for m in (part, alone)]
+    mine, wanted = (family.vision([s], CPU, torch.float32)["pixel_values"] for s in spans)
+    assert torch.equal(mine, wanted)
+    assert family.vision((), CPU, torch.float32) == {}
+
+
+def test_banned_ids(family_of):
+    for name in FAMILIES:
+        family = family_of(name)
+        tokenizer = family.chat.tokenizer
+        banned = set(np.flatnonzero(family.banned).tolist())
+        modal = {
+            tokenizer.convert_tokens_to_ids(f"<|{t}|>")
+            for t in ("image_pad", "video_pad", "vision_pad", "vision_start", "vision_end")
+        }
+        assert banned == modal | set(range(len(tokenizer), family.vocabulary))
+        assert not banned & family.chat.eos_ids and len(family.banned) == family.vocabulary
+        assert family.vocabulary > len(tokenizer)
+
+
+def test_a_text_model_refuses_a_row_with_an_image(family_of, image):
+    with pytest.raises(ConfigError, match="use a vision model"):
+        family_of("qwen3").render([Message(role="user", parts=(image(56, 56, 1), "x"))])
+
+
+@pytest.fixture
+def edited(family_of, tmp_path):
+    """A copy of a tiny folder whose config.json says something else."""
+
+    def copy(name: str, **changes) -> str:
+        folder = tmp_path / "edited"
+        shutil.copytree(family_of(name).path, folder)
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    return copy
+
+
+def test_an_unknown_multimodal_model_is_refused(edited):
+    with pytest.raises(EnvironmentProblem, match="newest_vl.*qwen2_5_vl"):
+        load_family(edited("qwen2_5_vl", model_type="newest_vl"))
+
+
+def test_an_unknown_text_model_runs_as_one(edited):
+    folder = edited("llama", model_type="mistral", architectures=["MistralForCausalLM"])
+    family = load_family(folder)
+    assert family.axes == 1 and family.name == "mistral"
+    model = load_model(family, dtype=torch.float32, device=CPU)
+    assert type(model).__name__ == "MistralForCausalLM"
+
+
+def test_a_folder_without_a_config_is_no_model(tmp_path):
+    with pytest.raises(EnvironmentProblem, match=r"no config\.json"):
+        load_family(str(tmp_path))
+
+
+def test_weights_that_do_not_fit_are_refused(edited):
+    folder = edited("llama", num_hidden_layers=3)
+    with pytest.raises(EnvironmentProblem, match=r"missing: model\.layers\.2"):
+        load_model(load_family(folder), dtype=torch.float32, device=CPU)
+
+
+# -- freezing --------------------------------------------------------------------------------------
+
+
+def frozen(model) -> set[str]:
+    return {n for n, p in model.named_parameters() if not p.requires_grad}
+
+
+def test_towers_are_frozen_by_name_prefix_or_pattern(family_of, load):
+    family = family_of("qwen2_5_vl")
+    towers = {n: family.tower_of(n) for n, _ in load("qwen2_5_vl").named_parameters()}
+    assert set(towers.values()) == {"vision", "projector", "llm"}
+    cases = {
+        "full": set(),
+        "freeze:vision": {n for n, t in towers.items() if t == "vision"},
+        "freeze:vision,projector": {n for n, t in towers.items() if t != "llm"},
+        "freeze: vision , llm": {n for n, t in towers.items() if t != "projector"},
+        "freeze:model.visual.blocks.0.": {n for n in towers if "visual.blocks.0." in n},
+        r"freeze:re:layers\.\d+\.mlp": {n for n in towers if "layers" in n and ".mlp." in n},
+    }
+    for train, wanted in cases.items():
+        model = load("qwen2_5_vl")
+        freeze(model, family, train)
+        assert frozen(model) == wanted, train
+    table = trainable_table(model, family)
+    assert table["vision"][1] == 0 and table["llm"][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("freeze:visoin", "'visoin' matches no parameter.*vision"),
+        ("freeze:vision,re:nothing", "'re:nothing' matches no parameter"),
+        ("freeze:", "write full, or freeze"),
+        ("lora", "write full, or freeze"),
+        ("freeze:vision,projector,llm", "freezes everything"),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused(family_of, load, train, message):
+    with pytest.raises(ConfigError, match=message):
+        freeze(load("qwen2_5_vl"), family_of("qwen2_5_vl"), train)
+
+
+def test_a_text_model_has_no_vision_tower(family_of, load):
+    with pytest.raises(ConfigError, match="matches no parameter"):
+        freeze(load("qwen3"), family_of("qwen3"), "freeze:vision")

@@ -1,0 +1,63 @@
+"""Tiny models: folders that stock transformers reads, the same ones from the same seed."""
+
+import pytest
+import torch
+
+from saccade.errors import ConfigError
+from saccade.models.families import FAMILIES, load_family
+from saccade.models.tiny import CONFIGS, SPECIAL, build
+from saccade.types import Message
+
+
+def test_every_family_has_a_tiny_model(stock):
+    assert set(CONFIGS) == set(FAMILIES)
+    for name in CONFIGS:
+        count = sum(p.numel() for p in stock(name).parameters())
+        assert 50_000 < count < 500_000, name
+
+
+def test_a_seed_gives_the_same_weights_and_leaves_the_random_state_alone(tmp_path):
+    state = torch.random.get_rng_state()
+    folders = [build("qwen3", tmp_path / str(i), seed=seed) for i, seed in enumerate((1, 1, 2))]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    weights = [(tmp_path / str(i) / "model.safetensors").read_bytes() for i in range(3)]
+    assert weights[0] == weights[1] != weights[2] and len(set(folders)) == 3
+
+
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"qwen2"}))
+def test_a_closed_vocabulary_has_one_token_per_word(tmp_path, name):
+    words = ["how", "many", "three", "<answer>", "</answer>", "?"]
+    family = load_family(build(name, tmp_path, words=words))
+    ids = family.chat.tokenizer.encode("how many? <answer>three</answer>")
+    assert [family.chat.tokenizer.decode([i]) for i in ids] == [
+        "how", "many", "?", "<answer>", "three", "</answer>"
+    ]  # fmt: skip
+    assert family.decode(ids) == "how many ? <answer> three </answer>"
+
+
+def test_a_closed_vocabulary_that_would_not_survive_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="use qwen3"):
+        build("qwen2", tmp_path, words=["how"])
+
+
+def test_bytes_say_any_text(family_of):
+    family = family_of("qwen2")
+    text = "Größe: 終 \t🙂"
+    ids = family.chat.tokenizer.encode(text)
+    assert len(ids) == len(text.encode()) and family.decode(ids) == text
+    assert all(token in family.chat.reserved for token in SPECIAL)
+
+
+def test_sizes_can_be_overridden(tmp_path):
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    folder = build("qwen2_5_vl", tmp_path, text=text, vision={"depth": 1, "patch_size": 7})
+    family = load_family(folder)
+    model = __import__("transformers").AutoModelForImageTextToText.from_pretrained(folder)
+    assert model.config.text_config.num_hidden_layers == 1
+    assert len(model.model.visual.blocks) == 1
+    assert family.render([Message(role="user", parts=("x",))]).ids.max() < family.vocabulary
+
+
+def test_an_unknown_family_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="known are qwen2_vl"):
+        build("gpt5", tmp_path)

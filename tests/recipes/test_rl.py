@@ -1,0 +1,328 @@
+"""Reinforcement learning end to end on a tiny model: what a step does, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import saccade
+from saccade import checkpoint
+from saccade.cli import app
+from saccade.config import load
+from saccade.errors import ConfigError, TrainingError
+from saccade.recipes import rl
+
+Make = Callable[..., dict[str, Any]]
+Read = Callable[[Path], list[dict[str, Any]]]
+
+# Of the names of docs/runs.md, those that every run of GRPO with a KL has.
+NAMES = {
+    "reward": "mean std min max accuracy abstain_rate error_rate by_source/counting/accuracy",
+    "group": "dead_frac all_right_frac all_wrong_frac constant_low constant_high singleton std_mean "
+    "kept_frac rounds",
+    "policy": "loss pg_loss kl_ref kl_loss kl_coef kl_old entropy clip_frac_low clip_frac_high "
+    "ratio_mean ratio_max grad_norm grad_norm_vision lr update_skipped",
+    "adv": "mean std min max clip_frac",
+    "guard": "nonfinite",
+    "mismatch": "logp_gap_mean logp_gap_max mult_prob_error",
+    "length": "response_mean response_std response_min response_max response_p50 response_p95 "
+    "prompt_mean vision_tokens_mean truncated_frac",
+    "turns": "mean max overturn_frac void_frac images_per_sample",
+    "data": "epoch",
+    "time": "rollout reward_wait logp_ref advantage update step bottleneck",
+    "perf": "samples_per_s rollout_tokens_per_s update_tokens_per_s",
+    "mem": "host_rss_gb rss_growth_gb",
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> Path:
+    """Five steps with a KL, validated every other step, each saved, one kept."""
+    out = tmp_path_factory.mktemp("rl")
+    changes = {"run.max_steps": 5, "val.every": 2, "save.every": 1, "save.keep": 1}
+    config = rl_config(out) | changes | {"data.val": rl_config(out)["data.train"].replace("train", "val")}
+    rl.run(config | {"track.trajectories_every": 2})
+    return out / "run"
+
+
+# -- what a run leaves -----------------------------------------------------------------------------
+
+
+def test_the_names_of_the_metrics(finished: Path) -> None:
+    (*_, last) = [json.loads(line) for line in (finished / "metrics.jsonl").open()]
+    wanted = {f"{group}/{name}" for group, names in NAMES.items() for name in names.split()}
+    assert wanted - last.keys() == set()
+
+
+def test_the_files_of_a_run(finished: Path) -> None:
+    assert load(finished / "config.resolved.yaml").run.max_steps == 5
+    manifest = json.loads((finished / "manifest.json").read_text())
+    assert {"data", "template", "prompt_texts", "pixels", "family", "packages", "seed"} <= manifest.keys()
+    stored = {p.name for p in (finished / "trajectories").rglob("step-*.jsonl")}
+    assert {"step-1.jsonl", "step-2.jsonl", "step-4.jsonl", "step-5.jsonl"} <= stored
+    assert "step 5/5" in (finished / "log.txt").read_text()
+
+
+def test_on_policy_the_ratio_is_exactly_one(finished: Path, numbers: Read) -> None:
+    steps = numbers(finished)[1:]
+    assert [row["policy/ratio_mean"] for row in steps] == [1.0] * 5
+    assert [row["policy/ratio_max"] for row in steps] == [1.0] * 5
+    assert max(row["mismatch/logp_gap_max"] for row in steps) < 1e-5
+
+
+def test_the_reference_stays_where_it_was(finished: Path, numbers: Read) -> None:
+    distances = [row["policy/kl_ref"] for row in numbers(finished)[1:]]
+    assert distances[0] == 0.0 and distances[-1] > 1e-3
+
+
+def test_validation_before_every_and_last(finished: Path, numbers: Read) -> None:
+    rows = numbers(finished)
+    validated = [row["step"] for row in rows if "val/val/accuracy" in row]
+    assert validated == [0, 2, 4, 5]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(finished: Path, numbers: Read) -> None:
+    scores = {r["step"]: r["val/val/accuracy"] for r in numbers(finished) if "val/val/accuracy" in r}
+    del scores[0]  # before training there is nothing to save
+    best = max(scores, key=lambda step: (scores[step], -step))
+    progress = checkpoint.read_progress(finished / "checkpoints" / "step-5")
+    assert (progress["best_step"], progress["best_score"]) == (best, scores[best])
+    assert checkpoint.complete_steps(finished / "checkpoints") == sorted({best, 5})
+
+
+def test_the_command_and_the_function_do_the_same(
+    tmp_path: Path, rl_config: Make, same_weights: Callable[..., bool], numbers: Read
+) -> None:
+    config = rl_config(tmp_path, run__max_steps=2)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(load(config).model_dump(mode="json", exclude_unset=True)))
+    done = CliRunner().invoke(app, ["rl", str(file), "run.name=command"])
+    assert done.exit_code == 0, done.output
+    last = saccade.rl(config, "run.name=function")
+    paths = [tmp_path / name / "checkpoints" / "step-2" for name in ("command", "function")]
+    assert same_weights(*paths)
+    assert numbers(tmp_path / "command") == numbers(tmp_path / "function")
+    assert last["reward/mean"] == numbers(tmp_path / "function")[-1]["reward/mean"]
+
+
+# -- updates ---------------------------------------------------------------------------------------
+
+LOSS = '''
+from pathlib import Path
+import numpy as np
+
+def recorded(new, inputs, options):
+    """the policy gradient, with a record of what it was given"""
+    file = Path(__file__).with_suffix(".npz")
+    calls = dict(np.load(file)) if file.exists() else {}
+    n = len(calls) // 3
+    calls |= {f"{n}/new": new.detach().numpy(), f"{n}/old": inputs.old.numpy()}
+    calls[f"{n}/advantages"] = inputs.advantages.numpy()
+    np.savez(file, **calls)
+    return -inputs.advantages * (new - inputs.old).exp(), {}
+'''
+
+
+def recorded_calls(file: Path) -> list[dict[str, Any]]:
+    import numpy as np
+
+    calls = np.load(file.with_suffix(".npz"))
+    names = ("new", "old", "advantages")
+    return [{key: calls[f"{n}/{key}"] for key in names} for n in range(len(calls.files) // 3)]
+
+
+def test_later_updates_of_a_step_leave_the_old_policy_behind(tmp_path: Path, rl_config: Make) -> None:
+    file = tmp_path / "loss.py"
+    file.write_text(LOSS)
+    more = {"algorithm.policy_loss": f"{file}:recorded", "train.epochs_per_batch": 2}
+    row = rl.run(rl_config(tmp_path, run__max_steps=1, train__updates_per_step=2) | more)
+    first, second, again, last = recorded_calls(file)
+    assert abs(first["new"] - first["old"]).max() < 1e-5  # nothing has moved yet
+    assert abs(second["new"] - second["old"]).max() > 1e-3
+    assert (again["old"] == first["old"]).all() and (last["old"] == second["old"]).all()
+    assert (again["advantages"] == first["advantages"]).all()
+    assert abs(again["new"] - first["new"]).max() > 1e-3
+    assert row["mismatch/logp_gap_max"] < 1e-5 and row["policy/ratio_max"] > 1.001
+    state = checkpoint.read_progress(tmp_path / "run" / "checkpoints" / "step-1")
+    assert state["updates"] == 4
+
+
+def test_warm_up_counts_steps_not_updates(tmp_path: Path, rl_config: Make, numbers: Read) -> None:
+    config = rl_config(tmp_path, run__max_steps=3, train__updates_per_step=2, train__warmup=2)
+    rl.run(config | {"train.epochs_per_batch": 2, "train.lr": 8e-4, "algorithm.kl.coef": 0})
+    rates = [row["policy/lr"] for row in numbers(tmp_path / "run")]
+    assert rates == pytest.approx([2.5e-4, 6.5e-4, 8e-4])
+
+
+@pytest.mark.parametrize(
+    ("coef", "loaded"), [(0.0, False), (0.04, True)]
+)
+def test_a_reference_is_loaded_only_when_it_counts(
+    tmp_path: Path, rl_config: Make, coef: float, loaded: bool
+) -> None:
+    row = rl.run(rl_config(tmp_path, run__max_steps=1) | {"algorithm.kl.coef": coef})
+    assert ("time/logp_ref" in row, "policy/kl_ref" in row) == (loaded, loaded)
+
+
+@pytest.mark.parametrize("preset", ["rloo", "reinforce_pp", "dr_grpo", "gspo", "gpg"])
+def test_other_presets_train(
+    tmp_path: Path, rl_config: Make, preset: str, word_model: str, same_weights: Callable[..., bool]
+) -> None:
+    config = rl_config(tmp_path, run__max_steps=2) | {"algorithm.preset": preset}
+    row = rl.run(config)
+    assert row["guard/nonfinite"] == 0 and row["mismatch/logp_gap_max"] < 1e-5
+    assert not same_weights(word_model, tmp_path / "run" / "checkpoints" / "step-2")
+
+
+def test_a_frozen_tower_stays_as_it_was(
+    tmp_path: Path, rl_config: Make, word_model: str, tensors: Callable[..., dict[str, Any]]
+) -> None:
+    rl.run(rl_config(tmp_path, run__max_steps=2, model__train="freeze:vision"))
+    before, after = tensors(word_model), tensors(tmp_path / "run" / "checkpoints" / "step-2")
+    changed = {name for name in before if not (before[name] == after[name]).all()}
+    vision = {n for n in before if "visual" in n and "merger" not in n}
+    assert vision and not changed & vision
+    assert changed >= {name for name in before if "language_model.layers" in name or "model.layers" in name}
+
+
+# -- sampling --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("truncation", [{"rollout.top_p": 0.8}, {"rollout.top_k": 5}])
+def test_truncated_sampling_is_replayed(
+    tmp_path: Path, rl_config: Make, truncation: dict[str, float], numbers: Read
+) -> None:
+    replay = {"rollout.support": "replay", "algorithm.old": "recompute", "rollout.temperature": 0.9}
+    rl.run(rl_config(tmp_path, run__max_steps=2) | replay | truncation)
+    for row in numbers(tmp_path / "run"):
+        assert row["mismatch/logp_gap_max"] < 1e-5
+        assert row["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)
+        assert row["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
+
+
+def test_dynamic_sampling_fills_the_step(tmp_path: Path, rl_config: Make, numbers: Read) -> None:
+    more = {"algorithm.preset": "dapo", "algorithm.overlong.buffer": 0}
+    rl.run(rl_config(tmp_path, run__max_steps=3) | more)
+    for row in numbers(tmp_path / "run"):
+        assert row["group/rounds"] > 1
+        assert row["count/samples"] == 16 * row["group/rounds"]
+        assert row["policy/live_sequences"] == 16  # four groups of four, all of them informative
+        dropped = sum(value for name, value in row.items() if name.startswith("group/dropped/"))
+        assert dropped + row["group/kept_frac"] * 4 * row["group/rounds"] == 4 * row["group/rounds"]
+        assert row["group/constant_low"] == row["group/constant_high"] == 0
+
+
+def test_dynamic_sampling_goes_on_with_what_it_has(tmp_path: Path, rl_config: Make) -> None:
+    more = {"algorithm.filter.dynamic": True, "algorithm.filter.max_rounds": 1, "algorithm.kl.coef": 0}
+    row = rl.run(rl_config(tmp_path, run__max_steps=1, run__seed=3) | more)
+    assert 0 < row["group/kept_frac"] < 1
+    assert row["policy/live_sequences"] == 16 * row["group/kept_frac"]
+
+
+NEVER_RIGHT = {"reward.terms": ["count"], "prompt.format": "think_answer"}  # six tokens are too few
+
+
+@pytest.mark.parametrize("exhausted", ["train_partial", "skip"])
+def test_a_step_without_an_informative_group_changes_nothing(
+    tmp_path: Path, rl_config: Make, exhausted: str, word_model: str, same_weights: Callable[..., bool]
+) -> None:
+    dynamic = {"algorithm.filter.dynamic": True, "algorithm.filter.max_rounds": 2}
+    config = rl_config(tmp_path, run__max_steps=2) | NEVER_RIGHT | dynamic
+    row = rl.run(config | {"algorithm.filter.on_exhausted": exhausted, "algorithm.kl.coef": 0})
+    assert (row["group/rounds"], row["group/kept_frac"], row["count/update_tokens"]) == (2, 0, 0)
+    assert same_weights(word_model, tmp_path / "run" / "checkpoints" / "step-2")
+
+
+def test_an_exhausted_step_can_end_the_run(tmp_path: Path, rl_config: Make) -> None:
+    dynamic = {"algorithm.filter.dynamic": True, "algorithm.filter.max_rounds": 2}
+    config = rl_config(tmp_path) | NEVER_RIGHT | dynamic | {"algorithm.filter.on_exhausted": "stop"}
+    with pytest.raises(TrainingError, match="kept 0 of 4 groups in 2 rounds; raise"):
+        rl.run(config)
+
+
+def test_nothing_to_learn_is_said_once(tmp_path: Path, rl_config: Make) -> None:
+    rl.run(rl_config(tmp_path, run__max_steps=7) | NEVER_RIGHT | {"algorithm.drop_constant": True})
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("nothing is learned: ") == 1
+
+
+def test_excluded_members_train_nothing(tmp_path: Path, rl_config: Make) -> None:
+    config = rl_config(tmp_path, run__max_steps=1) | {"algorithm.exclude_status": ["truncated"]}
+    row = rl.run(config)
+    finished = 16 * (1 - row["length/truncated_frac"])
+    assert 0 < finished < 16
+    assert row.get("policy/live_sequences", 0) <= finished
+
+
+# -- environments ----------------------------------------------------------------------------------
+
+WORLD = '''
+from saccade.types import Message
+
+class Twice:
+    """Shows the picture again after the first guess, then judges the second."""
+
+    def reset(self, sample, seed):
+        self.sample, self.turn = sample, 0
+        return sample.messages
+
+    def step(self, message):
+        self.turn += 1
+        if self.turn == 1:
+            again = Message(role="user", parts=(self.sample.media[0], "how many ?"))
+            return [again], None, False, {}
+        return [], float(self.sample.answer in message.text.split()), True, {}
+
+    def close(self):
+        pass
+
+class Broken(Twice):
+    def step(self, message):
+        raise RuntimeError("no world today")
+'''
+
+
+def test_an_environment_of_your_own(tmp_path: Path, rl_config: Make) -> None:
+    (tmp_path / "world.py").write_text(WORLD)
+    env = {"env.name": f"{tmp_path}/world.py:Twice", "env.max_turns": 2, "reward.terms": []}
+    config = rl_config(tmp_path, run__max_steps=2, rollout__stop=["?", "1", "2", "3", "4", "5", "6"])
+    row = rl.run(config | env | {"rollout.max_tokens": 40, "track.trajectories_every": 1})
+    assert row["turns/mean"] > 1.5 and row["turns/images_per_sample"] > 1.5
+    assert 0 < row["reward/mean"] < 1 and row["reward/mean"] == row["reward/accuracy"]
+    assert row["policy/live_tokens"] == row["count/rollout_tokens"]  # observations do not train
+    assert row["mismatch/logp_gap_max"] < 1e-5 and row["mismatch/unscored_frac"] == 0
+
+
+def test_an_environment_that_always_fails_ends_the_run(tmp_path: Path, rl_config: Make) -> None:
+    (tmp_path / "world.py").write_text(WORLD)
+    env = {"env.name": f"{tmp_path}/world.py:Broken", "env.max_turns": 2, "reward.terms": []}
+    with pytest.raises(saccade.errors.RewardError, match="no world today|env_error"):
+        rl.run(rl_config(tmp_path, rollout__stop=["?"], rollout__max_tokens=60) | env)
+
+
+def test_an_environment_that_is_not_there(tmp_path: Path, rl_config: Make) -> None:
+    with pytest.raises(ConfigError, match=r"env\.name='nowhere\.py:World': no such environment"):
+        rl.run(rl_config(tmp_path) | {"env.name": "nowhere.py:World"})
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+def test_max_hours_ends_a_run_with_a_checkpoint(tmp_path: Path, rl_config: Make) -> None:
+    rl.run(rl_config(tmp_path, run__max_steps=100, run__max_hours=1e-9))
+    assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints") == [1]
+    assert "run.max_hours=1e-09 is over after step 1" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_epochs_say_how_long_a_run_is(tmp_path: Path, rl_config: Make, numbers: Read) -> None:
+    config = rl_config(tmp_path, train__epochs=0.5, train__prompts_per_step=6)
+    del config["run.max_steps"]
+    rl.run(config | {"algorithm.kl.coef": 0})
+    assert [row["step"] for row in numbers(tmp_path / "run")] == [1, 2]  # half of 24 rows, six each

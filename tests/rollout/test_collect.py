@@ -1,0 +1,169 @@
+"""Many episodes over one engine: order, independence, hand-over of what is finished."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.environments import SingleTurn, Step, environment_factory
+from saccade.errors import ConfigError
+from saccade.rollout.collect import collect
+from saccade.rollout.episode import Limits
+from saccade.types import Message, Sample, Sampling, Source
+
+SAMPLING = Sampling(max_tokens=12)
+
+
+def question(name: str, *parts) -> Sample:
+    return Sample(id=name, messages=(Message(role="user", parts=(*parts, f"What is {name}?")),))
+
+
+@pytest.fixture
+def samples(image) -> list[Sample]:
+    pictures = [image(56, 56, 1), image(84, 56, 2), image(140, 84, 3)]
+    return [question(f"q{n}", *pictures[:n]) for n in (2, 0, 3, 1)]
+
+
+class Slow:
+    """The more it was told, the sooner it answers; shows a picture in the first turn."""
+
+    threads: set[str] = set()  # noqa: RUF012
+
+    def __init__(self, image) -> None:
+        self.image, self.turns = image, 0
+
+    def reset(self, sample, seed):
+        self.delay = 0.002 * (seed % 5)
+        return sample.messages
+
+    def step(self, message):
+        self.threads.add(threading.current_thread().name)
+        time.sleep(self.delay)
+        self.turns += 1
+        if self.turns == 3:
+            return (), 1.0, True, {"end_reason": "answered"}
+        shown = (self.image(56, 56, 9),) if self.turns == 1 else ()
+        return (Message(role="user", parts=(*shown, "again")),), 0.5, False, {}
+
+    def close(self):
+        pass
+
+
+def run(engine, samples, **changes):
+    options = {
+        "repeats": 3,
+        "environment": SingleTurn,
+        "family": engine.family,
+        "sampling": SAMPLING,
+        "limits": Limits(max_turns=4),
+        "seed": "7",
+    }
+    return collect(engine, samples, **(options | changes))
+
+
+def flat(groups):
+    return [t for group in groups for t in group.trajectories]
+
+
+def test_groups_keep_their_order_whatever_finishes_first(model, family, samples, brief):
+    finished, counts = [], []
+    groups = run(
+        EmbeddedEngine(model, family),
+        samples,
+        on_finish=lambda sample, t: finished.append((sample.id, *t.key)),
+        progress=lambda done, total: counts.append((done, total)),
+    )
+    wanted = [(s.id, r) for s in samples for r in range(3)]
+    assert [t.key for t in flat(groups)] == wanted
+    assert [g.sample for g in groups] == samples and [g.uid for g in groups] == [
+        s.id for s in samples
+    ]
+    assert sorted(f[1:] for f in finished) == sorted(wanted)
+    assert [f[1:] for f in finished] != wanted and all(f[0] == f[1] for f in finished)
+    assert counts == [(i + 1, 12) for i in range(12)]
+    lengths = {t.response_length for t in flat(groups)}
+    assert len(lengths) > 2
+    assert {t.end_reason for t in flat(groups)} <= {"answered", "turn_length"}
+
+
+def test_results_do_not_depend_on_slots_order_or_delays(model, family, samples, brief, image):
+    def trajectories(slots: int, asked) -> dict:
+        engine = EmbeddedEngine(model, family, max_sequences=slots)
+        groups = run(engine, asked, environment=lambda: Slow(image))
+        assert not engine._live and len(engine._free) == engine.cache.slots
+        return {t.key: t for t in flat(groups)}
+
+    wanted = trajectories(64, samples)
+    assert max(t.turns for t in wanted.values()) == 3
+    for slots, asked in ((2, samples), (5, samples[::-1])):
+        for key, t in trajectories(slots, asked).items():
+            assert t.ids.tolist() == wanted[key].ids.tolist(), key
+            assert np.nanmax(np.abs(t.logprobs - wanted[key].logprobs)) < 1e-5
+            assert t.end_reason == wanted[key].end_reason
+    assert all(name.startswith("environment") for name in Slow.threads)
+    for t in wanted.values():
+        media = sum(len(m.media) for m in t.messages)
+        assert len(t.media) == media
+        assert (t.ids == family.chat.placeholder).sum() == sum(s.length for s in t.media)
+        assert t.sources[0] == Source.PROMPT
+
+
+def test_a_sample_that_comes_twice_gets_other_noise(model, family, samples):
+    twice = [samples[1], samples[0], samples[1]]
+    groups = run(EmbeddedEngine(model, family), twice, repeats=2)
+    assert [g.uid for g in groups] == ["q0", "q2", "q0#2"]
+    assert groups[2].sample is groups[0].sample
+    assert len({t.response_ids.tobytes() for t in flat(groups)}) == 6
+    other = run(EmbeddedEngine(model, family), twice, repeats=2, seed="8")
+    assert flat(other)[0].response_ids.tolist() != flat(groups)[0].response_ids.tolist()
+
+
+def test_one_environment_that_hangs_or_fails_costs_its_own_episode(model, family, samples, brief):
+    class Fragile(SingleTurn):
+        blocking = True
+
+        def reset(self, sample, seed):
+            self.id = sample.id
+            return sample.messages
+
+        def step(self, message):
+            if self.id == "q0":
+                time.sleep(0.5)
+            if self.id == "q3":
+                raise ValueError("no board")
+            return Step((), None, True, {"end_reason": "answered"})
+
+    groups = run(
+        EmbeddedEngine(model, family),
+        samples,
+        environment=Fragile,
+        limits=Limits(timeout=0.1),
+        sampling=Sampling(max_tokens=200),
+        repeats=1,
+    )
+    ends = {t.sample_id: t.end_reason for t in flat(groups)}
+    assert ends == {"q2": "answered", "q0": "timeout", "q3": "env_error", "q1": "answered"}
+    errors = {t.sample_id: t.info.get("error") for t in flat(groups)}
+    assert errors["q3"] == "ValueError: no board" and "0.1 s" in errors["q0"]
+
+
+def test_nothing_to_collect(model, family):
+    assert run(EmbeddedEngine(model, family), []) == []
+
+
+def test_environments_are_found_by_name_or_file(tmp_path):
+    assert environment_factory("single_turn") is SingleTurn
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "class Mine:\n"
+        "    def reset(self, sample, seed): return sample.messages\n"
+        "    def step(self, message): return (), 1.0, True, {}\n"
+        "    def close(self): pass\n"
+        "class Half:\n    def reset(self, sample, seed): pass\n"
+    )
+    assert environment_factory(f"{file}:Mine")().step(None) == ((), 1.0, True, {})
+    for name in ("sokobann", f"{file}:Half", f"{file}:Absent", f"{tmp_path}/none.py:Mine"):
+        with pytest.raises(ConfigError, match=r"env\.name"):
+            environment_factory(name)
