@@ -14,7 +14,7 @@ help:  ## show this list
 install: $(VENV)/.installed  ## make .venv with saccade in it
 
 quickstart: $(VENV)/.installed  ## a tiny vision-language model learns to count, on a CPU, in minutes
-	OMP_NUM_THREADS= $(RUN) -m saccade quickstart
+	env -u OMP_NUM_THREADS $(RUN) -m saccade quickstart
 
 test: $(VENV)/.installed-test  ## run the test suite
 	$(RUN) -m pytest -n 2

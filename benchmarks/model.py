@@ -1,4 +1,4 @@
-"""A Qwen2.5-VL-3B-shaped model with random weights: speed does not depend on what the weights say."""
+"""A Qwen2.5-VL-3B-shaped model with random weights: they do not change the speed."""
 
 from __future__ import annotations
 
@@ -30,13 +30,18 @@ VISION = {
 
 
 def build_3b(folder: Path) -> str:
-    """A tiny folder first, for its tokenizer and processor; then the large weights in its place, made on the GPU."""
+    """A tiny folder first, for its tokenizer and processor; then the large weights in its place,
+    made on the GPU.
+    """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     tiny.build("qwen2_5_vl", folder)
     described = json.loads((folder / "config.json").read_text())
     described["text_config"] |= TEXT
-    described["text_config"]["rope_parameters"] |= {"mrope_section": [16, 24, 24], "rope_theta": 1e6}
+    described["text_config"]["rope_parameters"] |= {
+        "mrope_section": [16, 24, 24],
+        "rope_theta": 1e6,
+    }
     described["text_config"]["layer_types"] = ["full_attention"] * TEXT["num_hidden_layers"]
     described["vision_config"] |= VISION
     described["dtype"] = "bfloat16"

@@ -2,8 +2,8 @@
 
     python benchmarks/rl_step.py --work W1 --steps 3
 
-W1: 16 prompts x 8 rollouts, one 448 x 448 image each (256 image tokens), a prompt of 368 tokens, 512 new tokens.
-W2: 16 x 8, one 1,000 x 1,000 image each (about 1,250 image tokens), 256 new tokens.
+W1: 16 prompts x 8 rollouts, one 448 x 448 image each (256 image tokens), a prompt of 368 tokens,
+512 new tokens. W2: 16 x 8, one 1,000 x 1,000 image each (about 1,250 image tokens), 256 new tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from PIL import Image
 import saccade
 from saccade.tracking.loggers import read_metrics
 
-WORKS = {"W1": {"side": 448, "prompt": 368, "new": 512}, "W2": {"side": 1000, "prompt": 1360, "new": 256}}
+WORKS = {
+    "W1": {"side": 448, "prompt": 368, "new": 512},
+    "W2": {"side": 1000, "prompt": 1360, "new": 256},
+}
 REWARD = "def score(sample):\n    return float(sum(sample.token_ids) % 7)\n"
 
 
@@ -52,7 +55,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = args.model or folder / "model"
-        if not (model / "model.safetensors.index.json").exists() and not list(model.glob("*.safetensors")):
+        if not (model / "model.safetensors.index.json").exists() and not list(
+            model.glob("*.safetensors")
+        ):
             began = time.time()
             build_3b(model)
             print(f"built {model} in {time.time() - began:.1f} s", flush=True)
@@ -85,16 +90,26 @@ def main() -> None:
         rows = read_metrics(folder / "runs" / args.work)
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / f"{args.work}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print("\nstep   whole  rollout  update   pack  other   tok/s rollout   peak GiB rollout / update   gap mean / max")
+            (args.out / f"{args.work}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows)
+            )
+    print(
+        "\nstep   whole  rollout  update   pack  other   tok/s rollout"
+        "   peak GiB rollout / update   gap mean / max"
+    )
     for row in rows:
         if row.get("time/step") is None:
             continue
-        whole, rollout, update, pack = (row.get(f"time/{k}", 0.0) for k in ("step", "rollout", "update", "pack"))
+        whole, rollout, update, pack = (
+            row.get(f"time/{k}", 0.0) for k in ("step", "rollout", "update", "pack")
+        )
         print(
-            f"{row['step']:4d} {whole:7.2f} {rollout:8.2f} {update:7.2f} {pack:6.2f} {whole - rollout - update - pack:6.2f}"
-            f" {row.get('perf/rollout_tokens_per_s', 0):15.0f} {row.get('mem/gpu_peak_gb/rollout', 0):12.1f}"
-            f" / {row.get('mem/gpu_peak_gb/update', 0):.1f} {row.get('mismatch/logp_gap_mean', 0):15.5f}"
+            f"{row['step']:4d} {whole:7.2f} {rollout:8.2f} {update:7.2f} {pack:6.2f}"
+            f" {whole - rollout - update - pack:6.2f}"
+            f" {row.get('perf/rollout_tokens_per_s', 0):15.0f}"
+            f" {row.get('mem/gpu_peak_gb/rollout', 0):12.1f}"
+            f" / {row.get('mem/gpu_peak_gb/update', 0):.1f}"
+            f" {row.get('mismatch/logp_gap_mean', 0):15.5f}"
             f" / {row.get('mismatch/logp_gap_max', 0):.4f}",
             flush=True,
         )

@@ -1,13 +1,14 @@
 """Forest attention: a token attends causally to its own node and to all of its ancestors.
 
-One implementation is registered with transformers, so that a family's own modules run unchanged; what it computes is
-decided by the plan that a forward passes under the keyword `attention_plan`. Training passes a forest plan, the
-embedded engine a plan that reads its cache. Vision towers come through the same door with their segment boundaries.
-Knows nothing of models, images or rollouts.
+One implementation is registered with transformers, so that a family's own modules run unchanged;
+what it computes is decided by the plan that a forward passes under the keyword `attention_plan`.
+Training passes a forest plan, the embedded engine a plan that reads its cache. Vision towers come
+through the same door with their segment boundaries. Knows nothing of models, images or rollouts.
 
     hidden = model(input_ids=ids, attention_plan=forest_plan(starts, parents, ids.device, dtype))
 
-Legend: T tokens, K gathered keys, H query heads, G key heads, D head size, B trees, L tokens of the longest tree.
+Legend: T tokens, K gathered keys, H query heads, G key heads, D head size, B trees, L tokens of the
+longest tree.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 # transformers takes the one-call path of a vision tower only when the name holds "flash".
 NAME = "saccade_flash"
-# A dense mask of a larger tree would cost more memory than it saves time; it is computed node by node instead.
+# A dense mask of a larger tree would cost more memory than it saves time; it is computed node by
+# node instead.
 LARGEST_DENSE_TREE = 4096
 
 
@@ -38,7 +40,7 @@ class AttentionPlan(Protocol):
 
 
 def register() -> None:
-    """Make NAME known to transformers. Our plans need no mask, so the mask function returns none."""
+    """Make NAME known to transformers. Plans need no mask, so the mask function returns none."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attend)
@@ -46,7 +48,8 @@ def register() -> None:
 
 
 def use_in(model: torch.nn.Module) -> None:
-    # Set on the config after loading: transformers would look for a flash-attn package under this name otherwise.
+    # Set on the config after loading: transformers would look for a flash-attn package under this
+    # name otherwise.
     register()
     model.config._attn_implementation = NAME  # type: ignore[union-attr]
 
@@ -74,7 +77,7 @@ def _attend(
     return out.unsqueeze(0), None
 
 
-# -- segments: the vision tower ------------------------------------------------------------------------------------
+# -- segments: the vision tower --------------------------------------------------------------------
 
 
 def segment_attention(
@@ -95,18 +98,20 @@ def segment_attention(
     for length in sorted(set(lengths.tolist())):
         rows = np.flatnonzero(lengths == length)
         index = torch.from_numpy(np.asarray(starts)[rows][:, None] + np.arange(length)).to(q.device)
-        parts = (x[index].transpose(1, 2) for x in (q, k, v))
-        out = out.index_put((index,), sdpa(*parts, scale=scale).transpose(1, 2))
+        part_q, part_k, part_v = (x[index].transpose(1, 2) for x in (q, k, v))
+        out = out.index_put((index,), sdpa(part_q, part_k, part_v, scale=scale).transpose(1, 2))
     return out
 
 
-# -- forests -------------------------------------------------------------------------------------------------------
+# -- forests ---------------------------------------------------------------------------------------
 
 
 def forest_plan(
     starts: np.ndarray, parents: np.ndarray, device: torch.device, dtype: torch.dtype
 ) -> AttentionPlan:
-    """The fastest plan for the device: one variable-length flash call, or dense masks over padded trees."""
+    """The fastest plan for the device: one variable-length flash call, or dense masks over padded
+    trees.
+    """
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         return _varlen_plan(starts, parents, device)
     return _dense_plan(starts, parents, device)
@@ -133,7 +138,16 @@ class _VarlenPlan:
     ) -> Tensor:
         k, v = _GatherRows.apply(k, self.keys), _GatherRows.apply(v, self.keys)
         return varlen(
-            q, k, v, self.cu_q, self.cu_k, self.max_q, self.max_k, scale=scale, causal=True, window=window
+            q,
+            k,
+            v,
+            self.cu_q,
+            self.cu_k,
+            self.max_q,
+            self.max_k,
+            scale=scale,
+            causal=True,
+            window=window,
         )
 
 
@@ -152,7 +166,9 @@ def _varlen_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) 
 
 
 class _GatherRows(torch.autograd.Function):
-    """Rows by index. A key shared by n leaves gets n gradients: they are summed in fp32, not in bf16."""
+    """Rows by index. A key shared by n leaves gets n gradients: they are summed in fp32, not in
+    bf16.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -188,8 +204,9 @@ class _DensePlan:
             if window is not None:
                 distance = self.depth[:, None, :, None] - self.depth[:, None, None, :]
                 mask = mask & (distance < window)
-            parts = (x[self.index].transpose(1, 2) for x in (q, k, v))
-            trees = sdpa(*parts, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
+            tree_q, tree_k, tree_v = (x[self.index].transpose(1, 2) for x in (q, k, v))
+            shared = k.shape[1] != q.shape[1]
+            trees = sdpa(tree_q, tree_k, tree_v, attn_mask=mask, scale=scale, enable_gqa=shared)
             out = out.index_put((self.index[self.valid],), trees.transpose(1, 2)[self.valid])
         for queries, keys in self.nodes:
             out = out.index_put(
@@ -263,7 +280,7 @@ def _pad_trees(
     return index, valid, mask[:, None], depth
 
 
-# -- the variable-length call --------------------------------------------------------------------------------------
+# -- the variable-length call ----------------------------------------------------------------------
 
 
 def _use_varlen(q: Tensor) -> bool:
@@ -290,7 +307,9 @@ def varlen(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """torch's flash call, whose signature moved between releases: options are used where they exist."""
+    """torch's flash call, whose signature moved between releases: options are used where they
+    exist.
+    """
     call, parameters = _varlen_call()
     options: dict[str, Any] = {"scale": scale}
     if k.shape[1] != q.shape[1]:

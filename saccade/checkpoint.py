@@ -1,7 +1,8 @@
-"""Checkpoints: each a Hugging Face folder that stock transformers loads, plus `state/` to go on from.
+"""Checkpoints: each a Hugging Face folder that stock transformers loads, plus `state/` to go on
+from.
 
-Written under a temporary name, verified, renamed; the old ones go only after that, so a kill at any moment leaves the
-last good one. Tensors are safetensors, the rest is JSON: nothing is unpickled.
+Written under a temporary name, verified, renamed; the old ones go only after that, so a kill at any
+moment leaves the last good one. Tensors are safetensors, the rest is JSON: nothing is unpickled.
 
     save(run / "checkpoints", 50, backend, family, progress={...}, keep=3, best=40)
 """
@@ -23,7 +24,9 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
 
 # Files of a model folder that a checkpoint makes anew.
-OWN_FILES = re.compile(r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|config\.json)$")
+OWN_FILES = re.compile(
+    r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|config\.json)$"
+)
 HASHED_UP_TO = 64 << 20  # larger files are verified by size and tensor names
 
 
@@ -37,7 +40,9 @@ def save(
     keep: int,
     best: int | None = None,
 ) -> Path:
-    """`progress` is plain data: what the recipe needs to go on. `best` is the step of the best validation."""
+    """`progress` is plain data: what the recipe needs to go on. `best` is the step of the best
+    validation.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step}"
     temporary = folder / f".step-{step}.{os.getpid()}"
@@ -72,7 +77,9 @@ def find(folder: Path, resume: str) -> Path | None:
     if resume not in ("auto", "best"):
         path = Path(resume)
         if not is_complete(path):
-            raise ConfigError(f"run.resume={resume}: no complete checkpoint there; use run.resume=auto")
+            raise ConfigError(
+                f"run.resume={resume}: no complete checkpoint there; use run.resume=auto"
+            )
         return path
     steps = complete_steps(folder)
     if not steps:
@@ -81,7 +88,9 @@ def find(folder: Path, resume: str) -> Path | None:
         return folder / f"step-{steps[-1]}"
     best = read_progress(folder / f"step-{steps[-1]}").get("best_step")
     if best not in steps:
-        raise ConfigError("run.resume=best: no validation has named a best checkpoint; use run.resume=auto")
+        raise ConfigError(
+            "run.resume=best: no validation has named a best checkpoint; use run.resume=auto"
+        )
     return folder / f"step-{best}"
 
 
@@ -107,7 +116,9 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def copy_processor(family: Family, folder: Path) -> None:
-    """Tokenizer, processor and template beside the weights; a template that the run replaced is stored as used."""
+    """Tokenizer, processor and template beside the weights; a template that the run replaced is
+    stored as used.
+    """
     for path in Path(family.path).iterdir():
         if path.is_file() and not OWN_FILES.match(path.name) and not (folder / path.name).exists():
             shutil.copy2(path, folder / path.name)
@@ -133,7 +144,8 @@ def _verify(folder: Path, backend: Backend) -> None:
     written = Counter(tensor_shapes(folder))
     if expected - written:
         raise EnvironmentProblem(
-            f"checkpoint {folder.name}: parameters are missing on disk, by shape {dict(expected - written)}"
+            f"checkpoint {folder.name}: parameters are missing on disk, by shape "
+            f"{dict(expected - written)}"
         )
 
 
@@ -143,7 +155,8 @@ def _check_disk(folder: Path, backend: Backend) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise EnvironmentProblem(
-            f"{folder}: a checkpoint needs up to {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
+            f"{folder}: a checkpoint needs up to {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are "
+            "free; "
             "free some space or lower save.keep"
         )
 

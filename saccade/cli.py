@@ -324,10 +324,9 @@ def _print_plan(config: Config, name: str) -> None:
     from rich.syntax import Syntax
     from rich.table import Table
 
+    from saccade.algorithms.build import from_config
     from saccade.config import to_yaml
     from saccade.plan import plan
-
-    from saccade.algorithms.build import from_config
 
     algorithm = from_config(config) if name == "rl" else None
     console = _console()

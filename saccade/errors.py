@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SaccadeError(Exception):
-    """A problem that a user can mend. The message says what is wrong, where, and what would work."""
+    """A problem that a user can mend: the message says what, where, and what would work."""
 
     exit_code = 1
 

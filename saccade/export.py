@@ -1,6 +1,7 @@
-"""A checkpoint → a stand-alone Hugging Face folder, in another type if wanted, verified by opening it again.
+"""A checkpoint → a stand-alone Hugging Face folder, in another type if wanted, verified by opening
+it again.
 
-    export(Path("runs/geo/checkpoints/step-100"), Path("my-model"), dtype="bfloat16", verify=True)
+export(Path("runs/geo/checkpoints/step-100"), Path("my-model"), dtype="bfloat16", verify=True)
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from saccade.errors import ConfigError, EnvironmentProblem
 
 
 def export(checkpoint: Path, out: Path, dtype: str | None = None, verify: bool = True) -> Path:
-    """`checkpoint` is a step folder or a run folder (its latest checkpoint). Logits of both are compared."""
+    """`checkpoint` is a step folder or a run folder (its latest checkpoint). Logits of both are
+    compared.
+    """
     source = _resolve(checkpoint)
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; give another folder")

@@ -1,9 +1,9 @@
 """Trajectories → token forests under a token budget, and back.
 
-The members of a group share what they have in common: a trunk (the longest common prefix of ids and media, computed,
-not assumed) and below it whatever some of them share again. A token is packed once however many sequences pass
-through it; a read says at which token and for which sequence a target is predicted. Knows nothing of tensors,
-models or algorithms.
+The members of a group share what they have in common: a trunk (the longest common prefix of ids and
+media, computed, not assumed) and below it whatever some of them share again. A token is packed once
+however many sequences pass through it; a read says at which token and for which sequence a target
+is predicted. Knows nothing of tensors, models or algorithms.
 
     batches = pack(groups, positions=family.positions, micro_tokens=16_384)
 """
@@ -19,7 +19,8 @@ from saccade.types import Batch, Group, MediaSpan, Trajectory
 
 Positions = Callable[[int, tuple[MediaSpan, ...]], np.ndarray]
 
-# A branch below the trunk that is shorter than this costs more (its own attention call) than it saves.
+# A branch below the trunk that is shorter than this costs more (its own attention call) than it
+# saves.
 MIN_BRANCH = 4
 
 
@@ -44,10 +45,11 @@ class _Tree:
 
 
 def pack(groups: Sequence[Group], *, positions: Positions, micro_tokens: int) -> list[Batch]:
-    """Forests of at most `micro_tokens` tokens, whole groups where they fit, in the order of the groups.
+    """Forests of at most `micro_tokens` tokens, whole groups where they fit, in the order of the
+    groups.
 
-    Trajectories that are not `trained`, or have no sampled token, are left out. A group over the budget repeats its
-    trunk; a sequence over it is a forest of its own.
+    Trajectories that are not `trained`, or have no sampled token, are left out. A group over the
+    budget repeats its trunk; a sequence over it is a forest of its own.
     """
     batches: list[Batch] = []
     waiting: list[_Tree] = []
@@ -80,8 +82,18 @@ def select(batch: Batch, sequences: Sequence[int]) -> Batch:
     new_token = np.cumsum(tokens) - 1
     new_sequence = np.cumsum(wanted) - 1
     parents = batch.parents[needed]
-    columns = ("advantages", "scales", "rollout_logprobs", "old_logprobs", "ref_logprobs", "keep", "weights")
-    cut = {name: getattr(batch, name)[reads] for name in columns if getattr(batch, name) is not None}
+    columns = (
+        "advantages",
+        "scales",
+        "rollout_logprobs",
+        "old_logprobs",
+        "ref_logprobs",
+        "keep",
+        "weights",
+    )
+    cut = {
+        name: getattr(batch, name)[reads] for name in columns if getattr(batch, name) is not None
+    }
     return Batch(
         ids=batch.ids[tokens],
         positions=batch.positions[:, tokens],
@@ -93,7 +105,9 @@ def select(batch: Batch, sequences: Sequence[int]) -> Batch:
         keys=tuple(key for key, keep in zip(batch.keys, wanted, strict=True) if keep),
         groups=batch.groups[wanted],
         media=tuple(
-            replace(span, start=int(new_token[span.start])) for span in batch.media if tokens[span.start]
+            replace(span, start=int(new_token[span.start]))
+            for span in batch.media
+            if tokens[span.start]
         ),
         support=None
         if batch.support is None
@@ -102,7 +116,7 @@ def select(batch: Batch, sequences: Sequence[int]) -> Batch:
     )
 
 
-# -- trees ---------------------------------------------------------------------------------------------------------
+# -- trees -----------------------------------------------------------------------------------------
 
 
 def _trees(groups: Sequence[Group], budget: int) -> Iterator[_Tree]:
@@ -176,12 +190,14 @@ def _common_prefix(members: Sequence[Trajectory], start: int, limit: int) -> int
     return end
 
 
-# -- batches -------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 
 
 def _batch(trees: Sequence[_Tree], positions: Positions) -> Batch:
-    ids, places, starts, parents, media = [], [], [0], [], []
-    reads, targets, sequence, keys, groups = [], [], [], [], []
+    ids, places, starts, media = [], [], [0], []
+    parents: list[int] = []
+    keys: list[tuple[str, int]] = []
+    reads, targets, sequence, groups = [], [], [], []
     rollout, advantages, support = [], [], []
     for tree in trees:
         first_node = len(parents)
@@ -219,13 +235,15 @@ def _batch(trees: Sequence[_Tree], positions: Positions) -> Batch:
         groups=np.array(groups, dtype=np.int64),
         media=tuple(media),
         rollout_logprobs=np.concatenate(rollout),
-        advantages=None if any(a is None for a in advantages) else np.concatenate(advantages),
+        advantages=None if any(a is None for a in advantages) else np.concatenate(advantages),  # type: ignore[arg-type]
         support=_all_support(support, [len(r) for r in reads]),
     )
 
 
 def _tree_positions(tree: _Tree, positions: Positions) -> list[np.ndarray]:
-    """Positions depend on length and media alone, so members with the same media share one computation."""
+    """Positions depend on length and media alone, so members with the same media share one
+    computation.
+    """
     shared: dict[tuple[MediaSpan, ...], np.ndarray] = {}
     longest = max(len(t.ids) for t in tree.members)
     for member in tree.members:

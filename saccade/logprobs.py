@@ -1,9 +1,12 @@
-"""Log-probs and entropies at the read positions of a forest, chunk by chunk: [tokens, vocabulary] never exists.
+"""Log-probs and entropies at the read positions of a forest, chunk by chunk: [tokens, vocabulary]
+never exists.
 
-The distribution is the one that was sampled from: fp32 logits over the temperature, banned ids removed and, where
-sampling was truncated, only the kept ids. Knows nothing of forests or algorithms.
+The distribution is the one that was sampled from: fp32 logits over the temperature, banned ids
+removed and, where sampling was truncated, only the kept ids. Knows nothing of forests or
+algorithms.
 
-    logprobs, entropies = read_logprobs(hidden[reads], model.lm_head, targets, temperature=1.0, banned=mask)
+    logprobs, entropies = read_logprobs(hidden[reads], model.lm_head, targets, temperature=1.0,
+    banned=mask)
 
 Legend: R reads, V vocabulary, E hidden size.
 """
@@ -33,8 +36,8 @@ def read_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """hidden [R, E], targets [R] → log-probs [R] and true entropies [R], both fp32.
 
-    Under autograd the logits of a chunk are computed again in backward instead of being kept. The entropy carries a
-    gradient too.
+    Under autograd the logits of a chunk are computed again in backward instead of being kept. The
+    entropy carries a gradient too.
     """
     rows = max(1, CHUNK_ELEMENTS // vocabulary)
     results = []
@@ -52,7 +55,9 @@ def read_logprobs(
 
 
 def sampling_logits(logits: Tensor, temperature: float | Tensor, banned: Tensor | None) -> Tensor:
-    """fp32 (or wider) logits of the distribution that is sampled from. One definition for engine and trainer."""
+    """fp32 (or wider) logits of the distribution that is sampled from. One definition for engine
+    and trainer.
+    """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logits = logits / temperature
     return logits if banned is None else logits.masked_fill(banned, -torch.inf)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Values = Sequence[float] | Sequence[Sequence[float]] | np.ndarray
+Values = Sequence[float] | Sequence[Sequence[float]] | Sequence[np.ndarray] | np.ndarray
 
 INDICES_AT_ONCE = 1 << 20  # bounds the memory of a bootstrap to some 20 MB
 

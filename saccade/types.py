@@ -1,7 +1,8 @@
 """The records that travel between stages: flat, typed, frozen, and free of torch.
 
-A record checks its invariants when it is built and is trusted after that. Arrays are numpy, one entry per token
-unless a comment says otherwise. Pixels never appear here: a `Media` says where an image is, not what it looks like.
+A record checks its invariants when it is built and is trusted after that. Arrays are numpy, one
+entry per token unless a comment says otherwise. Pixels never appear here: a `Media` says where an
+image is, not what it looks like.
 
     >>> Message(role="user", parts=("How many?",)).text
     'How many?'
@@ -50,7 +51,8 @@ class Source(IntEnum):
 Status = Literal["ok", "truncated", "overturn", "void", "error", "abstain", "aborted", "stale"]
 ALWAYS_EXCLUDED: frozenset[str] = frozenset({"error", "abstain", "aborted", "stale"})
 
-# Why an episode ended -> the status of the member. `*_pending`: the limit struck while a tool call was waiting.
+# Why an episode ended -> the status of the member. `*_pending`: the limit struck while a tool call
+# was waiting.
 STATUS_OF_END: Mapping[str, Status] = {
     "answered": "ok",
     "env_done": "ok",
@@ -71,8 +73,9 @@ STATUS_OF_END: Mapping[str, Status] = {
 class Media:
     """A reference to an image: a content hash, where to get it, its upright size, its pixel budget.
 
-    The encoded file is either at `path` or in `data`. A crop keeps the file of its root and adds `box`, in upright
-    pixels of the root, so a derived image can be made again from its reference alone; `parent` is for display.
+    The encoded file is either at `path` or in `data`. A crop keeps the file of its root and adds
+    `box`, in upright pixels of the root, so a derived image can be made again from its reference
+    alone; `parent` is for display.
     """
 
     hash: str
@@ -88,10 +91,14 @@ class Media:
 
     def __post_init__(self) -> None:
         assert self.width > 0 and self.height > 0, f"media {self.hash}: empty size"
-        assert (self.path is None) != (self.data is None), f"media {self.hash}: needs a path or data"
+        assert (self.path is None) != (self.data is None), (
+            f"media {self.hash}: needs a path or data"
+        )
 
     def __hash__(self) -> int:
-        return hash(self.hash)  # of all fields it would be computed for every prompt that is looked up
+        return hash(
+            self.hash
+        )  # of all fields it would be computed for every prompt that is looked up
 
     @property
     def key(self) -> tuple[str, tuple[int, ...] | None, int, int]:
@@ -166,7 +173,9 @@ class Rendered:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. Truncated sampling (top_p, top_k) keeps its support so that training can replay it."""
+    """How tokens are drawn. Truncated sampling (top_p, top_k) keeps its support so that training
+    can replay it.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -182,7 +191,9 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One sequence to continue. `noise` keys the randomness together with the index of the sampled token."""
+    """One sequence to continue. `noise` keys the randomness together with the index of the sampled
+    token.
+    """
 
     key: str
     ids: np.ndarray
@@ -195,14 +206,18 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What an engine answers: the sampled ids and the log-probs of the distribution they were drawn from."""
+    """What an engine answers: the sampled ids and the log-probs of the distribution they were drawn
+    from.
+    """
 
     key: str
     ids: np.ndarray  # int64
     logprobs: np.ndarray  # float32
     versions: np.ndarray  # int32: the weights that sampled each token
     finish: Literal["stop", "length", "aborted"]
-    support: tuple[np.ndarray, ...] | None = None  # kept ids per token, where sampling was truncated
+    support: tuple[np.ndarray, ...] | None = (
+        None  # kept ids per token, where sampling was truncated
+    )
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.logprobs) == len(self.versions)
@@ -210,7 +225,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a reward says of one trajectory: a value, an abstention or an error, with named parts."""
+    """What a reward says of a trajectory: a value, an abstention or an error, with named parts."""
 
     kind: Literal["value", "abstain", "error"]
     value: float = 0.0
@@ -220,12 +235,16 @@ class Score:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.kind != "value" or np.isfinite(self.value), "a value is finite; say error otherwise"
+        assert self.kind != "value" or np.isfinite(self.value), (
+            "a value is finite; say error otherwise"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One episode as tokens. Built append-only: what was sampled is never decoded and encoded again."""
+    """One episode as tokens. Built append-only: what was sampled is never decoded and encoded
+    again.
+    """
 
     sample_id: str  # uid of its group
     repeat: int
@@ -252,7 +271,7 @@ class Trajectory:
     def __post_init__(self) -> None:
         length = len(self.ids)
         assert length == len(self.sources) == len(self.logprobs) == len(self.versions), self.key
-        assert all(0 <= span.start and span.end <= length for span in self.media), self.key
+        assert all(span.start >= 0 and span.end <= length for span in self.media), self.key
         if self.support is not None:
             assert len(self.support) == self.response_length, self.key
 
@@ -293,10 +312,12 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A token forest: nodes of packed tokens, each attending to itself (causally) and to all of its ancestors.
+    """A token forest: nodes of packed tokens, each attending to itself (causally) and to all of its
+    ancestors.
 
-    A read says: the hidden state at token `reads[r]` predicts `targets[r]` for sequence `sequence[r]`. Reads of one
-    sequence are contiguous and in order of time. The last token of a trunk is read once per leaf.
+    A read says: the hidden state at token `reads[r]` predicts `targets[r]` for sequence
+    `sequence[r]`. Reads of one sequence are contiguous and in order of time. The last token of a
+    trunk is read once per leaf.
     """
 
     ids: np.ndarray  # [tokens] int64
@@ -322,8 +343,18 @@ class Batch:
         tokens, reads = len(self.ids), len(self.reads)
         assert self.positions.shape[1] == tokens and self.node_starts[-1] == tokens
         assert len(self.parents) == len(self.node_starts) - 1
-        assert reads == len(self.targets) == len(self.sequence) and len(self.groups) == len(self.keys)
-        for name in ("advantages", "scales", "rollout_logprobs", "old_logprobs", "ref_logprobs", "keep", "weights"):
+        assert reads == len(self.targets) == len(self.sequence) and len(self.groups) == len(
+            self.keys
+        )
+        for name in (
+            "advantages",
+            "scales",
+            "rollout_logprobs",
+            "old_logprobs",
+            "ref_logprobs",
+            "keep",
+            "weights",
+        ):
             column = getattr(self, name)
             assert column is None or len(column) == reads, name
 
@@ -338,7 +369,9 @@ class Batch:
 
 
 class Metrics:
-    """Sums with their denominators, so that means stay right however the work was split; maxima beside them."""
+    """Sums with their denominators, so that means stay right however the work was split; maxima
+    beside them.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, list[float]] = {}

@@ -1,6 +1,8 @@
-"""An algorithm applied to records: which members train, how a step splits into updates, advantages into the forests.
+"""An algorithm applied to records: which members train, how a step splits into updates, advantages
+into the forests.
 
-The pure functions know flat tensors only; here groups and batches are flattened for them and the results written back.
+The pure functions know flat tensors only; here groups and batches are flattened for them and the
+results written back.
 
     groups = choose_members(groups, algorithm, metrics)
     updates = write_advantages(updates, groups, algorithm, metrics)
@@ -19,7 +21,7 @@ from saccade.algorithms.advantages import AdvantageInputs, compute
 from saccade.algorithms.aggregation import token_scales
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.filters import discard_reason, in_baseline, is_constant, is_excluded
-from saccade.types import Batch, Group, Metrics
+from saccade.types import Batch, Group, Metrics, Trajectory
 
 Updates = list[list[Batch]]  # one list of forests per optimizer step
 
@@ -27,7 +29,9 @@ Updates = list[list[Batch]]  # one list of forests per optimizer step
 def keep_informative(
     groups: Sequence[Group], algorithm: Algorithm
 ) -> tuple[list[Group], Counter[str]]:
-    """Dynamic sampling: the groups worth training on by their raw outcome, and why the others were dropped."""
+    """Dynamic sampling: the groups worth training on by their raw outcome, and why the others were
+    dropped.
+    """
     kept, reasons = [], Counter[str]()
     for group in groups:
         outcomes = [
@@ -43,9 +47,7 @@ def keep_informative(
     return kept, reasons
 
 
-def choose_members(
-    groups: Sequence[Group], algorithm: Algorithm, metrics: Metrics
-) -> list[Group]:
+def choose_members(groups: Sequence[Group], algorithm: Algorithm, metrics: Metrics) -> list[Group]:
     """Mark who trains. With drop_constant a group without a signal is not computed at all."""
     chosen, low, high = [], 0, 0
     for group in groups:
@@ -53,8 +55,7 @@ def choose_members(
             t.trained and not is_excluded(t.status, algorithm.exclude_status)
             for t in group.trajectories
         ]
-        rewards = [t.reward for t, alive in zip(group.trajectories, live, strict=True) if alive]
-        assert None not in rewards, f"group {group.uid}: a member without a reward is not excluded"
+        rewards = [_reward(t) for t, alive in zip(group.trajectories, live, strict=True) if alive]
         if algorithm.estimator.group and len(rewards) > 1 and is_constant(rewards):
             low, high = low + (rewards[0] < 0.5), high + (rewards[0] >= 0.5)
             live = [alive and not algorithm.drop_constant for alive in live]
@@ -67,8 +68,15 @@ def choose_members(
     return chosen
 
 
+def _reward(trajectory: Trajectory) -> float:
+    assert trajectory.reward is not None, f"{trajectory.key}: no reward, but not excluded either"
+    return trajectory.reward
+
+
 def split_updates(groups: Sequence[Group], updates: int, *, seed: int) -> list[list[Group]]:
-    """Whole groups, in a seeded order, over the optimizer steps; groups without a member that trains are left out."""
+    """Whole groups, in a seeded order, over the optimizer steps; groups without a member that
+    trains are left out.
+    """
     useful = [g for g in groups if any(t.trained and t.response_length for t in g.trajectories)]
     order = (
         np.random.default_rng(seed).permutation(len(useful))
@@ -158,8 +166,8 @@ def _penalties(batches: Sequence[Batch], algorithm: Algorithm) -> torch.Tensor:
     """β·KL per token where the KL is in the reward, else zeros."""
     if algorithm.kl.coef == 0 or algorithm.kl.place != "reward":
         return torch.zeros(sum(len(b.reads) for b in batches), dtype=torch.float64)
-    old = torch.from_numpy(np.concatenate([b.old_logprobs for b in batches])).double()  # type: ignore[arg-type]
-    ref = torch.from_numpy(np.concatenate([b.ref_logprobs for b in batches])).double()  # type: ignore[arg-type]
+    old = torch.from_numpy(np.concatenate([b.old_logprobs for b in batches])).double()
+    ref = torch.from_numpy(np.concatenate([b.ref_logprobs for b in batches])).double()
     return algorithm.kl.coef * algorithm.divergence.function(old, ref, algorithm.kl.clamp)
 
 
@@ -176,11 +184,16 @@ def with_logprobs(
 ) -> Updates:
     """`old_logprobs` or `ref_logprobs` into the forests, in their order."""
     rows = iter(scored)
-    return [[replace(batch, **{column: next(rows)[0]}) for batch in batches] for batches in updates]
+    return [
+        [replace(batch, **{column: next(rows)[0]}) for batch in batches]  # type: ignore[arg-type]
+        for batches in updates
+    ]
 
 
 def write_supervision(batches: Sequence[Batch]) -> list[Batch]:
-    """Supervised training is the policy gradient of an advantage of 1: every trained token counts the same."""
+    """Supervised training is the policy gradient of an advantage of 1: every trained token counts
+    the same.
+    """
     tokens = sum(len(batch.reads) for batch in batches)
     return [
         replace(

@@ -1,7 +1,8 @@
-"""What trains and scores: a model with an optional optimizer. Policy, reference and critic are instances of one thing.
+"""What trains and scores: a model with an optional optimizer. Policy, reference and critic are
+instances of one thing.
 
-Arguments are plain data (forests, the algorithm row, references to images), never closures, so that the same call can
-cross a process.
+Arguments are plain data (forests, the algorithm row, references to images), never closures, so that
+the same call can cross a process.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Backend(Protocol):
     def train_step(
         self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring, *, lr: float
     ) -> Update:
-        """One optimizer step on all batches together; their scales already hold the global denominators."""
+        """One optimizer step on all batches together; their scales already hold the global
+        denominators.
+        """
         ...
 
     def weights(self) -> Iterator[tuple[str, Any]]: ...

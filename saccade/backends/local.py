@@ -1,7 +1,7 @@
 """One model in this process, on one device: no collectives, breakpoints work.
 
-A forward runs on one forest; log-probs are read where targets are predicted. Knows nothing of rollouts, rewards or
-files other than its own state.
+A forward runs on one forest; log-probs are read where targets are predicted. Knows nothing of
+rollouts, rewards or files other than its own state.
 
     backend = LocalBackend(model, family, TrainConfig())
     backend.train_step(batches, algorithm, Scoring(temperature=1.0), lr=1e-6)
@@ -117,7 +117,9 @@ class LocalBackend:
         return Update(metrics=metrics, skipped=not finite)
 
     def _micro_step(self, batch: Batch, algorithm: Algorithm, scoring: Scoring) -> list[Stats]:
-        """Forward and backward of one forest. Out of memory: two halves of it, whose gradients add up to the same."""
+        """Forward and backward of one forest. Out of memory: two halves of it, whose gradients add
+        up to the same.
+        """
         assert self.optimizer is not None
         try:
             stats = self._forward_backward(batch, algorithm, scoring)
@@ -180,5 +182,3 @@ class LocalBackend:
 
         assert self.optimizer is not None
         self.optimizer.load(load_file(folder / "optimizer.safetensors"))
-
-

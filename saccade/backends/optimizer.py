@@ -1,7 +1,8 @@
-"""AdamW with fp32 masters, or on bf16 weights with Kahan compensation; state is keyed by parameter name.
+"""AdamW with fp32 masters, or on bf16 weights with Kahan compensation; state is keyed by parameter
+name.
 
-Gradients of a micro-batch are folded into fp32 sums once its backward is complete, so a micro-batch that runs out of
-memory half-way leaves nothing behind.
+Gradients of a micro-batch are folded into fp32 sums once its backward is complete, so a micro-batch
+that runs out of memory half-way leaves nothing behind.
 
     optimizer = Optimizer(model.named_parameters(), TrainConfig(), lr_scale=lambda name: 1.0)
 """
@@ -9,6 +10,7 @@ memory half-way leaves nothing behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +31,13 @@ class Optimizer:
         self.gradients: dict[str, Tensor] = {}
         self.lr_scale = {name: lr_scale(name) for name in self.parameters}
         # Biases and norms are vectors; decay would only shrink what they have learned.
-        self.decay = {name: config.weight_decay * (p.ndim > 1) for name, p in self.parameters.items()}
-        kind = {"adamw": _MasterAdamW, "adamw_bf16": _KahanAdamW}[config.optimizer]
-        self._rule = kind(self.parameters, config, self.lr_scale, self.decay)
+        self.decay = {
+            name: config.weight_decay * (p.ndim > 1) for name, p in self.parameters.items()
+        }
+        kind: Any = {"adamw": _MasterAdamW, "adamw_bf16": _KahanAdamW}[config.optimizer]
+        self._rule: _MasterAdamW | _KahanAdamW = kind(
+            self.parameters, config, self.lr_scale, self.decay
+        )
 
     def fold(self) -> None:
         """Add the gradients of one finished micro-batch to the sums."""
@@ -105,7 +111,7 @@ class _MasterAdamW:
             eps=config.eps,
             fused=True,
         )
-        for name, master in self.masters.items():
+        for master in self.masters.values():
             zero = torch.zeros_like(master)
             self.adam.state[master] = {
                 "step": torch.zeros((), device=master.device),
@@ -122,7 +128,9 @@ class _MasterAdamW:
         for master in self.masters.values():
             master.grad = None
         with torch.no_grad():
-            pairs = [(p, self.masters[n]) for n, p in self.parameters.items() if p is not self.masters[n]]
+            pairs = [
+                (p, self.masters[n]) for n, p in self.parameters.items() if p is not self.masters[n]
+            ]
             if pairs:
                 torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
@@ -142,7 +150,9 @@ class _MasterAdamW:
 
 
 class _KahanAdamW:
-    """Weights and moments in bf16. The part of an update that rounding would lose is carried to the next step."""
+    """Weights and moments in bf16. The part of an update that rounding would lose is carried to the
+    next step.
+    """
 
     KEYS = ("exp_avg", "exp_avg_sq", "lost")
 
@@ -169,7 +179,12 @@ class _KahanAdamW:
         for name, gradient in gradients.items():
             parameter, state = self.parameters[name], self.moments[name]
             mean = state["exp_avg"].float().lerp_(gradient, 1 - first)
-            square = state["exp_avg_sq"].float().mul_(second).addcmul_(gradient, gradient, value=1 - second)
+            square = (
+                state["exp_avg_sq"]
+                .float()
+                .mul_(second)
+                .addcmul_(gradient, gradient, value=1 - second)
+            )
             state["exp_avg"].copy_(mean)
             state["exp_avg_sq"].copy_(square)
             direction = (mean / bias1) / ((square / bias2).sqrt_() + self.config.eps)

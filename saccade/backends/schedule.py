@@ -21,7 +21,9 @@ DEFAULT_FLOOR = {"cosine_with_min_lr": 0.1}
 def rate(
     update: int, *, total: int, lr: float, schedule: str, warmup: float, min_lr: float
 ) -> float:
-    """`warmup` counts updates, or is a share of `total` when below 1. The first update already moves."""
+    """`warmup` counts updates, or is a share of `total` when below 1. The first update already
+    moves.
+    """
     warm = warmup if warmup >= 1 else warmup * total
     if update < warm:
         return lr * min(1.0, (update + 1) / warm)

@@ -76,7 +76,7 @@ def escape(text: str) -> str:
     return PLACEHOLDER.sub(lambda found: "\\" + found[0], text)
 
 
-# -- reading -------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def read_chat(prompt: Any) -> Turns:
@@ -129,7 +129,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# -- arranging -----------------------------------------------------------------------------
+# -- arranging -------------------------------------------------------------------------------------
 
 
 def arrange(turns: Turns, pictures: Sequence[Picture], *, prepend: bool) -> Turns:

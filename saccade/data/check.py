@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from saccade.config import Config, DataConfig, DataSource
 from saccade import images
+from saccade.config import Config, DataConfig, DataSource
 from saccade.data.datasets import BadRow, Dataset, load
 from saccade.data.formats import plain, to_row
 from saccade.errors import DataError
@@ -121,7 +121,7 @@ def _load(
     return load(sources, config.model_copy(update=going_on), length=length)
 
 
-# -- images --------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------
 
 
 def _broken(every_image: Mapping[Any, Media], workers: int) -> dict[Any, str]:
@@ -156,7 +156,7 @@ def _damaged(data: Dataset, broken: Mapping[Any, str]) -> Iterable[BadRow]:
                 )
 
 
-# -- lengths -------------------------------------------------------------------------------
+# -- lengths ---------------------------------------------------------------------------------------
 
 
 def _statistics(tokens: Sequence[int]) -> dict[str, float]:
@@ -173,7 +173,7 @@ def _histogram(tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(counts.items()))
 
 
-# -- writing -------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def write_fixed(report: Report, path: Path) -> list[Path]:

@@ -22,11 +22,11 @@ from typing import Any
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.formats import OpenImage, content_hash, detect, read_row, row_id
-from saccade.images import ImageError, open_media, source_kind
 from saccade.data.overlong import POLICIES
 from saccade.data.sources import Row, open_source
 from saccade.data.stream import Stream
 from saccade.errors import ConfigError, DataError
+from saccade.images import ImageError, open_media, source_kind
 from saccade.types import Media, Sample
 
 __all__ = ["BadRow", "Dataset", "Part", "Stream", "load"]
@@ -154,7 +154,7 @@ def _limit(
     return min(limits, default=None)
 
 
-# -- rows -------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 class _Reader:
@@ -252,7 +252,7 @@ def _shorten(
     return POLICIES[config.overlong](sample, length, config.max_prompt_tokens)
 
 
-# -- the whole set ----------------------------------------------------------------------------
+# -- the whole set ---------------------------------------------------------------------------------
 
 
 def _stop_if_too_many(bad: Sequence[BadRow], rows: int, config: DataConfig) -> None:

@@ -33,7 +33,7 @@ class OpenImage(Protocol):
     def __call__(self, source: Any, *, min_pixels: int | None, max_pixels: int | None) -> Media: ...
 
 
-# -- golds ---------------------------------------------------------------------------------
+# -- golds -----------------------------------------------------------------------------------------
 
 
 def as_given(text: str) -> str:
@@ -51,7 +51,7 @@ def inside_answer_tag(text: str) -> str:
     return found[-1].strip() if found else text
 
 
-# -- the table -----------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ def detect(columns: Collection[str], config: DataConfig, name: str = "data") -> 
     )
 
 
-# -- rows ----------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def read_row(
@@ -322,7 +322,7 @@ def _extra(row: Mapping[str, Any], used: Collection[str], format: Format) -> dic
     return extra
 
 
-# -- back to plain data --------------------------------------------------------------------
+# -- back to plain data ----------------------------------------------------------------------------
 
 
 def plain(value: Any) -> Any:

@@ -31,7 +31,7 @@ TEXTS_FILE = Path(__file__).with_name("prompts.yaml")
 MARK = re.compile("\0(\\d+)\0")  # stands for an image while a template handles the text
 
 
-# -- shipped texts -------------------------------------------------------------------------
+# -- shipped texts ---------------------------------------------------------------------------------
 
 
 def instruction_for(format: str) -> str:
@@ -52,7 +52,7 @@ def _texts() -> dict[str, str]:
     return yaml.safe_load(TEXTS_FILE.read_text(encoding="utf-8"))
 
 
-# -- applying ------------------------------------------------------------------------------
+# -- applying --------------------------------------------------------------------------------------
 
 
 def apply(
@@ -135,7 +135,7 @@ def _file(path: str, option: str) -> str:
     return Path(path).read_text(encoding="utf-8").rstrip("\n")
 
 
-# -- templates -----------------------------------------------------------------------------
+# -- templates -------------------------------------------------------------------------------------
 
 
 @cache
@@ -161,7 +161,7 @@ def _rendered(template: Template, variables: Mapping[str, Any], name: str) -> st
         raise ConfigError(f"prompt.template={name}: {error}") from None
 
 
-# -- choices -------------------------------------------------------------------------------
+# -- choices ---------------------------------------------------------------------------------------
 
 
 def permute_choices(sample: Sample, seed: int) -> Sample:

@@ -86,7 +86,7 @@ def _suffix(path: Path) -> str:
     return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
 
 
-# -- files ---------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def _file_rows(path: Path, address: Address) -> Iterator[Row]:
@@ -199,7 +199,7 @@ FILES: dict[str, Callable[[Path], Iterator[Row]]] = {
 }
 
 
-# -- folders and hub -----------------------------------------------------------------------
+# -- folders and hub -------------------------------------------------------------------------------
 
 
 def _folder_rows(path: Path, address: Address) -> tuple[Iterator[Row], Path]:

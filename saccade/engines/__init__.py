@@ -1,8 +1,10 @@
-"""What generates. An engine takes sequences and gives back what it sampled, with the log-probs it sampled from.
+"""What generates. An engine takes sequences and gives back what it sampled, with the log-probs it
+sampled from.
 
-Requests go in with `submit` and completions come out of `poll`, in whatever order they finish; `key` says which is
-which, and nothing that is computed depends on that order. A queue of completions instead of a future per request
-keeps the embedded engine in the caller's own thread: breakpoints work and hundreds of episodes cost no hand-over.
+Requests go in with `submit` and completions come out of `poll`, in whatever order they finish;
+`key` says which is which, and nothing that is computed depends on that order. A queue of
+completions instead of a future per request keeps the embedded engine in the caller's own thread:
+breakpoints work and hundreds of episodes cost no hand-over.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Engine(Protocol):
         ...
 
     def poll(self) -> list[Completion]:
-        """Advance (or wait), then return what has finished; empty only when there was nothing to finish yet."""
+        """Advance (or wait), then return what has finished; empty only when there was nothing to
+        finish yet.
+        """
         ...
 
     @property
@@ -57,7 +61,7 @@ class Engine(Protocol):
 
 def generate(engine: Engine, requests: Iterable[Request]) -> list[Completion]:
     """All completions, in the order of the requests."""
-    order = {}
+    order: dict[str, int] = {}
     for request in requests:
         order[request.key] = len(order)
         engine.submit(request)

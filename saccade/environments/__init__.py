@@ -1,9 +1,9 @@
 """What a policy talks to, in message space: tokens never leak in.
 
-    class Guess:
-        def reset(self, sample, seed): return sample.messages
-        def step(self, message): return (), None, True, {}
-        def close(self): pass
+class Guess:
+    def reset(self, sample, seed): return sample.messages
+    def step(self, message): return (), None, True, {}
+    def close(self): pass
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Environment(Protocol):
         """The conversation that the policy continues."""
         ...
 
-    def step(self, message: Message) -> Step | tuple[Sequence[Message], float | None, bool, Mapping[str, Any]]: ...
+    def step(
+        self, message: Message
+    ) -> Step | tuple[Sequence[Message], float | None, bool, Mapping[str, Any]]: ...
 
     def close(self) -> None: ...
 
@@ -61,13 +63,16 @@ def environment_factory(name: str) -> Callable[[], Environment]:
     path, separator, symbol = name.rpartition(":")
     if not separator or not Path(path).is_file():
         raise ConfigError(
-            f"env.name={name!r}: no such environment; use {', '.join(ENVIRONMENTS)} or file.py:Class"
+            f"env.name={name!r}: no such environment; "
+            f"use {', '.join(ENVIRONMENTS)} or file.py:Class"
         )
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     factory = getattr(module, symbol, None)
-    if factory is None or not all(hasattr(factory, method) for method in ("reset", "step", "close")):
+    if factory is None or not all(
+        hasattr(factory, method) for method in ("reset", "step", "close")
+    ):
         raise ConfigError(f"env.name={name!r}: {symbol} needs reset, step and close")
     return factory

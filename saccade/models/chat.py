@@ -1,8 +1,8 @@
 """Messages → token ids through the model's own chat template, with the source of every token.
 
-Boundaries come from rendering prefixes of the conversation, never from searching for a marker in the text. Special
-tokens that a user typed in prose stay prose. Knows nothing of pixels: a medium is a run of placeholder ids whose
-length the caller gives.
+Boundaries come from rendering prefixes of the conversation, never from searching for a marker in
+the text. Special tokens that a user typed in prose stay prose. Knows nothing of pixels: a medium is
+a run of placeholder ids whose length the caller gives.
 
     chat.render(messages, media_tokens=lambda media: 4, generation=True).ids
 """
@@ -23,12 +23,16 @@ PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-# Private-use characters stand for special tokens that were typed as text. Those of the last plane: texts from the web
-# hold some of the first (icon fonts), and a vocabulary may have more special tokens than the first has characters.
+# Private-use characters stand for special tokens that were typed as text. Those of the last plane:
+# texts from the web
+# hold some of the first (icon fonts), and a vocabulary may have more special tokens than the first
+# has characters.
 _PRIVATE = 0x100000
 
 Grid = tuple[int, int, int]
-Measure = Callable[[Media], tuple[Grid, int]]  # a medium → its grid and its number of placeholder tokens
+Measure = Callable[
+    [Media], tuple[Grid, int]
+]  # a medium → its grid and its number of placeholder tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +47,21 @@ class Chat:
     eos_ids: frozenset[int]
     think_prefilled: bool  # the generation prompt already opens <think>
 
-    def render(self, messages: Sequence[Message], measure: Measure, *, generation: bool) -> Rendered:
+    def render(
+        self, messages: Sequence[Message], measure: Measure, *, generation: bool
+    ) -> Rendered:
         """A prompt: every token has the source PROMPT."""
         ids = self._encode(self._template(messages, generation))
         return self._expand(ids, np.full(len(ids), Source.PROMPT, np.int8), messages, measure)
 
     def render_dialogue(self, messages: Sequence[Message], measure: Measure) -> Rendered:
-        """A conversation to learn from: what an assistant wrote, its end of turn included, is POLICY."""
+        """A conversation to learn from: what an assistant wrote, its end of turn included, is
+        POLICY.
+        """
         if messages and messages[0].role == "assistant":
             raise ConfigError(
-                "a conversation begins with the assistant, which has nothing to answer; put a system or user "
+                "a conversation begins with the assistant, which has nothing to answer; put a "
+                "system or user "
                 "message before it"
             )
         ids: list[np.ndarray] = []
@@ -166,7 +175,8 @@ class Chat:
         )
         if len(places) != len(media):
             raise ConfigError(
-                f"the chat template shows {len(places)} of {len(media)} images; this model or template "
+                f"the chat template shows {len(places)} of {len(media)} images; this model or "
+                "template "
                 "cannot take them all: use a vision model, or prompt.chat_template=FILE"
             )
         if not media:
@@ -190,12 +200,16 @@ def load_chat(
     eos_ids: Sequence[int] = (),
     trust_remote_code: bool = False,
 ) -> Chat:
-    """Tokenizer and template of a model folder; `template` (text of a Jinja file) replaces the folder's own."""
+    """Tokenizer and template of a model folder; `template` (text of a Jinja file) replaces the
+    folder's own.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     template = template or tokenizer.chat_template or PLAIN_TEMPLATE
-    reserved = tuple(token for token in tokenizer.get_added_vocab() if _is_special(tokenizer, token))
+    reserved = tuple(
+        token for token in tokenizer.get_added_vocab() if _is_special(tokenizer, token)
+    )
     probe = Chat(
         tokenizer=tokenizer,
         template=template,

@@ -1,6 +1,6 @@
 """Weights: a model folder → a module whose attention is ours, with the right parts frozen.
 
-    model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
 """
 
 from __future__ import annotations
@@ -54,8 +54,12 @@ def load_model(
         for kind in ("missing", "unexpected", "mismatched")
     }
     if any(problems.values()):
-        listed = "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in problems.items() if names)
-        raise EnvironmentProblem(f"{family.path}: the weights do not fit the architecture ({listed})")
+        listed = "; ".join(
+            f"{kind}: {', '.join(names[:5])}" for kind, names in problems.items() if names
+        )
+        raise EnvironmentProblem(
+            f"{family.path}: the weights do not fit the architecture ({listed})"
+        )
     attention.use_in(model)
     family.spec.prepare(model)
     return model.train()
@@ -69,7 +73,9 @@ def hidden_states(
     media: tuple[MediaSpan, ...],
     plan: attention.AttentionPlan,
 ) -> Tensor:
-    """ids [T], positions [axes, T] → last hidden states [T, E]. One call for every family, text or vision."""
+    """ids [T], positions [axes, T] → last hidden states [T, E]. One call for every family, text or
+    vision.
+    """
     parameter = next(model.parameters())
     places = positions[:, None] if family.axes > 1 else positions
     output = model.base_model(  # type: ignore[operator]
@@ -83,7 +89,9 @@ def hidden_states(
 
 
 def freeze(model: nn.Module, family: Family, train: str) -> None:
-    """`full`, or `freeze:` with tower names, prefixes and re:REGEX. A pattern that matches nothing is refused."""
+    """`full`, or `freeze:` with tower names, prefixes and re:REGEX. A pattern that matches nothing
+    is refused.
+    """
     kind, _, listed = train.partition(":")
     if kind == "full" and not listed:
         return

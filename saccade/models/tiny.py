@@ -1,7 +1,8 @@
-"""Tiny models with random weights, built in place from a family's own Hugging Face config: no download.
+"""Tiny models with random weights, built in place from a family's own Hugging Face config: no
+download.
 
-They serve the quickstart, `--smoke` and the tests. The tokenizer is either a closed list of words (every word one
-token) or byte-level (any text).
+They serve the quickstart, `--smoke` and the tests. The tokenizer is either a closed list of words
+(every word one token) or byte-level (any text).
 
     build("qwen2_5_vl", "runs/tiny")            # an HF folder that stock transformers loads
 """
@@ -55,21 +56,24 @@ def build(
     text: Mapping[str, Any] | None = None,
     vision: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write a model folder and return its path. `text` and `vision` override sizes of the config."""
+    """Write a model folder, return its path. `text` and `vision` override sizes of the config."""
     import torch
     from transformers import AutoConfig, GenerationConfig
 
     if family not in CONFIGS:
         raise ConfigError(f"tiny:{family} is not known; known are {', '.join(CONFIGS)}")
     if words is not None and family == "qwen2":
-        # transformers reads whatever tokenizer lies beside a qwen2 config as its own byte-level one.
+        # transformers reads whatever tokenizer lies beside a qwen2 config as its own byte-level
+        # one.
         raise ConfigError("tiny:qwen2 has no closed vocabulary; use qwen3, or no words")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(words)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     vocabulary = (len(tokenizer) // 8 + 1) * 8
-    settings = CONFIGS[family](ids, TEXT | {"vocab_size": vocabulary} | dict(text or {}), dict(vision or {}))
+    settings = CONFIGS[family](
+        ids, TEXT | {"vocab_size": vocabulary} | dict(text or {}), dict(vision or {})
+    )
     config = AutoConfig.for_model(family, **settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -86,7 +90,7 @@ def build(
 
 
 def make_tokenizer(words: Sequence[str] | None) -> Any:
-    """Word-level for a closed vocabulary, byte-level otherwise; both with the chat template inside."""
+    """Word-level for a closed vocabulary, else byte-level; both with the chat template inside."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -120,10 +124,14 @@ def _auto_class(family: str) -> Any:
     import transformers
 
     multimodal = family.endswith("_vl")
-    return getattr(transformers, "AutoModelForImageTextToText" if multimodal else "AutoModelForCausalLM")
+    return getattr(
+        transformers, "AutoModelForImageTextToText" if multimodal else "AutoModelForCausalLM"
+    )
 
 
-def _text_config(ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+def _text_config(
+    ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
+) -> dict[str, Any]:
     return text | {
         "bos_token_id": None,
         "eos_token_id": ids["<|im_end|>"],
@@ -142,7 +150,13 @@ def _vl_config(
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
     return {
         "text_config": text,
-        "vision_config": {**tower, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, **vision},
+        "vision_config": {
+            **tower,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            **vision,
+        },
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
         "vision_start_token_id": ids["<|vision_start|>"],
@@ -151,7 +165,9 @@ def _vl_config(
     }
 
 
-def _qwen2_5_vl(ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+def _qwen2_5_vl(
+    ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
+) -> dict[str, Any]:
     tower = {
         "depth": 2,
         "hidden_size": 64,
@@ -165,7 +181,9 @@ def _qwen2_5_vl(ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, 
     return _vl_config(ids, text, vision, tower)
 
 
-def _qwen2_vl(ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+def _qwen2_vl(
+    ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
+) -> dict[str, Any]:
     tower = {
         "depth": 2,
         "embed_dim": 64,

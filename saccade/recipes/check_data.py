@@ -1,6 +1,7 @@
-"""`check-data`: every row and image, with the token lengths of the model and the self-test of the rewards.
+"""`check-data`: every row and image, with the token lengths of the model and the self-test of the
+rewards.
 
-    saccade check-data run.yaml
+saccade check-data run.yaml
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Evaluation: one path for validation inside a run and for `saccade eval`.
 
-Prompt, sampling, parser and verifier are the same in both, so a score in training is the score of the exported folder.
+Prompt, sampling, parser and verifier are the same in both, so a score in training is the score of
+the exported folder.
 
     saccade eval run.yaml model.path=runs/geo/checkpoints/step-100 data.val=test.jsonl
 """
@@ -65,7 +66,9 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
         results = []
         for name, dataset in sets.items():
             with console.phase(name):
-                results.append(evaluate_set(engine, family, scorer, name, dataset, config, console.progress))
+                results.append(
+                    evaluate_set(engine, family, scorer, name, dataset, config, console.progress)
+                )
             console.note(describe(results[-1]))
     return write_results(folder, results, family)
 
@@ -116,7 +119,9 @@ def evaluate_set(
 
 
 def set_metrics(groups: Sequence[Group], family: Family) -> dict[str, float]:
-    """Accuracy with its interval, and beside it what a gain could hide behind: parsing, thinking, cut-off answers."""
+    """Accuracy with its interval, and beside it what a gain could hide behind: parsing, thinking,
+    cut-off answers.
+    """
     trajectories = [t for group in groups for t in group.trajectories]
     judged = [_outcomes(group) for group in groups]
     outcomes = [values for values in judged if len(values)]
@@ -168,19 +173,26 @@ def _at_k(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
 def describe(result: Result) -> str:
     m = result.metrics
     accuracy = (
-        f"accuracy {m['accuracy']:.3f} [{m['ci_low']:.3f}, {m['ci_high']:.3f}]" if "accuracy" in m else "no outcome"
+        f"accuracy {m['accuracy']:.3f} [{m['ci_low']:.3f}, {m['ci_high']:.3f}]"
+        if "accuracy" in m
+        else "no outcome"
     )
-    rates = "  ".join(f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac"))
+    rates = "  ".join(
+        f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac")
+    )
     return f"{result.name}: {accuracy}  {rates}  items {m['items']:.0f}"
 
 
-# -- files ----------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def write_results(folder: Path, results: Sequence[Result], family: Family) -> dict[str, Any]:
     summary = {result.name: dict(result.metrics) for result in results}
     rows = [
-        _row(result.name, group, t, family) for result in results for group in result.groups for t in group.trajectories
+        _row(result.name, group, t, family)
+        for result in results
+        for group in result.groups
+        for t in group.trajectories
     ]
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     (folder / "samples.jsonl").write_text(text, encoding="utf-8")
@@ -208,7 +220,9 @@ def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dic
         "end_reason": trajectory.end_reason,
         "status": trajectory.status,
         "reason": trajectory.reason,
-        "media": [{"hash": m.hash, "path": m.path, "size": [m.width, m.height]} for m in sample.media],
+        "media": [
+            {"hash": m.hash, "path": m.path, "size": [m.width, m.height]} for m in sample.media
+        ],
         "extra": dict(sample.extra),
     }
 
@@ -216,7 +230,9 @@ def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dic
 def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
     """The rewards of this config on the responses of an earlier evaluation; no model is loaded."""
     if not samples.is_file():
-        raise ConfigError(f"--rescore {samples}: no such file; give the samples.jsonl of an evaluation")
+        raise ConfigError(
+            f"--rescore {samples}: no such file; give the samples.jsonl of an evaluation"
+        )
     scorer = parts.make_scorer(config)
     if scorer is None:
         raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
@@ -243,7 +259,16 @@ def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
 
 
 def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
-    names = ("id", "response", "data_source", "prompt", "choices", "extra", "end_reason", "think_prefilled")
+    names = (
+        "id",
+        "response",
+        "data_source",
+        "prompt",
+        "choices",
+        "extra",
+        "end_reason",
+        "think_prefilled",
+    )
     return RewardSample(
         **{name: row[name] for name in names},
         answer=row["gold"],

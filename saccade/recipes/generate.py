@@ -1,6 +1,7 @@
-"""Batch inference: responses of a model to a file, one JSON line each; rows that are there already are skipped.
+"""Batch inference: responses of a model to a file, one JSON line each; rows that are there already
+are skipped.
 
-    saccade generate run.yaml generate.n=4
+saccade generate run.yaml generate.n=4
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def use_checkpointing(config: Config, device: torch.device) -> bool:
     return {"on": True, "off": False, "auto": device.type == "cuda"}[config.model.checkpointing]
 
 
-# -- data ----------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------
 
 
 def asker(config: Config) -> Callable[[Sample], Sample]:
@@ -111,7 +111,9 @@ def load_prompts(config: Config, sources: Sequence[DataSource], family: Family) 
     return _map(datasets.load(sources, config.data, length=length), ask)
 
 
-def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family) -> datasets.Dataset:
+def load_dialogues(
+    config: Config, sources: Sequence[DataSource], family: Family
+) -> datasets.Dataset:
     """Conversations to learn from, the question worded as in RL."""
     instruction = config.prompt.instruction
     if instruction is None:
@@ -124,7 +126,9 @@ def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family
         if not any(message.role == "assistant" for message in sample.messages):
             raise RowError("no assistant turn to learn from; sft reads conversations")
         if sample.messages[0].role == "assistant":
-            raise RowError("the conversation begins with the assistant; nothing asks for its answer")
+            raise RowError(
+                "the conversation begins with the assistant; nothing asks for its answer"
+            )
         return len(family.render_dialogue(word(sample).messages))
 
     limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": config.sft.max_tokens})
@@ -144,7 +148,7 @@ def validation_sets(config: Config, family: Family) -> dict[str, datasets.Datase
     return sets
 
 
-# -- rewards and sampling ------------------------------------------------------------------------
+# -- rewards and sampling --------------------------------------------------------------------------
 
 
 def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | None:

@@ -1,8 +1,10 @@
-"""A tiny vision-language model learns to count, offline, on a laptop's CPU: every part of saccade once.
+"""A tiny vision-language model learns to count, offline, on a laptop's CPU: every part of saccade
+once.
 
-Few demonstrations give a weak policy; reinforcement learning gets past them with nothing but the right counts as
-reward. Beside it the same demonstrations go on being imitated for the same time. The configs that it runs are written
-next to the results, so each stage can be run again and changed.
+Few demonstrations give a weak policy; reinforcement learning gets past them with nothing but the
+right counts as reward. Beside it the same demonstrations go on being imitated for the same time.
+The configs that it runs are written next to the results, so each stage can be run again and
+changed.
 
     saccade quickstart --out runs/first
 """
@@ -61,7 +63,7 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
     _say("4/6", f"control: SFT goes on with the same demonstrations for the same {seconds:.0f} s")
     sft.run(_write(out, "sft_only", control_config(out, data, start, size, seed, seconds)))
 
-    _say("5/6", "evaluating all three on held-out scenes and on scenes unlike any seen before")
+    _say("5/6", "evaluating all three on held-out scenes, and with new colours and more objects")
     scores = {name: _evaluate(out, name, data, seed) for name in STAGES}
     export(out / "rl", out / "exported")
 
@@ -91,10 +93,13 @@ def draw_data(folder: Path, size: Mapping[str, int], seed: int) -> dict[str, str
         ),
         "ood": synthetic.unseen_split(size["evaluation"], seed=base + 4),
     }
-    return {name: str(synthetic.write_jsonl(samples, folder, name=name)) for name, samples in rows.items()}
+    return {
+        name: str(synthetic.write_jsonl(samples, folder, name=name))
+        for name, samples in rows.items()
+    }
 
 
-# -- configs: what a user would write ---------------------------------------------------------------
+# -- configs: what a user would write --------------------------------------------------------------
 
 
 def _common(out: Path, name: str, model: str, seed: int) -> dict[str, Any]:
@@ -123,11 +128,19 @@ def sft_config(
 
 
 def control_config(
-    out: Path, data: Mapping[str, str], start: str, size: Mapping[str, int], seed: int, seconds: float
+    out: Path,
+    data: Mapping[str, str],
+    start: str,
+    size: Mapping[str, int],
+    seed: int,
+    seconds: float,
 ) -> dict[str, Any]:
-    """As the cold start, from its end, for as long as RL took."""
+    """The cold start goes on, its learning rate falling as in RL, for about as long as RL took."""
     config = sft_config(out, data, start, size, seed + 1)
-    config["run"] |= {"name": "sft_only", "max_steps": 1_000_000, "max_hours": seconds / 3600}
+    times = [row["time/step"] for row in read_metrics(out / "sft") if row.get("time/step")]
+    steps = max(2, round(seconds / float(np.median(times))))
+    config["run"] |= {"name": "sft_only", "max_steps": steps}
+    config["train"] |= {"schedule": "linear", "min_lr": 0.05, "warmup": 0}
     return config
 
 
@@ -162,7 +175,7 @@ REWARD = {
 }
 
 
-# -- results -----------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 def _evaluate(out: Path, name: str, data: Mapping[str, str], seed: int) -> dict[str, np.ndarray]:
@@ -180,7 +193,9 @@ def _evaluate(out: Path, name: str, data: Mapping[str, str], seed: int) -> dict[
     return {name: np.array(values) for name, values in scores.items()}
 
 
-def _summary(began: float, model: str, scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Any]:
+def _summary(
+    began: float, model: str, scores: Mapping[str, Mapping[str, np.ndarray]]
+) -> dict[str, Any]:
     accuracies = {
         name: {split: float(values.mean()) for split, values in splits.items()}
         for name, splits in scores.items()
@@ -221,18 +236,19 @@ def _report(
         rollouts=sample_rollouts(out / "rl"),
         pictures=out / "rl" / "trajectories",
         notes=[
-            "What this shows: RL gets past the demonstrations. It sees only whether a count is right, on more and "
-            "more varied scenes than were demonstrated; imitating the same demonstrations for longer does not.",
-            "What it does not show: that RL beats SFT on the answers of all its questions. With those answers as "
-            "targets SFT would do at least as well here.",
-            "The reward looks at the count alone, so the colours that the model lists need not be right.",
+            "What this shows: RL gets past the demonstrations. It sees only whether a count is "
+            "right, on more and more varied scenes than were demonstrated; imitating the same "
+            "demonstrations for longer does not get there.",
+            "What it does not show: that RL beats SFT on the answers of all its questions. With "
+            "those answers as targets SFT would do at least as well here.",
+            "The reward looks at the count alone, so the listed colours need not be right.",
         ],
         appendix={name: (out / f"{name}.yaml").read_text() for name in STAGES},
     )
 
 
 def _table(scores: Mapping[str, Mapping[str, np.ndarray]]) -> Table:
-    names = {"val": "Held-out scenes", "ood": "Unseen colours, sizes, backgrounds, more objects"}
+    names = {"val": "Held-out scenes", "ood": "New colours, up to eight objects"}
     rows = []
     for split, label in names.items():
         cells: list[Any] = [label]
@@ -253,20 +269,29 @@ def _table(scores: Mapping[str, Mapping[str, np.ndarray]]) -> Table:
 
 
 def _conclude(
-    out: Path, report: Path, summary: Mapping[str, Any], scores: Mapping[str, Mapping[str, np.ndarray]]
+    out: Path,
+    report: Path,
+    summary: Mapping[str, Any],
+    scores: Mapping[str, Mapping[str, np.ndarray]],
 ) -> None:
     gain = paired_difference(scores["sft"]["val"], scores["rl"]["val"])
     print()
-    for split, label in (("val", "held-out scenes"), ("ood", "unlike anything seen")):
+    for split, label in (("val", "held-out scenes"), ("ood", "new colours, more of them")):
         cells = "   ".join(f"{STAGES[stage]} {summary[stage][split]:6.1%}" for stage in STAGES)
         print(f"  {label:<22} {cells}")
-    print(f"\n  GRPO gained {100 * gain[0]:+.1f} points on held-out scenes [{100 * gain[1]:+.1f}, {100 * gain[2]:+.1f}]")
+    print(
+        f"\n  GRPO gained {100 * gain[0]:+.1f} points on held-out scenes "
+        f"[{100 * gain[1]:+.1f}, {100 * gain[2]:+.1f}]"
+    )
     print(f"  report    {report}")
     print(f"  model     {out / 'exported'}  (a Hugging Face folder)")
-    print(f"  next      edit {out / 'rl.yaml'}, give it another run.name, and: saccade rl {out / 'rl.yaml'}")
+    print(
+        f"  next      edit {out / 'rl.yaml'}, give it another run.name, then: "
+        f"saccade rl {out / 'rl.yaml'}"
+    )
 
 
-# -- folders -------------------------------------------------------------------------------------------
+# -- folders ---------------------------------------------------------------------------------------
 
 
 def _make_room(out: Path) -> None:
@@ -293,5 +318,3 @@ def _last_checkpoint(run: Path) -> str:
 
 def _say(number: str, text: str) -> None:
     print(f"\n[{number}] {text}", flush=True)
-
-

@@ -1,6 +1,6 @@
 """Reinforcement learning: sample, score, filter, pack, advantages, update, again.
 
-    saccade rl run.yaml algorithm.preset=dapo
+saccade rl run.yaml algorithm.preset=dapo
 """
 
 from __future__ import annotations
@@ -98,18 +98,20 @@ def _train(run: Run, actors: Actors) -> dict[str, Any]:
     return last
 
 
-# -- the stages of a step -------------------------------------------------------------------------
+# -- the stages of a step --------------------------------------------------------------------------
 
 
 def sample_groups(run: Run, actors: Actors, step: int, metrics: Metrics) -> list[Group]:
-    """Prompts → scored groups; with dynamic sampling, until the step is full of informative ones."""
+    """Prompts → scored groups; dynamic sampling goes on until the step is full."""
     config, algorithm = actors.config, actors.algorithm
     wanted = config.train.prompts_per_step
     kept: list[Group] = []
     dropped: Counter[str] = Counter()
     everything: list[Group] = []
     rounds = 0
-    while len(kept) < wanted and rounds < (algorithm.filter.max_rounds if algorithm.filter.dynamic else 1):
+    while len(kept) < wanted and rounds < (
+        algorithm.filter.max_rounds if algorithm.filter.dynamic else 1
+    ):
         rounds += 1
         rewards = RewardStream(actors.scorer, actors.family, step=step)
         groups = collect(
@@ -150,8 +152,9 @@ def _full_step(kept: list[Group], wanted: int, algorithm: Algorithm) -> list[Gro
         return kept[:wanted]
     if algorithm.filter.on_exhausted == "stop":
         raise TrainingError(
-            f"dynamic sampling kept {len(kept)} of {wanted} groups in {algorithm.filter.max_rounds} "
-            "rounds; raise algorithm.filter.max_rounds or use algorithm.filter.on_exhausted=train_partial"
+            f"dynamic sampling kept {len(kept)} of {wanted} groups in "
+            f"{algorithm.filter.max_rounds} rounds; raise algorithm.filter.max_rounds, or use "
+            "algorithm.filter.on_exhausted=train_partial"
         )
     return kept if algorithm.filter.on_exhausted == "train_partial" else []
 
@@ -178,7 +181,8 @@ def check_errors(groups: Sequence[Group], config: Config) -> None:
         example = failed[0]
         raise RewardError(
             f"{len(failed)} of {total} samples could not be scored ({dict(kinds)}), for example "
-            f"{example.sample_id}: {example.reason or example.end_reason}; mend the reward, or raise "
+            f"{example.sample_id}: {example.reason or example.end_reason}; mend the reward, or "
+            "raise "
             f"reward.max_error_rate above {config.reward.max_error_rate:g}"
         )
 
@@ -193,7 +197,7 @@ def pack_updates(groups: Sequence[Group], actors: Actors, step: int) -> stages.U
 
 
 def score_forests(run: Run, actors: Actors, updates: stages.Updates) -> stages.Updates:
-    """Old and reference log-probs, only those that the algorithm needs, on the forests that train."""
+    """Old and reference log-probs, only those that are needed, on the forests that train."""
     batches = [batch for part in updates for batch in part]
     if actors.algorithm.old == "recompute":
         with run.phase("logp_old"):
@@ -235,7 +239,9 @@ def optimize(run: Run, actors: Actors, updates: stages.Updates, metrics: Metrics
         )
 
 
-def finish_step(run: Run, actors: Actors, groups: Sequence[Group], metrics: Metrics) -> dict[str, Any]:
+def finish_step(
+    run: Run, actors: Actors, groups: Sequence[Group], metrics: Metrics
+) -> dict[str, Any]:
     config = actors.config
     run.progress["stream"] = actors.stream.state()
     metrics.add("data/epoch", actors.stream.epoch)
@@ -254,19 +260,28 @@ def validate(run: Run, actors: Actors, *, step: int) -> dict[str, float]:
         return {}
     with run.phase("validation"):
         results, metrics = evaluate_sets(
-            actors.engine, actors.family, actors.scorer, actors.validation, actors.config, run.console.progress
+            actors.engine,
+            actors.family,
+            actors.scorer,
+            actors.validation,
+            actors.config,
+            run.console.progress,
         )
     for result in results:
-        run.store(result.groups[: actors.config.val.log_generations], step=step, kind=f"val/{result.name}")
+        run.store(
+            result.groups[: actors.config.val.log_generations], step=step, kind=f"val/{result.name}"
+        )
         run.console.note(f"step {step}  {describe_result(result)}")
     run.note_validation(metrics, step)
     return metrics
 
 
-# -- setting up -----------------------------------------------------------------------------------
+# -- setting up ------------------------------------------------------------------------------------
 
 
-def _actors(config: Config, algorithm: Algorithm, family: Family, data: Dataset, run: Run) -> Actors:
+def _actors(
+    config: Config, algorithm: Algorithm, family: Family, data: Dataset, run: Run
+) -> Actors:
     scorer = parts.make_scorer(config, algorithm)
     run.close_at_end(scorer)
     parts.test_rewards(config, scorer, data.samples)

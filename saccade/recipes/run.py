@@ -1,8 +1,8 @@
 """A training run around its loop: folder, display, loggers, checkpoints, signals, limits.
 
-    with Run(config, "rl", manifest) as run:
-        run.begin(total=100, backend=backend, family=family)
-        for step in run.steps(): ...
+with Run(config, "rl", manifest) as run:
+    run.begin(total=100, backend=backend, family=family)
+    for step in run.steps(): ...
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ class Run:
 
     def __init__(self, config: Config, command: str, manifest: Mapping[str, Any]) -> None:
         self.config, self.command, self.manifest = config, command, manifest
-        self.progress: dict[str, Any] = {"step": 0, "updates": 0, "best_step": None, "best_score": None}
+        self.progress: dict[str, Any] = {
+            "step": 0,
+            "updates": 0,
+            "best_step": None,
+            "best_score": None,
+        }
         self.total = 0
         self._services = ExitStack()
         self._began = time.monotonic()
@@ -121,7 +126,13 @@ class Run:
         """Count the step, log it, say so when nothing is being learned, save when it is time."""
         self.progress["step"] += 1
         times = self.console.lap()
-        row = {**metrics, **speeds(metrics, times), **self._peaks, **host_memory(self._rss_at_start), **times}
+        row = {
+            **metrics,
+            **speeds(metrics, times),
+            **self._peaks,
+            **host_memory(self._rss_at_start),
+            **times,
+        }
         self.loggers.log(row, self.step)
         self.console.step(self.step, row)
         self._history.append(row)
@@ -177,7 +188,9 @@ class Run:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
-        self.console.note("stopping: a checkpoint is written first; interrupt again to stop at once")
+        self.console.note(
+            "stopping: a checkpoint is written first; interrupt again to stop at once"
+        )
         signal.signal(number, signal.SIG_DFL)
 
     def _stop(self) -> None:

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: rows, forests, update, again. Loss on what an assistant wrote.
 
-    saccade sft run.yaml data.train=demonstrations.jsonl
+saccade sft run.yaml data.train=demonstrations.jsonl
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def _train(
         run.loggers.log(validation.metrics(step=0), 0)
     for step in run.steps():
         with run.phase("data"):
-            rows = [dialogue(s, family, config.sft.loss_on) for s in stream.take(train.prompts_per_step)]
+            rows = [
+                dialogue(s, family, config.sft.loss_on) for s in stream.take(train.prompts_per_step)
+            ]
             batches = pack(rows, positions=family.positions, micro_tokens=train.micro_tokens)
             batches = stages.write_supervision(batches)
         lr = rate(
@@ -110,7 +112,9 @@ def _last_turn(sources: np.ndarray, is_text: np.ndarray) -> np.ndarray:
     policy = np.flatnonzero(sources == Source.POLICY)
     breaks = np.flatnonzero(np.diff(policy) > 1)
     first = policy[breaks[-1] + 1] if len(breaks) else policy[0]
-    return np.where((sources == Source.POLICY) & (np.arange(len(sources)) < first), Source.PROMPT, sources)
+    return np.where(
+        (sources == Source.POLICY) & (np.arange(len(sources)) < first), Source.PROMPT, sources
+    )
 
 
 def _all(sources: np.ndarray, is_text: np.ndarray) -> np.ndarray:
@@ -124,7 +128,13 @@ TRAINED = {"assistant": lambda sources, is_text: sources, "last_turn": _last_tur
 
 def _metrics(update: Metrics, rows: Sequence[Group], stream: Stream) -> dict[str, float]:
     means = update.means()
-    kept = ("policy/grad_norm", "policy/grad_norm_vision", "policy/lr", "guard/nonfinite", "mem/oom_splits")
+    kept = (
+        "policy/grad_norm",
+        "policy/grad_norm_vision",
+        "policy/lr",
+        "guard/nonfinite",
+        "mem/oom_splits",
+    )
     loss = means.get("policy/loss", float("nan"))
     trained = sum(t.response_length for group in rows for t in group.trajectories)
     return {name: means[name] for name in kept if name in means} | {
@@ -141,7 +151,9 @@ class _Validation:
 
     def __init__(self, run: Run, config: Config, family: Family, policy: parts.Policy) -> None:
         self.run, self.config, self.family = run, config, family
-        self.sets: dict[str, Dataset] = parts.validation_sets(config, family) if config.val.every else {}
+        self.sets: dict[str, Dataset] = (
+            parts.validation_sets(config, family) if config.val.every else {}
+        )
         if not self.sets:
             return
         self.scorer = parts.make_scorer(config)
@@ -157,7 +169,12 @@ class _Validation:
         self.engine.update_weights(None, version=step)
         with self.run.phase("validation"):
             results, metrics = evaluate_sets(
-                self.engine, self.family, self.scorer, self.sets, self.config, self.run.console.progress
+                self.engine,
+                self.family,
+                self.scorer,
+                self.sets,
+                self.config,
+                self.run.console.progress,
             )
         for result in results:
             groups = result.groups[: self.config.val.log_generations]

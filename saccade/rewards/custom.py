@@ -83,7 +83,7 @@ def _module(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-# -- calling -----------------------------------------------------------------------------------
+# -- calling ---------------------------------------------------------------------------------------
 
 
 def _reward_input(sample: RewardSample) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def call(function: Callable[..., Any], form: Form, given: Any, args: Mapping[str
     return function(*positional, **{**named, **args})
 
 
-# -- results -----------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 def to_scores(result: Any, count: int) -> list[Score] | None:

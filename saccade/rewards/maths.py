@@ -20,7 +20,7 @@ from typing import Literal
 
 from saccade.rewards import symbolic
 from saccade.rewards.extract import Scope, extract, last_boxed
-from saccade.rewards.reading import Group, Tree, leaves, name_of, rational, read
+from saccade.rewards.reading import Node, near, rational, read
 from saccade.rewards.sample import RewardSample
 from saccade.rewards.spelling import (
     LONGEST,
@@ -65,8 +65,7 @@ def math(
 
 
 def equivalent(answer: str, gold: str, *, formulas: bool = True) -> bool:
-    """Whether an answer is right. Without `formulas` only spelling, numbers and structure count,
-    which is quick and safe in any process."""
+    """Whether an answer is right. Without `formulas` rules one to five decide: safe anywhere."""
     return _verdict(answer, gold, formulas) == "right"
 
 
@@ -95,9 +94,14 @@ def _spelling(text: str) -> str:
     return spelled.casefold() if re.fullmatch(r"[A-Za-z]{2,}", spelled) else spelled
 
 
+def _unboxed(text: str) -> str:
+    inner = last_boxed(text)
+    return text if inner is None else inner
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Reading:
-    tree: Tree
+    tree: Node
     unit: Unit | None
     decimal: bool  # a decimal point was seen
 
@@ -112,17 +116,12 @@ def _read(text: str) -> _Reading:
 def _read_gold(text: str, formulas: bool) -> _Reading | None:
     try:
         reading = _read(text)
-        for leaf in leaves(reading.tree) if formulas else ():
+        for leaf in reading.tree.leaves() if formulas else ():
             if rational(leaf) is None:
                 symbolic.formula(leaf)
     except (Unparseable, TooLarge):
         return None
     return reading
-
-
-def _unboxed(text: str) -> str:
-    inner = last_boxed(text)
-    return text if inner is None else inner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,65 +148,43 @@ def _same(answer: _Reading, gold: _Reading, formulas: bool) -> bool:
     )
 
 
-def _scaled(tree: Tree, unit: Unit) -> Tree:
-    if isinstance(tree, Group):
-        return tree
-    value = rational(tree)
+def _scaled(node: Node, unit: Unit) -> Node:
+    if node.kind != "leaf":
+        return node
+    value = rational(node.text)
     if value is not None and not unit.per_pi:
-        return str(value * unit.factor)
-    top, bottom = unit.factor.as_integer_ratio()
-    return rf"({tree}) \cdot \frac{{{top}}}{{{bottom} \pi^{{{unit.per_pi}}}}}"
+        return Node("leaf", text=str(value * unit.factor))
+    scale = rf"\frac{{{unit.factor.numerator}}}{{{unit.factor.denominator}\pi^{{{unit.per_pi}}}}}"
+    return Node("leaf", text=rf"({node.text}) \cdot {scale}")
 
 
-def _equal(a: Tree, b: Tree, rules: _Rules) -> bool:
-    if isinstance(a, str) and isinstance(b, str):
-        return _equal_leaves(a, b, rules)
-    names = name_of(a), name_of(b)
-    if names[0] and names[0] == names[1]:
-        return _equal(_value(a), _value(b), rules)
-    kinds = (a.kind if isinstance(a, Group) else "", b.kind if isinstance(b, Group) else "")
-    if kinds == ("=", "="):
-        return rules.formulas and symbolic.proportional(_sides(a), _sides(b))
-    if names[0] or names[1]:  # x = 5 against 5
-        return _equal(_value(a) if names[0] else a, _value(b) if names[1] else b, rules)
-    if not (isinstance(a, Group) and isinstance(b, Group)):
-        return False
-    if kinds == ("list", "()"):  # the brackets were left out
-        return _pairwise(a, b, rules)
+def _equal(a: Node, b: Node, rules: _Rules) -> bool:
+    kinds = (a.kind, b.kind)
+    if kinds == ("leaf", "leaf"):
+        return _equal_leaves(a.text, b.text, rules)
+    if kinds == ("=", "=") and not (a.name and a.name == b.name):
+        sides = [(node.items[0].text, node.items[1].text) for node in (a, b)]
+        return rules.formulas and symbolic.proportional(*sides)
+    if a.name or b.name:  # x = 5 against 5, or against x = 5
+        return _equal(a.items[1] if a.name else a, b.items[1] if b.name else b, rules)
     if {*kinds} <= {"list", "{}"} or kinds == ("union", "union"):
         return _within(a, b, rules) and _within(b, a, rules)
-    brackets = {*kinds} <= {"()", "[]"} and len(b.items) > 2  # not an interval
-    return (kinds[0] == kinds[1] or brackets) and _pairwise(a, b, rules)
+    plain_tuples = {*kinds} <= {"()", "[]"} and len(b.items) > 2  # no interval
+    if a.kind != b.kind and kinds != ("list", "()") and not plain_tuples:
+        return False
+    return len(a.items) == len(b.items) and all(
+        _equal(x, y, rules) for x, y in zip(a.items, b.items, strict=True)
+    )
+
+
+def _within(a: Node, b: Node, rules: _Rules) -> bool:
+    return all(any(_equal(x, y, rules) for y in b.items) for x in a.items)
 
 
 def _equal_leaves(a: str, b: str, rules: _Rules) -> bool:
     if compact(a) == compact(b):
         return True
     x, y = rational(a), rational(b)
-    if x is None or y is None:
-        return rules.formulas and symbolic.same(a, b, rules.tolerance)
-    whole = x.denominator == y.denominator == 1  # 1000000.0 is not 1000001
-    return x == y or (not whole and abs(x - y) <= rules.tolerance * abs(y))
-
-
-def _pairwise(a: Group, b: Group, rules: _Rules) -> bool:
-    return len(a.items) == len(b.items) and all(
-        _equal(x, y, rules) for x, y in zip(a.items, b.items, strict=True)
-    )
-
-
-def _within(a: Group, b: Group, rules: _Rules) -> bool:
-    return all(any(_equal(x, y, rules) for y in b.items) for x in a.items)
-
-
-def _value(tree: Tree) -> Tree:
-    assert isinstance(tree, Group)
-    return tree.items[1]
-
-
-def _sides(tree: Tree) -> tuple[str, str]:
-    assert isinstance(tree, Group)
-    left, right = tree.items
-    if not (isinstance(left, str) and isinstance(right, str)):
-        raise Unparseable("an equation between containers")
-    return left, right
+    if x is not None and y is not None:
+        return near(x, y, rules.tolerance)
+    return rules.formulas and symbolic.same(a, b, rules.tolerance)

@@ -3,10 +3,10 @@ r"""A mathematical answer as containers of leaves, and leaves as exact rationals
 A leaf stays text: what a formula means is the business of `symbolic`. Brackets, commas and
 relations outside of formulas are read here, and so are plain numbers.
 
-    >>> read(r"x \in [0, 1)").items[1]
-    Group(kind='[)', items=('0', '1'))
     >>> rational(r"1\frac{1}{2}")
     Fraction(3, 2)
+    >>> read(r"x \in [0, 1)").items[1].kind
+    '[)'
 """
 
 from __future__ import annotations
@@ -15,94 +15,93 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Union
 
 from saccade.rewards.spelling import TooLarge, Unparseable
 
-__all__ = ["Group", "Tree", "leaves", "name_of", "rational", "read"]
+__all__ = ["Node", "near", "rational", "read"]
 
 
 @dataclass(frozen=True)
-class Group:
-    """`kind` is the brackets, such as `[)` and `{}`, or list, union, matrix, row, or `=`."""
+class Node:
+    kind: str  # brackets such as [) or {}; list, union, matrix, row, leaf; = for an equation
+    items: tuple[Node, ...] = ()
+    text: str = ""  # of a leaf
 
-    kind: str
-    items: tuple[Tree, ...]
+    @property
+    def name(self) -> str | None:
+        """The variable that an equation gives a value to: x of x = 5, f of f(x) = 2x."""
+        match = NAME.fullmatch(self.items[0].text) if self.kind == "=" else None
+        return match[1] if match else None
+
+    def leaves(self) -> Iterator[str]:
+        if self.kind == "leaf":
+            yield self.text
+        for item in self.items:
+            yield from item.leaves()
 
 
-Tree = Union[str, Group]  # noqa: UP007 (evaluated at run time, where Group is still a name)
-
+MOST_TOKENS = 400
+DEEPEST = 10  # nested brackets; parsers need more time for each
 MOST_DIGITS, LONGEST_EXPONENT = 1000, 4
 PLAIN = r"(?:\d+\.?\d*|\.\d+)"
 RATIONAL = re.compile(
-    rf"(?P<sign>[-+]?)\s*(?:(?P<whole>\d+)\s*(?:\\frac\{{(?P<a>\d+)\}}\{{(?P<b>\d+)\}}"
-    r"|\s(?P<c>\d+)\s*/\s*(?P<d>\d+))"  # mixed
-    rf"|\\frac\{{\s*(?P<top>[-+]?{PLAIN})\s*\}}\{{\s*(?P<bottom>[-+]?{PLAIN})\s*\}}"
-    rf"|(?P<above>{PLAIN})\s*/\s*(?P<below>{PLAIN})"
-    rf"|(?P<mantissa>{PLAIN})"
-    r"(?:[eE](?P<e>[-+]?\d+)|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\{\s*(?P<ten>[-+]?\d+)\s*\})?)"
+    rf"([-+]?)\s*(?:(\d+)\s+(?=\S+/))?([-+]?{PLAIN}(?:[eE]([-+]?\d+))?)(?:\s*/\s*([-+]?{PLAIN}))?"
 )
-TOKEN = re.compile(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+|\\.|[a-zA-Z]+|.", re.DOTALL)
-OPENING, CLOSING = {"(", "[", "{", r"\{"}, {")", "]", "}", r"\}"}
+FRACTION = re.compile(r"\\frac\{\s*([^{}]*?)\s*\}\{\s*([^{}]*?)\s*\}")
+TEN = re.compile(r"\s*(?:\\times|\\cdot|\*)\s*10\s*\^\{\s*([^{}]*?)\s*\}")
+TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|[a-zA-Z]+|\d+|\S|\s+")
+OPENING, CLOSING = {"(", "[", "{", r"\{", r"\begin"}, {")", "]", "}", r"\}", r"\end"}
 COMMAS = {",", ";", "or", "and"}
 RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\in"}
 MIRROR = {">": "<", r"\ge": r"\le"}
-BRACKETED = re.compile(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})", re.DOTALL)
-MATRIX = re.compile(r"\\begin\{[pb]?matrix\}(.*)\\end\{[pb]?matrix\}", re.DOTALL)
+BRACKETED = re.compile(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})")
+MATRIX = re.compile(r"\\begin\{[pb]?matrix\}(.*)\\end\{[pb]?matrix\}")
+PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
 NAME = re.compile(r"((?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\{[^{}]*\})?'*)\s*(?:\([a-zA-Z]\))?")
-DEEPEST = 10  # nested brackets
 
 
 def rational(leaf: str) -> Fraction | None:
     """Integers, decimals, fractions, mixed numbers, scientific notation; exact."""
-    match = RATIONAL.fullmatch(leaf)
+    match = RATIONAL.fullmatch(TEN.sub(r"e\1", FRACTION.sub(r" \1/\2", leaf)).strip())
     if match is None:
         return None
-    part = match.groupdict()
-    exponent = part["e"] or part["ten"] or "0"
-    if len(leaf) > MOST_DIGITS or len(exponent.lstrip("-+0")) > LONGEST_EXPONENT:
+    sign, whole, top, exponent, bottom = match.groups()
+    if len(leaf) > MOST_DIGITS or len((exponent or "").lstrip("-+0")) > LONGEST_EXPONENT:
         raise TooLarge("a number with too many digits")
-    top = Fraction(part["a"] or part["c"] or part["top"] or part["above"] or part["mantissa"])
-    bottom = Fraction(part["b"] or part["d"] or part["bottom"] or part["below"] or 1)
-    if not bottom or (part["whole"] and top >= bottom):
+    if bottom and (not Fraction(bottom) or (whole and not 0 < Fraction(top) < Fraction(bottom))):
         return None
-    value = int(part["whole"] or 0) + top / bottom * Fraction(10) ** int(exponent)
-    return -value if part["sign"] == "-" else value
+    value = int(whole or 0) + Fraction(top) / Fraction(bottom or 1)
+    return -value if sign == "-" else value
 
 
-def read(text: str, depth: int = 0) -> Tree:
+def near(a: Fraction, b: Fraction, tolerance: Fraction) -> bool:
+    whole = a.denominator == b.denominator == 1  # 1000001.0 is not 1000000
+    return a == b or (not whole and abs(a - b) <= tolerance * abs(b))
+
+
+def read(text: str) -> Node:
     """The tree of a normalised text; several items without brackets are a list."""
-    if depth > DEEPEST:
-        raise TooLarge("nested too deeply")
-    items = _items(text, depth)
+    depths = [depth for _, depth in _walk(text)]
+    if len(depths) > MOST_TOKENS or max(depths, default=0) > DEEPEST:
+        raise TooLarge("too many tokens, or nested too deeply")
+    items = _items(text)
     if not items:
         raise Unparseable("nothing to read")
-    return items[0] if len(items) == 1 else Group("list", items)
+    return items[0] if len(items) == 1 else Node("list", items)
 
 
-def leaves(tree: Tree) -> Iterator[str]:
-    if isinstance(tree, str):
-        yield tree
-    else:
-        for item in tree.items:
-            yield from leaves(item)
-
-
-def name_of(tree: Tree) -> str | None:
-    """The variable that an equation gives a value to: `x` for x = 5, `f` for f(x) = 2x."""
-    if isinstance(tree, str) or tree.kind != "=" or not isinstance(tree.items[0], str):
-        return None
-    match = NAME.fullmatch(tree.items[0])
-    return match[1] if match else None
+def _walk(text: str) -> Iterator[tuple[str, int]]:
+    """Tokens, each with the number of brackets that are open after it."""
+    depth = 0
+    for token in TOKEN.findall(text):
+        depth += (token in OPENING) - (token in CLOSING)
+        yield token, depth
 
 
 def _split(text: str, marks: Collection[str]) -> tuple[list[str], list[str]]:
     """The parts between marks outside of all brackets, and the marks."""
-    parts: list[str] = [""]
-    found: list[str] = []
-    depth = 0
-    for token in TOKEN.findall(text):
-        depth += _step(token)
+    parts, found = [""], []
+    for token, depth in _walk(text):
         if depth == 0 and token in marks:
             found.append(token)
             parts.append("")
@@ -111,68 +110,46 @@ def _split(text: str, marks: Collection[str]) -> tuple[list[str], list[str]]:
     return [part.strip() for part in parts], found
 
 
-def _step(token: str) -> int:
-    opened = token in OPENING or token.startswith(r"\begin{")
-    return opened - (token in CLOSING or token.startswith(r"\end{"))
-
-
-def _items(text: str, depth: int) -> tuple[Tree, ...]:
+def _items(text: str) -> tuple[Node, ...]:
     """Comma-separated items; one with a plus-minus gives two."""
-    found: list[Tree] = []
+    found = []
     for part in filter(None, _split(text, COMMAS)[0]):
-        container = _container(part, depth)
-        if container is None and re.search(r"\\(?:pm|mp)(?![a-zA-Z])", part):
-            plus = re.sub(r"\\pm(?![a-zA-Z])", "+", part)
-            minus = re.sub(r"\\pm(?![a-zA-Z])", "-", part)
-            found.append(_item(re.sub(r"\\mp(?![a-zA-Z])", "-", plus), depth))
-            found.append(_item(re.sub(r"\\mp(?![a-zA-Z])", "+", minus), depth))
-        else:
-            found.append(container or _item(part, depth))
+        node = _item(part)
+        double = any(PLUS_MINUS.search(leaf) for leaf in node.leaves())
+        signs = (("+", "-"), ("-", "+")) if double else ()
+        found += [_item(part.replace(r"\pm", p).replace(r"\mp", m)) for p, m in signs] or [node]
     return tuple(found)
 
 
-def _item(text: str, depth: int) -> Tree:
+def _item(text: str) -> Node:
     sides, signs = _split(text, RELATIONS)
     if signs in (["="], [r"\in"]):
         if NAME.fullmatch(sides[1]) and not NAME.fullmatch(sides[0]):
             sides.reverse()
-        return Group("=", tuple(_item(side, depth) for side in sides))
+        return Node("=", tuple(map(_item, sides)))
     if signs:
         return _interval(sides, signs)
     parts, unions = _split(text, {r"\cup"})
     if unions:
-        return Group("union", tuple(_item(part, depth) for part in parts))
-    return _container(text, depth) or text
+        return Node("union", tuple(map(_item, parts)))
+    return _container(text) or Node("leaf", text=text)
 
 
-def _container(text: str, depth: int) -> Group | None:
+def _container(text: str) -> Node | None:
     if text in (r"\emptyset", r"\varnothing"):
-        return Group("{}", ())
+        return Node("{}")
     if matrix := MATRIX.fullmatch(text):
-        rows = [row.split("&") for row in re.split(r"\\\\", matrix[1]) if row.strip()]
-        cells = [tuple(read(cell.strip(), depth + 1) for cell in row) for row in rows]
-        return Group("matrix", tuple(Group("row", row) for row in cells))
+        rows = [row.split("&") for row in matrix[1].split(r"\\") if row.strip()]
+        return Node("matrix", tuple(Node("row", tuple(map(_item, row))) for row in rows))
     match = BRACKETED.fullmatch(text)
-    if match is None or not _balanced(match[2]):
+    if match is None or min((depth for _, depth in _walk(match[2])), default=0) < 0:
         return None
     kind = (match[1] + match[3]).replace("\\", "")
-    if kind == "{}" or len(_split(match[2], COMMAS)[0]) > 1:
-        if depth > DEEPEST:
-            raise TooLarge("nested too deeply")
-        return Group(kind, _items(match[2], depth + 1))
-    return None
+    several = len(_split(match[2], COMMAS)[0]) > 1
+    return Node(kind, _items(match[2])) if several or kind == "{}" else None
 
 
-def _balanced(text: str) -> bool:
-    depth = 0
-    for token in TOKEN.findall(text):
-        depth += _step(token)
-        if depth < 0:
-            return False
-    return depth == 0
-
-
-def _interval(sides: list[str], signs: list[str]) -> Group:
+def _interval(sides: list[str], signs: list[str]) -> Node:
     """x < 3 and 1 < x <= 2 as the intervals that they describe."""
     if all(sign in MIRROR for sign in signs):
         sides, signs = sides[::-1], [MIRROR[sign] for sign in reversed(signs)]
@@ -182,5 +159,5 @@ def _interval(sides: list[str], signs: list[str]) -> Group:
         sides, signs = [*sides, r"\infty"], [*signs, "<"]
     if len(sides) != 3 or not NAME.fullmatch(sides[1]) or not set(signs) <= {"<", r"\le"}:
         raise Unparseable("a relation that is no interval")
-    opening, closing = "(["[signs[0] == r"\le"], ")]"[signs[1] == r"\le"]
-    return Group(opening + closing, (sides[0], sides[2]))
+    brackets = "(["[signs[0] == r"\le"] + ")]"[signs[1] == r"\le"]
+    return Node(brackets, (_item(sides[0]), _item(sides[2])))

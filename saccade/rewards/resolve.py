@@ -93,7 +93,7 @@ def _rows(where: str, value: Any) -> list[RewardTerm]:
         ) from None
 
 
-# -- terms -------------------------------------------------------------------------------------
+# -- terms -----------------------------------------------------------------------------------------
 
 
 def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> Term:
@@ -174,7 +174,7 @@ def _try(
             raise ConfigError(f"{where}: {name} with {dict(args)}: {error}") from None
 
 
-# -- recipes -----------------------------------------------------------------------------------
+# -- recipes ---------------------------------------------------------------------------------------
 
 
 def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Recipe:

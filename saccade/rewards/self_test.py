@@ -126,7 +126,10 @@ def _gold(sample: Sample, term: Term) -> str:
 
 def _differs(text: str, row: Sample, gold: str) -> bool:
     golds = row.answer if isinstance(row.answer, tuple) else (gold,)
-    return not any(text.casefold() == g.casefold() or equivalent(text, g, formulas=False) for g in (*golds, gold))
+    return not any(
+        text.casefold() == g.casefold() or equivalent(text, g, formulas=False)
+        for g in (*golds, gold)
+    )
 
 
 def _distance(text: str, gold: str) -> float:

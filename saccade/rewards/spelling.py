@@ -1,9 +1,7 @@
-r"""One spelling for mathematical text that looks the same.
+r"""One spelling for mathematical text that looks the same; only characters change here.
 
-Only characters change here; what they mean is the business of `reading`, `units`, `symbolic`.
-
-    >>> normalise(r"$\dfrac12\text{ cm}^2$.")
-    '\\frac{1}{2} cm ^{2}'
+>>> normalise(r"$\dfrac12\text{ cm}^2$.")
+'\\frac{1}{2} cm ^{2}'
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ __all__ = ["BRACED", "TooLarge", "Unparseable", "compact", "normalise", "tidy", 
 LONGEST = 2000  # characters
 BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 ROUND = r"\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)"
+END = r"(?![a-zA-Z])"
 
 
 class TooLarge(ValueError):
@@ -42,19 +41,17 @@ REWRITES = [
     for pattern, replacement in [
         (r"(\d)(?:,\\!|\{,\}|\\,)\s*(?=\d{3})", r"\1"),
         (r"\\\$|\$|\\[()](?!\w)", ""),
-        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])\.?", ""),
-        (r"(?<!\\)\\[!,;:> ]|\\q?quad(?![a-zA-Z])|~", " "),
+        (rf"\\(?:left|right|[bB]igg?[lr]?|displaystyle){END}\.?", ""),
+        (rf"(?<!\\)\\[!,;:> ]|\\q?quad{END}|~", " "),
         (r"\\%", "%"),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
-        (r"\\leq?(?![a-zA-Z])|<=", r"\\le "),
-        (r"\\geq?(?![a-zA-Z])|>=", r"\\ge "),
-        (r"\\lt(?![a-zA-Z])", "<"),
-        (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\[lr]?vert(?![a-zA-Z])|\\mid(?![a-zA-Z])", "|"),
-        (r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
-        (r"\\degree(?![a-zA-Z])", r"^\\circ "),
-        (r"(?<![\\a-zA-Z])(sqrt|pi)(?![a-zA-Z])", r"\\\1 "),
+        (rf"\\[dtc](frac|binom){END}", r"\\\1"),
+        (rf"\\leq?{END}|<=", r"\\le "),
+        (rf"\\geq?{END}|>=", r"\\ge "),
+        (rf"\\lt{END}", "<"),
+        (rf"\\gt{END}", ">"),
+        (rf"\\(?:[lr]?vert|mid){END}", "|"),
+        (rf"\^\s*\{{\s*\\(?:circ|degree)\s*\}}|\^\s*\\circ{END}|\\degree{END}", r"^\\circ "),
+        (rf"(?<![\\a-zA-Z])(sqrt|pi|(?:arc)?(?:sin|cos|tan)|cot|exp|ln|log){END}", r"\\\1 "),
         # Braces around the arguments of powers, indices, roots and fractions.
         (r"\\log\s*_\s*(\d)", r"\\log_{\1}"),
         (r"\^\s*([-+]?(?:\d+(?:\.\d+)?|[a-zA-Z]))", r"^{\1}"),
@@ -64,7 +61,7 @@ REWRITES = [
         (r"\\(frac|binom)\s*(\\pi|[0-9a-zA-Z])", r"\\\1{\2}"),
         (rf"\\(frac|binom)\s*({BRACED})\s*(\\pi|[0-9a-zA-Z])", r"\\\1\2{\3}"),
     ]
-]  # fmt: skip
+]
 TEXT = re.compile(
     r"\\(?:text|mbox|textrm|textbf|textit|mathrm|mathbf|mathit|operatorname|rm)\s*\{([^{}]*)\}"
 )

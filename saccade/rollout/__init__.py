@@ -1,1 +1,3 @@
-"""Samples → trajectories: the episode, the only multi-turn loop, and the collector that runs many of them at once."""
+"""Samples → trajectories: the episode, the only multi-turn loop, and the collector that runs many
+of them at once.
+"""

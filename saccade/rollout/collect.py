@@ -1,10 +1,11 @@
 """Many episodes at once over one engine, in one thread.
 
-Finished trajectories are handed on at once, so that rewards are computed while others still generate; the groups come
-back in the order of the samples and repeats, whatever finished first. Environments that take their time run in a
-thread pool beside the engine.
+Finished trajectories are handed on at once, so that rewards are computed while others still
+generate; the groups come back in the order of the samples and repeats, whatever finished first.
+Environments that take their time run in a thread pool beside the engine.
 
-    groups = collect(engine, samples, repeats=8, environment=SingleTurn, family=family, sampling=…, limits=…, seed="42/0")
+    groups = collect(engine, samples, repeats=8, environment=SingleTurn, family=family, sampling=…,
+    limits=…, seed="42/0")
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def collect(
     on_finish: OnFinish | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Group]:
-    """`seed` names the noise of this call; a sample that occurs twice gets other noise the second time."""
+    """`seed` names the noise of this call; a sample that occurs twice gets other noise the second
+    time.
+    """
     occurrence: Counter[str] = Counter()
     owners: dict[str, tuple[int, int]] = {}
     episodes: dict[str, Episode] = {}
@@ -118,7 +121,9 @@ def _drive(
 def _finished_calls(
     calls: dict[str, tuple[Future[Any], float]], timeout: float
 ) -> list[tuple[str, Any]]:
-    """What environments have answered. One that raises or takes too long costs its own episode only."""
+    """What environments have answered. One that raises or takes too long costs its own episode
+    only.
+    """
     answers: list[tuple[str, Any]] = []
     now = time.monotonic()
     for key, (future, since) in calls.items():

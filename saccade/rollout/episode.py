@@ -1,8 +1,9 @@
 """One episode as a generator: it yields what it waits for and is sent the answer.
 
-It yields a `Request` and is sent a `Completion`; it yields a `Call` and is sent the environment's step. What was
-sampled is appended as it is, so the final ids extend the ids of every earlier request. The collector decides who
-waits for whom; an episode knows nothing of engines, threads or other episodes.
+It yields a `Request` and is sent a `Completion`; it yields a `Call` and is sent the environment's
+step. What was sampled is appended as it is, so the final ids extend the ids of every earlier
+request. The collector decides who waits for whom; an episode knows nothing of engines, threads or
+other episodes.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class _Tape:
         self.support += completion.support or ()
         self.sampled += len(completion.ids)
 
-    def _append(self, ids: np.ndarray, sources: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
+    def _append(
+        self, ids: np.ndarray, sources: np.ndarray, logprobs: np.ndarray, versions: np.ndarray
+    ) -> None:
         self.ids.append(ids)
         self.sources.append(sources)
         self.logprobs.append(logprobs)
@@ -81,7 +84,7 @@ class _Tape:
 
 
 def noise_key(*parts: object) -> int:
-    """63 bits that depend on nothing but the parts: the same on every machine and in every batch."""
+    """63 bits that depend on the parts alone: the same on every machine and in every batch."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -164,7 +167,8 @@ def _answer(
         reason = str(step.info.get("end_reason", "env_done"))
         if reason not in STATUS_OF_END:
             raise ConfigError(
-                f"env.name: the environment ended with end_reason {reason!r}; use one of {', '.join(STATUS_OF_END)}"
+                f"env.name: the environment ended with end_reason {reason!r}; use one of "
+                f"{', '.join(STATUS_OF_END)}"
             )
         return reason, False
     if turn >= limits.max_turns:
@@ -180,7 +184,9 @@ def _answer(
 
 
 def _ask(environment: Environment, function: Callable[[], Any]) -> Generator[Call, Any, Any]:
-    """What the environment answers; an exception in its place when its call failed beside the engine."""
+    """What the environment answers; an exception in its place when its call failed beside the
+    engine.
+    """
     if getattr(environment, "blocking", True):
         return (yield Call(function=function))
     return function()

@@ -1,7 +1,7 @@
 """Rewards onto trajectories, while others still generate.
 
-    stream = RewardStream(scorer, family, step=3)
-    groups = stream.attach(collect(..., on_finish=stream.submit))
+stream = RewardStream(scorer, family, step=3)
+groups = stream.attach(collect(..., on_finish=stream.submit))
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class RewardStream:
             return replace(
                 trajectory, status=scored.status, parts=scored.parts, reason=scored.reason
             )
+        assert scored.reward is not None, "status ok means that there is a value"
         unanswered = scored.extracted is None and trajectory.end_reason == "answered"
         return replace(
             trajectory,
@@ -79,7 +80,7 @@ def seen_by_reward(
         response=turns[0] if len(turns) == 1 else family.decode(trajectory.response_ids),
         turns=turns,
         observations=tuple(_shown(m) for m in added if m.role != "assistant"),
-        token_ids=trajectory.response_ids,
+        token_ids=trajectory.response_ids.tolist(),
         length=trajectory.response_length,
         truncated=trajectory.status == "truncated",
         end_reason=trajectory.end_reason,

@@ -107,7 +107,7 @@ def padded(stock, family, groups: list[Group], columns: dict) -> Result:
 
 
 def keep_float64(monkeypatch) -> None:
-    """transformers casts norms and rotary embeddings to fp32 inside: in float64 leave them as they are."""
+    """transformers casts norms and rotary embeddings to fp32: in float64 leave them wide."""
     narrow, to = torch.Tensor.float, torch.Tensor.to
 
     def wide(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
@@ -122,7 +122,7 @@ def keep_float64(monkeypatch) -> None:
 
 
 def assert_same(got: Result, wanted: Result, limit: float) -> None:
-    """Each gradient within `limit` of the norm of the whole one, and within a few `limit` of its own.
+    """Each gradient within `limit` of the norm of the whole, and within a few `limit` of its own.
 
     The few are rounding: transformers' own fp32 gradients lie 3e-6 from their float64 ones here. A
     gradient that is nearly zero is a difference of large terms: 1e-3 of the whole is its scale.

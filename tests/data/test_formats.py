@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from saccade.config import DataConfig
 from saccade.data.chats import RowError
 from saccade.data.formats import FORMATS, content_hash, detect, read_row, to_row
-from saccade.images import ImageError, open_media
 from saccade.errors import ConfigError, DataError
+from saccade.images import ImageError, open_media
 from saccade.types import Media
 
 

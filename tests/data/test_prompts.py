@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from saccade.config import PromptConfig
-from saccade.images import open_media
 from saccade.data.prompts import apply, instruction_for, permute_choices, texts_hash
 from saccade.errors import ConfigError
+from saccade.images import open_media
 from saccade.types import Message
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -317,7 +318,7 @@ def test_a_key_is_taken_until_its_completion(model, family, prompts):
         engine.poll()
 
 
-# -- live episodes -----------------------------------------------------------------------------------
+# -- live episodes ---------------------------------------------------------------------------------
 
 
 def turn(request: Request, answer: Completion, family, parts) -> Request:
@@ -352,7 +353,7 @@ def test_a_live_episode_computes_only_what_is_new(model, family, prompts, image)
     firsts = [calls[i] for i in range(0, len(calls), FREE.max_tokens)]
     lengths = [len(r.ids) for r, _ in played]
     # The last sampled token of a turn is not in the cache yet.
-    new = [b - a - FREE.max_tokens + 1 for a, b in zip(lengths, lengths[1:], strict=False)]
+    new = [b - a - FREE.max_tokens + 1 for a, b in pairwise(lengths)]
     assert firsts == [(lengths[0], 1), (new[0], 0), (new[1], 1), (new[2], 0)]
     for asked, answer in played:
         (fresh,) = generate(EmbeddedEngine(model, family), [replace(asked, episode=None)])

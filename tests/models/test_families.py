@@ -114,7 +114,7 @@ def edited(family_of, tmp_path):
 
 
 def test_an_unknown_multimodal_model_is_refused(edited):
-    with pytest.raises(EnvironmentProblem, match="newest_vl.*qwen2_5_vl"):
+    with pytest.raises(EnvironmentProblem, match=r"newest_vl.*qwen2_5_vl"):
         load_family(edited("qwen2_5_vl", model_type="newest_vl"))
 
 

@@ -142,6 +142,7 @@ def test_later_updates_of_a_step_leave_the_old_policy_behind(tmp_path: Path, rl_
     file = tmp_path / "loss.py"
     file.write_text(LOSS)
     more = {"algorithm.policy_loss": f"{file}:recorded", "train.epochs_per_batch": 2}
+    more["train.prompts_per_step"] = 8
     row = rl.run(rl_config(tmp_path, run__max_steps=1, train__updates_per_step=2) | more)
     first, second, again, last = recorded_calls(file)
     assert abs(first["new"] - first["old"]).max() < 1e-5  # nothing has moved yet
@@ -226,7 +227,8 @@ def test_dynamic_sampling_goes_on_with_what_it_has(tmp_path: Path, rl_config: Ma
     assert row["policy/live_sequences"] == 16 * row["group/kept_frac"]
 
 
-NEVER_RIGHT = {"reward.terms": ["count"], "prompt.format": "think_answer"}  # six tokens are too few
+# Random tokens hold a tagged answer about once in a million.
+NEVER_RIGHT = {"reward.terms": ["exact"], "prompt.format": "think_answer"}
 
 
 @pytest.mark.parametrize("exhausted", ["train_partial", "skip"])

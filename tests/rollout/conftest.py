@@ -37,7 +37,7 @@ class Recording:
 
 
 class Scripted:
-    """Answers turn after turn with what it was given: a step, or a function of nothing that makes one."""
+    """Answers turn after turn with what it was given: a step, or a function that makes one."""
 
     def __init__(self, steps: Sequence[Any]) -> None:
         self.steps, self.heard, self.closed = list(steps), [], 0

@@ -1,6 +1,7 @@
 """Episodes with a real engine: token in, token out, and a reason for every end."""
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -88,7 +89,7 @@ def test_four_turns_with_crops_an_error_and_a_reply_over_the_budget(
     requests, completions = engine.requests, engine.completions
     assert len(requests) == len(completions) == 4
     chain = [*[r.ids for r in requests], trajectory.ids]
-    for turn, (before, after) in enumerate(zip(chain, chain[1:], strict=False)):
+    for turn, (before, after) in enumerate(pairwise(chain)):
         known = np.concatenate([before, completions[turn].ids])
         assert after[: len(known)].tolist() == known.tolist()
         assert len(after) > len(known) or turn == 3
@@ -142,6 +143,7 @@ def sleeping():
 def test_every_end_has_its_reason(play, saying, scripted, image, sample, family):
     prompt = len(family.render(sample.messages))
     small = image(56, 56, 1)
+    total = lambda tokens: {"max_total_tokens": tokens}  # noqa: E731
     one = ["ok"]
     two = ["ok", "ok"]
     observation = len(family.render_continuation([user("more")], last_id=family.chat.end_of_turn))
@@ -154,13 +156,13 @@ def test_every_end_has_its_reason(play, saying, scripted, image, sample, family)
         (two, scripted([go_on("more")] * 2), {"max_turns": 2}, "max_turns", "overturn", 2),
         (one, scripted([go_on(small)]), {"max_images": 1}, "max_images", "overturn", 1),
         (two, scripted([go_on(small), done()]), {"max_images": 2}, "env_done", "ok", 2),
-        (["a long reply"], scripted([]), {"max_total_tokens": prompt + 5}, "token_budget", "truncated", 1),
-        (one, scripted([go_on("more")]), {"max_total_tokens": budget}, "token_budget", "overturn", 1),
-        (two, scripted([go_on("more")]), {"max_total_tokens": budget + 1}, "token_budget", "truncated", 2),
+        (["a long reply"], scripted([]), total(prompt + 5), "token_budget", "truncated", 1),
+        (one, scripted([go_on("more")]), total(budget), "token_budget", "overturn", 1),
+        (two, scripted([go_on("more")]), total(budget + 1), "token_budget", "truncated", 2),
         (["x" * 40], scripted([]), {}, "turn_length", "truncated", 1),
         (one, scripted([sleeping]), {"timeout": 0.05}, "timeout", "error", 1),
         (one, scripted([raising]), {}, "env_error", "error", 1),
-        ([], scripted([]), {"max_total_tokens": prompt}, "token_budget", "truncated", 0),
+        ([], scripted([]), total(prompt), "token_budget", "truncated", 0),
     ]  # fmt: skip
     for replies, environment, limits, reason, status, turns in cases:
         with saying(*replies) as ids:
@@ -196,7 +198,7 @@ def test_an_environment_that_cannot_start_costs_its_own_episode(
 
 
 def test_an_unknown_end_reason_is_refused(play, saying, scripted):
-    with saying("ok"), pytest.raises(ConfigError, match="'bored'.*tool_errors"):
+    with saying("ok"), pytest.raises(ConfigError, match=r"'bored'.*tool_errors"):
         play(scripted([done(end_reason="bored")]))
 
 

@@ -1,8 +1,8 @@
 """The embedded engine: generates in the trainer's process with the trainer's own weight tensors.
 
-Continuous batching over slots; a prompt that several requests share is computed once, its images encoded once; a live
-episode continues from its cache. Needs torch and transformers alone, on a CPU too. Knows nothing of rewards,
-environments or training.
+Continuous batching over slots; a prompt that several requests share is computed once, its images
+encoded once; a live episode continues from its cache. Needs torch and transformers alone, on a CPU
+too. Knows nothing of rewards, environments or training.
 
     engine = EmbeddedEngine(model, family)
     generate(engine, [Request(key="a", ids=family.render(messages).ids)])
@@ -60,7 +60,9 @@ class EmbeddedEngine:
     def __init__(self, model: nn.Module, family: Family, *, max_sequences: int = 512) -> None:
         text = model.config.get_text_config()  # type: ignore[union-attr, operator]
         if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
-            raise EnvironmentProblem("the embedded engine does not serve models with sliding windows")
+            raise EnvironmentProblem(
+                "the embedded engine does not serve models with sliding windows"
+            )
         self.model, self.family, self.max_sequences = model, family, max_sequences
         self.version = 0
         self.cache = Cache(model)
@@ -81,8 +83,10 @@ class EmbeddedEngine:
         length = len(request.ids) + request.sampling.max_tokens
         if length > self.family.max_positions:
             raise ConfigError(
-                f"request {request.key}: {len(request.ids)} prompt tokens + {request.sampling.max_tokens} new "
-                f"ones exceed the model's {self.family.max_positions} positions; lower rollout.max_tokens "
+                f"request {request.key}: {len(request.ids)} prompt tokens + "
+                f"{request.sampling.max_tokens} new "
+                f"ones exceed the model's {self.family.max_positions} positions; lower "
+                "rollout.max_tokens "
                 "or data.max_prompt_tokens"
             )
         self._waiting.append(request)
@@ -123,7 +127,9 @@ class EmbeddedEngine:
             self._free.append(live.slot)
 
     def update_weights(self, source: Any, version: int) -> None:
-        """The tensors are the trainer's own, so nothing moves; caches of idle episodes belong to the old weights."""
+        """The tensors are the trainer's own, so nothing moves; caches of idle episodes belong to
+        the old weights.
+        """
         if version != self.version:
             for episode in list(self._live):
                 self.release(episode)
@@ -145,7 +151,9 @@ class EmbeddedEngine:
     # -- admission and prefill --
 
     def _admit(self) -> bool:
-        """Move waiting requests into slots and sample their first token. True when any was admitted."""
+        """Move waiting requests into slots and sample their first token. True when any was
+        admitted.
+        """
         if not self._waiting:
             return False
         self._make_room()
@@ -233,19 +241,16 @@ class EmbeddedEngine:
         places = [self.family.positions(len(s.request.ids), s.request.media) for s in leaders]
         ahead = [int(p[:, -1].max()) + 1 - p.shape[1] for p in places]
         places = [p[:, s.cached :] for p, s in zip(places, leaders, strict=True)]
-        media = tuple(
-            span
-            for s in leaders
-            for span in s.request.media
-            if span.start >= s.cached
-        )
+        media = tuple(span for s in leaders for span in s.request.media if span.start >= s.cached)
         starts = np.concatenate([[0], new.cumsum()])
         if cached.any():
             plan: Any = extend_plan(self.cache, slots, cached, new)
         else:
             plan = PrefillPlan(
                 cache=self.cache,
-                inner=forest_plan(starts, np.full(len(new), -1), self.cache.device, self.cache.dtype),
+                inner=forest_plan(
+                    starts, np.full(len(new), -1), self.cache.device, self.cache.dtype
+                ),
                 slots=self._tensor(np.repeat(slots, new)),
                 places=self._tensor(np.concatenate([np.arange(n) for n in new])),
             )
@@ -335,7 +340,8 @@ class EmbeddedEngine:
         return "length" if sequence.sampled >= sampling.max_tokens else None
 
     def _ends_with_stop(self, sequence: _Sequence, stop: tuple[str, ...]) -> bool:
-        # A stop string has at most one token per byte; a few more cover what its first token begins with.
+        # A stop string has at most one token per byte; a few more cover what its first token begins
+        # with.
         window = max(len(text.encode()) for text in stop) + 8
         first = max(0, sequence.sampled - window)
         tail = self.family.decode(self._tokens[sequence.slot, first : sequence.sampled])
@@ -355,7 +361,9 @@ class EmbeddedEngine:
         if request.episode and finish != "aborted":
             ids = np.concatenate([request.ids, completion.ids])
             media = tuple(span.media.key for span in request.media)
-            self._live[request.episode] = _Live(slot=slot, ids=ids, media=media, cached=sequence.cached)
+            self._live[request.episode] = _Live(
+                slot=slot, ids=ids, media=media, cached=sequence.cached
+            )
         else:
             self._free.append(slot)
         return completion
@@ -365,7 +373,9 @@ class EmbeddedEngine:
 
 
 def _extends(request: Request, live: _Live) -> bool:
-    """The request continues exactly what the slot holds; media inside the cached part are the same ones."""
+    """The request continues exactly what the slot holds; media inside the cached part are the same
+    ones.
+    """
     n = live.cached
     media = tuple(span.media.key for span in request.media)
     return (

@@ -1,7 +1,8 @@
 """The key/value cache of the embedded engine and the attention plans that fill and read it.
 
-One slot per sequence. A group's prompt is computed in one slot and copied to the others. Legend: S slots, G key heads,
-C capacity of a slot, D head size, B sequences of a call, T its new tokens, L longest cached length among them.
+One slot per sequence. A group's prompt is computed in one slot and copied to the others. Legend: S
+slots, G key heads, C capacity of a slot, D head size, B sequences of a call, T its new tokens, L
+longest cached length among them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ CAPACITY_STEP = 64  # slots grow in steps, so that a longer prompt rarely reallo
 
 
 class Cache:
-    """keys and values: [layers, S, G, C, D]. Grows on demand and keeps what it holds; `clear` gives it all back."""
+    """keys and values: [layers, S, G, C, D]. Grows on demand and keeps what it holds; `clear` gives
+    it all back.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         config = model.config.get_text_config()  # type: ignore[union-attr, operator]
@@ -46,7 +49,9 @@ class Cache:
         return self.keys.shape[3]
 
     def bytes_per_slot(self, capacity: int) -> int:
-        return 2 * self.layers * self.key_heads * capacity * self.head_size * self.keys.element_size()
+        return (
+            2 * self.layers * self.key_heads * capacity * self.head_size * self.keys.element_size()
+        )
 
     def reserve(self, slots: int, capacity: int) -> None:
         capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
@@ -68,7 +73,9 @@ class Cache:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
-    """Fresh prompts: attention among themselves by `inner`, keys and values into the cache on the way."""
+    """Fresh prompts: attention among themselves by `inner`, keys and values into the cache on the
+    way.
+    """
 
     cache: Cache
     inner: AttentionPlan
@@ -85,7 +92,9 @@ class PrefillPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ExtendPlan:
-    """New tokens of sequences that are already in the cache: one each while decoding, several for a new turn."""
+    """New tokens of sequences that are already in the cache: one each while decoding, several for a
+    new turn.
+    """
 
     cache: Cache
     slots: Tensor  # [T]
@@ -110,8 +119,11 @@ class ExtendPlan:
         if self.index is not None:
             padded = q.new_zeros((self.count * self.width, heads, size))
             padded[self.index] = q
-        # Query heads that share a key head become queries of that head: no copy of the cache is ever expanded.
-        padded = padded.view(self.count, self.width, k.shape[1], groups, size).permute(0, 2, 3, 1, 4)
+        # Query heads that share a key head become queries of that head: no copy of the cache is
+        # ever expanded.
+        padded = padded.view(self.count, self.width, k.shape[1], groups, size).permute(
+            0, 2, 3, 1, 4
+        )
         queries = padded.reshape(self.count, k.shape[1], groups * self.width, size)
         out = sdpa(
             queries,
@@ -130,16 +142,25 @@ def extend_plan(cache: Cache, slots: np.ndarray, cached: np.ndarray, new: np.nda
     rows: Tensor | slice
     top = int(slots.max()) + 1
     if top <= 2 * len(slots):
-        # Reading every slot up to the highest costs less than gathering the busy ones out of the cache.
+        # Reading every slot up to the highest costs less than gathering the busy ones out of the
+        # cache.
         rows, count, row_of = slice(0, top), top, slots
     else:
-        rows, count, row_of = torch.from_numpy(slots).to(cache.device), len(slots), np.arange(len(slots))
+        rows, count, row_of = (
+            torch.from_numpy(slots).to(cache.device),
+            len(slots),
+            np.arange(len(slots)),
+        )
     width = int(new.max())
-    offsets = np.concatenate([np.arange(n) for n in new]) if width > 1 else np.zeros(len(slots), int)
+    offsets = (
+        np.concatenate([np.arange(n) for n in new]) if width > 1 else np.zeros(len(slots), int)
+    )
     owner = np.repeat(np.arange(len(slots)), new)
     places = cached[owner] + offsets
     length = int((cached + new).max())
-    last = np.zeros((count, width), dtype=np.int64)  # an idle row reads its first key, so no softmax is empty
+    last = np.zeros(
+        (count, width), dtype=np.int64
+    )  # an idle row reads its first key, so no softmax is empty
     last[row_of[owner], offsets] = places
     mask = np.arange(length)[None, None, :] <= last[:, :, None]
     index = row_of[owner] * width + offsets

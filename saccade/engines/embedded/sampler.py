@@ -1,5 +1,5 @@
-"""Sampling with noise that is keyed, not drawn: the token at index i of a trajectory depends on its key, i and the
-logits alone, never on which other sequences share the batch.
+"""Sampling with noise that is keyed, not drawn: the token at index i of a trajectory depends on its
+key, i and the logits alone, never on which other sequences share the batch.
 
     drawn = sample(logits, Sampling(temperature=1.0), banned=None, keys=keys, index=index)
 
@@ -44,7 +44,7 @@ def sample(
 
 
 def kept_ids(scores: Tensor, top_k: int, top_p: float) -> Tensor:
-    """[B, V] bool: the k likeliest, then the fewest whose mass reaches p. At least one id is kept."""
+    """[B, V] bool: the k likeliest, then the fewest whose mass reaches p. One at least is kept."""
     ordered, order = scores.sort(-1, descending=True)
     keep = ordered > -torch.inf
     if top_k > 0:
@@ -57,7 +57,9 @@ def kept_ids(scores: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def keyed_gumbel(keys: Tensor, index: Tensor, vocabulary: int) -> Tensor:
-    """[B, V] Gumbel noise, a pure function of (key, index, id). The hash wraps around in int32 on every device."""
+    """[B, V] Gumbel noise, a pure function of (key, index, id). The hash wraps around in int32 on
+    every device.
+    """
     row = _mix(_low(keys) ^ _mix(_low(keys >> 32) ^ _mix(_low(index + 0x51ED27))))
     column = torch.arange(vocabulary, device=keys.device, dtype=torch.int32) * _int32(0x9E3779B9)
     bits = _mix(row[:, None] + column[None, :])

@@ -1,7 +1,8 @@
 """What differs between model families, as small bundles of functions in one table.
 
-A `Family` is bound to one model folder: it renders messages, measures and processes media, gives positions, and says
-which ids may never be sampled. The rest of the system asks it and never looks at a model type.
+A `Family` is bound to one model folder: it renders messages, measures and processes media, gives
+positions, and says which ids may never be sampled. The rest of the system asks it and never looks
+at a model type.
 
     family = load_family("path/to/Qwen2.5-VL-3B-Instruct")
     family.render(messages).ids
@@ -57,7 +58,12 @@ _QWEN_VL = FamilySpec(
         "llm": "model.language_model.",
     },
     bind=qwen_vl.bind,
-    placeholders=("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    placeholders=(
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+    ),
     image_token="image_token_id",
     prepare=qwen_vl.patch_embedding_as_matrix,
 )
@@ -84,11 +90,15 @@ class Family:
     max_positions: int
     measure: Callable[[Media], tuple[Grid, int]]
     positions: Callable[[int, tuple[MediaSpan, ...]], np.ndarray]
-    vision: Callable[..., Mapping[str, Any]]  # (spans, device, dtype) → keyword tensors of the forward
+    vision: Callable[
+        ..., Mapping[str, Any]
+    ]  # (spans, device, dtype) → keyword tensors of the forward
 
     def __post_init__(self) -> None:
         # A prompt is rendered once however often its sample comes round.
-        cached = lru_cache(maxsize=16_384)(lambda m: self.chat.render(m, self.measure, generation=True))
+        cached = lru_cache(maxsize=16_384)(
+            lambda m: self.chat.render(m, self.measure, generation=True)
+        )
         object.__setattr__(self, "_render", cached)
 
     def render(self, messages: Sequence[Message]) -> Rendered:
@@ -105,11 +115,18 @@ class Family:
         return self.chat.decode(ids)
 
     def tower_of(self, parameter: str) -> str:
-        return next((name for name, prefix in self.spec.towers.items() if parameter.startswith(prefix)), "llm")
+        return next(
+            (name for name, prefix in self.spec.towers.items() if parameter.startswith(prefix)),
+            "llm",
+        )
 
 
 def load_family(
-    path: str, *, name: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
+    path: str,
+    *,
+    name: str | None = None,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Family:
     """Reads the folder's config, tokenizer and processor settings; no weights."""
     config = _read_json(path, "config.json")
@@ -141,11 +158,16 @@ def load_family(
 
 
 def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
-    """Any text decoder runs through the generic text family; an unknown multimodal type would lose its media."""
+    """Any text decoder runs through the generic text family; an unknown multimodal type would lose
+    its media.
+    """
     modalities = [key for key in config if key.endswith("_config") and key != "text_config"]
-    if not name or any(key.startswith(("vision", "audio", "speech", "image")) for key in modalities):
+    if not name or any(
+        key.startswith(("vision", "audio", "speech", "image")) for key in modalities
+    ):
         raise EnvironmentProblem(
-            f"{path}: model_type {name!r} is multimodal and not known; known are {', '.join(FAMILIES)}"
+            f"{path}: model_type {name!r} is multimodal and not known; "
+            f"known are {', '.join(FAMILIES)}"
         )
     return _TEXT
 
@@ -153,7 +175,9 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
 def _banned(chat: Chat, vocabulary: int, ids: Sequence[int | None]) -> np.ndarray:
     banned = np.zeros(vocabulary, dtype=bool)
     banned[len(chat.tokenizer) :] = True
-    names = [chat.tokenizer.convert_tokens_to_ids(t) for t in PLACEHOLDER_TOKENS if t in chat.reserved]
+    names = [
+        chat.tokenizer.convert_tokens_to_ids(t) for t in PLACEHOLDER_TOKENS if t in chat.reserved
+    ]
     for token in (*ids, *names):
         if token is not None and token < vocabulary:
             banned[token] = True

@@ -1,7 +1,9 @@
-"""Qwen2-VL and Qwen2.5-VL: grids of patches, three position axes, one placeholder token per merged patch.
+"""Qwen2-VL and Qwen2.5-VL: grids of patches, three position axes, one placeholder token per merged
+patch.
 
-An image becomes patches once per (content, pixel budget): they are kept as bytes and normalised on the device, so the
-engine and the trainer read the same pixels. Legend: P patch side, M merge side, N patches.
+An image becomes patches once per (content, pixel budget): they are kept as bytes and normalised on
+the device, so the engine and the trainer read the same pixels. Legend: P patch side, M merge side,
+N patches.
 """
 
 from __future__ import annotations
@@ -50,14 +52,18 @@ def measure(media: Media, *, patch: int, merge: int) -> tuple[tuple[int, int, in
 
 
 def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int) -> np.ndarray:
-    """[3, length] M-RoPE: text counts on all axes at once, a medium on (time, row, column) from where it starts."""
+    """[3, length] M-RoPE: text counts on all axes at once, a medium on (time, row, column) from
+    where it starts.
+    """
     result = np.empty((3, length), dtype=np.int64)
     token, place = 0, 0
     for span in media:
         result[:, token : span.start] = np.arange(place, place + span.start - token)
         place += span.start - token
         frames, rows, columns = span.grid[0], span.grid[1] // merge, span.grid[2] // merge
-        result[:, span.start : span.end] = np.indices((frames, rows, columns)).reshape(3, -1) + place
+        result[:, span.start : span.end] = (
+            np.indices((frames, rows, columns)).reshape(3, -1) + place
+        )
         place += max(rows, columns)
         token = span.end
     result[:, token:] = np.arange(place, place + length - token)
@@ -65,7 +71,9 @@ def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int) -> np.nd
 
 
 def patches(media: Media, grid: tuple[int, int, int], *, patch: int, merge: int) -> np.ndarray:
-    """[N, 3, P, P] uint8 in the order of the tower: merge blocks row by row, patches row by row inside a block."""
+    """[N, 3, P, P] uint8 in the order of the tower: merge blocks row by row, patches row by row
+    inside a block.
+    """
     _, rows, columns = grid
     pixels = decode(media)
     if pixels.shape[:2] != (rows * patch, columns * patch):
@@ -94,7 +102,9 @@ def _pixels(
         return made
 
     def vision(spans: Sequence[MediaSpan], device: Any, dtype: Any) -> Mapping[str, Any]:
-        """pixel_values [N, 3·frames·P·P] and image_grid_thw [images, 3]; nothing for a batch of text."""
+        """pixel_values [N, 3·frames·P·P] and image_grid_thw [images, 3]; nothing for a batch of
+        text.
+        """
         import torch
 
         if not spans:
@@ -111,7 +121,9 @@ def _pixels(
 
 
 def patch_embedding_as_matrix(model: Any) -> None:
-    """A convolution whose stride is its kernel is one matrix product, and several times slower as a Conv3d."""
+    """A convolution whose stride is its kernel is one matrix product, and several times slower as a
+    Conv3d.
+    """
     import torch
 
     class PatchMatrix(torch.nn.Conv3d):

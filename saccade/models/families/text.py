@@ -20,7 +20,9 @@ def positions(length: int, media: tuple[MediaSpan, ...]) -> np.ndarray:
 
 
 def _refuse(media: Media) -> NoReturn:
-    raise DataError(f"this model reads text only, but a row holds an image ({media.path or media.hash[:12]})")
+    raise DataError(
+        f"this model reads text only, but a row holds an image ({media.path or media.hash[:12]})"
+    )
 
 
 def _nothing(spans: Sequence[MediaSpan], device: Any, dtype: Any) -> Mapping[str, Any]:

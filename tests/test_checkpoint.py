@@ -1,0 +1,327 @@
+"""Checkpoints: N + M steps are N, stop, resume, M; a kill at any moment leaves the last good one."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from saccade import checkpoint
+from saccade.config import load
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.recipes import rl, sft
+
+Make = Callable[..., dict[str, Any]]
+Read = Callable[[Path], list[dict[str, Any]]]
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def steps_of(run: Path) -> list[int]:
+    return checkpoint.complete_steps(run / "checkpoints")
+
+
+def equal_states(one: Path, other: Path) -> bool:
+    from safetensors.torch import load_file
+
+    a, b = (load_file(run / "state" / "optimizer.safetensors") for run in (one, other))
+    return a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)
+
+
+# -- resume ----------------------------------------------------------------------------------------
+
+RECIPES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "grpo with a KL": (rl.run, "rl", {"data.val": "val", "val.every": 2}),
+    "dapo with dynamic sampling": (
+        rl.run,
+        "rl",
+        {"algorithm.preset": "dapo", "algorithm.overlong.buffer": 0, "train.updates_per_step": 2},
+    ),
+    # Step 2 ends with the last row of an epoch; step 3 begins the next one.
+    "the end of an epoch": (rl.run, "rl", {"train.prompts_per_step": 12, "train.samples_per_prompt": 2}),
+    "sft": (sft.run, "sft", {}),
+    "sft over the end of an epoch": (sft.run, "sft", {"train.prompts_per_step": 10}),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_stopped_and_resumed_is_the_same_run(
+    tmp_path: Path,
+    name: str,
+    scenes: Path,
+    rl_config: Make,
+    sft_config: Make,
+    same_weights: Callable[..., bool],
+    numbers: Read,
+) -> None:
+    recipe, kind, changes = RECIPES[name]
+    config = {"rl": rl_config, "sft": sft_config}[kind](tmp_path) | changes
+    if "data.val" in config:
+        config["data.val"] = str(scenes / "val.jsonl")
+    recipe(config | {"run.name": "whole"})
+    recipe(config | {"run.name": "parts", "run.max_steps": 2})
+    if "epoch" in name:
+        progress = checkpoint.read_progress(tmp_path / "parts" / "checkpoints" / "step-2")
+        cursor = progress["stream"]["cursor"]
+        assert (progress["stream"]["epoch"], cursor) == ((1, 0) if kind == "rl" else (0, 20))
+    recipe(config | {"run.name": "parts", "run.resume": "auto"})
+    whole, parts = (tmp_path / n / "checkpoints" / "step-4" for n in ("whole", "parts"))
+    assert same_weights(whole, parts) and equal_states(whole, parts)
+    if "val.every" not in config:  # the shorter run has validated after its last step too
+        assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
+    rows = {run: {r["step"]: r for r in numbers(tmp_path / run)} for run in ("whole", "parts")}
+    for step in (3, 4):
+        assert rows["whole"][step] == rows["parts"][step]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> dict[str, Any]:
+    """A run of two steps, both saved, in a folder of its own."""
+    config = rl_config(tmp_path_factory.mktemp("begun"), run__max_steps=2, save__every=1)
+    rl.run(config | {"algorithm.kl.coef": 0.0})
+    return config | {"algorithm.kl.coef": 0.0}
+
+
+@pytest.fixture
+def copied(begun: dict[str, Any], tmp_path: Path) -> Iterator[dict[str, Any]]:
+    shutil.copytree(Path(begun["run.out"]) / "run", tmp_path / "run")
+    yield begun | {"run.out": str(tmp_path)}
+
+
+def test_an_existing_folder_is_refused(begun: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"exists: write run\.resume=auto to continue"):
+        rl.run(begun)
+
+
+def test_a_changed_option_is_refused_a_longer_run_is_not(copied: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"train\.lr: 0\.005 in the folder, 0\.001 now"):
+        rl.run(copied | {"run.resume": "auto", "train.lr": 1e-3})
+    rl.run(copied | {"run.resume": "auto", "run.max_steps": 3, "save.keep": 9, "track.trajectories_every": 3})
+    assert steps_of(Path(copied["run.out"]) / "run") == [1, 2, 3]
+
+
+def test_changed_data_is_refused(copied: dict[str, Any], tmp_path: Path) -> None:
+    rows = Path(copied["data.train"]).read_text().splitlines()
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "images").symlink_to(Path(copied["data.train"]).parent / "images")
+    config = copied | {"data.train": str(folder / "train.jsonl"), "run.name": "own"}
+    (folder / "train.jsonl").write_text("\n".join(rows))
+    rl.run(config | {"run.max_steps": 1})
+    (folder / "train.jsonl").write_text("\n".join(rows[1:]))
+    with pytest.raises(ConfigError, match="data changed on disk"):
+        rl.run(config | {"run.resume": "auto"})
+
+
+def test_a_finished_run_trains_nothing_more(
+    copied: dict[str, Any], numbers: Read, same_weights: Callable[..., bool]
+) -> None:
+    folder = Path(copied["run.out"]) / "run"
+    before = numbers(folder)
+    rl.run(copied | {"run.resume": "auto"})
+    assert numbers(folder) == before and steps_of(folder) == [1, 2]
+
+
+def test_going_back_to_a_path_leaves_one_history(copied: dict[str, Any], numbers: Read) -> None:
+    folder = Path(copied["run.out"]) / "run"
+    first = folder / "checkpoints" / "step-1"
+    rl.run(copied | {"run.resume": str(first), "run.max_steps": 2, "save.every": 0})
+    assert [row["step"] for row in numbers(folder)] == [1, 2]
+    rl.run(copied | {"run.resume": "auto", "run.max_steps": 4})
+    assert steps_of(folder) == [2, 3, 4]
+    rl.run(copied | {"run.resume": str(folder / "checkpoints" / "step-2"), "run.max_steps": 3})
+    assert steps_of(folder) == [2, 3]  # step-4 belonged to the history that was left
+
+
+def test_a_start_from_a_checkpoint_that_is_not_whole(copied: dict[str, Any], tmp_path: Path) -> None:
+    broken = Path(copied["run.out"]) / "run" / "checkpoints" / "step-2"
+    (broken / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="no complete checkpoint there; use run.resume=auto"):
+        rl.run(copied | {"run.resume": str(broken), "run.max_steps": 3})
+    rl.run(copied | {"run.resume": "auto", "run.max_steps": 2})  # from step 1
+    assert steps_of(tmp_path / "run") == [1, 2]
+
+
+def test_best_names_the_checkpoint_of_the_best_validation(
+    tmp_path: Path, rl_config: Make, scenes: Path
+) -> None:
+    config = rl_config(tmp_path, run__max_steps=3, val__every=1, save__every=1, save__keep=1)
+    config |= {"data.val": str(scenes / "val.jsonl"), "algorithm.kl.coef": 0.0}
+    with pytest.raises(ConfigError, match="no validation has named a best checkpoint"):
+        rl.run(config | {"val.every": 0, "run.name": "blind", "run.max_steps": 1})
+        rl.run(config | {"run.name": "blind", "run.resume": "best", "val.every": 0})
+    rl.run(config)
+    folder = tmp_path / "run" / "checkpoints"
+    best = checkpoint.read_progress(folder / "step-3")["best_step"]
+    assert checkpoint.find(folder, "best") == folder / f"step-{best}"
+    assert checkpoint.complete_steps(folder) == sorted({best, 3})
+
+
+# -- one save --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saver(word_model: str) -> Callable[..., Path]:
+    import torch
+
+    from saccade.backends.local import LocalBackend
+    from saccade.config import TrainConfig
+    from saccade.models.families import load_family
+    from saccade.models.load import load_model
+
+    family = load_family(word_model)
+    model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+    backend = LocalBackend(model, family, TrainConfig())
+
+    def save(folder: Path, step: int, **options: Any) -> Path:
+        given = {"progress": {"step": step, "best_step": None}, "keep": 3} | options
+        return checkpoint.save(folder, step, backend, family, **given)
+
+    return save
+
+
+def test_newest_and_best_are_kept(tmp_path: Path, saver: Callable[..., Path]) -> None:
+    for step in range(1, 6):
+        saver(tmp_path, step, keep=2, best=2 if step >= 2 else None)
+    assert checkpoint.complete_steps(tmp_path) == [2, 4, 5]
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-4", "step-5"}
+
+
+def test_what_a_kill_left_behind_is_ignored_and_cleaned(tmp_path: Path, saver: Callable[..., Path]) -> None:
+    whole = saver(tmp_path, 1)
+    half = tmp_path / ".step-2.4711"
+    shutil.copytree(whole, half)
+    (half / "state" / "files.json").unlink()
+    cut = tmp_path / "step-3"  # complete in name only
+    shutil.copytree(whole, cut)
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert checkpoint.complete_steps(tmp_path) == [1]
+    assert checkpoint.find(tmp_path, "auto") == whole
+    saver(tmp_path, 2)
+    assert not half.exists() and checkpoint.complete_steps(tmp_path) == [1, 2]
+
+
+def test_a_checkpoint_lists_its_files_with_their_hashes(tmp_path: Path, saver: Callable[..., Path]) -> None:
+    import hashlib
+
+    folder = saver(tmp_path, 7)
+    listed = json.loads((folder / "state" / "files.json").read_text())
+    assert {"model.safetensors", "config.json", "tokenizer.json", "state/progress.json"} <= listed.keys()
+    for name, entry in listed.items():
+        assert entry["sha256"] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
+
+
+def test_a_full_disk_is_seen_before_the_save(
+    tmp_path: Path, saver: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(EnvironmentProblem, match="a checkpoint needs up to"):
+        saver(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- kills -----------------------------------------------------------------------------------------
+
+
+def start(config: dict[str, Any], file: Path, *overrides: str) -> subprocess.Popen[str]:
+    file.write_text(yaml.safe_dump(load(config).model_dump(mode="json", exclude_unset=True)))
+    return subprocess.Popen(
+        [sys.executable, "-m", "saccade", "rl", str(file), "run.resume=auto", *overrides],
+        cwd=file.parent,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while process.poll() is None and not condition():
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> dict[str, Any]:
+    """Twelve steps, each saved, nothing in their way."""
+    config = rl_config(tmp_path_factory.mktemp("whole"), run__max_steps=12, save__every=1)
+    rl.run(config | {"run.name": "whole", "save.keep": 2})
+    return config | {"save.keep": 2}
+
+
+def test_killed_at_any_moment_and_resumed(
+    tmp_path: Path, uninterrupted: dict[str, Any], same_weights: Callable[..., bool], numbers: Read
+) -> None:
+    config = uninterrupted | {"run.out": str(tmp_path)}
+    folder = tmp_path / "run" / "checkpoints"
+    random.seed(7)
+    # Once in the middle of a save, once some time into a step.
+    moments: list[Callable[[], bool]] = [
+        lambda: any(folder.glob(".step-[3-9]*")),
+        lambda: len(checkpoint.complete_steps(folder)) > 0 and checkpoint.complete_steps(folder)[-1] >= 6,
+    ]
+    for moment in moments:
+        process = start(config, tmp_path / "run.yaml")
+        wait_until(moment, process)
+        time.sleep(random.uniform(0, 0.03))
+        assert process.poll() is None, process.communicate()[0]
+        process.kill()
+        process.communicate()
+        assert steps_of(tmp_path / "run")[-1] < 12
+    rl.run(config | {"run.resume": "auto"})
+    whole = Path(uninterrupted["run.out"]) / "whole"
+    assert same_weights(whole / "checkpoints" / "step-12", folder / "step-12")
+    assert equal_states(whole / "checkpoints" / "step-12", folder / "step-12")
+    assert numbers(whole) == numbers(tmp_path / "run")
+    assert not list(folder.glob(".step-*"))
+
+
+def test_sigterm_saves_and_exits_with_130(
+    tmp_path: Path, uninterrupted: dict[str, Any], same_weights: Callable[..., bool], numbers: Read
+) -> None:
+    config = uninterrupted | {"run.out": str(tmp_path)}
+    process = start(config, tmp_path / "run.yaml", "save.every=0")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2, process)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    assert "go on with run.resume=auto" in output
+    (saved,) = steps_of(tmp_path / "run")
+    assert 2 <= saved < 12
+    rl.run(config | {"run.resume": "auto"})
+    whole = Path(uninterrupted["run.out"]) / "whole"
+    assert same_weights(whole / "checkpoints" / "step-12", tmp_path / "run" / "checkpoints" / "step-12")
+    assert numbers(whole) == numbers(tmp_path / "run")
+
+
+def _hold(path: str, ready: Any, done: Any) -> None:
+    from saccade.tracking.folder import RunFolder
+
+    with RunFolder.open(load({"run.out": path, "run.resume": "auto"}), command="rl", manifest={}):
+        ready.set()
+        done.wait(30)
+
+
+def test_two_processes_cannot_use_one_folder(tmp_path: Path, rl_config: Make) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    holder = context.Process(target=_hold, args=(str(tmp_path), ready, done))
+    holder.start()
+    assert ready.wait(30)
+    with pytest.raises(ConfigError, match=f"is in use by process {holder.pid}"):
+        rl.run(rl_config(tmp_path, run__resume="auto"))
+    done.set()
+    holder.join()

@@ -1,0 +1,85 @@
+"""Imports point one way, and siblings do not know each other."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "saccade"
+LEVELS = (
+    ("types", "config", "errors"),
+    ("images", "statistics", "forest", "attention", "logprobs"),
+    ("algorithms", "rewards", "environments", "models", "data"),
+    ("engines", "backends"),
+    ("rollout", "checkpoint", "tracking"),
+    ("recipes", "export", "checks", "smoke", "plan"),
+    ("cli", "__init__", "__main__"),
+)
+LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
+OPTIONAL = ("vllm", "ray", "wandb", "peft", "datasets", "deepspeed", "sglang", "trl")
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def part_of(path: Path) -> str:
+    inside = path.relative_to(PACKAGE)
+    return inside.parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.Module) -> list[str]:
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = node.module == "saccade"
+            names += [f"saccade.{a.name}" for a in node.names] if whole else [node.module]
+    return names
+
+
+def test_every_module_has_a_level():
+    assert {part_of(path) for path, _ in modules()} <= set(LEVEL_OF)
+
+
+def test_imports_point_to_lower_levels_or_stay_at_home():
+    wrong = []
+    for path, tree in modules():
+        here = part_of(path)
+        for name in imported(tree):
+            target = name.split(".")[1] if name.startswith("saccade.") else None
+            if target is None or target == here or target == "__version__":
+                continue
+            top = LEVEL_OF[here] == len(LEVELS) - 1
+            files = LEVEL_OF[here] in (1, 5)  # single files of one level may lean on each other
+            if LEVEL_OF[target] > LEVEL_OF[here] or (
+                LEVEL_OF[target] == LEVEL_OF[here] and not (top or files)
+            ):
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert wrong == []
+
+
+def test_optional_libraries_are_never_imported_at_the_top_of_a_module():
+    wrong = [
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path, tree in modules()
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in imported(ast.Module(body=[node], type_ignores=[]))
+        if name.split(".")[0] in OPTIONAL
+    ]
+    assert wrong == []
+
+
+def test_importing_saccade_does_not_import_torch():
+    code = "import sys, saccade, saccade.cli; print('torch' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "False"
+
+
+def test_recipes_mention_neither_ranks_nor_ray_nor_pixels():
+    for path in (PACKAGE / "recipes").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not any(word in text for word in ("pixel_values", "rank", "ray.")), path.name
