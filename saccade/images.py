@@ -444,3 +444,7 @@ class ImageCache:
             while self.bytes > self.max_bytes:
                 oldest = next(key for key, other in self._entries.items() if other.done())
                 self.bytes -= self._entries.pop(oldest).result().nbytes
+
+
+# What this process has decoded: the vision tower and the stored rollouts look at the same pixels.
+DECODED = ImageCache(max_bytes=512 << 20)

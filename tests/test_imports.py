@@ -53,7 +53,7 @@ def test_imports_point_to_lower_levels_or_stay_at_home():
             if target is None or target == here or target == "__version__":
                 continue
             top = LEVEL_OF[here] == len(LEVELS) - 1
-            files = LEVEL_OF[here] in (1, 5)  # single files of one level may lean on each other
+            files = LEVEL_OF[here] in (0, 1, 5)  # single files of one level may lean on each other
             if LEVEL_OF[target] > LEVEL_OF[here] or (
                 LEVEL_OF[target] == LEVEL_OF[here] and not (top or files)
             ):

@@ -20,7 +20,7 @@ from saccade import checkpoint
 from saccade.backends import Backend
 from saccade.config import Config
 from saccade.errors import Interrupted
-from saccade.images import decode
+from saccade.images import DECODED
 from saccade.models.families import Family
 from saccade.models.load import gpu_peak_gb
 from saccade.tracking.console import Console
@@ -175,7 +175,7 @@ class Run:
             step,
             groups,
             decode_text=self._family.decode,
-            image_bytes=decode,
+            image_bytes=DECODED.get,
             version=step,
             kind=kind,
         )

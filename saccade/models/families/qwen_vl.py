@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from saccade.images import decode, resized_size
+from saccade.images import DECODED, resized_size
 from saccade.types import Media, MediaSpan
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -75,7 +75,7 @@ def patches(media: Media, grid: tuple[int, int, int], *, patch: int, merge: int)
     inside a block.
     """
     _, rows, columns = grid
-    pixels = decode(media)
+    pixels = DECODED.get(media)
     if pixels.shape[:2] != (rows * patch, columns * patch):
         size = (columns * patch, rows * patch)
         pixels = np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
