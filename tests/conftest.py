@@ -38,7 +38,7 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with train.jsonl (24 scenes to count), val.jsonl (8) and shown.jsonl (24 answered)."""
+    """A folder with train.jsonl (24 scenes to count), val.jsonl (8), shown.jsonl (24 answered)."""
     from saccade.data import synthetic
 
     folder = tmp_path_factory.mktemp("scenes")

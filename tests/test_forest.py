@@ -224,3 +224,15 @@ def test_a_crop_of_a_crop_is_the_same_picture_as_the_crop_itself(family, image):
     ]
     (batch,) = pack([group(*members)], positions=family.positions, micro_tokens=100)
     assert batch.tokens == tokens + 2 and len(batch.media) == 1
+
+
+def test_other_pictures_at_the_very_first_token_are_trees_of_their_own(family, image):
+    pad = family.chat.placeholder
+    members = []
+    for repeat, seed in enumerate((0, 1, 0)):
+        grid, tokens = family.measure(image(56, 56, seed))
+        span = MediaSpan(media=image(56, 56, seed), start=0, length=tokens, grid=grid)
+        members.append(plain("g", repeat, [pad] * tokens, [3, 4], media=(span,)))
+    (batch,) = pack([group(*members)], positions=family.positions, micro_tokens=100)
+    assert batch.parents.tolist() == [-1, -1] and len(batch.media) == 2
+    assert [batch.keys[s][1] for s in batch.sequence[::2]] == [0, 1, 2]

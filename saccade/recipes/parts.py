@@ -6,9 +6,10 @@ Each function makes one part; the recipes decide which they need and in what ord
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,14 @@ def load_dialogues(
 
 def _map(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:
     return replace(dataset, samples=tuple(change(sample) for sample in dataset.samples))
+
+
+def write_quarantine(path: Path, data: datasets.Dataset) -> None:
+    """Every row that is not trained on, with the reason; no file when there is none."""
+    rows = [asdict(row) for row in (*data.quarantined, *data.overlong)]
+    if rows:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        path.write_text(text, encoding="utf-8")
 
 
 def validation_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:

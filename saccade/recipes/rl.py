@@ -74,6 +74,7 @@ def run(config: Any) -> dict[str, Any]:
         this.console.note(describe(algorithm))
         actors = _actors(config, algorithm, family, data, this)
         this.begin(_total_steps(config, actors.stream), actors.policy, family)
+        parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
         return _train(this, actors)
 
 

@@ -50,6 +50,7 @@ def run(config: Any) -> dict[str, Any]:
             stream.restore(this.progress["stream"])
         validation = _Validation(this, config, family, policy)
         this.begin(_total_steps(config, stream), backend, family)
+        parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
         return _train(this, config, backend, family, stream, validation)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from saccade.rewards.extract import Scope, extract
+from saccade.rewards.extract import Scope, answer_of
 from saccade.rewards.letters import letters_in
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.types import Score
 
 __all__ = ["choice"]
@@ -25,19 +25,10 @@ def choice(
     """1 when exactly the gold options are named; a gold of several letters is compared as a set."""
     gold = _gold_letters(sample.golds, tuple(sample.choices))
     if not gold:
-        return Score(kind="abstain", reason=f"gold_unparseable: {sample.answer!r}")
-    found = extract(
-        sample.response,
-        order,
-        scope=scope,
-        think_prefilled=sample.think_prefilled,
-        choices=sample.choices,
-    )
-    if not found:
-        return Score(kind="value", value=0.0, reason="no_answer")
-    letters = letters_in(found, sample.choices)
-    reason = "" if letters == gold else "wrong" if letters else "unparseable"
-    return Score(kind="value", value=float(letters == gold), reason=reason, extracted=found)
+        return no_gold(sample)
+    found = answer_of(sample, order, scope)
+    letters = letters_in(found or "", sample.choices)
+    return graded(found, letters == gold, "wrong" if letters else "unparseable")
 
 
 @lru_cache(maxsize=4096)

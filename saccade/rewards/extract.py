@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from saccade.rewards.letters import letters_in
+from saccade.rewards.sample import RewardSample
 
-__all__ = ["EXTRACTORS", "Scope", "answer_scope", "extract", "has_think", "last_boxed"]
+__all__ = ["EXTRACTORS", "Scope", "answer_of", "answer_scope", "extract", "has_think", "last_boxed"]
 
 Scope = Literal["after_think", "all"]
 
@@ -49,6 +50,13 @@ def extract(
         if found is not None:
             return found.strip()
     return None
+
+
+def answer_of(sample: RewardSample, order: Sequence[str], scope: Scope) -> str | None:
+    """The answer of an episode; None also when it is there but empty."""
+    prefilled, choices = sample.think_prefilled, sample.choices
+    found = extract(sample.response, order, scope=scope, think_prefilled=prefilled, choices=choices)
+    return found or None
 
 
 def answer_scope(response: str, think_prefilled: bool = False) -> str:

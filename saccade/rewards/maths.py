@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
 from saccade.rewards import symbolic
-from saccade.rewards.extract import Scope, extract, last_boxed
+from saccade.rewards.extract import Scope, answer_of, last_boxed
 from saccade.rewards.reading import Node, near, rational, read
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.rewards.spelling import (
     LONGEST,
     TooLarge,
@@ -51,17 +51,13 @@ def math(
     """1 when the answer equals one of the golds."""
     if gold_unparseable not in ("abstain", "string", "error"):
         raise ValueError(f"gold_unparseable is abstain, string or error, not {gold_unparseable!r}")
-    found = extract(sample.response, order, scope=scope, think_prefilled=sample.think_prefilled)
-    if not found:
-        return Score(kind="value", value=0.0, reason="no_answer")
-    verdicts = {_verdict(found, gold) for gold in sample.golds}
-    if "right" in verdicts:
-        return Score(kind="value", value=1.0, extracted=found)
-    wrong = verdicts - {"gold_unparseable"}
-    if wrong or gold_unparseable == "string":
-        return Score(kind="value", value=0.0, reason=min(wrong, default="wrong"), extracted=found)
-    reason = f"gold_unparseable: {sample.answer!r}"
-    return Score(kind=gold_unparseable, reason=reason, extracted=found)
+    found = answer_of(sample, order, scope)
+    verdicts = {_verdict(found, gold) for gold in sample.golds} if found else {"no_answer"}
+    unread = verdicts <= {"gold_unparseable"}
+    if unread and gold_unparseable != "string":
+        return replace(no_gold(sample), kind=gold_unparseable, extracted=found)
+    why = min(verdicts - {"gold_unparseable"}, default="wrong")
+    return graded(found, "right" in verdicts, why)
 
 
 def equivalent(answer: str, gold: str, *, formulas: bool = True) -> bool:

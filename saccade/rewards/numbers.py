@@ -12,8 +12,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
-from saccade.rewards.extract import NUMBER, Scope, extract
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.extract import NUMBER, Scope, answer_of
+from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.types import Score
 
 __all__ = ["count", "gsm8k", "number", "single_number", "to_number"]
@@ -48,7 +48,7 @@ def count(
     def right(value: Number, gold: Number) -> bool:
         return value.denominator == 1 and -tolerance <= value - gold <= tolerance
 
-    return _judge(sample, _extracted(sample, order, scope), right)
+    return _judge(sample, answer_of(sample, order, scope), right)
 
 
 def number(
@@ -68,7 +68,7 @@ def number(
         allowed = width * max(gold, -gold)
         return -allowed <= value - gold <= allowed
 
-    return _judge(sample, _extracted(sample, order, scope), right)
+    return _judge(sample, answer_of(sample, order, scope), right)
 
 
 def gsm8k(
@@ -81,7 +81,7 @@ def gsm8k(
     """The number after `####`; `mode` picks another single place to look at."""
     if mode != "default" and mode not in GSM8K_ORDERS:
         raise ValueError(f"mode is default, {', '.join(GSM8K_ORDERS)}, not {mode!r}")
-    found = _extracted(sample, GSM8K_ORDERS.get(mode, order), scope)
+    found = answer_of(sample, GSM8K_ORDERS.get(mode, order), scope)
     return _judge(sample, found, lambda value, gold: value == gold)
 
 
@@ -106,25 +106,16 @@ def to_number(text: str) -> Number | None:
     return Fraction(mantissa) * Fraction(10) ** int(exponent or 0)
 
 
-def _extracted(sample: RewardSample, order: Sequence[str], scope: Scope) -> str | None:
-    return extract(sample.response, order, scope=scope, think_prefilled=sample.think_prefilled)
-
-
 def _judge(
     sample: RewardSample, found: str | None, right: Callable[[Number, Number], bool]
 ) -> Score:
     golds = _golds(sample.golds)
     if not golds:
-        return Score(kind="abstain", reason=f"gold_unparseable: {sample.answer!r}")
-    if not found:
-        return Score(kind="value", value=0.0, reason="no_answer")
-    value = single_number(found)
-    if value is None:
-        return Score(kind="value", value=0.0, reason="not_one_number", extracted=found)
-    for gold in golds:
-        if right(value, gold):
-            return Score(kind="value", value=1.0, extracted=found)
-    return Score(kind="value", value=0.0, reason="wrong", extracted=found)
+        return no_gold(sample)
+    value = single_number(found or "")
+    if value is None and found:
+        return Score(kind="value", value=0.0, reason="not_one_number")
+    return graded(found, value is not None and any(right(value, gold) for gold in golds))
 
 
 @lru_cache(maxsize=4096)

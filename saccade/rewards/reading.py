@@ -40,7 +40,7 @@ class Node:
             yield from item.leaves()
 
 
-MOST_TOKENS = 400
+MOST_TOKENS = 300
 DEEPEST = 10  # nested brackets; parsers need more time for each
 MOST_DIGITS, LONGEST_EXPONENT = 1000, 4
 PLAIN = r"(?:\d+\.?\d*|\.\d+)"

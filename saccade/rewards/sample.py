@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from saccade.types import Message, Sample
+from saccade.types import Message, Sample, Score
 
-__all__ = ["RewardSample", "reward_sample"]
+__all__ = ["RewardSample", "graded", "no_gold", "reward_sample"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,17 @@ class RewardSample:
     def text(self) -> str:
         """The response as the reader of tags must see it."""
         return "<think>" + self.response if self.think_prefilled else self.response
+
+
+def graded(found: str | None, right: bool, why: str = "wrong") -> Score:
+    """1 or 0 for an answer that was found; 0 where there is none."""
+    if found is None:
+        return Score(kind="value", value=0.0, reason="no_answer")
+    return Score(kind="value", value=float(right), reason="" if right else why, extracted=found)
+
+
+def no_gold(sample: RewardSample) -> Score:
+    return Score(kind="abstain", reason=f"gold_unparseable: {sample.answer!r}")
 
 
 _BULKY = frozenset({"prompt", "messages", "turns", "token_ids", "observations", "images", "extra"})

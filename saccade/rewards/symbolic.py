@@ -25,6 +25,8 @@ __all__ = ["formula", "load", "proportional", "same"]
 
 MOST_DIGITS = 20_000  # of a number in the course of evaluation
 LARGEST_FACTORIAL = 5_000
+MOST_TERMS = 2_000  # of an expanded power of a sum
+MOST_BARS = 8  # each may open or close: the parser tries all
 PRECISION = 40  # digits at which constants are compared
 CLOSE = Fraction(1, 10**30)
 
@@ -85,6 +87,8 @@ def load() -> tuple[Any, Any, Any]:
 @lru_cache(maxsize=4096)
 def formula(text: str) -> Any:
     """A leaf as an expression of sympy; raises `Unparseable` or `TooLarge`."""
+    if text.count("|") > MOST_BARS:
+        raise TooLarge("too many bars")
     if MISREAD.search(text) or PROSE & set(re.findall(r"(?<!\\)\b[a-z]+\b", text.lower())):
         raise Unparseable(f"cannot read {text!r}")
     for pattern, replacement in REWRITES:
@@ -135,6 +139,9 @@ def _digits(node: Any) -> float:
         digits = math.log10(max(abs(int(node.p)), int(node.q)) + 1)
     elif kind in ("Pow", "exp"):
         digits = (parts[0] if kind == "Pow" else 0.5) * 10 ** min(parts[-1], 9.0)
+        if digits <= MOST_DIGITS and node.base.is_Add and node.exp.is_Integer:
+            others = len(node.base.args) - 1
+            digits += MOST_DIGITS * (math.comb(others + abs(int(node.exp)), others) > MOST_TERMS)
     elif kind == "factorial":
         value = 10 ** min(parts[0], 9.0)
         digits = value * parts[0] if value <= LARGEST_FACTORIAL + 1 else math.inf

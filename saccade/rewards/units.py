@@ -56,7 +56,8 @@ POWER = r"(?:\s*\^\{\s*[23]\s*\})?"
 UNIT = re.compile(
     r"(?P<value>.*?(?:[^A-Za-z\s\\]|\\pi|[\d}].*[A-Za-z](?=\s*\\text)))(?P<space>\s*)"
     r"(?P<text>\\(?:text|mbox|textrm|mathrm|rm|textbf)\s*\{)?\s*"
-    rf"(?P<words>[A-Za-z][A-Za-z ]*{POWER}(?:\s*/\s*[A-Za-z]+{POWER})?)(?(text)\s*\}}(?P<power>{POWER}))"
+    rf"(?P<words>[A-Za-z][A-Za-z ]*{POWER}(?:\s*/\s*[A-Za-z]+{POWER})?)"
+    rf"(?(text)\s*\}}(?P<power>{POWER}))"
 )
 SINGLE = re.compile(r"(?:(square|sq|cubic)\s+)?([A-Za-z]+)(?:\s*\^\{\s*([23])\s*\})?")
 PLAIN_NUMBER = re.compile(r"[-+]?[\d.,]+(?:\s*/\s*\d+)?")

@@ -15,18 +15,21 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal
 
+from saccade.rewards import symbolic
 from saccade.rewards.choice import choice
-from saccade.rewards.extract import Scope, extract
+from saccade.rewards.extract import Scope, answer_of
 from saccade.rewards.formats import FORMATS, check_think_boxed
 from saccade.rewards.maths import math
 from saccade.rewards.numbers import count, gsm8k, number
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.rewards.shaping import length, overlong, repetition
 from saccade.types import Score
 
 __all__ = ["VERIFIERS", "Verifier"]
 
-MATH_DEADLINE = 3.0  # seconds; its steps are bounded, so this is a last resort
+MATH_DEADLINE = 3.0  # seconds
+TEXT_ORDER = ("answer_tag",)
+SHORTEST = 2  # characters; a shorter gold is found in almost any text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,35 +39,57 @@ class Verifier:
     kind: Literal["outcome", "format", "shaping"] = "outcome"
     needs_answer: bool = True
     deadline: float | None = None  # seconds, where it is shorter than reward.deadline
+    prepare: Callable[[], object] | None = None  # slow imports, before the deadline counts
 
 
 def exact(
     sample: RewardSample,
     *,
-    order: Sequence[str] = ("answer_tag",),
+    order: Sequence[str] = TEXT_ORDER,
     scope: Scope = "after_think",
     ignore_case: bool = True,
 ) -> Score:
     """The same text as the gold, up to white space, a final period and case."""
+    golds = {_plain(gold, ignore_case) for gold in sample.golds} - {""}
+    found = answer_of(sample, order, scope)
+    return graded(found, _plain(found or "", ignore_case) in golds) if golds else no_gold(sample)
 
-    def plain(text: str) -> str:
-        text = re.sub(r"\s+", " ", text).strip().removesuffix(".").strip()
-        return text.casefold() if ignore_case else text
 
-    golds = {plain(gold) for gold in sample.golds} - {""}
-    if not golds:
-        return Score(kind="abstain", reason=f"gold_unparseable: {sample.answer!r}")
-    found = extract(
-        sample.response,
-        order,
-        scope=scope,
-        think_prefilled=sample.think_prefilled,
-        choices=sample.choices,
-    )
-    if not found:
-        return Score(kind="value", value=0.0, reason="no_answer")
-    right = plain(found) in golds
-    return Score(kind="value", value=float(right), reason="" if right else "wrong", extracted=found)
+def contains_one_of(
+    sample: RewardSample,
+    *,
+    order: Sequence[str] = TEXT_ORDER,
+    scope: Scope = "after_think",
+    ignore_case: bool = True,
+) -> Score:
+    """The answer holds one of the golds, not as a part of a longer word or number."""
+    golds = [_plain(gold, ignore_case) for gold in sample.golds]
+    if min(map(len, golds), default=0) < SHORTEST:
+        return no_gold(sample)
+    found = answer_of(sample, order, scope)
+    either = rf"(?<![a-zA-Z0-9])(?:{'|'.join(map(re.escape, golds))})(?![a-zA-Z0-9])"
+    return graded(found, re.search(either, _plain(found or "", ignore_case)) is not None)
+
+
+def regex(
+    sample: RewardSample,
+    *,
+    pattern: str,
+    order: Sequence[str] = TEXT_ORDER,
+    scope: Scope = "after_think",
+) -> Score:
+    """The pattern is found in the answer."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r}: {error}") from None
+    found = answer_of(sample, order, scope)
+    return graded(found, compiled.search(found or "") is not None)
+
+
+def _plain(text: str, ignore_case: bool) -> str:
+    text = re.sub(r"\s+", " ", text).strip().removesuffix(".").strip()
+    return text.casefold() if ignore_case else text
 
 
 def geo3k(sample: RewardSample) -> Score:
@@ -93,14 +118,20 @@ def _format(check: Callable[..., bool]) -> Verifier:
     return Verifier(function=verify, kind="format", needs_answer=False)
 
 
+def _mathematics(function: Callable[..., Score]) -> Verifier:
+    return Verifier(function=function, isolated=True, deadline=MATH_DEADLINE, prepare=symbolic.load)
+
+
 VERIFIERS: dict[str, Verifier] = {
-    "math": Verifier(function=math, isolated=True, deadline=MATH_DEADLINE),
+    "math": _mathematics(math),
     "choice": Verifier(function=choice),
     "count": Verifier(function=count),
     "number": Verifier(function=number),
     "gsm8k": Verifier(function=gsm8k),
-    "geo3k": Verifier(function=geo3k, isolated=True, deadline=MATH_DEADLINE),
+    "geo3k": _mathematics(geo3k),
     "exact": Verifier(function=exact),
+    "contains_one_of": Verifier(function=contains_one_of),
+    "regex": Verifier(function=regex, isolated=True, needs_answer=False),  # a pattern may hang
     **{f"format:{name}": _format(form.check) for name, form in FORMATS.items() if form.check},
     "overlong": Verifier(function=overlong, kind="shaping", needs_answer=False),
     "repetition": Verifier(function=repetition, kind="shaping", needs_answer=False),

@@ -73,6 +73,9 @@ def serve(request: Mapping[str, Any], emit: Emit) -> None:
 
 def _function(verifier: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any], custom.Form]:
     if verifier in VERIFIERS:
+        prepare = VERIFIERS[verifier].prepare
+        if prepare is not None:
+            prepare()
         return VERIFIERS[verifier].function, custom.FORMS["sample"]
     function = custom.load(verifier)
     custom.check_arguments(function, args)

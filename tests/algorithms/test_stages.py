@@ -1,6 +1,8 @@
-"""Algorithms applied to records: who trains, how a step splits, what is written into the forests."""
+"""Algorithms applied to records: who trains, how a step splits, what the forests are given."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ def algorithm(preset: str = "grpo", **options: object) -> Algorithm:
     return resolve(config, max_tokens=16, samples_per_prompt=4, updates_per_step=updates)  # type: ignore[arg-type]
 
 
-def member(uid: str, repeat: int, reward: float | None, tokens: int, status: str = "ok") -> Trajectory:
+def member(
+    uid: str, repeat: int, reward: float | None, tokens: int, status: str = "ok"
+) -> Trajectory:
     prompt = 3
     sources = [Source.PROMPT] * prompt + [Source.POLICY] * tokens
     sampled = np.array(sources) == Source.POLICY
@@ -36,7 +40,7 @@ def member(uid: str, repeat: int, reward: float | None, tokens: int, status: str
     )
 
 
-def group(uid: str, rewards: list[float | None], tokens: list[int] | None = None) -> Group:
+def group(uid: str, rewards: Sequence[float | None], tokens: list[int] | None = None) -> Group:
     lengths = tokens or [2] * len(rewards)
     members = [
         member(uid, i, r, n, "ok" if r is not None else "error")
@@ -134,7 +138,8 @@ def test_scales_of_an_update_add_up_to_one_however_it_is_packed() -> None:
     row = algorithm("dapo", overlong={"buffer": 0}, updates_per_step=2)
     parts = stages.split_updates(groups, 2, seed=0)
     wide, narrow = (
-        stages.write_advantages(packed(parts, budget), groups, row, Metrics()) for budget in (1000, 8)
+        stages.write_advantages(packed(parts, budget), groups, row, Metrics())
+        for budget in (1000, 8)
     )
     assert len(narrow[0]) > len(wide[0]) == 1
     for updates in (wide, narrow):
@@ -147,7 +152,9 @@ def test_scales_of_an_update_add_up_to_one_however_it_is_packed() -> None:
 
 def test_a_mean_over_sequences_weighs_them_alike() -> None:
     groups = [group("a", [0.0, 1.0, 0.0, 1.0], [1, 2, 4, 8])]
-    scales = columns(stages.write_advantages(packed([groups]), groups, algorithm(), Metrics()), "scales")
+    scales = columns(
+        stages.write_advantages(packed([groups]), groups, algorithm(), Metrics()), "scales"
+    )
     assert [sum(scales["a", i]) for i in range(4)] == pytest.approx([0.25] * 4)
 
 
@@ -164,7 +171,9 @@ def test_logprobs_go_to_the_forest_they_came_from() -> None:
     groups = [group(str(i), [0.0, 1.0]) for i in range(4)]
     updates = packed(stages.split_updates(groups, 2, seed=0), micro_tokens=8)
     flat = [batch for batches in updates for batch in batches]
-    scored = [(np.full(len(b.reads), i, np.float32), np.zeros(len(b.reads))) for i, b in enumerate(flat)]
+    scored = [
+        (np.full(len(b.reads), i, np.float32), np.zeros(len(b.reads))) for i, b in enumerate(flat)
+    ]
     written = stages.with_logprobs(updates, "old_logprobs", scored)
     assert [len(batches) for batches in written] == [len(batches) for batches in updates]
     seen = [set(b.old_logprobs.tolist()) for batches in written for b in batches]  # type: ignore[union-attr]
@@ -177,4 +186,6 @@ def test_supervision_weighs_every_token_alike() -> None:
     assert len(written) == 2
     for batch in written:
         assert batch.advantages is not None and set(batch.advantages.tolist()) == {1.0}
-        assert batch.scales is not None and batch.scales.tolist() == pytest.approx([1 / 8] * len(batch.reads))
+        assert batch.scales is not None and batch.scales.tolist() == pytest.approx(
+            [1 / 8] * len(batch.reads)
+        )

@@ -1,4 +1,4 @@
-"""Reinforcement learning end to end on a tiny model: what a step does, and what it leaves behind."""
+"""Reinforcement learning end to end on a tiny model: what a step does, what it leaves behind."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Read = Callable[[Path], list[dict[str, Any]]]
 # Of the names of docs/runs.md, those that every run of GRPO with a KL has.
 NAMES = {
     "reward": "mean std min max accuracy abstain_rate error_rate by_source/counting/accuracy",
-    "group": "dead_frac all_right_frac all_wrong_frac constant_low constant_high singleton std_mean "
-    "kept_frac rounds",
+    "group": "dead_frac all_right_frac all_wrong_frac constant_low constant_high singleton "
+    "std_mean kept_frac rounds",
     "policy": "loss pg_loss kl_ref kl_loss kl_coef kl_old entropy clip_frac_low clip_frac_high "
     "ratio_mean ratio_max grad_norm grad_norm_vision lr update_skipped",
     "adv": "mean std min max clip_frac",
@@ -46,7 +46,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> Path:
     """Five steps with a KL, validated every other step, each saved, one kept."""
     out = tmp_path_factory.mktemp("rl")
     changes = {"run.max_steps": 5, "val.every": 2, "save.every": 1, "save.keep": 1}
-    config = rl_config(out) | changes | {"data.val": rl_config(out)["data.train"].replace("train", "val")}
+    config = (
+        rl_config(out)
+        | changes
+        | {"data.val": rl_config(out)["data.train"].replace("train", "val")}
+    )
     rl.run(config | {"track.trajectories_every": 2})
     return out / "run"
 
@@ -63,7 +67,15 @@ def test_the_names_of_the_metrics(finished: Path) -> None:
 def test_the_files_of_a_run(finished: Path) -> None:
     assert load(finished / "config.resolved.yaml").run.max_steps == 5
     manifest = json.loads((finished / "manifest.json").read_text())
-    assert {"data", "template", "prompt_texts", "pixels", "family", "packages", "seed"} <= manifest.keys()
+    assert {
+        "data",
+        "template",
+        "prompt_texts",
+        "pixels",
+        "family",
+        "packages",
+        "seed",
+    } <= manifest.keys()
     stored = {p.name for p in (finished / "trajectories").rglob("step-*.jsonl")}
     assert {"step-1.jsonl", "step-2.jsonl", "step-4.jsonl", "step-5.jsonl"} <= stored
     assert "step 5/5" in (finished / "log.txt").read_text()
@@ -89,7 +101,9 @@ def test_validation_before_every_and_last(finished: Path, numbers: Read) -> None
 
 
 def test_the_best_checkpoint_stays_beside_the_newest(finished: Path, numbers: Read) -> None:
-    scores = {r["step"]: r["val/val/accuracy"] for r in numbers(finished) if "val/val/accuracy" in r}
+    scores = {
+        r["step"]: r["val/val/accuracy"] for r in numbers(finished) if "val/val/accuracy" in r
+    }
     del scores[0]  # before training there is nothing to save
     best = max(scores, key=lambda step: (scores[step], -step))
     progress = checkpoint.read_progress(finished / "checkpoints" / "step-5")
@@ -138,7 +152,9 @@ def recorded_calls(file: Path) -> list[dict[str, Any]]:
     return [{key: calls[f"{n}/{key}"] for key in names} for n in range(len(calls.files) // 3)]
 
 
-def test_later_updates_of_a_step_leave_the_old_policy_behind(tmp_path: Path, rl_config: Make) -> None:
+def test_later_updates_of_a_step_leave_the_old_policy_behind(
+    tmp_path: Path, rl_config: Make
+) -> None:
     file = tmp_path / "loss.py"
     file.write_text(LOSS)
     more = {"algorithm.policy_loss": f"{file}:recorded", "train.epochs_per_batch": 2}
@@ -162,9 +178,7 @@ def test_warm_up_counts_steps_not_updates(tmp_path: Path, rl_config: Make, numbe
     assert rates == pytest.approx([2.5e-4, 6.5e-4, 8e-4])
 
 
-@pytest.mark.parametrize(
-    ("coef", "loaded"), [(0.0, False), (0.04, True)]
-)
+@pytest.mark.parametrize(("coef", "loaded"), [(0.0, False), (0.04, True)])
 def test_a_reference_is_loaded_only_when_it_counts(
     tmp_path: Path, rl_config: Make, coef: float, loaded: bool
 ) -> None:
@@ -190,7 +204,9 @@ def test_a_frozen_tower_stays_as_it_was(
     changed = {name for name in before if not (before[name] == after[name]).all()}
     vision = {n for n in before if "visual" in n and "merger" not in n}
     assert vision and not changed & vision
-    assert changed >= {name for name in before if "language_model.layers" in name or "model.layers" in name}
+    assert changed >= {
+        name for name in before if "language_model.layers" in name or "model.layers" in name
+    }
 
 
 # -- sampling --------------------------------------------------------------------------------------
@@ -221,7 +237,11 @@ def test_dynamic_sampling_fills_the_step(tmp_path: Path, rl_config: Make, number
 
 
 def test_dynamic_sampling_goes_on_with_what_it_has(tmp_path: Path, rl_config: Make) -> None:
-    more = {"algorithm.filter.dynamic": True, "algorithm.filter.max_rounds": 1, "algorithm.kl.coef": 0}
+    more = {
+        "algorithm.filter.dynamic": True,
+        "algorithm.filter.max_rounds": 1,
+        "algorithm.kl.coef": 0,
+    }
     row = rl.run(rl_config(tmp_path, run__max_steps=1, run__seed=3) | more)
     assert 0 < row["group/kept_frac"] < 1
     assert row["policy/live_sequences"] == 16 * row["group/kept_frac"]
@@ -233,7 +253,11 @@ NEVER_RIGHT = {"reward.terms": ["exact"], "prompt.format": "think_answer"}
 
 @pytest.mark.parametrize("exhausted", ["train_partial", "skip"])
 def test_a_step_without_an_informative_group_changes_nothing(
-    tmp_path: Path, rl_config: Make, exhausted: str, word_model: str, same_weights: Callable[..., bool]
+    tmp_path: Path,
+    rl_config: Make,
+    exhausted: str,
+    word_model: str,
+    same_weights: Callable[..., bool],
 ) -> None:
     dynamic = {"algorithm.filter.dynamic": True, "algorithm.filter.max_rounds": 2}
     config = rl_config(tmp_path, run__max_steps=2) | NEVER_RIGHT | dynamic
@@ -294,7 +318,9 @@ class Broken(Twice):
 def test_an_environment_of_your_own(tmp_path: Path, rl_config: Make) -> None:
     (tmp_path / "world.py").write_text(WORLD)
     env = {"env.name": f"{tmp_path}/world.py:Twice", "env.max_turns": 2, "reward.terms": []}
-    config = rl_config(tmp_path, run__max_steps=2, rollout__stop=["?", "1", "2", "3", "4", "5", "6"])
+    config = rl_config(
+        tmp_path, run__max_steps=2, rollout__stop=["?", "1", "2", "3", "4", "5", "6"]
+    )
     row = rl.run(config | env | {"rollout.max_tokens": 40, "track.trajectories_every": 1})
     assert row["turns/mean"] > 1.5 and row["turns/images_per_sample"] > 1.5
     assert 0 < row["reward/mean"] < 1 and row["reward/mean"] == row["reward/accuracy"]
@@ -305,7 +331,7 @@ def test_an_environment_of_your_own(tmp_path: Path, rl_config: Make) -> None:
 def test_an_environment_that_always_fails_ends_the_run(tmp_path: Path, rl_config: Make) -> None:
     (tmp_path / "world.py").write_text(WORLD)
     env = {"env.name": f"{tmp_path}/world.py:Broken", "env.max_turns": 2, "reward.terms": []}
-    with pytest.raises(saccade.errors.RewardError, match="no world today|env_error"):
+    with pytest.raises(saccade.errors.RewardError, match=r"could not be scored .*env_error"):
         rl.run(rl_config(tmp_path, rollout__stop=["?"], rollout__max_tokens=60) | env)
 
 

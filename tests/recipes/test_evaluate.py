@@ -1,0 +1,183 @@
+"""Evaluation: one path in training and afterwards; intervals, rates, files to score again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import saccade
+from saccade.cli import app
+from saccade.errors import ConfigError, SelfTestError
+from saccade.recipes import evaluate, rl, sft
+from saccade.statistics import mean_interval, pass_at_k
+
+Make = Callable[..., dict[str, Any]]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory, sft_config: Make) -> str:
+    """A model that has learned the format, and a little counting."""
+    out = tmp_path_factory.mktemp("taught")
+    sft.run(sft_config(out, run__max_steps=30, train__prompts_per_step=12, train__lr=4e-3))
+    return str(out / "run" / "checkpoints" / "step-30")
+
+
+@pytest.fixture(scope="module")
+def judged(taught: str, scenes: Path, rl_config: Make) -> Make:
+    def config(out: Path, **changes: Any) -> dict[str, Any]:
+        options = rl_config(out, model__path=taught, data__val=str(scenes / "val.jsonl"))
+        options |= {"prompt.format": "think_answer", "rollout.max_tokens": 14}
+        options |= {"reward.terms": ["count", {"verifier": "format:think_answer", "weight": 0.2}]}
+        return options | {name.replace("__", "."): value for name, value in changes.items()}
+
+    return config
+
+
+def test_the_score_in_training_is_that_of_the_checkpoint(tmp_path: Path, judged: Make) -> None:
+    config = judged(tmp_path, run__max_steps=2, val__every=2, val__n=3, train__lr=1e-4)
+    row = rl.run(config)
+    path = tmp_path / "run" / "checkpoints" / "step-2"
+    result = saccade.evaluate(config, f"model.path={path}", out=tmp_path / "eval")
+    inside = {k.removeprefix("val/val/"): v for k, v in row.items() if k.startswith("val/val/")}
+    assert result == {"val": inside}
+    assert 0 < result["val"]["accuracy"] < 1
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, judged: Make) -> tuple[dict[str, float], Path]:
+    out = tmp_path_factory.mktemp("four")
+    result = evaluate.run(judged(out, val__n=4), out=out / "eval")
+    return result["val"], out / "eval"
+
+
+def test_statistics_of_four_samples(four: tuple[dict[str, float], Path]) -> None:
+    metrics, folder = four
+    rows = lines(folder / "samples.jsonl")
+    assert len(rows) == 8 * 4 and metrics["items"] == 8
+    scores = {row["id"]: [r["score"] for r in rows if r["id"] == row["id"]] for row in rows}
+    values = [np.array(v) for v in scores.values()]
+    assert metrics["avg@4"] == metrics["accuracy"] == pytest.approx(np.mean(values))
+    assert metrics["pass@4"] == pytest.approx(
+        np.mean([pass_at_k(4, int(v.sum()), 4) for v in values])
+    )
+    assert (metrics["ci_low"], metrics["ci_high"]) == pytest.approx(mean_interval(values))
+    assert metrics["ci_low"] <= metrics["accuracy"] <= metrics["ci_high"]
+    assert metrics["accuracy"] <= metrics["pass@4"]
+
+
+def test_rates_beside_the_accuracy(four: tuple[dict[str, float], Path]) -> None:
+    metrics, folder = four
+    rows = lines(folder / "samples.jsonl")
+    thinking = ["<think>" in r["response"] and "</think>" in r["response"] for r in rows]
+    assert metrics["parse_rate"] == np.mean([r["extracted"] is not None for r in rows])
+    assert metrics["think_rate"] == pytest.approx(np.mean(thinking), abs=0.1)
+    assert metrics["truncated_frac"] == np.mean([r["status"] == "truncated" for r in rows])
+    assert metrics["response_mean"] == np.mean([r["tokens"] for r in rows])
+    assert metrics["format"] == np.mean([r["parts"]["format"] for r in rows])
+    assert metrics["error_rate"] == metrics["abstain_rate"] == 0
+    assert json.loads((folder / "results.json").read_text()) == {"val": metrics}
+
+
+def test_fields_of_a_sample(four: tuple[dict[str, float], Path]) -> None:
+    row = lines(four[1] / "samples.jsonl")[0]
+    assert set(row) == {
+        *("set", "id", "repeat", "data_source", "prompt", "response", "think_prefilled"),
+        *("extracted", "gold", "choices", "score", "reward", "parts", "tokens", "end_reason"),
+        *("status", "reason", "media", "extra"),
+    }
+    assert row["set"] == "val" and row["data_source"] == "counting" and len(row["media"]) == 1
+    assert row["prompt"] == "how many objects?" and row["gold"] in "123456"
+
+
+def test_one_greedy_answer_is_the_default(tmp_path: Path, judged: Make) -> None:
+    first, second = (
+        evaluate.run(judged(tmp_path, run__seed=seed), out=tmp_path / str(seed)) for seed in (1, 2)
+    )
+    assert first == second
+    assert "avg@1" not in first["val"] and first["val"]["items"] == 8
+
+
+def test_responses_can_be_scored_again(
+    four: tuple[dict[str, float], Path], judged: Make, tmp_path: Path
+) -> None:
+    metrics, folder = four
+    samples = folder / "samples.jsonl"
+    same = evaluate.run(judged(tmp_path), out=tmp_path / "same", rescore=samples)
+    assert (
+        same["val"]["accuracy"] == metrics["accuracy"]
+        and same["val"]["pass@4"] == metrics["pass@4"]
+    )
+    generous = [{"verifier": "count", "args": {"tolerance": 6}}]
+    other = evaluate.run(
+        judged(tmp_path, reward__terms=generous), out=tmp_path / "other", rescore=samples
+    )
+    assert metrics["accuracy"] < other["val"]["accuracy"] <= metrics["parse_rate"]
+    rescored = lines(tmp_path / "other" / "samples.jsonl")
+    assert [r["response"] for r in rescored] == [r["response"] for r in lines(samples)]
+
+
+def test_odd_line_breaks_in_a_response_are_no_lines(
+    tmp_path: Path, judged: Make, four: tuple[Any, Path]
+) -> None:
+    rows = lines(four[1] / "samples.jsonl")[:3]
+    rows[0]["response"] = "<think>\u2028\x85\u2029</think><answer>3</answer>"
+    file = tmp_path / "odd.jsonl"
+    file.write_text(
+        "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8"
+    )
+    result = evaluate.run(judged(tmp_path), out=tmp_path / "eval", rescore=file)
+    assert result["val"]["items"] == 1
+    assert lines(tmp_path / "eval" / "samples.jsonl")[0]["extracted"] == "3"
+
+
+def test_several_sets_and_their_names(tmp_path: Path, judged: Make, scenes: Path) -> None:
+    path = str(scenes / "val.jsonl")
+    sets = [{"path": path, "max_samples": 2}, {"path": path, "name": "other", "max_samples": 3}]
+    result = evaluate.run(judged(tmp_path, data__val=sets), out=tmp_path / "eval")
+    assert {name: m["items"] for name, m in result.items()} == {"val": 2, "other": 3}
+
+
+def test_the_command(tmp_path: Path, judged: Make, four: tuple[dict[str, float], Path]) -> None:
+    import yaml
+
+    from saccade.config import load
+
+    file = tmp_path / "run.yaml"
+    config = load(judged(tmp_path, val__n=4))
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    done = CliRunner().invoke(app, ["eval", str(file), "--out", str(tmp_path / "cli")])
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "cli" / "results.json").read_text()) == {"val": four[0]}
+    again = [
+        "eval",
+        str(file),
+        "--out",
+        str(tmp_path / "x"),
+        "--rescore",
+        str(tmp_path / "none.jsonl"),
+    ]
+    refused = CliRunner().invoke(app, again)
+    assert refused.exit_code == 2 and "no such file" in refused.output
+
+
+def test_without_a_reward_no_accuracy_is_claimed(tmp_path: Path, judged: Make) -> None:
+    config = judged(tmp_path, reward__terms=[])
+    metrics = evaluate.run(config, out=tmp_path / "eval")["val"]
+    assert metrics["items"] == 0 and "accuracy" not in metrics and "reward" not in metrics
+    with pytest.raises(ConfigError, match=r"reward\.terms: nothing scores a response"):
+        evaluate.run(config, out=tmp_path / "eval", rescore=tmp_path / "eval" / "samples.jsonl")
+
+
+def test_a_reward_that_does_not_fit_is_refused(tmp_path: Path, judged: Make) -> None:
+    with pytest.raises(SelfTestError, match="misjudges known answers"):
+        evaluate.run(judged(tmp_path, reward__terms=["choice"]), out=tmp_path / "eval")

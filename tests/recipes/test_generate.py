@@ -1,0 +1,80 @@
+"""Batch inference: n responses per row, and an exact resume after a kill."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import saccade
+from saccade.recipes import generate
+
+Make = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def config(rl_config: Make) -> Make:
+    return lambda out, **changes: rl_config(out, generate__n=3, rollout__max_tokens=5, **changes)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, config: Make) -> Path:
+    out = tmp_path_factory.mktemp("generate")
+    result = saccade.generate(config(out))
+    assert result == {"path": str(out / "run" / "generations.jsonl"), "rows": 24, "skipped": 0}
+    return Path(result["path"])
+
+
+def test_every_row_has_its_responses(written: Path) -> None:
+    rows = rows_of(written)
+    assert len(rows) == 24 and len({row["id"] for row in rows}) == 24
+    for row in rows:
+        assert set(row) == {"id", "data_source", "prompt", "answer", "responses"}
+        assert len(row["responses"]) == 3 and len({r["text"] for r in row["responses"]}) > 1
+        for response in row["responses"]:
+            assert set(response) == {"text", "tokens", "end_reason", "reward", "score", "extracted"}
+            assert 1 <= response["tokens"] <= 5 and response["score"] in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 40, 900])
+def test_a_cut_file_is_completed_exactly(
+    tmp_path: Path, config: Make, written: Path, lost: int
+) -> None:
+    path = tmp_path / "run" / "generations.jsonl"
+    path.parent.mkdir()
+    whole = written.read_bytes()
+    path.write_bytes(whole[: len(whole) - lost])
+    kept = path.read_bytes().count(b"\n")
+    assert generate.run(config(tmp_path)) == {"path": str(path), "rows": 24 - kept, "skipped": kept}
+    assert path.read_bytes() == whole
+
+
+def test_a_cut_inside_a_character(tmp_path: Path, config: Make, written: Path) -> None:
+    path = tmp_path / "run" / "generations.jsonl"
+    path.parent.mkdir()
+    first = written.read_bytes().split(b"\n")[0]
+    path.write_bytes(first + b'\n{"id": "x", "prompt": "\xc3')
+    assert generate.run(config(tmp_path, data__max_samples=2))["skipped"] == 1
+    assert [row["id"] for row in rows_of(path)] == [row["id"] for row in rows_of(written)[:2]]
+
+
+def test_odd_line_breaks_are_no_lines(tmp_path: Path, config: Make, written: Path) -> None:
+    path = tmp_path / "run" / "generations.jsonl"
+    path.parent.mkdir()
+    row = rows_of(written)[0]
+    row["responses"][0]["text"] = "\u2028\x85"
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert generate.run(config(tmp_path, data__max_samples=1))["rows"] == 0
+
+
+def test_without_rewards_nothing_is_scored(tmp_path: Path, config: Make) -> None:
+    result = generate.run(config(tmp_path, reward__terms=[], data__max_samples=1))
+    (row,) = rows_of(Path(result["path"]))
+    assert {r["reward"] for r in row["responses"]} == {None}

@@ -1,0 +1,82 @@
+"""The quickstart in its quickest form: every stage, every file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from saccade.checkpoint import complete_steps
+from saccade.cli import app
+from saccade.config import load
+from saccade.recipes import quickstart
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("quickstart") / "first"
+    done = CliRunner().invoke(app, ["quickstart", "--quick", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "GRPO gained" in done.output
+    return out
+
+
+def test_the_summary(folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary) == {"seconds", "model_parameters", "sft", "rl", "sft_only"}
+    assert summary["seconds"] > 0 and summary["model_parameters"] > 100_000
+    for stage in ("sft", "rl", "sft_only"):
+        assert set(summary[stage]) == {"val", "ood"}
+        assert all(0 <= accuracy <= 1 for accuracy in summary[stage].values())
+
+
+def test_the_report(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    assert "saccade quickstart" in page and "gain of GRPO" in page and "data:image/" in page
+    assert "http://" not in page.replace("http://www.w3.org", "") and "<script src" not in page
+
+
+def test_the_exported_model_is_the_trained_one(
+    folder: Path, same_weights: Callable[..., bool], tensors: Callable[..., dict[str, Any]]
+) -> None:
+    import transformers
+
+    assert same_weights(folder / "exported", folder / "rl" / "checkpoints" / "step-3")
+    model, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder / "exported", output_loading_info=True
+    )
+    assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
+    stored = sum(t.numel() for t in tensors(folder / "exported").values())
+    assert sum(p.numel() for p in model.parameters()) == stored
+    assert json.loads((folder / "summary.json").read_text())["model_parameters"] == stored
+
+
+def test_the_stages_can_be_run_again(folder: Path) -> None:
+    for name in ("sft", "rl", "sft_only"):
+        assert load(folder / f"{name}.yaml").run.name == name
+        assert complete_steps(folder / name / "checkpoints")
+
+
+def test_no_scene_is_in_two_sets(tmp_path: Path) -> None:
+    quickstart.draw_data(tmp_path, quickstart.SIZES["quick"], seed=0)
+    names = ("demonstrations", "train", "val", "ood")
+    seen = [
+        {json.loads(line)["images"][0] for line in (tmp_path / f"{name}.jsonl").open()}
+        for name in names
+    ]
+    assert len(set().union(*seen)) == sum(len(images) for images in seen)
+
+
+def test_an_earlier_quickstart_is_moved_aside(tmp_path: Path) -> None:
+    out = tmp_path / "first"
+    for number in range(3):
+        out.mkdir(exist_ok=True)
+        quickstart._make_room(out)
+        (out / "summary.json").write_text(str(number))
+    assert (tmp_path / "first.1" / "summary.json").read_text() == "0"
+    assert (tmp_path / "first.2" / "summary.json").read_text() == "1"
+    assert (out / "summary.json").read_text() == "2"

@@ -1,0 +1,202 @@
+"""Supervised fine-tuning: the loss of stock transformers on the same tokens, however packed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade import checkpoint
+from saccade.config import load
+from saccade.errors import ConfigError, DataError
+from saccade.models.families import load_family
+from saccade.recipes import parts, sft
+from saccade.types import Source
+
+Make = Callable[..., dict[str, Any]]
+Read = Callable[[Path], list[dict[str, Any]]]
+PICTURE = "picture-{}.png"
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory, scenes: Path) -> Path:
+    """Three conversations of two turns: two pictures, one picture, none."""
+    folder = tmp_path_factory.mktemp("talks")
+    pictures = sorted((scenes / "images").iterdir())[:3]
+    for number, picture in enumerate(pictures):
+        (folder / PICTURE.format(number)).write_bytes(picture.read_bytes())
+
+    def turns(*texts: str) -> list[dict[str, str]]:
+        return [
+            {"from": who, "value": text}
+            for who, text in zip(("human", "gpt") * 2, texts, strict=True)
+        ]
+
+    rows = [
+        {
+            "id": "two",
+            "images": [PICTURE.format(0), PICTURE.format(1)],
+            "conversations": turns(
+                "<image>how many ?", "3 objects", "<image>how many red ?", "red 2"
+            ),
+        },
+        {
+            "id": "one",
+            "images": [PICTURE.format(2)],
+            "conversations": turns("<image>how many objects ?", "blue blue 2", "many ?", "2"),
+        },
+        {
+            "id": "none",
+            "images": [],
+            "conversations": turns("how many red ?", "1 2 3 red", "how ?", "assistant 4 5 6"),
+        },
+    ]
+    path = folder / "talks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def stock_loss(config: dict[str, Any], model_path: str, loss_on: str) -> tuple[float, int]:
+    """Mean of transformers' own cross-entropy over the trained tokens of all rows, one by one."""
+    import torch
+    import transformers
+
+    resolved = load(config)
+    family = load_family(model_path)
+    data = parts.load_dialogues(resolved, resolved.data.train, family)
+    auto = getattr(transformers, family.spec.auto_class)
+    model = auto.from_pretrained(model_path, dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    for sample in data.samples:
+        (member,) = sft.dialogue(sample, family, loss_on).trajectories
+        labels = np.where(member.sources == Source.POLICY, member.ids, -100)
+        vision = family.vision(member.media, torch.device("cpu"), torch.float32)
+        if member.media:
+            vision = {
+                **vision,
+                "mm_token_type_ids": torch.from_numpy(
+                    (member.ids == family.chat.placeholder).astype(np.int64)
+                )[None],
+            }
+        ids = torch.from_numpy(member.ids)[None]
+        trained = int((labels != -100).sum())
+        with torch.no_grad():
+            output = model(input_ids=ids, labels=torch.from_numpy(labels)[None], **vision)
+        total, count = total + float(output.loss) * trained, count + trained
+    return total / count, count
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last_turn", "all"])
+def test_the_loss_is_that_of_transformers(
+    tmp_path: Path, sft_config: Make, talks: Path, word_model: str, loss_on: str
+) -> None:
+    config = sft_config(
+        tmp_path, run__max_steps=1, data__train=str(talks), train__prompts_per_step=3
+    )
+    row = sft.run(config | {"sft.loss_on": loss_on})
+    loss, tokens = stock_loss(config, word_model, loss_on)
+    assert row["sft/loss"] == pytest.approx(loss, rel=1e-5)
+    assert row["sft/tokens"] == tokens
+    assert row["sft/ppl"] == pytest.approx(np.exp(loss), rel=1e-4)
+
+
+def test_which_tokens_are_trained(
+    talks: Path, sft_config: Make, tmp_path: Path, word_model: str
+) -> None:
+    config = load(sft_config(tmp_path, data__train=str(talks)))
+    family = load_family(word_model)
+    sample = parts.load_dialogues(config, config.data.train, family).samples[0]
+    read = {}
+    for loss_on in ("assistant", "last_turn", "all"):
+        (member,) = sft.dialogue(sample, family, loss_on).trajectories
+        ids = member.ids[member.sources == Source.POLICY].tolist()
+        read[loss_on] = family.chat.tokenizer.decode(ids)
+        assert family.chat.placeholder not in ids and len(member.media) == 2
+    assert read["assistant"].replace(" ", "") == "3objects<|im_end|>red2<|im_end|>"
+    assert read["last_turn"].replace(" ", "") == "red2<|im_end|>"
+    assert "how many red" in read["all"]
+
+
+def test_packing_changes_nothing(
+    tmp_path: Path, sft_config: Make, tensors: Callable[..., dict[str, Any]], numbers: Read
+) -> None:
+    for name, budget in (("wide", 16_384), ("narrow", 16)):
+        config = sft_config(tmp_path, run__name=name, train__micro_tokens=budget, run__max_steps=3)
+        sft.run(config | {"train.eps": 1e-3})  # else Adam blows up the rounding of a tiny gradient
+    wide, narrow = numbers(tmp_path / "wide"), numbers(tmp_path / "narrow")
+    assert [r["sft/loss"] for r in wide] == pytest.approx([r["sft/loss"] for r in narrow], rel=1e-6)
+    one, other = (
+        tensors(tmp_path / name / "checkpoints" / "step-3") for name in ("wide", "narrow")
+    )
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-6
+
+
+def test_the_loss_falls(tmp_path: Path, sft_config: Make, numbers: Read) -> None:
+    sft.run(sft_config(tmp_path, run__max_steps=12, train__lr=5e-3, train__schedule="cosine"))
+    rows = numbers(tmp_path / "run")
+    assert rows[-1]["sft/loss"] < 0.6 * rows[0]["sft/loss"]
+    assert rows[0]["policy/lr"] == 5e-3 and rows[-1]["policy/lr"] < 2e-4
+    assert {"policy/grad_norm", "policy/grad_norm_vision", "guard/nonfinite", "data/epoch"} <= rows[
+        0
+    ].keys()
+
+
+def test_validation_generates_with_the_weights_of_the_step(
+    tmp_path: Path, sft_config: Make, scenes: Path, numbers: Read
+) -> None:
+    config = sft_config(tmp_path, data__val=str(scenes / "val.jsonl"), val__every=2, save__every=4)
+    sft.run(config | {"reward.terms": ["count"], "rollout.max_tokens": 12})
+    validated = {r["step"]: r for r in numbers(tmp_path / "run") if "val/val/accuracy" in r}
+    assert list(validated) == [0, 2, 4]
+    assert validated[4]["val/val/think_rate"] >= validated[0]["val/val/think_rate"]
+    assert checkpoint.read_progress(tmp_path / "run/checkpoints/step-4")["best_step"] in (2, 4)
+
+
+def test_validation_without_a_reward_claims_no_accuracy(
+    tmp_path: Path, sft_config: Make, scenes: Path, numbers: Read
+) -> None:
+    config = sft_config(
+        tmp_path, data__val=str(scenes / "val.jsonl"), val__every=1, run__max_steps=1
+    )
+    sft.run(config | {"rollout.max_tokens": 6})
+    rows = numbers(tmp_path / "run")
+    assert "val/val/parse_rate" in rows[0]
+    assert not any(name.endswith(("/accuracy", "val/reward")) for row in rows for name in row)
+
+
+def test_rows_without_an_answer_are_set_aside(
+    tmp_path: Path, sft_config: Make, talks: Path
+) -> None:
+    file = talks.parent / "more.jsonl"
+    rows = talks.read_text() + json.dumps(
+        {"id": "silent", "conversations": [{"from": "human", "value": "how many ?"}]}
+    )
+    rows += (
+        "\n" + json.dumps({"id": "eager", "conversations": [{"from": "gpt", "value": "2"}]}) + "\n"
+    )
+    file.write_text(rows)
+    config = sft_config(tmp_path, data__train=str(file), run__max_steps=1)
+    with pytest.raises(
+        DataError, match=r"2 of 5 rows are bad.*\n  silent \(row 4 of more\): no assistant turn"
+    ):
+        sft.run(config)
+    assert not (tmp_path / "run").exists()
+    sft.run(config | {"data.max_bad_fraction": 1})
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "more: 3 of 5 rows" in log and "2 bad rows set aside" in log
+
+
+def test_rows_over_the_limit_are_left_out(tmp_path: Path, sft_config: Make, talks: Path) -> None:
+    sft.run(sft_config(tmp_path, data__train=str(talks), run__max_steps=1, sft__max_tokens=32))
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "talks: 2 of 3 rows" in log and "1 rows over" in log
+
+
+def test_everything_frozen_is_refused(tmp_path: Path, sft_config: Make) -> None:
+    with pytest.raises(ConfigError, match="freezes everything; leave something to train"):
+        sft.run(sft_config(tmp_path, model__train="freeze:vision,projector,llm"))
+    assert not (tmp_path / "run").exists()

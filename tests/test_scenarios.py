@@ -1,0 +1,417 @@
+"""What users of other frameworks suffer from, played through on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from saccade import checkpoint
+from saccade.cli import app
+from saccade.config import load
+from saccade.errors import TrainingError
+from saccade.recipes import check_data, parts, rl, sft
+
+Make = Callable[..., dict[str, Any]]
+Read = Callable[[Path], list[dict[str, Any]]]
+
+
+def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "trajectories" / f"step-{step}.jsonl").open()]
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+
+
+def command(name: str, config: dict[str, Any], folder: Path, *overrides: str) -> Result:
+    """What the command line makes of a config."""
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(load(config).model_dump(mode="json", exclude_unset=True)))
+    return CliRunner().invoke(app, [name, str(file), *overrides], env={"COLUMNS": "300"})
+
+
+# -- overlong --------------------------------------------------------------------------------------
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+LIMIT = 260  # tokens: sixteen pictures of 16 would be cut at full size, 64 of 1 fit
+
+
+@pytest.fixture(scope="module")
+def albums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows with 1 to 64 pictures of 112 x 112."""
+    from saccade.data.synthetic import encode_png
+
+    folder = tmp_path_factory.mktemp("albums")
+    pixels = np.random.default_rng(0).integers(0, 255, (112, 112, 3), dtype=np.uint8)
+    (folder / "a.png").write_bytes(encode_png(pixels))
+    rows = [
+        {
+            "id": f"n{n}",
+            "images": ["a.png"] * n,
+            "problem": "<image>" * n + "how many ?",
+            "answer": str(n % 9),
+        }
+        for n in COUNTS
+    ]
+    path = folder / "albums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def album_config(albums: Path, rl_config: Make, tmp_path: Path) -> dict[str, Any]:
+    limits = {"data.max_prompt_tokens": LIMIT, "data.min_pixels": 28 * 28}
+    return (
+        rl_config(tmp_path, data__train=str(albums), run__max_steps=2, train__samples_per_prompt=2)
+        | limits
+    )
+
+
+def test_overlong_rows_are_listed_by_id_and_reason(
+    album_config: dict[str, Any], tmp_path: Path
+) -> None:
+    rl.run(album_config)
+    listed = rows_of(tmp_path / "run" / "quarantine.jsonl")
+    assert [row["id"] for row in listed] == ["n16", "n32", "n64"]
+    assert all(f"data.max_prompt_tokens is {LIMIT}" in row["reason"] for row in listed)
+    assert [row["row"] for row in listed] == [5, 6, 7]
+    report = check_data.run(album_config, headers_only=True, workers=1)
+    assert len(report.overlong) == 3 and "n64" in str(report.overlong)
+
+
+def test_shrunk_rows_fit_and_train(album_config: dict[str, Any], tmp_path: Path) -> None:
+    config = load(album_config | {"data.overlong": "shrink", "train.prompts_per_step": 7})
+    family = parts.family_of(config, parts.start_folder(config))
+    data = parts.load_prompts(config, config.data.train, family)
+    assert [sample.id for sample in data.samples] == [
+        f"n{n}" for n in COUNTS
+    ] and data.shortened == 3
+    for sample, count in zip(data.samples, COUNTS, strict=True):
+        rendered = family.render(sample.messages)
+        assert len(rendered) <= LIMIT and len(rendered.media) == count
+        spans = sum(span.length for span in rendered.media)
+        assert int((rendered.ids == family.chat.placeholder).sum()) == spans
+        assert spans == sum(int(np.prod(span.grid)) // 4 for span in rendered.media)
+    row = rl.run(config)
+    assert row["turns/images_per_sample"] == pytest.approx(np.mean(COUNTS))
+    assert (
+        row["mismatch/logp_gap_max"] < 1e-5 and not (tmp_path / "run" / "quarantine.jsonl").exists()
+    )
+
+
+# -- bad rewards -----------------------------------------------------------------------------------
+
+REWARD = '''
+import time
+import zlib
+
+def right(sample):
+    return float(sample.answer in sample.response.replace("<", " ").replace(">", " ").split())
+
+def moody(sample):
+    """Right or wrong in the self-test; on rollouts every other answer misbehaves."""
+    luck = zlib.crc32((sample.id + sample.response).encode()) % 16
+    if sample.step == 0 or luck >= 8:
+        return right(sample)
+    if luck == 0:
+        time.sleep(60)
+    if luck < 3:
+        raise ValueError("no mood for this")
+    return None if luck < 5 else float("nan")
+
+def generous(sample):
+    return 1.0 if not sample.response.strip() else right(sample)
+'''
+
+
+@pytest.fixture(scope="module")
+def reward_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reward") / "mine.py"
+    path.write_text(REWARD)
+    return path
+
+
+def test_rewards_that_misbehave_cost_their_sample_only(
+    tmp_path: Path, rl_config: Make, reward_file: Path
+) -> None:
+    mine = {
+        "reward.terms": [f"{reward_file}:moody"],
+        "reward.deadline": 1,
+        "reward.max_error_rate": 1,
+    }
+    sizes = {"train.prompts_per_step": 6, "track.trajectories_groups": 6, "run.max_steps": 1}
+    began = time.monotonic()
+    row = rl.run(rl_config(tmp_path) | mine | sizes)
+    assert time.monotonic() - began < 30
+    members = rollouts(tmp_path / "run", 1)
+    kinds = Counter(m["reason"].split(":")[0] for m in members if m["status"] == "error")
+    assert len(members) == 24 and {"raised", "none", "nan"} <= kinds.keys()
+    assert any("deadline" in kind or "timeout" in kind for kind in kinds), kinds
+    assert row["reward/error_rate"] == pytest.approx(sum(kinds.values()) / 24)
+    # One that is left alone in its group has nothing to be compared with.
+    assert row["policy/live_sequences"] == 24 - sum(kinds.values()) - row["group/singleton"]
+    scored = [m["reward"] for m in members if m["status"] != "error"]
+    assert None not in scored and row["reward/mean"] == pytest.approx(np.mean(scored))
+    assert row["guard/nonfinite"] == 0
+
+
+def test_too_many_failures_end_the_run_with_4(
+    tmp_path: Path, rl_config: Make, reward_file: Path
+) -> None:
+    mine = {
+        "reward.terms": [f"{reward_file}:moody"],
+        "reward.deadline": 1,
+        "train.prompts_per_step": 6,
+    }
+    done = command("rl", rl_config(tmp_path) | mine, tmp_path)
+    assert done.exit_code == 4
+    assert "of 24 samples could not be scored" in done.stderr
+    assert "raise reward.max_error_rate above 0.05" in done.stderr
+
+
+def test_a_reward_that_likes_silence_is_refused_before_step_1(
+    tmp_path: Path, rl_config: Make, reward_file: Path
+) -> None:
+    done = command(
+        "rl", rl_config(tmp_path) | {"reward.terms": [f"{reward_file}:generous"]}, tmp_path
+    )
+    assert done.exit_code == 2
+    assert "empty response '' scored 1, expected 0" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+# -- not finite ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory, word_model: str) -> str:
+    """The model with one infinite weight."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("poisoned") / "model"
+    shutil.copytree(word_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    name = next(n for n in weights if n.endswith("layers.1.mlp.down_proj.weight"))
+    weights[name][0, 0] = float("inf")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_updates_that_are_not_finite_are_skipped_then_stop_the_run(
+    tmp_path: Path,
+    rl_config: Make,
+    sft_config: Make,
+    poisoned: str,
+    kind: str,
+    numbers: Read,
+    same_weights: Callable[..., bool],
+) -> None:
+    make, recipe = {"rl": (rl_config, rl.run), "sft": (sft_config, sft.run)}[kind]
+    config = make(tmp_path, model__path=poisoned, run__max_steps=9, save__every=1)
+    if kind == "rl":
+        config["algorithm.kl.coef"] = 0.0
+    with pytest.raises(
+        TrainingError, match=r"3 updates in a row were not finite .*lower train\.lr"
+    ):
+        recipe(config)
+    assert [row["guard/nonfinite"] for row in numbers(tmp_path / "run")] == [1, 1]
+    assert [row["policy/update_skipped"] for row in numbers(tmp_path / "run")] == [1, 1]
+    assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints") == [1, 2]
+    assert same_weights(poisoned, tmp_path / "run" / "checkpoints" / "step-2")
+    saved = sorted((tmp_path / "run" / "bad-batches").iterdir())
+    assert [path.name for path in saved] == [f"step-{n}-{n}.npz" for n in (1, 2, 3)]
+    batch = np.load(saved[0])
+    assert {"0/ids", "0/advantages", "0/keys", "0/media"} <= set(batch.files) and len(
+        batch["0/ids"]
+    ) > 20
+
+
+LOSS = '''
+calls = 0
+
+def moody(new, inputs, options):
+    """the policy gradient; infinite at the second call"""
+    global calls
+    calls += 1
+    losses = -inputs.advantages * (new - inputs.old).exp()
+    return losses * (float("inf") if calls == 2 else 1.0), {}
+'''
+
+
+def test_one_bad_update_leaves_no_trace(
+    tmp_path: Path, rl_config: Make, numbers: Read, same_weights: Callable[..., bool]
+) -> None:
+    from safetensors.torch import load_file
+
+    (tmp_path / "loss.py").write_text(LOSS)
+    config = rl_config(tmp_path, run__max_steps=3, save__every=1, run__seed=5)
+    rl.run(config | {"algorithm.policy_loss": f"{tmp_path}/loss.py:moody"})
+    assert [row["guard/nonfinite"] for row in numbers(tmp_path / "run")] == [0, 1, 0]
+    one, two, three = (tmp_path / "run" / "checkpoints" / f"step-{n}" for n in (1, 2, 3))
+    assert same_weights(one, two) and not same_weights(two, three)
+    before, after = (load_file(path / "state" / "optimizer.safetensors") for path in (one, two))
+    assert all(bool((before[name] == after[name]).all()) for name in before)
+    assert checkpoint.read_progress(three)["bad_updates"] == 0
+
+
+def test_stop_means_at_once(tmp_path: Path, sft_config: Make, poisoned: str) -> None:
+    config = sft_config(tmp_path, model__path=poisoned, train__on_nonfinite="stop")
+    done = command("sft", config, tmp_path)
+    assert done.exit_code == 5 and "1 updates in a row were not finite" in done.stderr
+
+
+# -- awkward data ----------------------------------------------------------------------------------
+
+
+def test_awkward_rows_are_set_aside_and_the_rest_trains(tmp_path: Path, shared: Path) -> None:
+    path = shared / "nasty" / "nasty.jsonl"
+    expected = {row["id"]: row["expect"] for row in rows_of(path)}
+    config = {
+        "run.out": str(tmp_path),
+        "run.max_steps": 2,
+        "model.path": "tiny:qwen2_5_vl",
+        "data.train": str(path),
+        "data.max_bad_fraction": 1,
+        "data.max_megapixels": 100,
+        "data.max_pixels": 56 * 56,
+        "rollout.max_tokens": 6,
+        "reward.terms": ["exact"],
+        "train.prompts_per_step": 16,
+        "train.samples_per_prompt": 2,
+        "algorithm.kl.coef": 0.0,
+        "track.trajectories_groups": 16,
+        "track.tensorboard": False,
+    }
+    row = rl.run(config)
+    assert row["guard/nonfinite"] == 0 and row["mismatch/logp_gap_max"] < 1e-5
+    set_aside = {r["id"]: r["reason"] for r in rows_of(tmp_path / "run" / "quarantine.jsonl")}
+    trained = {member["id"] for member in rollouts(tmp_path / "run", 1)}
+    assert {id for id, verdict in expected.items() if verdict == "ok"} <= trained
+    assert {id for id, verdict in expected.items() if verdict == "reject"} <= set_aside.keys()
+    assert trained.isdisjoint(set_aside) and trained | set_aside.keys() == expected.keys()
+    assert all(len(reason) > 10 for reason in set_aside.values())
+
+
+# -- bad configs -----------------------------------------------------------------------------------
+
+BAD = {  # override: (what is named, a value that works)
+    "train.samples_per_prompt=1": ("train.samples_per_prompt", "train.samples_per_prompt=8"),
+    "train.micro_tokens=0": ("train.micro_tokens", "greater than or equal to 1"),
+    "rollout.top_p=0.9": ("rollout.top_p", "rollout.support=replay"),
+    "rollout.top_k=20": ("rollout.top_k", "rollout.support=replay"),
+    "rollout.max_tokens=2": ("rollout.max_tokens", "rollout.max_tokens=256"),
+    "train.updates_per_step=9": ("train.updates_per_step", "train.updates_per_step=4"),
+    "train.lrr=1": ("train.lrr", "train.lr"),
+    "algorithm.preset=grop": ("algorithm.preset", "grpo"),
+    "algorithm.advantage=gropo": ("algorithm.advantage", "grpo"),
+    "reward.terms=[cuont]": ("cuont", "count"),
+    "prompt.format=think_anwser": ("think_anwser", "think_answer"),
+    "model.path=''": ("model.path", "tiny:qwen2_5_vl"),
+    "model.path=no/such/model": ("model.path", "model folder"),
+    "model.path=tiny:qwen9": ("qwen9", "qwen2_5_vl"),
+    "data.train=[]": ("data.train", "data.train=train.jsonl"),
+    "data.train=no.jsonl": ("data.train", "file or folder on this disk"),
+    "model.train=freeze:llm,vision,projector": ("model.train", "leave something to train"),
+    "model.train=freeze:eyes": ("model.train", "vision"),
+    "algorithm.kl.kind=k1": ("algorithm.kl.kind", "k1+ or k3"),
+    "algorithm.filter.low=0.5": ("algorithm.filter.low", "algorithm.filter.dynamic=true"),
+    "algorithm.overlong.buffer=99": ("algorithm.overlong.buffer", "algorithm.overlong.buffer="),
+    "reward.terms=[]": ("reward.terms", "reward.terms=[math]"),
+    "data.order=random": ("data.order", "shuffle"),
+    "env.name=cave": ("env.name", "single_turn"),
+    "rollout.temperature=0": ("rollout.temperature", "greater than 0"),
+    "run.max_steps=none": ("run.max_steps", "integer"),
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_a_config_that_cannot_run_is_refused_at_once(
+    tmp_path: Path, rl_config: Make, override: str
+) -> None:
+    config = rl_config(tmp_path) | {"prompt.format": "think_answer"}
+    began = time.monotonic()
+    done = command("rl", config, tmp_path, override)
+    assert time.monotonic() - began < 5
+    field, remedy = BAD[override]
+    assert done.exit_code == 2, done.output
+    assert field in done.stderr and remedy in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+
+
+# -- a policy that loves placeholders --------------------------------------------------------------
+
+
+def biased_model(folder: Path) -> str:
+    """Logits of every id that must never be sampled are far above all others: one dimension of the
+    residual stream is the same everywhere, and only those rows of the head read it.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from saccade.models.families import load_family
+    from saccade.models.tiny import build
+    from saccade.recipes.quickstart import WORDS
+
+    path = build("qwen2_5_vl", folder, words=WORDS, text={"tie_word_embeddings": False})
+    banned = np.flatnonzero(load_family(path).banned).tolist()
+    weights = load_file(Path(path) / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith("embed_tokens.weight"):
+            tensor[:, 0] = 3.0
+        elif (
+            name.endswith(("merger.mlp.2.weight", "o_proj.weight", "down_proj.weight"))
+            and "blocks" not in name
+        ):
+            tensor[0] = 0.0
+        elif name.endswith("merger.mlp.2.bias"):
+            tensor[0] = 3.0
+        elif name.endswith("lm_head.weight"):
+            tensor[:, 0] = 0.0
+            tensor[banned, 0] = 50.0
+    save_file(weights, Path(path) / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_a_policy_that_loves_placeholders_never_writes_one(
+    tmp_path: Path, rl_config: Make, numbers: Read
+) -> None:
+    import torch
+    import transformers
+
+    from saccade.models.families import load_family
+
+    path = biased_model(tmp_path / "model")
+    family = load_family(path)
+    banned = np.flatnonzero(family.banned)
+    assert family.chat.placeholder in banned and family.vocabulary - 1 in banned
+    stock = transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
+    with torch.no_grad():
+        logits = stock(input_ids=torch.arange(20)[None]).logits[0].numpy()
+    allowed = np.setdiff1d(np.arange(logits.shape[1]), banned)
+    assert (logits[:, banned].min(1) - logits[:, allowed].max(1)).min() > 50
+
+    config = rl_config(tmp_path, model__path=path, run__max_steps=20, track__trajectories_every=1)
+    rl.run(config)
+    rows = numbers(tmp_path / "run")
+    assert len(rows) == 20 and max(row["mismatch/logp_gap_max"] for row in rows) < 1e-5
+    assert all(row["mismatch/unscored_frac"] == 0 for row in rows)
+    written = {
+        id
+        for step in range(1, 21)
+        for member in rollouts(tmp_path / "run", step)
+        for segment in member["segments"]
+        if segment["source"] == "policy"
+        for id in segment["ids"]
+    }
+    assert len(written) > 20 and written.isdisjoint(banned.tolist())

@@ -1,0 +1,235 @@
+"""The same rollouts and rewards give the GRPO loss and gradient of TRL's own trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+SIZE, LIMIT = 4, 6
+QUESTIONS = ("how many red ?", "how many objects objects ?", "many ?")
+
+
+@pytest.fixture(scope="module")
+def trainer_of(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Any, list[list[float]]]]:
+    """A GRPOTrainer around a tiny model folder, and the list that its rewards are recorded in."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    def make(path: str) -> tuple[Any, list[list[float]]]:
+        recorded: list[list[float]] = []
+
+        def reward(completions: list[str], **columns: Any) -> list[float]:
+            recorded.append([float(len(text) % 5) for text in completions])
+            return recorded[-1]
+
+        arguments = GRPOConfig(
+            output_dir=str(tmp_path_factory.mktemp("trl")),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=SIZE * len(QUESTIONS),
+            num_generations=SIZE,
+            max_completion_length=LIMIT,
+            beta=0.0,
+            loss_type="grpo",
+            temperature=1.0,
+            gradient_checkpointing=False,
+            report_to=[],
+        )
+        trainer = GRPOTrainer(
+            model=path,
+            reward_funcs=reward,
+            args=arguments,
+            train_dataset=Dataset.from_dict({"prompt": list(QUESTIONS)}),
+            processing_class=AutoTokenizer.from_pretrained(path),
+        )
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1  # as its loop sets it
+        return trainer, recorded
+
+    return make
+
+
+def groups_of(
+    inputs: dict[str, Any], rewards: list[float], media: tuple[Any, ...] = ()
+) -> list[Any]:
+    """Their padded rows as our groups."""
+    from saccade.types import Group, Message, Sample, Source, Trajectory
+
+    groups = []
+    for start in range(0, len(rewards), SIZE):
+        members = []
+        for repeat in range(SIZE):
+            row = start + repeat
+            prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].numpy()
+            answer = inputs["completion_ids"][row][inputs["completion_mask"][row].bool()].numpy()
+            sources = np.repeat(
+                np.array([Source.PROMPT, Source.POLICY], np.int8), [len(prompt), len(answer)]
+            )
+            policy = sources == Source.POLICY
+            members.append(
+                Trajectory(
+                    sample_id=str(start),
+                    repeat=repeat,
+                    ids=np.concatenate([prompt, answer]),
+                    sources=sources,
+                    logprobs=np.where(policy, -1.0, np.nan).astype(np.float32),
+                    versions=np.where(policy, 0, -1).astype(np.int32),
+                    media=media[start // SIZE] if media else (),
+                    reward=rewards[row],
+                    outcome=rewards[row],
+                )
+            )
+        sample = Sample(id=str(start), messages=(Message(role="user", parts=("x",)),))
+        groups.append(Group(sample=sample, uid=str(start), trajectories=tuple(members)))
+    return groups
+
+
+def ours(
+    path: str, groups: list[Any], old: np.ndarray | None
+) -> tuple[float, dict[str, Any], np.ndarray]:
+    """Loss, gradient by name and advantages, through the packed forests that training uses."""
+    import torch
+
+    from saccade.algorithms import stages
+    from saccade.algorithms.build import resolve
+    from saccade.algorithms.objective import to_metrics
+    from saccade.backends import Scoring
+    from saccade.backends.local import LocalBackend
+    from saccade.config import AlgorithmConfig, KLConfig, TrainConfig
+    from saccade.forest import pack
+    from saccade.models.families import load_family
+    from saccade.models.load import load_model
+    from saccade.types import Metrics
+
+    family = load_family(path)
+    family = replace(family, banned=np.zeros_like(family.banned))  # TRL bans nothing
+    model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+    backend = LocalBackend(model, family, TrainConfig())
+    row = AlgorithmConfig(
+        preset="grpo",
+        std_eps=1e-4,
+        kl=KLConfig(coef=0.0),
+        old="recompute" if old is not None else "detach",
+    )
+    algorithm = resolve(row, max_tokens=LIMIT, samples_per_prompt=SIZE)
+    groups = stages.choose_members(groups, algorithm, Metrics())
+    updates = [pack(groups, positions=family.positions, micro_tokens=60)]
+    if old is not None:
+        starts = np.cumsum([0] + [len(batch.reads) for batch in updates[0]])
+        scored = [(old[a:b], old[a:b]) for a, b in pairwise(starts)]
+        updates = stages.with_logprobs(updates, "old_logprobs", scored)
+    (batches,) = stages.write_advantages(updates, groups, algorithm, Metrics())
+    assert len(batches) > 1  # several forests, as under a real budget
+    assert backend.optimizer is not None
+    model.train()
+    stats = [s for b in batches for s in backend._micro_step(b, algorithm, Scoring())]
+    loss = to_metrics(algorithm, stats).means()["policy/loss"]
+    advantages = np.concatenate([b.advantages for b in batches])  # type: ignore[misc]
+    return loss, dict(backend.optimizer.gradients), advantages
+
+
+def compare(
+    trainer: Any, inputs: dict[str, Any], path: str, groups: list[Any], spread: float
+) -> None:
+    import torch
+
+    mask = inputs["completion_mask"].bool()
+    old = None
+    if spread:  # as if the policy had moved since: some ratios are clipped
+        with torch.no_grad():
+            together = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+            attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+            vision = {
+                k: v
+                for k, v in inputs.items()
+                if k in ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
+            }
+            now, *_ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, together, attended, inputs["completion_ids"].shape[1], **vision
+            )
+        noise = torch.from_numpy(
+            np.random.default_rng(0).normal(0, spread, tuple(now.shape))
+        ).float()
+        inputs = inputs | {"old_per_token_logps": now.detach() + noise}
+        old = inputs["old_per_token_logps"][mask].numpy()
+    trainer.model.zero_grad()
+    theirs = trainer.compute_loss(trainer.model, inputs)
+    theirs.backward()
+    loss, gradient, advantages = ours(path, groups, old)
+    per_token = inputs["advantages"][:, None].expand_as(mask)[mask].numpy()
+    np.testing.assert_allclose(advantages, per_token, rtol=1e-5, atol=1e-6)
+    assert loss == pytest.approx(theirs.item(), rel=1e-5, abs=1e-6)
+    wanted = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    assert gradient.keys() == wanted.keys()
+    total = torch.stack([g.norm() for g in wanted.values()]).norm().item()
+    gap = torch.stack([(gradient[name] - wanted[name]).norm() for name in wanted]).norm().item()
+    assert total > 0.05 and gap < 1e-5 * total
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_text(tmp_path: Path, trainer_of: Callable[..., Any], spread: float) -> None:
+    from saccade.models.tiny import build
+    from saccade.recipes.quickstart import WORDS
+
+    path = build("qwen3", tmp_path / "model", words=WORDS)
+    trainer, recorded = trainer_of(path)
+    rows = [{"prompt": question} for question in QUESTIONS for _ in range(SIZE)]
+    inputs = trainer._generate_and_score_completions(rows)
+    groups = groups_of(inputs, recorded[-1])
+    assert any(len({t.reward for t in group.trajectories}) > 1 for group in groups)
+    compare(trainer, inputs, path, groups, spread)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_pictures(
+    scenes: Path, word_model: str, trainer_of: Callable[..., Any], spread: float
+) -> None:
+    """Their loss on prompts with a picture each; the tensors are those of our processor."""
+    import torch
+
+    from saccade.config import DataConfig, DataSource
+    from saccade.data.datasets import load
+    from saccade.models.families import load_family
+
+    trainer, _ = trainer_of(word_model)
+    family = load_family(word_model)
+    samples = load([DataSource(path=str(scenes / "val.jsonl"))], DataConfig()).samples[
+        : len(QUESTIONS)
+    ]
+    prompts = [family.render(sample.messages) for sample in samples]
+    random = np.random.default_rng(1)
+    lengths = random.integers(2, LIMIT + 1, SIZE * len(prompts))
+    rewards = random.integers(0, 3, len(lengths)).astype(float)
+    owner = np.repeat(np.arange(len(prompts)), SIZE)
+    completion_mask = torch.from_numpy((np.arange(LIMIT) < lengths[:, None]).astype(np.int64))
+    prompt_ids = torch.stack([torch.from_numpy(prompts[i].ids) for i in owner])
+    completion_ids = torch.from_numpy(random.integers(0, 30, (len(lengths), LIMIT)))
+    spans = tuple(span for i in owner for span in prompts[i].media)
+    ids = torch.cat([prompt_ids, completion_ids], 1)
+    grouped = torch.from_numpy(rewards).view(-1, SIZE)
+    advantages = (grouped - grouped.mean(1, True)) / (grouped.std(1, keepdim=True) + 1e-4)
+    inputs = {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": torch.ones_like(prompt_ids),
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "advantages": advantages.flatten().float(),
+        "num_items_in_batch": completion_mask.sum(),
+        "num_images": [1] * len(lengths),
+        "mm_token_type_ids": (ids == family.chat.placeholder).long(),
+        **family.vision(spans, torch.device("cpu"), torch.float32),
+    }
+    groups = groups_of(inputs, rewards.tolist(), tuple(p.media for p in prompts))
+    compare(trainer, inputs, word_model, groups, spread)
