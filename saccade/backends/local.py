@@ -107,7 +107,7 @@ class LocalBackend:
             metrics.add("policy/grad_norm_vision", vision_norm.item())
         metrics.add("policy/lr", lr)
         metrics.add("mem/oom_splits", self.oom_splits)
-        finite = bool(np.isfinite([norm.item(), metrics.means()["policy/loss"]]).all())
+        finite = bool(np.isfinite([norm.item(), metrics.means().get("policy/loss", 0.0)]).all())
         if finite:
             self.optimizer.step(lr, norm=norm)
         else:

@@ -124,8 +124,9 @@ def load_dialogues(
         return prompts.apply(sample, config.prompt, instruction=instruction)
 
     def length(sample: Sample) -> int:
-        if not any(message.role == "assistant" for message in sample.messages):
-            raise RowError("no assistant turn to learn from; sft reads conversations")
+        roles = [message.role for message in sample.messages]
+        if "assistant" not in roles or roles[0] == "assistant":
+            raise RowError("no assistant turn that answers something; sft reads conversations")
         if sample.messages[0].role == "assistant":
             raise RowError(
                 "the conversation begins with the assistant; nothing asks for its answer"

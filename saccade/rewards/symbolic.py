@@ -37,7 +37,7 @@ PROSE = frozenset(
 # What the parser takes for something else: x' for x, `2 3` for 5, 2^2^3 for (2^2)^3; a word for a
 # product of letters, equal to its anagrams; and functions that it evaluates while it reads.
 MISREAD = re.compile(
-    rf"'|\d\s+[\d.]|\.\d*\.|\^\s*{BRACED}\s*\^|\\(?:gcd|lcm|det){END}"
+    rf"'|\d\s+[\d.]|\.\d*\.|\^\s*{BRACED}\s*\^|\\(?:begin|gcd|lcm|det){END}"
     rf"|(?<![\\a-zA-Z])[a-zA-Z]{{5,}}|^(?=.*[aeiouAEIOU])[a-zA-Z]{{2,}}$"
 )
 
@@ -98,11 +98,12 @@ def formula(text: str) -> Any:
         expression = parse(text)
     except Exception as error:  # it raises plain Exception where the text is not mathematics
         raise Unparseable(str(error)) from None
-    if not isinstance(expression, (sympy.Expr, sympy.MatrixBase)):
+    if not isinstance(expression, sympy.Expr):
         raise Unparseable("no single expression")
     _digits(expression)
     expression = expression.replace(sympy.Pow, _real_power)
-    expression = expression.xreplace({sympy.Symbol("i", real=True): sympy.I})
+    if (i := sympy.Symbol("i", real=True)) in expression.free_symbols:  # not where it counts
+        expression = expression.xreplace({i: sympy.I})
     if expression.has(sympy.zoo, sympy.nan):
         raise Unparseable("a division by zero")
     return expression
@@ -112,7 +113,7 @@ def same(left: str, right: str, tolerance: Fraction = Fraction(0)) -> bool:
     """Equal, or constants at most `tolerance` apart, relative to the right one."""
     a, b = formula(left), formula(right)
     sympy, _, verify = load()
-    if not a.free_symbols | b.free_symbols and isinstance(a - b, sympy.Expr):
+    if not a.free_symbols | b.free_symbols:
         x, y = a.doit(), b.doit()
         if x.is_Rational and y.is_Rational:
             return near(Fraction(x.p, x.q), Fraction(y.p, y.q), tolerance)

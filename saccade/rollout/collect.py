@@ -2,7 +2,7 @@
 
 Finished trajectories are handed on at once, so that rewards are computed while others still
 generate; the groups come back in the order of the samples and repeats, whatever finished first.
-Environments that take their time run in a thread pool beside the engine.
+Environments that take their time run in threads beside the engine.
 
     groups = collect(engine, samples, repeats=8, environment=SingleTurn, family=family, sampling=…,
     limits=…, seed="42/0")
@@ -10,10 +10,11 @@ Environments that take their time run in a thread pool beside the engine.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from saccade.engines import Engine
@@ -22,7 +23,6 @@ from saccade.models.families import Family
 from saccade.rollout.episode import Call, Limits, episode
 from saccade.types import Group, Request, Sample, Sampling, Trajectory
 
-ENVIRONMENT_THREADS = 16
 OnFinish = Callable[[Sample, Trajectory], None]
 Episode = Generator[Request | Call, Any, Trajectory]
 
@@ -49,7 +49,7 @@ def collect(
     uids = []
     for index, sample in enumerate(samples):
         occurrence[sample.id] += 1
-        uid = sample.id if occurrence[sample.id] == 1 else f"{sample.id}#{occurrence[sample.id]}"
+        uid = sample.id if occurrence[sample.id] == 1 else f"{sample.id}~{occurrence[sample.id]}"
         uids.append(uid)
         for repeat in range(repeats):
             key = f"{uid}/{repeat}"
@@ -89,10 +89,8 @@ def _drive(
     timeout: float,
 ) -> None:
     calls: dict[str, tuple[Future[Any], float]] = {}
-    pool: ThreadPoolExecutor | None = None
 
     def advance(key: str, value: Any) -> None:
-        nonlocal pool
         try:
             wanted = episodes[key].send(value)
         except StopIteration as end:
@@ -101,8 +99,7 @@ def _drive(
         if isinstance(wanted, Request):
             engine.submit(wanted)
         else:
-            pool = pool or ThreadPoolExecutor(ENVIRONMENT_THREADS, "environment")
-            calls[key] = (pool.submit(wanted.function), time.monotonic())
+            calls[key] = (_in_thread(wanted.function), time.monotonic())
 
     for key in episodes:
         advance(key, None)
@@ -114,8 +111,20 @@ def _drive(
             advance(key, outcome)
         if calls and not engine.pending:
             time.sleep(0.001)
-    if pool is not None:
-        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """A daemon thread, not a pool: one that hangs must keep neither others nor the exit waiting."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="environment", daemon=True).start()
+    return future
 
 
 def _finished_calls(

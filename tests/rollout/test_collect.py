@@ -113,7 +113,7 @@ def test_results_do_not_depend_on_slots_order_or_delays(model, family, samples, 
 def test_a_sample_that_comes_twice_gets_other_noise(model, family, samples):
     twice = [samples[1], samples[0], samples[1]]
     groups = run(EmbeddedEngine(model, family), twice, repeats=2)
-    assert [g.uid for g in groups] == ["q0", "q2", "q0#2"]
+    assert [g.uid for g in groups] == ["q0", "q2", "q0~2"]
     assert groups[2].sample is groups[0].sample
     assert len({t.response_ids.tobytes() for t in flat(groups)}) == 6
     other = run(EmbeddedEngine(model, family), twice, repeats=2, seed="8")
