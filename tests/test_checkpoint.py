@@ -19,7 +19,7 @@ import yaml
 
 from saccade import checkpoint
 from saccade.config import load
-from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.errors import ConfigError, EnvironmentProblem, Interrupted
 from saccade.recipes import rl, sft
 
 Make = Callable[..., dict[str, Any]]
@@ -282,51 +282,77 @@ def test_killed_at_any_moment_and_resumed(
     tmp_path: Path, uninterrupted: dict[str, Any], same_weights: Callable[..., bool], numbers: Read
 ) -> None:
     config = uninterrupted | {"run.out": str(tmp_path)}
-    folder = tmp_path / "run" / "checkpoints"
-    random.seed(7)
-    # Once in the middle of a save, once some time into a step.
-    moments: list[Callable[[], bool]] = [
-        lambda: any(folder.glob(".step-[3-9]*")),
-        lambda: (
-            len(checkpoint.complete_steps(folder)) > 0
-            and checkpoint.complete_steps(folder)[-1] >= 6
-        ),
+    run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    # In the middle of a save; some time into a step; and a polite request to stop.
+    moments: list[tuple[int, Callable[[], bool]]] = [
+        (signal.SIGKILL, lambda: any(folder.glob(".step-[3-9]*"))),
+        (signal.SIGKILL, lambda: max(checkpoint.complete_steps(folder), default=0) >= 5),
+        (signal.SIGTERM, lambda: max(checkpoint.complete_steps(folder), default=0) >= 7),
     ]
-    for moment in moments:
+    delays = random.Random(7)
+    for number, moment in moments:
         process = start(config, tmp_path / "run.yaml")
         wait_until(moment, process)
-        time.sleep(random.uniform(0, 0.03))
-        assert process.poll() is None, process.communicate()[0]
-        process.kill()
-        process.communicate()
-        assert steps_of(tmp_path / "run")[-1] < 12
+        if number == signal.SIGKILL and any(folder.glob("step-3")):
+            time.sleep(delays.uniform(0, 0.1))
+        process.send_signal(number)
+        output = process.communicate(timeout=60)[0]
+        assert process.returncode == (130 if number == signal.SIGTERM else -number), output
+        assert 2 <= steps_of(run)[-1] < 12
+    assert "go on with run.resume=auto" in output
+    progress = checkpoint.read_progress(folder / f"step-{steps_of(run)[-1]}")
+    assert progress["step"] == steps_of(run)[-1] >= 7
     rl.run(config | {"run.resume": "auto"})
     whole = Path(uninterrupted["run.out"]) / "whole"
     assert same_weights(whole / "checkpoints" / "step-12", folder / "step-12")
     assert equal_states(whole / "checkpoints" / "step-12", folder / "step-12")
-    assert numbers(whole) == numbers(tmp_path / "run")
+    assert numbers(whole) == numbers(run)
     assert not list(folder.glob(".step-*"))
 
 
-def test_sigterm_saves_and_exits_with_130(
-    tmp_path: Path, uninterrupted: dict[str, Any], same_weights: Callable[..., bool], numbers: Read
+def test_a_request_to_stop_during_a_rollout_saves_the_last_whole_step(
+    tmp_path: Path,
+    rl_config: Make,
+    same_weights: Callable[..., bool],
+    word_model: str,
+    numbers: Read,
 ) -> None:
-    config = uninterrupted | {"run.out": str(tmp_path)}
-    process = start(config, tmp_path / "run.yaml", "save.every=0")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2, process)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 130, output
-    assert "go on with run.resume=auto" in output
-    (saved,) = steps_of(tmp_path / "run")
-    assert 2 <= saved < 12
+    """In process: an environment sends the signal while the first step still samples."""
+    world = tmp_path / "world.py"
+    world.write_text(STOPPER)
+    env = {"env.name": f"{world}:Stopper", "reward.terms": []}
+    config = rl_config(tmp_path, run__max_steps=1, rollout__stop=["?", "red", "1", "2"]) | env
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="stopped after step 0"):
+        rl.run(config)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert steps_of(tmp_path / "run") == [0]
+    assert same_weights(word_model, tmp_path / "run" / "checkpoints" / "step-0")
     rl.run(config | {"run.resume": "auto"})
-    whole = Path(uninterrupted["run.out"]) / "whole"
-    assert same_weights(
-        whole / "checkpoints" / "step-12", tmp_path / "run" / "checkpoints" / "step-12"
-    )
-    assert numbers(whole) == numbers(tmp_path / "run")
+    rl.run(config | {"run.name": "whole"})
+    paths = (tmp_path / name / "checkpoints" / "step-1" for name in ("run", "whole"))
+    assert same_weights(*paths) and numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+STOPPER = """
+import os
+import signal
+from pathlib import Path
+
+class Stopper:
+    def reset(self, sample, seed):
+        return sample.messages
+
+    def step(self, message):
+        asked = Path(__file__).with_suffix(".asked")
+        if not asked.exists():
+            asked.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [], float("2" in message.text.split()), True, {}
+
+    def close(self):
+        pass
+"""
 
 
 HOLD = """

@@ -23,6 +23,7 @@ from saccade.data.chats import RowError
 from saccade.models import tiny
 from saccade.models.families import Family, load_family
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
+from saccade.recipes.lengths import remembered
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.self_test import require, self_test
 from saccade.rollout.episode import Limits
@@ -86,11 +87,14 @@ def use_checkpointing(config: Config, device: torch.device) -> bool:
 # -- data ------------------------------------------------------------------------------------------
 
 
+def _instruction(config: Config) -> str:
+    own = config.prompt.instruction
+    return prompts.instruction_for(config.prompt.format) if own is None else own
+
+
 def asker(config: Config) -> Callable[[Sample], Sample]:
     """A row as the model is asked it. A demonstration at its end is no part of the question."""
-    instruction = config.prompt.instruction
-    if instruction is None:
-        instruction = prompts.instruction_for(config.prompt.format)
+    instruction = _instruction(config)
 
     def ask(sample: Sample) -> Sample:
         messages = list(sample.messages)
@@ -105,36 +109,25 @@ def asker(config: Config) -> Callable[[Sample], Sample]:
 def load_prompts(config: Config, sources: Sequence[DataSource], family: Family) -> datasets.Dataset:
     """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
     ask = asker(config)
-
-    def length(sample: Sample) -> int:
-        return len(family.render(ask(sample).messages))
-
-    return _map(datasets.load(sources, config.data, length=length), ask)
+    with remembered(config, family, "prompt", ask, family.render) as length:
+        return _map(datasets.load(sources, config.data, length=length), ask)
 
 
 def load_dialogues(
     config: Config, sources: Sequence[DataSource], family: Family
 ) -> datasets.Dataset:
     """Conversations to learn from, the question worded as in RL."""
-    instruction = config.prompt.instruction
-    if instruction is None:
-        instruction = prompts.instruction_for(config.prompt.format)
+    instruction = _instruction(config)
 
     def word(sample: Sample) -> Sample:
-        return prompts.apply(sample, config.prompt, instruction=instruction)
-
-    def length(sample: Sample) -> int:
         roles = [message.role for message in sample.messages]
         if "assistant" not in roles or roles[0] == "assistant":
             raise RowError("no assistant turn that answers something; sft reads conversations")
-        if sample.messages[0].role == "assistant":
-            raise RowError(
-                "the conversation begins with the assistant; nothing asks for its answer"
-            )
-        return len(family.render_dialogue(word(sample).messages))
+        return prompts.apply(sample, config.prompt, instruction=instruction)
 
     limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": config.sft.max_tokens})
-    return _map(datasets.load(sources, limits, length=length), word)
+    with remembered(config, family, "dialogue", word, family.render_dialogue) as length:
+        return _map(datasets.load(sources, limits, length=length), word)
 
 
 def _map(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:

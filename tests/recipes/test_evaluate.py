@@ -28,8 +28,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def taught(tmp_path_factory: pytest.TempPathFactory, sft_config: Make) -> str:
     """A model that has learned the format, and a little counting."""
     out = tmp_path_factory.mktemp("taught")
-    sft.run(sft_config(out, run__max_steps=30, train__prompts_per_step=12, train__lr=4e-3))
-    return str(out / "run" / "checkpoints" / "step-30")
+    sft.run(sft_config(out, run__max_steps=20, train__prompts_per_step=12, train__lr=4e-3))
+    return str(out / "run" / "checkpoints" / "step-20")
 
 
 @pytest.fixture(scope="module")

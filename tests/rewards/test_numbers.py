@@ -47,6 +47,13 @@ def test_count_reads_numbers_as_they_are_written() -> None:
     assert score(count, "<answer>7</answer>", "several").kind == "abstain"
 
 
+def test_only_a_single_number_counts_as_read() -> None:
+    assert score(count, "<answer>There are 7 items</answer>", "7").extracted == "There are 7 items"
+    for verifier, answer in ((count, "7 or 8"), (number, "many"), (gsm8k, "a few")):
+        read = score(verifier, f"<answer>{answer}</answer>", "7")
+        assert (read.value, read.reason, read.extracted) == (0, "not_one_number", None)
+
+
 def test_number_tolerances() -> None:
     assert score(number, "<answer>10.4</answer>", "10", rel_tol=0.05).value == 1
     assert score(number, "<answer>10.6</answer>", "10", rel_tol=0.05).value == 0

@@ -132,10 +132,27 @@ def test_closing_ends_the_processes_and_answers_what_is_left(functions: str) -> 
     assert late.result(timeout=5).reason.startswith("closed")
 
 
-def test_math_runs_in_the_workers_without_torch(tmp_path: Path) -> None:
+def test_only_math_pays_for_its_libraries(tmp_path: Path) -> None:
     probe = tmp_path / "probe.py"
-    probe.write_text("import sys\ndef f(sample): return float('torch' in sys.modules)\n")
+    probe.write_text("import sys\ndef f(sample): return float(sample.response in sys.modules)\n")
+    loaded = [RewardSample(id=name, response=name) for name in ("sympy", "torch")]
+    formula = RewardSample(id="a", response=r"\boxed{2\sqrt{3}}", answer=r"\sqrt{12}")
     with WorkerPool(workers=1, deadline=10) as pool:
-        sample = RewardSample(id="a", response=r"\boxed{2\sqrt{3}}", answer=r"\sqrt{12}")
-        assert pool.submit("math", sample).result().value == 1
-        assert pool.submit(f"{probe}:f", sample).result().value == 0
+        pool.submit("count", RewardSample(id="a", response="7", answer="7")).result()
+        assert [pool.submit(f"{probe}:f", s).result().value for s in loaded] == [0, 0]
+        assert pool.submit("math", formula).result().value == 1
+        assert [pool.submit(f"{probe}:f", s).result().value for s in loaded] == [1, 0]
+
+
+def test_a_tower_of_powers_is_refused_well_within_the_deadline() -> None:
+    with WorkerPool(workers=1, deadline=1) as pool:
+        tower = RewardSample(id="a", response=r"\boxed{9^{9^{9^9}}}", answer="1")
+        assert pool.submit("math", tower).result().reason == "too_large"
+
+
+def test_a_pattern_that_hangs_costs_its_sample_only() -> None:
+    with WorkerPool(workers=1, deadline=1) as pool:
+        slow = RewardSample(id="a", response="<answer>" + "a" * 40 + "!</answer>")
+        quick = RewardSample(id="b", response="<answer>aaa</answer>")
+        asked = [pool.submit("regex", s, {"pattern": "^(a+)+$"}) for s in (slow, quick)]
+        assert [f.result().reason.partition(":")[0] for f in asked] == ["timeout", ""]

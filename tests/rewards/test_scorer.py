@@ -173,6 +173,8 @@ def test_the_prompt_format_tells_where_to_look() -> None:
         ({"terms": [{"verifier": "exact", "args": {"scope": "tail"}}]}, "scope is"),
         ({"terms": [{"verifier": "count", "args": {"tolerance": "x"}}]}, "tolerance"),
         ({"terms": [{"verifier": "format:think_answer", "args": {"gap": "x"}}]}, "gap"),
+        ({"terms": [{"verifier": "regex", "args": {"pattern": "(a"}}]}, "unterminated"),
+        ({"terms": ["regex"]}, "pattern"),
         ({"terms": ["math", "math"]}, "two terms are called 'math'"),
         ({"terms": ["math"], "preset": "r1v"}, "both set"),
         ({"terms": ["math"], "by_source": {"default": "r1v"}}, "both set"),
@@ -212,21 +214,11 @@ def test_the_example_file() -> None:
     assert (scored.outcome, scored.reward) == (0.0, pytest.approx(1 / 6))
 
 
-def test_counting_in_place_is_quick() -> None:
+def test_cheap_terms_start_no_process() -> None:
     samples = [
-        RewardSample(
-            id=str(index),
-            response=f"<think>I count the things one by one</think>\n<answer>{index % 10}</answer>",
-            answer=str(index % 9),
-        )
-        for index in range(512)
+        RewardSample(id=str(n), response=f"<answer>{n % 10}</answer>", answer=str(n % 9))
+        for n in range(512)
     ]
     with scorer(terms=["count", "format:think_answer"]) as scoring:
         assert scoring.pool is None
-        times = []
-        for _ in range(20):
-            start = time.process_time()
-            scored = scoring.score(samples)
-            times.append(time.process_time() - start)
-    assert sum(s.outcome or 0 for s in scored) == 54
-    assert min(times) < 0.015
+        assert sum(s.outcome or 0 for s in scoring.score(samples)) == 54

@@ -43,6 +43,7 @@ def result_of(samples: list[Sample], terms: list[Any], form: str = "think_answer
         ("gsm8k", "hash", ("so 3 #### 3", "#### 4")),
         ("geo3k", "think_boxed", ("1", "2")),
         ("exact", "think_answer", ("true", "false")),
+        ("contains_one_of", "think_answer", ("a red cube", "a ball")),
         ("choice", "letter", ("A", "B")),
         ("choice", "think_answer", (("A", "C"), ("B",))),
     ],
@@ -122,7 +123,9 @@ def test_real_sets_pass(shared: Path) -> None:
 
 def test_the_package_imports_no_torch() -> None:
     code = (
-        "import sys, saccade.rewards.self_test, saccade.rewards.worker\n"
+        "import sys, saccade.rewards.worker\n"
+        "from saccade.rewards.self_test import equivalent\n"
+        "assert not equivalent('2x', 'x', formulas=False)\n"
         "assert not {'torch', 'sympy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,4 +1,4 @@
-"""The display leads with what matters, and costs next to nothing."""
+"""The display leads with what matters, and measures the phases."""
 
 from __future__ import annotations
 
@@ -91,16 +91,3 @@ def test_lap_measures_the_phases() -> None:
     lap = console.lap()
     assert lap["time/bottleneck"] == "rollout"
     assert 0.02 <= float(lap["time/rollout"]) <= float(lap["time/step"]) < 1
-
-
-def test_phases_cost_less_than_20_microseconds() -> None:
-    console = Console(1, "rl", file=io.StringIO())
-
-    def thousand() -> float:
-        began = time.perf_counter()
-        for _ in range(1000):
-            with console.phase("rollout"):
-                console.progress(1, 2)
-        return time.perf_counter() - began
-
-    assert min(thousand() for _ in range(5)) / 1000 < 20e-6

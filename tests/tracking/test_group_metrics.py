@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -105,33 +104,6 @@ def test_nothing_scored_still_says_why(build: SimpleNamespace) -> None:
     assert metrics["reward/error_rate"] == 1.0 and metrics["group/dead_frac"] == 1.0
     assert "reward/mean" not in metrics and "adv/mean" not in metrics
     assert group_metrics([]) == {} == group_metrics([build.group()])
-
-
-def test_512_trajectories_are_measured_in_milliseconds(build: SimpleNamespace) -> None:
-    response = [5] * 512
-    groups = [
-        build.group(
-            *[
-                build.trajectory(
-                    repeat,
-                    float(repeat % 2),
-                    response=response,
-                    parts={"count": 1.0, "format": 1.0},
-                    advantages=np.ones(512, np.float32),
-                    pictures=[build.media()],
-                )
-                for repeat in range(8)
-            ]
-        )
-        for _ in range(64)
-    ]
-
-    def once() -> float:
-        began = time.process_time()
-        group_metrics(groups)
-        return time.process_time() - began
-
-    assert min(once() for _ in range(20)) < 0.025  # 3 ms on an idle core
 
 
 def test_host_memory() -> None:

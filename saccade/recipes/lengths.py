@@ -1,0 +1,73 @@
+"""Token lengths of rows, remembered between runs: start-up renders a row once, then never again.
+
+A length depends on the messages, on the sizes and pixel budgets of their images, and on what
+renders them (family, tokenizer, template); all of these are in the key, so a stale entry cannot be
+read.
+
+    with remembered(config, family, "prompt", ask, family.render) as length:
+        datasets.load(sources, config.data, length=length)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from saccade.config import Config
+from saccade.models.families import Family
+from saccade.types import Message, Rendered, Sample
+
+Length = Callable[[Sample], int]
+
+
+@contextmanager
+def remembered(
+    config: Config,
+    family: Family,
+    kind: str,
+    ask: Callable[[Sample], Sample],
+    render: Callable[[Sequence[Message]], Rendered],
+) -> Iterator[Length]:
+    """`ask` words a row as the model reads it, `render` (named by `kind`) makes its tokens."""
+    path = Path(config.run.out) / ".cache" / f"{kind}-lengths-{_renderer(family)}.json"
+    known: dict[str, int] = json.loads(path.read_text()) if path.is_file() else {}
+    before = len(known)
+
+    def length(sample: Sample) -> int:
+        messages = ask(sample).messages
+        key = _content(messages)
+        if key not in known:
+            known[key] = len(render(messages))
+        return known[key]
+
+    yield length
+    if len(known) > before:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(known))
+        temporary.replace(path)
+
+
+def _renderer(family: Family) -> str:
+    tokenizer = Path(family.path) / "tokenizer.json"
+    digest = hashlib.blake2b(digest_size=12)
+    digest.update(f"{family.name}\0{family.chat.template}\0".encode())
+    digest.update(tokenizer.read_bytes() if tokenizer.is_file() else family.path.encode())
+    return digest.hexdigest()
+
+
+def _content(messages: tuple[Message, ...]) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    for message in messages:
+        digest.update(f"{message.role}\0".encode())
+        for part in message.parts:
+            if isinstance(part, str):
+                digest.update(b"t" + part.encode() + b"\0")
+            else:
+                size = (part.width, part.height, part.min_pixels, part.max_pixels)
+                digest.update(f"m{size}\0".encode())
+    return digest.hexdigest()

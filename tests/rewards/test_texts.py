@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from saccade.rewards.sample import RewardSample
+from saccade.rewards.verifiers import VERIFIERS
+from saccade.types import Score
+
+
+def score(verifier: str, response: str, answer: Any = None, **args: Any) -> Score:
+    sample = RewardSample(id="a", response=f"<answer>{response}</answer>", answer=answer)
+    return VERIFIERS[verifier].function(sample, **args)
+
+
+@pytest.mark.parametrize(
+    ("response", "golds", "expected"),
+    [
+        ("It is a red  Cube.", ("red cube", "ball"), 1),
+        ("a ball", ("red cube", "ball"), 1),
+        ("a balloon", ("red cube", "ball"), 0),
+        ("17 cm", "7 cm", 0),
+        ("\u662f\u7ea2\u8272\u7684", "\u7ea2\u8272", 1),
+        ("", "ball", 0),
+    ],
+)
+def test_contains_one_of(response: str, golds: Any, expected: float) -> None:
+    assert score("contains_one_of", response, golds).value == expected
+
+
+def test_golds_that_any_text_contains_are_refused() -> None:
+    for golds in ("a", ("cat", "A"), "", None):
+        assert score("contains_one_of", "a cat", golds).kind == "abstain"
+
+
+def test_case_counts_where_it_is_asked_for() -> None:
+    assert score("contains_one_of", "paris", "Paris", ignore_case=False).value == 0
+    assert score("exact", "paris.", "Paris").value == 1
+    assert score("exact", "paris", "Paris", ignore_case=False).value == 0
+
+
+def test_regex_searches_the_answer() -> None:
+    assert score("regex", "item 42", pattern=r"\b\d{2}\b").value == 1
+    assert score("regex", "item 4", pattern=r"\b\d{2}\b").reason == "wrong"
+    assert score("regex", "", pattern="a*").reason == "no_answer"
