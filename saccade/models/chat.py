@@ -29,6 +29,8 @@ PLAIN_TEMPLATE = (
 # has characters.
 _PRIVATE = 0x100000
 
+PROBE = "qzxj"  # a reply that no template has in its own text
+
 Grid = tuple[int, int, int]
 Measure = Callable[
     [Media], tuple[Grid, int]
@@ -220,9 +222,14 @@ def load_chat(
         think_prefilled=False,
     )
     user = Message(role="user", parts=("x",))
-    answer = probe._template((user, Message(role="assistant", parts=("y",))), generation=False)
+    reply = Message(role="assistant", parts=(PROBE,))
+    answer = probe._template((user, reply), generation=False)
     special = {tokenizer.convert_tokens_to_ids(token) for token in reserved}
-    tail = [i for i in probe._encode(answer[answer.rindex("y") + 1 :]).tolist() if i in special]
+    tail = [
+        i
+        for i in probe._encode(answer[answer.rindex(PROBE) + len(PROBE) :]).tolist()
+        if i in special
+    ]
     end_of_turn = tail[0] if tail else tokenizer.eos_token_id
     known = {*eos_ids, end_of_turn, tokenizer.eos_token_id} - {None}
     prompt = probe._template((user,), generation=True)

@@ -45,7 +45,6 @@ def load_model(
     model, info = auto.from_pretrained(
         family.path,
         dtype=dtype,
-        device_map={"": device} if device.type == "cuda" else None,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
     )
@@ -62,7 +61,7 @@ def load_model(
         )
     attention.use_in(model)
     family.spec.prepare(model)
-    return model.train()
+    return model.to(device).train()
 
 
 def hidden_states(

@@ -12,10 +12,10 @@ deadline.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 from saccade.rewards import symbolic
@@ -120,27 +120,21 @@ def _read_gold(text: str, formulas: bool) -> _Reading | None:
     return reading
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rules:
-    tolerance: Fraction
-    formulas: bool
-
-
 def _same(answer: _Reading, gold: _Reading, formulas: bool) -> bool:
     left, right, unit, gold_unit = answer.tree, gold.tree, answer.unit, gold.unit
     tolerance = DECIMAL_TOLERANCE if answer.decimal or gold.decimal else Fraction(0)
-    rules = _Rules(tolerance=tolerance, formulas=formulas)
+    same = partial(_equal_texts, tolerance=tolerance, formulas=formulas)
     if unit is not None and gold_unit is not None:
         if unit.dimensions != gold_unit.dimensions:
             return False
         if unit != gold_unit:
             left, right = _scaled(left, unit), _scaled(right, gold_unit)
-        return _equal(left, right, rules)
+        return _equal(left, right, same)
     # A unit on one side only is dropped; p% on one side only is p or p/100.
     return (
-        _equal(left, right, rules)
-        or (unit == PERCENT and _equal(_scaled(left, HUNDREDTH), right, rules))
-        or (gold_unit == PERCENT and _equal(left, _scaled(right, HUNDREDTH), rules))
+        _equal(left, right, same)
+        or (unit == PERCENT and _equal(_scaled(left, HUNDREDTH), right, same))
+        or (gold_unit == PERCENT and _equal(left, _scaled(right, HUNDREDTH), same))
     )
 
 
@@ -154,33 +148,26 @@ def _scaled(node: Node, unit: Unit) -> Node:
     return Node("leaf", text=rf"({node.text}) \cdot {scale}")
 
 
-def _equal(a: Node, b: Node, rules: _Rules) -> bool:
-    kinds = (a.kind, b.kind)
-    if kinds == ("leaf", "leaf"):
-        return _equal_leaves(a.text, b.text, rules)
-    if kinds == ("=", "=") and not (a.name and a.name == b.name):
-        sides = [(node.items[0].text, node.items[1].text) for node in (a, b)]
-        return rules.formulas and symbolic.proportional(*sides)
+def _equal(a: Node, b: Node, same: Callable[[str, str], bool]) -> bool:
+    kinds, both_name = (a.kind, b.kind), a.name and a.name == b.name
+    if kinds == ("leaf", "leaf") or (kinds == ("=", "=") and not both_name):
+        return same(a.text, b.text)
     if a.name or b.name:  # x = 5 against 5, or against x = 5
-        return _equal(a.items[1] if a.name else a, b.items[1] if b.name else b, rules)
+        return _equal(a.items[1] if a.name else a, b.items[1] if b.name else b, same)
     if {*kinds} <= {"list", "{}"} or kinds == ("union", "union"):
-        return _within(a, b, rules) and _within(b, a, rules)
+        return all(any(_equal(x, y, same) for y in b.items) for x in a.items) and all(
+            any(_equal(x, y, same) for x in a.items) for y in b.items
+        )
     plain_tuples = {*kinds} <= {"()", "[]"} and len(b.items) > 2  # no interval
     if a.kind != b.kind and kinds != ("list", "()") and not plain_tuples:
         return False
-    return len(a.items) == len(b.items) and all(
-        _equal(x, y, rules) for x, y in zip(a.items, b.items, strict=True)
-    )
+    return len(a.items) == len(b.items) and all(map(partial(_equal, same=same), a.items, b.items))
 
 
-def _within(a: Node, b: Node, rules: _Rules) -> bool:
-    return all(any(_equal(x, y, rules) for y in b.items) for x in a.items)
-
-
-def _equal_leaves(a: str, b: str, rules: _Rules) -> bool:
+def _equal_texts(a: str, b: str, tolerance: Fraction, formulas: bool) -> bool:
     if compact(a) == compact(b):
         return True
     x, y = rational(a), rational(b)
     if x is not None and y is not None:
-        return near(x, y, rules.tolerance)
-    return rules.formulas and symbolic.same(a, b, rules.tolerance)
+        return near(x, y, tolerance)
+    return formulas and symbolic.same(a, b, tolerance)

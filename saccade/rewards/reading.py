@@ -25,7 +25,7 @@ __all__ = ["Node", "near", "rational", "read"]
 class Node:
     kind: str  # brackets such as [) or {}; list, union, matrix, row, leaf; = for an equation
     items: tuple[Node, ...] = ()
-    text: str = ""  # of a leaf
+    text: str = ""  # of a leaf or an equation
 
     @property
     def name(self) -> str | None:
@@ -126,7 +126,7 @@ def _item(text: str) -> Node:
     if signs in (["="], [r"\in"]):
         if NAME.fullmatch(sides[1]) and not NAME.fullmatch(sides[0]):
             sides.reverse()
-        return Node("=", tuple(map(_item, sides)))
+        return Node("=", tuple(map(_item, sides)), "=".join(sides))
     if signs:
         return _interval(sides, signs)
     parts, unions = _split(text, {r"\cup"})

@@ -21,7 +21,7 @@ from typing import Any
 from saccade.rewards.reading import near
 from saccade.rewards.spelling import BRACED, END, TooLarge, Unparseable
 
-__all__ = ["formula", "load", "proportional", "same"]
+__all__ = ["formula", "load", "same"]
 
 MOST_DIGITS = 20_000  # of a number in the course of evaluation
 LARGEST_FACTORIAL = 5_000
@@ -110,7 +110,10 @@ def formula(text: str) -> Any:
 
 
 def same(left: str, right: str, tolerance: Fraction = Fraction(0)) -> bool:
-    """Equal, or constants at most `tolerance` apart, relative to the right one."""
+    """Equal, or constants at most `tolerance` apart, relative to the right one. Two equations are
+    the same when the differences of their sides are multiples of one another."""
+    if "=" in left and "=" in right:
+        return _proportional(*(part for text in (left, right) for part in text.split("=", 1)))
     a, b = formula(left), formula(right)
     sympy, _, verify = load()
     if not a.free_symbols | b.free_symbols:
@@ -125,9 +128,8 @@ def same(left: str, right: str, tolerance: Fraction = Fraction(0)) -> bool:
     return bool(verify(b, a, numeric_precision=PRECISION, timeout_seconds=None))
 
 
-def proportional(left: tuple[str, str], right: tuple[str, str]) -> bool:
-    """Whether two equations have sides whose differences are multiples of one another."""
-    a, b, c, d = map(formula, (*left, *right))
+def _proportional(*sides: str) -> bool:
+    a, b, c, d = map(formula, sides)
     ratio = load()[0].simplify((a - b) / (c - d))
     return bool(not ratio.free_symbols and ratio.is_finite and ratio.is_zero is False)
 

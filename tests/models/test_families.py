@@ -182,3 +182,19 @@ def test_what_cannot_be_frozen_is_refused(family_of, load, train, message):
 def test_a_text_model_has_no_vision_tower(family_of, load):
     with pytest.raises(ConfigError, match="matches no parameter"):
         freeze(load("qwen3"), family_of("qwen3"), "freeze:vision")
+
+
+def test_a_template_in_chat_template_json_wins_over_the_tokenizers_own(tmp_path, family_of, image):
+    """As the published Qwen2.5-VL folders have it: the tokenizer's template knows text only."""
+    folder = shutil.copytree(family_of("qwen2_5_vl").path, tmp_path / "published")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    text_only = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": text_only})
+    )
+    family = load_family(str(folder))
+    message = Message(role="user", parts=(image(56, 56, 0), "how many?"))
+    assert len(family.render((message,)).media) == 1

@@ -145,7 +145,7 @@ def test_only_math_pays_for_its_libraries(tmp_path: Path) -> None:
 
 
 def test_a_tower_of_powers_is_refused_well_within_the_deadline() -> None:
-    with WorkerPool(workers=1, deadline=1) as pool:
+    with WorkerPool(workers=1, deadline=3) as pool:
         tower = RewardSample(id="a", response=r"\boxed{9^{9^{9^9}}}", answer="1")
         assert pool.submit("math", tower).result().reason == "too_large"
 

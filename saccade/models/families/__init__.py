@@ -140,7 +140,7 @@ def load_family(
     chat = load_chat(
         path,
         placeholder=config.get(spec.image_token) if spec.image_token else None,
-        template=chat_template,
+        template=chat_template or _processor_template(path),
         eos_ids=eos if isinstance(eos, list) else [eos],
         trust_remote_code=trust_remote_code,
     )
@@ -170,6 +170,13 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
             f"known are {', '.join(FAMILIES)}"
         )
     return _TEXT
+
+
+def _processor_template(path: str) -> str | None:
+    """Older folders keep the template that knows images in chat_template.json, beside a tokenizer
+    whose own template knows text only.
+    """
+    return _read_json(path, "chat_template.json", required=False).get("chat_template")
 
 
 def _banned(chat: Chat, vocabulary: int, ids: Sequence[int | None]) -> np.ndarray:
