@@ -162,6 +162,23 @@ def write_advantages(
     return written
 
 
+def show_advantages(groups: Sequence[Group], updates: Updates) -> list[Group]:
+    """The groups with what their forests were given, for the record; None where nothing trained."""
+    values = {
+        key: batch.advantages[batch.sequence == index]
+        for batches in updates
+        for batch in batches
+        if batch.advantages is not None
+        for index, key in enumerate(batch.keys)
+    }
+    return [
+        replace(
+            g, trajectories=tuple(replace(t, advantages=values.get(t.key)) for t in g.trajectories)
+        )
+        for g in groups
+    ]
+
+
 def _penalties(batches: Sequence[Batch], algorithm: Algorithm) -> torch.Tensor:
     """β·KL per token where the KL is in the reward, else zeros."""
     if algorithm.kl.coef == 0 or algorithm.kl.place != "reward":

@@ -124,16 +124,7 @@ def set_metrics(groups: Sequence[Group], family: Family) -> dict[str, float]:
     """
     trajectories = [t for group in groups for t in group.trajectories]
     judged = [_outcomes(group) for group in groups]
-    outcomes = [values for values in judged if len(values)]
-    metrics: dict[str, float] = {"items": float(len(outcomes))}
-    if outcomes:
-        low, high = statistics.mean_interval(outcomes)
-        metrics |= {
-            "accuracy": float(np.mean([values.mean() for values in outcomes])),
-            "ci_low": low,
-            "ci_high": high,
-        }
-        metrics |= _at_k(outcomes)
+    metrics = _accuracy([values for values in judged if len(values)])
     rewards = [t.reward for t in trajectories if t.reward is not None]
     if rewards:
         metrics["reward"] = float(np.mean(rewards))
@@ -156,6 +147,17 @@ def set_metrics(groups: Sequence[Group], family: Family) -> dict[str, float]:
 def _outcomes(group: Group) -> np.ndarray:
     live = [t for t in group.trajectories if t.status not in ALWAYS_EXCLUDED]
     return np.array([t.outcome for t in live if t.outcome is not None], dtype=np.float64)
+
+
+def _accuracy(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
+    """Of the items that were judged at all; nothing is claimed when there are none."""
+    metrics = {"items": float(len(outcomes))}
+    if outcomes:
+        low, high = statistics.mean_interval(outcomes)
+        accuracy = float(np.mean([values.mean() for values in outcomes]))
+        metrics |= {"accuracy": accuracy, "ci_low": low, "ci_high": high}
+        metrics |= _at_k(outcomes)
+    return metrics
 
 
 def _at_k(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
@@ -239,19 +241,21 @@ def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in samples.read_bytes().split(b"\n") if line]
     with scorer:
         scored = scorer.score([_reward_sample(row) for row in rows])
-    outcomes: dict[str, dict[str, list[float]]] = {}
     for row, score in zip(rows, scored, strict=True):
         row |= {"score": score.outcome, "reward": score.reward, "parts": dict(score.parts)}
         row |= {"extracted": score.extracted, "reason": score.reason}
-        if score.outcome is not None:
-            outcomes.setdefault(row["set"], {}).setdefault(row["id"], []).append(score.outcome)
     summary: dict[str, Any] = {}
-    for name, items in outcomes.items():
-        values = [np.array(v) for v in items.values()]
-        low, high = statistics.mean_interval(values)
-        accuracy = float(np.mean([v.mean() for v in values]))
-        summary[name] = {"items": len(values), "accuracy": accuracy, "ci_low": low, "ci_high": high}
-        summary[name] |= _at_k(values)
+    for name in dict.fromkeys(row["set"] for row in rows):
+        mine = [pair for pair in zip(rows, scored, strict=True) if pair[0]["set"] == name]
+        items: dict[str, list[float]] = {}
+        for row, score in mine:
+            if score.outcome is not None:
+                items.setdefault(row["id"], []).append(score.outcome)
+        summary[name] = _accuracy([np.array(values) for values in items.values()]) | {
+            "parse_rate": float(np.mean([score.extracted is not None for _, score in mine])),
+            "error_rate": float(np.mean([score.status == "error" for _, score in mine])),
+            "abstain_rate": float(np.mean([score.status == "abstain" for _, score in mine])),
+        }
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     (folder / "samples.jsonl").write_text(text, encoding="utf-8")
     (folder / "results.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

@@ -20,6 +20,7 @@ from saccade.algorithms.algorithm import Algorithm
 from saccade.config import Config, DataConfig, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
+from saccade.errors import DataError
 from saccade.models import tiny
 from saccade.models.families import Family, load_family
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
@@ -146,6 +147,8 @@ def validation_sets(config: Config, family: Family) -> dict[str, datasets.Datase
     sets: dict[str, datasets.Dataset] = {}
     for source in config.data.val:
         dataset = load_prompts(config, [source], family)
+        if not dataset.samples:
+            raise DataError(f"data.val: {source.path} has no usable row:\n{dataset.summary}")
         name = source.name or dataset.parts[0].name
         sets[name if name not in sets else f"{name}-{len(sets)}"] = dataset
     return sets

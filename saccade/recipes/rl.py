@@ -95,7 +95,7 @@ def _train(run: Run, actors: Actors) -> dict[str, Any]:
         with run.phase("update"):
             optimize(run, actors, updates, metrics)
         actors.engine.update_weights(actors.policy, version=step)
-        last = finish_step(run, actors, groups, metrics)
+        last = finish_step(run, actors, groups, updates, metrics)
     return last
 
 
@@ -241,7 +241,11 @@ def optimize(run: Run, actors: Actors, updates: stages.Updates, metrics: Metrics
 
 
 def finish_step(
-    run: Run, actors: Actors, groups: Sequence[Group], metrics: Metrics
+    run: Run,
+    actors: Actors,
+    groups: Sequence[Group],
+    updates: stages.Updates,
+    metrics: Metrics,
 ) -> dict[str, Any]:
     config = actors.config
     run.progress["stream"] = actors.stream.state()
@@ -250,7 +254,8 @@ def finish_step(
     values = metrics.means()
     every = config.track.trajectories_every
     if every and (step % every == 0 or step in (1, run.total)):
-        run.store(groups[: config.track.trajectories_groups], step=step)
+        stored = groups[: config.track.trajectories_groups]
+        run.store(stages.show_advantages(stored, updates), step=step)
     if config.val.every and (step % config.val.every == 0 or step == run.total):
         values |= validate(run, actors, step=step)
     return run.finish_step(values)

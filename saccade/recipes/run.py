@@ -176,7 +176,7 @@ class Run:
             groups,
             decode_text=self._family.decode,
             image_bytes=DECODED.get,
-            version=step,
+            version=step - (kind == "train"),  # its samples are older than its update
             kind=kind,
         )
 

@@ -167,6 +167,16 @@ def test_a_step_in_which_nothing_trains() -> None:
     assert stages.write_advantages([], [], row, Metrics()) == []
 
 
+def test_advantages_are_shown_on_the_members() -> None:
+    groups = stages.choose_members([group("a", [1.0, None, 0.0])], algorithm(), Metrics())
+    updates = stages.write_advantages(packed([groups]), groups, algorithm(), Metrics())
+    (shown,) = stages.show_advantages(groups, updates)
+    right, lost, wrong = (t.advantages for t in shown.trajectories)
+    assert lost is None and right is not None and wrong is not None
+    assert right.tolist() == pytest.approx([2**-0.5] * 2, rel=1e-5)
+    assert wrong.tolist() == pytest.approx([-(2**-0.5)] * 2, rel=1e-5)
+
+
 def test_logprobs_go_to_the_forest_they_came_from() -> None:
     groups = [group(str(i), [0.0, 1.0]) for i in range(4)]
     updates = packed(stages.split_updates(groups, 2, seed=0), micro_tokens=8)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import saccade
 from saccade.cli import app
-from saccade.errors import ConfigError, SelfTestError
+from saccade.errors import ConfigError, DataError, SelfTestError
 from saccade.recipes import evaluate, rl, sft
 from saccade.statistics import mean_interval, pass_at_k
 
@@ -138,6 +138,26 @@ def test_odd_line_breaks_in_a_response_are_no_lines(
     result = evaluate.run(judged(tmp_path), out=tmp_path / "eval", rescore=file)
     assert result["val"]["items"] == 1
     assert lines(tmp_path / "eval" / "samples.jsonl")[0]["extracted"] == "3"
+
+
+def test_rewards_that_fail_are_counted_beside_the_accuracy(
+    tmp_path: Path, judged: Make, four: tuple[Any, Path]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def score(sample):\n"
+        "    if sample.answer == '1':\n        raise ValueError('not this one')\n"
+        "    return float(sample.answer in sample.response)\n"
+    )
+    config = judged(tmp_path, reward__terms=[f"{tmp_path}/mine.py:score"])
+    rows = lines(four[1] / "samples.jsonl")
+    result = evaluate.run(config, out=tmp_path / "eval", rescore=four[1] / "samples.jsonl")["val"]
+    ones = sum(row["gold"] == "1" for row in rows)
+    assert result["error_rate"] == ones / 32 > 0 and result["items"] == 8 - ones / 4
+
+
+def test_a_set_without_a_usable_row(tmp_path: Path, judged: Make) -> None:
+    with pytest.raises(DataError, match=r"data\.val: .*val\.jsonl has no usable row"):
+        evaluate.run(judged(tmp_path, data__max_prompt_tokens=3), out=tmp_path / "eval")
 
 
 def test_several_sets_and_their_names(tmp_path: Path, judged: Make, scenes: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -81,6 +82,17 @@ def test_the_files_of_a_run(finished: Path) -> None:
     assert "step 5/5" in (finished / "log.txt").read_text()
 
 
+def test_stored_rollouts_say_what_they_taught(finished: Path) -> None:
+    members = [json.loads(line) for line in (finished / "trajectories" / "step-4.jsonl").open()]
+    assert {member["version"] for member in members} == {3}  # sampled before the fourth update
+    for start in range(0, len(members), 4):
+        rewards = [member["reward"] for member in members[start : start + 4]]
+        wanted = [(r - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6) for r in rewards]
+        assert [m["advantage"] for m in members[start : start + 4]] == pytest.approx(
+            wanted, abs=1e-5
+        )
+
+
 def test_on_policy_the_ratio_is_exactly_one(finished: Path, numbers: Read) -> None:
     steps = numbers(finished)[1:]
     assert [row["policy/ratio_mean"] for row in steps] == [1.0] * 5
@@ -145,8 +157,6 @@ def recorded(new, inputs, options):
 
 
 def recorded_calls(file: Path) -> list[dict[str, Any]]:
-    import numpy as np
-
     calls = np.load(file.with_suffix(".npz"))
     names = ("new", "old", "advantages")
     return [{key: calls[f"{n}/{key}"] for key in names} for n in range(len(calls.files) // 3)]
@@ -184,6 +194,35 @@ def test_a_reference_is_loaded_only_when_it_counts(
 ) -> None:
     row = rl.run(rl_config(tmp_path, run__max_steps=1) | {"algorithm.kl.coef": coef})
     assert ("time/logp_ref" in row, "policy/kl_ref" in row) == (loaded, loaded)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"algorithm.old": "rollout"},
+        {"algorithm.old": "recompute"},
+        {"algorithm.entropy_coef": 0.01},
+        {"train.micro_tokens": 10},
+        {"model.checkpointing": "on"},
+        {"rollout.max_sequences": 3},
+        {"train.prompts_per_step": 30},  # more than there are rows
+    ],
+)
+def test_options_that_leave_the_policy_on_its_own_samples(
+    tmp_path: Path, rl_config: Make, more: dict[str, Any]
+) -> None:
+    row = rl.run(rl_config(tmp_path, run__max_steps=1) | {"algorithm.kl.coef": 0.0} | more)
+    assert row["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert row["mismatch/logp_gap_max"] < 1e-5 and row["policy/grad_norm"] > 0.1
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16"])
+def test_bfloat16(tmp_path: Path, rl_config: Make, optimizer: str) -> None:
+    sizes = {"train.prompts_per_step": 1, "rollout.max_tokens": 3, "algorithm.kl.coef": 0.0}
+    config = rl_config(tmp_path, model__dtype="bfloat16", train__optimizer=optimizer) | sizes
+    for steps in (1, 2):  # the second goes on from the state of the first
+        row = rl.run(config | {"run.resume": "auto", "run.max_steps": steps})
+        assert row["guard/nonfinite"] == 0 and row["mismatch/mult_prob_error"] < 1.01
 
 
 @pytest.mark.parametrize("preset", ["rloo", "reinforce_pp", "dr_grpo", "gspo", "gpg"])
