@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,17 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("no folder of real data beside the repository")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def same_kernels() -> Iterator[None]:
+    """On a CPU without bfloat16 torch gives up oneDNN at the first such product, for all types and
+    for good; a later test in this process would round differently from a fresh process.
+    """
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.backends.mkldnn.set_flags(True)
 
 
 # -- small runs ----------------------------------------------------------------------------------
