@@ -8,7 +8,7 @@ through the same door with their segment boundaries. Knows nothing of models, im
     hidden = model(input_ids=ids, attention_plan=forest_plan(starts, parents, ids.device, dtype))
 
 Legend: T tokens, K gathered keys, H query heads, G key heads, D head size, B trees, L tokens of the
-longest tree.
+longest tree of a bucket.
 """
 
 from __future__ import annotations
@@ -24,8 +24,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from saccade.errors import EnvironmentProblem
+
 # transformers takes the one-call path of a vision tower only when the name holds "flash".
 NAME = "saccade_flash"
+# What models pass beside the arguments below without changing what attention has to compute here: a
+# plan knows its tokens, a segment of keys is one of queries. Anything else changes the result.
+HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "is_causal",
+        "cu_seq_lens_k",
+        "max_length_k",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
+)
 # A dense mask of a larger tree would cost more memory than it saves time; it is computed node by
 # node instead.
 LARGEST_DENSE_TREE = 4096
@@ -48,6 +65,11 @@ def register() -> None:
 
 
 def use_in(model: torch.nn.Module) -> None:
+    if not getattr(model, "_supports_attention_backend", False):
+        raise EnvironmentProblem(
+            f"{type(model).__name__} computes its own attention, so packed rows would leak into "
+            "each other; use a model whose class sets _supports_attention_backend"
+        )
     # Set on the config after loading: transformers would look for a flash-attn package under this
     # name otherwise.
     register()
@@ -67,6 +89,7 @@ def _attend(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    _refuse_unknown(module, kwargs)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if cu_seq_lens_q is not None:
@@ -75,6 +98,19 @@ def _attend(
         assert attention_plan is not None, "a forward of the text half needs attention_plan="
         out = attention_plan(module.layer_idx, q, k, v, scale, sliding_window)  # type: ignore[arg-type]
     return out.unsqueeze(0), None
+
+
+def _refuse_unknown(module: torch.nn.Module, options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if value is None or value is False or name in HARMLESS:
+            continue
+        if name == "dropout" and value == 0:
+            continue
+        raise EnvironmentProblem(
+            f"{type(module).__name__} passes {name}= to its attention, which would be computed "
+            "without it; use another model"
+            + (", or set its attention_dropout to 0" if name == "dropout" else "")
+        )
 
 
 # -- segments: the vision tower --------------------------------------------------------------------
@@ -184,30 +220,36 @@ class _GatherRows(torch.autograd.Function):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _DensePlan:
-    """Trees padded to one length with a boolean mask; large trees node by node."""
+class _Bucket:
+    """Trees of about one size, padded to the longest of them."""
 
-    index: Tensor | None  # [B, L] token of each padded place, 0 where it is padding
-    valid: Tensor | None  # [B, L]
-    mask: Tensor | None  # [B, 1, L, L]
-    depth: Tensor | None  # [B, L] tokens before this one on its path
+    index: Tensor  # [B, L] token of each padded place, 0 where it is padding
+    valid: Tensor  # [B, L]
+    mask: Tensor  # [B, 1, L, L]
+    depth: Tensor  # [B, L] tokens before this one on its path
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DensePlan:
+    """Padded trees with boolean masks, a product per bucket; large trees node by node."""
+
+    buckets: tuple[_Bucket, ...]
     nodes: tuple[tuple[slice, Tensor], ...]  # of large trees: (queries, keys)
-    tokens: int
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         out = torch.zeros_like(q)
-        if self.index is not None:
-            assert self.mask is not None and self.depth is not None
-            mask = self.mask
+        shared = k.shape[1] != q.shape[1]
+        for bucket in self.buckets:
+            mask = bucket.mask
             if window is not None:
-                distance = self.depth[:, None, :, None] - self.depth[:, None, None, :]
+                distance = bucket.depth[:, None, :, None] - bucket.depth[:, None, None, :]
                 mask = mask & (distance < window)
-            tree_q, tree_k, tree_v = (x[self.index].transpose(1, 2) for x in (q, k, v))
-            shared = k.shape[1] != q.shape[1]
+            tree_q, tree_k, tree_v = (x[bucket.index].transpose(1, 2) for x in (q, k, v))
             trees = sdpa(tree_q, tree_k, tree_v, attn_mask=mask, scale=scale, enable_gqa=shared)
-            out = out.index_put((self.index[self.valid],), trees.transpose(1, 2)[self.valid])
+            valid = bucket.valid
+            out = out.index_put((bucket.index[valid],), trees.transpose(1, 2)[valid])
         for queries, keys in self.nodes:
             out = out.index_put(
                 (torch.arange(queries.start, queries.stop, device=q.device),),
@@ -233,8 +275,13 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) -
     roots = np.array([path[0] for path in node_paths])
     sizes = np.diff(starts)
     tree_nodes = [np.flatnonzero(roots == root) for root in np.flatnonzero(parents < 0)]
-    small = [nodes for nodes in tree_nodes if sizes[nodes].sum() <= LARGEST_DENSE_TREE]
-    large = [nodes for nodes in tree_nodes if sizes[nodes].sum() > LARGEST_DENSE_TREE]
+    # Padding to the next power of two at most: the square of a size is what a tree costs.
+    buckets: dict[int, list[np.ndarray]] = {}
+    large: list[np.ndarray] = []
+    for nodes in tree_nodes:
+        size = int(sizes[nodes].sum())
+        fits = size <= LARGEST_DENSE_TREE
+        (buckets.setdefault((size - 1).bit_length(), []) if fits else large).append(nodes)
     move = functools.partial(torch.as_tensor, device=device)
     spans = [np.arange(starts[i], starts[i + 1]) for i in range(len(parents))]
     by_node = tuple(
@@ -245,11 +292,12 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) -
         for nodes in large
         for node in nodes
     )
-    index = valid = mask = depth = None
-    if small:
-        index, valid, mask, depth = (move(x) for x in _pad_trees(small, spans, node_paths, sizes))
     return _DensePlan(
-        index=index, valid=valid, mask=mask, depth=depth, nodes=by_node, tokens=int(starts[-1])
+        buckets=tuple(
+            _Bucket(**{n: move(x) for n, x in _pad_trees(trees, spans, node_paths, sizes).items()})
+            for _, trees in sorted(buckets.items())
+        ),
+        nodes=by_node,
     )
 
 
@@ -258,7 +306,7 @@ def _pad_trees(
     spans: Sequence[np.ndarray],
     node_paths: Sequence[list[int]],
     sizes: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> dict[str, np.ndarray]:
     longest = max(int(sizes[nodes].sum()) for nodes in trees)
     index = np.zeros((len(trees), longest), dtype=np.int64)
     valid = np.zeros((len(trees), longest), dtype=bool)
@@ -277,7 +325,7 @@ def _pad_trees(
         valid[row, :n] = True
         mask[row, :n, :n] = ancestor[owner[:, None], owner[None, :]] & causal[:n, :n]
         depth[row, :n] = mask[row, :n, :n].sum(-1) - 1
-    return index, valid, mask[:, None], depth
+    return {"index": index, "valid": valid, "mask": mask[:, None], "depth": depth}
 
 
 # -- the variable-length call ----------------------------------------------------------------------

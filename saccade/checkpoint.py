@@ -71,9 +71,18 @@ def save(
 
 
 def find(folder: Path, resume: str) -> Path | None:
-    """What `run.resume` names: the latest or best complete checkpoint, a path, or nothing."""
+    """What `run.resume` names: the latest or best complete checkpoint, a path, or nothing. Its
+    files are read once and compared with what was written.
+    """
     if resume == "none":
         return None
+    chosen = _chosen(folder, resume)
+    if chosen is not None:
+        _require_intact(chosen)
+    return chosen
+
+
+def _chosen(folder: Path, resume: str) -> Path | None:
     if resume not in ("auto", "best"):
         path = Path(resume)
         if not is_complete(path):
@@ -86,7 +95,9 @@ def find(folder: Path, resume: str) -> Path | None:
         return None
     if resume == "auto":
         return folder / f"step-{steps[-1]}"
-    best = read_progress(folder / f"step-{steps[-1]}").get("best_step")
+    latest = folder / f"step-{steps[-1]}"
+    _require_intact(latest)  # it says which one was best
+    best = read_progress(latest).get("best_step")
     if best not in steps:
         raise ConfigError(
             "run.resume=best: no validation has named a best checkpoint; use run.resume=auto"
@@ -105,13 +116,51 @@ def complete_steps(folder: Path) -> list[int]:
 
 def is_complete(checkpoint: Path) -> bool:
     """Every file that was written is still there, as large as it was."""
-    listing = checkpoint / "state" / "files.json"
-    if not listing.is_file():
-        return False
-    files = json.loads(listing.read_text())
-    return all(
+    files = _listing(checkpoint)
+    return files is not None and all(
         (checkpoint / name).is_file() and (checkpoint / name).stat().st_size == entry["bytes"]
         for name, entry in files.items()
+    )
+
+
+def _listing(checkpoint: Path) -> dict[str, dict[str, Any]] | None:
+    """Size and hash of each file as it was written; None where no checkpoint was finished."""
+    path = checkpoint / "state" / "files.json"
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError:
+        raise EnvironmentProblem(
+            f"{path} is damaged: it is no JSON any more; move {checkpoint} away and use "
+            "run.resume=auto to go on from the checkpoint before it"
+        ) from None
+
+
+def _damaged(checkpoint: Path) -> list[str]:
+    """Files whose content is not what was written, among those that have a hash."""
+    return [
+        name
+        for name, entry in (_listing(checkpoint) or {}).items()
+        if "sha256" in entry and _fingerprint(checkpoint / name) != entry
+    ]
+
+
+def _require_intact(checkpoint: Path) -> None:
+    damaged = _damaged(checkpoint)
+    if not damaged:
+        return
+    folder = checkpoint.parent
+    others = (folder / f"step-{step}" for step in reversed(complete_steps(folder)))
+    other = next((path for path in others if path != checkpoint and not _damaged(path)), None)
+    remedy = (
+        f"go on from another checkpoint with run.resume={other}"
+        if other is not None
+        else "no other checkpoint is whole: start again under another run.name"
+    )
+    names = ", ".join(str(checkpoint / name) for name in damaged)
+    raise EnvironmentProblem(
+        f"{names}: damaged, the content is not what the checkpoint wrote; {remedy}"
     )
 
 

@@ -37,6 +37,7 @@ WITHOUT_EFFECT = {
     "sft": {
         "algorithm": "only `saccade rl` reads it",
         "generate": "only `saccade generate` reads it",
+        "prompt.permute_choices": "demonstrations name the letters that they were written with",
         "train.samples_per_prompt": "nothing is sampled",
         "train.updates_per_step": "a step is one update",
         "train.epochs_per_batch": "a step is one update",

@@ -222,7 +222,7 @@ def inspect_data(
     headers_only: Annotated[
         bool, typer.Option("--headers-only", help="Read image headers instead of all pixels.")
     ] = False,
-    workers: Annotated[int, typer.Option(help="Processes that decode images.", min=1)] = 2,
+    workers: Annotated[int, typer.Option(help="Threads that decode images.", min=1)] = 2,
     fix: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the good rows as canonical JSONL.")
     ] = None,
@@ -288,10 +288,11 @@ def _run(
     more: dict[str, Any] | None = None,
 ) -> None:
     from saccade.checks import check
+    from saccade.config import defaults_for
 
     flags = {"run.seed": seed, "run.out": out}
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
-    config = _config([*(arguments or []), *overrides])
+    config = defaults_for(name, _config([*(arguments or []), *overrides]))
     if smoke:
         from saccade.smoke import smoke as shrink
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,10 +20,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from saccade.errors import ConfigError
+from saccade.notation import ELSEWHERE, parse, write
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, coerce_numbers_to_str=True
+    )
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:
@@ -33,10 +37,18 @@ def section(kind: type[Section], description: str) -> Any:
     return Field(default_factory=kind, description=description)
 
 
+def _entries(value: Any, main: str) -> Any:
+    """A list of records; one entry stands for a list of one, a text for its main field."""
+    if value is None:
+        return []
+    rows = value if isinstance(value, list | tuple) else [value]
+    return [{main: row} if isinstance(row, str) else row for row in rows]
+
+
 class RunConfig(Section):
     name: str = option("run", "Name of the run; its folder is OUT/NAME.")
     out: str = option("runs", "Folder that holds the run folders.")
-    seed: int = option(42, "Seed of data order, sampling noise and dropout.")
+    seed: int = option(42, "Seed of data order, sampling noise, order of choices and tiny models.")
     resume: str = option(
         "none", "none | auto (latest checkpoint, or start) | best | path of a checkpoint."
     )
@@ -124,8 +136,7 @@ class DataConfig(Section):
     @field_validator("train", "val", mode="before")
     @classmethod
     def _paths(cls, value: Any) -> Any:
-        rows = [value] if isinstance(value, str | Mapping) else value
-        return [{"path": row} if isinstance(row, str) else row for row in rows]
+        return _entries(value, "path")
 
 
 class PromptConfig(Section):
@@ -146,6 +157,11 @@ class PromptConfig(Section):
     )
     chat_template: str | None = option(
         None, "Jinja file that replaces the model's chat template everywhere."
+    )
+    permute_choices: bool = option(
+        False,
+        "Show options in an order drawn per row; the gold letter follows. A question that lists "
+        "its options itself keeps their order.",
     )
 
 
@@ -242,8 +258,7 @@ class RewardConfig(Section):
     @field_validator("terms", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        rows = [value] if isinstance(value, str | Mapping) else value
-        return [{"verifier": row} if isinstance(row, str) else row for row in rows]
+        return _entries(value, "verifier")
 
 
 class KLConfig(Section):
@@ -320,17 +335,28 @@ class TrainConfig(Section):
         1, "Optimizer steps on the samples of a step, each on whole groups.", ge=1
     )
     epochs_per_batch: int = option(1, "Passes over the samples of a step.", ge=1)
-    epochs: float = option(1.0, "Passes over the data when run.max_steps is empty.", gt=0)
+    epochs: float = option(
+        1.0, "Passes over the data when run.max_steps is empty; sft: 2 unless set.", gt=0
+    )
     micro_tokens: int = option(
         16_384, "Tokens of one forward and backward, media tokens included.", ge=1
     )
-    lr: float | None = option(None, "Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft).", gt=0)
+    lr: float | None = option(
+        None, "Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft), filled in before a run.", gt=0
+    )
     lr_scale: dict[str, float] = option({}, "Factors per tower: vision, projector, llm.")
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
-        "constant", "Shape of the learning rate."
+        "constant", "Shape of the learning rate; sft: cosine_with_min_lr unless set."
     )
-    warmup: float = option(0.0, "Warm-up steps, or a share of all steps when below 1.", ge=0)
-    min_lr: float = option(0.0, "Floor of the schedule as a share of lr.", ge=0, le=1)
+    warmup: float = option(
+        0.0, "Warm-up steps, or a share of all steps when below 1; sft: 0.03 unless set.", ge=0
+    )
+    min_lr: float = option(
+        0.0,
+        "Floor of the schedule as a share of lr; cosine_with_min_lr: 0.1 unless above 0.",
+        ge=0,
+        le=1,
+    )
     optimizer: Literal["adamw", "adamw_bf16"] = option(
         "adamw",
         "adamw keeps fp32 masters; adamw_bf16 updates bf16 weights with Kahan compensation.",
@@ -410,7 +436,32 @@ class Config(Section):
     track: TrackConfig = section(TrackConfig, "Loggers and stored rollouts.")
 
 
+# -- defaults of the commands ----------------------------------------------------------------------
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "rl": {"train.lr": 1e-6},
+    "sft": {
+        "train.epochs": 2.0,
+        "train.lr": 5e-6,
+        "train.schedule": "cosine_with_min_lr",
+        "train.warmup": 0.03,
+    },
+}
+
+
+def defaults_for(command: str, config: Config) -> Config:
+    """The config with the command's own defaults where the user set nothing."""
+    for key, value in DEFAULTS.get(command, {}).items():
+        name, leaf = key.split(".")
+        part: Section = getattr(config, name)
+        if leaf not in part.model_fields_set or getattr(part, leaf) is None:
+            config = config.model_copy(update={name: part.model_copy(update={leaf: value})})
+    return config
+
+
 # -- loading ---------------------------------------------------------------------------------------
+
+EMPTY_IS_A_VALUE = {"prompt.instruction"}  # elsewhere an empty text means: not given
 
 
 def load(
@@ -424,7 +475,8 @@ def load(
             raise ConfigError(
                 f"override {override!r}: write section.key=value, for example train.lr=1e-6"
             )
-        _set(tree, _full_key(key), _scalar(text))
+        key = _full_key(key.strip())
+        _set(tree, key, _value(key, text.strip()))
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -432,37 +484,41 @@ def load(
 
 
 def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
+    """A tree of our own, whatever the source."""
     if source is None:
         return {}
     if isinstance(source, Config):
         return source.model_dump(exclude_unset=True)
     if isinstance(source, Mapping):
         tree: dict[str, Any] = {}
-        for key, value in source.items():
-            _set(tree, key if key in Config.model_fields else _full_key(key), value)
+        for key in sorted(source, key=lambda key: "." in str(key)):  # sections before their parts
+            _set(tree, _full_key(str(key)), deepcopy(source[key]))
         return tree
     path = Path(source)
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist; `saccade init` writes one")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        written = parse(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path} must hold sections such as 'model:' and 'data:', not a {type(tree).__name__}"
-        )
-    return tree
+    if not isinstance(written, dict):
+        kind = type(written).__name__
+        raise ConfigError(f"{path} must hold sections such as 'model:' and 'data:', not a {kind}")
+    return _read(written)
 
 
-def _scalar(text: str) -> Any:
-    value = yaml.safe_load(text) if text.strip() else None
-    if isinstance(value, str):  # YAML 1.1 reads 1e-6 as text
-        try:
-            return float(value) if any(c.isdigit() for c in value) and "_" not in value else value
-        except ValueError:
-            return value
-    return value
+def _value(key: str, text: str) -> Any:
+    """The text of an override as its option takes it: words stay words where words are wanted."""
+    field = dict(options()).get(key)
+    kind = None if field is None else field.annotation
+    if not text:
+        return "" if kind is str or key in EMPTY_IS_A_VALUE else None
+    if kind in (str, str | None) and text not in ("null", "~") and text[0] not in "'\"":
+        return text
+    try:
+        return parse(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}={text}: not valid YAML: {error}") from None
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -481,14 +537,30 @@ def _full_key(key: str) -> str:
     """`train.lr` as it is; a bare leaf such as `resume` becomes `run.resume` when only one section
     has it.
     """
+    known = dict(options())
+    for name, field in known.items():
+        if key.startswith(f"{name}.") and getattr(field.annotation, "__origin__", None) is not dict:
+            raise ConfigError(
+                f"{key}: {name} is set as a whole; write {name}=VALUE{_example(name)}"
+            )
     if "." in key or key in Config.model_fields:
         return key
-    homes = [name for name, _ in options() if name.rsplit(".", 1)[-1] == key]
+    homes = [name for name in known if name.rsplit(".", 1)[-1] == key]
     if len(homes) == 1:
         return homes[0]
     if homes:
+        homes += [ELSEWHERE[key]] if key in ELSEWHERE else []
         raise ConfigError(f"{key}: several sections have it, write one of {', '.join(homes)}")
     return key
+
+
+def _example(name: str) -> str:
+    examples = {
+        "reward.terms": "[{verifier: math, weight: 0.5}]",
+        "data.train": "[{path: train.jsonl, weight: 2}]",
+        "data.val": "[{path: test.jsonl, name: test}]",
+    }
+    return f", for example '{name}={examples[name]}'" if name in examples else ""
 
 
 def _explain(error: Mapping[str, Any]) -> str:
@@ -501,11 +573,13 @@ def _explain(error: Mapping[str, Any]) -> str:
 
 
 def unknown_key(key: str) -> str:
+    """Says which option was meant: as other systems call it, in another section, or spelled so."""
     names = [name for name, _ in options()] + list(Config.model_fields)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     leaf = key.rsplit(".", 1)[-1]
     same_leaf = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
-    choice = (same_leaf or near or [""])[0]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    elsewhere = [ELSEWHERE[leaf.lower()]] if leaf.lower() in ELSEWHERE else []
+    choice = (elsewhere or same_leaf or near or [""])[0]
     return f"unknown key {key!r}" + (f"; did you mean {choice!r}?" if choice else "")
 
 
@@ -533,4 +607,4 @@ def type_name(annotation: Any) -> str:
 
 def to_yaml(config: Config, *, full: bool = True) -> str:
     tree = config.model_dump(mode="json", exclude_unset=not full)
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return write(tree)

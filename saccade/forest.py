@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from saccade.types import Batch, Group, MediaSpan, Trajectory
+from saccade.types import READ_COLUMNS, Batch, Group, MediaSpan, Trajectory
 
 Positions = Callable[[int, tuple[MediaSpan, ...]], np.ndarray]
 
@@ -82,18 +82,8 @@ def select(batch: Batch, sequences: Sequence[int]) -> Batch:
     new_token = np.cumsum(tokens) - 1
     new_sequence = np.cumsum(wanted) - 1
     parents = batch.parents[needed]
-    columns = (
-        "advantages",
-        "scales",
-        "rollout_logprobs",
-        "old_logprobs",
-        "ref_logprobs",
-        "keep",
-        "weights",
-    )
-    cut = {
-        name: getattr(batch, name)[reads] for name in columns if getattr(batch, name) is not None
-    }
+    columns = {name: getattr(batch, name) for name in READ_COLUMNS}
+    cut = {name: column[reads] for name, column in columns.items() if column is not None}
     return Batch(
         ids=batch.ids[tokens],
         positions=batch.positions[:, tokens],

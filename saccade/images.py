@@ -34,6 +34,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from saccade.config import DataConfig
+from saccade.errors import DataError
 from saccade.types import Media
 
 # `max_megapixels` is checked from the header before any pixel is decoded, whatever this limit
@@ -60,7 +61,7 @@ UPRIGHT = {
 }
 
 
-class ImageError(ValueError):
+class ImageError(DataError):
     """An image that cannot be used; the message names the file and the reason."""
 
 

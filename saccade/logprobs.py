@@ -33,18 +33,20 @@ def read_logprobs(
     banned: Tensor | None = None,
     support: Sequence[np.ndarray] | None = None,
     vocabulary: int,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """hidden [R, E], targets [R] → log-probs [R] and true entropies [R], both fp32.
 
     Under autograd the logits of a chunk are computed again in backward instead of being kept. The
-    entropy carries a gradient too.
+    entropy carries a gradient only when asked: most losses only report it, and its graph holds
+    several more chunks of logits.
     """
     rows = max(1, CHUNK_ELEMENTS // vocabulary)
     results = []
     for start in range(0, max(1, len(targets)), rows):
         part = slice(start, start + rows)
         kept = None if support is None else _kept_mask(support[part], vocabulary, hidden.device)
-        arguments = (hidden[part], targets[part], head, temperature, banned, kept)
+        arguments = (hidden[part], targets[part], head, temperature, banned, kept, entropy_gradient)
         if torch.is_grad_enabled() and len(targets) > rows:
             results.append(checkpoint(_chunk, *arguments, use_reentrant=False))
         else:
@@ -70,16 +72,18 @@ def _chunk(
     temperature: float,
     banned: Tensor | None,
     kept: Tensor | None,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     logits = sampling_logits(head(hidden), temperature, banned)
     if kept is not None:
         logits = logits.masked_fill(~kept, -torch.inf)
     normaliser = logits.logsumexp(-1)
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
-    # H = logsumexp(z) - Σ p z, with the banned terms left out of the sum: 0 · -inf is not 0.
-    finite = logits.masked_fill(logits == -torch.inf, 0.0)
-    probabilities = (logits - normaliser[:, None]).exp()
-    entropy = normaliser - (probabilities * finite).sum(-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        # H = logsumexp(z) - Σ p z, with the banned terms left out of the sum: 0 · -inf is not 0.
+        finite = logits.masked_fill(logits == -torch.inf, 0.0)
+        probabilities = (logits - normaliser[:, None]).exp()
+        entropy = normaliser - (probabilities * finite).sum(-1)
     return chosen, entropy
 
 

@@ -69,17 +69,24 @@ def _generate(config: Config, samples: int) -> list[tuple[str, str]]:
 
 
 def _steps(config: Config, per_step: int) -> list[tuple[str, str]]:
-    rows = total_rows(config.data.train)
+    weighted = any(source.weight is not None for source in config.data.train)
+    rows = None if weighted else total_rows(config.data.train)  # a mixture draws its epochs
     if rows is not None and config.data.max_samples is not None:
         rows = min(rows, config.data.max_samples)
     per_epoch = "not counted" if rows is None else f"{rows / per_step:.4g} ({rows} rows)"
-    if config.run.max_steps is not None:
-        steps = str(config.run.max_steps)
-    elif rows is not None:
-        steps = str(math.ceil(config.train.epochs * rows / per_step))
-    else:
+    if rows is None and config.run.max_steps is None:
         steps = f"{config.train.epochs:g} epochs"
+    else:
+        steps = str(total_steps(config, rows or 0))
     return [("steps per epoch", per_epoch), ("steps", steps)]
+
+
+def total_steps(config: Config, rows: int) -> int:
+    """Steps of a run on `rows` rows per epoch: the last step of an epoch goes on into the next."""
+    if config.run.max_steps is not None:
+        return config.run.max_steps
+    steps = config.train.epochs * rows / config.train.prompts_per_step
+    return max(1, math.ceil(steps - 1e-9))  # 0.1 * 30 is a little more than 3
 
 
 def _rows(name: str, sources: Sequence[DataSource]) -> list[tuple[str, str]]:

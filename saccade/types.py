@@ -173,8 +173,8 @@ class Rendered:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. Truncated sampling (top_p, top_k) keeps its support so that training
-    can replay it.
+    """How tokens are drawn. Training can replay truncated sampling (top_p, top_k) from its
+    support.
     """
 
     temperature: float = 1.0
@@ -183,6 +183,7 @@ class Sampling:
     max_tokens: int = 2048
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    support: bool = False  # return the kept ids of truncated sampling
 
     @property
     def truncated(self) -> bool:
@@ -254,6 +255,7 @@ class Trajectory:
     versions: np.ndarray  # int32, -1 where no policy sampled
     media: tuple[MediaSpan, ...] = ()
     messages: tuple[Message, ...] = ()
+    context: int = 0  # messages before the first sampled turn
     end_reason: str = "answered"
     status: Status = "ok"
     turns: int = 1
@@ -310,6 +312,18 @@ class Group:
         assert repeats == sorted(repeats), f"group {self.sample.id}: members out of order"
 
 
+# What a Batch holds per read, where it holds it at all.
+READ_COLUMNS = (
+    "advantages",
+    "scales",
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "keep",
+    "weights",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """A token forest: nodes of packed tokens, each attending to itself (causally) and to all of its
@@ -346,15 +360,7 @@ class Batch:
         assert reads == len(self.targets) == len(self.sequence) and len(self.groups) == len(
             self.keys
         )
-        for name in (
-            "advantages",
-            "scales",
-            "rollout_logprobs",
-            "old_logprobs",
-            "ref_logprobs",
-            "keep",
-            "weights",
-        ):
+        for name in READ_COLUMNS:
             column = getattr(self, name)
             assert column is None or len(column) == reads, name
 

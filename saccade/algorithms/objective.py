@@ -86,7 +86,9 @@ def objective(
         bonus = (entropy.where(live, 0.0) * columns.scales).sum()
         loss = loss - algorithm.entropy_coef * bonus
     terms["policy/loss"] = loss
-    return loss, _stats(terms, indicators, live, new.detach(), old, entropy, columns)
+    # Where the engine's log-probs are taken for old ones, the trainer's view is the current one.
+    trainer = new.detach() if algorithm.old == "rollout" else old
+    return loss, _stats(terms, indicators, live, new.detach(), old, trainer, entropy, columns)
 
 
 def _old(algorithm: Algorithm, new: Tensor, columns: Columns) -> Tensor:
@@ -106,6 +108,7 @@ def _stats(
     live: Tensor,
     new: Tensor,
     old: Tensor,
+    trainer: Tensor,
     entropy: Tensor | None,
     columns: Columns,
 ) -> Stats:
@@ -134,9 +137,9 @@ def _stats(
     if columns.rollout is not None:
         scored = live & ~columns.rollout.isnan()
         per_token["mismatch/unscored_frac"] = ~scored
-        mismatch = (old - columns.rollout).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+        mismatch = (trainer - columns.rollout).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
         per_scored = {
-            "mismatch/logp_gap_mean": (old - columns.rollout).abs(),
+            "mismatch/logp_gap_mean": (trainer - columns.rollout).abs(),
             "mismatch/mult_prob_error": mismatch.abs().exp(),
             "mismatch/kl": mismatch.expm1() - mismatch,
         }

@@ -68,7 +68,9 @@ class LocalBackend:
             results.append((new.float().cpu().numpy(), entropy.float().cpu().numpy()))
         return results
 
-    def _read(self, batch: Batch, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    def _read(
+        self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
         plan = forest_plan(batch.node_starts, batch.parents, self.device, self.dtype)
         hidden = hidden_states(
             self.model,
@@ -86,6 +88,7 @@ class LocalBackend:
             banned=self.banned if scoring.ban else None,
             support=batch.support,
             vocabulary=self.family.vocabulary,
+            entropy_gradient=entropy_gradient,
         )
 
     # -- training --
@@ -137,7 +140,7 @@ class LocalBackend:
         return [s for half in halves for s in self._micro_step(half, algorithm, scoring)]
 
     def _forward_backward(self, batch: Batch, algorithm: Algorithm, scoring: Scoring) -> Stats:
-        new, entropy = self._read(batch, scoring)
+        new, entropy = self._read(batch, scoring, entropy_gradient=algorithm.entropy_coef > 0)
         loss, stats = objective(algorithm, new, entropy, self._columns(batch, new.dtype))
         loss.backward()
         return stats

@@ -56,10 +56,12 @@ def _texts() -> dict[str, str]:
 
 
 def apply(
-    sample: Sample, config: PromptConfig, *, instruction: str, choices_seed: int | None = None
+    sample: Sample, config: PromptConfig, *, instruction: str, choices_seed: int = 0
 ) -> Sample:
-    """The sample with all that the config adds to its prompt; `choices_seed` permutes options."""
-    if choices_seed is not None:
+    """The sample with all that the config adds to its prompt; `choices_seed` draws the order of
+    options where it wants them permuted.
+    """
+    if config.permute_choices:
         sample = permute_choices(sample, choices_seed)
     first = next(index for index, message in enumerate(sample.messages) if message.role == "user")
     messages = list(sample.messages)
@@ -166,7 +168,7 @@ def _rendered(template: Template, variables: Mapping[str, Any], name: str) -> st
 
 def permute_choices(sample: Sample, seed: int) -> Sample:
     """Options in an order drawn for this sample; a gold letter moves with its option."""
-    if len(sample.choices) < 2 or _are_letters(sample.choices):
+    if len(sample.choices) < 2 or _are_letters(sample.choices) or _are_written(sample):
         return sample
     digest = hashlib.sha256(f"{seed}:{sample.id}".encode()).digest()
     order = np.random.default_rng(int.from_bytes(digest[:8], "big")).permutation(
@@ -189,3 +191,9 @@ def permute_choices(sample: Sample, seed: int) -> Sample:
 def _are_letters(choices: Sequence[str]) -> bool:
     """Options that are letters name things in the picture; moving them would mislabel those."""
     return all(choice.strip().upper() in set(LETTERS) for choice in choices)
+
+
+def _are_written(sample: Sample) -> bool:
+    """Options that the question lists already have their letters there."""
+    asked = "".join(message.text for message in sample.messages)
+    return all(choice in asked for choice in sample.choices)

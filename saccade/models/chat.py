@@ -1,8 +1,9 @@
 """Messages → token ids through the model's own chat template, with the source of every token.
 
-Boundaries come from rendering prefixes of the conversation, never from searching for a marker in
-the text. Special tokens that a user typed in prose stay prose. Knows nothing of pixels: a medium is
-a run of placeholder ids whose length the caller gives.
+A conversation is built as an episode is: a prompt, what the assistant wrote, what a next turn adds.
+So a template may rewrite its history: nothing is read from there. Special tokens that a user typed
+in prose stay prose. Knows nothing of pixels: a medium is a run of placeholder ids whose length the
+caller gives.
 
     chat.render(messages, media_tokens=lambda media: 4, generation=True).ids
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,9 @@ PLAIN_TEMPLATE = (
 _PRIVATE = 0x100000
 
 PROBE = "qzxj"  # a reply that no template has in its own text
+THINK = "<think>"
+_QUESTION = Message(role="user", parts=("x",))
+_REPLY = Message(role="assistant", parts=(PROBE,))
 
 Grid = tuple[int, int, int]
 Measure = Callable[
@@ -57,45 +62,33 @@ class Chat:
         return self._expand(ids, np.full(len(ids), Source.PROMPT, np.int8), messages, measure)
 
     def render_dialogue(self, messages: Sequence[Message], measure: Measure) -> Rendered:
-        """A conversation to learn from: what an assistant wrote, its end of turn included, is
-        POLICY.
+        """A conversation to learn from, built as an episode is: what an assistant wrote, its end of
+        turn included, is POLICY; nothing follows the last one.
         """
-        if messages and messages[0].role == "assistant":
+        turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        if not turns:
+            raise ConfigError("a conversation without an assistant turn has nothing to learn from")
+        if turns[0] == 0:
             raise ConfigError(
                 "a conversation begins with the assistant, which has nothing to answer; put a "
-                "system or user "
-                "message before it"
+                "system or user message before it"
             )
+        contexts = [self._encode(self._template(messages[: turns[0]], generation=True))]
+        contexts += [self._continuation(messages[a + 1 : b]) for a, b in pairwise(turns)]
+        frame = self._frame()
+        end = [] if self.end_of_turn is None else [self.end_of_turn]
         ids: list[np.ndarray] = []
         sources: list[np.ndarray] = []
-        done = ""
-        for turn, message in enumerate(messages):
-            if message.role != "assistant":
-                continue
-            before = self._template(messages[:turn], generation=True)
-            after = self._template(messages[: turn + 1], generation=False)
-            if not (before.startswith(done) and after.startswith(before)):
-                raise ConfigError(
-                    "the chat template rewrites earlier turns (turn "
-                    f"{turn} changes what stands before it), so assistant spans cannot be found; "
-                    "give a template that only appends with prompt.chat_template=FILE"
-                )
-            written = self._encode(after[len(before) :])
-            last = np.flatnonzero(np.isin(written, list(self.eos_ids)))
-            end = int(last[-1]) + 1 if len(last) else len(written)
-            context = self._encode(before[len(done) :])
-            ids += [context, written]
+        for number, (turn, context) in enumerate(zip(turns, contexts, strict=True)):
+            written = self._encode(self._written(messages[turn], frame))
+            ids += [context, written, np.array(end, np.int64)]
+            kind = Source.OBSERVATION if number else Source.PROMPT
             sources += [
-                np.full(len(context), Source.PROMPT, np.int8),
-                np.full(end, Source.POLICY, np.int8),
-                np.full(len(written) - end, Source.TEMPLATE, np.int8),
+                np.full(len(context), kind, np.int8),
+                np.full(len(written) + len(end), Source.POLICY, np.int8),
             ]
-            done = after
-        if not ids:
-            raise ConfigError("a conversation without an assistant turn has nothing to learn from")
-        last_turn = max(i for i, m in enumerate(messages) if m.role == "assistant")
         return self._expand(
-            np.concatenate(ids), np.concatenate(sources), messages[: last_turn + 1], measure
+            np.concatenate(ids), np.concatenate(sources), messages[: turns[-1] + 1], measure
         )
 
     def render_continuation(
@@ -105,36 +98,87 @@ class Chat:
 
         An end of turn that the policy did not sample is added as TEMPLATE.
         """
-        stand_in = (
-            Message(role="user", parts=("x",)),
-            Message(role="assistant", parts=("y",)),
-        )
-        before = self._encode(self._template(stand_in, generation=False))
-        full = self._encode(self._template((*stand_in, *messages), generation=True))
-        ends = np.flatnonzero(np.isin(before, list(self.eos_ids)))
-        cut = int(ends[-1]) + 1 if len(ends) else len(before)
-        if not np.array_equal(full[:cut], before[:cut]):
-            raise ConfigError(
-                "the chat template rewrites earlier turns, so episodes cannot be continued; "
-                "give a template that only appends with prompt.chat_template=FILE"
-            )
-        added = full[cut:]
+        added = self._continuation(messages)
         sources = np.full(len(added), Source.OBSERVATION, np.int8)
         if last_id not in self.eos_ids and self.end_of_turn is not None:
             added = np.concatenate([[self.end_of_turn], added])
             sources = np.concatenate([np.array([Source.TEMPLATE], np.int8), sources])
         return self._expand(added, sources, messages, measure)
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self.tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
+        """The text, special tokens left out unless asked for."""
+        return self.tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=not special)
+
+    def _continuation(self, messages: Sequence[Message]) -> np.ndarray:
+        """Ids from behind an end of turn up to the next generation.
+
+        Read behind a reply that is known, so it does not matter what the template makes of replies
+        of the past (some drop their thoughts).
+        """
+        _, after = self._around_probe(messages, generation=True)
+        end = "" if self.end_of_turn is None else self._token(self.end_of_turn)
+        before, found, rest = after.partition(end) if end else ("", "", after)
+        if not found or before.strip():  # a template without ends of turns
+            return self._encode(after)
+        return self._encode(end + rest)[1:]
+
+    def _frame(self) -> tuple[str, str, str]:
+        """What the template writes around a last reply: blanks between the generation prompt and
+        it, all that follows it, and the thought that the generation prompt opens.
+        """
+        before, after = self._around_probe((), generation=False)
+        prompt = self._template((_QUESTION,), generation=True)
+        lead = before[len(prompt) :] if before.startswith(prompt) else ""
+        opened = prompt[prompt.rindex(THINK) :] if self.think_prefilled else ""
+        return lead if lead.isspace() else "", after, opened
+
+    def _written(self, message: Message, frame: tuple[str, str, str]) -> str:
+        """What the policy would have sampled. Blanks at its ends go if the template strips them,
+        and what the generation prompt has opened is not opened again.
+        """
+        if message.media:
+            raise ConfigError(
+                "an assistant turn holds an image; only a user or a tool shows images"
+            )
+        lead, tail, opened = frame
+        text = self._guard(message.text)
+        shown = self._template((_QUESTION, message), generation=False)
+        kept = (text, text.rstrip(), text.lstrip(), text.strip())
+        text = lead + next((t for t in kept if shown.endswith(lead + t + tail)), text)
+        if opened and text.lstrip().startswith(THINK):
+            return text.lstrip().removeprefix(THINK).removeprefix(opened.removeprefix(THINK))
+        return text
+
+    def _around_probe(self, messages: Sequence[Message], *, generation: bool) -> tuple[str, str]:
+        text = self._template((_QUESTION, _REPLY, *messages), generation)
+        before, found, after = text.partition(PROBE)
+        if not found:
+            raise ConfigError(
+                "the chat template does not show what an assistant wrote; give another one with "
+                "prompt.chat_template=FILE"
+            )
+        return before, after
+
+    def _token(self, token: int) -> str:
+        return self.tokenizer.convert_ids_to_tokens(token)
 
     def _template(self, messages: Sequence[Message], generation: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            [self._plain(message) for message in messages],
-            chat_template=self.template,
-            tokenize=False,
-            add_generation_prompt=generation,
-        )
+        from jinja2 import TemplateError
+
+        plain = [self._plain(message) for message in messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                plain,
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=generation,
+            )
+        except (TemplateError, TypeError) as error:  # a TypeError: text where it expects a list
+            raise ConfigError(
+                f"the chat template refuses the roles {', '.join(m.role for m in messages)}: "
+                f"{error}; leave out what it does not take (prompt.system for a system message), "
+                "or give another template with prompt.chat_template=FILE"
+            ) from error
 
     def _plain(self, message: Message) -> dict[str, Any]:
         if not message.media:
@@ -221,18 +265,12 @@ def load_chat(
         eos_ids=frozenset(),
         think_prefilled=False,
     )
-    user = Message(role="user", parts=("x",))
-    reply = Message(role="assistant", parts=(PROBE,))
-    answer = probe._template((user, reply), generation=False)
+    _, after = probe._around_probe((), generation=False)
     special = {tokenizer.convert_tokens_to_ids(token) for token in reserved}
-    tail = [
-        i
-        for i in probe._encode(answer[answer.rindex(PROBE) + len(PROBE) :]).tolist()
-        if i in special
-    ]
+    tail = [i for i in probe._encode(after).tolist() if i in special]
     end_of_turn = tail[0] if tail else tokenizer.eos_token_id
     known = {*eos_ids, end_of_turn, tokenizer.eos_token_id} - {None}
-    prompt = probe._template((user,), generation=True)
+    prompt = probe._template((_QUESTION,), generation=True)
     return Chat(
         tokenizer=tokenizer,
         template=template,
@@ -240,7 +278,7 @@ def load_chat(
         reserved=reserved,
         end_of_turn=end_of_turn,
         eos_ids=frozenset(int(i) for i in known),
-        think_prefilled=prompt.rstrip().endswith("<think>"),
+        think_prefilled=prompt.rstrip().endswith(THINK),
     )
 
 

@@ -5,6 +5,7 @@ model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -31,8 +32,16 @@ def pick_device(name: str) -> torch.device:
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.bfloat16 if device.type == "cuda" and _native_bfloat16() else torch.float32
     return DTYPES[name]
+
+
+def _native_bfloat16() -> bool:
+    # Older GPUs emulate bfloat16, many times slower than they compute in float32.
+    ask = torch.cuda.is_bf16_supported
+    options = {"including_emulation": False}
+    known = inspect.signature(ask).parameters
+    return ask(**{name: value for name, value in options.items() if name in known})
 
 
 def load_model(

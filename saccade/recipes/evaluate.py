@@ -26,11 +26,10 @@ from saccade.environments import environment_factory
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.recipes import parts
-from saccade.rewards.extract import has_think
 from saccade.rewards.sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
-from saccade.rollout.scoring import RewardStream
+from saccade.rollout.scoring import RewardStream, parsed, thinks
 from saccade.tracking.console import Console
 from saccade.types import ALWAYS_EXCLUDED, Group, Trajectory
 
@@ -128,14 +127,12 @@ def set_metrics(groups: Sequence[Group], family: Family) -> dict[str, float]:
     rewards = [t.reward for t in trajectories if t.reward is not None]
     if rewards:
         metrics["reward"] = float(np.mean(rewards))
-    prefilled = family.chat.think_prefilled
-    responses = [family.decode(t.response_ids) for t in trajectories]
     formats = [v for t in trajectories for k, v in t.parts.items() if k.startswith("format")]
     if formats:
         metrics["format"] = float(np.mean(formats))
     metrics |= {
-        "parse_rate": float(np.mean([t.extracted is not None for t in trajectories])),
-        "think_rate": float(np.mean([has_think(r, prefilled) for r in responses])),
+        "parse_rate": float(np.mean([parsed(t.extracted, t.reason) for t in trajectories])),
+        "think_rate": float(np.mean([thinks(t, family) for t in trajectories])),
         "truncated_frac": float(np.mean([t.status == "truncated" for t in trajectories])),
         "response_mean": float(np.mean([t.response_length for t in trajectories])),
         "error_rate": float(np.mean([t.status == "error" for t in trajectories])),
@@ -161,13 +158,16 @@ def _accuracy(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def _at_k(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
-    """avg@k, and the unbiased pass@k where every outcome is right or wrong."""
-    k = min(len(values) for values in outcomes)
+    """avg@k, and the unbiased pass@k where every outcome is right or wrong; an item that lost a
+    sample to an error is left out of both, so that the name keeps its meaning.
+    """
+    k = max(len(values) for values in outcomes)
+    whole = [values for values in outcomes if len(values) == k]
     if k < 2:
         return {}
-    metrics = {f"avg@{k}": float(np.mean([values.mean() for values in outcomes]))}
-    if all(set(values.tolist()) <= {0.0, 1.0} for values in outcomes):
-        passes = [statistics.pass_at_k(len(v), int(v.sum()), k) for v in outcomes]
+    metrics = {f"avg@{k}": float(np.mean([values.mean() for values in whole]))}
+    if all(set(values.tolist()) <= {0.0, 1.0} for values in whole):
+        passes = [statistics.pass_at_k(k, int(values.sum()), k) for values in whole]
         metrics[f"pass@{k}"] = float(np.mean(passes))
     return metrics
 
@@ -252,7 +252,9 @@ def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
             if score.outcome is not None:
                 items.setdefault(row["id"], []).append(score.outcome)
         summary[name] = _accuracy([np.array(values) for values in items.values()]) | {
-            "parse_rate": float(np.mean([score.extracted is not None for _, score in mine])),
+            "parse_rate": float(
+                np.mean([parsed(score.extracted, score.reason) for _, score in mine])
+            ),
             "error_rate": float(np.mean([score.status == "error" for _, score in mine])),
             "abstain_rate": float(np.mean([score.status == "abstain" for _, score in mine])),
         }

@@ -189,6 +189,7 @@ def rollout_sampling(config: Config) -> Sampling:
         max_tokens=rollout.max_tokens,
         stop=rollout.stop,
         ignore_eos=rollout.ignore_eos,
+        support=rollout.top_p < 1 or rollout.top_k > 0,
     )
 
 

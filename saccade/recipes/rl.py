@@ -29,13 +29,12 @@ from saccade.errors import RewardError, TrainingError
 from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.recipes import parts
-from saccade.recipes.evaluate import describe as describe_result
-from saccade.recipes.evaluate import evaluate_sets
 from saccade.recipes.guard import guard
 from saccade.recipes.run import Run
+from saccade.recipes.validation import Validation
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
-from saccade.rollout.scoring import RewardStream
+from saccade.rollout.scoring import RewardStream, parsed, thinks
 from saccade.tracking.metrics import group_metrics
 from saccade.types import Group, Metrics
 
@@ -54,7 +53,7 @@ class Actors:
     reference: LocalBackend | None
     scorer: Scorer | None
     stream: Stream
-    validation: dict[str, Dataset]
+    validation: Validation
 
     @property
     def scoring(self) -> Scoring:
@@ -80,8 +79,7 @@ def run(config: Any) -> dict[str, Any]:
 
 def _train(run: Run, actors: Actors) -> dict[str, Any]:
     last: dict[str, Any] = {}
-    if actors.validation and actors.config.val.before and run.step == 0:
-        run.loggers.log(validate(run, actors, step=0), 0)
+    actors.validation.before()
     for step in run.steps():
         metrics = Metrics()
         with run.phase("rollout"):
@@ -117,7 +115,7 @@ def sample_groups(run: Run, actors: Actors, step: int, metrics: Metrics) -> list
         rewards = RewardStream(actors.scorer, actors.family, step=step)
         groups = collect(
             actors.engine,
-            actors.stream.take(wanted),
+            run.take(actors.stream, wanted),
             repeats=algorithm.samples_per_prompt,
             environment=environment_factory(config.env.name),
             family=actors.family,
@@ -141,6 +139,12 @@ def sample_groups(run: Run, actors: Actors, step: int, metrics: Metrics) -> list
     trajectories = [t for group in everything for t in group.trajectories]
     metrics.add("count/samples", len(trajectories))
     metrics.add("count/rollout_tokens", sum(t.response_length for t in trajectories))
+    for name, flags in {
+        "length/parse_rate": [parsed(t.extracted, t.reason) for t in trajectories],
+        "length/think_rate": [thinks(t, actors.family) for t in trajectories],
+        "reward/clip_frac": ["clipped" in t.info for t in trajectories],
+    }.items():
+        metrics.add(name, sum(flags), len(flags))
     metrics.add("group/rounds", rounds)
     metrics.add("group/kept_frac", len(kept), len(everything))
     for reason, count in dropped.items():
@@ -219,6 +223,7 @@ def optimize(run: Run, actors: Actors, updates: stages.Updates, metrics: Metrics
     for _ in range(train.epochs_per_batch):
         for batches in updates:
             if not any(batch.scales is not None and batch.scales.any() for batch in batches):
+                run.progress["updates"] += 1
                 continue  # nothing is live: there is no gradient to take
             lr = rate(
                 run.progress["updates"],
@@ -229,14 +234,21 @@ def optimize(run: Run, actors: Actors, updates: stages.Updates, metrics: Metrics
                 min_lr=train.min_lr,
             )
             update = actors.policy.train_step(batches, actors.algorithm, actors.scoring, lr=lr)
+            if "policy/loss" not in metrics.sums:  # the first update of the step
+                check_mismatch(update.metrics)
             metrics.merge(update.metrics)
             guard(run, train, batches, update)
             run.progress["updates"] += not update.skipped
-    if metrics.means().get("mismatch/mult_prob_error", 1.0) > LARGEST_MISMATCH:
+
+
+def check_mismatch(metrics: Metrics) -> None:
+    """Before anything has drifted, the engine and the trainer must mean the same policy."""
+    error = metrics.means().get("mismatch/mult_prob_error", 1.0)
+    if error > LARGEST_MISMATCH:
         raise TrainingError(
-            "engine and trainer disagree: mean exp|log-prob gap| is "
-            f"{metrics.means()['mismatch/mult_prob_error']:.3f}, above {LARGEST_MISMATCH}; "
-            "compare temperature, banned ids and weights of both, or use model.dtype=float32"
+            f"engine and trainer disagree: mean exp|log-prob gap| is {error:.3f}, above "
+            f"{LARGEST_MISMATCH}; compare temperature, banned ids and weights of both, or use "
+            "model.dtype=float32"
         )
 
 
@@ -250,36 +262,17 @@ def finish_step(
     config = actors.config
     run.progress["stream"] = actors.stream.state()
     metrics.add("data/epoch", actors.stream.epoch)
+    metrics.add("data/cursor", run.progress["stream"]["cursor"])
+    metrics.add("data/bad_rows", run.set_aside)
     step = run.step + 1
     values = metrics.means()
     every = config.track.trajectories_every
     if every and (step % every == 0 or step in (1, run.total)):
         stored = groups[: config.track.trajectories_groups]
         run.store(stages.show_advantages(stored, updates), step=step)
-    if config.val.every and (step % config.val.every == 0 or step == run.total):
-        values |= validate(run, actors, step=step)
+    if actors.validation.due(step):
+        values |= actors.validation.metrics(step=step)
     return run.finish_step(values)
-
-
-def validate(run: Run, actors: Actors, *, step: int) -> dict[str, float]:
-    if not actors.validation:
-        return {}
-    with run.phase("validation"):
-        results, metrics = evaluate_sets(
-            actors.engine,
-            actors.family,
-            actors.scorer,
-            actors.validation,
-            actors.config,
-            run.console.progress,
-        )
-    for result in results:
-        run.store(
-            result.groups[: actors.config.val.log_generations], step=step, kind=f"val/{result.name}"
-        )
-        run.console.note(f"step {step}  {describe_result(result)}")
-    run.note_validation(metrics, step)
-    return metrics
 
 
 # -- setting up ------------------------------------------------------------------------------------
@@ -301,6 +294,7 @@ def _actors(
         backend.load_state(run.start / "state")
         stream.restore(run.progress["stream"])
         engine.update_weights(backend, version=run.step)
+    sets = parts.validation_sets(config, family) if config.val.every else {}
     reference = None
     if algorithm.needs_reference:
         reference = LocalBackend(parts.load_policy(config, family).model, family)
@@ -313,7 +307,7 @@ def _actors(
         reference=reference,
         scorer=scorer,
         stream=stream,
-        validation=parts.validation_sets(config, family) if config.val.every else {},
+        validation=Validation(run, config, family, engine, scorer, sets),
     )
 
 

@@ -7,6 +7,7 @@ with Run(config, "rl", manifest) as run:
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -19,8 +20,9 @@ from typing import Any
 from saccade import checkpoint
 from saccade.backends import Backend
 from saccade.config import Config
-from saccade.errors import Interrupted
-from saccade.images import DECODED
+from saccade.data.stream import Stream
+from saccade.errors import DataError, Interrupted
+from saccade.images import DECODED, ImageError
 from saccade.models.families import Family
 from saccade.models.load import gpu_peak_gb
 from saccade.tracking.console import Console
@@ -29,9 +31,13 @@ from saccade.tracking.folder import RunFolder
 from saccade.tracking.loggers import Loggers
 from saccade.tracking.metrics import host_memory
 from saccade.tracking.trajectories import TrajectoryWriter
-from saccade.types import Group
+from saccade.types import Group, Sample
 
 NOTED_EVERY = 25  # steps between two equal diagnoses
+
+
+class Stopping(Exception):
+    """A signal asked the run to end while it was validating."""
 
 
 class Run:
@@ -55,6 +61,8 @@ class Run:
         self._noted = -NOTED_EVERY
         self._rss_at_start = host_memory()["mem/host_rss_gb"]
         self._peaks: dict[str, float] = {}
+        self._updating = False  # between the first weight that moves and the end of the step
+        self.set_aside = 0  # rows found bad while training
 
     def __enter__(self) -> Run:
         """Take the folder, find the checkpoint to go on from, open the display."""
@@ -80,8 +88,10 @@ class Run:
             self._services = stack.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._services.__exit__(*error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and self.total and not self._updating:
+            self.save()  # what failed had not touched the weights of the last finished step
+        self._services.__exit__(kind, error, trace)
 
     def close_at_end(self, part: Any) -> None:
         if part is not None:
@@ -99,6 +109,7 @@ class Run:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of the step and note the most GPU memory it took."""
+        self._updating |= name == "update"
         with self.console.phase(name):
             yield
         peak = gpu_peak_gb()
@@ -125,6 +136,7 @@ class Run:
     def finish_step(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Count the step, log it, say so when nothing is being learned, save when it is time."""
         self.progress["step"] += 1
+        self._updating = False
         times = self.console.lap()
         row = {
             **metrics,
@@ -181,10 +193,44 @@ class Run:
         )
 
     def watch(self, done: int, total: int) -> None:
-        """For the rollout: shows progress, and lets a signal end it at once."""
+        """For the rollout: shows progress, and lets a signal end it at the next token."""
         self.console.progress(done, total)
         if self._signal is not None:
             self._stop()
+
+    def watch_validation(self, done: int, total: int) -> None:
+        """As `watch`, but the step is finished first: its update has been made."""
+        self.console.progress(done, total)
+        if self._signal is not None:
+            raise Stopping
+
+    def take(self, stream: Stream, count: int) -> list[Sample]:
+        """The next rows whose images can be decoded; a damaged one is set aside by id, and the next
+        row of the data comes in its place.
+        """
+        taken: list[Sample] = []
+        while len(taken) < count:
+            for sample in stream.take(count - len(taken)):
+                problem = _damage(sample)
+                if problem is None:
+                    taken.append(sample)
+                else:
+                    self._set_aside(sample, problem, len(stream.dataset))
+        return taken
+
+    def _set_aside(self, sample: Sample, reason: str, rows: int) -> None:
+        self.set_aside += 1
+        row = {"id": sample.id, "source": sample.data_source, "reason": reason}
+        with (self.folder.path / "quarantine.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.console.note(f"row {sample.id} is set aside: {reason}")
+        limit = self.config.data.max_bad_fraction
+        if self.set_aside > limit * rows:
+            raise DataError(
+                f"{self.set_aside} of {rows} rows turned out bad while training, the last one "
+                f"{sample.id}: {reason}; `saccade check-data` finds them before a run, and "
+                f"data.max_bad_fraction above {limit:g} goes on"
+            )
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
@@ -215,3 +261,13 @@ def speeds(metrics: Mapping[str, float], times: Mapping[str, Any]) -> dict[str, 
         for name, (count, seconds) in wanted.items()
         if count in metrics and times.get(seconds)
     }
+
+
+def _damage(sample: Sample) -> str | None:
+    """Why an image of the row cannot be shown. What is decoded here is what the model will see."""
+    for media in sample.media:
+        try:
+            DECODED.get(media)
+        except ImageError as error:
+            return str(error)
+    return None

@@ -17,14 +17,14 @@ from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.backends.schedule import rate
 from saccade.config import AlgorithmConfig, Config, load
-from saccade.data.datasets import Dataset, Stream
+from saccade.data.datasets import Stream
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.recipes import parts
-from saccade.recipes.evaluate import describe, evaluate_sets
 from saccade.recipes.guard import guard
 from saccade.recipes.run import Run
+from saccade.recipes.validation import Validation
 from saccade.types import Group, Metrics, Sample, Source, Trajectory
 
 # -log p of each trained token, all tokens alike: the policy gradient of an advantage of 1.
@@ -48,7 +48,7 @@ def run(config: Any) -> dict[str, Any]:
         if this.start is not None:
             backend.load_state(this.start / "state")
             stream.restore(this.progress["stream"])
-        validation = _Validation(this, config, family, policy)
+        validation = _validation(this, config, family, policy)
         this.begin(_total_steps(config, stream), backend, family)
         parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
         return _train(this, config, backend, family, stream, validation)
@@ -60,15 +60,15 @@ def _train(
     backend: LocalBackend,
     family: Family,
     stream: Stream,
-    validation: _Validation,
+    validation: Validation,
 ) -> dict[str, Any]:
     train, last = config.train, dict[str, Any]()
-    if validation.sets and config.val.before and run.step == 0:
-        run.loggers.log(validation.metrics(step=0), 0)
+    validation.before()
     for step in run.steps():
         with run.phase("data"):
             rows = [
-                dialogue(s, family, config.sft.loss_on) for s in stream.take(train.prompts_per_step)
+                dialogue(s, family, config.sft.loss_on)
+                for s in run.take(stream, train.prompts_per_step)
             ]
             batches = pack(rows, positions=family.positions, micro_tokens=train.micro_tokens)
             batches = stages.write_supervision(batches)
@@ -85,7 +85,7 @@ def _train(
             guard(run, train, batches, update)
         run.progress["stream"] = stream.state()
         values = _metrics(update.metrics, rows, stream)
-        if config.val.every and (step % config.val.every == 0 or step == run.total):
+        if validation.due(step):
             values |= validation.metrics(step=step)
         last = run.finish_step(values)
     return last
@@ -147,42 +147,14 @@ def _metrics(update: Metrics, rows: Sequence[Group], stream: Stream) -> dict[str
     }
 
 
-class _Validation:
-    """Generates on the validation sets with the weights as they are."""
-
-    def __init__(self, run: Run, config: Config, family: Family, policy: parts.Policy) -> None:
-        self.run, self.config, self.family = run, config, family
-        self.sets: dict[str, Dataset] = (
-            parts.validation_sets(config, family) if config.val.every else {}
-        )
-        if not self.sets:
-            return
-        self.scorer = parts.make_scorer(config)
-        run.close_at_end(self.scorer)
-        for dataset in self.sets.values():
-            parts.test_rewards(config, self.scorer, dataset.samples)
-        sequences = config.rollout.max_sequences
-        self.engine = EmbeddedEngine(policy.model, family, max_sequences=sequences)
-
-    def metrics(self, *, step: int) -> dict[str, float]:
-        if not self.sets:
-            return {}
-        self.engine.update_weights(None, version=step)
-        with self.run.phase("validation"):
-            results, metrics = evaluate_sets(
-                self.engine,
-                self.family,
-                self.scorer,
-                self.sets,
-                self.config,
-                self.run.console.progress,
-            )
-        for result in results:
-            groups = result.groups[: self.config.val.log_generations]
-            self.run.store(groups, step=step, kind=f"val/{result.name}")
-            self.run.console.note(f"step {step}  {describe(result)}")
-        self.run.note_validation(metrics, step)
-        return metrics
+def _validation(run: Run, config: Config, family: Family, policy: parts.Policy) -> Validation:
+    sets = parts.validation_sets(config, family) if config.val.every else {}
+    scorer = parts.make_scorer(config) if sets else None
+    run.close_at_end(scorer)
+    for dataset in sets.values():
+        parts.test_rewards(config, scorer, dataset.samples)
+    engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
+    return Validation(run, config, family, engine, scorer, sets)
 
 
 def _total_steps(config: Config, stream: Stream) -> int:

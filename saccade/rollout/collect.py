@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -23,6 +23,7 @@ from saccade.models.families import Family
 from saccade.rollout.episode import Call, Limits, episode
 from saccade.types import Group, Request, Sample, Sampling, Trajectory
 
+ENVIRONMENT_THREADS = 64  # environments that work at once
 OnFinish = Callable[[Sample, Trajectory], None]
 Episode = Generator[Request | Call, Any, Trajectory]
 
@@ -72,10 +73,12 @@ def collect(
         engine.release(key)
         if on_finish is not None:
             on_finish(samples[index], trajectory)
+
+    def tick() -> None:
         if progress is not None:
             progress(len(done), len(owners))
 
-    _drive(engine, episodes, finished, limits.timeout)
+    _drive(engine, episodes, finished, tick, limits.timeout)
     return [
         Group(sample=sample, uid=uids[i], trajectories=tuple(done[i, r] for r in range(repeats)))
         for i, sample in enumerate(samples)
@@ -86,9 +89,11 @@ def _drive(
     engine: Engine,
     episodes: dict[str, Episode],
     finished: Callable[[str, Trajectory], None],
+    tick: Callable[[], None],
     timeout: float,
 ) -> None:
     calls: dict[str, tuple[Future[Any], float]] = {}
+    queued: deque[tuple[str, Call]] = deque()
 
     def advance(key: str, value: Any) -> None:
         try:
@@ -99,16 +104,20 @@ def _drive(
         if isinstance(wanted, Request):
             engine.submit(wanted)
         else:
-            calls[key] = (_in_thread(wanted.function), time.monotonic())
+            queued.append((key, wanted))
 
     for key in episodes:
         advance(key, None)
-    while engine.pending or calls:
+    while engine.pending or calls or queued:
+        while queued and len(calls) < ENVIRONMENT_THREADS:
+            key, call = queued.popleft()
+            calls[key] = (_in_thread(call.function), time.monotonic())
         for completion in engine.poll() if engine.pending else ():
             advance(completion.key, completion)
         for key, outcome in _finished_calls(calls, timeout):
             del calls[key]
             advance(key, outcome)
+        tick()
         if calls and not engine.pending:
             time.sleep(0.001)
 

@@ -9,7 +9,7 @@ other episodes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,6 +109,7 @@ def episode(
     turn, reason, pending = 0, _failure(start, info), False
     messages = list(sample.messages if reason else start)
     tape = _Tape()
+    context = len(messages)
     tape.read(family.render(messages))
     while not reason:
         turn += 1
@@ -140,8 +141,26 @@ def episode(
             reason, pending = yield from _answer(
                 environment, reply, messages, tape, rewards, info, turn, family, limits
             )
-    environment.close()
-    return _trajectory(uid, repeat, tape, messages, rewards, info, turn, reason, pending)
+    closed = yield from _ask(environment, environment.close)
+    _failure(closed, info)  # noted, but the episode is over
+    status = STATUS_OF_END[f"{reason}_pending" if reason == "token_budget" and pending else reason]
+    return Trajectory(
+        sample_id=uid,
+        repeat=repeat,
+        ids=np.concatenate(tape.ids),
+        sources=np.concatenate(tape.sources),
+        logprobs=np.concatenate(tape.logprobs),
+        versions=np.concatenate(tape.versions),
+        media=tuple(tape.media),
+        messages=tuple(messages),
+        context=context,
+        end_reason=reason,
+        status=status,
+        turns=turn,
+        support=tuple(tape.support) or None,
+        turn_rewards=tuple(rewards),
+        info=info,
+    )
 
 
 def _answer(
@@ -198,33 +217,3 @@ def _failure(outcome: Any, info: dict[str, Any]) -> str:
         return ""
     info["error"] = f"{type(outcome).__name__}: {outcome}"
     return "timeout" if isinstance(outcome, TimeoutError) else "env_error"
-
-
-def _trajectory(
-    uid: str,
-    repeat: int,
-    tape: _Tape,
-    messages: Sequence[Message],
-    rewards: Sequence[float],
-    info: dict[str, Any],
-    turns: int,
-    reason: str,
-    pending: bool,
-) -> Trajectory:
-    status = STATUS_OF_END[f"{reason}_pending" if reason == "token_budget" and pending else reason]
-    return Trajectory(
-        sample_id=uid,
-        repeat=repeat,
-        ids=np.concatenate(tape.ids),
-        sources=np.concatenate(tape.sources),
-        logprobs=np.concatenate(tape.logprobs),
-        versions=np.concatenate(tape.versions),
-        media=tuple(tape.media),
-        messages=tuple(messages),
-        end_reason=reason,
-        status=status,
-        turns=turns,
-        support=tuple(tape.support) or None,
-        turn_rewards=tuple(rewards),
-        info=info,
-    )

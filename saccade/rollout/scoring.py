@@ -13,6 +13,7 @@ from typing import Protocol
 
 from saccade.models.families import Family
 from saccade.rewards.combine import Scored
+from saccade.rewards.extract import has_think
 from saccade.rewards.sample import RewardSample, reward_sample
 from saccade.types import Group, Message, Sample, Trajectory
 
@@ -35,7 +36,7 @@ class RewardStream:
             question = self._questions.get(sample.id)
             if question is None:
                 question = self._questions[sample.id] = reward_sample(sample, "", step=self.step)
-            seen = seen_by_reward(question, sample, trajectory, self.family)
+            seen = seen_by_reward(question, trajectory, self.family)
             self._pending[trajectory.key] = self.scorer.submit(seen)
 
     def attach(self, groups: Sequence[Group]) -> list[Group]:
@@ -56,7 +57,10 @@ class RewardStream:
                 trajectory, status=scored.status, parts=scored.parts, reason=scored.reason
             )
         assert scored.reward is not None, "status ok means that there is a value"
-        unanswered = scored.extracted is None and trajectory.end_reason == "answered"
+        unanswered = (
+            not parsed(scored.extracted, scored.reason) and trajectory.end_reason == "answered"
+        )
+        info = {**trajectory.info, "clipped": True} if scored.clipped else trajectory.info
         return replace(
             trajectory,
             reward=scored.reward + earned,
@@ -64,16 +68,26 @@ class RewardStream:
             parts=scored.parts,
             extracted=scored.extracted,
             reason=scored.reason,
+            info=info,
             end_reason="eos_no_answer" if unanswered else trajectory.end_reason,
             status="void" if unanswered else trajectory.status,
         )
 
 
-def seen_by_reward(
-    question: RewardSample, sample: Sample, trajectory: Trajectory, family: Family
-) -> RewardSample:
+def parsed(extracted: str | None, reason: str) -> bool:
+    """Whether an answer was found. A reward that looks for none gives no reason, and misses none."""
+    return extracted is not None or not reason
+
+
+def thinks(trajectory: Trajectory, family: Family) -> bool:
+    """Whether any turn holds a think block with something in it."""
+    turns = (m.text for m in trajectory.messages[trajectory.context :] if m.role == "assistant")
+    return any(has_think(text, family.chat.think_prefilled) for text in turns)
+
+
+def seen_by_reward(question: RewardSample, trajectory: Trajectory, family: Family) -> RewardSample:
     """What a reward may look at: the policy's own text, never prompt and response in one."""
-    added = trajectory.messages[len(sample.messages) :]
+    added = trajectory.messages[trajectory.context :]
     turns = tuple(m.text for m in added if m.role == "assistant")
     return replace(
         question,

@@ -33,9 +33,9 @@ NAMES = {
     "guard": "nonfinite",
     "mismatch": "logp_gap_mean logp_gap_max mult_prob_error",
     "length": "response_mean response_std response_min response_max response_p50 response_p95 "
-    "prompt_mean vision_tokens_mean truncated_frac",
+    "prompt_mean vision_tokens_mean truncated_frac parse_rate think_rate",
     "turns": "mean max overturn_frac void_frac images_per_sample",
-    "data": "epoch",
+    "data": "epoch cursor bad_rows",
     "time": "rollout reward_wait logp_ref advantage update step bottleneck",
     "perf": "samples_per_s rollout_tokens_per_s update_tokens_per_s",
     "mem": "host_rss_gb rss_growth_gb",

@@ -82,7 +82,7 @@ def test_groups_keep_their_order_whatever_finishes_first(model, family, samples,
     ]
     assert sorted(f[1:] for f in finished) == sorted(wanted)
     assert [f[1:] for f in finished] != wanted and all(f[0] == f[1] for f in finished)
-    assert counts == [(i + 1, 12) for i in range(12)]
+    assert counts[-1] == (12, 12) and counts == sorted(counts)
     lengths = {t.response_length for t in flat(groups)}
     assert len(lengths) > 2
     assert {t.end_reason for t in flat(groups)} <= {"answered", "turn_length"}

@@ -93,7 +93,8 @@ class EmbeddedEngine:
 
     def poll(self) -> list[Completion]:
         with torch.inference_mode():
-            self.model.eval()
+            if self.model.training:  # walks through every module: not at every token
+                self.model.eval()
             fresh = self._admit()
             if not fresh and self._running:
                 self._decode()
@@ -171,8 +172,12 @@ class EmbeddedEngine:
             if not shared:
                 tokens += len(request.ids) - sequence.cached
             shared.append(sequence)
-        if prefixes:
-            self._prefill(list(prefixes.values()))
+        # Apart: what continues reads padded rows of the cache, which fresh prompts need not.
+        fresh = [group for group in prefixes.values() if not group[0].cached]
+        continued = [group for group in prefixes.values() if group[0].cached]
+        for groups in (fresh, continued):
+            if groups:
+                self._prefill(groups)
         return bool(prefixes)
 
     def _make_room(self) -> None:
@@ -232,7 +237,9 @@ class EmbeddedEngine:
         return (sequence.request.ids.tobytes(), media)
 
     def _prefill(self, groups: Sequence[list[_Sequence]]) -> None:
-        """One computation per distinct prompt; the others of a group copy its cache."""
+        """One computation per distinct prompt; the others of a group copy its cache. All fresh, or
+        all continued.
+        """
         leaders = [group[0] for group in groups]
         slots = np.array([s.slot for s in leaders])
         cached = np.array([s.cached for s in leaders])
@@ -310,7 +317,8 @@ class EmbeddedEngine:
             self._tokens[slots, places] = drawn.ids.cpu().numpy()
             self._logprobs[slots, places] = drawn.logprobs.cpu().numpy()
             self._versions[slots, places] = self.version
-            kept = None if drawn.kept is None else drawn.kept.cpu().numpy()
+            read = sampling.support and drawn.kept is not None
+            kept = drawn.kept.cpu().numpy() if read else None  # type: ignore[union-attr]
             for row, sequence in enumerate(members):
                 sequence.sampled += 1
                 if kept is not None:
@@ -344,7 +352,9 @@ class EmbeddedEngine:
         # with.
         window = max(len(text.encode()) for text in stop) + 8
         first = max(0, sequence.sampled - window)
-        tail = self.family.decode(self._tokens[sequence.slot, first : sequence.sampled])
+        tail = self.family.chat.decode(
+            self._tokens[sequence.slot, first : sequence.sampled], special=True
+        )
         return any(text in tail for text in stop)
 
     def _complete(self, sequence: _Sequence, finish: Any) -> Completion:

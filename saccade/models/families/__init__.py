@@ -169,6 +169,15 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
             f"{path}: model_type {name!r} is multimodal and not known; "
             f"known are {', '.join(FAMILIES)}"
         )
+    kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if "num_attention_heads" not in config or kinds:
+        what = (
+            f"has layers of type {', '.join(sorted(kinds))}" if kinds else "has no attention heads"
+        )
+        raise EnvironmentProblem(
+            f"{path}: model_type {name!r} {what} in its config; packed rows stay apart only where "
+            "every layer is attention: use a decoder such as qwen3 or llama"
+        )
     return _TEXT
 
 

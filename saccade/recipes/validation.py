@@ -1,0 +1,57 @@
+"""Validation inside a run: the same path as `saccade eval`, with the weights as they are."""
+
+from __future__ import annotations
+
+from saccade.config import Config
+from saccade.data.datasets import Dataset
+from saccade.engines import Engine
+from saccade.models.families import Family
+from saccade.recipes.evaluate import describe, evaluate_sets
+from saccade.recipes.run import Run, Stopping
+from saccade.rewards.scorer import Scorer
+
+
+class Validation:
+    """Evaluates the validation sets, stores some responses, remembers the best step."""
+
+    def __init__(
+        self,
+        run: Run,
+        config: Config,
+        family: Family,
+        engine: Engine,
+        scorer: Scorer | None,
+        sets: dict[str, Dataset],
+    ) -> None:
+        self.run, self.config, self.family = run, config, family
+        self.engine, self.scorer, self.sets = engine, scorer, sets
+
+    def before(self) -> None:
+        """The score of the start, for the comparison."""
+        if self.sets and self.config.val.before and self.run.step == 0:
+            self.run.loggers.log(self.metrics(step=0), 0)
+
+    def due(self, step: int) -> bool:
+        every = self.config.val.every
+        return bool(self.sets and every) and (step % every == 0 or step == self.run.total)
+
+    def metrics(self, *, step: int) -> dict[str, float]:
+        self.engine.update_weights(None, version=step)
+        with self.run.phase("validation"):
+            try:
+                results, metrics = evaluate_sets(
+                    self.engine,
+                    self.family,
+                    self.scorer,
+                    self.sets,
+                    self.config,
+                    self.run.watch_validation,
+                )
+            except Stopping:  # the run ends after this step; half a validation says nothing
+                return {}
+        for result in results:
+            groups = result.groups[: self.config.val.log_generations]
+            self.run.store(groups, step=step, kind=f"val/{result.name}")
+            self.run.console.note(f"step {step}  {describe(result)}")
+        self.run.note_validation(metrics, step)
+        return metrics

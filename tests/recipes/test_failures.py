@@ -1,0 +1,94 @@
+"""What goes wrong inside a run costs as little as it can."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.checkpoint import complete_steps
+from saccade.errors import DataError, Interrupted, RewardError
+from saccade.recipes import rl
+from saccade.tracking.loggers import read_metrics
+
+Make = Callable[..., dict[str, Any]]
+
+
+def damaged_copy(scenes: Path, folder: Path) -> tuple[Path, str]:
+    """The first picture has an intact header and end mark, so only decoding shows the damage."""
+    shutil.copytree(scenes, folder)
+    first = json.loads((folder / "train.jsonl").read_text().splitlines()[0])
+    picture = folder / first["images"][0]
+    content = bytearray(picture.read_bytes())
+    middle = len(content) // 2
+    content[middle - 10 : middle + 10] = bytes(20)
+    picture.write_bytes(bytes(content))
+    return folder / "train.jsonl", first["id"]
+
+
+def test_a_damaged_image_is_set_aside_by_id_and_the_run_goes_on(
+    rl_config: Make, scenes: Path, tmp_path: Path
+) -> None:
+    data, bad = damaged_copy(scenes, tmp_path / "data")
+    changes = {"data.train": str(data), "data.order": "sequential", "run.max_steps": 2}
+    rl.run(rl_config(tmp_path) | changes | {"data.max_bad_fraction": 0.5})
+    aside = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").open()]
+    assert [row["id"] for row in aside] == [bad] and "decoded" in aside[0]["reason"]
+    assert read_metrics(tmp_path / "run")[-1]["data/bad_rows"] == 1
+
+    with pytest.raises(DataError, match=f"{bad}.*check-data"):
+        rl.run(rl_config(tmp_path / "strict") | changes | {"data.max_bad_fraction": 0.001})
+
+
+def test_what_fails_before_an_update_keeps_the_steps_before_it(
+    rl_config: Make, tmp_path: Path
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def score(sample):\n"
+        "    assert sample.step < 3, 'the judge went home'\n"
+        "    return float(len(sample.token_ids) % 3)\n"
+    )
+    changes = {"reward.terms": [f"{reward}:score"], "reward.self_test": "warn", "save.every": 0}
+    with pytest.raises(RewardError, match="went home"):
+        rl.run(rl_config(tmp_path) | changes | {"run.max_steps": 5})
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [2]
+    # A number says nothing of whether an answer could be read.
+    rows = read_metrics(tmp_path / "run")
+    assert [row["turns/void_frac"] for row in rows] == [0, 0]
+    assert [row["length/parse_rate"] for row in rows] == [1, 1]
+
+
+def test_old_rollout_still_measures_the_gap_between_engine_and_trainer(
+    rl_config: Make, tmp_path: Path
+) -> None:
+    rl.run(rl_config(tmp_path) | {"algorithm.old": "rollout", "run.max_steps": 2})
+    row = read_metrics(tmp_path / "run")[-1]
+    assert 0 < row["mismatch/logp_gap_max"] < 1e-4
+
+
+def test_a_signal_ends_a_long_rollout_before_any_response_is_finished(
+    rl_config: Make, tmp_path: Path
+) -> None:
+    long = {"rollout.max_tokens": 3500, "rollout.ignore_eos": True, "train.samples_per_prompt": 2}
+
+    def interrupt() -> None:
+        while not (tmp_path / "run" / "log.txt").exists():
+            time.sleep(0.05)
+        time.sleep(2.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    began = time.monotonic()
+    with pytest.raises(Interrupted):
+        rl.run(rl_config(tmp_path) | long | {"train.prompts_per_step": 2})
+    assert time.monotonic() - began < 30
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [0]
