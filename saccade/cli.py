@@ -89,7 +89,7 @@ def _start(
 ) -> None:
     """Fine-tune vision-language models with reinforcement learning.
 
-    New here? [bold]saccade quickstart[/bold] needs no GPU, no download and five minutes.
+    New here? [bold]saccade quickstart[/bold] needs no GPU, no download and a few minutes.
     """
     if version:
         print(f"saccade {__version__}")

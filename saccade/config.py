@@ -509,8 +509,7 @@ def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, A
 
 def _value(key: str, text: str) -> Any:
     """The text of an override as its option takes it: words stay words where words are wanted."""
-    field = dict(options()).get(key)
-    kind = None if field is None else field.annotation
+    kind = _kind(key)
     if not text:
         return "" if kind is str or key in EMPTY_IS_A_VALUE else None
     if kind in (str, str | None) and text not in ("null", "~") and text[0] not in "'\"":
@@ -519,6 +518,15 @@ def _value(key: str, text: str) -> Any:
         return parse(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{key}={text}: not valid YAML: {error}") from None
+
+
+def _kind(key: str) -> Any:
+    """Type of an option, or of an entry of one that is a table."""
+    known = dict(options())
+    if key in known:
+        return known[key].annotation
+    table = known.get(key.rpartition(".")[0])
+    return None if table is None else get_args(table.annotation)[1]
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -114,6 +114,8 @@ def sft_config(scenes: Path, word_model: str) -> Callable[..., dict[str, Any]]:
             "prompt.instruction": "",
             "train.prompts_per_step": 4,
             "train.lr": 2e-3,
+            "train.schedule": "constant",  # a run of two steps is the first half of one of four
+            "train.warmup": 0,
             "track.tensorboard": False,
         }
         return options | {name.replace("__", "."): value for name, value in changes.items()}

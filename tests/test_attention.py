@@ -8,6 +8,7 @@ import torch
 
 from saccade import attention
 from saccade.attention import forest_plan, paths, segment_attention
+from saccade.errors import EnvironmentProblem
 
 CPU = torch.device("cpu")
 
@@ -72,10 +73,60 @@ def test_trees_below_and_above_the_limit_go_together(monkeypatch):
     starts, parents = np.array([0, 4, 6, 12, 15]), np.array([-1, 0, -1, 2])
     inputs = qkv(15)
     plan = forest_plan(starts, parents, CPU, torch.float64)
-    assert len(plan.nodes) == 2 and plan.index.shape == (1, 6)
+    assert len(plan.nodes) == 2 and [b.index.shape for b in plan.buckets] == [(1, 6)]
     assert (
         plan(0, *inputs, 0.3, None) - naive(starts, parents, *inputs, 0.3, None)
     ).abs().max() < 1e-13
+
+
+def test_a_long_tree_does_not_pad_the_short_ones():
+    sizes = [100, 3, 4, 70, 1, 2, 3]
+    starts, parents = np.concatenate([[0], np.cumsum(sizes)]), np.full(7, -1)
+    inputs = qkv(int(starts[-1]))
+    plan = forest_plan(starts, parents, CPU, torch.float64)
+    assert [tuple(b.index.shape) for b in plan.buckets] == [(1, 1), (1, 2), (3, 4), (2, 100)]
+    wanted = naive(starts, parents, *inputs, 0.3, None)
+    assert (plan(0, *inputs, 0.3, None) - wanted).abs().max() < 1e-13
+
+
+# -- what models pass ------------------------------------------------------------------------------
+
+
+def tiny_model(name: str, **changes) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    config = AutoConfig.for_model(name, **sizes, **heads, pad_token_id=0, **changes)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def forward(model: torch.nn.Module) -> torch.Tensor:
+    plan = forest_plan(np.array([0, 2, 5]), np.array([-1, -1]), CPU, torch.float32)
+    ids = torch.tensor([[1, 2, 1, 2, 3]])
+    places = torch.tensor([[0, 1, 0, 1, 2]])
+    output = model.base_model(
+        input_ids=ids, position_ids=places, use_cache=False, attention_plan=plan
+    )
+    return output.last_hidden_state[0]
+
+
+def test_an_argument_that_would_be_dropped_is_refused():
+    model = tiny_model("gemma2")
+    attention.use_in(model)
+    with pytest.raises(EnvironmentProblem, match=r"Gemma2Attention passes softcap="):
+        forward(model)
+    model = tiny_model("llama", attention_dropout=0.5)
+    attention.use_in(model)
+    assert (forward(model.eval())[:2] - forward(model)[2:4]).abs().max() < 1e-6
+    with pytest.raises(EnvironmentProblem, match=r"LlamaAttention passes dropout="):
+        forward(model.train())
+
+
+@pytest.mark.parametrize("name", ["mamba", "bloom"])
+def test_a_model_that_never_asks_for_a_plan_is_refused(name):
+    with pytest.raises(EnvironmentProblem, match="leak into"):
+        attention.use_in(tiny_model(name))
 
 
 def test_a_path_runs_from_the_root_to_the_node_itself():

@@ -102,6 +102,39 @@ def copied(begun: dict[str, Any], tmp_path: Path) -> Iterator[dict[str, Any]]:
     yield begun | {"run.out": str(tmp_path)}
 
 
+def flip_one_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state/optimizer.safetensors"])
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_flipped_byte_is_found_before_going_on(
+    copied: dict[str, Any], name: str, resume: str
+) -> None:
+    folder = Path(copied["run.out"]) / "run" / "checkpoints"
+    newest, older = folder / "step-2", folder / "step-1"
+    flip_one_byte(newest / name)
+    asked = str(newest) if resume == "path" else resume
+    with pytest.raises(EnvironmentProblem) as caught:
+        checkpoint.find(folder, asked)
+    assert str(newest / name) in str(caught.value)
+    assert f"run.resume={older}" in str(caught.value)
+    assert checkpoint.find(folder, str(older)) == older
+    flip_one_byte(older / name)
+    with pytest.raises(EnvironmentProblem, match=r"start again under another run\.name"):
+        checkpoint.find(folder, asked)
+
+
+def test_a_listing_that_cannot_be_read_is_named(copied: dict[str, Any]) -> None:
+    folder = Path(copied["run.out"]) / "run" / "checkpoints"
+    listing = folder / "step-2" / "state" / "files.json"
+    listing.write_bytes(b"\x00" + listing.read_bytes()[1:])
+    with pytest.raises(EnvironmentProblem, match=r"files\.json is damaged"):
+        checkpoint.find(folder, "auto")
+
+
 def test_an_existing_folder_is_refused(begun: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"exists: write run\.resume=auto to continue"):
         rl.run(begun)

@@ -66,7 +66,13 @@ def test_what_rl_refuses(rows: Path, override: str, field: str, remedy: str) -> 
 
 @pytest.mark.parametrize(
     "override",
-    ["algorithm.preset=rloo", "algorithm.kl.coef=0.1", "train.updates_per_step=2", "generate.n=2"],
+    [
+        "algorithm.preset=rloo",
+        "algorithm.kl.coef=0.1",
+        "train.updates_per_step=2",
+        "generate.n=2",
+        "prompt.permute_choices=true",
+    ],
 )
 def test_sft_refuses_what_it_does_not_read(rows: Path, override: str) -> None:
     with pytest.raises(ConfigError, match="has no effect in `saccade sft`"):

@@ -18,7 +18,7 @@ from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
-from saccade.plan import plan
+from saccade.plan import plan, total_steps
 from saccade.recipes.init import guess_reward
 from saccade.smoke import smoke
 from saccade.types import Sample
@@ -163,6 +163,52 @@ def test_arithmetic_of_an_uneven_step() -> None:
     assert rows["samples per step"] == "40 = 10 x 4"
     assert rows["prompts per update"] == "3 or 4"
     assert rows["optimizer steps per step"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "prompts", "steps"),
+    [(1, 24, 6, 4), (1, 25, 6, 5), (2, 25, 10, 5), (0.1, 30, 3, 1), (1, 3, 8, 1), (0.5, 25, 6, 3)],
+)
+def test_the_last_step_of_a_run_is_a_whole_one(
+    epochs: float, rows: int, prompts: int, steps: int
+) -> None:
+    config = load({"train.epochs": epochs, "train.prompts_per_step": prompts})
+    assert total_steps(config, rows) == steps
+    assert total_steps(load(config, ["run.max_steps=7"]), rows) == 7
+
+
+def test_the_plan_counts_the_steps_of_the_run(counting: Path) -> None:
+    tree = {"data.train": str(counting), "train.prompts_per_step": 7}
+    assert dict(plan(load(tree), "rl"))["steps"] == "4" == str(total_steps(load(tree), 24))
+    mixed = load(tree | {"data.train": [{"path": str(counting), "weight": 1}]})
+    assert dict(plan(mixed, "rl"))["steps"] == "1 epochs"  # a mixture draws its epochs
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("rl", {"lr": 1e-6, "epochs": 1.0, "schedule": "constant", "warmup": 0.0}),
+        ("sft", {"lr": 5e-6, "epochs": 2.0, "schedule": "cosine_with_min_lr", "warmup": 0.03}),
+    ],
+)
+def test_dry_run_shows_the_defaults_of_its_command(
+    command: str, expected: dict[str, object], counting: Path
+) -> None:
+    reward = ["reward.terms=count"] if command == "rl" else []
+    options = ["model.path=tiny:qwen2_5_vl", f"data.train={counting}", *reward]
+    result = run(command, *options, "train.prompts_per_step=5", "--dry-run")
+    assert result.exit_code == 0, result.stderr
+    text = result.stdout.split("\ngrpo: ")[0].split("Batch arithmetic")[0]
+    train = yaml.safe_load(text)["train"]
+    assert {name: train[name] for name in expected} == expected
+    steps = {"rl": 5, "sft": 10}[command]
+    assert any(
+        line.split()[1:4] == ["steps", "│", str(steps)] for line in result.stdout.splitlines()
+    )
+
+
+def test_check_data_says_that_threads_decode() -> None:
+    assert "Threads that decode images" in run("check-data", "--help").stdout
 
 
 def test_smoke_shrinks_the_run_and_keeps_its_kind(counting: Path, model: Path) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from saccade.config import Config, load, options, to_yaml, type_name
+from saccade.config import DEFAULTS, Config, defaults_for, load, options, to_yaml, type_name
 from saccade.errors import ConfigError
+from saccade.notation import ELSEWHERE, NAMES, parse
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -42,12 +43,104 @@ def test_file_then_overrides(tmp_path: Path) -> None:
         ("train.lr_scale={vision: 0.1}", "train", "lr_scale", {"vision": 0.1}),
         ("resume=auto", "run", "resume", "auto"),
         ("run.name=2025-run", "run", "name", "2025-run"),
+        ("run.name=2024", "run", "name", "2024"),
+        ("run.name=2024-01-01", "run", "name", "2024-01-01"),
+        ("run.name=1e3", "run", "name", "1e3"),
+        ("model.checkpointing=off", "model", "checkpointing", "off"),
+        ("model.checkpointing=on", "model", "checkpointing", "on"),
+        ("reward.self_test=off", "reward", "self_test", "off"),
+        ("prompt.instruction=", "prompt", "instruction", ""),
+        ("prompt.instruction=null", "prompt", "instruction", None),
+        ("prompt.instruction=Answer: yes or no", "prompt", "instruction", "Answer: yes or no"),
+        ("prompt.instruction='  #'", "prompt", "instruction", "  #"),
+        ("model.path=", "model", "path", ""),
+        ("model.family=", "model", "family", None),
+        ("data.keys={answer: gold}", "data", "keys", {"answer": "gold"}),
+        ("data.keys.answer=7", "data", "keys", {"answer": "7"}),
+        ("data.keys.answer=", "data", "keys", {"answer": ""}),
+        ("train.lr_scale.vision=1e-1", "train", "lr_scale", {"vision": 0.1}),
+        (
+            "reward.by_source.geo={verifier: math}",
+            "reward",
+            "by_source",
+            {"geo": {"verifier": "math"}},
+        ),
+        ("data.train=", "data", "train", ()),
+        ("train.eps=1.5E-7", "train", "eps", 1.5e-7),
+        ("data.max_pixels=1_000_000", "data", "max_pixels", 1_000_000),
     ],
 )
 def test_an_override_is_read_as_its_type(
     override: str, section: str, name: str, value: object
 ) -> None:
     assert getattr(getattr(load(None, [override]), section), name) == value
+
+
+def test_a_file_is_read_like_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "run: {name: 2024}\nmodel: {checkpointing: off}\nreward: {self_test: off}\n"
+        "train: {lr: 1e-6}\nval.before: false\n"
+    )
+    config = load(path)
+    assert (config.run.name, config.model.checkpointing, config.reward.self_test) == (
+        "2024",
+        "off",
+        "off",
+    )
+    assert config.train.lr == 1e-6 and config.val.before is False
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("off", "off"),
+        ("yes", "yes"),
+        ("true", True),
+        ("False", False),
+        ("1e-6", 1e-6),
+        ("-2E5", -2e5),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("-.inf", float("-inf")),
+        ("0x10", 16),
+        ("010", "010"),
+        ("1:30", "1:30"),
+        ("e5", "e5"),
+        ("1e", "1e"),
+        ("~", None),
+    ],
+)
+def test_how_a_plain_word_is_read(text: str, value: object) -> None:
+    assert parse(text) == value and type(parse(text)) is type(value)
+
+
+def test_a_caller_keeps_its_mapping() -> None:
+    mine = {"train": {"lr": 1e-6}, "reward": {"terms": [{"verifier": "math"}]}}
+    load(mine, ["train.lr=2e-6", "train.epochs=3"])
+    assert mine == {"train": {"lr": 1e-6}, "reward": {"terms": [{"verifier": "math"}]}}
+
+
+def test_a_dotted_name_wins_over_its_section_in_any_order() -> None:
+    for tree in (
+        {"train.lr": 1e-6, "train": {"epochs": 2, "lr": 3e-6}},
+        {"train": {"epochs": 2, "lr": 3e-6}, "train.lr": 1e-6},
+    ):
+        config = load(tree)
+        assert (config.train.lr, config.train.epochs) == (1e-6, 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("reward.terms.0.weight=0.5", "reward.terms=[{verifier: math, weight: 0.5}]"),
+        ("data.train.0.weight=2", "data.train=[{path: train.jsonl, weight: 2}]"),
+        ("train.lr.peak=1", "train.lr=VALUE"),
+    ],
+)
+def test_a_part_of_a_value_is_refused_in_one_line(override: str, words: str) -> None:
+    message = refusal({"reward": {"terms": ["math"]}, "data": {"train": ["a.jsonl"]}}, override)
+    assert len(message.splitlines()) == 1 and "is set as a whole" in message and words in message
 
 
 def test_mappings_and_configs_load_alike() -> None:
@@ -72,6 +165,18 @@ def test_a_loaded_config_remembers_what_was_set() -> None:
         ("rollout.temprature=1", "rollout.temperature"),
         ("algoritm.preset=grpo", "algorithm"),
         ("train.temperature=1", "rollout.temperature"),
+        ("learning_rate=1e-6", "train.lr"),
+        ("train.learning_rate=1e-6", "train.lr"),
+        ("batch_size=8", "train.prompts_per_step"),
+        ("num_generations=8", "train.samples_per_prompt"),
+        ("train.group_size=8", "train.samples_per_prompt"),
+        ("rollout.n=8", "train.samples_per_prompt"),
+        ("max_new_tokens=9", "rollout.max_tokens"),
+        ("rollout.max_completion_length=9", "rollout.max_tokens"),
+        ("beta=0.1", "algorithm.kl.coef"),
+        ("algorithm.kl_coef=0.1", "algorithm.kl.coef"),
+        ("algorithm.epsilon=0.1", "algorithm.clip_low"),
+        ("algorithm.epsilon_high=0.1", "algorithm.clip_high"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(override: str, nearest: str) -> None:
@@ -87,6 +192,9 @@ def test_an_unknown_key_is_refused_with_the_nearest(override: str, nearest: str)
         ("train.schedule=cosinus", ["train.schedule", "'cosine'", "'cosinus'"]),
         ("train.lr", ["write section.key=value"]),
         ("name=x", ["several sections", "run.name"]),
+        ("n=8", ["several sections", "val.n", "train.samples_per_prompt"]),
+        ("data.train=7", ["data.train", "DataSource", "7"]),
+        ("rollout.stop=[a", ["rollout.stop=[a", "not valid YAML"]),
     ],
 )
 def test_a_bad_value_is_refused_with_field_and_reason(override: str, words: list[str]) -> None:
@@ -108,10 +216,42 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
     assert "not valid YAML" in refusal(path)
 
 
+def test_names_from_elsewhere_lead_to_options_of_ours() -> None:
+    known = {name for name, _ in options()}
+    assert set(NAMES) <= known
+    leaves = [name.rsplit(".", 1)[-1] for name in known]
+    assert {name for name in ELSEWHERE if leaves.count(name) == 1} == set()
+    assert sum(len(names.split()) for names in NAMES.values()) == len(ELSEWHERE)
+
+
+def test_sft_and_rl_fill_in_their_own_defaults() -> None:
+    nothing = load(None)
+    rl, sft = defaults_for("rl", nothing).train, defaults_for("sft", nothing).train
+    assert nothing.train.lr is None
+    assert (rl.lr, rl.epochs, rl.schedule, rl.warmup) == (1e-6, 1.0, "constant", 0.0)
+    assert (sft.lr, sft.epochs, sft.schedule, sft.warmup) == (5e-6, 2.0, "cosine_with_min_lr", 0.03)
+    assert defaults_for("eval", nothing) == nothing
+
+
+def test_what_was_set_is_kept() -> None:
+    chosen = load({"train": {"lr": 1e-4, "epochs": 1.0, "schedule": "constant", "warmup": 0}})
+    assert defaults_for("sft", chosen) == chosen
+    assert defaults_for("sft", load({"train.lr": None})).train.lr == 5e-6
+
+
+@pytest.mark.parametrize("command", DEFAULTS)
+def test_defaults_are_filled_in_once_and_are_valid(command: str) -> None:
+    once = defaults_for(command, load({"train.weight_decay": 0}))
+    assert defaults_for(command, once) == once == load(once) == defaults_for(command, load(once))
+
+
 def test_yaml_round_trip() -> None:
     config = load({"data.train": ["a.jsonl"], "reward.terms": ["math"], "train.lr": 1e-6})
     assert load(yaml.safe_load(to_yaml(config))).model_dump() == config.model_dump()
     assert load(yaml.safe_load(to_yaml(config, full=False))) == config
+    words = load({"run.name": "1e-6", "prompt.instruction": "off", "model.checkpointing": "off"})
+    for read in (parse, yaml.safe_load):
+        assert load(read(to_yaml(words, full=False))) == words
 
 
 def test_every_option_says_what_it_does() -> None:

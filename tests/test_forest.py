@@ -1,13 +1,13 @@
 """A packed forest says of every member what the member itself says."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
 from saccade.forest import MIN_BRANCH, pack, select
 from saccade.images import crop
-from saccade.types import Batch, Group, MediaSpan, Sample, Source, Trajectory
+from saccade.types import READ_COLUMNS, Batch, Group, MediaSpan, Sample, Source, Trajectory
 
 COLUMNS = ("advantages", "rollout_logprobs")
 
@@ -92,6 +92,20 @@ def test_a_forest_reproduces_every_member(grow, family, seed):
         check(groups, batches, family)
         assert sum(batch.tokens for batch in batches) <= padded
         assert all(batch.tokens <= budget or len(batch.keys) == 1 for batch in batches)
+
+
+def test_every_column_of_reads_is_cut_and_checked(grow, family):
+    optional = tuple(f.name for f in fields(Batch) if f.type == "np.ndarray | None")
+    assert optional == READ_COLUMNS
+    groups = random_groups(grow, family, 0)
+    (batch,) = pack(groups, positions=family.positions, micro_tokens=10_000)
+    marks = np.arange(len(batch.reads), dtype=np.float32)
+    batch = replace(batch, **dict.fromkeys(READ_COLUMNS, marks))
+    part = select(batch, [1])
+    for name in READ_COLUMNS:
+        assert getattr(part, name).tolist() == marks[batch.sequence == 1].tolist()
+        with pytest.raises(AssertionError, match=name):
+            replace(batch, **{name: marks[1:]})
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -39,7 +39,7 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch, elements):
 
     def run():
         options = {"temperature": 0.7, "banned": banned, "support": support, "vocabulary": 5}
-        new, entropy = read(hidden, targets, head, **options)
+        new, entropy = read(hidden, targets, head, entropy_gradient=True, **options)
         loss = (new * torch.arange(1.0, 7)).sum() + (entropy * torch.arange(6.0, 0, -1)).sum()
         return new, entropy, torch.autograd.grad(loss, inputs)
 
@@ -65,6 +65,19 @@ def test_the_logits_of_a_chunk_are_not_kept_for_backward(monkeypatch):
     assert hidden.grad is not None
 
 
+@pytest.mark.parametrize("elements", [10, 10**9])
+def test_the_entropy_has_a_graph_only_when_asked(monkeypatch, elements):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
+    results = []
+    for asked in (False, True):
+        logits = LOGITS.clone().requires_grad_()
+        new, entropy = read(logits, entropy_gradient=asked)
+        assert new.requires_grad and entropy.requires_grad is asked
+        (gradient,) = torch.autograd.grad(new.square().sum(), logits)
+        results.append((new.detach(), entropy.detach(), gradient))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_temperature_divides_the_logits():
     hot, _ = read(temperature=2.0)
     assert hot.tolist() == approx((LOGITS / 2).log_softmax(-1)[range(6), TARGETS].tolist())
@@ -74,7 +87,7 @@ def test_banned_ids_have_no_mass_and_no_gradient():
     logits = LOGITS.clone().requires_grad_()
     banned = torch.tensor([False, True, False, False, False])
     targets = torch.tensor([0, 2, 3, 4, 0, 2])
-    new, entropy = read(logits, targets, banned=banned)
+    new, entropy = read(logits, targets, banned=banned, entropy_gradient=True)
     rest = logits.detach()[:, [0, 2, 3, 4]].log_softmax(-1)
     column = torch.tensor([0, 1, 2, 3, 0, 1])
     assert new.tolist() == approx(rest[range(6), column].tolist())
@@ -98,7 +111,7 @@ def test_support_is_the_distribution_that_was_sampled_from():
 def test_nothing_is_nan_where_a_target_itself_is_banned():
     logits = LOGITS.clone().requires_grad_()
     banned = torch.tensor([True, True, False, True, True])
-    new, entropy = read(logits, banned=banned)
+    new, entropy = read(logits, banned=banned, entropy_gradient=True)
     assert new[2].item() == 0.0 and (new[[0, 1, 3, 4, 5]] == -torch.inf).all()
     assert entropy.abs().max() < 1e-12
     (new.sum() + entropy.sum()).backward()

@@ -50,7 +50,6 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("acc", "reward/accuracy", lambda v: f"{v:.3f}"),
     ("dead", "group/dead_frac", _percent),
     ("loss", "sft/loss", lambda v: f"{v:.4f}"),
-    ("token acc", "sft/token_acc", lambda v: f"{v:.3f}"),
     ("len", "length/response_mean", lambda v: f"{v:.1f}"),
     ("grad", "policy/grad_norm", _short),
     ("time", "time/step", _seconds),
@@ -63,7 +62,7 @@ MORE_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("lr", "policy/lr", lambda v: f"{v:.2g}"),
     ("tok/s", "perf/rollout_tokens_per_s", _short),
 )
-TRENDS = ("reward/accuracy", "sft/token_acc")
+TRENDS = ("reward/accuracy",)
 PHASE_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_black")
 BLOCKS = "▁▂▃▄▅▆▇█"
 REFRESH_PER_SECOND = 4

@@ -84,7 +84,6 @@ CHARTS: tuple[Chart, ...] = (
         percent=True,
     ),
     Chart(title="SFT loss", metrics={"sft/loss": "loss"}),
-    Chart(title="SFT token accuracy", metrics={"sft/token_acc": "token accuracy"}, percent=True),
     Chart(
         title="Response tokens",
         metrics={"length/response_mean": "mean", "length/response_p95": "95th percentile"},

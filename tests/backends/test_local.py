@@ -68,6 +68,16 @@ def test_on_policy_the_ratio_is_exactly_one(family_of, load, batches):
     assert means["policy/lr"] == 1e-6 and means["mem/oom_splits"] == 0
 
 
+def test_an_entropy_bonus_reaches_the_gradient(family_of, load, batches, monkeypatch):
+    backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
+    flat = [replace(batch, advantages=np.zeros_like(batch.advantages)) for batch in batches]
+    without, nothing = gradients(backend, flat, monkeypatch)
+    with_bonus, pushed = gradients(backend, flat, monkeypatch, replace(ON_POLICY, entropy_coef=0.5))
+    assert all((gradient == 0).all() for gradient in nothing.values())
+    assert torch.stack([gradient.norm() for gradient in pushed.values()]).norm() > 1e-3
+    assert with_bonus["policy/loss"] == approx(-0.5 * without["policy/entropy"], rel=1e-4)
+
+
 def test_scoring_agrees_with_training_and_knows_the_ban(family_of, load, batches):
     backend = LocalBackend(load(NAME), family_of(NAME))
     ((new, entropy), _) = backend.logprobs(batches, SCORING)

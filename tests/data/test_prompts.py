@@ -134,8 +134,18 @@ def test_the_gold_letter_follows_its_option(ask):
         orders.add(moved.choices)
     assert len(orders) > 10
     assert permute_choices(sample, seed=1) == permute_choices(sample, seed=1)
-    written = apply(sample, PromptConfig(), instruction="", choices_seed=1)
-    assert f"({written.answer}) green" in written.messages[0].text
+    for index in range(8):
+        row = replace(sample, id=str(index))
+        written = apply(row, PromptConfig(permute_choices=True), instruction="", choices_seed=1)
+        assert written.choices == permute_choices(row, seed=1).choices
+        assert f"({written.answer}) green" in written.messages[0].text
+        assert apply(row, PromptConfig(), instruction="", choices_seed=1).choices == row.choices
+
+
+def test_options_that_the_question_lists_keep_their_order(ask):
+    sample = ask("Which? A. red B. green C. blue", choices=("red", "green", "blue"), answer="B")
+    for index in range(8):
+        assert permute_choices(replace(sample, id=str(index)), seed=1).answer == "B"
 
 
 def test_gold_texts_and_lettered_options_stay(ask):

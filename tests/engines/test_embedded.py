@@ -159,7 +159,7 @@ def trajectories(asked: list[Request], answers: list[Completion]) -> Group:
     "changes", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}]
 )
 def test_log_probs_are_those_of_the_trainer(model, family, prompts, changes):
-    sampling = replace(FREE, **changes)
+    sampling = replace(FREE, support=True, **changes)
     asked = requests(prompts, sampling, repeats=3)
     answers = generate(EmbeddedEngine(model, family), asked)
     group = trajectories(asked, answers)
@@ -176,7 +176,7 @@ def test_log_probs_are_those_of_the_trainer(model, family, prompts, changes):
     "changes", [{"temperature": 1.0}, {"top_k": 7}, {"top_p": 0.9, "temperature": 0.8}]
 )
 def test_sampling_does_not_depend_on_batching(model, family, prompts, changes):
-    asked = requests(prompts, replace(FREE, **changes), repeats=3)
+    asked = requests(prompts, replace(FREE, support=True, **changes), repeats=3)
     wanted = generate(EmbeddedEngine(model, family), asked)
     assert len({c.ids.tobytes() for c in wanted}) == len(wanted)  # noise differs by key
     shuffled = [asked[i] for i in np.random.default_rng(0).permutation(len(asked))]
@@ -194,7 +194,8 @@ def _support(completion: Completion) -> list[list[int]] | None:
 
 
 def test_requests_with_other_settings_share_a_batch(model, family, prompts):
-    kinds = [FREE, replace(FREE, temperature=0.0), replace(FREE, top_k=2, max_tokens=5)]
+    cut = replace(FREE, top_k=2, max_tokens=5)
+    kinds = [FREE, replace(FREE, temperature=0.0), cut, replace(cut, support=True)]
     asked = [
         replace(request, sampling=kind, key=f"{request.key}/{i}")
         for i, kind in enumerate(kinds)
@@ -204,7 +205,8 @@ def test_requests_with_other_settings_share_a_batch(model, family, prompts):
     for request, completion in zip(asked, together, strict=True):
         same(generate(EmbeddedEngine(model, family), [request])[0], completion)
     assert {len(c.ids) for c in together} == {8, 5}
-    assert [c.support is not None for c in together] == [False] * 4 + [True] * 2
+    assert [c.support is not None for c in together] == [False] * 6 + [True] * 2
+    assert [len(ids) for c in together[6:] for ids in c.support] == [2] * 10
 
 
 def test_noise_continues_where_the_last_turn_stopped(model, family, prompts):
@@ -259,6 +261,16 @@ def test_a_stop_string_ends_the_response_and_stays_in_it(model, family, prompts)
             (answer,) = generate(EmbeddedEngine(model, family), requests(prompts[:1], sampling))
         assert len(answer.ids) == length
         assert answer.finish == ("length" if length == len(ids) else "stop")
+
+
+def test_a_stop_string_may_be_a_special_token(model, family, prompts):
+    end = family.chat.end_of_turn
+    for stop, length in ((("<|im_end|>",), 3), (("a<|im_end|>b",), 4), (("ab",), 5)):
+        sampling = Sampling(temperature=0.0, max_tokens=5, stop=stop, ignore_eos=True)
+        a, b = family.chat.tokenizer.encode("ab", add_special_tokens=False)
+        with scripted(model, [b, a, end, b, b]):
+            (answer,) = generate(EmbeddedEngine(model, family), requests(prompts[:1], sampling))
+        assert len(answer.ids) == length, stop
 
 
 def test_end_of_turn_ends_the_response_unless_ignored(model, family, prompts):
@@ -364,7 +376,18 @@ def test_a_live_episode_computes_only_what_is_new(model, family, prompts, image)
     assert not engine._live and len(engine._free) == engine.cache.slots
 
 
-def test_live_and_fresh_requests_share_a_prefill(model, family, prompts, image):
+def test_the_mode_of_the_modules_is_set_once(model, family, prompts, monkeypatch):
+    walks = []
+    evaluate = model.eval
+    monkeypatch.setattr(model, "eval", lambda: walks.append(1) or evaluate())
+    model.train()
+    generate(EmbeddedEngine(model, family), requests(prompts))
+    assert walks == [1] and not model.training
+
+
+def test_live_and_fresh_requests_are_admitted_together_and_computed_apart(
+    model, family, prompts, image
+):
     engine = EmbeddedEngine(model, family)
     asked = [replace(r, episode=f"e{i}") for i, r in enumerate(requests(prompts[:3]))]
     answers = generate(engine, asked)
@@ -376,7 +399,11 @@ def test_live_and_fresh_requests_share_a_prefill(model, family, prompts, image):
     mixed = [replace(request, key=f"m{i}") for i, request in enumerate(mixed)]
     with counted(model) as calls:
         got = generate(engine, mixed)
-    assert calls[0][1] == 2 + 3
+    new = [
+        len(b.ids) - len(a.ids) - FREE.max_tokens + 1
+        for a, b in zip(asked[:2], second[:2], strict=True)
+    ]
+    assert calls[:3] == [(len(mixed[2].ids), 3), (sum(new), 2), (3, 0)]
     for request, answer in zip(mixed, got, strict=True):
         (fresh,) = generate(EmbeddedEngine(model, family), [replace(request, episode=None)])
         same(fresh, answer)

@@ -20,6 +20,26 @@ FORGETFUL = TEMPLATE.replace(
 )
 # Counts the turns in front of everything.
 COUNTING = "{{ messages | length }} turns\n" + TEMPLATE
+# Like Qwen3: thoughts stay after the last question only, and a last reply without one gets an empty
+# one.
+QWEN3 = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role != 'assistant' %}{{ m.content }}"
+    "{% else %}{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n')"
+    " if '</think>' in m.content else '' %}"
+    "{% if loop.index0 > ns.last and (loop.last or thought) %}"
+    "{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIMMING = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] | trim }}")
+# Puts a blank between the generation prompt and the reply.
+SPACED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}[/INST] {{ m.content | trim }}<|im_end|>"
+    "{% else %}[INST] {{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[/INST]{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +100,10 @@ def test_policy_tokens_are_what_the_assistant_wrote_and_its_end_of_turn(family, 
     ends = np.flatnonzero(np.diff(np.concatenate([policy.astype(int), [0]])) == -1) + 1
     written = [raw(family, rendered.ids[a:b]) for a, b in zip(starts, ends, strict=True)]
     assert written == ["A dog.<|im_end|>", "Yes,\n\n sure <|im_end|>", "<|im_end|>"]
-    for a, b in zip(starts, ends, strict=True):
+    for a in starts:
         assert raw(family, rendered.ids[:a]).endswith("<|im_start|>assistant\n")
-        assert rendered.sources[b] == Source.TEMPLATE and raw(family, [rendered.ids[b]]) == "\n"
+    between = rendered.sources[ends[0] : starts[1]]
+    assert set(between.tolist()) == {Source.OBSERVATION} and ends[-1] == len(rendered)
     assert [s.length for s in rendered.media] == [4, 6]
     assert (rendered.ids[[s.start for s in rendered.media]] == family.chat.placeholder).all()
     assert "never" not in raw(family, rendered.ids)
@@ -162,16 +183,111 @@ def chat(family, template: str):
     return load_chat(family.path, placeholder=family.chat.placeholder, template=template)
 
 
-def test_a_template_that_rewrites_history_is_refused(family):
-    turns = [user("q"), assistant("<think>a</think>b"), user("r"), assistant("<think>c</think>d")]
-    forgetful = chat(family, FORGETFUL)
-    with pytest.raises(ConfigError, match="rewrites earlier turns"):
-        forgetful.render_dialogue(turns, family.measure)
-    forgetful.render_dialogue(turns[:2], family.measure)  # one turn has no history
-    with pytest.raises(ConfigError, match="rewrites earlier turns"):
-        chat(family, COUNTING).render_continuation(
-            [user("r")], family.measure, last_id=family.chat.end_of_turn
+def as_an_episode(chat, family, messages) -> list[int]:
+    """The ids when every reply of the assistant was sampled."""
+    first = next(i for i, m in enumerate(messages) if m.role == "assistant")
+    ids = chat.render(messages[:first], family.measure, generation=True).ids.tolist()
+    heard: list[Message] = []
+    for turn, message in enumerate(messages[first:]):
+        if message.role != "assistant":
+            heard.append(message)
+            continue
+        if turn:
+            added = chat.render_continuation(heard, family.measure, last_id=chat.end_of_turn)
+            ids += added.ids.tolist()
+            heard = []
+        ids += [*chat._encode(chat._guard(message.text)).tolist(), chat.end_of_turn]
+    return ids
+
+
+@pytest.mark.parametrize("template", [FORGETFUL, COUNTING, QWEN3])
+def test_a_template_may_rewrite_its_history(family, template):
+    turns = [
+        Message(role="system", parts=("s",)),
+        user("q"),
+        assistant("<think>\na\n</think>\n\nb"),
+        user("r"),
+        assistant("<think>\nc\n</think>\n\nd"),
+        assistant("plain"),
+        Message(role="tool", parts=("t",)),
+        user("u"),
+        assistant("e"),
+    ]
+    rewriting = chat(family, template)
+    whole = rewriting._template(turns, generation=False)
+    assert not whole.startswith(rewriting._template(turns[:3], generation=False))
+    rendered = rewriting.render_dialogue(turns, family.measure)
+    assert rendered.ids.tolist() == as_an_episode(rewriting, family, turns)
+    text = raw(family, rendered.ids)
+    assert text.endswith(
+        "<|im_start|>assistant\n<think>\na\n</think>\n\nb<|im_end|>\n"
+        "<|im_start|>user\nr<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nc\n</think>\n\nd<|im_end|>\n"
+        "<|im_start|>assistant\nplain<|im_end|>\n"
+        "<|im_start|>tool\nt<|im_end|>\n<|im_start|>user\nu<|im_end|>\n"
+        "<|im_start|>assistant\ne<|im_end|>"
+    )
+    policy = raw(family, rendered.ids[rendered.sources == Source.POLICY])
+    assert policy == (
+        "<think>\na\n</think>\n\nb<|im_end|><think>\nc\n</think>\n\nd<|im_end|>"
+        "plain<|im_end|>e<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TRIMMING, SPACED])
+def test_a_dialogue_is_what_a_template_that_appends_renders(family, image, template):
+    shown = (image(56, 56, 1), image(84, 56, 2)) if template == TEMPLATE else ("", "")
+    turns = [
+        Message(role="system", parts=("Be short.",)),
+        user(shown[0], "What? qzxj"),
+        assistant("A dog."),
+        user("Sure? <|im_end|>"),
+        assistant(" \n Yes, sure\n"),
+        assistant("Very."),
+        user(shown[1], "And here?"),
+        assistant(""),
+        user("<think>"),
+        assistant(" x <|im_end|>"),
+    ]
+    appending = chat(family, template)
+    whole = appending.render(turns, family.measure, generation=False)
+    last = int(np.flatnonzero(whole.ids == appending.end_of_turn)[-1]) + 1
+    rendered = appending.render_dialogue([*turns, user("unanswered")], family.measure)
+    assert rendered.ids.tolist() == whole.ids[:last].tolist()
+    assert rendered.media == whole.media
+    assert [s.media for s in rendered.media] == [m for m in shown if m]
+
+
+@pytest.mark.parametrize("opened", ["<think>\n", "<think>"])
+def test_a_thought_that_the_prompt_opens_is_not_opened_twice(family, opened):
+    prefilled = chat(family, THINKING.replace("<think>\n", opened))
+    turns = [user("q"), assistant("<think>\na</think>b"), user("r"), assistant("c</think>d")]
+    rendered = prefilled.render_dialogue(turns, family.measure)
+    assert raw(family, rendered.ids) == (
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\na</think>b<|im_end|>\n"
+        f"<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n{opened}c</think>d<|im_end|>"
+    )
+
+
+def test_what_a_template_refuses_is_told(family):
+    strict = chat(
+        family,
+        "{% if messages[0]['role'] == 'system' %}"
+        "{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE,
+    )
+    told = r"system, user: System role not supported.*prompt\.system.*prompt\.chat_template"
+    with pytest.raises(ConfigError, match=told):
+        strict.render(
+            [Message(role="system", parts=("s",)), user("q")], family.measure, generation=True
         )
+    with pytest.raises(ConfigError, match="does not show what an assistant wrote"):
+        chat(family, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+
+
+def test_an_assistant_shows_no_images(family, image):
+    turns = [user("q"), Message(role="assistant", parts=("see", image(56, 56, 1)))]
+    with pytest.raises(ConfigError, match="assistant turn holds an image"):
+        family.render_dialogue(turns)
 
 
 def test_a_template_that_hides_images_is_refused(family, image):
@@ -203,4 +319,8 @@ def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path):
     assert plain.end_of_turn == tokenizer.eos_token_id
     dialogue = plain.render_dialogue([user("Hi"), assistant("Yo")], lambda media: ((1, 1, 1), 1))
     policy = dialogue.ids[dialogue.sources == Source.POLICY]
-    assert plain.decode(policy) == " Yo\n"
+    assert plain.decode(policy) == " Yo" and policy[-1] == plain.end_of_turn
+    added = plain.render_continuation(
+        [user("Bye")], lambda media: ((1, 1, 1), 1), last_id=plain.end_of_turn
+    )
+    assert plain.decode(added.ids) == "\nuser: Bye\nassistant:"

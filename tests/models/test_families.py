@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from PIL import Image
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.images import crop, decode, open_media
 from saccade.models.families import FAMILIES, load_family
-from saccade.models.load import freeze, load_model, trainable_table
+from saccade.models.load import freeze, load_model, pick_dtype, trainable_table
 from saccade.types import Message
 
 CPU = torch.device("cpu")
@@ -124,6 +125,33 @@ def test_an_unknown_text_model_runs_as_one(edited):
     assert family.axes == 1 and family.name == "mistral"
     model = load_model(family, dtype=torch.float32, device=CPU)
     assert type(model).__name__ == "MistralForCausalLM"
+
+
+def test_layers_that_are_not_attention_are_refused(edited):
+    folder = edited("llama", model_type="newest", layer_types=["full_attention", "conv"])
+    with pytest.raises(EnvironmentProblem, match="'newest' has layers of type conv"):
+        load_family(folder)
+    file = Path(folder) / "config.json"
+    config = json.loads(file.read_text()) | {"layer_types": ["full_attention"] * 2}
+    file.write_text(json.dumps(config))
+    assert load_family(folder).name == "newest"
+    del config["num_attention_heads"]
+    file.write_text(json.dumps(config | {"model_type": "mamba"}))
+    with pytest.raises(EnvironmentProblem, match="'mamba' has no attention heads"):
+        load_family(folder)
+
+
+def test_bfloat16_is_picked_where_the_gpu_has_it(monkeypatch):
+    def emulated(including_emulation: bool = True) -> bool:
+        return including_emulation
+
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", emulated)
+    assert pick_dtype("auto", cuda) == torch.float32
+    assert pick_dtype("bfloat16", cuda) == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)  # of older releases
+    assert pick_dtype("auto", cuda) == torch.bfloat16
+    assert pick_dtype("auto", CPU) == torch.float32
 
 
 def test_a_folder_without_a_config_is_no_model(tmp_path):

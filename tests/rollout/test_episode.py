@@ -229,7 +229,7 @@ def test_an_environment_may_open_the_conversation_itself(play, saying, scripted,
 
 def test_support_of_all_turns_is_kept(play, saying, scripted):
     with saying("ab", "c"):
-        trajectory = play(scripted([go_on("more"), done()]), top_k=3)
+        trajectory = play(scripted([go_on("more"), done()]), top_k=3, support=True)
     assert len(trajectory.support) == trajectory.response_length == 5
     for token, kept in zip(trajectory.response_ids, trajectory.support, strict=True):
         assert token in kept and len(kept) == 3

@@ -30,8 +30,8 @@ def test_the_line_of_a_step() -> None:
 
 
 def test_the_line_of_sft_has_its_own_numbers() -> None:
-    line = step_line(3, None, {"sft/loss": 1.25, "sft/token_acc": 0.5, "time/step": 12.4})
-    assert line == "step 3  loss 1.2500  token acc 0.500  time 12s"
+    line = step_line(3, None, {"sft/loss": 1.25, "time/step": 12.4})
+    assert line == "step 3  loss 1.2500  time 12s"
 
 
 def test_a_missing_or_null_metric_is_left_out() -> None:

@@ -1,0 +1,112 @@
+"""Every shipped recipe loads, passes the checks and runs two steps at the smallest size."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.algorithms.build import from_config
+from saccade.checks import check
+from saccade.config import Config, defaults_for, load
+from saccade.smoke import smoke
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+FILES = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
+TINY = {
+    "geo3k_grpo": "qwen2_5_vl",
+    "clevr_grpo": "qwen2_vl",
+    "gsm8k_grpo": "qwen2",
+    "dapo_math": "qwen3",
+    "sft_demonstrations": "qwen2_vl",
+}
+SUMS = [(n, n + 3) for n in range(8)]
+
+
+def command_of(name: str) -> str:
+    return "sft" if name.startswith("sft_") else "rl"
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A small file in the layout that each recipe describes."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("rows")
+    for n, _ in SUMS:
+        Image.new("RGB", (56 + 28 * n, 84), (20 * n, 90, 120)).save(folder / f"{n}.png")
+    asked = [(f"{a} + {b}?", str(a + b), f"{a}.png") for a, b in SUMS]
+    layouts: dict[str, Callable[[str, str, str], dict[str, Any]]] = {
+        "geo3k_grpo": lambda q, a, i: {"problem": f"<image>{q}", "answer": a, "images": [i]},
+        "clevr_grpo": lambda q, a, i: {
+            "image": i,
+            "problem": q,
+            "solution": f"<answer> {a} </answer>",
+        },
+        "gsm8k_grpo": lambda q, a, i: {"question": q, "answer": f"Add them. #### {a}"},
+        "dapo_math": lambda q, a, i: {
+            "prompt": [{"role": "user", "content": q}],
+            "reward_model": {"ground_truth": a},
+        },
+        "sft_demonstrations": lambda q, a, i: {
+            "image": i,
+            "problem": q,
+            "thinking": "<think>Add.</think>",
+            "solution": f"<answer> {a} </answer>",
+        },
+    }
+    return {
+        name: write_rows(folder / f"{name}.jsonl", [layout(*row) for row in asked])
+        for name, layout in layouts.items()
+    }
+
+
+def runnable(name: str, rows: dict[str, str], out: Path) -> Config:
+    """The recipe with a model and rows that are here."""
+    config = load(FILES[name])
+    changes = [f"model.path=tiny:{TINY[name]}", f"data.train={rows[name]}", f"run.out={out}"]
+    if config.data.val:
+        changes.append(f"data.val={rows[name]}")
+    return defaults_for(command_of(name), load(config, changes))
+
+
+def test_these_recipes_are_shipped() -> None:
+    assert set(FILES) == set(TINY)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_recipe_is_short_explained_and_names_no_place_of_its_own(name: str) -> None:
+    text = FILES[name].read_text(encoding="utf-8")
+    assert text.startswith("# ") and len(text.splitlines()) < 50
+    config = load(FILES[name])
+    assert config.run.name == name
+    assert all(not Path(source.path).is_absolute() for source in config.data.train)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_recipe_passes_the_checks(name: str, rows: dict[str, str], tmp_path: Path) -> None:
+    config = runnable(name, rows, tmp_path)
+    check(config, command_of(name))
+    if command_of(name) == "rl":
+        assert from_config(config).samples_per_prompt == config.train.samples_per_prompt
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_recipe_runs(name: str, rows: dict[str, str], tmp_path: Path) -> None:
+    command = command_of(name)
+    config = smoke(runnable(name, rows, tmp_path), command)
+    config = load(config, ["track.tensorboard=false", "run.device=cpu"])
+    check(config, command)
+    last = import_module(f"saccade.recipes.{command}").run(config)
+    assert math.isfinite(last["sft/loss" if command == "sft" else "reward/mean"])
+    assert (tmp_path / config.run.name / "checkpoints" / "step-2" / "config.json").is_file()
