@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "saccade"
 LEVELS = (
-    ("types", "config", "notation", "errors"),
+    ("types", "schema", "config", "notation", "errors"),
     ("images", "statistics", "forest", "attention", "logprobs"),
     ("algorithms", "rewards", "environments", "models", "data"),
     ("engines", "backends"),

@@ -102,7 +102,9 @@ def asker(config: Config) -> Callable[[Sample], Sample]:
         while len(messages) > 1 and messages[-1].role == "assistant":
             messages.pop()
         asked = replace(sample, messages=tuple(messages))
-        return prompts.apply(asked, config.prompt, instruction=instruction)
+        return prompts.apply(
+            asked, config.prompt, instruction=instruction, choices_seed=config.run.seed
+        )
 
     return ask
 

@@ -121,6 +121,7 @@ def sft_config(
     config["train"] = {
         "prompts_per_step": min(64, size["demonstrations"]),
         "lr": 2e-3,
+        "schedule": "constant",
         "warmup": min(5, size["sft"] - 1),
         "weight_decay": 0.0,
     }

@@ -20,7 +20,7 @@ from saccade.algorithms.describe import describe
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.backends.schedule import rate
-from saccade.config import Config, load
+from saccade.config import Config, defaults_for, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.engines import Engine
 from saccade.engines.embedded import EmbeddedEngine
@@ -28,6 +28,7 @@ from saccade.environments import environment_factory
 from saccade.errors import RewardError, TrainingError
 from saccade.forest import pack
 from saccade.models.families import Family
+from saccade.plan import total_steps
 from saccade.recipes import parts
 from saccade.recipes.guard import guard
 from saccade.recipes.run import Run
@@ -62,7 +63,7 @@ class Actors:
 
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
-    config = load(config)
+    config = defaults_for("rl", load(config))
     checks.check(config, "rl")
     algorithm = from_config(config)
     parts.quiet_libraries()
@@ -72,7 +73,7 @@ def run(config: Any) -> dict[str, Any]:
         this.console.note(data.summary)
         this.console.note(describe(algorithm))
         actors = _actors(config, algorithm, family, data, this)
-        this.begin(_total_steps(config, actors.stream), actors.policy, family)
+        this.begin(total_steps(config, actors.stream.rows_per_epoch), actors.policy, family)
         parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
         return _train(this, actors)
 
@@ -217,6 +218,7 @@ def score_forests(run: Run, actors: Actors, updates: stages.Updates) -> stages.U
 
 def optimize(run: Run, actors: Actors, updates: stages.Updates, metrics: Metrics) -> None:
     train = actors.config.train
+    assert train.lr is not None, "the defaults of the command are filled in"
     each_step = train.updates_per_step * train.epochs_per_batch
     tokens = sum(batch.tokens for batches in updates for batch in batches)
     metrics.add("count/update_tokens", tokens * train.epochs_per_batch)
@@ -228,7 +230,7 @@ def optimize(run: Run, actors: Actors, updates: stages.Updates, metrics: Metrics
             lr = rate(
                 run.progress["updates"],
                 total=run.total * each_step,
-                lr=train.lr or 1e-6,
+                lr=train.lr,
                 schedule=train.schedule,
                 warmup=train.warmup * (1 if train.warmup < 1 else each_step),
                 min_lr=train.min_lr,
@@ -281,6 +283,7 @@ def finish_step(
 def _actors(
     config: Config, algorithm: Algorithm, family: Family, data: Dataset, run: Run
 ) -> Actors:
+    environment_factory(config.env.name)  # refused here, not in the first rollout
     scorer = parts.make_scorer(config, algorithm)
     run.close_at_end(scorer)
     parts.test_rewards(config, scorer, data.samples)
@@ -309,9 +312,3 @@ def _actors(
         stream=stream,
         validation=Validation(run, config, family, engine, scorer, sets),
     )
-
-
-def _total_steps(config: Config, stream: Stream) -> int:
-    if config.run.max_steps is not None:
-        return config.run.max_steps
-    return max(1, int(config.train.epochs * stream.rows_per_epoch // config.train.prompts_per_step))

@@ -89,7 +89,7 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and self.total and not self._updating:
+        if isinstance(error, Exception) and self.step > (self._saved or 0) and not self._updating:
             self.save()  # what failed had not touched the weights of the last finished step
         self._services.__exit__(kind, error, trace)
 

@@ -16,11 +16,12 @@ from saccade.algorithms.build import resolve
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.backends.schedule import rate
-from saccade.config import AlgorithmConfig, Config, load
+from saccade.config import AlgorithmConfig, Config, defaults_for, load
 from saccade.data.datasets import Stream
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.forest import pack
 from saccade.models.families import Family
+from saccade.plan import total_steps
 from saccade.recipes import parts
 from saccade.recipes.guard import guard
 from saccade.recipes.run import Run
@@ -33,7 +34,7 @@ SUPERVISED = resolve(AlgorithmConfig(preset="reinforce"), max_tokens=1)
 
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
-    config = load(config)
+    config = defaults_for("sft", load(config))
     checks.check(config, "sft")
     parts.quiet_libraries()
     family = parts.family_of(config, parts.start_folder(config))
@@ -49,7 +50,7 @@ def run(config: Any) -> dict[str, Any]:
             backend.load_state(this.start / "state")
             stream.restore(this.progress["stream"])
         validation = _validation(this, config, family, policy)
-        this.begin(_total_steps(config, stream), backend, family)
+        this.begin(total_steps(config, stream.rows_per_epoch), backend, family)
         parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
         return _train(this, config, backend, family, stream, validation)
 
@@ -63,6 +64,7 @@ def _train(
     validation: Validation,
 ) -> dict[str, Any]:
     train, last = config.train, dict[str, Any]()
+    assert train.lr is not None, "the defaults of the command are filled in"
     validation.before()
     for step in run.steps():
         with run.phase("data"):
@@ -75,7 +77,7 @@ def _train(
         lr = rate(
             step - 1,
             total=run.total,
-            lr=train.lr or 5e-6,
+            lr=train.lr,
             schedule=train.schedule,
             warmup=train.warmup,
             min_lr=train.min_lr,
@@ -155,9 +157,3 @@ def _validation(run: Run, config: Config, family: Family, policy: parts.Policy) 
         parts.test_rewards(config, scorer, dataset.samples)
     engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
     return Validation(run, config, family, engine, scorer, sets)
-
-
-def _total_steps(config: Config, stream: Stream) -> int:
-    if config.run.max_steps is not None:
-        return config.run.max_steps
-    return max(1, int(config.train.epochs * stream.rows_per_epoch // config.train.prompts_per_step))

@@ -75,7 +75,7 @@ class RewardStream:
 
 
 def parsed(extracted: str | None, reason: str) -> bool:
-    """Whether an answer was found. A reward that looks for none gives no reason, and misses none."""
+    """Whether an answer was found; a reward that looks for none gives no reason either."""
     return extracted is not None or not reason
 
 

@@ -1,0 +1,450 @@
+"""Every option once: its type, its default, one line that says what it does.
+
+Single values are checked here; what options mean together is `checks.py`, how they are written and
+read is `config.py`.
+
+    >>> dict(options())["train.lr"].description
+    'Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft).'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, coerce_numbers_to_str=True
+    )
+
+
+def option(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
+
+
+def section(kind: type[Section], description: str) -> Any:
+    return Field(default_factory=kind, description=description)
+
+
+def _entries(value: Any, main: str) -> Any:
+    """A list of records; one entry stands for a list of one, a text for its main field."""
+    if value is None:
+        return []
+    rows = value if isinstance(value, list | tuple) else [value]
+    return [{main: row} if isinstance(row, str) else row for row in rows]
+
+
+class RunConfig(Section):
+    name: str = option("run", "Name of the run; its folder is OUT/NAME.")
+    out: str = option("runs", "Folder that holds the run folders.")
+    seed: int = option(42, "Seed of data order, sampling noise, order of choices and tiny models.")
+    resume: str = option(
+        "none", "none | auto (latest checkpoint, or start) | best | path of a checkpoint."
+    )
+    max_steps: int | None = option(
+        None, "Stop after this many steps; empty: when the epochs are over.", ge=1
+    )
+    max_hours: float | None = option(
+        None, "Stop cleanly, with a checkpoint, after this many hours.", gt=0
+    )
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Where the model lives; auto takes a GPU when there is one."
+    )
+
+
+class ModelConfig(Section):
+    path: str = option("", "Hugging Face model folder, or tiny:FAMILY for a model built in place.")
+    family: str | None = option(
+        None, "Force a family; empty: detected from model_type in config.json."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "Compute type; auto: bfloat16 on GPU, float32 on CPU."
+    )
+    train: str = option(
+        "full",
+        "full | freeze:PATTERNS, comma-separated: vision, projector, llm, a prefix or re:REGEX.",
+    )
+    checkpointing: Literal["auto", "on", "off"] = option(
+        "auto", "Recompute activations in backward; auto: on for GPU."
+    )
+    trust_remote_code: bool = option(False, "Run Python code shipped inside the model folder.")
+
+
+class DataSource(Section):
+    path: str = option(..., "File, folder or hub id: PATH[:CONFIG][@SPLIT][#DATA_DIR].")
+    name: str | None = option(None, "Name of the set in metrics; empty: the file stem.")
+    weight: float | None = option(
+        None, "Share in the mixture; empty everywhere: concatenation.", gt=0
+    )
+    data_source: str | None = option(
+        None, "Overrides the data_source of every row (chooses reward.by_source)."
+    )
+    split: str | None = option(None, "Split of a data set that has several.")
+    max_samples: int | None = option(None, "Use only the first rows.", ge=1)
+    image_dir: str | None = option(
+        None, "Folder that relative image paths start from; empty: the file's own folder."
+    )
+
+
+class DataConfig(Section):
+    train: tuple[DataSource, ...] = option((), "Training sets; a plain path also works.")
+    val: tuple[DataSource, ...] = option((), "Validation sets, each reported under its name.")
+    keys: dict[str, str] = option(
+        {}, "Column names by role: prompt, answer, images, id, data_source, choices, system."
+    )
+    format: str = option(
+        "auto", "Record format: auto | messages | r1v | easyr1 | minio3 | lightrft | qa | sharegpt."
+    )
+    placeholder: Literal["strict", "prepend"] = option(
+        "prepend",
+        "Media but no <image> in the text: prepend puts them first, strict refuses the row.",
+    )
+    min_pixels: int = option(3136, "Images below are scaled up.", ge=1)
+    max_pixels: int = option(1_003_520, "Images above are scaled down.", ge=1)
+    max_images: int = option(64, "Most images in one prompt; rows with more are bad rows.", ge=0)
+    max_prompt_tokens: int = option(4096, "Longest prompt, media tokens included.", ge=1)
+    overlong: Literal["drop", "shrink", "drop_turns", "truncate_text", "error"] = option(
+        "drop", "What happens to a longer prompt. No policy ever cuts inside a media span."
+    )
+    max_megapixels: float = option(200, "Larger images are refused from their header.", gt=0)
+    aspect: Literal["pad", "reject"] = option(
+        "pad", "What happens to an image with an aspect ratio above 200."
+    )
+    on_bad_row: Literal["quarantine", "error"] = option(
+        "quarantine", "Set bad rows aside with a reason, or stop."
+    )
+    max_bad_fraction: float = option(0.01, "Stop when more rows than this are bad.", ge=0, le=1)
+    order: str = option("shuffle", "shuffle | sequential | length | column:NAME.")
+    mixing: Literal["all_exhausted", "first_exhausted"] = option(
+        "all_exhausted", "When a weighted mixture ends."
+    )
+    max_samples: int | None = option(None, "Use only the first rows of the whole mixture.", ge=1)
+    allow_network: bool = option(False, "Fetch http(s) images and hub data sets.")
+    allow_outside: bool = option(False, "Allow relative image paths that leave their folder.")
+
+    @field_validator("train", "val", mode="before")
+    @classmethod
+    def _paths(cls, value: Any) -> Any:
+        return _entries(value, "path")
+
+
+class PromptConfig(Section):
+    format: str = option(
+        "think_answer",
+        "How the model answers: think_answer | think_boxed | boxed | answer_line | hash | letter | "
+        "direct | none.",
+    )
+    instruction: str | None = option(
+        None, "Replaces the format's instruction; an empty string adds none."
+    )
+    position: Literal["before", "after"] = option(
+        "after", "Where the instruction stands in the first user message."
+    )
+    system: str | None = option(None, "System message: text, or a file that holds it.")
+    template: str | None = option(
+        None, "Jinja file around the question; variables: content, choices, row, instruction."
+    )
+    chat_template: str | None = option(
+        None, "Jinja file that replaces the model's chat template everywhere."
+    )
+    permute_choices: bool = option(
+        False,
+        "Show options in an order drawn per row; the gold letter follows. A question that lists "
+        "its options itself keeps their order.",
+    )
+
+
+class RolloutConfig(Section):
+    engine: Literal["embedded"] = option(
+        "embedded", "What generates: embedded uses the trainer's own weights."
+    )
+    temperature: float = option(
+        1.0, "Sampling temperature; the trainer scores at the same one.", gt=0
+    )
+    top_p: float = option(
+        1.0, "Nucleus sampling; below 1 the kept ids are replayed in training.", gt=0, le=1
+    )
+    top_k: int = option(
+        -1, "Keep only the k likeliest tokens; -1 keeps all. Replayed in training.", ge=-1
+    )
+    support: Literal["refuse", "replay"] = option(
+        "refuse", "Truncated sampling in training: refuse it, or replay kept ids."
+    )
+    max_tokens: int = option(2048, "Longest response (of one turn).", ge=1)
+    stop: tuple[str, ...] = option((), "Strings that end a response; they stay in it.")
+    ignore_eos: bool = option(False, "Go on past the end-of-turn token (for benchmarks).")
+    max_sequences: int = option(512, "Sequences decoded at once by the embedded engine.", ge=1)
+
+
+class EnvLimits(Section):
+    max_turns: int | None = option(
+        None, "Assistant turns in evaluation; empty: as in training.", ge=1
+    )
+    max_images: int | None = option(
+        None, "Images of one episode in evaluation; empty: as in training.", ge=0
+    )
+    max_total_tokens: int | None = option(
+        None, "Tokens of one episode in evaluation; empty: as in training.", ge=1
+    )
+
+
+class EnvConfig(Section):
+    name: str = option("single_turn", "single_turn | file.py:Class with reset, step and close.")
+    max_turns: int = option(1, "Assistant turns of one episode.", ge=1)
+    max_images: int = option(64, "Images of one episode, prompt included.", ge=0)
+    max_total_tokens: int = option(
+        32_768, "Prompt, policy and observation tokens of one episode.", ge=1
+    )
+    timeout: float = option(600.0, "Seconds before an environment's step counts as an error.", gt=0)
+    eval: EnvLimits = section(EnvLimits, "Other limits for validation and eval.")
+
+
+class RewardTerm(Section):
+    verifier: str = option(
+        ..., "Built-in verifier (math, choice, count, format:think_answer …) or file.py:name."
+    )
+    name: str | None = option(None, "Name in metrics; empty: the verifier's.")
+    weight: float = option(1.0, "Factor in the sum.")
+    args: dict[str, Any] = option({}, "Arguments of the verifier.")
+    shaping: bool | None = option(
+        None, "Added after the combination; empty: the verifier's own default."
+    )
+
+
+class RewardConfig(Section):
+    terms: tuple[RewardTerm, ...] = option((), "What is scored; a plain verifier name also works.")
+    preset: str | None = option(
+        None, "Named list of terms: lmmr1_math | r1v | easyr1_math | lightrft | geo3k | gsm8k."
+    )
+    combine: str = option(
+        "weighted_sum",
+        "weighted_sum | product | min | gate(TERM): the sum where that term is positive.",
+    )
+    outcome: str | None = option(
+        None, "Term that counts as accuracy; empty: the first that is no format or shaping term."
+    )
+    by_source: dict[str, Any] = option(
+        {}, "Terms or preset name per data_source, 'default' for the rest."
+    )
+    clip: tuple[float, float] | None = option(
+        None, "Limits of the shaped reward, before group statistics."
+    )
+    renormalise: bool = option(
+        False, "An abstaining term is dropped and the other weights rescaled."
+    )
+    workers: int = option(2, "Killable processes for verifiers that may hang or are yours.", ge=1)
+    deadline: float = option(
+        10.0, "Seconds for one sample; then the worker is killed and the sample is an error.", gt=0
+    )
+    max_error_rate: float = option(
+        0.05, "Stop with exit code 4 when more of a step fails to score.", ge=0, le=1
+    )
+    self_test: Literal["strict", "warn", "off"] = option(
+        "strict",
+        "Before step 1: gold must score the maximum, empty and foreign answers the minimum.",
+    )
+
+    @field_validator("terms", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        return _entries(value, "verifier")
+
+
+class KLConfig(Section):
+    coef: float | None = option(
+        None, "Weight of the KL to the reference; 0 loads no reference.", ge=0
+    )
+    kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] | None = option(
+        None, "Estimator of the KL."
+    )
+    place: Literal["loss", "reward"] | None = option(None, "Where it enters.")
+    clamp: Literal["bounded", "zero"] | None = option(
+        None, "Gradient of k3 where its value is clamped."
+    )
+
+
+class FilterConfig(Section):
+    dynamic: bool | None = option(
+        None, "Drop groups whose raw outcome is constant or extreme, and refill the step."
+    )
+    low: float | None = option(None, "Keep a group when its mean outcome is above this.")
+    high: float | None = option(None, "Keep a group when its mean outcome is below this.")
+    max_rounds: int | None = option(None, "Generation rounds before giving up on refilling.", ge=1)
+    on_exhausted: Literal["train_partial", "skip", "stop"] | None = option(
+        None, "What then happens to the step."
+    )
+
+
+class OverlongConfig(Section):
+    buffer: int | None = option(
+        None, "Tokens before the limit over which the penalty grows; 0 turns it off.", ge=0
+    )
+    factor: float | None = option(None, "Largest penalty.", ge=0)
+
+
+class AlgorithmConfig(Section):
+    preset: str = option(
+        "grpo",
+        "Row of the table; `saccade algorithms` lists them. What follows overrides its cells.",
+    )
+    advantage: str | None = option(None, "Estimator, or file.py:name.")
+    policy_loss: str | None = option(None, "Surrogate, or file.py:name.")
+    aggregation: str | None = option(None, "How token losses become one number, or file.py:name.")
+    std_eps: float | None = option(None, "Added to a standard deviation that divides.", ge=0)
+    adv_clip: float | None = option(None, "Symmetric limit of advantages.", gt=0)
+    clip_low: float | None = option(None, "Lower clip width of the ratio.", ge=0)
+    clip_high: float | None = option(None, "Upper clip width of the ratio.", ge=0)
+    dual_clip: float | None = option(None, "Bound on the loss of negative advantages.", gt=1)
+    delta: float | None = option(None, "Upper bound of the unclipped ratio.", gt=1)
+    fixed_length: int | None = option(
+        None, "Constant of the 'fixed' aggregation; empty: rollout.max_tokens.", ge=1
+    )
+    entropy_coef: float | None = option(None, "Weight of the entropy bonus.", ge=0)
+    old: Literal["auto", "recompute", "rollout", "detach"] | None = option(
+        None, "Old log-probs; auto: detached current ones when strictly on-policy, else recomputed."
+    )
+    drop_constant: bool | None = option(None, "Leave members of constant groups out of the update.")
+    exclude_status: tuple[str, ...] | None = option(
+        None, "Also exclude these: truncated, overturn, void."
+    )
+    excluded_in_baseline: bool | None = option(
+        None, "Keep members excluded by status in the group baseline."
+    )
+    kl: KLConfig = section(KLConfig, "Distance to the reference model.")
+    filter: FilterConfig = section(FilterConfig, "Dynamic sampling.")
+    overlong: OverlongConfig = section(OverlongConfig, "Soft penalty before the length limit.")
+
+
+class TrainConfig(Section):
+    prompts_per_step: int = option(128, "Prompts (rl) or rows (sft) of one step.", ge=1)
+    samples_per_prompt: int | None = option(
+        None, "Rollouts of each prompt; empty: the preset's.", ge=1
+    )
+    updates_per_step: int = option(
+        1, "Optimizer steps on the samples of a step, each on whole groups.", ge=1
+    )
+    epochs_per_batch: int = option(1, "Passes over the samples of a step.", ge=1)
+    epochs: float = option(
+        1.0, "Passes over the data when run.max_steps is empty; sft: 2 unless set.", gt=0
+    )
+    micro_tokens: int = option(
+        16_384, "Tokens of one forward and backward, media tokens included.", ge=1
+    )
+    lr: float | None = option(
+        None, "Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft), filled in before a run.", gt=0
+    )
+    lr_scale: dict[str, float] = option({}, "Factors per tower: vision, projector, llm.")
+    schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
+        "constant", "Shape of the learning rate; sft: cosine_with_min_lr unless set."
+    )
+    warmup: float = option(
+        0.0, "Warm-up steps, or a share of all steps when below 1; sft: 0.03 unless set.", ge=0
+    )
+    min_lr: float = option(
+        0.0,
+        "Floor of the schedule as a share of lr; cosine_with_min_lr: 0.1 unless above 0.",
+        ge=0,
+        le=1,
+    )
+    optimizer: Literal["adamw", "adamw_bf16"] = option(
+        "adamw",
+        "adamw keeps fp32 masters; adamw_bf16 updates bf16 weights with Kahan compensation.",
+    )
+    betas: tuple[float, float] = option((0.9, 0.95), "Moments of AdamW.")
+    eps: float = option(1e-8, "Added to the root of the second moment.", gt=0)
+    weight_decay: float = option(0.01, "Decay of matrices; biases and norms have none.", ge=0)
+    grad_norm: float = option(1.0, "Largest global gradient norm.", gt=0)
+    on_nonfinite: Literal["skip", "stop"] = option(
+        "skip", "A non-finite loss or gradient: skip the update, or stop."
+    )
+    max_bad_updates: int = option(3, "Stop after this many skipped updates in a row.", ge=1)
+
+
+class SftConfig(Section):
+    loss_on: Literal["assistant", "last_turn", "all"] = option(
+        "assistant", "Trained tokens; 'all' is plain pretraining."
+    )
+    max_tokens: int = option(2048, "Longest row; longer ones follow data.overlong.", ge=1)
+
+
+class ValConfig(Section):
+    every: int = option(20, "Validate every N steps; 0 never.", ge=0)
+    before: bool = option(True, "Validate before the first step.")
+    n: int = option(
+        1,
+        "Samples per prompt: 1 is greedy unless a temperature is set, more give avg@k and pass@k.",
+        ge=1,
+    )
+    temperature: float | None = option(None, "Empty: 0 for n = 1, else 1.", ge=0)
+    top_p: float = option(1.0, "Nucleus of validation sampling.", gt=0, le=1)
+    max_tokens: int | None = option(None, "Longest response; empty: rollout.max_tokens.", ge=1)
+    log_generations: int = option(
+        16, "Responses of each set that are stored with their pictures.", ge=0
+    )
+
+
+class GenerateConfig(Section):
+    output: str = option(
+        "generations.jsonl",
+        "File of responses inside the run folder; rows already there are skipped.",
+    )
+    n: int = option(1, "Responses per prompt.", ge=1)
+
+
+class SaveConfig(Section):
+    every: int = option(50, "Checkpoint every N steps; 0: only at the end.", ge=0)
+    keep: int = option(3, "Newest checkpoints to keep, the best one beside them.", ge=1)
+    best_metric: str | None = option(
+        None, "Metric that names the best checkpoint; empty: accuracy of the first set."
+    )
+
+
+class TrackConfig(Section):
+    tensorboard: bool = option(True, "Write TensorBoard event files.")
+    wandb: bool = option(
+        False, "Log to Weights & Biases, offline unless WANDB_MODE says otherwise."
+    )
+    trajectories_every: int = option(10, "Store rollouts every N steps; 0 never.", ge=0)
+    trajectories_groups: int = option(8, "Groups stored each time.", ge=1)
+
+
+class Config(Section):
+    run: RunConfig = section(RunConfig, "Name, folder, seed, length and resume.")
+    model: ModelConfig = section(ModelConfig, "Which model, and what of it is trained.")
+    data: DataConfig = section(DataConfig, "Training and validation sets and their hygiene.")
+    prompt: PromptConfig = section(PromptConfig, "How a row becomes a conversation.")
+    rollout: RolloutConfig = section(RolloutConfig, "Engine and sampling.")
+    env: EnvConfig = section(EnvConfig, "What the policy talks to.")
+    reward: RewardConfig = section(RewardConfig, "What a response is worth.")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "How rewards become an update.")
+    train: TrainConfig = section(TrainConfig, "Batch arithmetic and optimizer.")
+    sft: SftConfig = section(SftConfig, "Supervised fine-tuning only.")
+    val: ValConfig = section(ValConfig, "Validation during training, and eval.")
+    generate: GenerateConfig = section(GenerateConfig, "Batch inference only.")
+    save: SaveConfig = section(SaveConfig, "Checkpoints.")
+    track: TrackConfig = section(TrackConfig, "Loggers and stored rollouts.")
+
+
+def options(kind: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, field) of every leaf, in order."""
+    for name, info in kind.model_fields.items():
+        annotation = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from options(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", info
+
+
+def type_name(annotation: Any) -> str:
+    """A type as a reader of the reference wants to see it."""
+    text = (
+        str(annotation)
+        if get_args(annotation)
+        else getattr(annotation, "__name__", str(annotation))
+    )
+    for noise in ("typing.", "saccade.config.", "NoneType"):
+        text = text.replace(noise, "None" if noise == "NoneType" else "")
+    return text
