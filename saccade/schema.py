@@ -276,6 +276,9 @@ class FilterConfig(Section):
     on_exhausted: Literal["train_partial", "skip", "stop"] | None = option(
         None, "What then happens to the step."
     )
+    function: str | None = option(
+        None, "file.py:name of your own: gets the scored groups, returns those to train on."
+    )
 
 
 class OverlongConfig(Section):

@@ -41,6 +41,7 @@ class Filter:
     high: float
     max_rounds: int
     on_exhausted: Literal["train_partial", "skip", "stop"]
+    function: str | None  # file.py:name
 
 
 @dataclass(frozen=True, kw_only=True)

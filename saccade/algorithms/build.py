@@ -153,7 +153,11 @@ def _kl(config: AlgorithmConfig, row: Mapping[str, Any]) -> KL:
 
 
 def _filter(config: AlgorithmConfig, row: Mapping[str, Any]) -> Filter:
-    return Filter(**{f.name: _cell(config.filter, row["filter"], f.name) for f in fields(Filter)})
+    chosen = {f.name: _cell(config.filter, row["filter"], f.name) for f in fields(Filter)}
+    if chosen["function"] is not None:
+        chosen["function"] = canonical({}, chosen["function"])
+        find("filter.function", {}, chosen["function"])
+    return Filter(**chosen)
 
 
 def _overlong(config: AlgorithmConfig, row: Mapping[str, Any], max_tokens: int) -> Overlong:

@@ -94,6 +94,8 @@ def _extras(algorithm: Algorithm) -> dict[str, str]:
             f"keep groups with {filters.low:g} < mean outcome < {filters.high:g}, at most "
             f"{filters.max_rounds} rounds, then {filters.on_exhausted}"
         )
+    if filters.function is not None:
+        lines["own filter"] = filters.function
     if overlong.buffer:
         lines["overlong"] = (
             f"0 to -{overlong.factor:g} over the last {overlong.buffer} of "

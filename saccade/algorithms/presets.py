@@ -31,6 +31,7 @@ COMMON: Mapping[str, Any] = {
         "high": 0.99,
         "max_rounds": 10,
         "on_exhausted": "train_partial",
+        "function": None,
     },
     "overlong": {"buffer": 0, "factor": 1.0, "largest_share": 1.0},
 }

@@ -21,6 +21,8 @@ from saccade.algorithms.advantages import AdvantageInputs, compute
 from saccade.algorithms.aggregation import token_scales
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.filters import discard_reason, in_baseline, is_constant, is_excluded
+from saccade.algorithms.table import find
+from saccade.errors import ConfigError
 from saccade.types import Batch, Group, Metrics, Trajectory
 
 Updates = list[list[Batch]]  # one list of forests per optimizer step
@@ -45,6 +47,21 @@ def keep_informative(
         else:
             reasons[reason] += 1
     return kept, reasons
+
+
+def keep_chosen(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Group], Counter[str]]:
+    """What the user's own filter keeps, in the order of the groups."""
+    assert algorithm.filter.function is not None
+    function = find("filter.function", {}, algorithm.filter.function).function
+    wanted = {group.uid for group in function(list(groups))}
+    unknown = wanted - {group.uid for group in groups}
+    if unknown:
+        raise ConfigError(
+            f"algorithm.filter.function={algorithm.filter.function} returned groups that it was "
+            f"not given ({sorted(unknown)[:3]}); return some of its argument"
+        )
+    kept = [group for group in groups if group.uid in wanted]
+    return kept, Counter({"own": len(groups) - len(kept)})
 
 
 def choose_members(groups: Sequence[Group], algorithm: Algorithm, metrics: Metrics) -> list[Group]:

@@ -60,6 +60,8 @@ def canonical(table: Mapping[str, Entry], name: str) -> str:
 
 def unknown(field_name: str, name: str, known: Iterable[str]) -> ConfigError:
     names = list(known)
+    if not names:
+        return ConfigError(f"{field_name}={name}: no such function; write file.py:name")
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
     return ConfigError(
         f"{field_name}={name}: no such name; did you mean {near[0]!r}? Known: {', '.join(names)}"

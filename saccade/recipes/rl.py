@@ -133,6 +133,9 @@ def sample_groups(run: Run, actors: Actors, step: int, metrics: Metrics) -> list
         if algorithm.filter.dynamic:
             groups, reasons = stages.keep_informative(groups, algorithm)
             dropped += reasons
+        if algorithm.filter.function is not None:
+            groups, reasons = stages.keep_chosen(groups, algorithm)
+            dropped += reasons
         kept += groups
     actors.engine.sleep()
     for name, value in group_metrics(everything, algorithm.exclude_status).items():

@@ -394,3 +394,22 @@ def test_epochs_say_how_long_a_run_is(tmp_path: Path, rl_config: Make, numbers: 
     del config["run.max_steps"]
     rl.run(config | {"algorithm.kl.coef": 0})
     assert [row["step"] for row in numbers(tmp_path / "run")] == [1, 2]  # half of 24 rows, six each
+
+
+def test_a_filter_of_ones_own_chooses_the_groups(rl_config: Make, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def first_two(groups):\n    return groups[:2]\n\n"
+        "def invent(groups):\n"
+        "    from dataclasses import replace\n"
+        "    return [replace(groups[0], uid='nobody')]\n"
+    )
+    config = rl_config(tmp_path) | {"run.max_steps": 1}
+    rl.run(config | {"algorithm.filter.function": f"{own}:first_two"})
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert row["group/kept_frac"] == 0.5 and row["group/dropped/own"] == 2
+    assert row["policy/live_sequences"] == 8
+    with pytest.raises(ConfigError, match="nobody"):
+        rl.run(config | {"run.name": "b", "algorithm.filter.function": f"{own}:invent"})
+    with pytest.raises(ConfigError, match=r"algorithm\.filter\.function=mine.*file\.py:name"):
+        rl.run(config | {"run.name": "c", "algorithm.filter.function": "mine"})
