@@ -91,6 +91,8 @@ def _chosen(folder: Path, resume: str) -> Path | None:
             )
         return path
     steps = complete_steps(folder)
+    if not steps and resume == "best":
+        raise ConfigError("run.resume=best: there is no checkpoint yet; use run.resume=auto")
     if not steps:
         return None
     if resume == "auto":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -234,6 +235,8 @@ def inspect_data(
     from saccade.data.check import write_fixed
     from saccade.recipes.check_data import run
 
+    if fix is not None and fix.exists():
+        raise ConfigError(f"--fix {fix} exists; give a new file, nothing is overwritten")
     config = _config(_data_as_override(arguments or []))
     report = run(config, headers_only=headers_only, workers=workers)
     if out is not None:
@@ -245,7 +248,8 @@ def inspect_data(
     if not report.acceptable:
         raise DataError(
             f"{len(report.bad)} of {report.rows} rows are bad, and data.max_bad_fraction is "
-            f"{config.data.max_bad_fraction:g}; mend them, or write the good ones with --fix FILE"
+            f"{config.data.max_bad_fraction:g}; "
+            + (f"the good ones are in {fix}" if fix else "mend them, or use --fix FILE")
         )
     if report.self_test is not None and not report.self_test["passed"]:
         raise SelfTestError("the reward misjudges known answers; see the rows above")
@@ -297,6 +301,8 @@ def _run(
         from saccade.smoke import smoke as shrink
 
         config = shrink(config, name)
+        # Nothing of a smoke test is worth keeping, and it must be repeatable.
+        shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
     check(config, name)
     if dry_run:
         _print_plan(config, name)
@@ -330,6 +336,15 @@ def _print_plan(config: Config, name: str) -> None:
     from saccade.plan import plan
 
     algorithm = from_config(config) if name == "rl" else None
+    if algorithm is not None and (config.reward.terms or config.reward.preset):
+        from saccade.rewards.resolve import resolve_recipes
+
+        resolve_recipes(  # refuses unknown verifiers
+            config.reward,
+            prompt_format=config.prompt.format,
+            max_tokens=config.rollout.max_tokens,
+            overlong=None,
+        )
     console = _console()
     text = to_yaml(config)
     console.print(Syntax(text, "yaml", background_color="default") if console.is_terminal else text)

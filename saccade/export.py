@@ -12,10 +12,13 @@ from pathlib import Path
 from saccade.errors import ConfigError, EnvironmentProblem
 
 
-def export(checkpoint: Path, out: Path, dtype: str | None = None, verify: bool = True) -> Path:
+def export(
+    checkpoint: str | Path, out: str | Path, dtype: str | None = None, verify: bool = True
+) -> Path:
     """`checkpoint` is a step folder or a run folder (its latest checkpoint). Logits of both are
     compared.
     """
+    checkpoint, out = Path(checkpoint), Path(out)
     source = _resolve(checkpoint)
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; give another folder")

@@ -39,6 +39,19 @@ class Reader(yaml.SafeLoader):
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        """Plain YAML keeps the last of two equal keys and says nothing."""
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"{', '.join(twice)} is there twice; put all of it in one place",
+                node.start_mark,
+            )
+        return super().construct_mapping(node, deep=deep)
+
 
 class Writer(yaml.SafeDumper):
     """Quotes text that either this reader or a plain YAML 1.1 reader would take for a value."""

@@ -253,7 +253,7 @@ def test_init_writes_a_config_that_loads(tmp_path: Path, model: Path, counting: 
     config = load(out)
     check(config, "rl")
     assert config.reward.terms[0].verifier == "count"
-    assert config.data.format == "easyr1"
+    assert "# format: easyr1" in out.read_text() and config.data.format == "auto"
     for line in out.read_text().splitlines():
         assert "#" in line or line.endswith(":")
     again = run("init", str(model), str(counting), "--out", str(out))
@@ -284,7 +284,8 @@ def test_init_reads_real_data(tmp_path: Path, model: Path, shared: Path) -> None
         out = tmp_path / f"{format}.yaml"
         result = run("init", str(model), str(shared / name), "--out", str(out))
         assert result.exit_code == 0, result.stderr
-        assert load(out).data.format == format
+        assert f"# format: {format}" in out.read_text()
+        load(out)
 
 
 # -- the package -----------------------------------------------------------------------------------
@@ -342,6 +343,10 @@ def test_check_data_lists_bad_rows_and_writes_the_good_ones(counting: Path, tmp_
     out, fixed = tmp_path / "report.json", tmp_path / "good.jsonl"
     result = run("check-data", str(counting), "--out", str(out), "--fix", str(fixed))
     assert result.exit_code == 2  # 1 of 25 is more than 1 %
-    assert "lost (row 25" in result.stdout and "--fix FILE" in result.stderr
+    assert "lost (row 25" in result.stdout and str(fixed) in result.stderr
     assert json.loads(out.read_text())["good"] == 24
+    written = fixed.read_text()
     assert run("check-data", str(fixed)).exit_code == 0
+    again = run("check-data", str(counting), "--fix", str(fixed))
+    assert again.exit_code == 2 and "exists" in again.stderr and fixed.read_text() == written
+    assert run("check-data", str(counting), "--fix", str(counting)).exit_code == 2

@@ -270,3 +270,10 @@ def test_the_reference_page_is_current() -> None:
         [sys.executable, str(script), "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_section_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("train: {lr: 1e-6}\nrun: {name: a}\ntrain: {prompts_per_step: 2}\n")
+    with pytest.raises(ConfigError, match="train is there twice"):
+        load(path)

@@ -259,11 +259,14 @@ def _stop_if_too_many(bad: Sequence[BadRow], rows: int, config: DataConfig) -> N
     if len(bad) <= config.max_bad_fraction * rows:
         return
     examples = "\n".join(f"  {problem}" for problem in bad[:5])
+    pinned = f" data.format is {config.format}: auto reads what the columns say." * (
+        config.format != "auto"
+    )
     lifted = math.ceil(100 * len(bad) / rows) / 100
     raise DataError(
         f"{len(bad)} of {rows} rows are bad ({len(bad) / rows:.1%}), data.max_bad_fraction is "
         f"{config.max_bad_fraction:g}:\n{examples}\n`saccade check-data` lists all of them, "
-        f"its --fix writes a copy without them; data.max_bad_fraction={lifted:g} goes on."
+        f"its --fix writes a copy without them; data.max_bad_fraction={lifted:g} goes on.{pinned}"
     )
 
 

@@ -50,7 +50,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     config = load(config)
     checks.check(config, "eval")
     parts.quiet_libraries()
-    folder = Path(out) if out else Path(config.run.out) / f"{config.run.name}-eval"
+    folder = Path(out) if out else _free(Path(config.run.out) / f"{config.run.name}-eval")
     folder.mkdir(parents=True, exist_ok=True)
     if rescore is not None:
         return _rescore(config, Path(rescore), folder)
@@ -69,6 +69,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
                     evaluate_set(engine, family, scorer, name, dataset, config, console.progress)
                 )
             console.note(describe(results[-1]))
+        console.note(f"results.json and samples.jsonl are in {folder}")
     return write_results(folder, results, family)
 
 
@@ -183,6 +184,14 @@ def describe(result: Result) -> str:
         f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac")
     )
     return f"{result.name}: {accuracy}  {rates}  items {m['items']:.0f}"
+
+
+def _free(path: Path) -> Path:
+    """The path, or the first of path-2, path-3 … that is free: nothing is overwritten."""
+    if not path.exists():
+        return path
+    numbered = (path.with_name(f"{path.name}-{n}") for n in range(2, 10_000))
+    return next(candidate for candidate in numbered if not candidate.exists())
 
 
 # -- files -----------------------------------------------------------------------------------------

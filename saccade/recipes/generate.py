@@ -6,15 +6,18 @@ saccade generate run.yaml generate.n=4
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from saccade import checks
-from saccade.config import load
+from saccade.config import Config, load
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import environment_factory
+from saccade.errors import ConfigError
 from saccade.recipes import parts
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream
@@ -33,7 +36,8 @@ def run(config: Any) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     family = parts.family_of(config, parts.start_folder(config))
     data = parts.load_prompts(config, config.data.train or config.data.val, family)
-    done = _done(path)
+    made_by = _made_by(config)
+    done = _done(path, made_by)
     todo = [sample for sample in data.samples if sample.id not in done]
     policy = parts.load_policy(config, family)
     engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
@@ -60,7 +64,10 @@ def run(config: Any) -> dict[str, Any]:
                     progress=console.progress,
                 )
             for group in stream.attach(groups) if scorer is not None else groups:
-                file.write(json.dumps(_row(group, family), ensure_ascii=False, default=str) + "\n")
+                file.write(
+                    json.dumps(_row(group, family) | made_by, ensure_ascii=False, default=str)
+                    + "\n"
+                )
             file.flush()
     return {"path": str(path), "rows": len(todo), "skipped": len(done)}
 
@@ -86,7 +93,17 @@ def _row(group: Group, family: Any) -> dict[str, Any]:
     }
 
 
-def _done(path: Path) -> set[str]:
+def _made_by(config: Config) -> dict[str, str]:
+    """What a response depends on besides its row: answers of two models never mix in one file."""
+    chosen = [config.prompt, config.rollout, config.env, config.generate, config.run.seed]
+    text = repr(chosen).encode()
+    return {
+        "model": config.model.path,
+        "settings": hashlib.blake2b(text, digest_size=6).hexdigest(),
+    }
+
+
+def _done(path: Path, made_by: Mapping[str, str]) -> set[str]:
     """Ids of whole lines; a line that a kill cut off is removed, so its row is made again."""
     if not path.is_file():
         return set()
@@ -94,4 +111,11 @@ def _done(path: Path) -> set[str]:
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         path.write_bytes(whole)
-    return {json.loads(line)["id"] for line in whole.split(b"\n") if line}
+    rows = [json.loads(line) for line in whole.split(b"\n") if line]
+    for row in rows:
+        if any(row.get(name) != value for name, value in made_by.items()):
+            raise ConfigError(
+                f"{path} holds responses of {row.get('model')} with other settings; give another "
+                "run.name or generate.output"
+            )
+    return {row["id"] for row in rows}

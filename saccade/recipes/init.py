@@ -128,7 +128,10 @@ def _page(found: Findings, model: Path, data: Path) -> str:
         ("data:", ""),
         ("  train: " + _quote(str(data)), f"{found.format} rows, {about}"),
         ("  # val: test.jsonl", "held-out rows; without them only training reward is known"),
-        (f"  format: {found.format}", f"from the columns of the first {found.rows} rows"),
+        (
+            f"  # format: {found.format}",
+            "what the columns say; only needed when they are ambiguous",
+        ),
     ]
     if found.images:
         lines.append(("  max_pixels: 401408", "about 512 tokens an image; more shows finer detail"))

@@ -123,6 +123,8 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """The steps that are left. A limit or a signal ends them early, after a checkpoint."""
+        if self.step >= self.total:
+            self.console.note(f"step {self.step} is reached already; raise run.max_steps to go on")
         while self.step < self.total:
             yield self.step + 1
             if self._signal is not None:
@@ -132,6 +134,10 @@ class Run:
                 self.console.note(f"run.max_hours={hours:g} is over after step {self.step}")
                 break
         self.save()
+        self.console.note(
+            f"checkpoint {self.folder.checkpoints / f'step-{self.step}'}; "
+            f"`saccade report {self.folder.path}` writes a page about this run"
+        )
 
     def finish_step(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Count the step, log it, say so when nothing is being learned, save when it is time."""

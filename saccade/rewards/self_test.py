@@ -154,7 +154,7 @@ def _failures(cases: Sequence[_Case], scored: Sequence[Scored]) -> list[Failure]
                     case=case.kind,
                     response=case.sample.response,
                     scored=value + reason,
-                    expected=f"{wanted:g}",
+                    expected="right and wrong answers to differ" if low == high else f"{wanted:g}",
                 )
             )
     return failures

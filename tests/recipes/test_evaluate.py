@@ -201,3 +201,9 @@ def test_without_a_reward_no_accuracy_is_claimed(tmp_path: Path, judged: Make) -
 def test_a_reward_that_does_not_fit_is_refused(tmp_path: Path, judged: Make) -> None:
     with pytest.raises(SelfTestError, match="misjudges known answers"):
         evaluate.run(judged(tmp_path, reward__terms=["choice"]), out=tmp_path / "eval")
+
+
+def test_a_second_evaluation_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    assert evaluate._free(tmp_path / "a-eval").name == "a-eval"
+    (tmp_path / "a-eval").mkdir()
+    assert evaluate._free(tmp_path / "a-eval").name == "a-eval-2"

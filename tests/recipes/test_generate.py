@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import saccade
+from saccade.errors import ConfigError
 from saccade.recipes import generate
 
 Make = Callable[..., dict[str, Any]]
@@ -36,7 +37,9 @@ def test_every_row_has_its_responses(written: Path) -> None:
     rows = rows_of(written)
     assert len(rows) == 24 and len({row["id"] for row in rows}) == 24
     for row in rows:
-        assert set(row) == {"id", "data_source", "prompt", "answer", "responses"}
+        assert set(row) == {
+            *("id", "data_source", "prompt", "answer", "responses", "model", "settings")
+        }
         assert len(row["responses"]) == 3 and len({r["text"] for r in row["responses"]}) > 1
         for response in row["responses"]:
             assert set(response) == {"text", "tokens", "end_reason", "reward", "score", "extracted"}
@@ -78,3 +81,11 @@ def test_without_rewards_nothing_is_scored(tmp_path: Path, config: Make) -> None
     result = generate.run(config(tmp_path, reward__terms=[], data__max_samples=1))
     (row,) = rows_of(Path(result["path"]))
     assert {r["reward"] for r in row["responses"]} == {None}
+
+
+def test_answers_of_two_models_or_settings_never_mix(config: Make, tmp_path: Path) -> None:
+    few = {"data.max_samples": 2}
+    saccade.generate(config(tmp_path) | few)
+    with pytest.raises(ConfigError, match=r"other settings.*run\.name"):
+        saccade.generate(config(tmp_path) | few | {"rollout.max_tokens": 4})
+    assert saccade.generate(config(tmp_path) | few)["skipped"] == 2
