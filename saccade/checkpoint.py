@@ -17,7 +17,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from saccade.backends import Backend
 from saccade.errors import ConfigError, EnvironmentProblem
@@ -30,6 +30,10 @@ OWN_FILES = re.compile(
 HASHED_UP_TO = 64 << 20  # larger files are verified by size and tensor names
 
 
+class Stateful(Protocol):
+    def save_state(self, folder: Path) -> None: ...
+
+
 def save(
     folder: Path,
     step: int,
@@ -38,10 +42,11 @@ def save(
     *,
     progress: Mapping[str, Any],
     keep: int,
+    parts: Mapping[str, Stateful] | None = None,
     best: int | None = None,
 ) -> Path:
-    """`progress` is plain data: what the recipe needs to go on. `best` is the step of the best
-    validation.
+    """`progress` is plain data: what the recipe needs to go on. `parts` write what else has a
+    state, each into a folder of its name. `best` is the step of the best validation.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step}"
@@ -54,6 +59,9 @@ def save(
     backend.save_model(temporary)
     copy_processor(family, temporary)
     backend.save_state(state)
+    for name, part in (parts or {}).items():
+        (state / name).mkdir()
+        part.save_state(state / name)
     (state / "progress.json").write_text(json.dumps(progress, indent=1))
     _verify(temporary, backend)
     manifest = {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)}

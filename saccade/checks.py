@@ -171,7 +171,7 @@ def _response_length(config: Config) -> Iterator[str]:
 
 def _batch(config: Config) -> Iterator[str]:
     updates, prompts = config.train.updates_per_step, config.train.prompts_per_step
-    if updates > prompts:
+    if updates is not None and updates > prompts:
         yield (
             f"train.updates_per_step: {updates} updates need as many prompts, and a step has "
             f"{prompts}; try train.updates_per_step={prompts}"

@@ -353,8 +353,11 @@ def _print_plan(config: Config, name: str) -> None:
 
         console.print(describe(algorithm) + "\n", markup=False, highlight=False)
     table = Table("quantity", "value", title="Batch arithmetic", title_justify="left")
-    samples = algorithm.samples_per_prompt if algorithm is not None else 1
-    for quantity, value in plan(config, name, samples_per_prompt=samples):
+    samples, updates = (
+        (algorithm.samples_per_prompt, algorithm.updates_per_step) if algorithm else (1, 1)
+    )
+    rows = plan(config, name, samples_per_prompt=samples, updates_per_step=updates)
+    for quantity, value in rows:
         table.add_row(quantity, value)
     console.print(table)
 

@@ -44,24 +44,27 @@ class _Tree:
         return sum(node.end - node.start for node in self.nodes)
 
 
-def pack(groups: Sequence[Group], *, positions: Positions, micro_tokens: int) -> list[Batch]:
+def pack(
+    groups: Sequence[Group], *, positions: Positions, micro_tokens: int, ends: bool = False
+) -> list[Batch]:
     """Forests of at most `micro_tokens` tokens, whole groups where they fit, in the order of the
     groups.
 
     Trajectories that are not `trained`, or have no sampled token, are left out. A group over the
-    budget repeats its trunk; a sequence over it is a forest of its own.
+    budget repeats its trunk; a sequence over it is a forest of its own. With `ends` the last
+    sampled token of each sequence, at which nothing is predicted, is packed too.
     """
     batches: list[Batch] = []
     waiting: list[_Tree] = []
     size = 0
-    for tree in _trees(groups, micro_tokens):
+    for tree in _trees(groups, micro_tokens, ends):
         if waiting and size + tree.tokens > micro_tokens:
-            batches.append(_batch(waiting, positions))
+            batches.append(_batch(waiting, positions, ends))
             waiting, size = [], 0
         waiting.append(tree)
         size += tree.tokens
     if waiting:
-        batches.append(_batch(waiting, positions))
+        batches.append(_batch(waiting, positions, ends))
     return batches
 
 
@@ -70,7 +73,9 @@ def select(batch: Batch, sequences: Sequence[int]) -> Batch:
     wanted = np.zeros(len(batch.keys), dtype=bool)
     wanted[list(sequences)] = True
     reads = wanted[batch.sequence]
-    owner = np.searchsorted(batch.node_starts, batch.reads[reads], side="right") - 1
+    ends = None if batch.ends is None else batch.ends[wanted]
+    used = batch.reads[reads] if ends is None else np.concatenate([batch.reads[reads], ends])
+    owner = _node_of(batch, used)
     needed = np.zeros(len(batch.parents), dtype=bool)
     for node in np.unique(owner).tolist():
         while node >= 0 and not needed[node]:
@@ -102,28 +107,45 @@ def select(batch: Batch, sequences: Sequence[int]) -> Batch:
         support=None
         if batch.support is None
         else tuple(ids for ids, keep in zip(batch.support, reads, strict=True) if keep),
+        ends=None if ends is None else new_token[ends],
+        last_values=None if batch.last_values is None else batch.last_values[wanted],
         **cut,
     )
+
+
+def has_media(batch: Batch) -> np.ndarray:
+    """[sequences] bool: whether a sequence passes through a medium."""
+    nodes = np.zeros(len(batch.parents), dtype=bool)
+    nodes[_node_of(batch, np.array([span.start for span in batch.media], dtype=np.int64))] = True
+    for node, parent in enumerate(batch.parents.tolist()):
+        nodes[node] |= parent >= 0 and nodes[parent]
+    result = np.zeros(len(batch.keys), dtype=bool)
+    result[batch.sequence[nodes[_node_of(batch, batch.reads)]]] = True
+    return result
+
+
+def _node_of(batch: Batch, tokens: np.ndarray) -> np.ndarray:
+    return np.searchsorted(batch.node_starts, tokens, side="right") - 1
 
 
 # -- trees -----------------------------------------------------------------------------------------
 
 
-def _trees(groups: Sequence[Group], budget: int) -> Iterator[_Tree]:
+def _trees(groups: Sequence[Group], budget: int, ends: bool) -> Iterator[_Tree]:
     for index, group in enumerate(groups):
         members = [t for t in group.trajectories if t.trained and t.response_length]
         while members:
             taken = len(members)
-            tree = _tree(members, index)
+            tree = _tree(members, index, ends)
             while tree.tokens > budget and taken > 1:
                 taken = max(1, min(taken - 1, taken * budget // tree.tokens))
-                tree = _tree(members[:taken], index)
+                tree = _tree(members[:taken], index, ends)
             yield tree
             members = members[taken:]
 
 
-def _tree(members: Sequence[Trajectory], group: int) -> _Tree:
-    ends = [_last_read(t) + 1 for t in members]
+def _tree(members: Sequence[Trajectory], group: int, with_ends: bool) -> _Tree:
+    ends = [_last_sampled(t) + with_ends for t in members]
     nodes: list[_Node] = []
     paths: list[tuple[int, ...]] = [()] * len(members)
 
@@ -150,9 +172,9 @@ def _tree(members: Sequence[Trajectory], group: int) -> _Tree:
     return _Tree(members=tuple(members), group=group, nodes=tuple(nodes), paths=tuple(paths))
 
 
-def _last_read(trajectory: Trajectory) -> int:
-    """The token at which the last target is predicted; what follows it is never read."""
-    return int(np.flatnonzero(trajectory.policy_mask)[-1]) - 1
+def _last_sampled(trajectory: Trajectory) -> int:
+    """The last target; it is predicted one token earlier, and what follows is never read."""
+    return int(np.flatnonzero(trajectory.policy_mask)[-1])
 
 
 def _next(trajectory: Trajectory, place: int) -> tuple[object, ...]:
@@ -183,12 +205,12 @@ def _common_prefix(members: Sequence[Trajectory], start: int, limit: int) -> int
 # -- batches ---------------------------------------------------------------------------------------
 
 
-def _batch(trees: Sequence[_Tree], positions: Positions) -> Batch:
+def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Batch:
     ids, places, starts, media = [], [], [0], []
     parents: list[int] = []
     keys: list[tuple[str, int]] = []
     reads, targets, sequence, groups = [], [], [], []
-    rollout, advantages, support = [], [], []
+    rollout, advantages, support, ends = [], [], [], []
     for tree in trees:
         first_node = len(parents)
         tree_positions = _tree_positions(tree, positions)
@@ -213,6 +235,8 @@ def _batch(trees: Sequence[_Tree], positions: Positions) -> Batch:
             rollout.append(member.logprobs[policy])
             advantages.append(member.advantages)
             support.append(member.support)
+            if with_ends:
+                ends.append(where[policy[-1]])
     return Batch(
         ids=np.concatenate(ids),
         positions=np.concatenate(places, axis=1),
@@ -227,6 +251,7 @@ def _batch(trees: Sequence[_Tree], positions: Positions) -> Batch:
         rollout_logprobs=np.concatenate(rollout),
         advantages=None if any(a is None for a in advantages) else np.concatenate(advantages),  # type: ignore[arg-type]
         support=_all_support(support, [len(r) for r in reads]),
+        ends=np.array(ends) if with_ends else None,
     )
 
 

@@ -18,15 +18,18 @@ from saccade.config import Config, DataSource
 COUNTED_BYTES = 256 * 2**20
 
 
-def plan(config: Config, command: str, *, samples_per_prompt: int = 1) -> list[tuple[str, str]]:
+def plan(
+    config: Config, command: str, *, samples_per_prompt: int = 1, updates_per_step: int = 1
+) -> list[tuple[str, str]]:
     """(quantity, value) rows for `saccade COMMAND --dry-run`."""
-    table = {"rl": _rl, "sft": _sft, "eval": _eval, "generate": _generate}
-    return table[command](config, samples_per_prompt)
+    if command == "rl":
+        return _rl(config, samples_per_prompt, updates_per_step)
+    return {"sft": _sft, "eval": _eval, "generate": _generate}[command](config)
 
 
-def _rl(config: Config, samples: int) -> list[tuple[str, str]]:
+def _rl(config: Config, samples: int, updates: int) -> list[tuple[str, str]]:
     train, rollout = config.train, config.rollout
-    prompts, updates = train.prompts_per_step, train.updates_per_step
+    prompts = train.prompts_per_step
     longest = min(config.env.max_total_tokens, config.data.max_prompt_tokens + rollout.max_tokens)
     return [
         ("prompts per step", str(prompts)),
@@ -43,7 +46,7 @@ def _rl(config: Config, samples: int) -> list[tuple[str, str]]:
     ]
 
 
-def _sft(config: Config, samples: int) -> list[tuple[str, str]]:
+def _sft(config: Config) -> list[tuple[str, str]]:
     return [
         ("rows per step", str(config.train.prompts_per_step)),
         *_steps(config, config.train.prompts_per_step),
@@ -52,7 +55,7 @@ def _sft(config: Config, samples: int) -> list[tuple[str, str]]:
     ]
 
 
-def _eval(config: Config, samples: int) -> list[tuple[str, str]]:
+def _eval(config: Config) -> list[tuple[str, str]]:
     return [
         *_rows("rows", config.data.val),
         ("responses per prompt", str(config.val.n)),
@@ -60,7 +63,7 @@ def _eval(config: Config, samples: int) -> list[tuple[str, str]]:
     ]
 
 
-def _generate(config: Config, samples: int) -> list[tuple[str, str]]:
+def _generate(config: Config) -> list[tuple[str, str]]:
     return [
         *_rows("rows", config.data.train or config.data.val),
         ("responses per prompt", str(config.generate.n)),

@@ -49,10 +49,9 @@ def smoke(config: Config, command: str) -> Config:
         "track.wandb": False,
     }
     if command == "rl":
-        changes |= {
-            "train.samples_per_prompt": min(train.samples_per_prompt or 2, 2),
-            "train.updates_per_step": min(train.updates_per_step, 2),
-        }
+        changes["train.samples_per_prompt"] = min(train.samples_per_prompt or 2, 2)
+        if train.updates_per_step is not None:
+            changes["train.updates_per_step"] = min(train.updates_per_step, 2)
         if config.algorithm.overlong.buffer:
             changes["algorithm.overlong.buffer"] = TOKENS // 2
     return load(config, [f"{name}={json.dumps(value)}" for name, value in changes.items()])

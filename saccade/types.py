@@ -184,6 +184,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     support: bool = False  # return the kept ids of truncated sampling
+    first: tuple[float, int] | None = None  # temperature and top_k of an episode's first token
 
     @property
     def truncated(self) -> bool:
@@ -306,6 +307,7 @@ class Group:
     sample: Sample
     trajectories: tuple[Trajectory, ...]
     uid: str = ""  # differs from sample.id when a sample comes round again
+    greedy: Trajectory | None = None  # scored as a baseline, never trained and in no statistic
 
     def __post_init__(self) -> None:
         repeats = [t.repeat for t in self.trajectories]
@@ -319,8 +321,14 @@ READ_COLUMNS = (
     "rollout_logprobs",
     "old_logprobs",
     "ref_logprobs",
+    "old_entropies",
     "keep",
     "weights",
+    "rewards",
+    "selected",
+    "stale",
+    "values",
+    "returns",
 )
 
 
@@ -345,13 +353,21 @@ class Batch:
     groups: np.ndarray  # [sequences] int64, index of the group inside the step
     media: tuple[MediaSpan, ...] = ()  # spans in packed tokens, once per node
     support: tuple[np.ndarray, ...] | None = None  # kept ids per read
+    ends: np.ndarray | None = None  # [sequences] int64, the last sampled token where it is packed
     advantages: np.ndarray | None = None  # [reads] float32, as are all below
     scales: np.ndarray | None = None  # 1 / denominator of the aggregation, per read
     rollout_logprobs: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
-    keep: np.ndarray | None = None  # 0/1 from filters
+    old_entropies: np.ndarray | None = None
+    keep: np.ndarray | None = None  # factor of the policy term from filters, 0 where it is dropped
     weights: np.ndarray | None = None  # correction weights
+    rewards: np.ndarray | None = None  # of the sequence, after shaping
+    selected: np.ndarray | None = None  # 0/1: tokens that the policy loss treats differently
+    stale: np.ndarray | None = None  # 0/1: sampled by older weights
+    values: np.ndarray | None = None  # of the critic, before the update
+    returns: np.ndarray | None = None  # what the critic learns
+    last_values: np.ndarray | None = None  # [sequences] of the critic, after the last token
 
     def __post_init__(self) -> None:
         tokens, reads = len(self.ids), len(self.reads)
@@ -360,6 +376,7 @@ class Batch:
         assert reads == len(self.targets) == len(self.sequence) and len(self.groups) == len(
             self.keys
         )
+        assert self.ends is None or len(self.ends) == len(self.keys)
         for name in READ_COLUMNS:
             column = getattr(self, name)
             assert column is None or len(column) == reads, name

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from saccade.forest import MIN_BRANCH, pack, select
+from saccade.forest import MIN_BRANCH, has_media, pack, select
 from saccade.images import crop
 from saccade.types import READ_COLUMNS, Batch, Group, MediaSpan, Sample, Source, Trajectory
 
@@ -15,6 +15,7 @@ COLUMNS = ("advantages", "rollout_logprobs")
 def path_tokens(batch: Batch, sequence: int) -> np.ndarray:
     """The packed tokens that one sequence passes through, root first."""
     last = batch.reads[batch.sequence == sequence].max()
+    last = last if batch.ends is None else batch.ends[sequence]
     node = int(np.searchsorted(batch.node_starts, last, side="right")) - 1
     spans = []
     while node >= 0:
@@ -45,8 +46,11 @@ def check(groups: list[Group], batches: list[Batch], family) -> None:
         for sequence, key in enumerate(batch.keys):
             t = member(groups, batch, sequence)
             policy = np.flatnonzero(t.policy_mask)
-            end = policy[-1]  # the last target itself is never read
             tokens = path_tokens(batch, sequence)
+            end = policy[-1]  # the last target is packed only where the end is asked for
+            if batch.ends is not None:
+                assert batch.ends[sequence] == tokens[end]
+                end += 1
             mine = batch.sequence == sequence
             assert batch.ids[tokens].tolist() == t.ids[:end].tolist()
             whole = family.positions(len(t.ids), t.media)[:, :end]
@@ -83,12 +87,17 @@ def random_groups(grow, family, seed: int) -> list[Group]:
     ]
 
 
+@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_a_forest_reproduces_every_member(grow, family, seed):
+def test_a_forest_reproduces_every_member(grow, family, seed, ends):
     groups = random_groups(grow, family, seed)
     padded = sum(len(t.ids) for g in groups for t in g.trajectories)
     for budget in (10_000, 120, 40, 1):
-        batches = pack(groups, positions=family.positions, micro_tokens=budget)
+        batches = pack(groups, positions=family.positions, micro_tokens=budget, ends=ends)
+        assert all((batch.ends is not None) == ends for batch in batches)
+        for batch in batches:
+            seen = [bool(member(groups, batch, i).media) for i in range(len(batch.keys))]
+            assert has_media(batch).tolist() == seen
         check(groups, batches, family)
         assert sum(batch.tokens for batch in batches) <= padded
         assert all(batch.tokens <= budget or len(batch.keys) == 1 for batch in batches)
@@ -96,7 +105,7 @@ def test_a_forest_reproduces_every_member(grow, family, seed):
 
 def test_every_column_of_reads_is_cut_and_checked(grow, family):
     optional = tuple(f.name for f in fields(Batch) if f.type == "np.ndarray | None")
-    assert optional == READ_COLUMNS
+    assert optional == ("ends", *READ_COLUMNS, "last_values")
     groups = random_groups(grow, family, 0)
     (batch,) = pack(groups, positions=family.positions, micro_tokens=10_000)
     marks = np.arange(len(batch.reads), dtype=np.float32)
@@ -108,12 +117,17 @@ def test_every_column_of_reads_is_cut_and_checked(grow, family):
             replace(batch, **{name: marks[1:]})
 
 
+@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_any_subset_of_sequences_keeps_its_reads(grow, family, seed):
+def test_any_subset_of_sequences_keeps_its_reads(grow, family, seed, ends):
     groups = random_groups(grow, family, seed)
     rng = np.random.default_rng(seed)
-    (batch,) = pack(groups, positions=family.positions, micro_tokens=10_000)
-    batch = replace(batch, support=tuple(np.array([t]) for t in batch.targets))
+    (batch,) = pack(groups, positions=family.positions, micro_tokens=10_000, ends=ends)
+    batch = replace(
+        batch,
+        support=tuple(np.array([t]) for t in batch.targets),
+        last_values=np.arange(len(batch.keys)),
+    )
     everything = select(batch, range(len(batch.keys)))
     assert everything.ids.tolist() == batch.ids.tolist()
     assert everything.parents.tolist() == batch.parents.tolist()
@@ -133,12 +147,15 @@ def test_any_subset_of_sequences_keeps_its_reads(grow, family, seed):
             before = {int(token): i for i, token in enumerate(whole)}
             assert [where[r] for r in part.reads[ours]] == [before[r] for r in batch.reads[theirs]]
             assert part.targets[ours].tolist() == batch.targets[theirs].tolist()
+            if ends:
+                assert where[part.ends[new]] == before[batch.ends[old]]
             for name in COLUMNS:
                 assert getattr(part, name)[ours].tolist() == getattr(batch, name)[theirs].tolist()
             assert [s.media for s in part.media if s.start in where] == [
                 s.media for s in batch.media if s.start in before
             ]
         assert [int(kept[0]) for kept in part.support] == part.targets.tolist()
+        assert part.last_values.tolist() == chosen.tolist()
 
 
 def plain(uid: str, repeat: int, prompt: list[int], response: list[int], **changes) -> Trajectory:
@@ -172,6 +189,15 @@ def test_a_group_is_a_trunk_and_its_leaves():
     assert batch.parents.tolist() == [-1, 0, 0, 0]
     assert batch.reads.tolist() == [9, 10, 11, 12, 9, 13, 14, 15, 9, 16, 17, 18]
     assert batch.positions.tolist() == [[*range(10), *[10, 11, 12] * 3]]
+
+
+def test_a_picture_belongs_to_those_who_pass_it(image):
+    span = MediaSpan(media=image(), start=3, length=4, grid=(1, 4, 4))
+    blind = plain("g", 0, [1, 2, 3], [4, 5, 6])
+    sees = plain("g", 1, [1, 2, 3], [9, 9, 9, 9, 5, 6], media=(span,))
+    (batch,) = pack([group(blind, sees)], positions=counting, micro_tokens=100)
+    assert len(batch.parents) == 3 and has_media(batch).tolist() == [False, True]
+    assert not has_media(select(batch, [0])).any()
 
 
 def test_a_branch_below_the_trunk_that_is_too_short_is_not_shared():

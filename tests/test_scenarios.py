@@ -241,7 +241,7 @@ def test_updates_that_are_not_finite_are_skipped_then_stop_the_run(
 LOSS = '''
 calls = 0
 
-def moody(new, inputs, options):
+def moody(new, inputs):
     """the policy gradient; infinite at the second call"""
     global calls
     calls += 1

@@ -13,25 +13,25 @@ gives a scale [S]. Axes: T tokens, S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from saccade.algorithms.table import Entry
+from saccade.algorithms.table import Entry, call
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def token_mean(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+def token_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     return _inverse(lengths.sum().expand_as(lengths), lengths)
 
 
-def seq_mean(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+def seq_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     return _inverse(_live(lengths) * lengths, lengths)
 
 
-def seq_sum(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+def seq_sum(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     return _inverse(_live(lengths).expand_as(lengths), lengths)
 
 
@@ -40,16 +40,16 @@ def fixed(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: i
     return _inverse((_live(lengths) * fixed_length).expand_as(lengths), lengths)
 
 
-def sample_mean(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+def sample_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     """Token mean over all sequences of a trajectory, then mean over trajectories."""
     return _pooled_mean(lengths, trajectory)
 
 
-def group_mean(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+def group_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     return _pooled_mean(lengths, group)
 
 
-def token_sum(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+def token_sum(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     return _inverse(lengths.new_ones(()).expand_as(lengths), lengths)
 
 
@@ -73,9 +73,7 @@ AGGREGATIONS: dict[str, Entry] = {
     "token_mean": Entry(function=token_mean, formula="sum(l) / N"),
     "seq_mean": Entry(function=seq_mean, formula="mean over sequences of sum(l) / n_i"),
     "seq_sum": Entry(function=seq_sum, formula="mean over sequences of sum(l)"),
-    "fixed": Entry(
-        function=fixed, formula="sum(l) / (S * fixed_length)", options={"fixed_length": None}
-    ),
+    "fixed": Entry(function=fixed, formula="sum(l) / (S * fixed_length)"),
     "sample_mean": Entry(
         function=sample_mean, formula="mean over trajectories of their token mean"
     ),
@@ -88,7 +86,7 @@ AGGREGATIONS: dict[str, Entry] = {
 class Scales:
     """Scales of one optimizer step and the counts behind them. No tokens: skip the step."""
 
-    values: Tensor  # [T] float64, 0 on tokens of sequences that are not live
+    values: Tensor  # [T] float64, 0 on tokens that do not count
     tokens: int  # N
     sequences: int  # S
 
@@ -100,17 +98,23 @@ def token_scales(
     live: Tensor,  # [S] bool
     trajectory: Tensor | None = None,  # [S]; None: each sequence is its own
     group: Tensor | None = None,  # [S]; None: each sequence is its own
-    fixed_length: int = 1,
+    counted: Tensor | None = None,  # [T] bool, tokens that count as trained; None: all
+    options: Mapping[str, Any] = {},
 ) -> Scales:
     """The only place where exclusion enters the loss, numerator and denominator together."""
-    lengths = sequence.bincount(minlength=len(live)) * live
+    counting = sequence if counted is None else sequence[counted]
+    lengths = counting.bincount(minlength=len(live)) * live
     own = lengths.new_ones(len(live)).cumsum(0)
-    scale = aggregation(
+    scale = call(
+        aggregation,
         lengths,
         own if trajectory is None else trajectory,
         own if group is None else group,
-        fixed_length=fixed_length,
+        options=options,
     )
+    values = scale[sequence]
     return Scales(
-        values=scale[sequence], tokens=int(lengths.sum()), sequences=int((lengths > 0).sum())
+        values=values if counted is None else values.where(counted, 0.0),
+        tokens=int(lengths.sum()),
+        sequences=int((lengths > 0).sum()),
     )

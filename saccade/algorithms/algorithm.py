@@ -3,19 +3,20 @@
 Functions are looked up by name, so an algorithm crosses a process and is stored with a checkpoint.
 Knows nothing of how it was made; `build.resolve` makes it. Imports no torch.
 
-    >>> algorithm.loss.function(new, inputs, algorithm.loss_options)
+    >>> call(algorithm.loss.function, new, inputs, options=algorithm.loss_options)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from saccade.algorithms.advantages import ADVANTAGES, AdvantageOptions
+from saccade.algorithms.advantages import ADVANTAGES
 from saccade.algorithms.aggregation import AGGREGATIONS
-from saccade.algorithms.kl import KINDS, Clamp
-from saccade.algorithms.policy_losses import LOSSES, LossOptions
+from saccade.algorithms.corrections import CORRECTIONS
+from saccade.algorithms.kl import KINDS
+from saccade.algorithms.policy_losses import LOSSES
 from saccade.algorithms.table import Entry, find
 
 AXES: Mapping[str, Mapping[str, Entry]] = {
@@ -24,6 +25,7 @@ AXES: Mapping[str, Mapping[str, Entry]] = {
     "aggregation": AGGREGATIONS,
 }
 OldMode = Literal["detach", "recompute", "rollout"]
+Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,14 @@ class KL:
     coef: float
     kind: str
     place: Literal["loss", "reward"]
-    clamp: Clamp
+    options: Options
+    ratio_correct: bool
+    controller: Literal["fixed", "adaptive"]
+    target: float
+    horizon: float
+    update: Literal["none", "copy", "ema"]
+    update_every: int
+    ema: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +50,7 @@ class Filter:
     high: float
     max_rounds: int
     on_exhausted: Literal["train_partial", "skip", "stop"]
+    keep_surplus: bool
     function: str | None  # file.py:name
 
 
@@ -52,26 +62,76 @@ class Overlong:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Correct:
+    """A correction of the gap between engine and trainer."""
+
+    name: str
+    options: Options
+
+    @property
+    def entry(self) -> Entry:
+        return find("correct", CORRECTIONS, self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entropy:
+    coef: float
+    target: float  # 0: coef stays
+    step: float
+    range: tuple[float, float]
+    top: float  # share of tokens that the policy loss keeps; 0: all
+    scope: Literal["step", "sequence"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fire:
+    temperature: float  # 0: an ordinary first token
+    top_k: int
+    first_token: Literal["is", "mask"]
+    cap: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Critic:
+    lr: float
+    clip: float
+    warmup_steps: int
+    bootstrap_truncated: bool
+    path: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Algorithm:
     preset: str
     about: str
     paper: str
     samples_per_prompt: int
+    updates_per_step: int
     advantage: str
-    advantage_options: AdvantageOptions
-    adv_clip: float | None
+    advantage_options: Options
+    whiten: bool
+    whiten_std: bool
+    adv_clip: float  # 0: none
+    reward_clip: tuple[float, float] | None
+    reward_normalise: Literal["off", "std", "mean_std"]
+    reward_range: tuple[float, float]
     policy_loss: str
-    loss_options: LossOptions
+    loss_options: Options
     aggregation: str
-    fixed_length: int
-    entropy_coef: float
+    aggregation_options: Options
+    denominator: Literal["original", "kept"]
     old: OldMode
+    corrections: tuple[Correct, ...]
+    self_normalise: bool
     drop_constant: bool
     exclude_status: tuple[str, ...]
     excluded_in_baseline: bool
+    entropy: Entropy
     kl: KL
     filter: Filter
     overlong: Overlong
+    fire: Fire
+    critic: Critic
     warnings: tuple[str, ...] = ()
 
     @property
@@ -88,11 +148,15 @@ class Algorithm:
 
     @property
     def divergence(self) -> Entry:
-        return KINDS[self.kl.kind]
+        return find("kl.kind", KINDS, self.kl.kind)
 
     @property
     def needs_reference(self) -> bool:
         return self.kl.coef > 0
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.estimator.critic
 
     @property
     def kl_in_loss(self) -> bool:
@@ -101,3 +165,16 @@ class Algorithm:
     @property
     def kl_in_reward(self) -> bool:
         return self.needs_reference and self.kl.place == "reward"
+
+    @property
+    def reference_moves(self) -> bool:
+        return self.needs_reference and self.kl.update != "none"
+
+    @property
+    def at_once(self) -> tuple[Correct, ...]:
+        """Corrections that are computed before training on the step."""
+        return tuple(c for c in self.corrections if not c.entry.each_update)
+
+    @property
+    def each_update(self) -> tuple[Correct, ...]:
+        return tuple(c for c in self.corrections if c.entry.each_update)

@@ -7,12 +7,13 @@ Every refusal names the field, the reason and a value that works. Imports no tor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 
 from saccade.algorithms.algorithm import AXES, Algorithm
 from saccade.algorithms.filters import EXCLUDABLE
-from saccade.algorithms.table import unknown
+from saccade.algorithms.presets import Row
+from saccade.algorithms.table import Entry, unknown
 from saccade.config import AlgorithmConfig
 from saccade.errors import ConfigError
 
@@ -21,7 +22,7 @@ def refuse_contradictions(algorithm: Algorithm) -> None:
     for status in algorithm.exclude_status:
         if status not in EXCLUDABLE:
             raise unknown("algorithm.exclude_status", status, EXCLUDABLE)
-    for contradiction in (_group_size, _kl_in_loss, _filter, _overlong, _two_bounds):
+    for contradiction in CONTRADICTIONS:
         message = contradiction(algorithm)
         if message is not None:
             raise ConfigError(message)
@@ -78,14 +79,73 @@ def _overlong(algorithm: Algorithm) -> str | None:
     return None
 
 
-def _two_bounds(algorithm: Algorithm) -> str | None:
-    dual_clip, delta = algorithm.loss_options.dual_clip, algorithm.loss_options.delta
-    if dual_clip is None or delta is None:
-        return None
-    return (
-        f"algorithm.delta={delta:g} bounds the same loss as algorithm.dual_clip={dual_clip:g}, so "
-        "one of them has no effect; keep algorithm.dual_clip=3 and remove algorithm.delta"
-    )
+def _bounds(algorithm: Algorithm) -> str | None:
+    dual_clip = algorithm.loss_options.get("dual_clip", 0)
+    delta = algorithm.loss_options.get("delta", 0)
+    for name, value in (("dual_clip", dual_clip), ("delta", delta)):
+        if 0 < value <= 1:
+            return f"algorithm.{name}={value:g} must be above 1, or 0 for none; use {name}=3"
+    if dual_clip and delta:
+        return (
+            f"algorithm.delta={delta:g} bounds the same loss as algorithm.dual_clip={dual_clip:g}, "
+            "so one of them has no effect; keep algorithm.dual_clip=3 and set algorithm.delta=0"
+        )
+    return None
+
+
+def _ranges(algorithm: Algorithm) -> str | None:
+    for name, (low, high), works in (
+        ("entropy_range", algorithm.entropy.range, "[0,0.05]"),
+        ("reward_range", algorithm.reward_range, "[0,1]"),
+    ):
+        if low >= high:
+            return f"algorithm.{name}: {low:g} is not below {high:g}; use algorithm.{name}={works}"
+    return None
+
+
+def _corrections(algorithm: Algorithm) -> str | None:
+    weighing = [c.name for c in algorithm.corrections if c.entry.weighs]
+    if len(weighing) > 1:
+        return (
+            f"algorithm.correct: {' and '.join(weighing)} both weigh tokens for the same gap; keep "
+            f"one, such as algorithm.correct=[{weighing[0]}]"
+        )
+    for correction in algorithm.corrections:
+        low, high = correction.options.get("low", 0), correction.options.get("high", 1 << 30)
+        if low >= high:
+            return f"algorithm.correct: {correction.name} has low={low:g} not below high={high:g}"
+    return None
+
+
+def _kl_damp(algorithm: Algorithm) -> str | None:
+    if algorithm.advantage_options.get("drpo_kl_damp") and not algorithm.needs_reference:
+        return (
+            "algorithm.drpo_kl_damp measures the distance to a reference and kl.coef is 0; use "
+            "algorithm.kl.coef=1e-4, or algorithm.drpo_kl_damp=0"
+        )
+    return None
+
+
+def _normalised_components(algorithm: Algorithm) -> str | None:
+    if algorithm.estimator.components and algorithm.kl_in_reward:
+        return (
+            f"algorithm.kl.place=reward: advantage {algorithm.advantage} compares the terms of the "
+            "reward one by one and a KL is none of them; use algorithm.kl.place=loss"
+        )
+    return None
+
+
+CONTRADICTIONS: tuple[Callable[[Algorithm], str | None], ...] = (
+    _group_size,
+    _kl_in_loss,
+    _filter,
+    _overlong,
+    _bounds,
+    _ranges,
+    _corrections,
+    _kl_damp,
+    _normalised_components,
+)
 
 
 # -- options without effect ------------------------------------------------------------------------
@@ -101,23 +161,54 @@ def refuse_unused(config: AlgorithmConfig, algorithm: Algorithm) -> None:
 
 
 def _refuse_unread(config: AlgorithmConfig, algorithm: Algorithm) -> None:
-    chosen = {
-        "advantage": algorithm.estimator,
-        "policy_loss": algorithm.loss,
-        "aggregation": algorithm.aggregate,
-    }
-    for axis, entry in chosen.items():
+    for axis, entry in _entries(algorithm).items():
         for option in AlgorithmConfig.model_fields:
             readers = [name for name, other in AXES[axis].items() if other.reads(option)]
             if readers and not entry.reads(option) and _value(config, option) is not None:
                 reason = f"{axis} {getattr(algorithm, axis)} does not read it"
                 raise _unused(option, reason, f"algorithm.{axis}={readers[0]}")
+    read = {name for entry in _all_entries(algorithm) for name in entry.options}
+    for name in config.args:
+        if name in AlgorithmConfig.model_fields:
+            raise ConfigError(f"algorithm.args: {name} is an option: write algorithm.{name}=…")
+        if name not in read:
+            raise unknown("algorithm.args", name, sorted(read))
+
+
+def refuse_unread_add_ons(
+    config: AlgorithmConfig, algorithm: Algorithm, add_ons: Mapping[str, Row]
+) -> None:
+    """An add-on that the row's functions do not read would do nothing."""
+    entries = _entries(algorithm)
+    for add_on in config.preset.split("+")[1:]:
+        for option in add_ons[add_on]:
+            for axis, entry in entries.items():
+                readers = [name for name, other in AXES[axis].items() if other.reads(option)]
+                if readers and not entry.reads(option):
+                    raise ConfigError(
+                        f"algorithm.preset={config.preset}: +{add_on} has no effect, {axis} "
+                        f"{getattr(algorithm, axis)} does not read {option}; remove it, or use "
+                        f"algorithm.{axis}={readers[0]}"
+                    )
+
+
+def _entries(algorithm: Algorithm) -> dict[str, Entry]:
+    return {
+        "advantage": algorithm.estimator,
+        "policy_loss": algorithm.loss,
+        "aggregation": algorithm.aggregate,
+    }
+
+
+def _all_entries(algorithm: Algorithm) -> list[Entry]:
+    corrections = [correction.entry for correction in algorithm.corrections]
+    return [*_entries(algorithm).values(), algorithm.divergence, *corrections]
 
 
 # options, when they have an effect, why not otherwise, what gives them one
 CONDITIONS: list[tuple[tuple[str, ...], Callable[[Algorithm], bool], str, str]] = [
     (
-        ("kl.kind", "kl.place", "kl.clamp"),
+        tuple(f"kl.{name}" for name in ("kind", "place", "clamp", "controller", "update")),
         lambda a: a.needs_reference,
         "kl.coef is 0",
         "algorithm.kl.coef=0.01",
@@ -129,7 +220,37 @@ CONDITIONS: list[tuple[tuple[str, ...], Callable[[Algorithm], bool], str, str]] 
         "algorithm.kl.kind=k3 algorithm.kl.place=loss",
     ),
     (
-        ("filter.low", "filter.high", "filter.max_rounds", "filter.on_exhausted"),
+        ("kl.ratio_correct",),
+        lambda a: a.kl_in_loss,
+        "there is no KL in the loss",
+        "algorithm.kl.coef=0.01 algorithm.kl.place=loss",
+    ),
+    (
+        ("kl.target", "kl.horizon"),
+        lambda a: a.needs_reference and a.kl.controller == "adaptive",
+        "kl.coef is fixed",
+        "algorithm.kl.controller=adaptive",
+    ),
+    (
+        ("kl.update_every",),
+        lambda a: a.reference_moves,
+        "the reference stays as it is",
+        "algorithm.kl.update=copy",
+    ),
+    (
+        ("kl.ema",),
+        lambda a: a.needs_reference and a.kl.update == "ema",
+        "the reference is not blended",
+        "algorithm.kl.update=ema",
+    ),
+    (
+        (
+            "filter.low",
+            "filter.high",
+            "filter.max_rounds",
+            "filter.on_exhausted",
+            "filter.keep_surplus",
+        ),
         lambda a: a.filter.dynamic,
         "filter.dynamic is off",
         "algorithm.filter.dynamic=true",
@@ -151,6 +272,87 @@ CONDITIONS: list[tuple[tuple[str, ...], Callable[[Algorithm], bool], str, str]] 
         lambda a: bool(a.exclude_status),
         "exclude_status is empty",
         "algorithm.exclude_status=[overturn]",
+    ),
+    (
+        ("whiten",),
+        lambda a: a.estimator.whiten is not None,
+        "advantage {a.advantage} is never whitened",
+        "algorithm.advantage=reinforce_pp",
+    ),
+    (
+        ("whiten_std",),
+        lambda a: a.whiten,
+        "nothing is whitened",
+        "algorithm.advantage=reinforce_pp",
+    ),
+    (
+        ("clip",),
+        lambda a: a.loss.reads("clip_low"),
+        "policy loss {a.policy_loss} does not clip",
+        "algorithm.policy_loss=clip",
+    ),
+    (
+        ("clip", "clip_low", "clip_high"),
+        lambda a: a.loss_options.get("weight_bound") != "cap",
+        "weight_bound=cap takes its limit from weight_cap",
+        "algorithm.weight_bound=around_one",
+    ),
+    (
+        ("weight_cap",),
+        lambda a: a.loss_options.get("weight_bound", "cap") == "cap",
+        "weight_bound={a.loss_options[weight_bound]} takes its limits from clip_low and clip_high",
+        "algorithm.weight_bound=cap",
+    ),
+    (
+        ("reward_range",),
+        lambda a: a.estimator.domains,
+        "advantage {a.advantage} does not read it",
+        "algorithm.advantage=drpo",
+    ),
+    (
+        ("entropy_step", "entropy_range"),
+        lambda a: a.entropy.target > 0,
+        "entropy_coef is fixed",
+        "algorithm.entropy_target=0.2",
+    ),
+    (
+        ("entropy_scope",),
+        lambda a: a.entropy.top > 0,
+        "entropy_top is 0",
+        "algorithm.entropy_top=0.2",
+    ),
+    (
+        ("self_normalise",),
+        lambda a: any(c.entry.weighs for c in a.corrections),
+        "no correction gives weights",
+        "algorithm.correct=[tis.token]",
+    ),
+    (
+        ("denominator",),
+        lambda a: a.entropy.top > 0 or bool(a.at_once),
+        "no filter drops tokens",
+        "algorithm.entropy_top=0.2",
+    ),
+    (
+        ("fire.top_k", "fire.first_token", "fire.cap"),
+        lambda a: a.fire.temperature > 0,
+        "fire.temperature is 0",
+        "algorithm.fire.temperature=10",
+    ),
+    (
+        ("fire.cap",),
+        lambda a: a.fire.first_token == "is",
+        "the first token is not trained",
+        "algorithm.fire.first_token=is",
+    ),
+    (
+        tuple(
+            f"critic.{name}"
+            for name in ("lr", "clip", "warmup_steps", "bootstrap_truncated", "path")
+        ),
+        lambda a: a.needs_critic,
+        "advantage {a.advantage} has no critic",
+        "algorithm.advantage=gae",
     ),
 ]
 
@@ -176,8 +378,9 @@ def find_warnings(algorithm: Algorithm) -> tuple[str, ...]:
             f"algorithm.aggregation={algorithm.aggregation}: policy loss {algorithm.policy_loss} "
             f"is made for {own}; long sequences weigh more now"
         )
-    delta, high = algorithm.loss_options.delta, 1 + algorithm.loss_options.clip_high
-    if delta is not None and delta <= high:
+    options = algorithm.loss_options
+    delta, high = options.get("delta", 0), 1 + options.get("clip_high", 0)
+    if 0 < delta <= high:
         found.append(
             f"algorithm.delta={delta:g} is not above 1 + clip_high = {high:g} and cuts ratios "
             "inside the clip; algorithm.delta=4 is usual"

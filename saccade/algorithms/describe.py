@@ -5,42 +5,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.algorithm import Algorithm, Options
 from saccade.algorithms.build import resolve
-from saccade.algorithms.presets import PRESETS
+from saccade.algorithms.presets import ADD_ONS, PRESETS
 from saccade.algorithms.table import Entry
 from saccade.config import AlgorithmConfig, RolloutConfig
 
 
 def explain(preset: str | None = None) -> str:
-    """All presets in a line each, or one of them in full."""
+    """All presets and add-ons in a line each, or one of them in full."""
     if preset is None:
-        return "\n".join(f"{name:<22} {row['about']}" for name, row in PRESETS.items())
+        rows = [f"{name:<22} {row['about']}" for name, row in PRESETS.items()]
+        extras = [f"+{name:<21} {row['about']}" for name, row in ADD_ONS.items()]
+        return "\n".join([*rows, "", "to be added to any of them, as in dapo+tis:", *extras])
     return describe(resolve(AlgorithmConfig(preset=preset), max_tokens=RolloutConfig().max_tokens))
 
 
 def describe(algorithm: Algorithm) -> str:
     """The resolved row: every axis with its formula and the numbers in it."""
     paper = f" (arXiv {algorithm.paper})" if algorithm.paper else ""
+    samples = f"{algorithm.samples_per_prompt} per prompt"
+    if algorithm.updates_per_step > 1:
+        samples += f", {algorithm.updates_per_step} updates per step"
     lines = {
-        "advantage": _part(
-            algorithm.advantage, algorithm.estimator, algorithm.advantage_options, ("std_eps",)
-        ),
-        "policy loss": _part(
-            algorithm.policy_loss,
-            algorithm.loss,
-            algorithm.loss_options,
-            ("clip_low", "clip_high", "dual_clip", "delta"),
-        ),
+        "advantage": _part(algorithm.advantage, algorithm.estimator, algorithm.advantage_options),
+        "policy loss": _part(algorithm.policy_loss, algorithm.loss, algorithm.loss_options),
         "aggregation": _part(
-            algorithm.aggregation, algorithm.aggregate, algorithm, ("fixed_length",)
+            algorithm.aggregation, algorithm.aggregate, algorithm.aggregation_options
         ),
         "KL": _kl(algorithm),
         "old log-probs": OLD[algorithm.old],
-        "samples": f"{algorithm.samples_per_prompt} per prompt",
+        "samples": samples,
     } | _extras(algorithm)
     return "\n".join(
         [f"{algorithm.preset}: {algorithm.about}{paper}"]
@@ -56,49 +51,106 @@ OLD = {
 }
 
 
-def _part(name: str, entry: Entry, options: Any, of_users: Sequence[str]) -> str:
-    """`of_users`: what is shown for a function of the user, which may read anything."""
-    read = of_users if entry.options is None else list(entry.options)
-    values = {option: getattr(options, option) for option in read}
-    shown = ", ".join(
+def _part(name: str, entry: Entry, options: Options) -> str:
+    if entry.resolved is not None:
+        return f"{name}: {entry.formula}   [{entry.resolved(options)}]"
+    return f"{name}: {entry.formula}" + _shown(options)
+
+
+def _shown(options: Options) -> str:
+    """Numbers in brackets; what is off (0) or unlimited is left out."""
+    cells = [
         f"{option}={value:g}" if isinstance(value, float) else f"{option}={value}"
-        for option, value in values.items()
-        if value is not None
-    )
-    return f"{name}: {entry.formula}" + (f"   [{shown}]" if shown else "")
+        for option, value in options.items()
+        if value is not None and value is not False and value not in (0.0, float("inf"))
+    ]
+    return f"   [{', '.join(cells)}]" if cells else ""
 
 
 def _kl(algorithm: Algorithm) -> str:
     if not algorithm.needs_reference:
         return "none; no reference model is loaded"
     kl, entry = algorithm.kl, algorithm.divergence
-    clamp = f"   [clamp={kl.clamp}]" if algorithm.kl_in_loss and entry.reads("clamp") else ""
-    where = f"{kl.coef:g} * {kl.kind} in the {kl.place}"
-    return f"{where}: {entry.formula}, u = policy - reference{clamp}"
+    text = f"{kl.coef:g} * {kl.kind} in the {kl.place}: {entry.formula}, u = policy - reference"
+    text += _shown(kl.options if algorithm.kl_in_loss else {})
+    if kl.ratio_correct:
+        text += ", times the ratio"
+    if kl.controller == "adaptive":
+        text += f"; the coefficient aims at {kl.target:g} over {kl.horizon:g} sequences"
+    if kl.update != "none":
+        share = f" (share {kl.ema:g})" if kl.update == "ema" else ""
+        text += f"; reference: {kl.update} every {kl.update_every} steps{share}"
+    return text
 
 
 def _extras(algorithm: Algorithm) -> dict[str, str]:
     """Lines for what is switched on."""
-    lines, filters, overlong = {}, algorithm.filter, algorithm.overlong
-    if algorithm.adv_clip is not None:
-        lines["clip of A"] = f"+-{algorithm.adv_clip:g}"
-    if algorithm.entropy_coef:
-        lines["entropy bonus"] = f"{algorithm.entropy_coef:g}"
-    if algorithm.drop_constant:
-        lines["constant"] = "groups without a difference are left out of the update"
-    if algorithm.exclude_status:
-        kept = ", kept in the baseline" if algorithm.excluded_in_baseline else ""
-        lines["excluded"] = ", ".join(algorithm.exclude_status) + kept
-    if filters.dynamic:
-        lines["filter"] = (
+    filters, overlong, entropy = algorithm.filter, algorithm.overlong, algorithm.entropy
+    fire, critic = algorithm.fire, algorithm.critic
+    weights = "weighted" if fire.first_token == "is" else "not trained"
+    kept = ", kept in the baseline" if algorithm.excluded_in_baseline else ""
+    bounds = algorithm.reward_clip or (0.0, 0.0)
+    lines: list[tuple[object, str, str]] = [
+        (
+            algorithm.whiten,
+            "whitening",
+            "over the live tokens of the step" + ("" if algorithm.whiten_std else ", mean only"),
+        ),
+        (algorithm.adv_clip, "clip of A", f"+-{algorithm.adv_clip:g}"),
+        (
+            algorithm.needs_critic,
+            "critic",
+            f"lr {critic.lr:g}, value clip {critic.clip:g}, {critic.warmup_steps} steps alone",
+        ),
+        (
+            algorithm.reward_normalise != "off",
+            "reward",
+            f"normalised by running moments ({algorithm.reward_normalise})",
+        ),
+        (algorithm.reward_clip, "clip of R", f"{bounds[0]:g} to {bounds[1]:g}"),
+        (
+            entropy.coef or entropy.target,
+            "entropy bonus",
+            f"{entropy.coef:g}" + (f", steered to {entropy.target:g}" if entropy.target else ""),
+        ),
+        (
+            entropy.top,
+            "entropy filter",
+            f"policy loss on the top {entropy.top:g} of each {entropy.scope}",
+        ),
+        (
+            algorithm.corrections,
+            "corrections",
+            "; ".join(
+                f"{c.name}: {c.entry.formula}{_shown(c.options)}" for c in algorithm.corrections
+            )
+            + (", self-normalised" if algorithm.self_normalise else ""),
+        ),
+        (algorithm.denominator == "kept", "denominator", "tokens that filters kept"),
+        (
+            algorithm.drop_constant,
+            "constant",
+            "groups without a difference are left out of the update",
+        ),
+        (algorithm.exclude_status, "excluded", ", ".join(algorithm.exclude_status) + kept),
+        (
+            filters.dynamic,
+            "filter",
             f"keep groups with {filters.low:g} < mean outcome < {filters.high:g}, at most "
             f"{filters.max_rounds} rounds, then {filters.on_exhausted}"
-        )
-    if filters.function is not None:
-        lines["own filter"] = filters.function
-    if overlong.buffer:
-        lines["overlong"] = (
+            + ("; surplus is carried one step" if filters.keep_surplus else ""),
+        ),
+        (filters.function, "own filter", f"{filters.function}"),
+        (
+            overlong.buffer,
+            "overlong",
             f"0 to -{overlong.factor:g} over the last {overlong.buffer} of "
-            f"{overlong.max_tokens} tokens"
-        )
-    return lines
+            f"{overlong.max_tokens} tokens",
+        ),
+        (
+            fire.temperature,
+            "first token",
+            f"at temperature {fire.temperature:g}, {weights}{_shown({'top_k': fire.top_k})}",
+        ),
+    ]
+    return {name: text for switched_on, name, text in lines if switched_on}

@@ -1,4 +1,5 @@
-"""Which members and groups train at all. Plain numbers in, plain answers out; no torch, no records.
+"""Which members, groups and tokens train at all. Plain numbers in, plain answers out, tensors for
+tokens; imports no torch, knows no records.
 
 >>> keep_group([1.0, 0.0, 0.0, 0.0])
 True
@@ -7,12 +8,16 @@ True
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from saccade.types import ALWAYS_EXCLUDED
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 EXCLUDABLE = ("truncated", "overturn", "void")  # statuses that `exclude_status` may add
 CONSTANT_TOLERANCE = 1e-8
+ROUNDING = 1e-9  # 0.29 * 100 is 28.999999999999996, and means 29
 
 
 def is_constant(values: Sequence[float]) -> bool:
@@ -55,3 +60,40 @@ def overlong_penalty(length: int, *, max_tokens: int, buffer: int, factor: float
     if buffer == 0:
         return 0.0
     return factor * max(-1.0, min(0.0, (max_tokens - buffer - length) / buffer))
+
+
+def share(fraction: float, count: int) -> int:
+    """How many a fraction of them is, rounded down, but one at least."""
+    return max(1, int(fraction * count + ROUNDING))
+
+
+def high_entropy(
+    entropies: Tensor,  # [T]
+    live: Tensor,  # [T] bool
+    sequence: Tensor,  # [T] index of the sequence of each token
+    *,
+    fraction: float,
+    scope: Literal["step", "sequence"] = "step",
+) -> Tensor:
+    """[T] bool: the tokens of highest entropy, of the step or of each sequence (2506.01939)."""
+    entropies = entropies.double().where(live, -float("inf"))
+    if scope == "step":
+        return live & (entropies >= entropy_threshold(entropies[live], fraction))
+    counts = sequence.bincount()
+    lengths = sequence[live].bincount(minlength=len(counts))
+    ranked = entropies.argsort(descending=True, stable=True)
+    ranked = ranked[sequence[ranked].argsort(stable=True)]  # by sequence, then by entropy
+    owner = sequence[ranked]
+    rank = owner.new_ones(len(owner)).cumsum(0) - 1 - (counts.cumsum(0) - counts)[owner]
+    kept = (lengths * fraction + ROUNDING).long().clamp(min=1)
+    return live & live.new_zeros(len(live)).index_put((ranked,), rank < kept[owner])
+
+
+def entropy_threshold(entropies: Tensor, fraction: float) -> Tensor:
+    """The (1 - fraction)-quantile, interpolated; of any number of tokens."""
+    if not len(entropies):
+        return entropies.new_zeros(())
+    place = round((len(entropies) - 1) * (1 - fraction), 9)
+    below = int(place)
+    ordered = entropies.sort().values
+    return ordered[below].lerp(ordered[min(below + 1, len(ordered) - 1)], place - below)

@@ -21,19 +21,19 @@ LARGEST_EXPONENT = 20.0
 LARGEST_VALUE = 10.0  # of k3, and of the slopes of k2 and k3
 
 
-def k1(new: Tensor, ref: Tensor, clamp: Clamp = "bounded") -> Tensor:
+def k1(new: Tensor, ref: Tensor) -> Tensor:
     return new - ref
 
 
-def absolute(new: Tensor, ref: Tensor, clamp: Clamp = "bounded") -> Tensor:
+def absolute(new: Tensor, ref: Tensor) -> Tensor:
     return (new - ref).abs()
 
 
-def k2(new: Tensor, ref: Tensor, clamp: Clamp = "bounded") -> Tensor:
+def k2(new: Tensor, ref: Tensor) -> Tensor:
     return _with_slope_of_k2((new - ref).detach().square() / 2, new, ref)
 
 
-def k3(new: Tensor, ref: Tensor, clamp: Clamp = "bounded") -> Tensor:
+def k3(new: Tensor, ref: Tensor, *, clamp: Clamp = "bounded") -> Tensor:
     gap = (new - ref).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
     value = ((-gap).expm1() + gap).clamp(0, LARGEST_VALUE)
     if clamp == "zero":
@@ -43,11 +43,11 @@ def k3(new: Tensor, ref: Tensor, clamp: Clamp = "bounded") -> Tensor:
     return _straight_through(value, slope, new)
 
 
-def k1_plus(new: Tensor, ref: Tensor, clamp: Clamp = "bounded") -> Tensor:
+def k1_plus(new: Tensor, ref: Tensor) -> Tensor:
     return _with_slope_of_k2(k1(new, ref), new, ref)
 
 
-def k3_plus(new: Tensor, ref: Tensor, clamp: Clamp = "bounded") -> Tensor:
+def k3_plus(new: Tensor, ref: Tensor) -> Tensor:
     return _with_slope_of_k2(k3(new, ref), new, ref)
 
 
@@ -59,13 +59,12 @@ def _straight_through(value: Tensor, slope: Tensor, new: Tensor) -> Tensor:
     return (new - new.detach()) * slope + value.detach()
 
 
-CLAMPED = {"clamp": "bounded"}
 KINDS: dict[str, Entry] = {
     # The gradient of k1 has mean zero and that of abs points by sign only: neither is a distance.
     "k1": Entry(function=k1, formula="u", in_loss=False),
     "abs": Entry(function=absolute, formula="|u|", in_loss=False),
     "k2": Entry(function=k2, formula="u^2 / 2"),
-    "k3": Entry(function=k3, formula="exp(-u) - 1 + u", options=CLAMPED),
+    "k3": Entry(function=k3, formula="exp(-u) - 1 + u"),
     "k1+": Entry(function=k1_plus, formula="u, with the gradient of k2"),
     "k3+": Entry(function=k3_plus, formula="exp(-u) - 1 + u, with the gradient of k2"),
 }

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from saccade.algorithms.algorithm import Algorithm
-from saccade.algorithms.kl import k1, k3
+from saccade.algorithms.kl import KINDS
 from saccade.algorithms.policy_losses import LossInputs, log_ratio
+from saccade.algorithms.table import call
 from saccade.types import Metrics
 
 LARGEST_EXPONENT = 20.0
@@ -39,8 +40,12 @@ class Columns:
     old: Tensor | None = None  # None: the detached current ones, so that the ratio is exactly 1
     rollout: Tensor | None = None  # NaN where the engine gave no log-prob
     ref: Tensor | None = None
-    keep: Tensor | None = None  # 0/1
+    keep: Tensor | None = None  # factor of the policy term, 0 where a filter drops it
     weights: Tensor | None = None
+    rewards: Tensor | None = None  # of the sequence, after shaping
+    selected: Tensor | None = None  # bool
+    stale: Tensor | None = None  # bool: older weights sampled it, so a gap to them is no error
+    images: Tensor | None = None  # bool: the sequence has an image; None: nobody asks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +53,13 @@ class Stats:
     """Sums as 0-d tensors, by what divides them."""
 
     tokens: Tensor  # live tokens
-    scored: Tensor  # live tokens with a rollout log-prob
+    scored: Tensor  # live tokens with a rollout log-prob of the same weights
+    sequences: Tensor  # with a live token
     per_step: dict[str, Tensor]  # terms of the loss: they add up to that of the optimizer step
     per_token: dict[str, Tensor]
     per_scored: dict[str, Tensor]
+    per_sequence: dict[str, Tensor]
+    per_kind: dict[str, tuple[Tensor, Tensor]]  # with its own count
     maxima: dict[str, Tensor]
 
 
@@ -66,29 +74,63 @@ def objective(
         advantages=advantages,
         sequence=columns.sequence,
         sequences=columns.sequences,
+        live=live,
         sequence_sum=lambda x: x.new_zeros(columns.sequences).index_add(0, columns.sequence, x),
+        weights=_inside(columns.weights, live),
+        rewards=_inside(columns.rewards, live),
+        selected=columns.selected,
     )
-    losses, indicators = algorithm.loss.function(new, inputs, algorithm.loss_options)
-    for factor in (columns.keep, columns.weights):
-        losses = losses if factor is None else losses * factor.where(live, 0.0)
+    losses, indicators = call(algorithm.loss.function, new, inputs, options=algorithm.loss_options)
+    weights = None if algorithm.loss.applies_weights else inputs.weights
+    dropped = _dropped_now(algorithm, new, columns, inputs)
+    for factor in (_inside(columns.keep, live), weights, *(~d for d in dropped.values())):
+        losses = losses if factor is None else losses * factor
     terms = {"policy/pg_loss": (losses * columns.scales).sum()}
     loss = terms["policy/pg_loss"]
 
+    distance = None
+    if algorithm.needs_reference and columns.ref is not None:
+        ref = columns.ref.where(live, 0.0)
+        distance = call(algorithm.divergence.function, new, ref, options=algorithm.kl.options)
     if algorithm.kl_in_loss:
-        assert columns.ref is not None, "a KL in the loss needs reference log-probs"
-        distance = algorithm.divergence.function(
-            new, columns.ref.where(live, 0.0), algorithm.kl.clamp
-        )
-        terms["policy/kl_loss"] = (distance * columns.scales).sum()
+        assert distance is not None, "a KL in the loss needs reference log-probs"
+        ratio = log_ratio(new, old).exp() if algorithm.kl.ratio_correct else 1.0
+        terms["policy/kl_loss"] = (ratio * distance * columns.scales).sum()
         loss = loss + algorithm.kl.coef * terms["policy/kl_loss"]
-    if algorithm.entropy_coef > 0:
+    if algorithm.entropy.coef > 0:
         assert entropy is not None, "an entropy bonus needs the entropy"
         bonus = (entropy.where(live, 0.0) * columns.scales).sum()
-        loss = loss - algorithm.entropy_coef * bonus
+        loss = loss - algorithm.entropy.coef * bonus
     terms["policy/loss"] = loss
     # Where the engine's log-probs are taken for old ones, the trainer's view is the current one.
     trainer = new.detach() if algorithm.old == "rollout" else old
-    return loss, _stats(terms, indicators, live, new.detach(), old, trainer, entropy, columns)
+    stats = _stats(
+        terms, indicators | dropped, inputs, new.detach(), trainer, entropy, distance, columns
+    )
+    return loss, stats
+
+
+def _inside(column: Tensor | None, live: Tensor) -> Tensor | None:
+    return None if column is None else column.where(live, 0.0)
+
+
+def _dropped_now(
+    algorithm: Algorithm, new: Tensor, columns: Columns, inputs: LossInputs
+) -> dict[str, Tensor]:
+    """What corrections drop that look at the current log-probs."""
+    dropped = {}
+    for correction in algorithm.each_update:
+        assert columns.rollout is not None, f"{correction.name} needs rollout log-probs"
+        keep = call(
+            correction.entry.function,
+            new.detach(),
+            columns.rollout,
+            inputs.advantages,
+            inputs.sequence_mean,
+            options=correction.options,
+        )
+        dropped[f"{correction.name}_dropped"] = ~keep
+    return dropped
 
 
 def _old(algorithm: Algorithm, new: Tensor, columns: Columns) -> Tensor:
@@ -105,14 +147,15 @@ def _old(algorithm: Algorithm, new: Tensor, columns: Columns) -> Tensor:
 def _stats(
     terms: dict[str, Tensor],
     indicators: dict[str, Tensor],
-    live: Tensor,
+    inputs: LossInputs,
     new: Tensor,
-    old: Tensor,
     trainer: Tensor,
     entropy: Tensor | None,
+    distance: Tensor | None,
     columns: Columns,
 ) -> Stats:
-    gap = log_ratio(new, old)
+    live = inputs.live
+    gap = log_ratio(new, inputs.old)
     ratio = gap.exp()
     per_token = {
         "policy/ratio_mean": ratio,
@@ -121,40 +164,54 @@ def _stats(
     }
     for name, flags in indicators.items():
         per_token[f"policy/{name.replace('clip_', 'clip_frac_')}"] = flags
-    maxima = {"policy/ratio_max": ratio}
     if entropy is not None:
         per_token["policy/entropy"] = entropy
     if columns.ref is not None:
-        per_token["policy/kl_ref"] = k3(new, columns.ref)
-        per_token["policy/kl_ref_k1"] = k1(new, columns.ref)
-    if columns.keep is not None:
-        per_token["mismatch/masked_frac"] = 1 - columns.keep
-    if columns.weights is not None:
-        per_token["mismatch/is_weight_mean"] = columns.weights
-        maxima["mismatch/is_weight_max"] = columns.weights
+        per_token["policy/kl_ref"] = KINDS["k3"].function(new, columns.ref)
+        per_token["policy/kl_ref_k1"] = KINDS["k1"].function(new, columns.ref)
+    per_sequence = {}
+    if distance is not None:
+        per_sequence["policy/kl_controlled"] = _sum_of_means(distance.detach(), inputs)
+    maxima = {"policy/ratio_max": _largest(ratio, live)}
 
-    scored, per_scored = torch.zeros_like(live), {}
+    scored, per_scored, per_kind = torch.zeros_like(live), {}, {}
     if columns.rollout is not None:
         scored = live & ~columns.rollout.isnan()
         per_token["mismatch/unscored_frac"] = ~scored
+        scored = scored if columns.stale is None else scored & ~columns.stale
         mismatch = (trainer - columns.rollout).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+        gaps = (trainer - columns.rollout).abs()
         per_scored = {
-            "mismatch/logp_gap_mean": (trainer - columns.rollout).abs(),
+            "mismatch/logp_gap_mean": gaps,
             "mismatch/mult_prob_error": mismatch.abs().exp(),
             "mismatch/kl": mismatch.expm1() - mismatch,
         }
-    masked_maxima = {name: _largest(values, live) for name, values in maxima.items()}
-    if columns.rollout is not None:
-        gaps = per_scored["mismatch/logp_gap_mean"]
-        masked_maxima["mismatch/logp_gap_max"] = _largest(gaps, scored)
+        maxima["mismatch/logp_gap_max"] = _largest(gaps, scored)
+        if columns.images is not None:
+            kinds = {"image": scored & columns.images, "text": scored & ~columns.images}
+            per_kind = {
+                f"{name}/{kind}": (_total(values, mask), mask.sum())
+                for name, values in per_scored.items()
+                for kind, mask in kinds.items()
+            }
     return Stats(
         tokens=live.sum(),
         scored=scored.sum(),
+        sequences=_sum_of_means(live.to(new.dtype), inputs).round(),
         per_step={name: value.detach() for name, value in terms.items()},
         per_token={name: _total(values, live) for name, values in per_token.items()},
         per_scored={name: _total(values, scored) for name, values in per_scored.items()},
-        maxima=masked_maxima,
+        per_sequence=per_sequence,
+        per_kind=per_kind,
+        maxima=maxima,
     )
+
+
+def _sum_of_means(values: Tensor, inputs: LossInputs) -> Tensor:
+    """Sum over live sequences of the mean over their live tokens."""
+    inside = values.where(inputs.live, 0.0)
+    lengths = inputs.sequence_sum(inputs.live.to(inside.dtype)).clamp(min=1)
+    return (inputs.sequence_sum(inside) / lengths).sum()
 
 
 def _total(values: Tensor, mask: Tensor) -> Tensor:
@@ -184,19 +241,29 @@ def to_metrics(
     here = next(numbers)
     whole = here if step_tokens is None else step_tokens
     for one in stats:
-        tokens, scored = next(numbers), next(numbers)
+        tokens, scored, sequences = next(numbers), next(numbers), next(numbers)
         for name in one.per_step:
             metrics.add(name, next(numbers), tokens / whole if whole else 0.0)
         for name in one.per_token:
             metrics.add(name, next(numbers), tokens)
         for name in one.per_scored:
             metrics.add(name, next(numbers), scored)
+        for name in one.per_sequence:
+            metrics.add(name, next(numbers), sequences)
+        for name in one.per_kind:
+            metrics.add(name, next(numbers), next(numbers))
         for name in one.maxima:
             metrics.add_max(name, next(numbers))
     metrics.add("policy/kl_coef", algorithm.kl.coef)
+    metrics.add("policy/entropy_coef", algorithm.entropy.coef)
     return metrics
 
 
 def _flatten(stats: Stats) -> list[Tensor]:
-    groups = (stats.per_step, stats.per_token, stats.per_scored, stats.maxima)
-    return [stats.tokens, stats.scored, *(value for group in groups for value in group.values())]
+    groups = (stats.per_step, stats.per_token, stats.per_scored, stats.per_sequence)
+    return [
+        *(stats.tokens, stats.scored, stats.sequences),
+        *(value for group in groups for value in group.values()),
+        *(value for pair in stats.per_kind.values() for value in pair),
+        *stats.maxima.values(),
+    ]

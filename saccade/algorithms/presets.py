@@ -2,8 +2,8 @@
 
 A row names an entry of each axis and the options that differ from `COMMON` or from the entry's own
 defaults. Option names are those of the config's `algorithm` section, which overrides any cell. The
-cells of an axis (`clip_high` …) hold only while the row's own entry is in place. Knows nothing of
-what the names mean.
+cells of an axis (`clip_high` …) hold only while the row's own entry is in place. An add-on is a row
+that is laid over another one: `grpo+tis`. Knows nothing of what the names mean.
 
     >>> PRESETS["dapo"]["clip_high"]
     0.28
@@ -14,33 +14,66 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-COMMON: Mapping[str, Any] = {
+Row = Mapping[str, Any]
+
+COMMON: Row = {
     "samples_per_prompt": 8,
+    "updates_per_step": 1,
     "policy_loss": "clip",
     "aggregation": "token_mean",
-    "adv_clip": None,
+    "whiten_std": True,
+    "adv_clip": 0.0,
+    "reward_clip": None,
+    "reward_range": (0.0, 1.0),
     "entropy_coef": 0.0,
+    "entropy_target": 0.0,
+    "entropy_step": 1e-3,
+    "entropy_range": (0.0, 0.05),
+    "entropy_top": 0.0,
+    "entropy_scope": "step",
     "old": "auto",
+    "correct": (),
+    "self_normalise": False,
+    "denominator": "original",
     "drop_constant": False,
     "exclude_status": (),
     "excluded_in_baseline": False,
-    "kl": {"coef": 0.0, "place": "loss", "clamp": "bounded"},
+    "kl": {
+        "coef": 0.0,
+        "place": "loss",
+        "ratio_correct": False,
+        "controller": "fixed",
+        "target": 0.1,
+        "horizon": 10_000,
+        "update": "none",
+        "update_every": 512,
+        "ema": 0.6,
+    },
     "filter": {
         "dynamic": False,
         "low": 0.01,
         "high": 0.99,
         "max_rounds": 10,
         "on_exhausted": "train_partial",
+        "keep_surplus": False,
         "function": None,
     },
     "overlong": {"buffer": 0, "factor": 1.0, "largest_share": 1.0},
+    "fire": {"temperature": 0.0, "top_k": -1, "first_token": "is", "cap": 2.0},
+    "critic": {
+        "lr": 9e-6,
+        "clip": 0.2,
+        "warmup_steps": 0,
+        "bootstrap_truncated": False,
+        "path": None,
+    },
 }
 
 # What KL is estimated with when neither the config nor the row says so.
 KIND_OF_PLACE: Mapping[str, str] = {"loss": "k3", "reward": "k1"}
 
-# Every row says `about` (what it is, when to use it) and `paper` (arXiv id, empty for folklore).
-PRESETS: dict[str, Mapping[str, Any]] = {
+# Every row says `about` (what it is, when to use it) and `paper` (arXiv ids, empty for folklore).
+PRESETS: dict[str, Row] = {
     "grpo": {
         "about": "Group-normalised rewards, KL to the reference. The safe start.",
         "paper": "2402.03300",
@@ -92,11 +125,26 @@ PRESETS: dict[str, Mapping[str, Any]] = {
         "policy_loss": "sapo",
         "aggregation": "seq_mean",
     },
+    "cpgd": {
+        "about": "Clips the log-ratio and holds the drift from the old policy. Against collapse.",
+        "paper": "2505.12504",
+        "advantage": "cpgd",
+        "policy_loss": "cpgd",
+    },
     "rloo": {
         "about": "Leave-one-out baseline, KL in the reward. Unbiased, good with few samples.",
         "paper": "2402.14740",
         "samples_per_prompt": 4,
         "advantage": "rloo",
+        "kl": {"coef": 0.01, "kind": "k1", "place": "reward"},
+    },
+    "remax": {
+        "about": "A greedy response is the baseline. Two rollouts per prompt, no critic.",
+        "paper": "2310.10505",
+        "samples_per_prompt": 1,
+        "advantage": "remax",
+        "policy_loss": "pg",
+        "aggregation": "seq_sum",
         "kl": {"coef": 0.01, "kind": "k1", "place": "reward"},
     },
     "reinforce": {
@@ -118,6 +166,13 @@ PRESETS: dict[str, Mapping[str, Any]] = {
         "paper": "2501.03262",
         "advantage": "reinforce_pp_baseline",
         "kl": {"coef": 1e-3, "kind": "k2", "place": "loss"},
+    },
+    "ppo": {
+        "about": "A critic values every token. For rewards inside episodes; costs a second model.",
+        "paper": "1707.06347, 1506.02438",
+        "samples_per_prompt": 1,
+        "advantage": "gae",
+        "kl": {"coef": 0.01, "kind": "k1", "place": "reward"},
     },
     "grpo_passk": {
         "about": "Rewards only the best of a group. Optimises pass@k.",
@@ -142,5 +197,151 @@ PRESETS: dict[str, Mapping[str, Any]] = {
         "about": "Divides by the success rate: hard prompts weigh more. Rewards must be >= 0.",
         "paper": "2602.02710",
         "advantage": "max_rl",
+    },
+    "gdpo": {
+        "about": "Every reward term is normalised on its own. For terms of different spread.",
+        "paper": "2601.05242",
+        "advantage": "gdpo",
+    },
+    "drpo": {
+        "about": "Rare domains and hard prompts weigh more. For mixtures; rows have a `domain`.",
+        "paper": "2506.00711",
+        "samples_per_prompt": 5,
+        "advantage": "drpo",
+        "clip_high": 0.3,
+        "dual_clip": 3.0,
+        "kl": {"coef": 1e-4, "kind": "k3", "place": "loss"},
+    },
+    "kl_cov": {
+        "about": "Holds the few tokens that would collapse the entropy near the old policy.",
+        "paper": "2505.22617",
+        "advantage": "grpo",
+        "policy_loss": "kl_cov",
+    },
+    "clip_cov": {
+        "about": "Leaves out a few tokens that would collapse the entropy.",
+        "paper": "2505.22617",
+        "advantage": "grpo",
+        "policy_loss": "clip_cov",
+    },
+    "dapo_forking": {
+        "about": "DAPO on the fifth of tokens with the highest entropy, where answers fork.",
+        "paper": "2506.01939",
+        "samples_per_prompt": 16,
+        "advantage": "grpo",
+        "clip_high": 0.28,
+        "filter": {"dynamic": True},
+        "overlong": {"buffer": 4096, "largest_share": 0.2},
+        "entropy_top": 0.2,
+    },
+    "topr": {
+        "about": "Good samples are imitated, bad ones pushed with a capped weight. Old samples.",
+        "paper": "2503.14286",
+        "advantage": "no_std",
+        "policy_loss": "topr",
+    },
+    "kimi": {
+        "about": "Policy gradient with a squared distance to the old policy in place of a clip.",
+        "paper": "2501.12599",
+        "advantage": "no_std",
+        "policy_loss": "kimi",
+    },
+    "dppo_tv": {
+        "about": "Masks by the change of probability, not of ratio: rare tokens keep learning.",
+        "paper": "2602.04879",
+        "advantage": "no_std",
+        "policy_loss": "dppo_tv",
+    },
+    # The effective objectives of other systems, their defects mended.
+    "easyr1": {
+        "about": "EasyR1's objective: GRPO by token mean, wide clip, four updates per step.",
+        "paper": "",
+        "samples_per_prompt": 5,
+        "updates_per_step": 4,
+        "advantage": "grpo",
+        "clip_high": 0.3,
+        "dual_clip": 3.0,
+        "kl": {"coef": 1e-2, "kind": "k3", "place": "loss"},
+    },
+    "lmm_r1": {
+        "about": "LMM-R1's objective: PPO with lambda 1; also with advantage rloo, grpo, no_std.",
+        "paper": "",
+        "samples_per_prompt": 16,
+        "advantage": "gae",
+        "lam": 1.0,
+        "std_eps": 1e-9,  # of the estimators that divide, in place of gae
+        "reward_clip": (-10.0, 10.0),
+        "kl": {"coef": 0.01, "kind": "k1", "place": "reward"},
+    },
+    "r1v": {
+        "about": "R1-V's objective: strictly on-policy GRPO with KL.",
+        "paper": "",
+        "advantage": "grpo",
+        "std_eps": 1e-4,
+        "aggregation": "seq_mean",
+        "old": "detach",
+        "kl": {"coef": 0.04, "kind": "k3", "place": "loss"},
+    },
+    "mini_o3": {
+        "about": "Mini-o3's objective: over-turn episodes left out, dead groups refilled.",
+        "paper": "2509.07969",
+        "samples_per_prompt": 16,
+        "updates_per_step": 8,
+        "advantage": "grpo",
+        "clip_high": 0.3,
+        "aggregation": "seq_mean",
+        "exclude_status": ("overturn",),
+        # Dropped where the std of outcomes is below 1e-4, that is where they are constant.
+        "filter": {"dynamic": True, "low": float("-inf"), "high": float("inf")},
+    },
+    "lightrft": {
+        "about": "LightRFT's objective: GRPO with a small KL.",
+        "paper": "",
+        "advantage": "grpo",
+        "std_eps": 1e-9,
+        "aggregation": "seq_mean",
+        "kl": {"coef": 0.01, "kind": "k3", "place": "loss"},
+    },
+}
+PRESETS["qoq_med"] = {
+    **PRESETS["drpo"],
+    "about": "QoQ-Med's objective, that is drpo.",
+}
+
+ADD_ONS: dict[str, Row] = {
+    "fire": {
+        "about": "A hot first token, for variety.",
+        "paper": "2410.21236",
+        "fire": {"temperature": 10.0},
+    },
+    "tis": {
+        "about": "Token weights for what the engine sampled differently, at most 2.",
+        "paper": "",
+        "correct": ({"name": "tis.token"},),
+    },
+    "icepop": {
+        "about": "The same weights, and tokens outside [0.5, 5] dropped.",
+        "paper": "",
+        "correct": ({"name": "icepop"},),
+    },
+    "overturn_mask": {
+        "about": "Episodes that ran out of turns do not train.",
+        "paper": "2509.07969",
+        "exclude_status": ("overturn",),
+    },
+    "entropy_top": {
+        "about": "Policy loss on the fifth of tokens with the highest entropy.",
+        "paper": "2506.01939",
+        "entropy_top": 0.2,
+    },
+    "dual_clip": {
+        "about": "Bounds the loss of bad tokens.",
+        "paper": "1912.09729",
+        "dual_clip": 3.0,
+    },
+    "delta": {
+        "about": "Bounds the free ratio.",
+        "paper": "2505.07291",
+        "delta": 4.0,
     },
 }

@@ -1,26 +1,23 @@
-"""An algorithm applied to records: which members train, how a step splits into updates, advantages
-into the forests.
+"""An algorithm applied to records: which members train, with which reward, in which update.
 
-The pure functions know flat tensors only; here groups and batches are flattened for them and the
-results written back.
+Plain records in, plain records out; `columns` then writes what follows into the forests.
 
     groups = choose_members(groups, algorithm, metrics)
-    updates = write_advantages(updates, groups, algorithm, metrics)
+    parts = split_updates(groups, algorithm.updates_per_step, seed=7)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
-from saccade.algorithms.advantages import AdvantageInputs, compute
-from saccade.algorithms.aggregation import token_scales
 from saccade.algorithms.algorithm import Algorithm
-from saccade.algorithms.filters import discard_reason, in_baseline, is_constant, is_excluded
+from saccade.algorithms.filters import discard_reason, is_constant, is_excluded
+from saccade.algorithms.memory import Memory
+from saccade.algorithms.shaping import shape_rewards
 from saccade.algorithms.table import find
 from saccade.errors import ConfigError
 from saccade.types import Batch, Group, Metrics, Trajectory
@@ -64,6 +61,32 @@ def keep_chosen(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Gro
     return kept, Counter({"own": len(groups) - len(kept)})
 
 
+def shape(
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    memory: Memory,
+    metrics: Metrics,
+    component_weights: Callable[[str], Mapping[str, float]] | None = None,
+) -> tuple[Memory, list[Group]]:
+    """Running normalisation and limits of rewards, of each term where terms are compared."""
+    names: list[str] = []
+    if algorithm.estimator.components:
+        assert component_weights is not None, "the terms of the reward have weights"
+        sources = sorted({group.sample.data_source for group in groups})
+        names = sorted({name for source in sources for name in component_weights(source)})
+    shaped, moments, found = shape_rewards(
+        groups,
+        normalise=algorithm.reward_normalise,
+        clip=algorithm.reward_clip,
+        moments=memory.moments,
+        live=lambda t: t.reward is not None and not is_excluded(t.status, algorithm.exclude_status),
+        components=names,
+    )
+    for name, value in found.items():
+        metrics.add(name, value)
+    return replace(memory, moments=moments), shaped
+
+
 def choose_members(groups: Sequence[Group], algorithm: Algorithm, metrics: Metrics) -> list[Group]:
     """Mark who trains. With drop_constant a group without a signal is not computed at all."""
     chosen, low, high = [], 0, 0
@@ -72,10 +95,10 @@ def choose_members(groups: Sequence[Group], algorithm: Algorithm, metrics: Metri
             t.trained and not is_excluded(t.status, algorithm.exclude_status)
             for t in group.trajectories
         ]
-        rewards = [_reward(t) for t, alive in zip(group.trajectories, live, strict=True) if alive]
-        if algorithm.estimator.group and len(rewards) > 1 and is_constant(rewards):
-            low, high = low + (rewards[0] < 0.5), high + (rewards[0] >= 0.5)
-            live = [alive and not algorithm.drop_constant for alive in live]
+        alive = [t for t, lives in zip(group.trajectories, live, strict=True) if lives]
+        if algorithm.estimator.group and len(alive) > 1 and _is_constant(alive, algorithm):
+            low, high = low + (_reward(alive[0]) < 0.5), high + (_reward(alive[0]) >= 0.5)
+            live = [lives and not algorithm.drop_constant for lives in live]
         if live != [t.trained for t in group.trajectories]:
             members = (replace(t, trained=a) for t, a in zip(group.trajectories, live, strict=True))
             group = replace(group, trajectories=tuple(members))
@@ -83,6 +106,13 @@ def choose_members(groups: Sequence[Group], algorithm: Algorithm, metrics: Metri
     metrics.add("group/constant_low", low)
     metrics.add("group/constant_high", high)
     return chosen
+
+
+def _is_constant(members: Sequence[Trajectory], algorithm: Algorithm) -> bool:
+    """Nothing to compare: the reward, or each of its terms, is the same for all."""
+    if not algorithm.estimator.components:
+        return is_constant([_reward(t) for t in members])
+    return all(is_constant([t.parts[name] for t in members]) for name in members[0].parts)
 
 
 def _reward(trajectory: Trajectory) -> float:
@@ -102,126 +132,6 @@ def split_updates(groups: Sequence[Group], updates: int, *, seed: int) -> list[l
     )
     parts = np.array_split(order, min(updates, max(1, len(useful))))
     return [[useful[i] for i in sorted(part)] for part in parts if len(part)]
-
-
-def write_advantages(
-    updates: Updates, groups: Sequence[Group], algorithm: Algorithm, metrics: Metrics
-) -> Updates:
-    """Advantages over the whole step, scales over each optimizer step."""
-    if not updates:  # every group was dropped or is constant: there is nothing to weigh
-        return updates
-    members = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
-    place = {(groups[g].uid, t.repeat): i for i, (g, t) in enumerate(members)}
-    owner = [
-        [np.array([place[key] for key in batch.keys])[batch.sequence] for batch in batches]
-        for batches in updates
-    ]
-    flat = [batch for batches in updates for batch in batches]
-    sequence = torch.from_numpy(np.concatenate([o for owners in owner for o in owners]))
-    live = torch.tensor([t.trained and t.response_length > 0 for _, t in members])
-    baseline = torch.tensor(
-        [
-            t.reward is not None
-            and in_baseline(t.status, algorithm.exclude_status, algorithm.excluded_in_baseline)
-            for _, t in members
-        ]
-    )
-    result = compute(
-        algorithm.estimator,
-        AdvantageInputs(
-            rewards=torch.tensor(
-                [float("nan") if t.reward is None else t.reward for _, t in members],
-                dtype=torch.float64,
-            ),
-            groups=torch.tensor([g for g, _ in members]),
-            live=live,
-            baseline=baseline,
-            lengths=torch.tensor([t.response_length for _, t in members]),
-            sequence=sequence,
-            token_penalties=_penalties(flat, algorithm),
-            options=algorithm.advantage_options,
-        ),
-        adv_clip=algorithm.adv_clip,
-    )
-    metrics.add("group/singleton", result.singleton)
-    metrics.add("adv/clip_frac", result.clip_frac)
-    _advantage_metrics(result.values[result.live[sequence]], metrics)
-    values = result.values.float().numpy()
-    written: Updates = []
-    start = 0
-    group_of = torch.tensor([g for g, _ in members])
-    for batches, owners in zip(updates, owner, strict=True):
-        mine = torch.from_numpy(np.concatenate(owners))
-        present = torch.zeros(len(members), dtype=torch.bool)
-        present[mine] = True
-        scales = token_scales(
-            algorithm.aggregate.function,
-            mine,
-            live=result.live & present,
-            group=group_of,
-            fixed_length=algorithm.fixed_length,
-        )
-        metrics.add("policy/live_tokens", scales.tokens)
-        metrics.add("policy/live_sequences", scales.sequences)
-        ends = np.cumsum([len(batch.reads) for batch in batches])
-        rows = []
-        for batch, end in zip(batches, ends, strict=True):
-            part = slice(end - len(batch.reads), end)
-            rows.append(
-                replace(
-                    batch,
-                    advantages=values[start + part.start : start + part.stop],
-                    scales=scales.values[part].float().numpy(),
-                )
-            )
-        start += int(ends[-1])
-        written.append(rows)
-    return written
-
-
-def show_advantages(groups: Sequence[Group], updates: Updates) -> list[Group]:
-    """The groups with what their forests were given, for the record; None where nothing trained."""
-    values = {
-        key: batch.advantages[batch.sequence == index]
-        for batches in updates
-        for batch in batches
-        if batch.advantages is not None
-        for index, key in enumerate(batch.keys)
-    }
-    return [
-        replace(
-            g, trajectories=tuple(replace(t, advantages=values.get(t.key)) for t in g.trajectories)
-        )
-        for g in groups
-    ]
-
-
-def _penalties(batches: Sequence[Batch], algorithm: Algorithm) -> torch.Tensor:
-    """β·KL per token where the KL is in the reward, else zeros."""
-    if algorithm.kl.coef == 0 or algorithm.kl.place != "reward":
-        return torch.zeros(sum(len(b.reads) for b in batches), dtype=torch.float64)
-    old = torch.from_numpy(np.concatenate([b.old_logprobs for b in batches])).double()
-    ref = torch.from_numpy(np.concatenate([b.ref_logprobs for b in batches])).double()
-    return algorithm.kl.coef * algorithm.divergence.function(old, ref, algorithm.kl.clamp)
-
-
-def _advantage_metrics(values: torch.Tensor, metrics: Metrics) -> None:
-    if len(values):
-        metrics.add("adv/mean", float(values.mean()))
-        metrics.add("adv/std", float(values.std()) if len(values) > 1 else 0.0)
-        metrics.add_max("adv/max", float(values.max()))
-        metrics.add("adv/min", float(values.min()))
-
-
-def with_logprobs(
-    updates: Updates, column: str, scored: Sequence[tuple[np.ndarray, np.ndarray]]
-) -> Updates:
-    """`old_logprobs` or `ref_logprobs` into the forests, in their order."""
-    rows = iter(scored)
-    return [
-        [replace(batch, **{column: next(rows)[0]}) for batch in batches]  # type: ignore[arg-type]
-        for batches in updates
-    ]
 
 
 def write_supervision(batches: Sequence[Batch]) -> list[Batch]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,53 @@ from saccade.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A function of an axis and what the builder must know of it."""
+    """A function of an axis and what the builder must know of it.
+
+    Its options are its keyword-only parameters, with their defaults.
+    """
 
     function: Callable[..., Any]
     formula: str
-    options: Mapping[str, Any] | None = field(
-        default_factory=dict
-    )  # read, with defaults; None: all
-    group: bool = False  # advantage: compares the members of a group, so the group rules hold
-    whiten: bool = False  # advantage: whitened over the live tokens of the step
-    own_aggregation: str | None = None  # policy loss: the aggregation that it was made for
-    in_loss: bool = True  # KL: its gradient is that of a distance
+    resolved: Callable[[Mapping[str, Any]], str] | None = None  # what its options come to
+    # advantage
+    group: bool = False  # compares the members of a group, so the group rules hold
+    whiten: bool | None = None  # over the live tokens of the step; None: never
+    components: bool = False  # compares the terms of the reward one by one
+    critic: bool = False  # reads values
+    greedy: bool = False  # reads the reward of a greedy rollout
+    domains: bool = False  # reads how often and how well each domain was answered so far
+    # policy loss
+    own_aggregation: str | None = None  # the one that it was made for
+    applies_weights: bool = False  # correction weights are part of it, so they do not multiply it
+    select: Callable[..., Any] | None = None  # tokens of an optimizer step that it treats apart
+    # KL
+    in_loss: bool = True  # its gradient is that of a distance
+    # correction
+    weighs: bool = False  # gives weights, not only a mask
+    each_update: bool = False  # looks at the current log-probs, so it is no column of the batch
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        functions = [self.function] + ([self.select] if self.select else [])
+        return {name: value for one in functions for name, value in _keywords(one).items()}
 
     def reads(self, option: str) -> bool:
-        return self.options is None or option in self.options
+        return option in self.options
+
+
+def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {
+        p.name: None if p.default is p.empty else p.default
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY
+    }
+
+
+def call(function: Callable[..., Any], *arguments: Any, options: Mapping[str, Any]) -> Any:
+    """With those of the options that it has parameters for."""
+    wanted = {name: options[name] for name in _keywords(function) if name in options}
+    return function(*arguments, **wanted)
 
 
 def find(axis: str, table: Mapping[str, Entry], name: str) -> Entry:
@@ -49,7 +83,7 @@ def find(axis: str, table: Mapping[str, Entry], name: str) -> Entry:
     if isinstance(found, Entry):
         return found
     summary = (found.__doc__ or symbol).strip().splitlines()[0]
-    return Entry(function=found, formula=summary, options=None)
+    return Entry(function=found, formula=summary)
 
 
 def canonical(table: Mapping[str, Entry], name: str) -> str:

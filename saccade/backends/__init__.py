@@ -7,7 +7,7 @@ the same call can cross a process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,6 +43,12 @@ class Backend(Protocol):
         """Log-probs and entropies of every read, per batch."""
         ...
 
+    def values(self, batches: Sequence[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of a model with a score head, per batch: the value at every read, and after the last
+        sampled token of every sequence, 0 where a batch was packed without `ends`.
+        """
+        ...
+
     def train_step(
         self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring, *, lr: float
     ) -> Update:
@@ -51,10 +57,28 @@ class Backend(Protocol):
         """
         ...
 
+    def train_values(self, batches: Sequence[Batch], *, clip: float, lr: float) -> Update:
+        """One optimizer step of a critic, on batches with values, returns and scales."""
+        ...
+
     def weights(self) -> Iterator[tuple[str, Any]]: ...
+
+    def blend(self, source: Iterable[tuple[str, Any]], share: float) -> None:
+        """Follow other weights, as a reference does: mine = share * source + (1 - share) * mine, in
+        fp32. A share of 1 is a copy.
+        """
+        ...
 
     def save_model(self, folder: Path) -> None: ...
 
-    def save_state(self, folder: Path) -> None: ...
+    def save_weights(self, folder: Path) -> None:
+        """Weights alone, for a model that no folder could give back."""
+        ...
+
+    def load_weights(self, folder: Path) -> None: ...
+
+    def save_state(self, folder: Path) -> None:
+        """The optimizer; of a critic its weights too."""
+        ...
 
     def load_state(self, folder: Path) -> None: ...

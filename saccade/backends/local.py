@@ -1,7 +1,8 @@
 """One model in this process, on one device: no collectives, breakpoints work.
 
-A forward runs on one forest; log-probs are read where targets are predicted. Knows nothing of
-rollouts, rewards or files other than its own state.
+A forward runs on one forest; log-probs or values are read where targets are predicted. A policy, a
+reference and a critic (`models/heads.py`) are each one of these. Knows nothing of rollouts, rewards
+or files other than its own state.
 
     backend = LocalBackend(model, family, TrainConfig())
     backend.train_step(batches, algorithm, Scoring(temperature=1.0), lr=1e-6)
@@ -9,8 +10,9 @@ rollouts, rewards or files other than its own state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,15 +20,21 @@ from torch import Tensor, nn
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.objective import Columns, Stats, objective, to_metrics
+from saccade.algorithms.value import ValueStats, value_metrics, value_objective
 from saccade.attention import forest_plan
 from saccade.backends import Scoring, Update
 from saccade.backends.optimizer import Optimizer
 from saccade.config import TrainConfig
-from saccade.forest import select
+from saccade.errors import EnvironmentProblem
+from saccade.forest import has_media, select
 from saccade.logprobs import read_logprobs
 from saccade.models.families import Family
+from saccade.models.heads import read_scores
 from saccade.models.load import banned_mask, hidden_states
-from saccade.types import Batch
+from saccade.types import Batch, Metrics
+
+S = TypeVar("S")
+WEIGHTS, OPTIMIZER, AVERAGE = "weights.safetensors", "optimizer.safetensors", "average/"
 
 
 class LocalBackend:
@@ -45,6 +53,7 @@ class LocalBackend:
         self.banned = banned_mask(family, self.device)
         self.oom_splits = 0
         self.optimizer: Optimizer | None = None
+        self.averages: dict[str, Tensor] = {}  # of `blend`, fp32
         if train is None:
             model.requires_grad_(False)
             return
@@ -68,20 +77,23 @@ class LocalBackend:
             results.append((new.float().cpu().numpy(), entropy.float().cpu().numpy()))
         return results
 
+    @torch.no_grad()
+    def values(self, batches: Sequence[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
+        self.model.eval()
+        results = []
+        for batch in batches:
+            reads, ends = batch.reads, batch.ends
+            places = reads if ends is None else np.concatenate([reads, ends])
+            found = self._values(batch, places).float().cpu().numpy()
+            after = np.zeros(len(batch.keys), np.float32) if ends is None else found[len(reads) :]
+            results.append((found[: len(reads)], after))
+        return results
+
     def _read(
         self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        plan = forest_plan(batch.node_starts, batch.parents, self.device, self.dtype)
-        hidden = hidden_states(
-            self.model,
-            self.family,
-            self._tensor(batch.ids),
-            self._tensor(batch.positions),
-            batch.media,
-            plan,
-        )
         return read_logprobs(
-            hidden[self._tensor(batch.reads)],
+            self._hidden(batch, batch.reads),
             self.model.lm_head,  # type: ignore[arg-type]
             self._tensor(batch.targets),
             temperature=scoring.temperature,
@@ -91,41 +103,63 @@ class LocalBackend:
             entropy_gradient=entropy_gradient,
         )
 
+    def _values(self, batch: Batch, places: np.ndarray) -> Tensor:
+        assert hasattr(self.model, "score"), "values need a model with a score head"
+        return read_scores(self.model.score, self._hidden(batch, places))  # type: ignore[arg-type]
+
+    def _hidden(self, batch: Batch, places: np.ndarray) -> Tensor:
+        """Last hidden states at some tokens of the forest."""
+        hidden = hidden_states(
+            self.model,
+            self.family,
+            self._tensor(batch.ids),
+            self._tensor(batch.positions),
+            batch.media,
+            forest_plan(batch.node_starts, batch.parents, self.device, self.dtype),
+        )
+        return hidden[self._tensor(places)]
+
     # -- training --
 
     def train_step(
         self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring, *, lr: float
     ) -> Update:
+        def loss_of(batch: Batch) -> tuple[Tensor, Stats]:
+            new, entropy = self._read(batch, scoring, entropy_gradient=algorithm.entropy.coef != 0)
+            return objective(algorithm, new, entropy, self._columns(batch, new.dtype))
+
+        stats = self._accumulate(batches, loss_of)
+        return self._update("policy", to_metrics(algorithm, stats), lr)
+
+    def train_values(self, batches: Sequence[Batch], *, clip: float, lr: float) -> Update:
+        def loss_of(batch: Batch) -> tuple[Tensor, ValueStats]:
+            new = self._values(batch, batch.reads)
+            old, returns, scales = (
+                self._column(column, new.dtype)
+                for column in (batch.values, batch.returns, batch.scales)
+            )
+            assert old is not None and returns is not None and scales is not None
+            return value_objective(new, old, returns, scales, clip=clip)
+
+        return self._update("critic", value_metrics(self._accumulate(batches, loss_of)), lr)
+
+    def _accumulate(
+        self, batches: Sequence[Batch], loss_of: Callable[[Batch], tuple[Tensor, S]]
+    ) -> list[S]:
+        """The gradients of all batches, summed in the optimizer; what `loss_of` reports of each."""
         assert self.optimizer is not None, "this backend only scores"
         self.model.train()
         self.optimizer.clear()
         self.oom_splits = 0
-        stats = [s for batch in batches for s in self._micro_step(batch, algorithm, scoring)]
-        norm = self.optimizer.norm()
-        vision = [n for n in self.optimizer.parameters if self.family.tower_of(n) == "vision"]
-        vision_norm = self.optimizer.norm(vision)
-        metrics = to_metrics(algorithm, stats)
-        metrics.add("policy/grad_norm", norm.item())
-        if vision:
-            metrics.add("policy/grad_norm_vision", vision_norm.item())
-        metrics.add("policy/lr", lr)
-        metrics.add("mem/oom_splits", self.oom_splits)
-        finite = bool(np.isfinite([norm.item(), metrics.means().get("policy/loss", 0.0)]).all())
-        if finite:
-            self.optimizer.step(lr, norm=norm)
-        else:
-            self.optimizer.clear()
-        metrics.add("guard/nonfinite", not finite)
-        metrics.add("policy/update_skipped", not finite)
-        return Update(metrics=metrics, skipped=not finite)
+        return [stats for batch in batches for stats in self._micro_step(batch, loss_of)]
 
-    def _micro_step(self, batch: Batch, algorithm: Algorithm, scoring: Scoring) -> list[Stats]:
+    def _micro_step(self, batch: Batch, loss_of: Callable[[Batch], tuple[Tensor, S]]) -> list[S]:
         """Forward and backward of one forest. Out of memory: two halves of it, whose gradients add
         up to the same.
         """
         assert self.optimizer is not None
         try:
-            stats = self._forward_backward(batch, algorithm, scoring)
+            stats = _backward(loss_of, batch)
         except torch.OutOfMemoryError:
             self.optimizer.drop_micro_batch()
             if len(batch.keys) < 2:
@@ -137,30 +171,49 @@ class LocalBackend:
         self.oom_splits += 1
         middle = len(batch.keys) // 2
         halves = (select(batch, range(middle)), select(batch, range(middle, len(batch.keys))))
-        return [s for half in halves for s in self._micro_step(half, algorithm, scoring)]
+        return [stats for half in halves for stats in self._micro_step(half, loss_of)]
 
-    def _forward_backward(self, batch: Batch, algorithm: Algorithm, scoring: Scoring) -> Stats:
-        new, entropy = self._read(batch, scoring, entropy_gradient=algorithm.entropy_coef > 0)
-        loss, stats = objective(algorithm, new, entropy, self._columns(batch, new.dtype))
-        loss.backward()
-        return stats
+    def _update(self, role: str, metrics: Metrics, lr: float) -> Update:
+        """Take the step, unless the loss or a gradient is not finite."""
+        assert self.optimizer is not None
+        norm = self.optimizer.norm()
+        vision = [n for n in self.optimizer.parameters if self.family.tower_of(n) == "vision"]
+        metrics.add(f"{role}/grad_norm", norm.item())
+        if vision:
+            metrics.add(f"{role}/grad_norm_vision", self.optimizer.norm(vision).item())
+        metrics.add(f"{role}/lr", lr)
+        metrics.add("mem/oom_splits", self.oom_splits)
+        finite = bool(np.isfinite([norm.item(), metrics.means().get(f"{role}/loss", 0.0)]).all())
+        if finite:
+            self.optimizer.step(lr, norm=norm)
+        else:
+            self.optimizer.clear()
+        metrics.add("guard/nonfinite", not finite)
+        metrics.add(f"{role}/update_skipped", not finite)
+        return Update(metrics=metrics, skipped=not finite)
 
     def _columns(self, batch: Batch, dtype: torch.dtype) -> Columns:
-        def column(values: np.ndarray | None) -> Tensor | None:
-            return None if values is None else self._tensor(values).to(dtype)
-
-        assert batch.advantages is not None and batch.scales is not None
+        advantages, scales = (self._column(c, dtype) for c in (batch.advantages, batch.scales))
+        assert advantages is not None and scales is not None
+        sees = self.family.spec.image_token is not None
         return Columns(
-            advantages=self._tensor(batch.advantages).to(dtype),
-            scales=self._tensor(batch.scales).to(dtype),
+            advantages=advantages,
+            scales=scales,
             sequence=self._tensor(batch.sequence),
             sequences=len(batch.keys),
-            old=column(batch.old_logprobs),
-            rollout=column(batch.rollout_logprobs),
-            ref=column(batch.ref_logprobs),
-            keep=column(batch.keep),
-            weights=column(batch.weights),
+            old=self._column(batch.old_logprobs, dtype),
+            rollout=self._column(batch.rollout_logprobs, dtype),
+            ref=self._column(batch.ref_logprobs, dtype),
+            keep=self._column(batch.keep, dtype),
+            weights=self._column(batch.weights, dtype),
+            rewards=self._column(batch.rewards, dtype),
+            selected=self._column(batch.selected, torch.bool),
+            stale=self._column(batch.stale, torch.bool),
+            images=self._tensor(has_media(batch)[batch.sequence]) if sees else None,
         )
+
+    def _column(self, values: np.ndarray | None, dtype: torch.dtype) -> Tensor | None:
+        return None if values is None else self._tensor(values).to(dtype)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
@@ -170,18 +223,93 @@ class LocalBackend:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.named_parameters()
 
+    @torch.no_grad()
+    def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:
+        assert self.optimizer is None, "a model that trains follows its optimizer"
+        assert 0 < share <= 1, share
+        mine, theirs = dict(self.weights()), dict(source)
+        _require_same("the weights to follow", mine, theirs)
+        for name, weight in mine.items():
+            target = theirs[name].detach().to(weight.device)
+            if share == 1:
+                weight.copy_(target)
+                continue
+            average = weight
+            if torch.promote_types(weight.dtype, torch.float32) != weight.dtype:
+                # Rounded to bf16 at every step, an average would stand still.
+                average = self.averages.setdefault(name, weight.float())
+            average.lerp_(target.to(average.dtype), share)
+            weight.copy_(average)
+        if share == 1:
+            self.averages = {}
+
     def save_model(self, folder: Path) -> None:
         self.model.save_pretrained(folder)  # type: ignore[operator]
 
-    def save_state(self, folder: Path) -> None:
-        from safetensors.torch import save_file
+    def save_weights(self, folder: Path) -> None:
+        averages = {f"{AVERAGE}{name}": average for name, average in self.averages.items()}
+        _save(folder / WEIGHTS, dict(self.weights()) | averages)
 
-        assert self.optimizer is not None
-        state = {name: t.contiguous() for name, t in self.optimizer.state().items()}
-        save_file(state, folder / "optimizer.safetensors")
+    @torch.no_grad()
+    def load_weights(self, folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        stored = load_file(folder / WEIGHTS)
+        averages = {name: stored.pop(name) for name in list(stored) if name.startswith(AVERAGE)}
+        mine = dict(self.weights())
+        _require_same(str(folder / WEIGHTS), mine, stored)
+        for name, weight in mine.items():
+            weight.copy_(stored[name])
+        self.averages = {
+            name.removeprefix(AVERAGE): average.to(self.device)
+            for name, average in averages.items()
+        }
+
+    def save_state(self, folder: Path) -> None:
+        if self._weights_are_state:
+            self.save_weights(folder)
+        if self.optimizer is not None:
+            _save(folder / OPTIMIZER, self.optimizer.state())
 
     def load_state(self, folder: Path) -> None:
         from safetensors.torch import load_file
 
-        assert self.optimizer is not None
-        self.optimizer.load(load_file(folder / "optimizer.safetensors"))
+        if self._weights_are_state:
+            self.load_weights(folder)
+        if self.optimizer is not None:
+            self.optimizer.load(load_file(folder / OPTIMIZER))
+
+    @property
+    def _weights_are_state(self) -> bool:
+        """No model folder holds those of a critic, nor of a reference that moves."""
+        return self.optimizer is None or hasattr(self.model, "score")
+
+
+def _backward(loss_of: Callable[[Batch], tuple[Tensor, S]], batch: Batch) -> S:
+    """A function of its own: an error leaves it, and with it the graph that filled the memory."""
+    loss, stats = loss_of(batch)
+    loss.backward()
+    return stats
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path)
+
+
+def _require_same(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    """Names and shapes, both ways: a tensor left out or stretched would train another model."""
+    problems = {
+        "missing": mine.keys() - theirs.keys(),
+        "unexpected": theirs.keys() - mine.keys(),
+        "of another shape": {
+            n for n in mine.keys() & theirs.keys() if mine[n].shape != theirs[n].shape
+        },
+    }
+    if any(problems.values()):
+        listed = (f"{k}: {', '.join(sorted(names)[:3])}" for k, names in problems.items() if names)
+        raise EnvironmentProblem(
+            f"{what}: not those of this model ({'; '.join(listed)}); use the same model.path"
+        )

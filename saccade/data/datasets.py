@@ -77,6 +77,10 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.samples)
 
+    def sample(self, id: str) -> Sample:
+        """The sample of that id."""
+        return next(sample for sample in self.samples if sample.id == id)
+
     @property
     def rows(self) -> int:
         return sum(part.rows for part in self.parts)

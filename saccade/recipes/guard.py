@@ -12,17 +12,22 @@ from saccade.recipes.run import Run
 from saccade.types import Batch
 
 
-def guard(run: Run, train: TrainConfig, batches: Sequence[Batch], update: Update) -> None:
+def guard(
+    run: Run, train: TrainConfig, batches: Sequence[Batch], update: Update, *, who: str = "policy"
+) -> None:
     """A skipped update costs its batch; several in a row end the run."""
-    run.progress["bad_updates"] = run.progress.get("bad_updates", 0) + 1 if update.skipped else 0
+    counts = run.progress.setdefault("bad_updates", {})
+    counts[who] = counts.get(who, 0) + 1 if update.skipped else 0
     if not update.skipped:
         return
-    step = run.step + 1
-    name = f"step-{step}-{run.progress['bad_updates']}"
-    where = save_batches(run.folder.path / "bad-batches" / f"{name}.npz", batches)
-    run.console.note(f"step {step}: loss or gradient not finite, update skipped; batch in {where}")
-    if train.on_nonfinite == "stop" or run.progress["bad_updates"] >= train.max_bad_updates:
+    step, name = run.step + 1, "" if who == "policy" else f"{who}-"
+    path = run.folder.path / "bad-batches" / f"{name}step-{step}-{counts[who]}.npz"
+    where = save_batches(path, batches)
+    run.console.note(
+        f"step {step}: {who} loss or gradient not finite, update skipped; batch in {where}"
+    )
+    if train.on_nonfinite == "stop" or counts[who] >= train.max_bad_updates:
         raise TrainingError(
-            f"{run.progress['bad_updates']} updates in a row were not finite (train.on_nonfinite="
+            f"{counts[who]} {who} updates in a row were not finite (train.on_nonfinite="
             f"{train.on_nonfinite}); lower train.lr, and look at {where}"
         )

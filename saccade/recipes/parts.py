@@ -17,12 +17,14 @@ import numpy as np
 import torch
 
 from saccade.algorithms.algorithm import Algorithm
+from saccade.backends.local import LocalBackend
 from saccade.config import Config, DataConfig, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
-from saccade.errors import DataError
+from saccade.errors import ConfigError, DataError
 from saccade.models import tiny
 from saccade.models.families import Family, load_family
+from saccade.models.heads import attach_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
 from saccade.recipes.lengths import remembered
 from saccade.rewards.scorer import Scorer
@@ -79,6 +81,15 @@ def load_policy(config: Config, family: Family, *, folder: str | None = None) ->
     )
     freeze(model, family, config.model.train)
     return Policy(family=family, model=model, device=device)
+
+
+def load_critic(
+    config: Config, family: Family, algorithm: Algorithm, *, checkpointing: bool
+) -> LocalBackend:
+    """A model of the policy's family with a head for values, and an optimizer of its own."""
+    policy = load_policy(config, family, folder=algorithm.critic.path)
+    attach_score(policy.model, seed=config.run.seed)
+    return LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
 
 
 def use_checkpointing(config: Config, device: torch.device) -> bool:
@@ -182,9 +193,30 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
         require(result, config.reward.self_test)
 
 
-def rollout_sampling(config: Config) -> Sampling:
-    rollout = config.rollout
+def check_estimator(
+    algorithm: Algorithm,
+    scorer: Scorer | None,
+    samples: Sequence[Sample],
+    say: Callable[[str], Any],
+) -> None:
+    """What an estimator wants to know of rewards and rows must be there before step 1."""
+    if algorithm.estimator.components:
+        if scorer is None:
+            raise ConfigError(
+                f"algorithm.advantage={algorithm.advantage} compares the terms of the reward, and "
+                "the environment gives one number; set reward.terms, or algorithm.advantage=grpo"
+            )
+        for source in sorted({sample.data_source for sample in samples}):
+            scorer.component_weights(source)
+    if algorithm.estimator.domains and not any(sample.extra.get("domain") for sample in samples):
+        say("no row has a `domain`: all of them are one, and only difficulty weighs")
+
+
+def rollout_sampling(config: Config, algorithm: Algorithm | None = None) -> Sampling:
+    """With an algorithm: as it wants its first token drawn."""
+    rollout, fire = config.rollout, algorithm.fire if algorithm else None
     return Sampling(
+        first=(fire.temperature, fire.top_k) if fire and fire.temperature else None,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,

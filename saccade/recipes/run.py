@@ -97,9 +97,18 @@ class Run:
         if part is not None:
             self._services.callback(part.close)
 
-    def begin(self, total: int, backend: Backend, family: Family) -> None:
-        """Everything is loaded: from here on a signal writes a checkpoint first."""
+    def begin(
+        self,
+        total: int,
+        backend: Backend,
+        family: Family,
+        parts: Mapping[str, checkpoint.Stateful] | None = None,
+    ) -> None:
+        """Everything is loaded: from here on a signal writes a checkpoint first. `parts` have
+        state of their own beside the backend's.
+        """
         self.total, self._backend, self._family = total, backend, family
+        self._parts = dict(parts or {})
         self.console.expect(total)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -183,6 +192,7 @@ class Run:
                 self._backend,
                 self._family,
                 progress=self.progress,
+                parts=self._parts,
                 keep=self.config.save.keep,
                 best=self.progress["best_step"],
             )

@@ -1,7 +1,7 @@
-"""From the scores of the terms to one reward, in exactly one order: combine, shape, clip.
+"""From the scores of the terms to one reward: combine, then add what shapes it.
 
-Knows nothing of how a term was scored. The raw outcome is kept apart: filters and accuracy read
-it, never the reward.
+Knows nothing of how a term was scored, nor of the scale and limits that training gives a reward.
+The raw outcome is kept apart: filters and accuracy read it, never the reward.
 
     >>> combined = COMBINATIONS["min"]
     >>> combined([(1.0, 1.0), (0.5, 1.0)])
@@ -42,7 +42,6 @@ class Recipe:
     outcome: int  # index of the term that counts as accuracy
     combination: str = "weighted_sum"  # key of COMBINATIONS
     gate: int | None = None  # index of the term that must be positive
-    clip: tuple[float, float] | None = None
     renormalise: bool = False
 
     @cached_property
@@ -60,12 +59,11 @@ class Scored:
     """The verdict on one episode. `reason` begins with its kind, such as `timeout: …`."""
 
     status: Literal["ok", "error", "abstain"]
-    reward: float | None = None  # combined, shaped, clipped
+    reward: float | None = None  # combined and shaped
     outcome: float | None = None  # raw
     parts: Mapping[str, float] = field(default_factory=dict)  # raw value of every term
     extracted: str | None = None
     reason: str = ""
-    clipped: bool = False
 
     @property
     def reason_kind(self) -> str:
@@ -103,15 +101,13 @@ def combine(recipe: Recipe, scores: Sequence[Score]) -> Scored:
         if reward is None:
             return Scored(status="abstain", outcome=raw, parts=parts, reason=abstention)
     assert reward is not None
-    limited = reward if recipe.clip is None else min(max(reward, recipe.clip[0]), recipe.clip[1])
     return Scored(
         status="ok",
-        reward=limited,
+        reward=reward,
         outcome=raw,
         parts=parts,
         extracted=outcome.extracted,
         reason=outcome.reason,
-        clipped=limited != reward,
     )
 
 

@@ -182,8 +182,6 @@ def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Recipe
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{where}: two terms are called {name!r}; give one of them a name")
-    if config.clip is not None and config.clip[0] > config.clip[1]:
-        raise ConfigError(f"reward.clip: {list(config.clip)} is not [low, high]")
     if not any(term.kind != "shaping" for term in terms):
         raise ConfigError(
             f"{where}: only shaping terms; add one that judges the answer, such as math"
@@ -194,7 +192,6 @@ def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Recipe
         outcome=_outcome(where, config.outcome, terms),
         combination=combination,
         gate=gate,
-        clip=config.clip,
         renormalise=config.renormalise,
     )
 

@@ -78,6 +78,27 @@ class Scorer:
         for source in sorted(set(sources)):
             self.recipe(source)
 
+    def component_weights(self, data_source: str) -> dict[str, float]:
+        """Name → weight of every term, shaping ones too, for an estimator that keeps them apart.
+        Refused where the reward is anything but their weighted sum.
+        """
+        recipe = self.recipe(data_source)
+        weights = {term.name: term.weight for term in recipe.terms}
+        gated = recipe.gate is not None
+        if gated or recipe.combination != "weighted_sum":
+            how = f"gate({recipe.terms[recipe.gate or 0].name})" if gated else recipe.combination
+            problem = f"they are combined by {how}"
+        elif recipe.renormalise:
+            problem = "with reward.renormalise an abstaining term has no value; turn it off"
+        elif len(weights) < 2:
+            problem = f"{data_source!r} has {list(weights)} alone, for example add format:boxed"
+        else:
+            return weights
+        raise ConfigError(
+            "an advantage of separate reward components needs two or more reward.terms and "
+            f"reward.combine=weighted_sum; {problem}"
+        )
+
     def submit(self, sample: RewardSample) -> Future[Scored]:
         """The result as a future that never holds an exception of a verifier."""
         begun = self._begin(sample)

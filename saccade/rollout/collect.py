@@ -15,12 +15,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from saccade.engines import Engine
 from saccade.environments import Environment
 from saccade.models.families import Family
-from saccade.rollout.episode import Call, Limits, episode
+from saccade.rollout.episode import GREEDY, Call, Limits, episode, episode_key
 from saccade.types import Group, Request, Sample, Sampling, Trajectory
 
 ENVIRONMENT_THREADS = 64  # environments that work at once
@@ -38,12 +39,18 @@ def collect(
     sampling: Sampling,
     limits: Limits,
     seed: str,
+    greedy: bool = False,
     on_finish: OnFinish | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Group]:
     """`seed` names the noise of this call; a sample that occurs twice gets other noise the second
-    time.
+    time. With `greedy` each group also gets one rollout at temperature 0, its baseline.
     """
+    settings = dict.fromkeys(range(repeats), sampling)
+    if greedy:
+        settings[GREEDY] = replace(
+            sampling, temperature=0.0, top_p=1.0, top_k=-1, first=None, support=False
+        )
     occurrence: Counter[str] = Counter()
     owners: dict[str, tuple[int, int]] = {}
     episodes: dict[str, Episode] = {}
@@ -52,8 +59,8 @@ def collect(
         occurrence[sample.id] += 1
         uid = sample.id if occurrence[sample.id] == 1 else f"{sample.id}~{occurrence[sample.id]}"
         uids.append(uid)
-        for repeat in range(repeats):
-            key = f"{uid}/{repeat}"
+        for repeat, own in settings.items():
+            key = episode_key(uid, repeat)
             owners[key] = (index, repeat)
             episodes[key] = episode(
                 sample,
@@ -62,7 +69,7 @@ def collect(
                 seed=seed,
                 environment=environment(),
                 family=family,
-                sampling=sampling,
+                sampling=own,
                 limits=limits,
             )
     done: dict[tuple[int, int], Trajectory] = {}
@@ -80,7 +87,12 @@ def collect(
 
     _drive(engine, episodes, finished, tick, limits.timeout)
     return [
-        Group(sample=sample, uid=uids[i], trajectories=tuple(done[i, r] for r in range(repeats)))
+        Group(
+            sample=sample,
+            uid=uids[i],
+            trajectories=tuple(done[i, r] for r in range(repeats)),
+            greedy=done.get((i, GREEDY)),
+        )
         for i, sample in enumerate(samples)
     ]
 

@@ -31,6 +31,8 @@ from saccade.types import (
     Trajectory,
 )
 
+GREEDY = -1  # the repeat of a rollout that is a baseline: scored, never trained
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -89,6 +91,10 @@ def noise_key(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def episode_key(uid: str, repeat: int) -> str:
+    return f"{uid}/{'greedy' if repeat == GREEDY else repeat}"
+
+
 def episode(
     sample: Sample,
     repeat: int,
@@ -101,7 +107,7 @@ def episode(
     limits: Limits,
 ) -> Generator[Request | Call, Any, Trajectory]:
     """Runs until the environment is done or a limit strikes; the reason is always recorded."""
-    key = f"{uid}/{repeat}"
+    key = episode_key(uid, repeat)
     noise = noise_key(seed, key)
     rewards: list[float] = []
     info: dict[str, Any] = {}
@@ -157,6 +163,7 @@ def episode(
         end_reason=reason,
         status=status,
         turns=turn,
+        trained=repeat != GREEDY,
         support=tuple(tape.support) or None,
         turn_rewards=tuple(rewards),
         info=info,

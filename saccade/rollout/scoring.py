@@ -41,7 +41,11 @@ class RewardStream:
 
     def attach(self, groups: Sequence[Group]) -> list[Group]:
         return [
-            replace(group, trajectories=tuple(self._scored(t) for t in group.trajectories))
+            replace(
+                group,
+                trajectories=tuple(self._scored(t) for t in group.trajectories),
+                greedy=None if group.greedy is None else self._scored(group.greedy),
+            )
             for group in groups
         ]
 
@@ -60,7 +64,6 @@ class RewardStream:
         unanswered = (
             not parsed(scored.extracted, scored.reason) and trajectory.end_reason == "answered"
         )
-        info = {**trajectory.info, "clipped": True} if scored.clipped else trajectory.info
         return replace(
             trajectory,
             reward=scored.reward + earned,
@@ -68,7 +71,6 @@ class RewardStream:
             parts=scored.parts,
             extracted=scored.extracted,
             reason=scored.reason,
-            info=info,
             end_reason="eos_no_answer" if unanswered else trajectory.end_reason,
             status="void" if unanswered else trajectory.status,
         )

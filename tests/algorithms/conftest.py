@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from saccade.algorithms.advantages import AdvantageInputs, AdvantageOptions
+from saccade.algorithms.advantages import AdvantageInputs
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
-from saccade.algorithms.policy_losses import LOSSES, LossInputs, LossOptions
+from saccade.algorithms.corrections import Mismatch, measure
+from saccade.algorithms.covariance import SelectionInputs
+from saccade.algorithms.policy_losses import LOSSES, LossInputs
+from saccade.algorithms.table import call
+
+REWARDS = (1.0, 0.0, 0.5, 2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +32,58 @@ class Golden:
     sequence: Tensor
     position: Tensor
 
-    def inputs(self) -> LossInputs:
-        return LossInputs(
+    @property
+    def live(self) -> Tensor:
+        return torch.ones(len(self.old), dtype=torch.bool)
+
+    @property
+    def mismatch(self) -> Mismatch:
+        return measure(self.old, self.rollout, live=self.live, sequence=self.sequence)
+
+    def inputs(self, **changes: Any) -> LossInputs:
+        inputs = LossInputs(
             old=self.old,
             advantages=self.advantages,
             sequence=self.sequence,
             sequences=4,
+            live=self.live,
             sequence_sum=lambda x: x.new_zeros(4).index_add(0, self.sequence, x),
+            rewards=torch.tensor(REWARDS, dtype=torch.float64)[self.sequence],
         )
+        return replace(inputs, **changes)
 
-    def scales(self, aggregation: str, fixed_length: int = 6) -> Tensor:
-        function = AGGREGATIONS[aggregation].function
-        live = torch.ones(4, dtype=torch.bool)
-        return token_scales(function, self.sequence, live=live, fixed_length=fixed_length).values
+    def scales(
+        self, aggregation: str, *, fixed_length: int = 6, counted: Tensor | None = None
+    ) -> Tensor:
+        return token_scales(
+            AGGREGATIONS[aggregation].function,
+            self.sequence,
+            live=torch.ones(4, dtype=torch.bool),
+            counted=counted,
+            options={"fixed_length": fixed_length},
+        ).values
+
+    def selected(self, name: str, new: Tensor, options: dict[str, Any]) -> Tensor | None:
+        select = LOSSES[name].select
+        if select is None:
+            return None
+        inputs = SelectionInputs(
+            new=new.detach(),
+            old=self.old,
+            advantages=self.advantages,
+            noise=(torch.arange(len(new)) * 7919) % 101,
+        )
+        return call(select, inputs, options=options)
+
+    def losses(
+        self, name: str, new: Tensor, *, weights: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """[T] with its correction weights; options that the loss does not have are ignored."""
+        selected = self.selected(name, new, options)
+        inputs = self.inputs(weights=weights, selected=selected)
+        losses, _ = call(LOSSES[name].function, new, inputs, options=options)
+        weighed = weights is not None and not LOSSES[name].applies_weights
+        return losses * weights if weighed else losses
 
     def loss(
         self,
@@ -47,16 +92,20 @@ class Golden:
         *,
         wide: bool = False,
         fixed_length: int = 6,
-        **options: float,
+        keep: Tensor | None = None,
+        denominator: str = "original",
+        **options: Any,
     ) -> tuple[float, float]:
         """(value, norm of the gradient with respect to the new log-probs)"""
         new = (self.wide if wide else self.new).clone().requires_grad_()
-        losses, _ = LOSSES[name].function(new, self.inputs(), LossOptions(**options))
-        total = (losses * self.scales(aggregation, fixed_length)).sum()
+        losses = self.losses(name, new, **options)
+        counted = keep if denominator == "kept" else None
+        scales = self.scales(aggregation, fixed_length=fixed_length, counted=counted)
+        total = (losses * scales * (1 if keep is None else keep)).sum()
         (gradient,) = torch.autograd.grad(total, new)
         return total.item(), gradient.norm().item()
 
-    def members(self, rewards: tuple[float, ...] = (1, 0, 0.5, 2), **changes: object):
+    def members(self, rewards: tuple[float, ...] = REWARDS, **changes: object):
         """The rows as two groups of two."""
         fields = {
             "rewards": torch.tensor(rewards, dtype=torch.float64),
@@ -66,7 +115,6 @@ class Golden:
             "lengths": torch.tensor([6, 4, 5, 3]),
             "sequence": self.sequence,
             "token_penalties": torch.zeros(18, dtype=torch.float64),
-            "options": AdvantageOptions(),
         }
         return AdvantageInputs(**(fields | changes))  # type: ignore[arg-type]
 

@@ -1,64 +1,146 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from saccade.algorithms.advantages import (
-    ADVANTAGES,
-    AdvantageInputs,
-    AdvantageOptions,
-    compute,
-    whiten,
-)
+from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute, whitened
 
 NAN = float("nan")
+PRINTED = 6e-7  # half a unit of the sixth digit, and a little
+ONE_GROUP = torch.zeros(4, dtype=torch.int64)
 
 
-def first_tokens(golden, name, **changes):
-    values = compute(ADVANTAGES[name], golden.members(**changes)).values
-    return values[golden.position == 0].tolist()
+def float64(*numbers):
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def with_everything(golden, **changes):
+    """The rows, with what only some estimators read."""
+    row = golden.sequence.double()
+    inputs = golden.members(**changes)
+    extras = {
+        "values": 0.1 * (row + golden.position).cos(),
+        "greedy": float64(0.2, 0.2, 0.7, 0.7),
+        "components": inputs.rewards[:, None],
+        "component_weights": float64(1),
+        "domain_weights": float64(16, 16, 2.56, 2.56),
+        "drift": float64(1, 2, 3, 4),
+    }
+    return replace(inputs, **{k: v for k, v in extras.items() if k not in changes})
+
+
+def first_tokens(golden, name, options=None, **changes):
+    result = compute(ADVANTAGES[name], with_everything(golden, **changes), options or {})
+    return result.values[golden.position == 0].tolist()
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("grpo", (0.707106, -0.707106, -0.707106, 0.707106)),
-        ("no_std", (0.5, -0.5, -0.75, 0.75)),
-        ("rloo", (1, -1, -1.5, 1.5)),
-        ("opo", (0.4, -0.6, -0.5625, 0.9375)),
+        ("cpgd", (0.707106, -0.707106, -0.707106, 0.707106)),
         ("reinforce_pp_baseline", (0.823299, -0.736636, -1.126620, 1.213283)),
         ("reinforce_pp", (0.291399, -1.207224, -0.457913, 1.790022)),
-        ("gpg", (0.5, -0.5, -0.75, 0.75)),
         ("grpo_passk", (1.414212, 0, 0, 1.414212)),
-        ("max_rl", (1, -1, -0.6, 0.6)),
-        ("reinforce", (1, 0, 0.5, 2)),
+        ("drpo", (1.209362, -1.209362, -0.193498, 0.193498)),
     ],
 )
 def test_golden_values(golden, name, expected):
-    assert first_tokens(golden, name) == pytest.approx(expected, abs=6e-7)
+    assert first_tokens(golden, name) == pytest.approx(expected, abs=PRINTED)
 
 
-def test_exact_values_of_grpo_to_1e_minus_7(golden):
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("no_std", (0.5, -0.5, -0.75, 0.75)),
+        ("rloo", (1, -1, -1.5, 1.5)),
+        ("opo", (0.4, -0.6, -0.5625, 0.9375)),
+        ("gpg", (0.5, -0.5, -0.75, 0.75)),
+        ("max_rl", (1, -1, -0.6, 0.6)),
+        ("reinforce", (1, 0, 0.5, 2)),
+        ("remax", (0.8, -0.2, -0.2, 1.3)),
+    ],
+)
+def test_exact_golden_values(golden, name, expected):
+    assert first_tokens(golden, name) == pytest.approx(expected, abs=1e-12)
+
+
+def test_exact_values_of_grpo(golden):
     deviation = 0.5**0.5  # of rewards 1 and 0; of 0.5 and 2 it is 1.5 times that
     small, large = 0.5 / (deviation + 1e-6), 0.75 / (1.5 * deviation + 1e-6)
     expected = (small, -small, -large, large)
     assert first_tokens(golden, "grpo") == pytest.approx(expected, abs=1e-12)
+    lead = (1 / (deviation + 1e-6), 0, 0, 1.5 / (1.5 * deviation + 1e-6))
+    assert first_tokens(golden, "grpo_passk") == pytest.approx(lead, abs=1e-12)
+    lead = first_tokens(golden, "grpo_passk", {"divide_by_std": False})
+    assert lead == [1, 0, 0, 1.5]
 
 
 def test_values_with_another_std_eps(golden):
-    options = AdvantageOptions(std_eps=1e-4)
-    assert first_tokens(golden, "grpo", options=options) == pytest.approx(
+    options = {"std_eps": 1e-4}
+    assert first_tokens(golden, "grpo", options) == pytest.approx(
         (0.7070068, -0.7070068, -0.7070401, 0.7070401), abs=1e-7
     )
-    assert first_tokens(golden, "batch_std", options=options) == pytest.approx(
+    assert first_tokens(golden, "batch_std", options) == pytest.approx(
         (0.5854715, -0.5854715, -0.8782072, 0.8782072), abs=1e-7
     )
 
 
 def test_gpg_can_count_non_zero_rewards(golden):
-    options = AdvantageOptions(alpha="nonzero_rewards")
+    options = {"gpg_alpha": "nonzero_rewards"}
     expected = (2 / 3, -2 / 3, -1, 1)
-    assert first_tokens(golden, "gpg", options=options) == pytest.approx(expected, abs=1e-12)
+    assert first_tokens(golden, "gpg", options) == pytest.approx(expected, abs=1e-12)
+    capped = first_tokens(golden, "gpg", {**options, "gpg_alpha_max": 1.25})
+    assert capped == pytest.approx((0.625, -0.625, -0.9375, 0.9375), abs=1e-12)
+    by_std = first_tokens(golden, "gpg", {"gpg_divisor": "std"})
+    assert by_std == first_tokens(golden, "grpo")
+
+
+def test_gpg_and_cpgd_make_up_for_dead_groups(golden):
+    dead = {"rewards": (1, 1, 0.5, 2)}
+    expected = (0, 0, -1.5, 1.5)  # twice -0.75 and 0.75: half of the members, and of the groups
+    assert first_tokens(golden, "gpg", **dead) == pytest.approx(expected, abs=1e-12)
+    filtered = {"cpgd_weight": "clip_filter"}
+    assert first_tokens(golden, "cpgd", filtered, **dead) == pytest.approx(expected, abs=1e-12)
+    plain = first_tokens(golden, "cpgd", {"cpgd_weight": "none"}, **dead)
+    assert plain == first_tokens(golden, "no_std", **dead)
+
+
+def test_cpgd_makes_up_for_dead_groups_at_most_threefold():
+    rewards, groups = float64(0, 1, *[1] * 8), torch.arange(5).repeat_interleave(2)
+    result = compute(
+        ADVANTAGES["cpgd"], one_token_each(rewards, groups), {"cpgd_weight": "clip_filter"}
+    )
+    assert result.values.tolist() == [-1.5, 1.5, *[0] * 8]
+    assert (result.constant_low, result.constant_high) == (0, 4)
+
+
+def one_token_each(rewards, groups, **changes):
+    everybody = torch.ones(len(rewards), dtype=torch.bool)
+    return AdvantageInputs(
+        **{
+            "rewards": rewards,
+            "groups": groups,
+            "live": everybody,
+            "baseline": everybody,
+            "lengths": torch.ones_like(groups),
+            "sequence": torch.arange(len(rewards)),
+            "token_penalties": torch.zeros_like(rewards),
+            **changes,
+        }
+    )
+
+
+def test_max_rl_weighs_hard_prompts(golden):
+    hard = {"rewards": (1, 0, 0, 0), "groups": ONE_GROUP}
+    assert first_tokens(golden, "max_rl", **hard) == [3, -1, -1, -1]
+    with pytest.raises(ValueError, match="rewards >= 0"):
+        first_tokens(golden, "max_rl", rewards=(1, -1, 0, 0))
+
+
+# -- tokens ----------------------------------------------------------------------------------------
 
 
 def test_kl_in_the_reward_enters_token_returns_token_by_token(golden):
@@ -66,10 +148,10 @@ def test_kl_in_the_reward_enters_token_returns_token_by_token(golden):
     inputs = golden.members(token_penalties=penalties)
     values = compute(ADVANTAGES["reinforce_pp"], inputs).values
     assert values[golden.position == 0].tolist() == pytest.approx(
-        (0.305033, -1.236308, -0.488092, 1.791780), abs=6e-7
+        (0.305033, -1.236308, -0.488092, 1.791780), abs=PRINTED
     )
     assert values[golden.sequence == 0].tolist() == pytest.approx(
-        (0.305033, 0.319734, 0.305033, 0.274447, 0.256096, 0.266852), abs=6e-7
+        (0.305033, 0.319734, 0.305033, 0.274447, 0.256096, 0.266852), abs=PRINTED
     )
 
 
@@ -78,51 +160,221 @@ def test_kl_in_the_reward_enters_outcomes_before_the_baseline(golden):
     assert first_tokens(golden, "no_std", token_penalties=penalties) == pytest.approx(
         (0.4, -0.4, -0.85, 0.85), abs=1e-12
     )
+    assert first_tokens(golden, "remax", token_penalties=penalties) == pytest.approx(
+        (0.2, -0.6, -0.7, 1.0), abs=1e-12
+    )
 
 
 def test_discount_counts_sampled_tokens(golden):
-    inputs = golden.members(options=AdvantageOptions(gamma=0.5))
-    values = compute(ADVANTAGES["reinforce"], inputs).values
+    values = compute(ADVANTAGES["reinforce"], golden.members(), {"gamma": 0.5}).values
     assert values[golden.sequence == 3].tolist() == [0.5, 1, 2]
     assert values[golden.sequence == 0].tolist() == [0.5**k for k in (5, 4, 3, 2, 1, 0)]
 
 
-def test_max_rl_weighs_hard_prompts(golden):
-    one_group = torch.zeros(4, dtype=torch.int64)
-    assert first_tokens(golden, "max_rl", rewards=(1, 0, 0, 0), groups=one_group) == [3, -1, -1, -1]
-    with pytest.raises(ValueError, match="rewards >= 0"):
-        first_tokens(golden, "max_rl", rewards=(1, -1, 0, 0))
+def test_gae(golden):
+    inputs, options = with_everything(golden), {"gamma": 0.99, "lam": 0.95}
+    raw = compute(ADVANTAGES["gae"], inputs, options, whiten=False)
+    assert raw.values[golden.sequence == 0].tolist() == pytest.approx(
+        (0.630667, 0.720019, 0.866823, 0.981625, 1.007268, 0.971634), abs=PRINTED
+    )
+    white = compute(ADVANTAGES["gae"], inputs, options)
+    assert white.values[golden.sequence == 0].tolist() == pytest.approx(
+        (-0.179579, -0.038984, 0.192015, 0.372656, 0.413007, 0.356935), abs=PRINTED
+    )
+    assert white.values[golden.position == 0].tolist() == pytest.approx(
+        (-0.179579, -1.271954, -0.495216, 1.764489), abs=PRINTED
+    )
+    for result in (raw, white):  # the critic learns returns from before whitening
+        assert result.returns is not None
+        assert result.returns[golden.sequence == 0].tolist() == pytest.approx(
+            (0.730667, 0.774049, 0.825209, 0.882625, 0.941904, 1.0), abs=PRINTED
+        )
+        assert result.returns[golden.sequence == 3].tolist() == pytest.approx(
+            (1.767166, 1.882404, 2.0), abs=PRINTED
+        )
+
+
+def test_gae_across_a_tool_call():
+    """Of mask 1,1,0,0,1,1 only sampled tokens are here, so the gap is no step in time."""
+    inputs = AdvantageInputs(
+        rewards=float64(1),
+        groups=torch.tensor([0]),
+        live=torch.tensor([True]),
+        baseline=torch.tensor([True]),
+        lengths=torch.tensor([4]),
+        sequence=torch.zeros(4, dtype=torch.int64),
+        token_penalties=float64(0, 0, 0, 0),
+        values=float64(0.1, 0.2, 0.3, 0.4),
+    )
+    raw = compute(ADVANTAGES["gae"], inputs, whiten=False).values
+    assert raw.tolist() == pytest.approx((0.799675, 0.7365, 0.67, 0.6), abs=1e-12)
+    bootstrapped = replace(inputs, rewards=float64(0), final_values=float64(1))
+    same = compute(ADVANTAGES["gae"], bootstrapped, whiten=False).values
+    assert same.tolist() == pytest.approx(raw.tolist(), abs=1e-12)
+
+
+def test_values_of_members_that_do_not_train_reach_nobody(golden):
+    excluded = torch.tensor([True, False, True, True])
+    inputs = with_everything(golden, live=excluded, baseline=excluded)
+    poisoned = replace(
+        inputs,
+        values=inputs.values.where(golden.sequence != 1, NAN),
+        final_values=float64(0, NAN, 0, 0),
+    )
+    clean, same = (compute(ADVANTAGES["gae"], one) for one in (inputs, poisoned))
+    assert torch.equal(clean.values, same.values)
+    assert clean.returns is not None and same.returns is not None
+    assert torch.equal(clean.returns, same.returns)
+    assert same.returns[golden.sequence == 1].abs().sum() == 0
+
+
+def test_without_a_greedy_reward_a_group_does_not_train(golden):
+    result = compute(
+        ADVANTAGES["remax"], with_everything(golden, greedy=float64(NAN, NAN, 0.7, 0.7))
+    )
+    assert result.live.tolist() == [False, False, True, True]
+    assert result.no_baseline == 1
+    assert result.values[golden.position == 0].tolist() == pytest.approx((0, 0, -0.2, 1.3))
+    assert compute(ADVANTAGES["remax"], with_everything(golden)).no_baseline == 0
+
+
+# -- terms of the reward ---------------------------------------------------------------------------
+
+TERMS = {
+    "rewards": (1.5, 0.5, 1, 0.5),
+    "components": float64([1, 1], [0, 1], [1, 0], [0, 1]),
+    "component_weights": float64(1, 0.5),
+}
+
+
+@pytest.mark.parametrize(
+    ("whitening", "expected"),
+    [
+        ("seq", (1.095275, -1.095275, 0.547638, -0.547638)),
+        ("token", (1.013198, -1.418477, 0.405279, -0.810558)),
+    ],
+)
+def test_gdpo_puts_every_term_on_its_own_scale(golden, whitening, expected):
+    values = first_tokens(golden, "gdpo", {"gdpo_whiten": whitening}, **TERMS)
+    assert values == pytest.approx(expected, abs=PRINTED)
+
+
+def test_gdpo_before_whitening(golden):
+    """Whitening is a shift and a factor, and over these sequences the shift is 0."""
+    values = float64(*first_tokens(golden, "gdpo", **TERMS))
+    expected = float64(0.707106, -0.707106, 0.353553, -0.353553)
+    assert torch.allclose(values * expected.std() / values.std(), expected, atol=PRINTED)
+
+
+def test_a_constant_term_is_silent_and_only_constant_terms_make_a_constant_group(golden):
+    # In group 0 the terms cancel in the sum; in group 1 only the first differs.
+    terms = float64([1, 0], [0, 1], [1, 3], [0, 3])
+    changes = {"components": terms, "component_weights": float64(1, 1), "rewards": (1, 1, 4, 3)}
+    result = compute(ADVANTAGES["gdpo"], with_everything(golden, **changes))
+    assert (result.constant_low, result.constant_high) == (0, 0)
+    assert first_tokens(golden, "gdpo", **changes)[:2] == pytest.approx((0, 0), abs=1e-12)
+    alone = {"components": terms[:, :1].where(torch.tensor([[0], [0], [1], [1]]) > 0, 0)}
+    alone |= {"component_weights": float64(1), "rewards": (0, 0, 1, 0)}
+    assert first_tokens(golden, "gdpo", **changes) == pytest.approx(
+        first_tokens(golden, "gdpo", **alone), abs=1e-12
+    )
+    assert compute(ADVANTAGES["gdpo"], with_everything(golden, **alone)).constant_low == 1
+
+
+# -- domains ---------------------------------------------------------------------------------------
+
+
+def test_drpo_can_keep_the_size_of_grpo(golden):
+    grpo = float64(*first_tokens(golden, "grpo"))
+    scaled = float64(*first_tokens(golden, "drpo", {"drpo_renorm": "rms"}))
+    assert scaled.norm() == pytest.approx(grpo.norm().item(), abs=1e-12)
+    ratio = (scaled / grpo)[0] / (scaled / grpo)[2]
+    assert ratio.item() == pytest.approx(1.7241379 / 0.2758621, abs=1e-5)
+
+
+def test_drpo_counts_a_group_once_and_dead_groups_not_at_all():
+    """Weights 9 and 3 have mean 6, however many members; that of the dead group does not count."""
+    inputs = one_token_each(
+        float64(1, 0, 0, 0, 1, 0, 1, 1),
+        torch.tensor([0, 0, 0, 0, 1, 1, 2, 2]),
+        domain_weights=float64(9, 9, 9, 9, 3, 3, 1000, 1000),
+    )
+    values = compute(ADVANTAGES["drpo"], inputs).values
+    plain = compute(ADVANTAGES["grpo"], inputs).values
+    weighted = plain * float64(1.5, 1.5, 1.5, 1.5, 0.5, 0.5, 0, 0)
+    assert torch.allclose(values, weighted / (weighted.std() + 1e-6), atol=1e-12)
+    extreme = replace(inputs, domain_weights=float64(*[1e9] * 4, 1, 1, 1, 1))
+    values = compute(ADVANTAGES["drpo"], extreme, {"drpo_renorm": "rms"}).values
+    ratio = (values / plain)[0] / (values / plain)[4]
+    assert ratio.item() == pytest.approx(2 / 0.1)  # 2e-9 of the mean is raised to 0.1
+
+
+def test_drpo_with_one_domain_is_grpo_over_its_spread(golden):
+    grpo = float64(*first_tokens(golden, "grpo"))
+    one_domain = first_tokens(golden, "drpo", domain_weights=float64(5, 5, 5, 5))
+    assert one_domain == pytest.approx((grpo / (grpo.std() + 1e-6)).tolist(), abs=1e-12)
+
+
+def test_drpo_damps_members_far_from_the_reference(golden):
+    equal = {"domain_weights": float64(5, 5, 5, 5), "drift": float64(0, 1, 2, 3)}
+    plain = float64(*first_tokens(golden, "drpo", **equal))
+    damped = float64(*first_tokens(golden, "drpo", {"drpo_kl_damp": 0.75}, **equal))
+    # All |A| are equal (up to 1e-6) and cancel: the quantile is at a drift of 2.25.
+    assert (damped / plain).tolist() == pytest.approx(
+        (1, 2.25 / 3.25, 2.25 / 4.25, 2.25 / 5.25), abs=1e-6
+    )
+    nowhere = equal | {"drift": float64(0, 0, 0, 3)}
+    kept = first_tokens(golden, "drpo", {"drpo_kl_damp": 0.5}, **nowhere)
+    assert kept == plain.tolist()
+
+
+# -- what holds for every estimator ----------------------------------------------------------------
 
 
 def test_whitening(golden):
     live = torch.ones(18, dtype=torch.bool)
-    white = whiten(golden.advantages, live)[golden.position == 0]
-    assert white.tolist() == pytest.approx((1.053208, -1.113391, -0.842566, 0.782383), abs=6e-7)
+    white = whitened(golden.advantages, live)[golden.position == 0]
+    assert white.tolist() == pytest.approx((1.053208, -1.113391, -0.842566, 0.782383), abs=PRINTED)
+    shifted = whitened(golden.advantages, live, std=False)
+    assert torch.allclose(shifted, golden.advantages - golden.advantages.mean(), atol=1e-12)
+
+
+def test_whitening_is_an_option_where_the_estimator_allows_it(golden):
+    inputs = golden.members()
+    turned_on = compute(ADVANTAGES["reinforce"], inputs, whiten=True)
+    assert torch.equal(turned_on.values, compute(ADVANTAGES["reinforce_pp"], inputs).values)
+    turned_off = compute(ADVANTAGES["reinforce_pp"], inputs, whiten=False)
+    assert torch.equal(turned_off.values, compute(ADVANTAGES["reinforce"], inputs).values)
+    shifted = compute(ADVANTAGES["reinforce_pp"], inputs, whiten_std=False).values
+    assert torch.allclose(shifted, turned_off.values - turned_off.values.mean(), atol=1e-12)
+    with pytest.raises(AssertionError, match="never whitened"):
+        compute(ADVANTAGES["rloo"], inputs, whiten=True)
 
 
 @pytest.mark.parametrize("value", [0.0, NAN])
 def test_an_excluded_member_is_in_no_statistic(golden, value):
     excluded = {
         "rewards": (1, 0, value, 1),
-        "groups": torch.zeros(4, dtype=torch.int64),
+        "groups": ONE_GROUP,
         "live": torch.tensor([True, True, False, True]),
         "baseline": torch.tensor([True, True, False, True]),
     }
     assert first_tokens(golden, "grpo", **excluded) == pytest.approx(
-        (0.577349, -1.154699, 0, 0.577349), abs=6e-7
+        (0.577349, -1.154699, 0, 0.577349), abs=PRINTED
     )
     assert first_tokens(golden, "rloo", **excluded) == [0.5, -1, 0, 0.5]
     returned = excluded | {"rewards": (1, 0, 0, 1), "baseline": torch.ones(4, dtype=torch.bool)}
     assert first_tokens(golden, "grpo", **returned) == pytest.approx(
-        (0.866024, -0.866024, 0, 0.866024), abs=6e-7
+        (0.866024, -0.866024, 0, 0.866024), abs=PRINTED
     )
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ADVANTAGES.items() if entry.group])
-def test_a_constant_group_gets_exactly_zero(golden, name):
+@pytest.mark.parametrize("std_eps", [1e-6, 0.0])
+def test_a_constant_group_gets_exactly_zero(golden, name, std_eps):
     third = 0.1 + 0.2  # differs from 0.3 by a rounding residue
-    inputs = golden.members(rewards=(0.3, third, 0.5, 2))
-    result = compute(ADVANTAGES[name], inputs)
+    inputs = with_everything(golden, rewards=(0.3, third, 0.5, 2))
+    result = compute(ADVANTAGES[name], inputs, {"std_eps": std_eps})
     assert (result.values[golden.sequence < 2] == 0).all()
     assert result.values[golden.sequence >= 2].abs().max() > 0
     assert result.live.all()
@@ -131,40 +383,73 @@ def test_a_constant_group_gets_exactly_zero(golden, name):
     assert dropped.live.tolist() == [False, False, True, True]
 
 
-def test_a_group_shrunk_to_one_member_does_not_train(golden):
+@pytest.mark.parametrize("name", [name for name, entry in ADVANTAGES.items() if entry.group])
+def test_a_group_shrunk_to_one_member_does_not_train(golden, name):
     excluded = torch.tensor([True, False, True, True])
-    result = compute(ADVANTAGES["rloo"], golden.members(live=excluded, baseline=excluded))
+    inputs = with_everything(golden, live=excluded, baseline=excluded)
+    result = compute(ADVANTAGES[name], inputs)
     assert result.live.tolist() == [False, False, True, True]
-    assert result.singleton == 1
+    assert (result.singleton, result.constant_low, result.constant_high) == (1, 0, 0)
     assert result.values[golden.sequence < 2].abs().sum() == 0
-    alone = compute(ADVANTAGES["reinforce"], golden.members(live=excluded, baseline=excluded))
-    assert alone.live.tolist() == excluded.tolist() and alone.singleton == 0
+
+
+def test_without_groups_one_member_trains(golden):
+    excluded = torch.tensor([True, False, True, True])
+    for name in ("reinforce", "reinforce_pp", "remax", "gae"):
+        inputs = with_everything(golden, live=excluded, baseline=excluded)
+        result = compute(ADVANTAGES[name], inputs)
+        assert result.live.tolist() == excluded.tolist() and result.singleton == 0
+
+
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+def test_a_lone_member_with_a_biased_baseline_is_not_blown_up(golden, name):
+    """Three excluded members in its baseline: no spread over live members to divide by."""
+    inputs = with_everything(
+        golden, groups=ONE_GROUP, live=torch.tensor([True, False, False, False])
+    )
+    options = {"drpo_kl_damp": 0.75}
+    assert compute(ADVANTAGES[name], inputs, options).values.abs().max() < 10
 
 
 def test_the_clip_comes_last_and_is_counted_before_it_acts(golden):
     result = compute(ADVANTAGES["rloo"], golden.members(), adv_clip=1.2)
     assert result.values.abs().max() == 1.2
     assert result.clip_frac == pytest.approx(8 / 18)  # rows of 5 and 3 tokens
+    off = compute(ADVANTAGES["rloo"], golden.members(), adv_clip=0.0)
+    assert off.values.abs().max() == 1.5 and off.clip_frac == 0
 
 
 def test_everything_excluded_leaves_nothing(golden):
     nobody = torch.zeros(4, dtype=torch.bool)
     for entry in ADVANTAGES.values():
-        result = compute(entry, golden.members(live=nobody, baseline=nobody))
+        result = compute(entry, with_everything(golden, live=nobody, baseline=nobody))
         assert result.values.abs().sum() == 0 and not result.live.any()
 
 
+def test_all_groups_constant_leave_zeros(golden):
+    for name, entry in ADVANTAGES.items():
+        if entry.group:
+            inputs = with_everything(golden, rewards=(1, 1, 0, 0))
+            result = compute(entry, inputs, {"drpo_renorm": "rms", "drpo_kl_damp": 0.5})
+            assert result.values.abs().sum() == 0 and result.live.all(), name
+
+
 def test_a_member_without_tokens_is_as_if_absent(golden):
-    inputs = golden.members()
-    more = AdvantageInputs(
-        rewards=torch.cat([inputs.rewards, torch.tensor([5.0], dtype=torch.float64)]),
+    inputs = with_everything(golden)
+    names = ("rewards", "greedy", "domain_weights", "drift")
+    more = replace(
+        inputs,
+        **{name: torch.cat([getattr(inputs, name), float64(5)]) for name in names},
+        components=torch.cat([inputs.components, float64([5])]),
         groups=torch.tensor([0, 0, 1, 1, 0]),
         live=torch.ones(5, dtype=torch.bool),
         baseline=torch.ones(5, dtype=torch.bool),
         lengths=torch.tensor([6, 4, 5, 3, 0]),
-        sequence=inputs.sequence,
-        token_penalties=inputs.token_penalties,
     )
     for entry in ADVANTAGES.values():
         assert torch.equal(compute(entry, more).values, compute(entry, inputs).values)
     assert compute(ADVANTAGES["grpo"], more).live.tolist() == [True] * 4 + [False]
+
+
+def test_only_a_critic_makes_returns(golden):
+    assert compute(ADVANTAGES["grpo"], golden.members()).returns is None

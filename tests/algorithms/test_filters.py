@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from saccade.algorithms.filters import (
     discard_reason,
+    entropy_threshold,
+    high_entropy,
     in_baseline,
     is_constant,
     is_excluded,
     keep_group,
     overlong_penalty,
+    share,
 )
 
 
@@ -68,3 +72,69 @@ def test_who_is_excluded():
     assert in_baseline("overturn", ("overturn",), True)
     assert not in_baseline("overturn", ("overturn",), False)
     assert in_baseline("ok", ("overturn",), False)
+
+
+def test_tokens_of_high_entropy_in_the_fixture(golden):
+    entropies = 1 + (2 * golden.sequence + 3 * golden.position).double().sin()
+    assert entropy_threshold(entropies, 0.2).item() == pytest.approx(1.5582395, abs=1e-7)
+    keep = high_entropy(entropies, golden.live, golden.sequence, fraction=0.2)
+    kept = zip(golden.sequence[keep].tolist(), golden.position[keep].tolist(), strict=True)
+    assert list(kept) == [(0, 5), (1, 0), (1, 2), (2, 1)]
+    clip = {"clip_low": 0.2, "clip_high": 0.28, "keep": keep}
+    value, _ = golden.loss("clip", "token_mean", **clip)
+    assert value == pytest.approx(0.11624419, abs=1e-7)
+    value, _ = golden.loss("clip", "token_mean", denominator="kept", **clip)
+    assert value == pytest.approx(0.52309886, abs=1e-7)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.2, 0.3, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("count", [1, 2, 11, 100])
+def test_the_threshold_is_the_interpolated_quantile(fraction, count):
+    noise = torch.Generator().manual_seed(count)
+    entropies = torch.rand(count, generator=noise, dtype=torch.float64)
+    expected = entropies.quantile(1 - fraction).item()
+    assert entropy_threshold(entropies, fraction).item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_threshold_that_is_a_token_keeps_it():
+    entropies, first = torch.arange(11.0), torch.zeros(11, dtype=torch.long)
+    live = torch.ones(11, dtype=torch.bool)
+    for tenths in range(1, 11):
+        keep = high_entropy(entropies, live, first, fraction=tenths / 10)
+        assert keep.sum() == tenths + 1
+
+
+def test_high_entropy_by_sequence():
+    entropies = torch.tensor([3.0, 1, 2, 5, 4, 9, 0.1, 0.2, 0.2, 7])
+    sequence = torch.tensor([0, 0, 0, 0, 0, 2, 2, 1, 1, 1])
+    live = torch.tensor([True] * 9 + [False])
+    keep = high_entropy(entropies, live, sequence, fraction=0.4, scope="sequence")
+    # two of five; one of two at least; the first of equals
+    assert keep.nonzero().flatten().tolist() == [3, 4, 5, 7]
+
+
+@pytest.mark.parametrize("scope", ["step", "sequence"])
+def test_dead_tokens_have_no_say_about_entropy(scope):
+    noise = torch.Generator().manual_seed(1)
+    entropies = torch.rand(60, generator=noise)
+    sequence = torch.arange(60) // 9
+    live = torch.rand(60, generator=noise) < 0.7
+    options = {"fraction": 0.3, "scope": scope}
+    expected = high_entropy(entropies[live], live[live], sequence[live], **options)
+    found = high_entropy(entropies.where(live, float("nan")), live, sequence, **options)
+    assert torch.equal(found[live], expected) and not found[~live].any()
+    assert not high_entropy(entropies, torch.zeros_like(live), sequence, **options).any()
+
+
+def test_order_changes_no_token_of_high_entropy():
+    noise = torch.Generator().manual_seed(2)
+    entropies, live = torch.rand(50, generator=noise), torch.ones(50, dtype=torch.bool)
+    sequence, order = torch.arange(50) // 7, torch.randperm(50, generator=noise)
+    for scope in ("step", "sequence"):
+        expected = high_entropy(entropies, live, sequence, fraction=0.25, scope=scope)
+        found = high_entropy(entropies[order], live, sequence[order], fraction=0.25, scope=scope)
+        assert torch.equal(found, expected[order])
+
+
+def test_a_share_is_rounded_down_but_one_at_least():
+    assert [share(f, 100) for f in (2e-4, 0.29, 0.57, 0.999, 1.0)] == [1, 29, 57, 99, 100]

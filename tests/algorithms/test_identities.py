@@ -6,15 +6,18 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, AdvantageOptions, compute
+from saccade.algorithms.advantage_inputs import PER_MEMBER, PER_TOKEN
+from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute, whitened
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.build import Algorithm, resolve
+from saccade.algorithms.corrections import CORRECTIONS, measure
 from saccade.algorithms.objective import Columns, objective
-from saccade.algorithms.policy_losses import LOSSES, LossInputs, LossOptions
+from saccade.algorithms.policy_losses import LOSSES, LossInputs, cispo_bounds
+from saccade.algorithms.table import call
 from saccade.config import AlgorithmConfig, KLConfig
 
 GROUP_ESTIMATORS = [name for name, entry in ADVANTAGES.items() if entry.group]
@@ -39,23 +42,34 @@ def steps(draw: st.DrawFn) -> Step:
     members = sum(sizes)
     lengths = torch.tensor(draw(st.lists(st.integers(1, 6), min_size=members, max_size=members)))
     grid = st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0])
-    rewards = draw(st.lists(grid, min_size=members, max_size=members))
+    rewards, other = (
+        torch.tensor(draw(st.lists(grid, min_size=members, max_size=members)), dtype=torch.float64)
+        for _ in range(2)
+    )
+    groups = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     noise = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     tokens = int(lengths.sum())
 
-    def spread(scale: float) -> Tensor:
-        return scale * torch.randn(tokens, generator=noise, dtype=torch.float64)
+    def spread(scale: float, count: int = tokens) -> Tensor:
+        return scale * torch.randn(count, generator=noise, dtype=torch.float64)
 
     old = -spread(1).abs()
     return Step(
         members=AdvantageInputs(
-            rewards=torch.tensor(rewards, dtype=torch.float64),
-            groups=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)),
+            rewards=rewards,
+            groups=groups,
             live=torch.ones(members, dtype=torch.bool),
             baseline=torch.ones(members, dtype=torch.bool),
             lengths=lengths,
             sequence=torch.arange(members).repeat_interleave(lengths),
             token_penalties=torch.zeros(tokens, dtype=torch.float64),
+            values=spread(0.3),
+            final_values=spread(0.3, members),
+            greedy=spread(1, len(sizes))[groups],
+            components=torch.stack([rewards, other], 1),
+            component_weights=torch.tensor([1, 0.5], dtype=torch.float64),
+            domain_weights=spread(1, len(sizes)).exp()[groups],
+            drift=spread(1, members).abs(),
         ),
         old=old,
         new=old + spread(0.4),
@@ -64,38 +78,35 @@ def steps(draw: st.DrawFn) -> Step:
     )
 
 
-def advantages(name: str, members: AdvantageInputs, **changes) -> Tensor:
-    return compute(ADVANTAGES[name], replace(members, **changes)).values
+def advantages(name: str, members: AdvantageInputs, options=None, **changes) -> Tensor:
+    return compute(ADVANTAGES[name], replace(members, **changes), options or {}).values
 
 
 def chosen(order: Tensor, members: AdvantageInputs) -> tuple[AdvantageInputs, Tensor]:
     """The members in another order, or some of them, and which tokens those are."""
     tokens = torch.cat([torch.where(members.sequence == member)[0] for member in order])
-    lengths = members.lengths[order]
-    names = ("rewards", "groups", "live", "baseline")
-    moved = replace(
-        members,
-        **{name: getattr(members, name)[order] for name in names},
-        lengths=lengths,
-        sequence=torch.arange(len(order)).repeat_interleave(lengths),
-        token_penalties=members.token_penalties[tokens],
-    )
-    return moved, tokens
+    columns = {name: getattr(members, name)[order] for name in PER_MEMBER}
+    columns |= {name: getattr(members, name)[tokens] for name in PER_TOKEN}
+    columns["sequence"] = torch.arange(len(order)).repeat_interleave(members.lengths[order])
+    return replace(members, **columns), tokens
 
 
 def loss_and_gradient(
-    name: str, step: Step, scales: Tensor, advantages: Tensor, old: Tensor, **options: float
+    name: str, step: Step, scales: Tensor, advantages: Tensor, old: Tensor, **options: float | str
 ) -> tuple[Tensor, Tensor]:
+    """Options that the loss does not have are ignored."""
     sequence, count = step.members.sequence, len(step.members.rewards)
     inputs = LossInputs(
         old=old,
         advantages=advantages,
         sequence=sequence,
         sequences=count,
+        live=torch.ones(len(sequence), dtype=torch.bool),
         sequence_sum=lambda x: x.new_zeros(count).index_add(0, sequence, x),
+        rewards=step.members.rewards[sequence],
     )
     new = step.new.clone().requires_grad_()
-    losses, _ = LOSSES[name].function(new, inputs, LossOptions(**options))
+    losses, _ = call(LOSSES[name].function, new, inputs, options=options)
     total = (losses * scales).sum()
     return total.detach(), torch.autograd.grad(total, new)[0]
 
@@ -106,7 +117,7 @@ def scales_of(name: str, members: AdvantageInputs) -> Tensor:
         members.sequence,
         live=members.live,
         group=members.groups,
-        fixed_length=7,
+        options={"fixed_length": 7},
     ).values
 
 
@@ -128,11 +139,30 @@ def test_dapo_with_equal_clip_widths_is_grpo(step, aggregation):
 
 
 @FAST
-@given(steps())
-def test_grpo_times_its_divisor_is_no_std(step):
+@given(steps(), st.sampled_from([1e-6, 1e-4, 0.5]))
+def test_grpo_times_its_divisor_is_no_std(step, std_eps):
     members = step.members
-    divisor = members.per_token(members.group_std + members.options.std_eps)
-    assert same(advantages("grpo", members) * divisor, advantages("no_std", members))
+    divisor = members.per_token(members.group_std + std_eps)
+    grpo = advantages("grpo", members, {"std_eps": std_eps})
+    assert same(grpo * divisor, advantages("no_std", members))
+
+
+# 2
+@FAST
+@given(steps(), st.sampled_from(["token_mean", "seq_mean"]))
+def test_on_one_token_the_sequence_ratio_is_that_of_the_token(step, aggregation):
+    first = step.members.sequence.diff(prepend=torch.tensor([-1])) != 0
+    tokens = {name: getattr(step.members, name)[first] for name in PER_TOKEN}
+    alone = {"lengths": torch.ones_like(step.members.lengths)}
+    columns = {name: getattr(step, name)[first] for name in ("old", "new", "ref", "rollout")}
+    short = Step(members=replace(step.members, **tokens, **alone), **columns)
+    scales, values = scales_of(aggregation, short.members), advantages("grpo", short.members)
+    one, *others = (
+        loss_and_gradient(name, short, scales, values, short.old, clip_low=0.2, clip_high=0.28)
+        for name in ("clip", "gspo", "gspo_token")
+    )
+    for other in others:
+        assert same(one[0], other[0]) and same(one[1], other[1])
 
 
 # 3
@@ -140,44 +170,73 @@ def test_grpo_times_its_divisor_is_no_std(step):
 @given(steps())
 def test_gspo_and_its_token_form_agree_on_sequence_advantages(step):
     scales, values = scales_of("seq_mean", step.members), advantages("no_std", step.members)
-    one, other = (
-        loss_and_gradient(name, step, scales, values, step.old) for name in ("gspo", "gspo_token")
-    )
-    assert same(one[0], other[0]) and same(one[1], other[1])
-    free = {"clip_low": 50.0, "clip_high": 50.0}
-    one, other = (
-        loss_and_gradient(name, step, scales, values, step.old, **free) for name in ("gspo", "gmpo")
-    )
-    assert same(one[0], other[0]) and same(one[1], other[1])
+    for width, names in (
+        (3e-4, ("gspo", "gspo_token")),
+        (0.2, ("gspo", "gspo_token")),
+        (50.0, ("gspo", "gmpo")),
+    ):
+        one, other = (
+            loss_and_gradient(name, step, scales, values, step.old, clip_low=width, clip_high=width)
+            for name in names
+        )
+        assert same(one[0], other[0]) and same(one[1], other[1])
 
 
 # 4
+ON_POLICY: list[tuple[str, dict[str, float | str]]] = [
+    ("clip", {}),
+    ("clip", {"dual_clip": 3.0}),
+    ("clip", {"delta": 4.0}),
+    ("sapo", {}),
+    ("cispo", {}),
+    ("cispo", {"weight_bound": "around_one", "clip_low": 0.2, "clip_high": 0.28}),
+    ("cispo", {"weight_bound": "delta", "clip_low": 1.0, "clip_high": 4.0}),
+    ("cpgd", {"drift_coef": 1.0}),
+    ("pg", {}),
+    ("gspo_token", {}),
+    ("topr", {}),
+    ("kimi", {}),
+    ("kimi", {"kimi_level": "sequence"}),
+    ("dppo_tv", {}),
+    ("dppo_kl", {}),
+    ("vespo", {}),
+]
+
+
 @FAST
 @given(steps(), st.sampled_from(list(AGGREGATIONS)))
 def test_on_policy_gradient_is_that_of_the_policy_gradient(step, aggregation):
     scales, values = scales_of(aggregation, step.members), advantages("grpo", step.members)
-    expected = -values * scales
-    for name in ("clip", "pg", "cispo", "sapo", "gspo_token"):
-        for bound in ({}, {"dual_clip": 3.0}, {"delta": 4.0}):
-            _, gradient = loss_and_gradient(name, step, scales, values, step.new, **bound)
-            assert same(gradient, expected), name
+    scales = scales * step.ref.exp() * (step.rollout < step.ref)  # weights and a mask
+    for name, options in ON_POLICY:
+        _, gradient = loss_and_gradient(name, step, scales, values, step.new, **options)
+        assert same(gradient, -values * scales), name
     scales = scales_of("seq_mean", step.members)
     for name in ("gspo", "gmpo"):
         _, gradient = loss_and_gradient(name, step, scales, values, step.new)
         assert same(gradient, -values * scales), name
 
 
-# 5, 6
+# 5
 @FAST
-@given(steps())
-def test_bounds(step):
+@given(steps(), st.sampled_from(["cap", "around_one", "delta"]), st.floats(0, 1.5))
+def test_cispo_leaves_every_token_its_gradient(step, bound, width):
     scales, values = scales_of("token_mean", step.members), advantages("grpo", step.members)
+    options = {"weight_bound": bound, "weight_cap": 1.1, "clip_low": width, "clip_high": width}
+    _, gradient = loss_and_gradient("cispo", step, scales, values, step.old, **options)
     ratio = (step.new - step.old).exp()
-    _, gradient = loss_and_gradient("cispo", step, scales, values, step.old)
-    assert same(gradient, -values * ratio.clamp(0, 5) * scales)
+    assert same(gradient, -values * ratio.clamp(*cispo_bounds(**options)) * scales)
+
+
+# 6
+@FAST
+@given(steps(), st.floats(1.21, 4))
+def test_delta_is_dual_clip_and_both_can_be_off(step, bound):
+    scales, values = scales_of("token_mean", step.members), advantages("grpo", step.members)
+    off = {"dual_clip": 0.0, "delta": 0.0}
     runs = [
         loss_and_gradient("clip", step, scales, values, step.old, **options)
-        for options in ({"delta": 1.5}, {"dual_clip": 1.5}, {"dual_clip": 1e12}, {})
+        for options in ({"delta": bound}, {"dual_clip": bound}, {"dual_clip": 1e12}, off)
     ]
     for one, other in (runs[:2], runs[2:]):
         assert same(one[0], other[0]) and same(one[1], other[1])
@@ -192,6 +251,50 @@ def test_relations_between_estimators(step):
     assert same(advantages("rloo", members), factor * advantages("no_std", members))
     equal = replace(members, lengths=torch.full_like(members.lengths, 3))
     assert same(advantages("opo", equal), advantages("no_std", equal))
+    assert torch.equal(advantages("cpgd", members), advantages("grpo", members))
+
+
+@FAST
+@given(steps())
+def test_gdpo_of_one_term_is_whitened_grpo(step):
+    members = step.members
+    one_term = {"components": members.rewards[:, None], "component_weights": torch.ones(1)}
+    grpo, differs = advantages("grpo", members), ~members.per_token(members.constant)
+    by_token = advantages("gdpo", members, {"gdpo_whiten": "token"}, **one_term)
+    assert same(by_token, whitened(grpo, torch.ones_like(differs)).where(differs, 0.0))
+    firsts = grpo[members.sequence.diff(prepend=torch.tensor([-1])) != 0]
+    by_member = members.per_token((firsts - firsts.mean()) / (firsts.std() + 1e-4))
+    assert same(advantages("gdpo", members, **one_term), by_member.where(differs, 0.0))
+
+
+@FAST
+@given(steps())
+def test_gae_without_values_or_discount_is_the_return(step):
+    members = replace(step.members, token_penalties=0.1 * (step.old - step.ref))
+    zero = {"values": torch.zeros_like(step.old), "final_values": None}
+    gae = compute(
+        ADVANTAGES["gae"], replace(members, **zero), {"gamma": 1.0, "lam": 1.0}, whiten=False
+    )
+    assert same(gae.values, advantages("reinforce", members))
+    assert gae.returns is not None and same(gae.returns, gae.values)
+
+
+@FAST
+@given(steps(), st.floats(0.5, 1), st.floats(0, 1))
+def test_gae_is_its_recursion(step, gamma, lam):
+    members = replace(step.members, token_penalties=0.1 * (step.old - step.ref))
+    result = compute(ADVANTAGES["gae"], members, {"gamma": gamma, "lam": lam}, whiten=False)
+    assert members.values is not None and members.final_values is not None
+    expected = torch.zeros_like(step.old)
+    for member, reward in enumerate(members.rewards):
+        value, advantage = members.final_values[member], 0.0
+        for token in reversed(torch.where(members.sequence == member)[0].tolist()):
+            now = members.values[token]
+            surprise = reward - members.token_penalties[token] + gamma * value - now
+            value, reward, advantage = now, 0.0, surprise + gamma * lam * advantage
+            expected[token] = advantage
+    assert same(result.values, expected)
+    assert result.returns is not None and same(result.returns, expected + members.values)
 
 
 # 9
@@ -199,18 +302,19 @@ def test_relations_between_estimators(step):
 @given(steps(), st.floats(-3, 3))
 def test_a_constant_added_to_rewards_changes_no_group_estimator(step, shift):
     members = step.members
+    assert members.components is not None
+    moved = {"rewards": members.rewards + shift, "components": members.components + shift}
     for name in GROUP_ESTIMATORS:
         if name != "max_rl":
-            moved = advantages(name, members, rewards=members.rewards + shift)
-            assert same(moved, advantages(name, members)), name
+            assert same(advantages(name, members, **moved), advantages(name, members)), name
 
 
 @FAST
 @given(steps(), st.floats(0.1, 10))
 def test_grpo_without_eps_ignores_the_scale_of_rewards(step, factor):
-    members = replace(step.members, options=AdvantageOptions(std_eps=0.0))
-    scaled = advantages("grpo", members, rewards=factor * members.rewards)
-    assert same(scaled, advantages("grpo", members))
+    members, exact = step.members, {"std_eps": 0.0}
+    scaled = advantages("grpo", members, exact, rewards=factor * members.rewards)
+    assert same(scaled, advantages("grpo", members, exact))
 
 
 # 10
@@ -219,7 +323,10 @@ def train(algorithm: Algorithm, step: Step, parts: list[Tensor] | None = None):
     members = step.members
     result = compute(
         algorithm.estimator,
-        replace(members, options=algorithm.advantage_options),
+        members,
+        algorithm.advantage_options,
+        whiten=algorithm.whiten,
+        whiten_std=algorithm.whiten_std,
         adv_clip=algorithm.adv_clip,
         drop_constant=algorithm.drop_constant,
     )
@@ -228,7 +335,7 @@ def train(algorithm: Algorithm, step: Step, parts: list[Tensor] | None = None):
         members.sequence,
         live=result.live,
         group=members.groups,
-        fixed_length=algorithm.fixed_length,
+        options=algorithm.aggregation_options,
     ).values
     new = step.new.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
@@ -286,24 +393,34 @@ def test_no_partition_and_no_order_changes_loss_or_gradient(step, names, drop, r
 
 
 # 11
+def with_another(members: AdvantageInputs, group: int, *, tokens: int, poison: float):
+    """One more member: excluded and full of `poison`, or taking part and without tokens."""
+    own = {"groups": group, "live": not tokens, "baseline": not tokens, "lengths": tokens}
+    own["sequence"] = len(members.rewards)
+
+    def longer(name: str, rows: int) -> Tensor:
+        column = getattr(members, name)
+        more = column.new_full((rows, *column.shape[1:]), own.get(name, poison))
+        return torch.cat([column, more])
+
+    columns = {name: longer(name, 1) for name in PER_MEMBER}
+    return replace(members, **columns, **{name: longer(name, tokens) for name in PER_TOKEN})
+
+
 @FAST
-@given(steps(), st.sampled_from(list(ADVANTAGES)), st.integers(0, 3), st.booleans())
-def test_an_excluded_member_changes_nothing(step, name, group, poisoned):
-    members, poison = step.members, float("nan") if poisoned else 5.0
-    count, tokens = len(members.rewards), len(members.sequence)
-    more = AdvantageInputs(
-        rewards=torch.cat([members.rewards, members.rewards.new_tensor([poison])]),
-        groups=torch.cat([members.groups, torch.tensor([group])]),
-        live=torch.cat([members.live, torch.tensor([False])]),
-        baseline=torch.cat([members.baseline, torch.tensor([False])]),
-        lengths=torch.cat([members.lengths, torch.tensor([2])]),
-        sequence=torch.cat([members.sequence, torch.tensor([count, count])]),
-        token_penalties=torch.cat(
-            [members.token_penalties, members.token_penalties.new_tensor([poison, poison])]
-        ),
-    )
+@given(
+    steps(),
+    st.sampled_from(list(ADVANTAGES)),
+    st.integers(0, 3),
+    st.sampled_from([(2, float("nan")), (2, float("-inf")), (2, 5.0), (0, 5.0)]),
+)
+def test_a_member_that_does_not_train_changes_nothing(step, name, group, kind):
+    members, tokens = step.members, len(step.members.sequence)
+    more = with_another(members, group, tokens=kind[0], poison=kind[1])
     before, after = compute(ADVANTAGES[name], members), compute(ADVANTAGES[name], more)
     assert same(after.values[:tokens], before.values) and after.values[tokens:].abs().sum() == 0
+    assert before.returns is not None and after.returns is not None
+    assert same(after.returns[:tokens], before.returns) and after.returns[tokens:].sum() == 0
     assert after.live.tolist() == [*before.live.tolist(), False]
     for aggregation in AGGREGATIONS:
         scales = scales_of(aggregation, more)
@@ -311,7 +428,36 @@ def test_an_excluded_member_changes_nothing(step, name, group, poisoned):
         assert scales[tokens:].abs().sum() == 0
 
 
+@FAST
+@given(steps(), st.sampled_from(GROUP_ESTIMATORS))
+def test_a_group_shrunk_to_one_member_is_as_if_absent(step, name):
+    members = step.members
+    others = torch.where(members.groups != 0)[0]
+    assume(len(others))
+    survivors = members.groups != 0
+    survivors[0] = True
+    shrunk = compute(ADVANTAGES[name], replace(members, live=survivors, baseline=survivors))
+    rest, tokens = chosen(others, members)
+    assert same(shrunk.values[tokens], compute(ADVANTAGES[name], rest).values)
+    assert not shrunk.values[members.per_token(members.groups == 0)].any()
+    assert shrunk.singleton == 1 and not shrunk.live[members.groups == 0].any()
+
+
 # 12
+@FAST
+@given(steps(), st.booleans())
+def test_no_correction_acts_where_engine_and_trainer_agree(step, unscored):
+    rollout = step.old.where(torch.tensor(not unscored), float("nan"))
+    live = torch.ones(len(step.old), dtype=torch.bool)
+    mismatch = measure(step.old, rollout, live=live, sequence=step.members.sequence)
+    for name, entry in CORRECTIONS.items():
+        if not entry.each_update:  # that one reads the current log-probs
+            bounds = {"low": 0.99, "high": 1.01} if entry.reads("low") else {"high": 0.0}
+            found = entry.function(mismatch, **bounds)
+            assert found.weights is None or found.weights.eq(1).all(), name
+            assert found.keep is None or found.keep.all(), name
+
+
 @FAST
 @given(steps())
 def test_neutral_weights_and_masks_change_nothing(step):

@@ -6,9 +6,9 @@ import torch
 from saccade.algorithms.kl import KINDS
 
 
-def at(kind: str, gap: float, clamp: str = "bounded") -> tuple[float, float]:
+def at(kind: str, gap: float, **options: str) -> tuple[float, float]:
     new = torch.tensor(gap, dtype=torch.float64, requires_grad=True)
-    value = KINDS[kind].function(new, torch.zeros((), dtype=torch.float64), clamp)
+    value = KINDS[kind].function(new, torch.zeros((), dtype=torch.float64), **options)
     (gradient,) = torch.autograd.grad(value, new)
     return value.item(), gradient.item()
 
@@ -28,7 +28,7 @@ def at(kind: str, gap: float, clamp: str = "bounded") -> tuple[float, float]:
 )
 def test_k3_value_and_gradient(gap, value, bounded, zero):
     assert at("k3", gap) == pytest.approx((value, bounded), abs=1e-7)
-    assert at("k3", gap, "zero") == pytest.approx((value, zero), abs=1e-7)
+    assert at("k3", gap, clamp="zero") == pytest.approx((value, zero), abs=1e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,3 +63,7 @@ def test_token_mean_over_the_fixture(golden, kind, value, norm):
 def test_the_slope_of_k2_is_bounded():
     assert at("k2", 80.0) == (3200.0, 10.0)
     assert at("k1+", -80.0) == (-80.0, -10.0)
+
+
+def test_only_k3_has_a_clamped_gradient():
+    assert [kind for kind, entry in KINDS.items() if entry.reads("clamp")] == ["k3"]

@@ -1,15 +1,29 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from saccade.algorithms.policy_losses import LOSSES, LossOptions, clip
+from saccade.algorithms.corrections import CORRECTIONS, opsm
+from saccade.algorithms.kl import k3
+from saccade.algorithms.policy_losses import (
+    LOSSES,
+    cispo_bounds,
+    clip,
+    cpgd,
+    inside_kl,
+    inside_tv,
+    log_ratio,
+)
 
 WIDER = {"clip_low": 0.2, "clip_high": 0.28}
 DUAL = WIDER | {"dual_clip": 3.0}
-CISPO = {"weight_low": 0.8, "weight_high": 1.28}
+WIDE_BAND = {"clip_low": 0.4, "clip_high": 0.4}
+CISPO = WIDER | {"weight_bound": "around_one"}
+DRIFT = {"drift_coef": 0.01, "drift_cap": 2.0}
+SEQUENCE = {"kimi_level": "sequence"}
 
 
 @pytest.mark.parametrize(
@@ -28,14 +42,24 @@ CISPO = {"weight_low": 0.8, "weight_high": 1.28}
         ("gspo", "seq_mean", WIDER, 0.00818288, 0.21525148),
         ("gspo_token", "seq_mean", WIDER, 0.00818288, 0.21525148),
         ("gspo", "token_mean", WIDER, -0.02304586, None),
-        ("gspo", "seq_sum", WIDER, -0.10370637, None),
+        ("luspo", "seq_sum", WIDER, -0.10370637, None),
         ("gmpo", "seq_mean", WIDER, 0.01789110, 0.18932185),
-        ("gmpo", "seq_mean", {"clip_low": 0.4, "clip_high": 0.4}, 0.00818288, 0.21525148),
+        ("gmpo", "seq_mean", WIDE_BAND, 0.00818288, 0.21525148),
         ("cispo", "token_mean", CISPO, 0.00441486, 0.22344794),
         ("cispo", "seq_mean", CISPO, -0.02104004, None),
         ("cispo", "token_mean", {}, 0.00198860, 0.22415962),
         ("sapo", "seq_mean", {}, -0.03365615, 0.22181508),
         ("sapo", "token_mean", {}, -0.09272676, None),
+        ("cpgd", "token_mean", {"drift_coef": 0.0}, 0.01964897, 0.17402728),
+        ("cpgd", "seq_mean", {"drift_coef": 0.0}, 0.02370502, 0.17519830),
+        ("cpgd", "token_mean", DRIFT, 0.01989565, 0.17427979),
+        ("kimi", "token_mean", {"kimi_tau": 0.1}, 0.00652373, 0.21172051),
+        ("dro", "token_mean", {"kimi_tau": 0.1}, 0.00652373, 0.21172051),
+        ("kimi", "seq_sum", SEQUENCE, 0.01972582, 0.95251992),
+        ("topr", "token_mean", {"topr_split": "reward"}, 0.01867529, 0.20772638),
+        ("topr", "token_mean", {"topr_split": "advantage"}, 0.04508561, 0.20397893),
+        ("kl_cov", "token_mean", {"cov_fraction": 0.2}, 0.00580263, 0.19587542),
+        ("vespo", "token_mean", {}, 0.00583023, None),
     ],
 )
 def test_golden_values(golden, name, aggregation, options, value, norm):
@@ -53,16 +77,90 @@ def test_golden_values(golden, name, aggregation, options, value, norm):
         ("clip", "token_mean", WIDER | {"delta": 2.0}, 0.19534956, None),
         ("gspo", "seq_mean", WIDER, 0.06385399, 0.23074388),
         ("gmpo", "seq_mean", WIDER, 0.44283698, 0.20674894),
-        ("gmpo", "seq_mean", {"clip_low": 0.4, "clip_high": 0.4}, 0.36144544, 0.19206558),
+        ("gmpo", "seq_mean", WIDE_BAND, 0.36144544, 0.19206558),
         ("cispo", "token_mean", CISPO, 0.03166245, 0.23181498),
         ("cispo", "token_mean", {}, 0.05648237, 0.53337001),
         ("sapo", "seq_mean", {}, -0.01435527, None),
+        ("dro", "token_mean", {"kimi_tau": 0.1}, 0.09185463, 0.21394788),
+        ("dppo_tv", "token_mean", WIDER | {"weight_cap": 3.0}, 0.33593008, 0.29364659),
+        ("dppo_kl", "token_mean", WIDER | {"weight_cap": 3.0}, 0.38326172, 0.31267874),
+        ("cpgd", "token_mean", {"drift_coef": 0.0}, 0.40115634, 0.14500426),
+        ("cpgd", "token_mean", DRIFT, 0.40916549, 0.14686710),
+        ("topr", "token_mean", {"topr_split": "reward"}, 0.12324043, 0.20029090),
+        ("topr", "token_mean", {"topr_split": "advantage"}, 0.28925999, 0.19182205),
     ],
 )
 def test_golden_values_far_from_old(golden, name, aggregation, options, value, norm):
     found = golden.loss(name, aggregation, wide=True, **options)
     assert found[0] == pytest.approx(value, abs=1e-7)
     assert norm is None or found[1] == pytest.approx(norm, abs=1e-6)
+
+
+def test_sapo_keeps_the_precision_of_its_temperatures(golden):
+    halved = golden.loss("sapo", "seq_mean", tau_negative=torch.tensor(1.05).item())
+    assert halved[0] == pytest.approx(-0.03365611, abs=1e-8)
+    assert golden.loss("sapo", "seq_mean")[0] == pytest.approx(-0.03365615, abs=1e-8)
+
+
+def test_vespo_takes_the_correction_into_its_sequence_weight(golden):
+    weights = CORRECTIONS["tis.token"].function(golden.mismatch, high=2.0).weights
+    value, _ = golden.loss("vespo", "token_mean", weights=weights)
+    assert value == pytest.approx(0.01164343, abs=1e-7)
+    dropped = golden.losses("vespo", golden.new, weights=torch.zeros_like(weights))
+    assert dropped.isfinite().all() and dropped.abs().max() < 1e-12
+
+
+def test_trust_region_mask_with_a_squared_log_ratio(golden):
+    inside = inside_tv(golden.new, golden.rollout, golden.advantages, 0.05, 0.05)
+    gap = log_ratio(golden.new, golden.rollout)
+    losses = -golden.advantages * gap.exp() * inside + 1e-3 * gap.square()
+    assert losses.mean().item() == pytest.approx(0.06691051, abs=1e-7)
+
+
+def test_trust_region_by_kl_lets_through_what_moves_back():
+    old = torch.tensor([-1.0, -1.0, -1.0, -1.0, 0.0, 0.0, -1e-9], dtype=torch.float64)
+    new = torch.tensor([-0.1, -5.0, -0.1, -5.0, -5.0, 0.0, 1e-9], dtype=torch.float64)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, 1.0, 1.0], dtype=torch.float64)
+    inside = inside_kl(new, old, advantages, 0.1, 0.1)
+    assert inside.tolist() == [False, True, True, False, False, True, True]
+
+
+@pytest.mark.parametrize(("ratio_correct", "value"), [(False, 0.02083331), (True, 0.02100357)])
+def test_clip_with_a_kl_in_the_loss(golden, ratio_correct, value):
+    distance = k3(golden.new, golden.ref)
+    if ratio_correct:
+        distance = distance * log_ratio(golden.new, golden.old).exp()
+    losses = golden.losses("clip", golden.new, **DUAL) + 0.1 * distance
+    assert (losses * golden.scales("seq_mean")).sum().item() == pytest.approx(value, abs=1e-7)
+
+
+def test_clip_with_a_kl_by_token(golden):
+    losses = golden.losses("clip", golden.new, **DUAL) + 0.1 * k3(golden.new, golden.ref)
+    assert losses.mean().item() == pytest.approx(-0.01204484, abs=1e-7)
+
+
+def test_clip_without_bad_sequences_that_were_left_behind(golden):
+    mean = golden.inputs().sequence_mean
+    keep = opsm(golden.new, golden.rollout, golden.advantages, mean, threshold=0.01)
+    found = golden.loss("clip", "token_mean", keep=keep, **WIDER)
+    assert found[0] == pytest.approx(-0.22400677, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("correction", "band", "options", "value"),
+    [
+        ("tis.token", {"high": 2.0}, DUAL, -0.01421687),
+        ("tis.sequence", {"high": 2.0}, DUAL, -0.01688046),
+        ("tis.token", {"low": 0.97, "high": 1.03}, WIDER, -0.01514937),
+        ("icepop", {"low": 0.97, "high": 1.03}, WIDER, 0.06566720),
+        ("seq_mask_tis", {"low": 0.99, "high": 1.01}, WIDER, -0.34281679),
+        ("icepop", {"low": 0.97, "high": 1.03}, WIDER | {"denominator": "kept"}, 0.16885852),
+    ],
+)
+def test_clip_with_corrections(golden, correction, band, options, value):
+    found = CORRECTIONS[correction].function(golden.mismatch, **band)
+    total, _ = golden.loss("clip", "token_mean", weights=found.weights, keep=found.keep, **options)
+    assert total == pytest.approx(value, abs=1e-7)
 
 
 def test_sequence_losses_on_one_token_are_the_clip_loss(golden):
@@ -77,13 +175,34 @@ def test_sequence_losses_on_one_token_are_the_clip_loss(golden):
         assert single.loss(name, "seq_mean", **WIDER) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["clip", "pg", "cispo", "sapo", "gspo_token"])
-def test_on_policy_all_have_the_gradient_of_the_policy_gradient(golden, name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("clip", {}),
+        ("clip", {"dual_clip": 3.0}),
+        ("clip", {"delta": 4.0}),
+        ("pg", {}),
+        ("cispo", {}),
+        ("cispo", {"weight_bound": "around_one"}),
+        ("sapo", {}),
+        ("cpgd", {}),
+        ("gspo_token", {}),
+        ("topr", {}),
+        ("kimi", {}),
+        ("kimi", SEQUENCE),
+        ("dppo_tv", {}),
+        ("dppo_kl", {}),
+        ("vespo", {}),
+    ],
+)
+def test_on_policy_all_have_the_gradient_of_the_policy_gradient(golden, name, options):
     on_policy = replace(golden, new=golden.old)
-    value, norm = on_policy.loss(name, "token_mean", dual_clip=3.0)
+    value, norm = on_policy.loss(name, "token_mean", **options)
     assert norm == pytest.approx(0.21154925, abs=1e-6)
     if name == "clip":
         assert value == pytest.approx(-0.02777778, abs=1e-7)
+    _, indicators = LOSSES[name].function(golden.old, golden.inputs(), **options)
+    assert all(int(flags.sum()) == 0 for flags in indicators.values())
 
 
 def test_on_policy_sequence_losses_have_it_under_seq_mean(golden):
@@ -93,10 +212,61 @@ def test_on_policy_sequence_losses_have_it_under_seq_mean(golden):
         assert on_policy.loss(name, "seq_mean")[1] == pytest.approx(expected, abs=1e-12)
 
 
-def test_indicators_say_which_bound_took_the_gradient(golden):
-    inputs, options = golden.inputs(), LossOptions(**DUAL)
+def test_cpgd_on_log_probs_differs_by_a_constant(golden):
+    losses = golden.losses("cpgd", golden.new, drift_coef=0.0) - golden.advantages * golden.old
+    total = (losses * golden.scales("seq_mean")).sum().item()
+    assert total == pytest.approx(-0.00462831, abs=1e-7)
+
+
+def test_drift_is_exactly_zero_on_policy(golden):
+    losses, _ = cpgd(golden.old, golden.inputs(), drift_coef=1.0)
+    assert losses.abs().sum() == 0
+
+
+def test_only_the_slope_of_the_drift_is_capped(golden):
+    gaps = torch.tensor([0.5, 3.0, 30.0, -30.0], dtype=torch.float64)
+    old = torch.full((4,), -40.0, dtype=torch.float64)
+    flat = golden.inputs(old=old, advantages=torch.zeros(4), sequence=torch.arange(4))
+    new = (old + gaps).requires_grad_()
+    losses, _ = cpgd(new, flat, drift_coef=1.0, drift_cap=2.0)
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    values = [math.expm1(d) - d for d in (0.5, 3.0, 20.0, -20.0)]
+    assert losses.tolist() == pytest.approx(values, rel=1e-12)
+    slopes = [math.expm1(0.5), 2.0, 2.0, math.expm1(-20)]
+    assert gradient.tolist() == pytest.approx(slopes, rel=1e-12)
+
+
+def test_zero_switches_bounds_off(golden):
+    plain = golden.loss("clip", "token_mean", wide=True, **WIDER)
+    off = golden.loss("clip", "token_mean", wide=True, **WIDER, dual_clip=0.0, delta=0.0)
+    assert off == plain
+    _, indicators = clip(golden.wide, golden.inputs(), dual_clip=0.0, delta=0.0)
+    assert set(indicators) == {"clip_low", "clip_high"}
+
+
+def bounds(bound: str, cap: float, low: float, high: float) -> tuple[float, float]:
+    return cispo_bounds(weight_bound=bound, weight_cap=cap, clip_low=low, clip_high=high)  # type: ignore[arg-type]
+
+
+def test_three_ways_to_write_the_bounds_of_cispo():
+    assert bounds("cap", 5.0, 0.2, 0.28) == (0.0, 5.0)
+    assert bounds("around_one", 5.0, 0.25, 0.5) == (0.75, 1.5)
+    assert bounds("around_one", 5.0, 0.0, 4.0) == (1.0, 5.0)
+    assert bounds("delta", 5.0, 0.25, 0.5) == (0.75, 1.5)
+    assert bounds("delta", 5.0, 1.0, 4.0) == (0.0, 5.0)
+
+
+def test_a_lower_width_of_one_is_no_lower_bound(golden):
     new = golden.wide.clone().requires_grad_()
-    loss, indicators = clip(new, inputs, options)
+    losses, indicators = cpgd(new, golden.inputs(), clip_low=1.0, drift_coef=0.0)
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    assert not indicators["clip_low"].any() and gradient.isfinite().all()
+    assert torch.equal(gradient == 0, indicators["clip_high"])
+
+
+def test_indicators_say_which_bound_took_the_gradient(golden):
+    new = golden.wide.clone().requires_grad_()
+    loss, indicators = clip(new, golden.inputs(), **DUAL)
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     stopped = indicators["clip_low"] | indicators["clip_high"] | indicators["clip_dual"]
     counts = {name: int(flags.sum()) for name, flags in indicators.items()}
@@ -104,10 +274,55 @@ def test_indicators_say_which_bound_took_the_gradient(golden):
     assert torch.equal(gradient == 0, stopped)
 
 
-def test_a_gap_of_80_stays_finite(golden):
-    for name, entry in LOSSES.items():
-        for gap in (-80.0, 80.0):
-            new = (golden.old + gap).requires_grad_()
-            loss, _ = entry.function(new, golden.inputs(), LossOptions())
+def test_the_dual_clip_keeps_the_gradient_exactly_at_its_bound(golden):
+    old = torch.zeros(2, dtype=torch.float64)
+    inputs = golden.inputs(old=old, advantages=old - 1)
+    new = torch.tensor([math.log(2.0), math.log(4.0)], dtype=torch.float64, requires_grad=True)
+    loss, _ = clip(new, inputs, dual_clip=math.exp(math.log(2.0)))
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    assert gradient.tolist() == [2.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_gap_of_80_stays_finite(golden, name, dtype):
+    for gap in (-80.0, 80.0):
+        for advantage in (-1.0, 0.0, 1.0):
+            inputs = golden.inputs(
+                old=golden.old.to(dtype),
+                advantages=torch.full((18,), advantage, dtype=dtype),
+                selected=golden.position == 0,
+                weights=torch.ones(18, dtype=dtype),
+            )
+            new = (inputs.old + gap).requires_grad_()
+            loss, _ = LOSSES[name].function(new, inputs)
             (gradient,) = torch.autograd.grad(loss.sum(), new)
-            assert loss.isfinite().all() and gradient.isfinite().all(), (name, gap)
+            assert loss.dtype == dtype
+            assert loss.isfinite().all() and gradient.isfinite().all(), (gap, advantage)
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "gmpo", "vespo", "kimi"])
+def test_sequence_statistics_see_live_tokens_only(golden, name):
+    live = golden.position < 2
+    options = SEQUENCE if name == "kimi" else {}
+    short = replace(
+        golden,
+        **{n: getattr(golden, n)[live] for n in ("old", "new", "advantages", "sequence")},
+    )
+    expected, _ = LOSSES[name].function(short.new, short.inputs(rewards=None), **options)
+    found, _ = LOSSES[name].function(golden.new, golden.inputs(live=live), **options)
+    assert torch.allclose(found[live], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
+def test_covariance_losses_refuse_to_run_without_a_selection(golden, name):
+    with pytest.raises(AssertionError, match="selection"):
+        LOSSES[name].function(golden.new, golden.inputs())
+
+
+def test_selected_tokens_of_clip_cov_have_no_loss(golden):
+    selected = golden.position == 1
+    plain, _ = clip(golden.new, golden.inputs())
+    losses, indicators = LOSSES["clip_cov"].function(golden.new, golden.inputs(selected=selected))
+    assert torch.equal(losses, plain * ~selected)
+    assert torch.equal(indicators["selected"], selected)

@@ -106,21 +106,6 @@ def padded(stock, family, groups: list[Group], columns: dict) -> Result:
     return loss.item(), grads
 
 
-def keep_float64(monkeypatch) -> None:
-    """transformers casts norms and rotary embeddings to fp32: in float64 leave them wide."""
-    narrow, to = torch.Tensor.float, torch.Tensor.to
-
-    def wide(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        return (
-            x if x.dtype == torch.float64 and args == (torch.float32,) else to(x, *args, **kwargs)
-        )
-
-    monkeypatch.setattr(torch.Tensor, "to", wide)
-    monkeypatch.setattr(
-        torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x)
-    )
-
-
 def assert_same(got: Result, wanted: Result, limit: float) -> None:
     """Each gradient within `limit` of the norm of the whole, and within a few `limit` of its own.
 
@@ -141,11 +126,11 @@ def assert_same(got: Result, wanted: Result, limit: float) -> None:
     ("name", "images"),
     [*[(name, n) for name in ("qwen2_5_vl", "qwen2_vl") for n in (0, 1, 3)], ("qwen3", 0)],
 )
-def test_random_trees(family_of, load, stock, grow, monkeypatch, name, images, dtype):
+def test_random_trees(family_of, load, stock, grow, monkeypatch, keep_float64, name, images, dtype):
     family = family_of(name)
     backend = LocalBackend(load(name, dtype), family, TrainConfig())
     stock(name, dtype)
-    keep_float64(monkeypatch)
+    keep_float64()
     for seed in range(2):
         rng = np.random.default_rng([seed, images])
         groups = [grow(rng, family, uid=f"g{i}", images=images) for i in range(2)]
@@ -160,7 +145,7 @@ def test_random_trees(family_of, load, stock, grow, monkeypatch, name, images, d
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_twelve_samples_in_any_partition_and_order(
-    family_of, load, stock, grow, monkeypatch, checkpointing, dtype
+    family_of, load, stock, grow, monkeypatch, keep_float64, checkpointing, dtype
 ):
     """0, 1 and 3 images mixed: one batch, 3 x 4, 12 x 1, shuffled, forest or padded."""
     family = family_of("qwen2_5_vl")
@@ -171,7 +156,7 @@ def test_twelve_samples_in_any_partition_and_order(
     columns = columns_of(groups)
     model = load("qwen2_5_vl", dtype)
     stock("qwen2_5_vl", dtype)
-    keep_float64(monkeypatch)
+    keep_float64()
     wanted = padded(stock("qwen2_5_vl", dtype), family, groups, columns)
     backend = LocalBackend(model, family, TrainConfig(), checkpointing=checkpointing)
 

@@ -72,7 +72,8 @@ def test_an_entropy_bonus_reaches_the_gradient(family_of, load, batches, monkeyp
     backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
     flat = [replace(batch, advantages=np.zeros_like(batch.advantages)) for batch in batches]
     without, nothing = gradients(backend, flat, monkeypatch)
-    with_bonus, pushed = gradients(backend, flat, monkeypatch, replace(ON_POLICY, entropy_coef=0.5))
+    bonus = replace(ON_POLICY, entropy=replace(ON_POLICY.entropy, coef=0.5))
+    with_bonus, pushed = gradients(backend, flat, monkeypatch, bonus)
     assert all((gradient == 0).all() for gradient in nothing.values())
     assert torch.stack([gradient.norm() for gradient in pushed.values()]).norm() > 1e-3
     assert with_bonus["policy/loss"] == approx(-0.5 * without["policy/entropy"], rel=1e-4)

@@ -50,13 +50,13 @@ def test_combinations(combine: str, response: str, reward: float) -> None:
     assert set(scored.parts) == {"count", "format"}
 
 
-def test_order_is_combine_shape_clip() -> None:
-    config = {"terms": TWO, "combine": "gate(format)", "clip": (-0.25, 1.2)}
+def test_order_is_combine_then_shape_and_limits_are_for_training() -> None:
+    config = {"terms": TWO, "combine": "gate(format)", "clip": (-0.25, 0.9)}
     shaped = one(scorer(overlong=(50, 1.0), **config), BARE, length=75)
     assert shaped.parts == {"count": 1.0, "format": 0.0, "overlong": -0.5}
-    assert (shaped.reward, shaped.clipped, shaped.outcome) == (-0.25, True, 1.0)
+    assert (shaped.reward, shaped.outcome) == (-0.5, 1.0)
     free = one(scorer(overlong=(50, 1.0), **config), RIGHT, length=75)
-    assert (free.reward, free.clipped) == (1.0, False)
+    assert (free.reward, free.outcome) == (1.0, 1.0)
 
 
 def test_shaping_terms_never_reach_the_outcome() -> None:
@@ -138,6 +138,33 @@ def test_recipes_by_source() -> None:
         scoring.check_sources(["anything"])
 
 
+def test_weights_of_the_components_of_a_sum() -> None:
+    by_source = {"bare": ["count"], "both": TWO}
+    with scorer(terms=TWO, by_source=by_source, overlong=(50, 2.0)) as scoring:
+        weights = {"count": 1.0, "format": 0.5, "overlong": 1.0}
+        assert scoring.component_weights("any") == scoring.component_weights("both") == weights
+        assert scoring.component_weights("bare") == {"count": 1.0, "overlong": 1.0}
+        scored = one(scoring, RIGHT, length=75)
+        assert scored.reward == sum(weights[name] * part for name, part in scored.parts.items())
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"combine": "product"}, "combined by product"),
+        ({"combine": "gate(format)"}, r"combined by gate\(format\)"),
+        ({"renormalise": True}, "reward.renormalise"),
+        ({"terms": ["count"]}, r"'any' has \['count'\] alone"),
+    ],
+)
+def test_components_need_a_plain_sum_of_several(config: dict[str, Any], problem: str) -> None:
+    with (
+        scorer(**({"terms": TWO} | config)) as scoring,
+        pytest.raises(ConfigError, match=rf"reward\.combine=weighted_sum; .*{problem}"),
+    ):
+        scoring.component_weights("any")
+
+
 @pytest.mark.parametrize(
     ("preset", "response", "reward"),
     [
@@ -188,7 +215,6 @@ def test_the_prompt_format_tells_where_to_look() -> None:
         ({"terms": ["repetition"]}, "only shaping terms"),
         ({"terms": [{"verifier": "overlong", "args": {"buffer": 100}}]}, "0 < buffer < 100"),
         ({"terms": ["math", "overlong"]}, "buffer"),
-        ({"terms": ["math"], "clip": (1.0, -1.0)}, "clip"),
         ({"terms": ["nowhere/reward.py:f"]}, "does not exist"),
         ({"terms": [f"{EXAMPLE}:no_such_name"]}, "no function 'no_such_name'"),
         ({"terms": [{"verifier": f"{EXAMPLE}:close_count", "args": {"wide": 1}}]}, "wide"),

@@ -2,16 +2,21 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from saccade.config import RewardConfig
+from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import SingleTurn, Step, environment_factory
 from saccade.errors import ConfigError
+from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
-from saccade.types import Message, Sample, Sampling, Source
+from saccade.rollout.scoring import RewardStream
+from saccade.types import Message, Request, Sample, Sampling, Source
 
 SAMPLING = Sampling(max_tokens=12)
 
@@ -147,6 +152,70 @@ def test_one_environment_that_hangs_or_fails_costs_its_own_episode(model, family
     assert ends == {"q2": "answered", "q0": "timeout", "q3": "env_error", "q1": "answered"}
     errors = {t.sample_id: t.info.get("error") for t in flat(groups)}
     assert errors["q3"] == "ValueError: no board" and "0.1 s" in errors["q0"]
+
+
+# -- the greedy baseline ---------------------------------------------------------------------------
+
+WILD = replace(SAMPLING, temperature=1.3, top_k=40, top_p=0.9, first=(10.0, -1), support=True)
+
+
+def test_a_greedy_rollout_stands_beside_the_members(model, family, samples, brief):
+    counts = []
+    asked = [*samples, samples[0]]
+    groups = run(
+        EmbeddedEngine(model, family),
+        asked,
+        sampling=WILD,
+        greedy=True,
+        progress=lambda done, total: counts.append((done, total)),
+    )
+    assert counts[-1] == (20, 20)
+    alone = run(EmbeddedEngine(model, family), asked, sampling=WILD)
+    assert all(group.greedy is None for group in alone)
+    for t, wanted in zip(flat(groups), flat(alone), strict=True):  # nothing leaks into the members
+        assert t.key == wanted.key and t.trained and t.ids.tolist() == wanted.ids.tolist()
+        assert np.nanmax(np.abs(t.logprobs - wanted.logprobs)) < 1e-5
+        assert not len(t.support[0]) and all(map(len, t.support[1:]))
+    for group in groups:
+        baseline = group.greedy
+        assert baseline.key == (group.uid, -1) and not baseline.trained
+        assert baseline.support is None
+        rendered = family.render(group.sample.messages)
+        likeliest = Request(
+            key="x", ids=rendered.ids, media=rendered.media, sampling=Sampling(temperature=0.0)
+        )
+        likeliest = replace(likeliest, sampling=replace(likeliest.sampling, max_tokens=12))
+        (wanted,) = generate(EmbeddedEngine(model, family), [likeliest])
+        assert baseline.response_ids.tolist() == wanted.ids.tolist()
+    assert [group.uid for group in groups][-1] == "q2~2"
+
+
+def test_the_greedy_rollout_shares_the_prompt_of_its_group(engine, samples):
+    passes = []
+    handle = engine.model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    run(engine, samples, greedy=True)
+    handle.remove()
+    lengths = {r.key: len(r.ids) for r in engine.requests}
+    assert passes[0] == sum(lengths[f"{s.id}/0"] for s in samples)
+    assert [r.key for r in engine.requests[:4]] == ["q2/0", "q2/1", "q2/2", "q2/greedy"]
+
+
+def test_members_and_baseline_are_scored_apart(model, family, samples, brief):
+    told = [replace(sample, answer="7") for sample in samples]
+    reward = RewardConfig(terms=[{"verifier": "length", "shaping": False, "args": {"target": 12}}])
+    with Scorer(reward, prompt_format="direct", max_tokens=12) as scorer:
+        stream = RewardStream(scorer, family)
+        groups = run(EmbeddedEngine(model, family), told, greedy=True, on_finish=stream.submit)
+        groups = stream.attach(groups)
+    for group in groups:
+        for t in (*group.trajectories, group.greedy):
+            assert t.reward == t.outcome == pytest.approx(t.response_length / 12)
+        assert len(group.trajectories) == 3
+    assert len({t.reward for t in flat(groups)}) > 2
+    earned = RewardStream(None, family).attach(groups)
+    assert [group.greedy.reward for group in earned] == [0, 0, 0, 0]
 
 
 def test_nothing_to_collect(model, family):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from saccade.types import Completion, Request, Sampling
 PREFILL_TOKENS = 16_384  # of one forward
 CPU_CACHE_BYTES = 4 << 30
 GPU_CACHE_SHARE = 0.6  # of the memory that is free when the cache grows
+NOTHING_CUT = np.empty(0, dtype=np.int64)  # the support of a token drawn from the whole vocabulary
 
 
 @dataclass(kw_only=True)
@@ -44,6 +45,18 @@ class _Sequence:
     sampled: int = 0
     aborted: bool = False
     support: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def sampling(self) -> Sampling:
+        """Of the next token. The first of an episode may have a temperature and a top_k of its own:
+        top_p does not touch it then, and its support stays empty, for the trainer scores it at the
+        ordinary temperature, where nothing is cut away.
+        """
+        sampling = self.request.sampling
+        if sampling.first is None or self.request.first_index + self.sampled:
+            return sampling
+        temperature, top_k = sampling.first
+        return replace(sampling, temperature=temperature, top_k=top_k, top_p=1.0, support=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +336,8 @@ class EmbeddedEngine:
                 sequence.sampled += 1
                 if kept is not None:
                     sequence.support.append(np.flatnonzero(kept[row]))
+                elif _returns_support(sequence.request.sampling):
+                    sequence.support.append(NOTHING_CUT)
 
     # -- finishing --
 
@@ -398,5 +413,9 @@ def _extends(request: Request, live: _Live) -> bool:
 def _by_sampling(sequences: Sequence[_Sequence]) -> list[tuple[Sampling, list[int]]]:
     groups: dict[Sampling, list[int]] = {}
     for row, sequence in enumerate(sequences):
-        groups.setdefault(sequence.request.sampling, []).append(row)
+        groups.setdefault(sequence.sampling, []).append(row)
     return list(groups.items())
+
+
+def _returns_support(sampling: Sampling) -> bool:
+    return sampling.support and sampling.truncated and sampling.temperature > 0

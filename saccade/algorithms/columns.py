@@ -1,0 +1,445 @@
+"""What is known of every token before training on it, written into the forests of a step.
+
+    updates = write_advantages(updates, groups, algorithm, memory, metrics)
+    updates = write_corrections(updates, algorithm, metrics)
+    batches = write_selection(batches, algorithm, seed=…)      # once per optimizer step
+
+The pure functions know flat tensors only; here groups and forests are flattened for them and the
+results written back. Statistics run over whole groups of the whole step, scales over one optimizer
+step, so no split into micro-batches changes a result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.algorithms import corrections, domains
+from saccade.algorithms.advantages import AdvantageInputs, Advantages, compute
+from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
+from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.covariance import SelectionInputs
+from saccade.algorithms.filters import high_entropy, in_baseline
+from saccade.algorithms.kl import KINDS
+from saccade.algorithms.memory import Memory, domain_of, success_of
+from saccade.algorithms.stages import Updates
+from saccade.algorithms.table import call
+from saccade.algorithms.value import explained_variance
+from saccade.types import Batch, Group, Metrics, Trajectory
+
+ComponentWeights = Callable[[str], Mapping[str, float]]  # data source → weight of each term
+
+
+# -- advantages and scales -------------------------------------------------------------------------
+
+
+def write_advantages(
+    updates: Updates,
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    memory: Memory,
+    metrics: Metrics,
+    component_weights: ComponentWeights | None = None,
+    *,
+    version: int = 0,
+) -> Updates:
+    """Advantages over the whole step, scales over each optimizer step. `version` is that of the
+    weights before the update.
+    """
+    if not updates:  # every group was dropped or is constant: there is nothing to weigh
+        return updates
+    members = [t for group in groups for t in group.trajectories]
+    place = {t.key: index for index, t in enumerate(members)}
+    flat = [batch for batches in updates for batch in batches]
+    owner = [np.array([place[key] for key in batch.keys])[batch.sequence] for batch in flat]
+    sequence = torch.from_numpy(np.concatenate(owner))
+    counted = _counted(sequence, algorithm)
+    inputs = _inputs(groups, flat, sequence, counted, algorithm, memory, component_weights)
+    result = compute(
+        algorithm.estimator,
+        inputs,
+        algorithm.advantage_options,
+        whiten=algorithm.whiten,
+        whiten_std=algorithm.whiten_std,
+        adv_clip=algorithm.adv_clip,
+    )
+    _advantage_metrics(result, inputs, metrics)
+    columns = {
+        "advantages": _everywhere(result.values, counted),
+        "returns": None if result.returns is None else _everywhere(result.returns, counted),
+        "rewards": inputs.rewards.nan_to_num()[sequence],
+    }
+    if any(t.versions[t.policy_mask].min(initial=version) < version for t in members):
+        columns["stale"] = _stale(members, sequence, version)
+    updates = _written(updates, columns)
+    reads = iter(sequence.split([len(batch.reads) for batch in flat]))
+    return [
+        _scaled(
+            batches, torch.cat([next(reads) for _ in batches]), result, inputs, algorithm, metrics
+        )
+        for batches in updates
+    ]
+
+
+def _counted(sequence: Tensor, algorithm: Algorithm) -> Tensor:
+    """[T] bool: tokens that train; a hot first token need not."""
+    masked = algorithm.fire.temperature > 0 and algorithm.fire.first_token == "mask"
+    return ~_first(sequence) if masked else torch.ones_like(sequence, dtype=torch.bool)
+
+
+def _stale(members: Sequence[Trajectory], sequence: Tensor, version: int) -> Tensor:
+    """1 where other weights than those of `version` sampled the token: there a gap between engine
+    and trainer is no error of either.
+    """
+    trained = [members[int(index)] for index in sequence[_first(sequence)]]
+    parts = [t.versions[t.policy_mask] < version for t in trained]
+    return torch.from_numpy(np.concatenate(parts)).double()
+
+
+def _first(sequence: Tensor) -> Tensor:
+    return sequence.diff(prepend=sequence.new_full((1,), -1)) != 0
+
+
+def _everywhere(values: Tensor, counted: Tensor) -> Tensor:
+    """Values of the tokens that count, 0 at the others."""
+    return values.new_zeros(len(counted)).masked_scatter(counted, values)
+
+
+def _scaled(
+    batches: Sequence[Batch],
+    sequence: Tensor,
+    result: Advantages,
+    inputs: AdvantageInputs,
+    algorithm: Algorithm,
+    metrics: Metrics,
+) -> list[Batch]:
+    """The denominators of one optimizer step."""
+    present = torch.zeros_like(result.live)
+    present[sequence] = True
+    scales = token_scales(
+        algorithm.aggregate.function,
+        sequence,
+        live=result.live & present,
+        group=inputs.groups,
+        counted=_counted(sequence, algorithm),
+        options=algorithm.aggregation_options,
+    )
+    metrics.add("policy/live_tokens", scales.tokens)
+    metrics.add("policy/live_sequences", scales.sequences)
+    return _written([list(batches)], {"scales": scales.values})[0]
+
+
+def _inputs(
+    groups: Sequence[Group],
+    batches: Sequence[Batch],
+    sequence: Tensor,
+    counted: Tensor,
+    algorithm: Algorithm,
+    memory: Memory,
+    component_weights: ComponentWeights | None,
+) -> AdvantageInputs:
+    members = [t for group in groups for t in group.trajectories]
+    owners = [group for group in groups for _ in group.trajectories]
+    sequence = sequence[counted]
+    inputs = AdvantageInputs(
+        rewards=_numbers(_reward(t) for t in members),
+        groups=torch.tensor([g for g, group in enumerate(groups) for _ in group.trajectories]),
+        live=torch.tensor([t.trained and t.response_length > 0 for t in members]),
+        baseline=torch.tensor(
+            [
+                t.reward is not None
+                and in_baseline(t.status, algorithm.exclude_status, algorithm.excluded_in_baseline)
+                for t in members
+            ]
+        ),
+        lengths=torch.tensor([t.response_length for t in members]) - int(not counted.all()),
+        sequence=sequence,
+        token_penalties=_penalties(batches, algorithm)[counted],
+    )
+    entry = algorithm.estimator
+    if entry.critic:
+        inputs = replace(inputs, values=_column(batches, "values")[counted])
+        inputs = replace(inputs, final_values=_final_values(members, batches, algorithm))
+    if entry.greedy:
+        inputs = replace(inputs, greedy=_numbers(_reward(group.greedy) for group in owners))
+    if entry.domains:
+        weights = [_domain_weight(group, algorithm, memory) for group in groups]
+        inputs = replace(inputs, domain_weights=_numbers(weights)[inputs.groups])
+    if entry.components:
+        assert component_weights is not None, "the terms of the reward have weights"
+        values, weights_ = _components(owners, members, component_weights)
+        inputs = replace(inputs, components=values, component_weights=weights_)
+    if algorithm.advantage_options.get("drpo_kl_damp"):
+        old, ref = _column(batches, "old_logprobs"), _column(batches, "ref_logprobs")
+        gap = KINDS["k3"].function(old, ref)[counted]
+        drift = inputs.sum_by(sequence, gap, len(members))
+        inputs = replace(inputs, drift=drift)
+    return inputs
+
+
+def _reward(trajectory: Trajectory | None) -> float:
+    if trajectory is None or trajectory.reward is None:
+        return float("nan")
+    return trajectory.reward
+
+
+def _domain_weight(group: Group, algorithm: Algorithm, memory: Memory) -> float:
+    y = success_of(group, algorithm)
+    return 1.0 if y is None else domains.weight(memory.domains, domain_of(group), y)
+
+
+def _components(
+    owners: Sequence[Group], members: Sequence[Trajectory], weights_of: ComponentWeights
+) -> tuple[Tensor, Tensor]:
+    """Terms of the reward and their weights, [S, K] each; a term that a source lacks weighs 0."""
+    by_source = {s: weights_of(s) for s in sorted({g.sample.data_source for g in owners})}
+    names = sorted({name for weights in by_source.values() for name in weights})
+    # What an environment gave on the way is a term of its own.
+    values = [[sum(t.turn_rewards), *(t.parts.get(name, 0.0) for name in names)] for t in members]
+    weights = [
+        [1.0, *(by_source[g.sample.data_source].get(name, 0.0) for name in names)] for g in owners
+    ]
+    return torch.tensor(values).double(), torch.tensor(weights).double()
+
+
+def _final_values(
+    members: Sequence[Trajectory], batches: Sequence[Batch], algorithm: Algorithm
+) -> Tensor | None:
+    """The critic's view after a truncated response; an episode that ended is worth nothing more."""
+    if not algorithm.critic.bootstrap_truncated:
+        return None
+    last = {
+        key: float(value)
+        for batch in batches
+        for key, value in zip(batch.keys, batch.last_values, strict=True)  # type: ignore[arg-type]
+    }
+    return _numbers(last.get(t.key, 0.0) if t.status == "truncated" else 0.0 for t in members)
+
+
+def _penalties(batches: Sequence[Batch], algorithm: Algorithm) -> Tensor:
+    """β·KL per token where the KL is in the reward, else zeros."""
+    if not algorithm.kl_in_reward:
+        return torch.zeros(sum(len(b.reads) for b in batches), dtype=torch.float64)
+    old, ref = _column(batches, "old_logprobs"), _column(batches, "ref_logprobs")
+    distance = call(algorithm.divergence.function, old, ref, options=algorithm.kl.options)
+    return algorithm.kl.coef * distance
+
+
+def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Metrics) -> None:
+    metrics.add("group/singleton", result.singleton)
+    metrics.add("group/no_baseline", result.no_baseline)
+    metrics.add("adv/clip_frac", result.clip_frac)
+    live = result.live[inputs.sequence]
+    values = result.values[live]
+    if len(values):
+        metrics.add("adv/mean", float(values.mean()))
+        metrics.add("adv/std", float(values.std()) if len(values) > 1 else 0.0)
+        metrics.add_max("adv/max", float(values.max()))
+        metrics.add("adv/min", float(values.min()))
+    if result.returns is None or inputs.values is None or not len(values):
+        return
+    returns = result.returns[live]
+    metrics.add("returns/mean", float(returns.mean()))
+    metrics.add("returns/std", float(returns.std()) if len(returns) > 1 else 0.0)
+    explained = explained_variance(inputs.values, result.returns, live)
+    if explained is not None:
+        metrics.add("critic/explained_var", explained)
+
+
+# -- corrections and filters of tokens -------------------------------------------------------------
+
+
+def write_corrections(updates: Updates, algorithm: Algorithm, metrics: Metrics) -> Updates:
+    """Weights and masks that mend what the engine sampled differently, or keep some tokens only.
+
+    They never change advantages. Each optimizer step divides by what is its own.
+    """
+    fire, top = algorithm.fire, algorithm.entropy.top
+    hot = fire.temperature > 0 and fire.first_token == "is"
+    if not (updates and (algorithm.at_once or top or hot)):
+        return updates
+    flat = [batch for batches in updates for batch in batches]
+    sequence = _sequences(flat)
+    live = _column(flat, "scales") > 0
+    weights, keep = torch.ones(len(live), dtype=torch.float64), live.double()
+    old, rollout = _column(flat, "old_logprobs"), _column(flat, "rollout_logprobs")
+    if hot:
+        first = _first(sequence)
+        ratio = (old - rollout).nan_to_num().clamp(-20, 20).exp().clamp(max=fire.cap)
+        weights = ratio.where(first, weights)
+        rollout = old.where(first, rollout)  # its gap is by design, and accounted for
+        updates = _written(updates, {"rollout_logprobs": rollout})
+    if algorithm.at_once:
+        mismatch = corrections.measure(old, rollout, live=live, sequence=sequence)
+        chosen = [(c.entry, c.options) for c in algorithm.at_once]
+        correction = corrections.apply(chosen, mismatch)
+        keep = keep if correction.keep is None else keep * correction.keep
+        weights = weights if correction.weights is None else weights * correction.weights
+    if top:
+        entropies = _column(flat, "old_entropies")
+        kept = high_entropy(entropies, live, sequence, fraction=top, scope=algorithm.entropy.scope)
+        metrics.add("policy/entropy_kept_frac", float((kept & live).sum()), float(live.sum()))
+        keep = keep * kept
+    _correction_metrics(weights, keep, live, metrics)
+    updates = _written(updates, {"weights": weights, "keep": keep})
+    if algorithm.self_normalise:
+        updates = [_self_normalised(batches) for batches in updates]
+    if algorithm.denominator == "kept":
+        updates = [_over_kept(batches, algorithm) for batches in updates]
+    return updates
+
+
+def _correction_metrics(weights: Tensor, keep: Tensor, live: Tensor, metrics: Metrics) -> None:
+    if not live.any():
+        return
+    metrics.add("mismatch/is_weight_mean", float(weights[live].mean()))
+    metrics.add_max("mismatch/is_weight_max", float(weights[live].max()))
+    metrics.add("mismatch/masked_frac", float((live & (keep == 0)).sum()), float(live.sum()))
+    metrics.add("mismatch/ess", corrections.effective_sample_size(weights, live))
+
+
+def _self_normalised(batches: Sequence[Batch]) -> list[Batch]:
+    live = _column(batches, "scales") > 0
+    weights = corrections.self_normalise(_column(batches, "weights"), live)
+    return _written([list(batches)], {"weights": weights})[0]
+
+
+def _over_kept(batches: Sequence[Batch], algorithm: Algorithm) -> list[Batch]:
+    """Divide the policy term by what was kept: the factor is part of `keep`, because the KL and
+    the entropy keep the original denominator.
+    """
+    scales, keep = _column(batches, "scales"), _column(batches, "keep")
+    sequence = _sequences(batches)
+    kept = (keep > 0) & (scales > 0)
+    groups = torch.from_numpy(np.concatenate([batch.groups for batch in batches]))
+    over_kept = token_scales(
+        algorithm.aggregate.function,
+        sequence,
+        live=torch.ones(len(groups), dtype=torch.bool),
+        group=groups,
+        counted=kept,
+        options=algorithm.aggregation_options,
+    )
+    factor = (over_kept.values / scales.where(kept, 1.0)).where(kept, 0.0)
+    return _written([list(batches)], {"keep": keep * factor})[0]
+
+
+# -- selection of tokens, once per optimizer step --------------------------------------------------
+
+
+def write_selection(
+    batches: Sequence[Batch], current: Sequence[np.ndarray], algorithm: Algorithm, *, seed: str
+) -> list[Batch]:
+    """The tokens that the policy loss treats apart, from the log-probs of this moment."""
+    assert algorithm.loss.select is not None
+    live = _column(batches, "scales") > 0
+    noise = torch.from_numpy(np.concatenate([_token_noise(batch, seed) for batch in batches]))
+    inputs = SelectionInputs(
+        new=torch.from_numpy(np.concatenate(current)).double()[live],
+        old=_column(batches, "old_logprobs")[live],
+        advantages=_column(batches, "advantages")[live],
+        noise=noise[live],
+    )
+    chosen = call(algorithm.loss.select, inputs, options=algorithm.loss_options)
+    selected = torch.zeros(len(live), dtype=torch.float64)
+    selected[live] = chosen.double()
+    return _written([list(batches)], {"selected": selected})[0]
+
+
+def old_logprobs(batches: Sequence[Batch]) -> list[np.ndarray]:
+    found = [batch.old_logprobs for batch in batches if batch.old_logprobs is not None]
+    assert len(found) == len(batches), "old log-probs were not computed"
+    return found
+
+
+def _token_noise(batch: Batch, seed: str) -> np.ndarray:
+    """A number for each token that depends on its sample and its place alone."""
+    rows = []
+    for (uid, repeat), length in zip(batch.keys, batch.lengths.tolist(), strict=True):
+        digest = hashlib.blake2b(f"{seed}/{uid}/{repeat}".encode(), digest_size=8).digest()
+        rng = np.random.Generator(np.random.PCG64(int.from_bytes(digest, "big")))
+        rows.append(rng.integers(0, 1 << 62, length))
+    return np.concatenate(rows)
+
+
+# -- the critic's view -----------------------------------------------------------------------------
+
+
+def for_critic(batches: Sequence[Batch]) -> list[Batch]:
+    """The same forests with the critic's own denominator: a mean over live tokens."""
+    live = _column(batches, "scales") > 0
+    sequence = _sequences(batches)
+    scales = token_scales(
+        AGGREGATIONS["token_mean"].function,
+        sequence,
+        live=torch.ones(int(sequence.max()) + 1, dtype=torch.bool),
+        counted=live,
+    )
+    return _written([list(batches)], {"scales": scales.values})[0]
+
+
+# -- flat and back ---------------------------------------------------------------------------------
+
+
+def with_scores(
+    updates: Updates, columns: Sequence[str], scored: Iterable[Sequence[np.ndarray]]
+) -> Updates:
+    """What a backend computed for each forest, in their order, under these names."""
+    rows = iter(scored)
+
+    def filled(batch: Batch) -> Batch:
+        found: dict[str, Any] = dict(zip(columns, next(rows), strict=False))
+        return replace(batch, **found)
+
+    return [[filled(batch) for batch in batches] for batches in updates]
+
+
+def show_advantages(groups: Sequence[Group], updates: Updates) -> list[Group]:
+    """The groups with what their forests were given, for the record; None where nothing trained."""
+    values = {
+        key: batch.advantages[batch.sequence == index]
+        for batches in updates
+        for batch in batches
+        if batch.advantages is not None
+        for index, key in enumerate(batch.keys)
+    }
+    return [
+        replace(
+            g, trajectories=tuple(replace(t, advantages=values.get(t.key)) for t in g.trajectories)
+        )
+        for g in groups
+    ]
+
+
+def _column(batches: Sequence[Batch], name: str) -> Tensor:
+    return torch.from_numpy(np.concatenate([getattr(b, name) for b in batches])).double()
+
+
+def _sequences(batches: Sequence[Batch]) -> Tensor:
+    """[T] a number for each sequence of all batches."""
+    starts = np.cumsum([0, *(len(batch.keys) for batch in batches)])
+    parts = [batch.sequence + start for batch, start in zip(batches, starts, strict=False)]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _written(updates: Updates, columns: Mapping[str, Tensor | None]) -> Updates:
+    """Columns over all reads of the updates, cut into their forests."""
+    flat = [batch for batches in updates for batch in batches]
+    ends = np.cumsum([len(batch.reads) for batch in flat])[:-1]
+    parts: list[dict[str, Any]] = [{} for _ in flat]
+    for name, column in columns.items():
+        if column is not None:
+            for part, values in zip(parts, np.split(column.float().numpy(), ends), strict=True):
+                part[name] = values
+    changed = iter([replace(b, **part) for b, part in zip(flat, parts, strict=True)])
+    return [[next(changed) for _ in batches] for batches in updates]
+
+
+def _numbers(values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)

@@ -1,0 +1,256 @@
+"""Weights and masks for tokens that engine and trainer give different probabilities.
+
+With delta = old - rollout, the gap of the log-probs that were never meant to differ. A correction
+is `f(mismatch, *, options) -> Correction`, computed once before training on the step; only `opsm`
+looks at the current log-probs, at each update. A token without a rollout log-prob is unscored: its
+weight is 1 and statistics of its sequence do without it. Knows nothing of losses, and changes no
+advantage. Axes: T tokens, S sequences.
+
+    >>> mismatch = measure(old, rollout, live=live, sequence=sequence)
+    >>> apply([(CORRECTIONS["tis.token"], {"high": 2.0})], mismatch).weights   # [T]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from saccade.algorithms.table import Entry, call
+from saccade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST_EXPONENT = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    delta: Tensor  # [T] 0 where unscored
+    scored: Tensor  # [T] bool
+    live: Tensor  # [T] bool
+    sequence: Tensor  # [T] index of the sequence of each token
+    sequences: int
+
+    @property
+    def ratio(self) -> Tensor:
+        return _exp(self.delta)
+
+    def total(self, values: Tensor) -> Tensor:
+        """[T] -> [T]: over the scored tokens of a sequence, at each of its tokens; so are below."""
+        zeros = values.new_zeros(self.sequences)
+        return zeros.index_add(0, self.sequence, values.where(self.scored, 0.0))[self.sequence]
+
+    def mean(self, values: Tensor) -> Tensor:
+        return self.total(values) / self.total(values.new_ones(len(values))).clamp(min=1)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Of values that are never negative."""
+        inside = values.where(self.scored, 0.0)
+        zeros = values.new_zeros(self.sequences)
+        return zeros.scatter_reduce(0, self.sequence, inside, "amax")[self.sequence]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """None: nothing is weighed, or nothing is dropped."""
+
+    weights: Tensor | None = None  # [T]
+    keep: Tensor | None = None  # [T] bool
+
+
+Statistic: TypeAlias = "Callable[[Mismatch, Tensor], Tensor]"  # [T] -> [T]
+Corrector: TypeAlias = Callable[..., Correction]
+
+
+def measure(old: Tensor, rollout: Tensor, *, live: Tensor, sequence: Tensor) -> Mismatch:
+    """`rollout`: NaN where the engine gave no log-prob."""
+    scored = live & rollout.isfinite()
+    return Mismatch(
+        delta=old.where(scored, 0.0) - rollout.where(scored, 0.0),
+        scored=scored,
+        live=live,
+        sequence=sequence,
+        sequences=int(sequence.max()) + 1 if len(sequence) else 0,
+    )
+
+
+def apply(chosen: Sequence[tuple[Entry, Mapping[str, Any]]], mismatch: Mismatch) -> Correction:
+    """All of them, each with its options: a token is kept that every one of them keeps."""
+    found: list[Correction] = []
+    for entry, options in chosen:
+        assert not entry.each_update, "it has no place among what is computed once"
+        found.append(call(entry.function, mismatch, options=options))
+    weights = [one.weights for one in found if one.weights is not None]
+    masks = [one.keep for one in found if one.keep is not None]
+    if len(weights) > 1:
+        raise ConfigError("algorithm.correct: two of them weigh tokens for the same gap; keep one")
+    return Correction(
+        weights=weights[0] if weights else None,
+        keep=reduce(lambda one, other: one & other, masks) if masks else None,
+    )
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def _truncated(statistic: Statistic) -> Corrector:
+    """Importance sampling with a cap (TIS)."""
+
+    def weigh(mismatch: Mismatch, *, low: float = 0.0, high: float = 2.0) -> Correction:
+        ratio = _exp(statistic(mismatch, mismatch.delta)).clamp(low, high)
+        return Correction(weights=ratio.where(mismatch.scored, 1.0))
+
+    return weigh
+
+
+def icepop(mismatch: Mismatch, *, low: float = 0.5, high: float = 5.0) -> Correction:
+    """Weights inside the band only; what is outside is neither weighed nor kept."""
+    keep = _band(token, mismatch, low, high)
+    return Correction(weights=mismatch.ratio.where(keep, 0.0), keep=keep)
+
+
+def seq_mask(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Correction:
+    return Correction(keep=_band(Mismatch.mean, mismatch, low, high))
+
+
+def seq_mask_tis(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Correction:
+    return Correction(weights=mismatch.ratio, keep=_band(Mismatch.mean, mismatch, low, high))
+
+
+# -- rejection -------------------------------------------------------------------------------------
+
+
+def token(mismatch: Mismatch, values: Tensor) -> Tensor:
+    return values
+
+
+def _reject_ratio(statistic: Statistic) -> Corrector:
+    def reject(mismatch: Mismatch, *, low: float, high: float) -> Correction:
+        return Correction(keep=_band(statistic, mismatch, low, high))
+
+    return reject
+
+
+def _reject_distance(statistic: Statistic, distance: Callable[[Tensor], Tensor]) -> Corrector:
+    def reject(mismatch: Mismatch, *, high: float) -> Correction:
+        near = statistic(mismatch, distance(mismatch.delta)) <= high
+        return Correction(keep=near | _unjudged(statistic, mismatch))
+
+    return reject
+
+
+def k2(delta: Tensor) -> Tensor:
+    return delta.square() / 2
+
+
+def k3(delta: Tensor) -> Tensor:
+    gap = delta.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    return gap.expm1() - gap
+
+
+def _band(statistic: Statistic, mismatch: Mismatch, low: float, high: float) -> Tensor:
+    ratio = _exp(statistic(mismatch, mismatch.delta))
+    return ((ratio >= low) & (ratio <= high)) | _unjudged(statistic, mismatch)
+
+
+def _unjudged(statistic: Statistic, mismatch: Mismatch) -> Tensor:
+    """Where the statistic saw no scored token."""
+    return statistic(mismatch, mismatch.scored.to(mismatch.delta.dtype)) == 0
+
+
+def _exp(values: Tensor) -> Tensor:
+    return values.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).exp()
+
+
+# -- at each update --------------------------------------------------------------------------------
+
+
+def opsm(
+    new: Tensor,  # [T]
+    rollout: Tensor,  # [T] NaN where unscored
+    advantages: Tensor,  # [T]
+    sequence_mean: Callable[[Tensor], Tensor],  # [T] -> [T] over the live tokens of a sequence
+    *,
+    threshold: float,
+) -> Tensor:
+    """[T] bool: bad sequences that the policy has left behind are dropped."""
+    scored = rollout.isfinite()
+    gap = rollout.where(scored, 0.0) - new.detach().where(scored, 0.0)
+    drifted = sequence_mean(gap) > threshold * sequence_mean(scored.to(new.dtype))
+    return ~drifted | (sequence_mean(advantages) >= 0)
+
+
+# -- after them ------------------------------------------------------------------------------------
+
+
+def self_normalise(weights: Tensor, live: Tensor) -> Tensor:
+    """Weights with mean 1 over the live tokens; all zeros stay zeros."""
+    total = weights.where(live, 0.0).sum()
+    return weights * (live.sum() / total.where(total > 0, 1.0))
+
+
+def effective_sample_size(weights: Tensor, live: Tensor) -> float:
+    """As a share of the live tokens: 1 when all weigh the same."""
+    inside = weights[live].double()
+    squares = len(inside) * inside.square().sum()
+    return float(inside.sum().square() / squares) if squares > 0 else 0.0
+
+
+STATISTICS: dict[str, Statistic] = {
+    "token": token,
+    "seq_sum": Mismatch.total,
+    "seq_mean": Mismatch.mean,
+    "seq_max": Mismatch.largest,
+}
+DISTANCES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "k2": (k2, "delta^2 / 2"),
+    "k3": (k3, "exp(delta) - 1 - delta"),
+}
+CORRECTIONS: dict[str, Entry] = {
+    "tis.token": Entry(
+        function=_truncated(token), formula="w = clip(exp(delta), low, high)", weighs=True
+    ),
+    "tis.sequence": Entry(
+        function=_truncated(Mismatch.total),
+        formula="w = clip(exp(sum of delta), low, high)",
+        weighs=True,
+    ),
+    "tis.geometric": Entry(
+        function=_truncated(Mismatch.mean),
+        formula="w = clip(exp(mean of delta), low, high)",
+        weighs=True,
+    ),
+    "icepop": Entry(
+        function=icepop, formula="w = exp(delta), 0 outside of [low, high]", weighs=True
+    ),
+    "seq_mask": Entry(
+        function=seq_mask, formula="sequences with low <= exp(mean of delta) <= high"
+    ),
+    "seq_mask_tis": Entry(
+        function=seq_mask_tis,
+        formula="w = exp(delta), sequences with low <= exp(mean of delta) <= high",
+        weighs=True,
+    ),
+    **{
+        f"reject.{level}.k1": Entry(
+            function=_reject_ratio(statistic), formula=f"low <= exp(delta by {level}) <= high"
+        )
+        for level, statistic in STATISTICS.items()
+        if level != "seq_max"  # one extreme says nothing about a band
+    },
+    **{
+        f"reject.{level}.{kind}": Entry(
+            function=_reject_distance(statistic, distance), formula=f"{text} by {level} <= high"
+        )
+        for level, statistic in STATISTICS.items()
+        for kind, (distance, text) in DISTANCES.items()
+    },
+    "opsm": Entry(
+        function=opsm,
+        formula="no sequence with A < 0 and mean of rollout - new > threshold",
+        each_update=True,
+    ),
+}

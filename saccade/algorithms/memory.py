@@ -1,0 +1,114 @@
+"""What an algorithm remembers from one step to the next: coefficients that follow a measurement,
+moments of rewards, and how each domain was answered.
+
+Plain data that a checkpoint stores as JSON; a step makes a new memory and the old one stays as it
+was. Knows nothing of runs or files.
+
+    >>> memory = recall(algorithm, saved=None)
+    >>> memory.steered(algorithm).kl.coef
+    0.04
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from typing import Any
+
+from saccade.algorithms import domains, moments
+from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.controllers import next_entropy_coef, next_kl_coef
+from saccade.algorithms.domains import Domains
+from saccade.algorithms.filters import is_excluded
+from saccade.algorithms.moments import Moments
+from saccade.types import Group, Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    kl_coef: float
+    entropy_coef: float
+    moments: Mapping[str, Moments] = field(default_factory=dict)  # by term; "" is their sum
+    domains: Domains = field(default_factory=dict)
+
+    def steered(self, algorithm: Algorithm) -> Algorithm:
+        """The algorithm with the coefficients of this moment."""
+        return replace(
+            algorithm,
+            kl=replace(algorithm.kl, coef=self.kl_coef),
+            entropy=replace(algorithm.entropy, coef=self.entropy_coef),
+        )
+
+
+def recall(algorithm: Algorithm, saved: Mapping[str, Any] | None) -> Memory:
+    """The memory that was saved, or that of a start."""
+    if saved is None:
+        return Memory(kl_coef=algorithm.kl.coef, entropy_coef=algorithm.entropy.coef)
+    return Memory(
+        kl_coef=saved["kl_coef"],
+        entropy_coef=saved["entropy_coef"],
+        moments={name: moments.from_json(one) for name, one in saved["moments"].items()},
+        domains=domains.from_json(saved["domains"]),
+    )
+
+
+def to_json(memory: Memory) -> dict[str, Any]:
+    return {
+        "kl_coef": memory.kl_coef,
+        "entropy_coef": memory.entropy_coef,
+        "moments": {name: moments.to_json(one) for name, one in memory.moments.items()},
+        "domains": domains.to_json(memory.domains),
+    }
+
+
+def observe(memory: Memory, groups: Sequence[Group], algorithm: Algorithm) -> Memory:
+    """After every group of a step was scored, those included that will not be trained on."""
+    if not algorithm.estimator.domains:
+        return memory
+    seen = [
+        (domain_of(group), y)
+        for group in sorted(groups, key=lambda group: group.uid)
+        if (y := success_of(group, algorithm)) is not None
+    ]
+    return replace(memory, domains=domains.observe(memory.domains, seen))
+
+
+def domain_of(group: Group) -> str:
+    return str(group.sample.extra.get("domain") or "default")
+
+
+def success_of(group: Group, algorithm: Algorithm) -> float | None:
+    """Mean raw outcome as a share of what is possible; None when no member counts."""
+    outcomes = [
+        t.outcome
+        for t in group.trajectories
+        if t.outcome is not None and not is_excluded(t.status, algorithm.exclude_status)
+    ]
+    return domains.success(outcomes, algorithm.reward_range) if outcomes else None
+
+
+def steer(memory: Memory, algorithm: Algorithm, metrics: Metrics) -> Memory:
+    """Coefficients of the next step, from what this one measured."""
+    found = {name: value for name, value in metrics.means().items() if isfinite(value)}
+    if algorithm.kl.controller == "adaptive" and "policy/kl_controlled" in found:
+        coef = next_kl_coef(
+            memory.kl_coef,
+            measured=found["policy/kl_controlled"],
+            sequences=int(metrics.sums["policy/live_sequences"][0]),
+            target=algorithm.kl.target,
+            horizon=algorithm.kl.horizon,
+        )
+        memory = replace(memory, kl_coef=coef)
+    if algorithm.entropy.target and "policy/entropy" in found:
+        low, high = algorithm.entropy.range
+        coef = next_entropy_coef(
+            memory.entropy_coef,
+            measured=found["policy/entropy"],
+            target=algorithm.entropy.target,
+            step=algorithm.entropy.step,
+            low=low,
+            high=high,
+        )
+        memory = replace(memory, entropy_coef=coef)
+    return memory

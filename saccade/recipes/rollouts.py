@@ -1,0 +1,171 @@
+"""The rollout phase of reinforcement learning: prompts become scored groups, until a step is full.
+
+groups, scored, surplus = sample_groups(run, actors, step, metrics)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from saccade.algorithms import stages
+from saccade.algorithms.algorithm import Algorithm
+from saccade.config import Config
+from saccade.environments import environment_factory
+from saccade.errors import RewardError, TrainingError
+from saccade.recipes import parts
+from saccade.recipes.run import Run
+from saccade.rollout.collect import collect
+from saccade.rollout.scoring import RewardStream, parsed, thinks
+from saccade.rollout.stored import load_groups, save_groups
+from saccade.tracking.metrics import group_metrics
+from saccade.types import Group, Metrics, Sample
+
+if TYPE_CHECKING:
+    from saccade.recipes.rl import Actors
+
+
+@dataclass(kw_only=True)
+class Surplus:
+    """Groups that the last finished step had no room for. They are part of a checkpoint."""
+
+    sample_of: Callable[[str], Sample]
+    groups: list[Group] = field(default_factory=list)
+
+    def save_state(self, folder: Path) -> None:
+        save_groups(folder, self.groups)
+
+    def load_state(self, folder: Path) -> None:
+        self.groups = load_groups(folder, self.sample_of)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """What the rollout phase of a step gave."""
+
+    groups: list[Group]  # to train on
+    scored: list[Group]  # all that were sampled in this step
+    surplus: list[Group]  # for the next one
+
+
+def sample_groups(run: Run, actors: Actors, step: int, metrics: Metrics) -> Rollouts:
+    """Dynamic sampling goes on until the step is full; a surplus may have come from the last."""
+    algorithm, wanted = actors.algorithm, actors.config.train.prompts_per_step
+    carried = list(actors.surplus.groups)
+    kept, dropped, scored = list(carried), Counter[str](), list[Group]()
+    rounds = 0
+    while len(kept) < wanted and rounds < (
+        algorithm.filter.max_rounds if algorithm.filter.dynamic else 1
+    ):
+        rounds += 1
+        groups = _sample(run, actors, step, rounds)
+        scored += groups
+        if algorithm.filter.dynamic:
+            groups, reasons = stages.keep_informative(groups, algorithm)
+            dropped += reasons
+        if algorithm.filter.function is not None:
+            groups, reasons = stages.keep_chosen(groups, algorithm)
+            dropped += reasons
+        kept += groups
+    actors.engine.sleep()
+    _rollout_metrics(scored, actors, metrics)
+    metrics.add("group/rounds", rounds)
+    metrics.add("group/carried", len(carried))
+    metrics.add("group/kept_frac", len(kept) - len(carried), len(scored))
+    for reason, number in dropped.items():
+        metrics.add(f"group/dropped/{reason}", number)
+    kept = _unique(kept)
+    fresh = kept[max(wanted, len(carried)) :]  # what was carried once is not carried again
+    surplus = fresh if algorithm.filter.keep_surplus else []
+    metrics.add("group/dropped/surplus", len(kept[wanted:]) - len(surplus))
+    chosen = _full_step(kept, wanted, algorithm)
+    _staleness(chosen, step - 1, metrics)
+    return Rollouts(groups=chosen, scored=scored, surplus=surplus)
+
+
+def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:
+    config, algorithm = actors.config, actors.algorithm
+    rewards = RewardStream(actors.scorer, actors.family, step=step)
+    groups = collect(
+        actors.engine,
+        run.take(actors.stream, config.train.prompts_per_step),
+        repeats=algorithm.samples_per_prompt,
+        greedy=algorithm.estimator.greedy,
+        environment=environment_factory(config.env.name),
+        family=actors.family,
+        sampling=parts.rollout_sampling(config, algorithm),
+        limits=parts.limits_of(config),
+        seed=f"{config.run.seed}/{step}/{round}",
+        on_finish=rewards.submit,
+        progress=run.watch,
+    )
+    with run.console.phase("reward_wait"):
+        groups = rewards.attach(groups)
+    check_errors(groups, config)
+    return groups
+
+
+def _rollout_metrics(scored: Sequence[Group], actors: Actors, metrics: Metrics) -> None:
+    for name, value in group_metrics(scored, actors.algorithm.exclude_status).items():
+        metrics.add(name, value)
+    trajectories = [t for group in scored for t in group.trajectories]
+    greedy = [group.greedy for group in scored if group.greedy is not None]
+    metrics.add("count/samples", len(trajectories) + len(greedy))
+    metrics.add("count/rollout_tokens", sum(t.response_length for t in [*trajectories, *greedy]))
+    for name, flags in {
+        "length/parse_rate": [parsed(t.extracted, t.reason) for t in trajectories],
+        "length/think_rate": [thinks(t, actors.family) for t in trajectories],
+    }.items():
+        metrics.add(name, sum(flags), len(flags))
+
+
+def _staleness(groups: Sequence[Group], version: int, metrics: Metrics) -> None:
+    """How many updates ago the oldest token of each member was sampled."""
+    for trajectory in (t for group in groups for t in group.trajectories if t.response_length):
+        age = version - int(trajectory.versions[trajectory.policy_mask].min())
+        metrics.add("data/staleness_mean", age)
+        metrics.add_max("data/staleness_max", age)
+
+
+def _full_step(kept: list[Group], wanted: int, algorithm: Algorithm) -> list[Group]:
+    if len(kept) >= wanted or not algorithm.filter.dynamic:
+        return kept[:wanted]
+    if algorithm.filter.on_exhausted == "stop":
+        raise TrainingError(
+            f"dynamic sampling kept {len(kept)} of {wanted} groups in "
+            f"{algorithm.filter.max_rounds} rounds; raise algorithm.filter.max_rounds, or use "
+            "algorithm.filter.on_exhausted=train_partial"
+        )
+    return kept if algorithm.filter.on_exhausted == "train_partial" else []
+
+
+def _unique(groups: Sequence[Group]) -> list[Group]:
+    """A sample that came round again inside one step is a group of its own."""
+    used: set[str] = set()
+    result = []
+    for group in groups:
+        if group.uid in used:
+            uid = next(u for n in count(2) if (u := f"{group.uid}@{n}") not in used)
+            members = tuple(replace(t, sample_id=uid) for t in group.trajectories)
+            group = replace(group, uid=uid, trajectories=members)
+        used.add(group.uid)
+        result.append(group)
+    return result
+
+
+def check_errors(groups: Sequence[Group], config: Config) -> None:
+    everybody = [t for g in groups for t in (*g.trajectories, g.greedy) if t is not None]
+    failed, total = [t for t in everybody if t.status == "error"], len(everybody)
+    if len(failed) > config.reward.max_error_rate * total:
+        kinds = Counter((t.reason or t.end_reason).split(":")[0] for t in failed)
+        example = failed[0]
+        raise RewardError(
+            f"{len(failed)} of {total} samples could not be scored ({dict(kinds)}), for example "
+            f"{example.sample_id}: {example.reason or example.end_reason}; mend the reward, or "
+            "raise "
+            f"reward.max_error_rate above {config.reward.max_error_rate:g}"
+        )

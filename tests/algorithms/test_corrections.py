@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from saccade.algorithms.corrections import (
+    CORRECTIONS,
+    apply,
+    effective_sample_size,
+    measure,
+    opsm,
+    self_normalise,
+)
+from saccade.algorithms.table import call
+from saccade.errors import ConfigError
+
+NAN = float("nan")
+ONCE = {name: entry for name, entry in CORRECTIONS.items() if not entry.each_update}
+
+
+def gaps(rows: list[list[float]]):
+    """A mismatch of rows of delta; NaN: unscored."""
+    rollout = torch.tensor([-x for row in rows for x in row], dtype=torch.float64)
+    sequence = torch.tensor([i for i, row in enumerate(rows) for _ in row])
+    live = torch.ones(len(rollout), dtype=torch.bool)
+    return measure(torch.zeros_like(rollout), rollout, live=live, sequence=sequence)
+
+
+def test_names():
+    rejections = {
+        f"reject.{level}.{kind}"
+        for level in ("token", "seq_sum", "seq_mean", "seq_max")
+        for kind in ("k1", "k2", "k3")
+    } - {"reject.seq_max.k1"}
+    others = {"tis.token", "tis.sequence", "tis.geometric", "icepop", "seq_mask", "seq_mask_tis"}
+    assert set(CORRECTIONS) == rejections | others | {"opsm"}
+    assert {name for name, entry in CORRECTIONS.items() if entry.weighs} == others - {"seq_mask"}
+
+
+def test_truncated_weights_of_the_fixture(golden):
+    weights = CORRECTIONS["tis.token"].function(golden.mismatch).weights
+    assert weights.mean().item() == pytest.approx(0.99365108, abs=1e-7)
+    first = golden.position == 0
+    weights = CORRECTIONS["tis.sequence"].function(golden.mismatch).weights
+    expected = [1.003107, 0.911547, 1.053767, 0.915957]
+    assert weights[first].tolist() == pytest.approx(expected, abs=1e-6)
+    weights = CORRECTIONS["tis.geometric"].function(golden.mismatch).weights
+    lengths = [6, 4, 5, 3]
+    roots = [w ** (1 / n) for w, n in zip(expected, lengths, strict=True)]
+    assert weights[first].tolist() == pytest.approx(roots, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "band", "kept"),
+    [
+        ("reject.token.k1", {"low": 0.97, "high": 1.03}, 7),
+        ("reject.seq_mean.k1", {"low": 0.99, "high": 1.01}, 6),
+        ("seq_mask", {}, 6),
+        ("reject.seq_sum.k1", {"low": 0.9, "high": 1.1}, 18),
+        ("reject.token.k3", {"high": 0.001}, 13),
+        ("reject.seq_max.k3", {"high": 0.0012}, 12),
+        ("icepop", {"low": 0.97, "high": 1.03}, 7),
+    ],
+)
+def test_kept_tokens_of_the_fixture(golden, name, band, kept):
+    assert CORRECTIONS[name].function(golden.mismatch, **band).keep.sum() == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "band", "kept"),
+    [
+        ("reject.token.k2", {"high": 0.5}, [True, True, False, True]),
+        ("reject.seq_sum.k2", {"high": 0.5}, [True, True, False, False]),
+        ("reject.seq_mean.k2", {"high": 1.0}, [True, True, True, True]),
+        ("reject.seq_mean.k2", {"high": 0.9}, [True, True, False, False]),
+        ("reject.seq_max.k2", {"high": 1.9}, [True, True, False, False]),
+        ("reject.seq_sum.k3", {"high": 0.8}, [True, True, False, False]),
+        ("reject.seq_mean.k3", {"high": 2.2}, [True, True, True, True]),
+        ("reject.seq_mean.k1", {"low": 0.0, "high": math.e}, [True, True, True, True]),
+        ("reject.seq_sum.k1", {"low": 0.0, "high": math.e**1.9}, [True, True, False, False]),
+    ],
+)
+def test_rejection_by_sums_means_and_maxima(name, band, kept):
+    mismatch = gaps([[0.5, -0.5], [2.0, 0.0]])
+    assert CORRECTIONS[name].function(mismatch, **band).keep.tolist() == kept
+
+
+def test_icepop_drops_what_it_does_not_weigh():
+    found = CORRECTIONS["icepop"].function(gaps([[0.0, 2.0, -1.0, 0.5]]))
+    assert found.keep.tolist() == [True, False, False, True]
+    assert found.weights.tolist() == pytest.approx([1.0, 0.0, 0.0, math.exp(0.5)])
+
+
+def test_a_mask_with_weights():
+    found = CORRECTIONS["seq_mask_tis"].function(gaps([[0.1, -0.1], [0.3, 0.3]]))
+    assert found.keep.tolist() == [True, True, False, False]
+    assert found.weights.tolist() == pytest.approx([math.exp(x) for x in (0.1, -0.1, 0.3, 0.3)])
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_an_unscored_token_weighs_one_and_says_nothing(name):
+    scored, missing = gaps([[0.3, 0.4], [0.0]]), gaps([[0.3, NAN, 0.4], [NAN, NAN]])
+    entry, present = ONCE[name], torch.tensor([0, 2])
+    options = {"low": 0.0, "high": 1.4} if "low" in entry.options else {"high": 0.06}
+    expected = call(entry.function, scored, options=options)
+    found = call(entry.function, missing, options=options)
+    if found.weights is not None:
+        assert torch.equal(found.weights[present], expected.weights[:2])
+        assert found.weights[1] == 1 and found.weights[3:].tolist() == [1, 1]
+    if found.keep is not None:
+        assert torch.equal(found.keep[present], expected.keep[:2])
+        assert found.keep[3:].all()
+
+
+def test_tokens_that_are_not_live_change_nothing(golden):
+    live = golden.position < 3
+    old, rollout = (x.where(live, NAN) for x in (golden.old, golden.rollout))
+    mismatch = measure(old, rollout, live=live, sequence=golden.sequence)
+    short = measure(old[live], rollout[live], live=live[live], sequence=golden.sequence[live])
+    for name, entry in ONCE.items():
+        options = {"low": 0.99, "high": 1.01 if "low" in entry.options else 1e-3}
+        found, expected = (call(entry.function, x, options=options) for x in (mismatch, short))
+        for column in ("weights", "keep"):
+            one, other = getattr(found, column), getattr(expected, column)
+            assert (one is None) == (other is None), name
+            assert one is None or torch.equal(one[live], other), name
+
+
+@pytest.mark.parametrize("name", ONCE)
+@pytest.mark.parametrize("gap", [-80.0, 80.0])
+def test_a_gap_of_80_is_finite(name, gap):
+    found = call(ONCE[name].function, gaps([[gap] * 30]), options={"low": 0.5, "high": 2.0})
+    assert found.weights is None or found.weights.isfinite().all()
+    if found.keep is not None:
+        assert not found.keep.any()
+
+
+def test_masks_multiply(golden):
+    first = (CORRECTIONS["reject.token.k1"], {"low": 0.97, "high": 1.03})
+    second = (CORRECTIONS["reject.seq_max.k3"], {"high": 0.0012})
+    third = (CORRECTIONS["tis.token"], {"high": 1.01})
+    found = apply([first, second, third], golden.mismatch)
+    assert found.keep is not None and found.weights is not None
+    one, other = (entry.function(golden.mismatch, **band).keep for entry, band in (first, second))
+    assert torch.equal(found.keep, one & other)
+    assert found.weights.max() == 1.01
+    nothing = apply([], golden.mismatch)
+    assert nothing.weights is None and nothing.keep is None
+
+
+def test_only_one_correction_may_weigh(golden):
+    with pytest.raises(ConfigError, match="keep one"):
+        apply([(CORRECTIONS[name], {}) for name in ("tis.token", "icepop")], golden.mismatch)
+
+
+def test_opsm_drops_bad_sequences_that_the_policy_left_behind(golden):
+    mean = golden.inputs().sequence_mean
+    behind = golden.rollout - 1.0
+    keep = opsm(behind, golden.rollout, golden.advantages, mean, threshold=0.9)
+    assert torch.equal(keep, golden.advantages > 0)
+    assert opsm(behind, golden.rollout, golden.advantages, mean, threshold=1.1).all()
+    holes = golden.rollout.where(golden.position != 1, NAN)  # the mean is over the others
+    assert torch.equal(opsm(behind, holes, golden.advantages, mean, threshold=0.9), keep)
+    unknown = torch.full_like(holes, NAN)
+    assert opsm(behind, unknown, golden.advantages, mean, threshold=0.0).all()
+
+
+def test_self_normalised_weights_have_mean_one():
+    weights = torch.tensor([1.0, 3.0, 100.0], dtype=torch.float64)
+    live = torch.tensor([True, True, False])
+    assert self_normalise(weights, live)[live].tolist() == [0.5, 1.5]
+    assert self_normalise(0 * weights, live).tolist() == [0, 0, 0]
+
+
+def test_effective_sample_size():
+    live = torch.tensor([True, True, True, True, False])
+    equal, one = torch.full((5,), 0.3), torch.tensor([2.0, 0, 0, 0, 7.0])
+    assert effective_sample_size(equal, live) == pytest.approx(1.0)
+    assert effective_sample_size(one, live) == pytest.approx(0.25)
+    assert effective_sample_size(0 * one, live) == 0

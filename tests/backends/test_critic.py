@@ -1,0 +1,438 @@
+"""A critic is a backend like any other: values, their gradient, training, state; and a reference
+that follows the policy.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from pytest import approx
+
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.config import TrainConfig
+from saccade.errors import EnvironmentProblem
+from saccade.forest import pack
+from saccade.models.heads import attach_score
+from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
+
+NAMES = ["qwen2_5_vl", "qwen2_vl", "qwen3"]
+NAME = "qwen2_5_vl"
+
+
+@pytest.fixture
+def critic(family_of, load):
+    """Without a config it only scores. Its head is larger than at a start, so values differ."""
+
+    def made(name: str, config: TrainConfig | None = None, dtype="float32", **options):
+        model = load(name, dtype)
+        attach_score(model, seed=0)
+        with torch.no_grad():
+            model.score.weight.mul_(10)
+        return LocalBackend(model, family_of(name), config, **options)
+
+    return made
+
+
+def random_groups(grow, family, seed: int) -> list[Group]:
+    """One of text, one with pictures where the family reads them."""
+    rng = np.random.default_rng(seed)
+    pictures = 1 if family.axes > 1 else 0
+    return [grow(rng, family, uid=f"g{i}", images=i * pictures) for i in range(2)]
+
+
+def packed(groups: list[Group], family, budget: int, **options) -> list[Batch]:
+    return pack(groups, positions=family.positions, micro_tokens=budget, **options)
+
+
+def alone(stock, score: torch.Tensor, family, t: Trajectory) -> torch.Tensor:
+    """Values [tokens] of one member from transformers' own forward."""
+    ids = torch.from_numpy(t.ids)[None]
+    kinds = torch.zeros_like(ids)
+    for span in t.media:
+        kinds[0, span.start : span.end] = 1
+    vision = family.vision(t.media, torch.device("cpu"), stock.dtype)
+    vision = {**vision, "mm_token_type_ids": kinds} if vision else {}
+    hidden = stock.base_model(input_ids=ids, use_cache=False, **vision).last_hidden_state[0]
+    return hidden @ score[0]
+
+
+def members(groups: list[Group]) -> list[Trajectory]:
+    return [t for g in groups for t in g.trajectories]
+
+
+# -- values --
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_of_a_forest_are_those_of_each_member_alone(critic, family_of, stock, grow, name):
+    family, backend = family_of(name), critic(name)
+    for seed in range(3):
+        groups = random_groups(grow, family, seed)
+        wanted, wanted_after = [], []
+        with torch.no_grad():
+            for t in members(groups):
+                values = alone(stock(name), backend.model.score.weight, family, t)
+                policy = np.flatnonzero(t.policy_mask)
+                wanted.append(values[policy - 1].numpy())
+                wanted_after.append(values[policy[-1]].item())
+        assert np.concatenate(wanted).std() > 0.1
+        for budget in (10_000, 60, 1):
+            scored = backend.values(packed(groups, family, budget, ends=True))
+            got, after = (np.concatenate(part) for part in zip(*scored, strict=True))
+            assert got.dtype == after.dtype == np.float32
+            assert got == approx(np.concatenate(wanted), abs=1e-5)
+            assert after == approx(np.array(wanted_after), abs=1e-5)
+
+
+def test_without_ends_an_episode_is_over_after_its_last_token(critic, family_of, grow):
+    family, backend = family_of(NAME), critic(NAME)
+    groups = random_groups(grow, family, 0)
+    with_ends = backend.values(packed(groups, family, 10_000, ends=True))
+    without = backend.values(packed(groups, family, 10_000))
+    assert without[0][0] == approx(with_ends[0][0], abs=1e-6)
+    assert without[0][1].tolist() == [0.0] * 8 and (with_ends[0][1] != 0).all()
+
+
+def test_a_policy_has_no_values(family_of, load, grow):
+    backend = LocalBackend(load("qwen3"), family_of("qwen3"))
+    groups = random_groups(grow, family_of("qwen3"), 0)
+    with pytest.raises(AssertionError, match="score head"):
+        backend.values(packed(groups, family_of("qwen3"), 10_000))
+
+
+# -- gradients --
+
+
+def columns_of(groups: list[Group]) -> dict[tuple[str, int], dict[str, np.ndarray]]:
+    """Per member old values, returns and scales over the step; the last member is not live."""
+    rng = np.random.default_rng(1)
+    live = members(groups)[:-1]
+    tokens = sum(t.response_length for t in live)
+    columns = {
+        t.key: {
+            "values": rng.standard_normal(t.response_length).astype(np.float32),
+            "returns": rng.standard_normal(t.response_length).astype(np.float32),
+            "scales": np.full(t.response_length, 1 / tokens, np.float32),
+        }
+        for t in live
+    }
+    last = members(groups)[-1]
+    nothing = np.full(last.response_length, np.nan, np.float32)
+    columns[last.key] = {
+        "values": nothing,
+        "returns": nothing,
+        "scales": np.zeros(last.response_length, np.float32),
+    }
+    return columns
+
+
+def with_columns(batch: Batch, columns: dict) -> Batch:
+    names = ("values", "returns", "scales")
+    return replace(
+        batch, **{n: np.concatenate([columns[key][n] for key in batch.keys]) for n in names}
+    )
+
+
+def gradients(backend: LocalBackend, batches: list[Batch], monkeypatch, clip: float):
+    seen: dict[str, torch.Tensor] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
+        )
+        update = backend.train_values(batches, clip=clip, lr=0.0)
+    assert not update.skipped
+    return update.metrics.means(), seen
+
+
+def one_by_one(model, score: torch.nn.Parameter, family, groups: list[Group], columns, clip):
+    """Loss and gradients from transformers' own forward of each live member, written out again."""
+    model.zero_grad()
+    score.grad = None
+    total = 0.0
+    for t in members(groups)[:-1]:
+        policy = np.flatnonzero(t.policy_mask)
+        new = alone(model, score, family, t)[policy - 1]
+        old, returns, scales = (
+            torch.from_numpy(columns[t.key][n]).double() for n in columns[t.key]
+        )
+        losses = (new - returns) ** 2
+        if clip:
+            held = old + (new - old).clamp(-clip, clip)
+            losses = torch.maximum(losses, (held - returns) ** 2)
+        loss = 0.5 * (losses * scales).sum()
+        loss.backward()
+        total += loss.item()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return total, grads | {"score.weight": score.grad.clone()}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_a_forest_are_those_of_each_member_alone(
+    critic, family_of, stock, grow, monkeypatch, keep_float64, name, clip
+):
+    family, backend = family_of(name), critic(name, TrainConfig(), "float64")
+    model = stock(name, "float64")
+    keep_float64()
+    groups = random_groups(grow, family, 5)
+    columns = columns_of(groups)
+    score = torch.nn.Parameter(backend.model.score.weight.detach().clone())
+    loss, wanted = one_by_one(model, score, family, groups, columns, clip)
+    whole = torch.stack([g.norm() for g in wanted.values()]).norm()
+    for budget in (10_000, 60, 1):
+        batches = [with_columns(b, columns) for b in packed(groups, family, budget)]
+        means, got = gradients(backend, batches, monkeypatch, clip)
+        assert means["critic/loss"] == approx(loss, rel=1e-10)
+        assert (means["critic/clip_frac"] > 0.1) == (clip > 0)
+        assert set(got) == set(wanted) and len(got) > 10
+        for n, gradient in wanted.items():
+            assert (got[n] - gradient).norm() <= 1e-10 * whole, n
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_out_of_memory_splits_and_changes_nothing(
+    critic, family_of, grow, monkeypatch, checkpointing
+):
+    family = family_of(NAME)
+    backend = critic(NAME, TrainConfig(), checkpointing=checkpointing)
+    groups = random_groups(grow, family, 0)
+    columns = columns_of(groups)
+    batches = [with_columns(b, columns) for b in packed(groups, family, 10_000, ends=True)]
+    means, wanted = gradients(backend, batches, monkeypatch, 0.5)
+    calls = []
+
+    def hook(*_args):
+        calls.append(1)
+        if len(calls) <= 2:
+            raise torch.OutOfMemoryError("simulated")
+
+    handle = backend.model.model.language_model.layers[1].register_forward_pre_hook(hook)
+    split, got = gradients(backend, batches, monkeypatch, 0.5)
+    handle.remove()
+    assert split["mem/oom_splits"] == 2 and means["mem/oom_splits"] == 0
+    assert split["critic/loss"] == approx(means["critic/loss"], rel=1e-5)
+    assert split["critic/value_mean"] == approx(means["critic/value_mean"], rel=1e-5)
+    whole = torch.stack([g.norm() for g in wanted.values()]).norm()
+    assert all((got[n] - wanted[n]).norm() <= 1e-6 * whole for n in wanted)
+
+
+# -- training --
+
+
+def trained(batch: Batch, **columns) -> Batch:
+    scales = np.full(len(batch.reads), 1 / len(batch.reads), np.float32)
+    return replace(batch, scales=scales, **columns)
+
+
+def test_training_brings_values_to_their_returns(critic, family_of, grow):
+    family, backend = family_of("qwen3"), critic("qwen3", TrainConfig())
+    (batch,) = packed(random_groups(grow, family, 0), family, 10_000)
+    returns = batch.groups[batch.sequence].astype(np.float32)  # told apart by the prompt
+    batch = trained(batch, values=np.zeros_like(returns), returns=returns)
+    losses = [
+        backend.train_values([batch], clip=0.0, lr=3e-3).metrics.means()["critic/loss"]
+        for _ in range(30)
+    ]
+    assert losses[0] > 0.1 and losses[-1] < 0.01
+    ((values, _),) = backend.values([batch])
+    assert np.abs(values - returns).mean() < 0.15
+
+
+def test_a_value_can_depend_on_the_picture_alone(critic, family_of, image):
+    """Equal words, other pictures, other returns: blind, a critic could not go below 1/2."""
+    family, backend = family_of(NAME), critic(NAME, TrainConfig())
+
+    def asked(repeat: int) -> Trajectory:
+        message = Message(role="user", parts=(image(56, 56, repeat), "what is it?"))
+        prompt = family.render([message])
+        n = len(prompt)
+        return Trajectory(
+            sample_id=f"g{repeat}",
+            repeat=0,
+            ids=np.concatenate([prompt.ids, [10, 11, 12]]),
+            sources=np.concatenate([prompt.sources, [Source.POLICY] * 3]).astype(np.int8),
+            logprobs=np.array([np.nan] * n + [-1.0] * 3, np.float32),
+            versions=np.array([-1] * n + [0] * 3, np.int32),
+            media=prompt.media,
+        )
+
+    groups = [
+        Group(sample=Sample(id=f"g{i}", messages=()), uid=f"g{i}", trajectories=(asked(i),))
+        for i in range(2)
+    ]
+    (batch,) = packed(groups, family, 10_000)
+    assert batch.ids[batch.reads[:3]].tolist() == batch.ids[batch.reads[3:]].tolist()
+    returns = np.array([1, 1, 1, -1, -1, -1], np.float32)
+    batch = trained(batch, values=np.zeros(6, np.float32), returns=returns)
+    updates = [backend.train_values([batch], clip=0.0, lr=2e-3) for _ in range(40)]
+    first, last = (update.metrics.means() for update in (updates[0], updates[-1]))
+    assert first["critic/grad_norm_vision"] > 0
+    assert first["critic/loss"] > 0.4 and last["critic/loss"] < 0.05
+    ((values, _),) = backend.values([batch])
+    assert (values[:3] > 0.5).all() and (values[3:] < -0.5).all()
+
+
+def test_the_metrics_of_an_update(critic, family_of, grow):
+    family, backend = family_of(NAME), critic(NAME, TrainConfig())
+    groups = random_groups(grow, family, 0)
+    batches = packed(groups, family, 60)
+    tokens = sum(len(b.reads) for b in batches)
+    old = [values for values, _ in backend.values(batches)]
+    batches = [
+        replace(
+            b,
+            values=v,
+            returns=v + 1,
+            scales=np.full(len(v), 1 / tokens, np.float32),
+        )
+        for b, v in zip(batches, old, strict=True)
+    ]
+    update = backend.train_values(batches, clip=0.2, lr=1e-4)
+    means = update.metrics.means()
+    assert len(batches) > 1 and not update.skipped
+    assert means["critic/loss"] == approx(0.5, abs=1e-4)  # every value is 1 below its return
+    assert means["critic/value_mean"] == approx(np.concatenate(old).mean(), abs=1e-5)
+    assert means["critic/clip_frac"] == 0 and means["critic/lr"] == 1e-4
+    assert means["critic/grad_norm"] > 0 and means["critic/update_skipped"] == 0
+
+
+def test_a_step_that_is_not_finite_changes_nothing(critic, family_of, grow):
+    family, backend = family_of(NAME), critic(NAME, TrainConfig())
+    (batch,) = packed(random_groups(grow, family, 0), family, 10_000)
+    zeros = np.zeros(len(batch.reads), np.float32)
+    good = trained(batch, values=zeros, returns=zeros + 1)
+    assert not backend.train_values([good], clip=0.2, lr=1e-4).skipped
+    weights = {n: p.detach().clone() for n, p in backend.weights()}
+    state = {n: t.clone() for n, t in backend.optimizer.state().items()}
+    bad = replace(good, returns=np.where(np.arange(len(zeros)) == 3, np.inf, good.returns))
+    update = backend.train_values([good, bad], clip=0.2, lr=1e-4)
+    means = update.metrics.means()
+    assert update.skipped and means["critic/update_skipped"] == means["guard/nonfinite"] == 1
+    assert all(torch.equal(p, weights[n]) for n, p in backend.weights())
+    assert all(torch.equal(t, state[n]) for n, t in backend.optimizer.state().items())
+    assert not backend.optimizer.gradients
+    dead = replace(bad, scales=np.where(np.arange(len(zeros)) == 3, 0, good.scales))
+    assert not backend.train_values([dead], clip=0.2, lr=1e-4).skipped
+
+
+# -- state --
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "adamw_bf16")],
+)
+def test_a_restored_critic_continues_bit_for_bit(critic, family_of, grow, tmp_path, dtype, kind):
+    family, config = family_of("qwen3"), TrainConfig(optimizer=kind)
+    (batch,) = packed(random_groups(grow, family, 0), family, 10_000)
+    zeros = np.zeros(len(batch.reads), np.float32)
+    batch = trained(batch, values=zeros, returns=zeros + 1)
+    first, second = critic("qwen3", config, dtype), critic("qwen3", config, dtype)
+    for _ in range(2):
+        first.train_values([batch], clip=0.2, lr=1e-3)
+    folder = tmp_path / "critic"
+    first.save_state(folder)
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "optimizer.safetensors",
+        "weights.safetensors",
+    ]
+    second.load_state(folder)
+    for backend in (first, second):
+        assert not backend.train_values([batch], clip=0.2, lr=1e-3).skipped
+    restored = dict(second.weights())
+    assert "score.weight" in restored
+    assert all(torch.equal(p, restored[n]) for n, p in first.weights())
+    state = second.optimizer.state()
+    assert all(torch.equal(t, state[n]) for n, t in first.optimizer.state().items())
+    (one,), (other,) = first.values([batch]), second.values([batch])
+    assert one[0].tolist() == other[0].tolist()
+
+
+def test_weights_of_another_model_are_refused(critic, family_of, load, tmp_path):
+    critic("qwen3").save_weights(tmp_path)
+    plain = LocalBackend(load("qwen3"), family_of("qwen3"))
+    with pytest.raises(EnvironmentProblem, match=r"unexpected: score\.weight"):
+        plain.load_weights(tmp_path)
+    plain.save_weights(tmp_path)
+    with pytest.raises(EnvironmentProblem, match=r"missing: score\.weight"):
+        critic("qwen3").load_weights(tmp_path)
+    mine = dict(plain.weights())
+    narrow = {n: p[:1] if n == "model.norm.weight" else p for n, p in mine.items()}
+    with pytest.raises(EnvironmentProblem, match=r"of another shape: model\.norm\.weight"):
+        plain.blend(narrow.items(), 1.0)
+
+
+# -- a reference that follows the policy --
+
+
+def moved(load, dtype: str, by: float):
+    model = load("qwen3", dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + by)
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_share_of_one_is_a_copy(family_of, load, dtype):
+    policy = LocalBackend(moved(load, dtype, 0.25), family_of("qwen3"), TrainConfig())
+    reference = LocalBackend(load("qwen3", dtype), family_of("qwen3"))
+    reference.blend(policy.weights(), 1.0)
+    mine = dict(reference.weights())
+    for name, weight in policy.weights():
+        assert torch.equal(mine[name], weight) and mine[name] is not weight
+        assert not mine[name].requires_grad
+    with pytest.raises(AssertionError, match="optimizer"):
+        policy.blend(reference.weights(), 1.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_moving_average_arrives_however_small_its_steps(family_of, load, tmp_path, dtype):
+    """Steps of 1 % of a gap of 2 % are far below the spacing of bf16 numbers (0.4 %)."""
+    family = family_of("qwen3")
+    policy = LocalBackend(moved(load, dtype, 0.02), family)
+    start = {n: p.double() for n, p in LocalBackend(load("qwen3", dtype), family).weights()}
+    reference = LocalBackend(load("qwen3", dtype), family)
+    for step in range(60):
+        if step == 30:  # stored and restored half-way
+            reference.save_weights(tmp_path)
+            reference = LocalBackend(load("qwen3", dtype), family)
+            reference.load_weights(tmp_path)
+        reference.blend(policy.weights(), 0.01)
+    aims = dict(policy.weights())
+    for name, weight in reference.weights():
+        wanted = start[name] + (1 - 0.99**60) * (aims[name].double() - start[name])
+        spacing = 1e-5 if dtype == "float32" else 2**-8
+        assert (weight.double() - wanted).abs().max() <= spacing * wanted.abs().max(), name
+    if dtype == "bfloat16":
+        name = "model.embed_tokens.weight"
+        wanted = start[name] + (1 - 0.99**60) * (aims[name].double() - start[name])
+        assert (reference.averages[name].double() - wanted).abs().max() < 1e-6
+
+
+def test_a_restored_average_goes_on_bit_for_bit(family_of, load, tmp_path):
+    family = family_of("qwen3")
+    policy = LocalBackend(moved(load, "bfloat16", 0.02), family)
+    first, second = (LocalBackend(load("qwen3", "bfloat16"), family) for _ in range(2))
+    first.blend(policy.weights(), 0.1)
+    first.save_weights(tmp_path)
+    second.load_weights(tmp_path)
+    for reference in (first, second):
+        reference.blend(policy.weights(), 0.1)
+    restored = dict(second.weights())
+    assert all(torch.equal(p, restored[n]) for n, p in first.weights())
+    assert all(torch.equal(a, second.averages[n]) for n, a in first.averages.items())
+
+
+def test_a_copied_reference_scores_as_the_policy(family_of, load, grow):
+    family = family_of("qwen3")
+    policy = LocalBackend(moved(load, "float32", 0.25), family)
+    reference = LocalBackend(load("qwen3"), family)
+    batches = packed(random_groups(grow, family, 0), family, 10_000)
+    ((wanted, _),) = policy.logprobs(batches, Scoring())
+    ((before, _),) = reference.logprobs(batches, Scoring())
+    reference.blend(policy.weights(), 1.0)
+    ((after, _),) = reference.logprobs(batches, Scoring())
+    assert np.abs(before - wanted).max() > 0.01 and after.tolist() == wanted.tolist()

@@ -1,0 +1,39 @@
+"""Every preset and add-on takes two steps on the GPU, in bfloat16 and in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.algorithms.build import resolve
+from saccade.algorithms.presets import ADD_ONS, PRESETS
+from saccade.config import AlgorithmConfig
+from saccade.recipes import rl
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ROWS = [*PRESETS, *(f"grpo+{name}" for name in ADD_ONS)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("preset", ROWS)
+def test_two_steps(
+    preset: str, dtype: str, tmp_path: Path, rl_config: Callable[..., dict[str, Any]]
+) -> None:
+    row = resolve(AlgorithmConfig(preset=preset), max_tokens=6)
+    config = rl_config(tmp_path, run__max_steps=2, run__device="cuda", model__dtype=dtype)
+    config["algorithm.preset"] = preset
+    config["train.samples_per_prompt"] = min(4, row.samples_per_prompt)
+    config["train.prompts_per_step"] = max(4, 12 // row.samples_per_prompt)
+    if row.estimator.components:
+        config["reward.terms"] = [
+            *config["reward.terms"],
+            {"verifier": "length", "args": {"target": 3}},
+        ]
+    last = rl.run(config)
+    assert isfinite(last["policy/loss"]) and last["guard/nonfinite"] == 0
+    assert last["mismatch/mult_prob_error"] < (1.05 if dtype == "bfloat16" else 1.0001)

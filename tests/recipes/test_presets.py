@@ -1,0 +1,129 @@
+"""Every row of the table, and what can be added to it, trains two steps and goes on bit by bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.algorithms.build import resolve
+from saccade.algorithms.presets import ADD_ONS, PRESETS
+from saccade.config import AlgorithmConfig
+from saccade.recipes import rl
+
+Make = Callable[..., dict[str, Any]]
+
+# What makes state: it must come back from a checkpoint.
+WITH_STATE: dict[str, dict[str, Any]] = {
+    "adaptive KL and entropy": {
+        "algorithm.preset": "grpo",
+        "algorithm.kl.controller": "adaptive",
+        "algorithm.kl.target": 1e-4,
+        "algorithm.kl.horizon": 100,
+        "algorithm.entropy_target": 5.0,
+    },
+    "a reference that follows": {
+        "algorithm.preset": "grpo",
+        "algorithm.kl.update": "ema",
+        "algorithm.kl.update_every": 1,
+        "algorithm.kl.ratio_correct": True,
+    },
+    "running moments": {"algorithm.preset": "rloo", "reward.normalise": "mean_std"},
+    "surplus": {
+        "algorithm.preset": "dapo",
+        "algorithm.overlong.buffer": 0,
+        "algorithm.filter.keep_surplus": True,
+        "train.prompts_per_step": 6,
+    },
+    "fire that is not trained": {
+        "algorithm.preset": "gspo+fire",
+        "algorithm.fire.first_token": "mask",
+        "train.updates_per_step": 2,
+    },
+    "selection at each update": {"algorithm.preset": "kl_cov", "train.updates_per_step": 2},
+    "ppo warming up": {
+        "algorithm.preset": "ppo",
+        "algorithm.critic.warmup_steps": 1,
+        "algorithm.critic.bootstrap_truncated": True,
+        "train.epochs_per_batch": 2,
+    },
+    "kept denominator": {
+        "algorithm.preset": "grpo+entropy_top+icepop",
+        "algorithm.denominator": "kept",
+        "algorithm.self_normalise": True,
+    },
+    "drpo damped": {"algorithm.preset": "drpo", "algorithm.drpo_kl_damp": 0.75},
+}
+CASES = {
+    **{name: {"algorithm.preset": name} for name in PRESETS},
+    **{f"grpo+{name}": {"algorithm.preset": f"grpo+{name}"} for name in ADD_ONS},
+    **WITH_STATE,
+}
+
+
+@pytest.fixture(scope="module")
+def rows_with_domains(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("domains")
+    rows = [json.loads(line) for line in (scenes / "train.jsonl").read_text().splitlines()]
+    lines = [
+        json.dumps(
+            row
+            | {"domain": "ab"[n % 2], "images": [str(scenes / image) for image in row["images"]]}
+        )
+        for n, row in enumerate(rows)
+    ]
+    path = folder / "train.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def config_of(case: str, out: Path, rl_config: Make, rows: Path) -> dict[str, Any]:
+    changes = CASES[case]
+    row = resolve(AlgorithmConfig(preset=changes["algorithm.preset"]), max_tokens=6)
+    config = rl_config(out, run__max_steps=2, save__every=1)
+    config |= {"data.train": str(rows), "data.allow_outside": True}
+    config["train.samples_per_prompt"] = min(4, row.samples_per_prompt)
+    config["train.prompts_per_step"] = max(4, 12 // row.samples_per_prompt)
+    if row.estimator.components:
+        config["reward.terms"] = [
+            *config["reward.terms"],
+            {"verifier": "length", "args": {"target": 3}},
+        ]
+    return config | changes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_steps_and_one_resumed(
+    case: str,
+    tmp_path: Path,
+    rl_config: Make,
+    rows_with_domains: Path,
+    numbers: Callable[[Path], list[dict[str, Any]]],
+    same_weights: Callable[..., bool],
+) -> None:
+    config = config_of(case, tmp_path / "whole", rl_config, rows_with_domains)
+    last = rl.run(config)
+    whole = tmp_path / "whole" / "run"
+    assert isfinite(last["policy/loss"]) and last["policy/grad_norm"] > 0
+    assert last["guard/nonfinite"] == 0
+    assert not same_weights(whole / "checkpoints/step-1", whole / "checkpoints/step-2")
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    again = tmp_path / "again" / "run"
+    shutil.rmtree(again / "checkpoints" / "step-2")
+    rl.run(config | {"run.out": str(tmp_path / "again"), "run.resume": "auto"})
+    assert same_weights(whole / "checkpoints/step-2", again / "checkpoints/step-2")
+    assert same_state(whole / "checkpoints/step-2/state", again / "checkpoints/step-2/state")
+    assert numbers(again) == numbers(whole)
+
+
+def same_state(one: Path, other: Path) -> bool:
+    """Every file of the state, byte for byte: optimizers, critic, reference, surplus, progress."""
+    names = sorted(p.relative_to(one) for p in one.rglob("*") if p.is_file())
+    assert names == sorted(p.relative_to(other) for p in other.rglob("*") if p.is_file())
+    return all((one / n).read_bytes() == (other / n).read_bytes() for n in names)
