@@ -24,8 +24,9 @@ lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-docs: $(VENV)/.installed  ## write docs/configuration.md from the schema
+docs: $(VENV)/.installed  ## write the reference tables of docs/ from the code
 	$(RUN) scripts/config_reference.py
+	$(RUN) scripts/algorithm_reference.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -63,7 +63,7 @@ def train(preset: str, out: Path, steps: int, seed: int) -> None:
         config["reward"] = {**quickstart.REWARD, "combine": "weighted_sum"}
     config["train"] |= {"prompts_per_step": ROLLOUTS // each_prompt, "lr": LR}
     del config["train"]["samples_per_prompt"]
-    config["val"] = {"every": steps}
+    config["val"] = {"every": max(1, steps // 8)}
     config["track"] = {"tensorboard": False, "trajectories_every": 0}
     rl.run(config)
 
@@ -71,18 +71,24 @@ def train(preset: str, out: Path, steps: int, seed: int) -> None:
 def result(out: Path, preset: str, budget: int) -> dict[str, Any]:
     """The curve over rollouts that were drawn, dropped ones included, up to the budget."""
     rows = read_metrics(out / preset)
+    before = next(row["val/val/accuracy"] for row in rows if "val/val/accuracy" in row)
     steps = [row for row in rows if "count/samples" in row]
     drawn = np.cumsum([row["count/samples"] for row in steps])
-    inside = int(np.searchsorted(drawn, budget, side="right"))
-    held_out = [row["val/val/accuracy"] for row in rows if "val/val/accuracy" in row]
+    inside = steps[: int(np.searchsorted(drawn, budget, side="right"))]
     return {
-        "rollouts": drawn[:inside].tolist(),
-        "accuracy": [row["reward/accuracy"] for row in steps[:inside]],
-        "steps": inside,
-        "before": held_out[0],
-        "after": held_out[-1],
-        "seconds": sum(row["time/step"] for row in steps),
+        "rollouts": drawn[: len(inside)].tolist(),
+        "accuracy": [row["reward/accuracy"] for row in inside],
+        "steps": len(inside),
+        "before": before,
+        "after": [row["val/val/accuracy"] for row in inside if "val/val/accuracy" in row][-1],
+        # Prompts with a right answer among their samples, at the start and at the end.
+        "solved": [1 - _mean(part, "group/all_wrong_frac") for part in (inside[:5], inside[-5:])],
+        "seconds": sum(row["time/step"] for row in inside),
     }
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    return float(np.mean([row[name] for row in rows]))
 
 
 # -- the picture -----------------------------------------------------------------------------------
@@ -176,12 +182,12 @@ def main() -> None:
     results = {name: result(out, name, budget) for name in done}
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (out / "algorithms.svg").write_text(picture(results, budget))
-    print("| preset | held-out accuracy before | after | steps | seconds |\n|---|---|---|---|---|")
+    print("| preset | held-out, before | after | prompts solved, first | last | steps | seconds |")
+    print("|---|---|---|---|---|---|---|")
     for name, found in results.items():
-        print(
-            f"| `{name}` | {found['before']:.1%} | {found['after']:.1%} | {found['steps']} "
-            f"| {found['seconds']:.0f} |"
-        )
+        shares = (found["before"], found["after"], *found["solved"])
+        cells = " | ".join(f"{share:.1%}" for share in shares)
+        print(f"| `{name}` | {cells} | {found['steps']} | {found['seconds']:.0f} |")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
 
 from saccade.config import Config, DataSource, RewardTerm, Section, options, type_name  # noqa: E402
+from saccade.schema import CorrectionConfig  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -31,6 +32,7 @@ init MODEL DATA` writes a first file. An empty default means: decided as the des
 ITEMS = {
     "data": ("data.train[]", "One entry of `data.train` or `data.val`.", DataSource),
     "reward": ("reward.terms[]", "One entry of `reward.terms`.", RewardTerm),
+    "algorithm": ("algorithm.correct[]", "One entry of `algorithm.correct`.", CorrectionConfig),
 }
 LIMITS = {"Ge": ("ge", "≥"), "Gt": ("gt", ">"), "Le": ("le", "≤"), "Lt": ("lt", "<")}
 

@@ -264,8 +264,9 @@ def test_defaults_are_valid() -> None:
     assert load(None) == Config()
 
 
-def test_the_reference_page_is_current() -> None:
-    script = REPOSITORY / "scripts" / "config_reference.py"
+@pytest.mark.parametrize("name", ["config_reference.py", "algorithm_reference.py"])
+def test_the_reference_pages_are_current(name: str) -> None:
+    script = REPOSITORY / "scripts" / name
     done = subprocess.run(
         [sys.executable, str(script), "--check"], capture_output=True, text=True, check=False
     )

@@ -224,7 +224,7 @@ def _chosen(entry: Entry, section: Any, cells: Row, args: Row | None = None) -> 
     for name in entry.options:
         value = getattr(section, name, None)
         if value is None and name in ("clip_low", "clip_high"):
-            value = section.clip
+            value = getattr(section, "clip", None)
         if value is not None:
             given[name] = value
     return {
@@ -266,14 +266,17 @@ def _corrections(config: AlgorithmConfig, row: Row) -> tuple[Correct, ...]:
                     f"algorithm.correct: {cells['name']} has no {key}; it reads "
                     f"{', '.join(entry.options) or 'no option'}"
                 )
-        args = {key: config.args[key] for key in entry.options if key in config.args}
-        options = {**entry.options, **args, **bounds}
-        missing = [key for key, value in options.items() if value is None]
+        given_args = {key: config.args[key] for key in entry.options if key in config.args}
+        options = {**entry.options, **given_args, **bounds}
+        missing = [key for key in entry.required if options[key] is None]
         if missing:
-            works = ", ".join(f"{key}: {EXAMPLES[key]}" for key in missing if key in EXAMPLES)
+            works = bounds | {key: EXAMPLES[key] for key in missing if key in EXAMPLES}
+            entries = "".join(f", {key}: {value:g}" for key, value in works.items())
+            args = ", ".join(f"{key}: 1" for key in missing if key not in EXAMPLES)
             raise ConfigError(
                 f"algorithm.correct: {cells['name']} needs {' and '.join(missing)}; for example "
-                f"algorithm.correct=[{{name: {cells['name']}, {works}}}]"
+                f"algorithm.correct=[{{name: {cells['name']}{entries}}}]"
+                + (f" algorithm.args={{{args}}}" if args else "")
             )
         corrections.append(Correct(name=name, options=options))
     return tuple(corrections)

@@ -7,7 +7,7 @@ Every refusal names the field, the reason and a value that works. Imports no tor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 
 from saccade.algorithms.algorithm import AXES, Algorithm
@@ -26,6 +26,27 @@ def refuse_contradictions(algorithm: Algorithm) -> None:
         message = contradiction(algorithm)
         if message is not None:
             raise ConfigError(message)
+
+
+def _required(algorithm: Algorithm) -> str | None:
+    """Functions of your own may have options without a default."""
+    for axis, name, entry, options in (
+        ("advantage", algorithm.advantage, algorithm.estimator, algorithm.advantage_options),
+        ("policy_loss", algorithm.policy_loss, algorithm.loss, algorithm.loss_options),
+        ("aggregation", algorithm.aggregation, algorithm.aggregate, algorithm.aggregation_options),
+        ("kl.kind", algorithm.kl.kind, algorithm.divergence, algorithm.kl.options),
+    ):
+        missing = [option for option in entry.required if options[option] is None]
+        if missing:
+            return f"algorithm.{axis}={name} needs {' and '.join(missing)}; {example(missing)}"
+    return None
+
+
+def example(options: Sequence[str]) -> str:
+    """How the options are given; what they should be only their function knows."""
+    fields = [f"algorithm.{name}=1" for name in options if name in AlgorithmConfig.model_fields]
+    args = ", ".join(f"{name}: 1" for name in options if name not in AlgorithmConfig.model_fields)
+    return "for example " + " ".join(fields + ([f"algorithm.args={{{args}}}"] if args else []))
 
 
 def _group_size(algorithm: Algorithm) -> str | None:
@@ -84,7 +105,7 @@ def _bounds(algorithm: Algorithm) -> str | None:
     delta = algorithm.loss_options.get("delta", 0)
     for name, value in (("dual_clip", dual_clip), ("delta", delta)):
         if 0 < value <= 1:
-            return f"algorithm.{name}={value:g} must be above 1, or 0 for none; use {name}=3"
+            return f"algorithm.{name}={value:g} must be above 1, or 0; use algorithm.{name}=3"
     if dual_clip and delta:
         return (
             f"algorithm.delta={delta:g} bounds the same loss as algorithm.dual_clip={dual_clip:g}, "
@@ -113,7 +134,10 @@ def _corrections(algorithm: Algorithm) -> str | None:
     for correction in algorithm.corrections:
         low, high = correction.options.get("low", 0), correction.options.get("high", 1 << 30)
         if low >= high:
-            return f"algorithm.correct: {correction.name} has low={low:g} not below high={high:g}"
+            return (
+                f"algorithm.correct: {correction.name} has low={low:g}, not below high={high:g}; "
+                f"use algorithm.correct=[{{name: {correction.name}, low: 0.97, high: 1.03}}]"
+            )
     return None
 
 
@@ -136,6 +160,7 @@ def _normalised_components(algorithm: Algorithm) -> str | None:
 
 
 CONTRADICTIONS: tuple[Callable[[Algorithm], str | None], ...] = (
+    _required,
     _group_size,
     _kl_in_loss,
     _filter,
@@ -161,13 +186,13 @@ def refuse_unused(config: AlgorithmConfig, algorithm: Algorithm) -> None:
 
 
 def _refuse_unread(config: AlgorithmConfig, algorithm: Algorithm) -> None:
-    for axis, entry in _entries(algorithm).items():
+    read = {name for entry in _all_entries(algorithm) for name in entry.options}
+    for axis, table in AXES.items():
         for option in AlgorithmConfig.model_fields:
-            readers = [name for name, other in AXES[axis].items() if other.reads(option)]
-            if readers and not entry.reads(option) and _value(config, option) is not None:
+            readers = [name for name, entry in table.items() if entry.reads(option)]
+            if readers and option not in read and _value(config, option) is not None:
                 reason = f"{axis} {getattr(algorithm, axis)} does not read it"
                 raise _unused(option, reason, f"algorithm.{axis}={readers[0]}")
-    read = {name for entry in _all_entries(algorithm) for name in entry.options}
     for name in config.args:
         if name in AlgorithmConfig.model_fields:
             raise ConfigError(f"algorithm.args: {name} is an option: write algorithm.{name}=…")
@@ -265,7 +290,7 @@ CONDITIONS: list[tuple[tuple[str, ...], Callable[[Algorithm], bool], str, str]] 
         ("drop_constant", "excluded_in_baseline"),
         lambda a: a.estimator.group,
         "advantage {a.advantage} has no groups",
-        "algorithm.advantage=grpo",
+        "algorithm.advantage=grpo train.samples_per_prompt=8",
     ),
     (
         ("excluded_in_baseline",),
@@ -283,7 +308,7 @@ CONDITIONS: list[tuple[tuple[str, ...], Callable[[Algorithm], bool], str, str]] 
         ("whiten_std",),
         lambda a: a.whiten,
         "nothing is whitened",
-        "algorithm.advantage=reinforce_pp",
+        "algorithm.advantage=reinforce_pp algorithm.whiten=true",
     ),
     (
         ("clip",),

@@ -205,7 +205,7 @@ def _components(
     weights = [
         [1.0, *(by_source[g.sample.data_source].get(name, 0.0) for name in names)] for g in owners
     ]
-    return torch.tensor(values).double(), torch.tensor(weights).double()
+    return _numbers(values), _numbers(weights)
 
 
 def _final_values(
@@ -441,5 +441,5 @@ def _written(updates: Updates, columns: Mapping[str, Tensor | None]) -> Updates:
     return [[next(changed) for _ in batches] for batches in updates]
 
 
-def _numbers(values: Iterable[float]) -> Tensor:
+def _numbers(values: Iterable[float | list[float]]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float64)

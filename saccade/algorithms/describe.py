@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from saccade.algorithms.algorithm import Algorithm, Options
+from math import isinf
+
+from saccade.algorithms.algorithm import Algorithm, Filter, Options
 from saccade.algorithms.build import resolve
 from saccade.algorithms.presets import ADD_ONS, PRESETS
 from saccade.algorithms.table import Entry
@@ -36,7 +38,7 @@ def describe(algorithm: Algorithm) -> str:
         "KL": _kl(algorithm),
         "old log-probs": OLD[algorithm.old],
         "samples": samples,
-    } | _extras(algorithm)
+    } | extras(algorithm)
     return "\n".join(
         [f"{algorithm.preset}: {algorithm.about}{paper}"]
         + [f"  {name:<14} {text}" for name, text in lines.items()]
@@ -57,14 +59,18 @@ def _part(name: str, entry: Entry, options: Options) -> str:
     return f"{name}: {entry.formula}" + _shown(options)
 
 
-def _shown(options: Options) -> str:
-    """Numbers in brackets; what is off (0) or unlimited is left out."""
-    cells = [
+def numbers(options: Options) -> str:
+    """Names and numbers; what is off (0) or unlimited is left out."""
+    return ", ".join(
         f"{option}={value:g}" if isinstance(value, float) else f"{option}={value}"
         for option, value in options.items()
         if value is not None and value is not False and value not in (0.0, float("inf"))
-    ]
-    return f"   [{', '.join(cells)}]" if cells else ""
+    )
+
+
+def _shown(options: Options) -> str:
+    text = numbers(options)
+    return f"   [{text}]" if text else ""
 
 
 def _kl(algorithm: Algorithm) -> str:
@@ -83,7 +89,13 @@ def _kl(algorithm: Algorithm) -> str:
     return text
 
 
-def _extras(algorithm: Algorithm) -> dict[str, str]:
+def _kept(filters: Filter) -> str:
+    if isinf(filters.low) and isinf(filters.high):
+        return "keep groups whose outcomes differ"
+    return f"keep groups with {filters.low:g} < mean outcome < {filters.high:g}"
+
+
+def extras(algorithm: Algorithm) -> dict[str, str]:
     """Lines for what is switched on."""
     filters, overlong, entropy = algorithm.filter, algorithm.overlong, algorithm.entropy
     fire, critic = algorithm.fire, algorithm.critic
@@ -136,8 +148,7 @@ def _extras(algorithm: Algorithm) -> dict[str, str]:
         (
             filters.dynamic,
             "filter",
-            f"keep groups with {filters.low:g} < mean outcome < {filters.high:g}, at most "
-            f"{filters.max_rounds} rounds, then {filters.on_exhausted}"
+            f"{_kept(filters)}, at most {filters.max_rounds} rounds, then {filters.on_exhausted}"
             + ("; surplus is carried one step" if filters.keep_surplus else ""),
         ),
         (filters.function, "own filter", f"{filters.function}"),

@@ -85,7 +85,9 @@ def objective(
     dropped = _dropped_now(algorithm, new, columns, inputs)
     for factor in (_inside(columns.keep, live), weights, *(~d for d in dropped.values())):
         losses = losses if factor is None else losses * factor
-    terms = {"policy/pg_loss": (losses * columns.scales).sum()}
+    # A clamp or a selection would hide a log-prob that is not finite; 0 times it is NaN, which stops
+    # the update. Any other sum adds exactly nothing.
+    terms = {"policy/pg_loss": (losses * columns.scales).sum() + 0.0 * new.detach().sum()}
     loss = terms["policy/pg_loss"]
 
     distance = None

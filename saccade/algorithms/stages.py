@@ -112,7 +112,8 @@ def _is_constant(members: Sequence[Trajectory], algorithm: Algorithm) -> bool:
     """Nothing to compare: the reward, or each of its terms, is the same for all."""
     if not algorithm.estimator.components:
         return is_constant([_reward(t) for t in members])
-    return all(is_constant([t.parts[name] for t in members]) for name in members[0].parts)
+    terms = [[sum(t.turn_rewards), *(t.parts[name] for name in members[0].parts)] for t in members]
+    return all(is_constant(values) for values in zip(*terms, strict=True))
 
 
 def _reward(trajectory: Trajectory) -> float:

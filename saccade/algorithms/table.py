@@ -50,20 +50,25 @@ class Entry:
 
     @cached_property
     def options(self) -> dict[str, Any]:
+        """Names and defaults; None where there is no default."""
+        return {name: None if p.default is p.empty else p.default for name, p in self._parameters()}
+
+    @cached_property
+    def required(self) -> tuple[str, ...]:
+        """Options without a default."""
+        return tuple(name for name, p in self._parameters() if p.default is p.empty)
+
+    def _parameters(self) -> list[tuple[str, inspect.Parameter]]:
         functions = [self.function] + ([self.select] if self.select else [])
-        return {name: value for one in functions for name, value in _keywords(one).items()}
+        return [pair for function in functions for pair in _keywords(function).items()]
 
     def reads(self, option: str) -> bool:
         return option in self.options
 
 
-def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
+def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(function).parameters.values()
-    return {
-        p.name: None if p.default is p.empty else p.default
-        for p in parameters
-        if p.kind is p.KEYWORD_ONLY
-    }
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def call(function: Callable[..., Any], *arguments: Any, options: Mapping[str, Any]) -> Any:

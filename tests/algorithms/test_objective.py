@@ -13,6 +13,19 @@ from saccade.types import Metrics
 GRPO = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0.1)), max_tokens=8)
 NO_KL = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0)), max_tokens=8)
 
+SINGLE = replace(NO_KL, loss_options={**NO_KL.loss_options, "dual_clip": 0.0})
+
+
+def with_bonus(coef):
+    return replace(NO_KL, entropy=replace(NO_KL.entropy, coef=coef))
+
+
+def opsm(threshold):
+    config = AlgorithmConfig(
+        clip_high=0.28, kl=KLConfig(coef=0), correct=[{"name": "opsm", "threshold": threshold}]
+    )
+    return resolve(config, max_tokens=8)
+
 
 def columns(golden, aggregation="token_mean", **changes) -> Columns:
     fields = {
@@ -38,6 +51,42 @@ def test_clip_with_kl_in_the_loss(golden):
         assert loss.item() == pytest.approx(value, abs=1e-7)
 
 
+def test_a_kl_that_is_corrected_by_the_ratio(golden):
+    corrected = replace(GRPO, kl=replace(GRPO.kl, ratio_correct=True))
+    new = golden.new.clone().requires_grad_()
+    loss, _ = objective(corrected, new, None, columns(golden, "seq_mean"))
+    assert loss.item() == pytest.approx(0.02100357, abs=1e-7)
+    # The gradient flows through both factors.
+    without, _ = objective(NO_KL, new, None, columns(golden, "seq_mean"))
+    (gradient,) = torch.autograd.grad(loss - without, new)
+    ratio, gap = (golden.new - golden.old).exp(), golden.new - golden.ref
+    slope = 1 - (-gap).exp() + (-gap).exp() - 1 + gap
+    assert torch.allclose(gradient, 0.1 * ratio * slope * golden.scales("seq_mean"), atol=1e-12)
+
+
+def test_bad_sequences_that_the_policy_left_behind_are_dropped_anew(golden):
+    loss, stats = objective(opsm(0.01), golden.new, None, columns(golden))
+    assert loss.item() == pytest.approx(-0.22400677, abs=1e-7)
+    log = to_metrics(NO_KL, [stats], step_tokens=18).means()
+    dropped = (golden.advantages < 0) & (loss_gap(golden) > 0.01)
+    assert log["policy/opsm_dropped"] == pytest.approx(dropped.sum().item() / 18)
+    plain, _ = objective(SINGLE, golden.new, None, columns(golden))
+    later, _ = objective(opsm(0.01), golden.rollout, None, columns(golden))
+    same, _ = objective(SINGLE, golden.rollout, None, columns(golden))
+    assert plain.item() != pytest.approx(loss.item()) and later.item() == same.item()
+
+
+def loss_gap(golden):
+    return golden.inputs().sequence_mean(golden.rollout - golden.new)
+
+
+def test_weights_are_inside_the_losses_that_hold_them(golden):
+    vespo = resolve(AlgorithmConfig(policy_loss="vespo", kl=KLConfig(coef=0)), max_tokens=8)
+    weights = (golden.old - golden.rollout).exp().clamp(0, 2)
+    loss, _ = objective(vespo, golden.new, None, columns(golden, weights=weights))
+    assert loss.item() == pytest.approx(0.01164343, abs=1e-7)
+
+
 def test_weights_multiply_the_policy_term(golden):
     weights = (golden.old - golden.rollout).exp().clamp(0, 2)
     assert weights.mean().item() == pytest.approx(0.99365108, abs=1e-7)
@@ -55,8 +104,7 @@ def test_what_a_filter_drops_stays_in_the_denominator(golden):
     entropy = 1 + torch.sin(2 * golden.sequence.double() + 3 * golden.position)
     keep = (entropy >= entropy.quantile(0.8)).double()
     assert int(keep.sum()) == 4
-    single = replace(NO_KL, loss_options=replace(NO_KL.loss_options, dual_clip=None))
-    loss, _ = objective(single, golden.new, None, columns(golden, keep=keep))
+    loss, _ = objective(SINGLE, golden.new, None, columns(golden, keep=keep))
     assert loss.item() == pytest.approx(0.11624419, abs=1e-7)
 
 
@@ -78,15 +126,21 @@ def test_what_the_algorithm_needs_must_be_there(golden):
     with pytest.raises(AssertionError, match="needs old log-probs"):
         objective(replace(NO_KL, old="recompute"), golden.new, None, columns(golden, old=None))
     with pytest.raises(AssertionError, match="needs the entropy"):
-        objective(replace(NO_KL, entropy_coef=0.1), golden.new, None, columns(golden))
+        objective(with_bonus(0.1), golden.new, None, columns(golden))
+    bypass = replace(NO_KL, old="rollout")
+    with pytest.raises(AssertionError, match="needs rollout log-probs"):
+        objective(bypass, golden.new, None, columns(golden, rollout=None))
+    with pytest.raises(AssertionError, match="opsm needs rollout log-probs"):
+        objective(opsm(0.01), golden.new, None, columns(golden, rollout=None))
 
 
 def test_entropy_bonus(golden):
     entropy = torch.rand(18, dtype=torch.float64)
-    algorithm = replace(NO_KL, entropy_coef=0.01)
-    with_bonus, _ = objective(algorithm, golden.new, entropy, columns(golden))
-    without, _ = objective(NO_KL, golden.new, entropy, columns(golden))
-    assert (without - with_bonus).item() == pytest.approx(0.01 * entropy.mean().item(), abs=1e-12)
+    keep = (golden.position == 0).double()  # a filter is about the policy term alone
+    flat = columns(golden, keep=keep)
+    bonus, _ = objective(with_bonus(0.01), golden.new, entropy, flat)
+    without, _ = objective(NO_KL, golden.new, entropy, flat)
+    assert (without - bonus).item() == pytest.approx(0.01 * entropy.mean().item(), abs=1e-12)
 
 
 def test_metrics_are_means_over_live_tokens(golden):
@@ -123,6 +177,27 @@ def test_unscored_tokens_are_counted_and_in_no_mismatch(golden):
     assert loss.isfinite()
     without, _ = objective(NO_KL, golden.new, None, columns(golden, old=None, rollout=None))
     assert without.isfinite()
+
+
+def test_what_older_weights_sampled_is_in_no_mismatch(golden):
+    stale = golden.sequence == 0
+    rollout = golden.rollout.where(~stale, golden.old - 3)
+    log = means(NO_KL, golden.new, columns(golden, rollout=rollout, stale=stale))
+    gap = (golden.old - golden.rollout)[~stale].abs()
+    assert log["mismatch/logp_gap_mean"] == pytest.approx(gap.mean().item(), abs=1e-12)
+    assert log["mismatch/logp_gap_max"] == pytest.approx(gap.max().item(), abs=1e-12)
+    assert log["mismatch/unscored_frac"] == 0
+
+
+def test_mismatch_by_kind_of_prompt(golden):
+    images = golden.sequence < 2
+    log = means(NO_KL, golden.new, columns(golden, images=images))
+    gap = (golden.old - golden.rollout).abs()
+    for kind, mask in (("image", images), ("text", ~images)):
+        expected = gap[mask].mean().item()
+        assert log[f"mismatch/logp_gap_mean/{kind}"] == pytest.approx(expected, abs=1e-12)
+    log = means(NO_KL, golden.new, columns(golden, images=golden.live))
+    assert "mismatch/logp_gap_mean/text" not in log
 
 
 def test_old_from_the_engine(golden):

@@ -18,6 +18,8 @@ from saccade.recipes import rl
 
 Make = Callable[..., dict[str, Any]]
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_algorithm.py"
+
 # What makes state: it must come back from a checkpoint.
 WITH_STATE: dict[str, dict[str, Any]] = {
     "adaptive KL and entropy": {
@@ -56,6 +58,16 @@ WITH_STATE: dict[str, dict[str, Any]] = {
         "algorithm.preset": "grpo+entropy_top+icepop",
         "algorithm.denominator": "kept",
         "algorithm.self_normalise": True,
+    },
+    "functions of your own": {
+        "algorithm.preset": "grpo",
+        "algorithm.advantage": f"{EXAMPLE}:best_of_rest",
+        "algorithm.policy_loss": f"{EXAMPLE}:soft_clip",
+        "algorithm.args": {"width": 0.3},
+        "algorithm.aggregation": f"{EXAMPLE}:root_length",
+        "algorithm.kl.kind": f"{EXAMPLE}:huber",
+        "algorithm.correct": f"{EXAMPLE}:drop_outliers",
+        "algorithm.filter.function": f"{EXAMPLE}:only_pictures",
     },
     "drpo damped": {"algorithm.preset": "drpo", "algorithm.drpo_kl_damp": 0.75},
 }

@@ -1,0 +1,115 @@
+"""Write the tables of docs/algorithms.md from the code, or check that they are current.
+
+python scripts/algorithm_reference.py [--check]
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
+
+from saccade.algorithms.advantages import ADVANTAGES  # noqa: E402
+from saccade.algorithms.aggregation import AGGREGATIONS  # noqa: E402
+from saccade.algorithms.algorithm import Algorithm  # noqa: E402
+from saccade.algorithms.build import resolve  # noqa: E402
+from saccade.algorithms.corrections import CORRECTIONS  # noqa: E402
+from saccade.algorithms.describe import extras, numbers  # noqa: E402
+from saccade.algorithms.kl import KINDS  # noqa: E402
+from saccade.algorithms.policy_losses import LOSSES  # noqa: E402
+from saccade.algorithms.presets import ADD_ONS, PRESETS  # noqa: E402
+from saccade.algorithms.table import Entry  # noqa: E402
+from saccade.config import AlgorithmConfig  # noqa: E402
+
+PAGE = ROOT / "docs" / "algorithms.md"
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+LONGEST_RESPONSE = 20_480  # that of the DAPO paper, whose numbers are then the paper's
+
+
+def main() -> None:
+    old = PAGE.read_text(encoding="utf-8")
+    new = MARKED.sub(lambda m: m[1] + "\n".join(TABLES[m[2]]()) + "\n" + m[3], old)
+    if "--check" in sys.argv[1:]:
+        if new != old:
+            sys.exit(f"{PAGE.relative_to(ROOT)} is out of date; run: make docs")
+        return
+    PAGE.write_text(new, encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+def presets() -> Iterator[str]:
+    yield "| preset | what it is, when to use it | formula | samples | also | arXiv |"
+    yield "|---|---|---|---|---|---|"
+    for name in PRESETS:
+        row = resolve(AlgorithmConfig(preset=name), max_tokens=LONGEST_RESPONSE)
+        samples = f"{row.samples_per_prompt}" + (" + greedy" if row.estimator.greedy else "")
+        also = "; ".join(f"{what}: {text}" for what, text in extras(row).items())
+        if row.updates_per_step > 1:
+            also = "; ".join(filter(None, [f"{row.updates_per_step} updates per step", also]))
+        yield cells(f"`{name}`", row.about, formula(row), samples, also, links(row.paper))
+
+
+def formula(row: Algorithm) -> str:
+    parts = [
+        f"A: `{row.advantage}`{in_brackets(row.estimator, row.advantage_options)}",
+        f"loss: `{row.policy_loss}`{in_brackets(row.loss, row.loss_options)}",
+        f"`{row.aggregation}`",
+    ]
+    if row.needs_reference:
+        parts.append(f"{row.kl.coef:g} `{row.kl.kind}` in the {row.kl.place}")
+    return ", ".join(parts)
+
+
+def in_brackets(entry: Entry, options: Mapping[str, object]) -> str:
+    if entry.resolved is not None:
+        return f" ({entry.resolved(options)})"
+    shown = numbers({k: v for k, v in options.items() if k != "std_eps" or v != 1e-6})
+    return f" ({shown})" if shown else ""
+
+
+def links(papers: str) -> str:
+    return ", ".join(f"[{p}](https://arxiv.org/abs/{p})" for p in papers.split(", ") if p)
+
+
+def add_ons() -> Iterator[str]:
+    yield "| add-on | what it does | arXiv |"
+    yield "|---|---|---|"
+    for name, row in ADD_ONS.items():
+        yield cells(f"`+{name}`", row["about"], links(row["paper"]))
+
+
+def entries(table: Mapping[str, Entry], heading: str) -> Iterator[str]:
+    yield f"| name | {heading} | options and their defaults |"
+    yield "|---|---|---|"
+    for name, entry in table.items():
+        options = ", ".join(
+            f"`{option}`" + ("" if value is None else f" {shown(value)}")
+            for option, value in entry.options.items()
+        )
+        yield cells(f"`{name}`", entry.formula, options)
+
+
+def shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def cells(*texts: str) -> str:
+    return "| " + " | ".join(text.replace("|", r"\|") for text in texts) + " |"
+
+
+TABLES = {
+    "presets": presets,
+    "add_ons": add_ons,
+    "advantages": lambda: entries(ADVANTAGES, "advantage"),
+    "losses": lambda: entries(LOSSES, "loss of a token"),
+    "aggregations": lambda: entries(AGGREGATIONS, "loss"),
+    "kl": lambda: entries(KINDS, "value"),
+    "corrections": lambda: entries(CORRECTIONS, "what it keeps, what it weighs"),
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Log-probs that are far apart, or not finite: every loss, every KL, in either place.
+
+A gap of 80 between any two of the policies gives a finite loss and a finite gradient. A log-prob
+that is not finite never does, so that no update is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from saccade.algorithms import corrections
+from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute
+from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.build import resolve
+from saccade.algorithms.corrections import CORRECTIONS
+from saccade.algorithms.kl import KINDS
+from saccade.algorithms.objective import Columns, objective, to_metrics
+from saccade.algorithms.policy_losses import LOSSES
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.config import AlgorithmConfig, TrainConfig
+from saccade.errors import ConfigError
+from saccade.forest import pack
+from saccade.types import Batch
+
+SEQUENCE = torch.tensor([0] * 6 + [1] + [2] * 4 + [3] * 5)
+TOKENS, ADVANTAGE = len(SEQUENCE), torch.tensor([1.0, -1.0, -0.75, 0.0])[SEQUENCE]
+NEW = -torch.linspace(0.01, 3.0, TOKENS)  # fp32, as in training
+SIGN = torch.tensor([1.0, -1.0]).repeat(TOKENS // 2)
+GAPS = {  # of another policy, at each token
+    "above": torch.full((TOKENS,), 80.0),
+    "below": torch.full((TOKENS,), -80.0),
+    "both": 80 * SIGN,
+}
+IN_LOSS = [name for name, entry in KINDS.items() if entry.in_loss]
+
+
+def algorithm_of(
+    loss: str, kind: str = "k3", coef: float = 0.1, *, ratio_correct: bool = False, **options: Any
+) -> Algorithm:
+    kl = {"coef": coef, **({"kind": kind, "ratio_correct": ratio_correct} if coef else {})}
+    config = {"policy_loss": loss, "old": "recompute", "kl": kl} | options
+    return resolve(AlgorithmConfig.model_validate(config), max_tokens=8)
+
+
+def columns(**changes: Any) -> Columns:
+    fields = {
+        "advantages": ADVANTAGE,
+        "scales": torch.full((TOKENS,), 1 / TOKENS),
+        "sequence": SEQUENCE,
+        "sequences": 4,
+        "old": NEW + 0.1 * SIGN,
+        "rollout": NEW,
+        "ref": NEW,
+        "rewards": ADVANTAGE,
+        "selected": SEQUENCE == 2,
+    }
+    return Columns(**(fields | changes))
+
+
+def loss_of(algorithm: Algorithm, new: Tensor, flat: Columns) -> tuple[Tensor, Tensor, list[float]]:
+    """Value, gradient and metrics."""
+    new = new.clone().requires_grad_()
+    loss, stats = objective(algorithm, new, torch.ones(TOKENS), flat)
+    metrics = to_metrics(algorithm, [stats]).means()
+    return loss.detach(), torch.autograd.grad(loss, new)[0], list(metrics.values())
+
+
+def assert_finite(algorithm: Algorithm, flat: Columns) -> None:
+    loss, gradient, metrics = loss_of(algorithm, NEW, flat)
+    assert loss.isfinite() and gradient.isfinite().all() and np.isfinite(metrics).all()
+
+
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize("kind", IN_LOSS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_gap_of_80_is_finite(loss: str, kind: str, gap: str) -> None:
+    far = NEW + GAPS[gap]
+    for ratio_correct in (False, True):
+        algorithm = algorithm_of(loss, kind, ratio_correct=ratio_correct)
+        every = {"old": far, "ref": far, "rollout": far}
+        for changes in ({"ref": far}, {"old": far}, {"rollout": far}, every):
+            assert_finite(algorithm, columns(**changes))
+        bypass = (
+            algorithm_of(loss, kind) if LOSSES[loss].select else replace(algorithm, old="rollout")
+        )
+        assert_finite(bypass, columns(rollout=far, ref=far, old=far))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_clamped_kl_is_finite(loss: str) -> None:
+    for gap in GAPS.values():
+        algorithm = algorithm_of(loss, kl={"coef": 0.1, "kind": "k3", "clamp": "zero"})
+        assert_finite(algorithm, columns(ref=NEW + gap))
+
+
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_corrections_of_a_gap_of_80(name: str, gap: str) -> None:
+    bounds = {"low": 0.9, "high": 1.1, "threshold": 0.01}
+    chosen = {key: bounds[key] for key, value in CORRECTIONS[name].options.items() if value is None}
+    flat = columns(rollout=NEW + GAPS[gap])
+    if not CORRECTIONS[name].each_update:
+        live = torch.ones(TOKENS, dtype=torch.bool)
+        assert flat.old is not None and flat.rollout is not None
+        mismatch = corrections.measure(flat.old, flat.rollout, live=live, sequence=SEQUENCE)
+        found = corrections.apply([(CORRECTIONS[name], chosen)], mismatch)
+        weights = found.weights
+        if weights is not None:
+            weights = corrections.self_normalise(weights, live)
+            assert weights.isfinite().all()
+        keep = None if found.keep is None else found.keep.float()
+        flat = replace(flat, weights=weights, keep=keep)
+    for loss in LOSSES:
+        assert_finite(algorithm_of(loss, correct=[{"name": name, **chosen}]), flat)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_kl_of_80_in_the_reward(name: str, kind: str) -> None:
+    estimator = ADVANTAGES[name]
+    if estimator.components:
+        with pytest.raises(ConfigError, match=r"use algorithm\.kl\.place=loss"):
+            algorithm_of("clip", kl={"place": "reward", "coef": 0.1}, advantage=name)
+        return
+    everybody = torch.ones(4, dtype=torch.bool)
+    old = NEW.double()
+    for gap in GAPS.values():
+        penalties = 0.1 * KINDS[kind].function(old, old - gap)
+        inputs = AdvantageInputs(
+            rewards=torch.tensor([1.0, 0, 0.5, 2]).double(),
+            groups=torch.tensor([0, 0, 1, 1]),
+            live=everybody,
+            baseline=everybody,
+            lengths=SEQUENCE.bincount(),
+            sequence=SEQUENCE,
+            token_penalties=penalties,
+            values=old,
+            greedy=torch.zeros(4).double(),
+            domain_weights=torch.ones(4).double(),
+            drift=torch.full((4,), 80.0).double(),
+        )
+        if name == "max_rl" and (inputs.scores < 0).any():
+            with pytest.raises(ConfigError, match="rewards >= 0"):
+                compute(estimator, inputs)
+            continue
+        found = compute(estimator, inputs, {"drpo_kl_damp": 0.75}).values
+        assert found.isfinite().all()
+        for loss in LOSSES:
+            algorithm = algorithm_of(loss, kl={"place": "reward", "coef": 0.1, "kind": kind})
+            assert_finite(algorithm, columns(advantages=found.float(), ref=NEW - gap))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_log_prob_that_is_not_finite_is_never_hidden(loss: str, value: float) -> None:
+    """At any token: selected or not, clipped or not, with an advantage of 0, alone in its row."""
+    for coef in (0.0, 0.1):
+        algorithm = algorithm_of(loss, coef=coef)
+        for token in range(TOKENS):
+            new = NEW.index_fill(0, torch.tensor(token), value)
+            assert not loss_of(algorithm, new, columns())[0].isfinite(), token
+    dead = columns(scales=torch.full((TOKENS,), 1 / TOKENS).where(SEQUENCE != 2, 0.0))
+    broken = NEW.where(SEQUENCE != 2, value)
+    assert loss_of(algorithm, broken, dead)[0].isfinite()  # nobody trains on it
+
+
+# -- a model ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared(family_of: Callable[..., Any], load: Callable[..., Any]) -> LocalBackend:
+    return LocalBackend(load("qwen3"), family_of("qwen3"), TrainConfig())
+
+
+@pytest.fixture
+def backend(shared: LocalBackend) -> Iterator[LocalBackend]:
+    """The same for every test: what one of them changes is undone."""
+    weights, state = snapshot(shared)
+    yield shared
+    assert shared.optimizer is not None
+    with torch.no_grad():
+        for name, weight in shared.weights():
+            weight.copy_(weights[name])
+    shared.optimizer.load(state)
+
+
+def snapshot(backend: LocalBackend) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    assert backend.optimizer is not None
+    return (
+        {name: weight.detach().clone() for name, weight in backend.weights()},
+        {name: tensor.clone() for name, tensor in backend.optimizer.state().items()},
+    )
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def batch(shared: LocalBackend, grow: Callable[..., Any]) -> Batch:
+    rng = np.random.default_rng(0)
+    group = grow(rng, shared.family, images=0, depth=1)
+    (packed,) = pack([group], positions=shared.family.positions, micro_tokens=9999)
+    ((new, _),) = shared.logprobs([packed], Scoring())
+    reads = len(new)
+    return replace(
+        packed,
+        scales=np.full(reads, 1 / reads, np.float32),
+        old_logprobs=new,
+        ref_logprobs=new,
+        rollout_logprobs=new,
+        rewards=packed.advantages,
+        selected=(np.arange(reads) % 3 == 0).astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize("column", ["ref_logprobs", "old_logprobs", "rollout_logprobs"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_update_with_a_gap_of_80(
+    backend: LocalBackend, batch: Batch, loss: str, column: str
+) -> None:
+    for gap in (80.0, -80.0):
+        far: dict[str, Any] = {column: getattr(batch, column) + np.float32(gap)}
+        algorithm = algorithm_of(loss)
+        update = backend.train_step([replace(batch, **far)], algorithm, Scoring(), lr=1e-4)
+        means = update.metrics.means()
+        assert not update.skipped and means["guard/nonfinite"] == 0
+        assert np.isfinite(list(means.values())).all()
+        assert all(
+            tensor.isfinite().all() for found in snapshot(backend) for tensor in found.values()
+        )
+
+
+@pytest.mark.parametrize("where", ["row", "cell", "not a number", "all below"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_infinite_logit_is_no_update(
+    backend: LocalBackend, batch: Batch, loss: str, where: str
+) -> None:
+    head: Any = backend.model.lm_head
+    assert not backend.train_step([batch], algorithm_of(loss), Scoring(), lr=1e-4).skipped
+    with torch.no_grad():
+        token = int(batch.targets[0])
+        cells = {"row": slice(None), "cell": 3, "not a number": 3, "all below": slice(None)}[where]
+        values = {"not a number": torch.nan, "all below": -torch.inf}
+        head.weight[token, cells] = values.get(where, torch.inf)
+    weights, state = ({n: t.nan_to_num(7.0) for n, t in part.items()} for part in snapshot(backend))
+    for coef in (0.0, 0.1):
+        update = backend.train_step([batch], algorithm_of(loss, coef=coef), Scoring(), lr=1e-4)
+        means = update.metrics.means()
+        assert update.skipped and means["guard/nonfinite"] == means["policy/update_skipped"] == 1
+        after = [{n: t.nan_to_num(7.0) for n, t in part.items()} for part in snapshot(backend)]
+        assert same(weights, after[0]) and same(state, after[1])
+        assert backend.optimizer is not None and not backend.optimizer.gradients

@@ -1,0 +1,143 @@
+"""What an algorithm remembers from one step to the next."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from saccade.algorithms.domains import Bins
+from saccade.algorithms.memory import (
+    Memory,
+    domain_of,
+    observe,
+    recall,
+    steer,
+    success_of,
+    to_json,
+)
+from saccade.algorithms.moments import Moments
+from saccade.types import Metrics
+
+
+def measured(**values: float) -> Metrics:
+    metrics = Metrics()
+    metrics.add("policy/live_sequences", values.pop("sequences", 100))
+    for name, value in values.items():
+        metrics.add(f"policy/{name}", value)
+    return metrics
+
+
+def test_a_start_has_the_coefficients_of_the_algorithm(algorithm):
+    row = algorithm("entropy_coef=0.003")
+    assert recall(row, None) == Memory(kl_coef=0.04, entropy_coef=0.003)
+    steered = Memory(kl_coef=0.05, entropy_coef=0.001).steered(row)
+    assert (steered.kl.coef, steered.entropy.coef) == (0.05, 0.001)
+    assert replace(steered, kl=row.kl, entropy=row.entropy) == row
+
+
+def test_json_round_trip_is_exact(algorithm):
+    third = 1 / 3
+    memory = Memory(
+        kl_coef=0.1 + 0.2,
+        entropy_coef=third,
+        moments={"": Moments(count=3, mean=third, squares=0.1), "acc": Moments()},
+        domains={"ct": Bins(counts=(third,) * 10, sums=(0.1 + 0.2,) * 10)},
+    )
+    text = json.dumps(to_json(memory))
+    assert recall(algorithm(), json.loads(text)) == memory
+    assert json.dumps(to_json(recall(algorithm(), json.loads(text)))) == text
+
+
+def test_the_kl_coefficient_moves_only_where_it_is_adaptive(algorithm):
+    metrics = measured(kl_controlled=0.5)
+    for place in ("loss", "reward"):
+        row = algorithm("kl.controller=adaptive", f"kl.place={place}")
+        memory = steer(recall(row, None), row, metrics)
+        assert memory.kl_coef == pytest.approx(0.04 * (1 + 0.2 * 100 / 10_000), abs=1e-15)
+    row = algorithm("kl.controller=adaptive", "kl.target=0.4", "kl.horizon=1000")
+    memory = steer(recall(row, None), row, measured(kl_controlled=0.38, sequences=50))
+    assert memory.kl_coef == pytest.approx(0.04 * (1 - 0.05 * 50 / 1000), abs=1e-15)
+    row = algorithm()
+    assert steer(recall(row, None), row, metrics) == recall(row, None)
+
+
+def test_sequences_of_all_updates_count(algorithm):
+    row, metrics = algorithm("kl.controller=adaptive"), measured(kl_controlled=0.5)
+    metrics.merge(measured(kl_controlled=0.3))
+    memory = steer(recall(row, None), row, metrics)
+    assert memory.kl_coef == pytest.approx(0.04 * (1 + 0.2 * 200 / 10_000), abs=1e-15)
+
+
+def test_the_entropy_bonus_steps_toward_its_target_within_its_range(algorithm):
+    row = algorithm("entropy_target=0.3", "entropy_step=0.01", "entropy_range=[0.005,0.015]")
+    memory, found = recall(row, None), []
+    for entropy in (0.2, 0.2, 0.3, 0.4, 0.4):
+        memory = steer(memory, row, measured(entropy=entropy))
+        found.append(memory.entropy_coef)
+    assert found == pytest.approx([0.01, 0.015, 0.015, 0.005, 0.005])
+    fixed = algorithm("entropy_coef=0.01")
+    assert steer(recall(fixed, None), fixed, measured(entropy=9)).entropy_coef == 0.01
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_measurement_that_is_not_finite_moves_nothing(algorithm, value):
+    row = algorithm("kl.controller=adaptive", "entropy_target=0.3", "entropy_coef=0.01")
+    start = recall(row, None)
+    assert steer(start, row, measured(kl_controlled=value, entropy=value)) == start
+    assert steer(start, row, Metrics()) == start  # a step in which nothing was trained
+    # The other one still moves.
+    moved = steer(start, row, measured(kl_controlled=value, entropy=0.2))
+    assert moved.kl_coef == start.kl_coef and moved.entropy_coef == pytest.approx(0.011)
+
+
+def test_every_scored_group_is_observed_in_the_order_of_uids(algorithm, records):
+    row = algorithm("preset=drpo", "reward_range=[0,2]", "exclude_status=[overturn]")
+    rare = records.group("b", [0.1, 0.2], extra={"domain": "ct"})
+    cut = records.changed(
+        records.group("c", [2.0, 0.3], extra={"domain": "ct"}), status=["overturn", "ok"]
+    )
+    groups = [
+        cut,
+        rare,
+        records.group("a", [0.7, 0.7], extra={"domain": "ct"}),  # constant: filtered, yet observed
+        records.group("d", [None, None], extra={"domain": "ct"}),
+        records.group("e", [2.0, 2.0]),
+    ]
+    start = recall(row, None)
+    memory = observe(start, groups, row)
+    assert start.domains == {}
+    assert set(memory.domains) == {"ct", "default"}
+    ct = memory.domains["ct"]
+    assert ct.counts == (1, 1, 0, 1, 0, 0, 0, 0, 0, 0)
+    # 0.35 of a, 0.075 of b, 0.15 of c
+    assert ct.sums == pytest.approx((0.075, 0.15, 0, 0.35, 0, 0, 0, 0, 0, 0))
+    assert memory.domains["default"].counts[9] == 1
+    orders = [groups[::-1], groups[2:] + groups[:2]]
+    assert all(observe(start, order, row) == memory for order in orders)
+
+
+def test_the_sums_of_a_bin_do_not_depend_on_the_order(algorithm, records):
+    row = algorithm("preset=drpo")
+    groups = [records.group(f"{i:02}", [0.5 + 0.1 / (i + 3)] * 2) for i in range(30)]
+    once = observe(recall(row, None), groups, row)
+    assert observe(recall(row, None), groups[::-1], row).domains == once.domains
+
+
+def test_what_a_group_says_of_its_domain(algorithm, records):
+    row = algorithm("preset=drpo", "reward_range=[-1,1]")
+    group = records.group("a", [1.0, 0.0, None], extra={"domain": "ct"})
+    assert (domain_of(group), success_of(group, row)) == ("ct", 0.75)
+    for extra in ({}, {"domain": ""}, {"domain": None}):
+        assert domain_of(records.group("a", [1.0], extra=extra)) == "default"
+    assert success_of(records.group("a", [None]), row) is None
+    # The raw outcome counts, whatever shaping made of the reward.
+    shaped = records.changed(records.group("a", [1.0, 0.0]), reward=[-5.0, -9.0])
+    assert success_of(shaped, row) == 0.75
+
+
+def test_without_domains_nothing_is_observed(algorithm, records):
+    row = algorithm()
+    start = recall(row, None)
+    assert observe(start, [records.group("a", [7.0, 0.0])], row) is start

@@ -1,0 +1,150 @@
+"""Random ragged rows for TRL and verl, and what we make of the same rows.
+
+Both are optional: what is not installed is skipped. They get padded rows with garbage where no
+token counts, we get the flat tokens; value and gradient must agree. Only their arithmetic runs, no
+model. Where a peer deviates on purpose or by mistake a comment says so, and the rest is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from saccade.algorithms import corrections
+from saccade.algorithms.aggregation import token_scales
+from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.build import resolve
+from saccade.algorithms.covariance import SelectionInputs
+from saccade.algorithms.objective import Columns, objective
+from saccade.algorithms.table import call
+from saccade.config import AlgorithmConfig
+
+SEEDS = range(5)
+GROUPS, SIZE, WIDTH = 3, 4, 11
+Loss = tuple[Tensor, Tensor]  # value, gradient [B, T]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Padded, [B, T] unless said; random numbers also where the mask is False."""
+
+    mask: Tensor  # with holes, as tools leave them, and another number of tokens in each row
+    new: Tensor
+    old: Tensor
+    rollout: Tensor
+    ref: Tensor
+    entropies: Tensor
+    scores: Tensor  # [B]
+    advantages: Tensor  # [B]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.mask.sum())
+
+    @property
+    def groups(self) -> np.ndarray:
+        return np.repeat(np.arange(GROUPS), SIZE)
+
+    @property
+    def sequence(self) -> Tensor:
+        return torch.arange(len(self.mask))[:, None].expand_as(self.mask)[self.mask]
+
+    @property
+    def mismatch(self) -> corrections.Mismatch:
+        return corrections.measure(
+            self.old[self.mask],
+            self.rollout[self.mask],
+            live=torch.ones(self.tokens, dtype=torch.bool),
+            sequence=self.sequence,
+        )
+
+    def padded(self, flat: Tensor, fill: float) -> Tensor:
+        return self.new.new_full(self.mask.shape, fill).masked_scatter(self.mask, flat)
+
+
+def draw(seed: int, dtype: torch.dtype) -> Rows:
+    rng = np.random.default_rng(seed)
+    shape = (GROUPS * SIZE, WIDTH)
+
+    def normal(size: tuple[int, ...], spread: float) -> Tensor:
+        return torch.from_numpy(rng.normal(0, spread, size)).to(dtype)
+
+    lengths = rng.integers(1, WIDTH + 1, shape[0])
+    mask = (np.arange(WIDTH) < lengths[:, None]) & (rng.random(shape) < 0.8)
+    mask[:, 0] = True
+    old = -normal(shape, 1.0).abs() - 0.05
+    return Rows(
+        mask=torch.from_numpy(mask),
+        old=old,
+        new=(old + normal(shape, 0.5)).clamp(max=-1e-3),  # ratios from 0.2 to 5: many are clipped
+        rollout=old + normal(shape, 0.1),
+        ref=old + normal(shape, 0.4),
+        entropies=normal(shape, 1.0).abs().float().to(dtype),  # TRL takes the quantile in fp32
+        scores=normal(shape[:1], 1.0),
+        advantages=normal(shape[:1], 1.0),
+    )
+
+
+def ours(algorithm: Algorithm, rows: Rows, **columns: Any) -> Loss:
+    """Columns are of the flat tokens."""
+    mask, sequence = rows.mask, rows.sequence
+    new = rows.new.clone().requires_grad_()
+    scales = token_scales(
+        algorithm.aggregate.function,
+        sequence,
+        live=torch.ones(len(mask), dtype=torch.bool),
+        options=algorithm.aggregation_options,
+    )
+    advantages = rows.advantages[sequence]
+    if algorithm.loss.select is not None:
+        columns["selected"] = call(
+            algorithm.loss.select,
+            SelectionInputs(
+                new=rows.new[mask], old=rows.old[mask], advantages=advantages, noise=sequence
+            ),
+            options=algorithm.loss_options,
+        )
+    loss, _ = objective(
+        algorithm,
+        new[mask],
+        rows.entropies[mask],
+        Columns(
+            advantages=advantages,
+            scales=scales.values.to(new.dtype),
+            sequence=sequence,
+            sequences=len(mask),
+            old=rows.old[mask],
+            rollout=rows.rollout[mask],
+            ref=rows.ref[mask],
+            **columns,
+        ),
+    )
+    return loss.detach(), torch.autograd.grad(loss, new)[0]
+
+
+@pytest.fixture(scope="session")
+def drawn() -> Callable[..., Sequence[Rows]]:
+    return lambda dtype=torch.float64: [draw(seed, dtype) for seed in SEEDS]
+
+
+@pytest.fixture(scope="session")
+def assert_ours() -> Callable[..., None]:
+    """Value and gradient of the algorithm with these options are theirs."""
+
+    def check(
+        options: dict[str, Any], rows: Rows, theirs: Loss, tolerance: float, **columns: Any
+    ) -> None:
+        config = {"old": "recompute", "kl": {"coef": 0.0}} | options
+        algorithm = resolve(AlgorithmConfig.model_validate(config), max_tokens=WIDTH)
+        value, gradient = ours(algorithm, rows, **columns)
+        assert value.item() == pytest.approx(theirs[0].item(), rel=tolerance, abs=tolerance)
+        assert theirs[1].norm() > 1e-3
+        torch.testing.assert_close(gradient, theirs[1], rtol=tolerance, atol=tolerance)
+
+    return check

@@ -1,0 +1,218 @@
+"""Losses of TRL's own trainer. Only its log-probs are replaced: by the same random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade.algorithms import corrections
+from saccade.algorithms.filters import high_entropy
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+DTYPES = {torch.float64: 1e-9, torch.float32: 1e-6}
+FIXED = 13
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A GRPOTrainer around a tiny text model that is never run."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from saccade.models.tiny import build
+    from saccade.recipes.quickstart import WORDS
+
+    path = build("qwen3", tmp_path_factory.mktemp("model"), words=WORDS)
+
+    def reward(completions: list[str], **columns: Any) -> list[float | None]:
+        return [0.0] * len(completions)
+
+    made: Any = GRPOTrainer(
+        model=path,
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=str(tmp_path_factory.mktemp("trl")),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_completion_length=FIXED,
+            gradient_checkpointing=False,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["how many ?"]}),
+        processing_class=AutoTokenizer.from_pretrained(path),
+    )
+    made.model.train()
+    made.current_gradient_accumulation_steps = 1  # as its loop sets it
+    return made
+
+
+def trl_loss(
+    trainer: Any,
+    patch: pytest.MonkeyPatch,
+    rows: Any,
+    options: dict[str, Any],
+    **inputs: Tensor,
+) -> tuple[Tensor, Tensor]:
+    new = rows.new.clone().requires_grad_()
+    ones = torch.ones_like(rows.mask, dtype=torch.int64)
+    with patch.context() as changed:
+        for name, value in {**PLAIN, **options}.items():
+            holder = trainer if hasattr(trainer, name) else trainer.args
+            assert hasattr(holder, name), name
+            changed.setattr(holder, name, value)
+        changed.setattr(
+            trainer,
+            "_get_per_token_logps_and_entropies",
+            lambda *_, **__: (new, rows.entropies, None),
+        )
+        loss = trainer._compute_loss(
+            trainer.model,
+            {
+                "prompt_ids": ones[:, :1],
+                "prompt_mask": ones[:, :1],
+                "completion_ids": ones,
+                "completion_mask": ones,
+                "tool_mask": rows.mask.long(),
+                "advantages": rows.advantages,
+                "old_per_token_logps": rows.old,
+                "ref_per_token_logps": rows.ref,
+                "sampling_per_token_logps": rows.rollout,
+                "num_items_in_batch": rows.mask.sum(),
+                **inputs,
+            },
+        )
+    return loss.detach(), torch.autograd.grad(loss, new)[0]
+
+
+PLAIN = {  # whatever the defaults of this version
+    "importance_sampling_level": "token",
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.28,
+    "beta": 0.0,
+    "use_bias_correction_kl": False,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+}
+HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
+K3 = {"coef": 0.1, "kind": "k3"}
+TRL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # their options, ours
+    "grpo": ({}, {"aggregation": "seq_mean", **HIGHER}),
+    "bnpo": ({}, {"aggregation": "token_mean", **HIGHER}),
+    "dapo": ({}, {"aggregation": "token_mean", **HIGHER}),
+    "dr_grpo": ({}, {"aggregation": "fixed", "fixed_length": FIXED, **HIGHER}),
+    "cispo": (
+        {"epsilon_high": 2.0},
+        {"policy_loss": "cispo", "weight_cap": 2.0, "aggregation": "token_mean"},
+    ),
+    "sapo": ({}, {"policy_loss": "sapo", "aggregation": "seq_mean"}),
+    "grpo gspo": ({"importance_sampling_level": "sequence"}, {"policy_loss": "gspo", **HIGHER}),
+    "luspo": ({"importance_sampling_level": "sequence"}, {"policy_loss": "luspo", **HIGHER}),
+    "vespo": ({}, {"policy_loss": "vespo", "aggregation": "token_mean"}),
+    "dapo delta": ({"delta": 1.5}, {"delta": 1.5, "aggregation": "token_mean", **HIGHER}),
+    "grpo k3": ({"beta": 0.1}, {"kl": K3, **HIGHER}),
+    "dr_grpo k3": (
+        {"beta": 0.1},
+        {"kl": K3, "aggregation": "fixed", "fixed_length": FIXED, **HIGHER},
+    ),
+    "luspo k3": (
+        {"beta": 0.1, "importance_sampling_level": "sequence"},
+        {"kl": K3, "policy_loss": "luspo", **HIGHER},
+    ),
+    # Where TRL has one ratio per sequence it multiplies the KL by that, we always by the token's.
+    "grpo corrected k3": (
+        {"beta": 0.1, "use_bias_correction_kl": True},
+        {"kl": {**K3, "ratio_correct": True}, **HIGHER},
+    ),
+    "grpo opsm": (
+        {"off_policy_mask_threshold": 0.05},
+        {"correct": [{"name": "opsm", "threshold": 0.05}], **HIGHER},
+    ),
+    # TRL's bonus is a token mean whatever the loss divides by, ours follows the aggregation.
+    "dapo bonus": (
+        {"_entropy_bonus_enabled": True, "entropy_coef": 0.01},
+        {"entropy_coef": 0.01, "aggregation": "token_mean", **HIGHER},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", TRL)
+def test_losses(
+    trainer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    drawn: Callable[..., Any],
+    assert_ours: Callable[..., None],
+    case: str,
+    dtype: torch.dtype,
+) -> None:
+    theirs, mine = TRL[case]
+    # Its temperatures are fp32 in any dtype: 1.05 is off by 5e-8.
+    tolerance = 1e-6 if case == "sapo" else DTYPES[dtype]
+    for rows in drawn(dtype):
+        loss = trl_loss(trainer, monkeypatch, rows, {"loss_type": case.split()[0], **theirs})
+        assert_ours(mine, rows, loss, tolerance)
+
+
+def test_entropy_quantile(
+    trainer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    drawn: Callable[..., Any],
+    assert_ours: Callable[..., None],
+) -> None:
+    """The filter holds for the policy term, not for the KL."""
+    options = {"loss_type": "grpo", "top_entropy_quantile": 0.3, "beta": 0.1}
+    for rows in drawn():
+        live = torch.ones(rows.tokens, dtype=torch.bool)
+        keep = high_entropy(rows.entropies[rows.mask], live, rows.sequence, fraction=0.3)
+        assert 0 < keep.sum() < rows.tokens
+        theirs = trl_loss(trainer, monkeypatch, rows, options)
+        assert_ours({"kl": K3, **HIGHER}, rows, theirs, 1e-9, keep=keep.double())
+
+
+@pytest.mark.parametrize(
+    ("loss", "correction"),
+    [
+        ("grpo", "tis.token"),
+        ("grpo", "tis.sequence"),
+        ("cispo", "icepop"),
+        ("luspo", "tis.token"),
+        # A weight of a whole sequence TRL would count once here, we at every token.
+        ("vespo", "tis.token"),
+    ],
+)
+def test_corrections(
+    trainer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    drawn: Callable[..., Any],
+    assert_ours: Callable[..., None],
+    loss: str,
+    correction: str,
+) -> None:
+    """Weights multiply the policy term; in vespo they are part of the weight of the sequence.
+
+    There TRL adds the logarithms of all columns, also those without a token. Its trainer has 1 in
+    them as long as the bounds include 1; so has this test.
+    """
+    theirs, mine = TRL[loss]
+    vllm = {"use_vllm": True, "vllm_importance_sampling_correction": True}
+    for rows in drawn():
+        chosen = [(corrections.CORRECTIONS[correction], {"high": 1.05})]
+        weights = corrections.apply(chosen, rows.mismatch).weights
+        assert weights is not None and weights.std() > 0.01
+        value = trl_loss(
+            trainer,
+            monkeypatch,
+            rows,
+            {"loss_type": loss, **theirs, **vllm},
+            importance_sampling_ratio=rows.padded(weights, 1.0),
+        )
+        assert_ours(mine, rows, value, 1e-9, weights=weights)
