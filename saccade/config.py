@@ -196,7 +196,8 @@ def _full_key(key: str) -> str:
             )
     if "." in key or key in Config.model_fields:
         return key
-    homes = [name for name in known if name.rsplit(".", 1)[-1] == key]
+    # Not deeper ones: `lr` is the policy's, whatever else has a learning rate.
+    homes = [name for name in known if name.count(".") == 1 and name.endswith(f".{key}")]
     if len(homes) == 1:
         return homes[0]
     if homes:

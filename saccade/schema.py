@@ -412,7 +412,7 @@ class AlgorithmConfig(Section):
     vespo_positive: tuple[float, float] | None = option(None, "vespo: (k, lambda) where A >= 0.")
     vespo_negative: tuple[float, float] | None = option(None, "vespo: (k, lambda) where A < 0.")
     fixed_length: int | None = option(
-        None, "Constant of the 'fixed' aggregation; empty: rollout.max_tokens.", ge=1
+        None, "Constant of the 'fixed' aggregation; empty: the longest response.", ge=1
     )
     # entropy
     entropy_coef: float | None = option(None, "Weight of the entropy bonus.", ge=0)

@@ -102,8 +102,9 @@ def ours(
     """Loss, gradient by name and advantages, through the packed forests that training uses."""
     import torch
 
-    from saccade.algorithms import stages
+    from saccade.algorithms import columns, stages
     from saccade.algorithms.build import resolve
+    from saccade.algorithms.memory import recall
     from saccade.algorithms.objective import to_metrics
     from saccade.backends import Scoring
     from saccade.backends.local import LocalBackend
@@ -129,12 +130,13 @@ def ours(
     if old is not None:
         starts = np.cumsum([0] + [len(batch.reads) for batch in updates[0]])
         scored = [(old[a:b], old[a:b]) for a, b in pairwise(starts)]
-        updates = stages.with_logprobs(updates, "old_logprobs", scored)
-    (batches,) = stages.write_advantages(updates, groups, algorithm, Metrics())
+        updates = columns.with_scores(updates, ("old_logprobs",), scored)
+    (batches,) = columns.write_advantages(
+        updates, groups, algorithm, recall(algorithm, None), Metrics()
+    )
     assert len(batches) > 1  # several forests, as under a real budget
     assert backend.optimizer is not None
-    model.train()
-    stats = [s for b in batches for s in backend._micro_step(b, algorithm, Scoring())]
+    stats = backend.accumulate(batches, algorithm, Scoring())
     loss = to_metrics(algorithm, stats).means()["policy/loss"]
     advantages = np.concatenate([b.advantages for b in batches])  # type: ignore[misc]
     return loss, dict(backend.optimizer.gradients), advantages

@@ -79,6 +79,12 @@ class AdvantageInputs:
         return self.group_sum(self.scores.new_ones(len(self.scores))).clamp(min=1)
 
     @cached_property
+    def live_in_group(self) -> Tensor:
+        """[S] members of the group that train."""
+        index = self.group_index
+        return self.sum_by(index, self.live.double(), len(index))[index]
+
+    @cached_property
     def group_mean(self) -> Tensor:
         return self.group_sum(self.scores) / self.group_size
 

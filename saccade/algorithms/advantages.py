@@ -203,7 +203,10 @@ ADVANTAGES: dict[str, Entry] = {
         group=True,
     ),
     "max_rl": Entry(
-        function=max_rl, formula="(R - mean_g) / mean_g, 0 where mean_g <= 0", group=True
+        function=max_rl,
+        formula="(R - mean_g) / mean_g, 0 where mean_g <= 0",
+        group=True,
+        positive=True,
     ),
     "grpo_passk": Entry(
         function=grpo_passk,
@@ -279,7 +282,7 @@ def compute(
     assert not (whiten and estimator.whiten is None), "an estimator that is never whitened"
     inputs, no_baseline = _present(estimator, inputs)
     nobody = inputs.live & ~inputs.live
-    singleton = inputs.live & (inputs.group_size < 2) if estimator.group else nobody
+    singleton = inputs.live & (inputs.live_in_group < 2) if estimator.group else nobody
     live = inputs.live & ~singleton
     constant = live & _constant(estimator, inputs) if estimator.group else nobody
     inputs = replace(inputs, live=live & ~constant if drop_constant else live)

@@ -107,6 +107,7 @@ class Algorithm:
     paper: str
     samples_per_prompt: int
     updates_per_step: int
+    sequences: int  # of a step
     advantage: str
     advantage_options: Options
     whiten: bool
@@ -165,6 +166,12 @@ class Algorithm:
     @property
     def kl_in_reward(self) -> bool:
         return self.needs_reference and self.kl.place == "reward"
+
+    @property
+    def drops_early(self) -> bool:
+        """Whether rewards alone say that a group is constant, so that it need not be computed."""
+        known = not (self.kl_in_reward or (self.exclude_status and self.excluded_in_baseline))
+        return self.drop_constant and self.estimator.group and known
 
     @property
     def reference_moves(self) -> bool:

@@ -78,6 +78,7 @@ def resolve(
         paper=row["paper"],
         samples_per_prompt=samples_per_prompt or row["samples_per_prompt"],
         updates_per_step=updates,
+        sequences=(prompts_per_step or 1) * (samples_per_prompt or row["samples_per_prompt"]),
         advantage=names["advantage"],
         advantage_options=options["advantage"],
         whiten=_whiten(config, row, entries["advantage"]),
@@ -109,8 +110,14 @@ def resolve(
     refuse_contradictions(algorithm)
     refuse_unread_add_ons(config, algorithm, ADD_ONS)
     refuse_unused(config, algorithm)
-    wanted = _cell(config, row, "old")
-    old = old_mode(wanted, updates, epochs_per_batch, forced=why_recompute(algorithm))
+    forced = why_recompute(algorithm)
+    old = old_mode(_cell(config, row, "old"), updates, epochs_per_batch, forced=forced)
+    if row["on_policy"] and updates * epochs_per_batch > 1:
+        raise ConfigError(
+            f"algorithm.preset={config.preset} takes one optimizer step per batch, not "
+            f"train.updates_per_step={updates} train.epochs_per_batch={epochs_per_batch}; use 1 "
+            "and 1, or algorithm.preset=grpo"
+        )
     algorithm = replace(algorithm, old=old)
     return replace(algorithm, warnings=find_warnings(algorithm))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 
 from saccade.algorithms.algorithm import AXES, Algorithm
+from saccade.algorithms.controllers import LARGEST_ERROR
 from saccade.algorithms.filters import EXCLUDABLE
 from saccade.algorithms.presets import Row
 from saccade.algorithms.table import Entry, unknown
@@ -124,6 +125,49 @@ def _ranges(algorithm: Algorithm) -> str | None:
     return None
 
 
+def _entropy(algorithm: Algorithm) -> str | None:
+    entropy = algorithm.entropy
+    low, high = entropy.range
+    if entropy.target and entropy.coef and not low <= entropy.coef <= high:
+        return (
+            f"algorithm.entropy_coef={entropy.coef:g} is outside algorithm.entropy_range="
+            f"[{low:g},{high:g}], in which it is steered; use algorithm.entropy_coef={low:g}"
+        )
+    return None
+
+
+def _short_horizon(algorithm: Algorithm) -> str | None:
+    sequences, horizon = algorithm.sequences, algorithm.kl.horizon
+    adaptive = algorithm.needs_reference and algorithm.kl.controller == "adaptive"
+    if not adaptive or LARGEST_ERROR * sequences < horizon:
+        return None
+    return (
+        f"algorithm.kl.horizon={horizon:g} is so short that the {sequences} sequences of a step "
+        f"could turn the coefficient to 0; use algorithm.kl.horizon={10 * sequences}"
+    )
+
+
+def _negative_rewards(algorithm: Algorithm) -> str | None:
+    """Of an estimator that divides by the mean reward."""
+    if not algorithm.estimator.positive:
+        return None
+    causes = {
+        "algorithm.kl.place=reward": (algorithm.kl_in_reward, "algorithm.kl.place=loss"),
+        "reward.normalise=mean_std": (
+            algorithm.reward_normalise == "mean_std",
+            "reward.normalise=std",
+        ),
+        "algorithm.overlong": (algorithm.overlong.buffer > 0, "algorithm.overlong.buffer=0"),
+    }
+    for cause, (present, remedy) in causes.items():
+        if present:
+            return (
+                f"{cause} can make a reward negative, and advantage {algorithm.advantage} needs "
+                f"rewards >= 0; use {remedy}, or algorithm.advantage=grpo"
+            )
+    return None
+
+
 def _corrections(algorithm: Algorithm) -> str | None:
     weighing = [c.name for c in algorithm.corrections if c.entry.weighs]
     if len(weighing) > 1:
@@ -132,6 +176,12 @@ def _corrections(algorithm: Algorithm) -> str | None:
             f"one, such as algorithm.correct=[{weighing[0]}]"
         )
     for correction in algorithm.corrections:
+        if correction.entry.by_sequence and algorithm.loss.applies_weights:
+            return (
+                f"algorithm.correct: policy loss {algorithm.policy_loss} multiplies the weights of "
+                f"all tokens of a sequence, and {correction.name} gives each of them the weight of "
+                "the whole; use algorithm.correct=[tis.token]"
+            )
         low, high = correction.options.get("low", 0), correction.options.get("high", 1 << 30)
         if low >= high:
             return (
@@ -167,6 +217,9 @@ CONTRADICTIONS: tuple[Callable[[Algorithm], str | None], ...] = (
     _overlong,
     _bounds,
     _ranges,
+    _entropy,
+    _short_horizon,
+    _negative_rewards,
     _corrections,
     _kl_damp,
     _normalised_components,

@@ -25,12 +25,13 @@ from saccade.algorithms.advantages import AdvantageInputs, Advantages, compute
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.covariance import SelectionInputs
-from saccade.algorithms.filters import high_entropy, in_baseline
+from saccade.algorithms.filters import high_entropy, in_baseline, is_excluded
 from saccade.algorithms.kl import KINDS
 from saccade.algorithms.memory import Memory, domain_of, success_of
 from saccade.algorithms.stages import Updates
 from saccade.algorithms.table import call
 from saccade.algorithms.value import explained_variance
+from saccade.forest import has_media
 from saccade.types import Batch, Group, Metrics, Trajectory
 
 ComponentWeights = Callable[[str], Mapping[str, float]]  # data source → weight of each term
@@ -68,8 +69,16 @@ def write_advantages(
         whiten=algorithm.whiten,
         whiten_std=algorithm.whiten_std,
         adv_clip=algorithm.adv_clip,
+        drop_constant=algorithm.drop_constant,
     )
+    if not algorithm.drops_early:
+        metrics.add("group/constant_low", result.constant_low)
+        metrics.add("group/constant_high", result.constant_high)
     _advantage_metrics(result, inputs, metrics)
+    if not _finite(flat):
+        # A model that computes no numbers gets none back: the guard skips each of its updates.
+        nothing = torch.full_like(result.values, torch.nan)
+        result = replace(result, values=nothing, returns=nothing)
     columns = {
         "advantages": _everywhere(result.values, counted),
         "returns": None if result.returns is None else _everywhere(result.returns, counted),
@@ -85,6 +94,13 @@ def write_advantages(
         )
         for batches in updates
     ]
+
+
+def _finite(batches: Sequence[Batch]) -> bool:
+    """Whether all that models have said of these tokens are numbers."""
+    names = ("old_logprobs", "ref_logprobs", "values")
+    found = [getattr(batch, name) for batch in batches for name in names]
+    return all(np.isfinite(column).all() for column in found if column is not None)
 
 
 def _counted(sequence: Tensor, algorithm: Algorithm) -> Tensor:
@@ -164,7 +180,7 @@ def _inputs(
     )
     entry = algorithm.estimator
     if entry.critic:
-        inputs = replace(inputs, values=_column(batches, "values")[counted])
+        inputs = replace(inputs, values=_numbers_of(batches, "values")[counted])
         inputs = replace(inputs, final_values=_final_values(members, batches, algorithm))
     if entry.greedy:
         inputs = replace(inputs, greedy=_numbers(_reward(group.greedy) for group in owners))
@@ -176,7 +192,7 @@ def _inputs(
         values, weights_ = _components(owners, members, component_weights)
         inputs = replace(inputs, components=values, component_weights=weights_)
     if algorithm.advantage_options.get("drpo_kl_damp"):
-        old, ref = _column(batches, "old_logprobs"), _column(batches, "ref_logprobs")
+        old, ref = _numbers_of(batches, "old_logprobs"), _numbers_of(batches, "ref_logprobs")
         gap = KINDS["k3"].function(old, ref)[counted]
         drift = inputs.sum_by(sequence, gap, len(members))
         inputs = replace(inputs, drift=drift)
@@ -184,7 +200,7 @@ def _inputs(
 
 
 def _reward(trajectory: Trajectory | None) -> float:
-    if trajectory is None or trajectory.reward is None:
+    if trajectory is None or trajectory.reward is None or is_excluded(trajectory.status):
         return float("nan")
     return trajectory.reward
 
@@ -226,7 +242,7 @@ def _penalties(batches: Sequence[Batch], algorithm: Algorithm) -> Tensor:
     """β·KL per token where the KL is in the reward, else zeros."""
     if not algorithm.kl_in_reward:
         return torch.zeros(sum(len(b.reads) for b in batches), dtype=torch.float64)
-    old, ref = _column(batches, "old_logprobs"), _column(batches, "ref_logprobs")
+    old, ref = _numbers_of(batches, "old_logprobs"), _numbers_of(batches, "ref_logprobs")
     distance = call(algorithm.divergence.function, old, ref, options=algorithm.kl.options)
     return algorithm.kl.coef * distance
 
@@ -262,9 +278,11 @@ def write_corrections(updates: Updates, algorithm: Algorithm, metrics: Metrics) 
     """
     fire, top = algorithm.fire, algorithm.entropy.top
     hot = fire.temperature > 0 and fire.first_token == "is"
-    if not (updates and (algorithm.at_once or top or hot)):
-        return updates
     flat = [batch for batches in updates for batch in batches]
+    if not (updates and (algorithm.at_once or top or hot)):
+        metrics.add("mismatch/ess", 1.0)
+        metrics.add("mismatch/masked_frac", 0.0)
+        return updates
     sequence = _sequences(flat)
     live = _column(flat, "scales") > 0
     weights, keep = torch.ones(len(live), dtype=torch.float64), live.double()
@@ -281,12 +299,12 @@ def write_corrections(updates: Updates, algorithm: Algorithm, metrics: Metrics) 
         correction = corrections.apply(chosen, mismatch)
         keep = keep if correction.keep is None else keep * correction.keep
         weights = weights if correction.weights is None else weights * correction.weights
+    _correction_metrics(weights, keep, live, flat, metrics)
     if top:
         entropies = _column(flat, "old_entropies")
         kept = high_entropy(entropies, live, sequence, fraction=top, scope=algorithm.entropy.scope)
         metrics.add("policy/entropy_kept_frac", float((kept & live).sum()), float(live.sum()))
         keep = keep * kept
-    _correction_metrics(weights, keep, live, metrics)
     updates = _written(updates, {"weights": weights, "keep": keep})
     if algorithm.self_normalise:
         updates = [_self_normalised(batches) for batches in updates]
@@ -295,13 +313,18 @@ def write_corrections(updates: Updates, algorithm: Algorithm, metrics: Metrics) 
     return updates
 
 
-def _correction_metrics(weights: Tensor, keep: Tensor, live: Tensor, metrics: Metrics) -> None:
-    if not live.any():
-        return
-    metrics.add("mismatch/is_weight_mean", float(weights[live].mean()))
-    metrics.add_max("mismatch/is_weight_max", float(weights[live].max()))
-    metrics.add("mismatch/masked_frac", float((live & (keep == 0)).sum()), float(live.sum()))
-    metrics.add("mismatch/ess", corrections.effective_sample_size(weights, live))
+def _correction_metrics(
+    weights: Tensor, keep: Tensor, live: Tensor, batches: Sequence[Batch], metrics: Metrics
+) -> None:
+    images = torch.from_numpy(np.concatenate([has_media(b)[b.sequence] for b in batches]))
+    for kind, mask in {"": live, "/image": live & images, "/text": live & ~images}.items():
+        if mask.any():
+            count = float(mask.sum())
+            metrics.add(f"mismatch/is_weight_mean{kind}", float(weights[mask].mean()))
+            metrics.add_max(f"mismatch/is_weight_max{kind}", float(weights[mask].max()))
+            metrics.add(f"mismatch/masked_frac{kind}", float((mask & (keep == 0)).sum()), count)
+            size = corrections.effective_sample_size(weights, mask)
+            metrics.add(f"mismatch/ess{kind}", size)
 
 
 def _self_normalised(batches: Sequence[Batch]) -> list[Batch]:
@@ -419,6 +442,11 @@ def show_advantages(groups: Sequence[Group], updates: Updates) -> list[Group]:
 
 def _column(batches: Sequence[Batch], name: str) -> Tensor:
     return torch.from_numpy(np.concatenate([getattr(b, name) for b in batches])).double()
+
+
+def _numbers_of(batches: Sequence[Batch], name: str) -> Tensor:
+    """A column that estimators count with; `_finite` says whether it was one of numbers."""
+    return _column(batches, name).nan_to_num(posinf=0.0, neginf=0.0)
 
 
 def _sequences(batches: Sequence[Batch]) -> Tensor:

@@ -217,11 +217,13 @@ CORRECTIONS: dict[str, Entry] = {
         function=_truncated(Mismatch.total),
         formula="w = clip(exp(sum of delta), low, high)",
         weighs=True,
+        by_sequence=True,
     ),
     "tis.geometric": Entry(
         function=_truncated(Mismatch.mean),
         formula="w = clip(exp(mean of delta), low, high)",
         weighs=True,
+        by_sequence=True,
     ),
     "icepop": Entry(
         function=icepop, formula="w = exp(delta), 0 outside of [low, high]", weighs=True

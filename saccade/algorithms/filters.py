@@ -1,8 +1,8 @@
 """Which members, groups and tokens train at all. Plain numbers in, plain answers out, tensors for
 tokens; imports no torch, knows no records.
 
->>> keep_group([1.0, 0.0, 0.0, 0.0])
-True
+>>> discard_reason([1.0, 1.0, 1.0, 1.0])
+'constant'
 """
 
 from __future__ import annotations
@@ -40,10 +40,6 @@ def discard_reason(
     return "high" if mean >= high else None
 
 
-def keep_group(outcomes: Sequence[float], low: float = 0.01, high: float = 0.99) -> bool:
-    return discard_reason(outcomes, low, high) is None
-
-
 def is_excluded(status: str, exclude_status: Collection[str] = ()) -> bool:
     return status in ALWAYS_EXCLUDED or status in exclude_status
 
@@ -53,13 +49,6 @@ def in_baseline(status: str, exclude_status: Collection[str], excluded_in_baseli
     if status in ALWAYS_EXCLUDED:
         return False
     return excluded_in_baseline or status not in exclude_status
-
-
-def overlong_penalty(length: int, *, max_tokens: int, buffer: int, factor: float = 1.0) -> float:
-    """0 up to `max_tokens - buffer` sampled tokens, then down to -factor (arXiv 2503.14476)."""
-    if buffer == 0:
-        return 0.0
-    return factor * max(-1.0, min(0.0, (max_tokens - buffer - length) / buffer))
 
 
 def share(fraction: float, count: int) -> int:

@@ -43,11 +43,15 @@ class Memory:
 
 def recall(algorithm: Algorithm, saved: Mapping[str, Any] | None) -> Memory:
     """The memory that was saved, or that of a start."""
+    steered, (low, high) = algorithm.entropy.target > 0, algorithm.entropy.range
+    bonus = min(max(algorithm.entropy.coef, low), high) if steered else algorithm.entropy.coef
+    start = Memory(kl_coef=algorithm.kl.coef, entropy_coef=bonus)
     if saved is None:
-        return Memory(kl_coef=algorithm.kl.coef, entropy_coef=algorithm.entropy.coef)
+        return start
+    adaptive = algorithm.needs_reference and algorithm.kl.controller == "adaptive"
     return Memory(
-        kl_coef=saved["kl_coef"],
-        entropy_coef=saved["entropy_coef"],
+        kl_coef=saved["kl_coef"] if adaptive else start.kl_coef,
+        entropy_coef=saved["entropy_coef"] if steered else start.entropy_coef,
         moments={name: moments.from_json(one) for name, one in saved["moments"].items()},
         domains=domains.from_json(saved["domains"]),
     )
@@ -75,7 +79,8 @@ def observe(memory: Memory, groups: Sequence[Group], algorithm: Algorithm) -> Me
 
 
 def domain_of(group: Group) -> str:
-    return str(group.sample.extra.get("domain") or "default")
+    domain = group.sample.extra.get("domain")
+    return "default" if domain in (None, "") else str(domain)
 
 
 def success_of(group: Group, algorithm: Algorithm) -> float | None:

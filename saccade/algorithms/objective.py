@@ -85,8 +85,8 @@ def objective(
     dropped = _dropped_now(algorithm, new, columns, inputs)
     for factor in (_inside(columns.keep, live), weights, *(~d for d in dropped.values())):
         losses = losses if factor is None else losses * factor
-    # A clamp or a selection would hide a log-prob that is not finite; 0 times it is NaN, which stops
-    # the update. Any other sum adds exactly nothing.
+    # A clamp or a selection may hide a log-prob that is not finite. 0 times it is NaN, so that the
+    # update is skipped; 0 times any other changes nothing.
     terms = {"policy/pg_loss": (losses * columns.scales).sum() + 0.0 * new.detach().sum()}
     loss = terms["policy/pg_loss"]
 
@@ -99,7 +99,7 @@ def objective(
         ratio = log_ratio(new, old).exp() if algorithm.kl.ratio_correct else 1.0
         terms["policy/kl_loss"] = (ratio * distance * columns.scales).sum()
         loss = loss + algorithm.kl.coef * terms["policy/kl_loss"]
-    if algorithm.entropy.coef > 0:
+    if algorithm.entropy.coef != 0:
         assert entropy is not None, "an entropy bonus needs the entropy"
         bonus = (entropy.where(live, 0.0) * columns.scales).sum()
         loss = loss - algorithm.entropy.coef * bonus
@@ -178,7 +178,7 @@ def _stats(
 
     scored, per_scored, per_kind = torch.zeros_like(live), {}, {}
     if columns.rollout is not None:
-        scored = live & ~columns.rollout.isnan()
+        scored = live & columns.rollout.isfinite()
         per_token["mismatch/unscored_frac"] = ~scored
         scored = scored if columns.stale is None else scored & ~columns.stale
         mismatch = (trainer - columns.rollout).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
@@ -191,6 +191,10 @@ def _stats(
         maxima["mismatch/logp_gap_max"] = _largest(gaps, scored)
         if columns.images is not None:
             kinds = {"image": scored & columns.images, "text": scored & ~columns.images}
+            maxima |= {
+                f"mismatch/logp_gap_max/{kind}": _largest(gaps, mask)
+                for kind, mask in kinds.items()
+            }
             per_kind = {
                 f"{name}/{kind}": (_total(values, mask), mask.sum())
                 for name, values in per_scored.items()

@@ -32,6 +32,7 @@ COMMON: Row = {
     "entropy_top": 0.0,
     "entropy_scope": "step",
     "old": "auto",
+    "on_policy": False,  # one optimizer step per batch
     "correct": (),
     "self_normalise": False,
     "denominator": "original",
@@ -168,7 +169,7 @@ PRESETS: dict[str, Row] = {
         "kl": {"coef": 1e-3, "kind": "k2", "place": "loss"},
     },
     "ppo": {
-        "about": "A critic values every token. For rewards inside episodes; costs a second model.",
+        "about": "A critic values every token. For one sample per prompt; costs a second model.",
         "paper": "1707.06347, 1506.02438",
         "samples_per_prompt": 1,
         "advantage": "gae",
@@ -184,14 +185,14 @@ PRESETS: dict[str, Row] = {
         "paper": "2504.02546",
         "advantage": "gpg",
         "policy_loss": "pg",
-        "old": "detach",
+        "on_policy": True,
     },
     "opo": {
         "about": "Policy gradient with the baseline of least variance. Strictly on-policy.",
         "paper": "2505.23585",
         "advantage": "opo",
         "policy_loss": "pg",
-        "old": "detach",
+        "on_policy": True,
     },
     "max_rl": {
         "about": "Divides by the success rate: hard prompts weigh more. Rewards must be >= 0.",
@@ -279,7 +280,7 @@ PRESETS: dict[str, Row] = {
         "advantage": "grpo",
         "std_eps": 1e-4,
         "aggregation": "seq_mean",
-        "old": "detach",
+        "on_policy": True,
         "kl": {"coef": 0.04, "kind": "k3", "place": "loss"},
     },
     "mini_o3": {
@@ -343,5 +344,6 @@ ADD_ONS: dict[str, Row] = {
         "about": "Bounds the free ratio.",
         "paper": "2505.07291",
         "delta": 4.0,
+        "dual_clip": 0.0,  # it bounds the same
     },
 }

@@ -96,15 +96,16 @@ def choose_members(groups: Sequence[Group], algorithm: Algorithm, metrics: Metri
             for t in group.trajectories
         ]
         alive = [t for t, lives in zip(group.trajectories, live, strict=True) if lives]
-        if algorithm.estimator.group and len(alive) > 1 and _is_constant(alive, algorithm):
+        if algorithm.drops_early and len(alive) > 1 and _is_constant(alive, algorithm):
             low, high = low + (_reward(alive[0]) < 0.5), high + (_reward(alive[0]) >= 0.5)
-            live = [lives and not algorithm.drop_constant for lives in live]
+            live = [False] * len(live)
         if live != [t.trained for t in group.trajectories]:
             members = (replace(t, trained=a) for t, a in zip(group.trajectories, live, strict=True))
             group = replace(group, trajectories=tuple(members))
         chosen.append(group)
-    metrics.add("group/constant_low", low)
-    metrics.add("group/constant_high", high)
+    if algorithm.drops_early:
+        metrics.add("group/constant_low", low)
+        metrics.add("group/constant_high", high)
     return chosen
 
 

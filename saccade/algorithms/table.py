@@ -37,6 +37,7 @@ class Entry:
     components: bool = False  # compares the terms of the reward one by one
     critic: bool = False  # reads values
     greedy: bool = False  # reads the reward of a greedy rollout
+    positive: bool = False  # needs rewards that are never negative
     domains: bool = False  # reads how often and how well each domain was answered so far
     # policy loss
     own_aggregation: str | None = None  # the one that it was made for
@@ -46,6 +47,7 @@ class Entry:
     in_loss: bool = True  # its gradient is that of a distance
     # correction
     weighs: bool = False  # gives weights, not only a mask
+    by_sequence: bool = False  # the weight is that of the whole sequence, at each of its tokens
     each_update: bool = False  # looks at the current log-probs, so it is no column of the batch
 
     @cached_property

@@ -124,12 +124,19 @@ class LocalBackend:
     def train_step(
         self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring, *, lr: float
     ) -> Update:
+        stats = self.accumulate(batches, algorithm, scoring)
+        return self._update("policy", to_metrics(algorithm, stats), lr)
+
+    def accumulate(
+        self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring
+    ) -> list[Stats]:
+        """The first half of a step: the gradients, summed in the optimizer."""
+
         def loss_of(batch: Batch) -> tuple[Tensor, Stats]:
             new, entropy = self._read(batch, scoring, entropy_gradient=algorithm.entropy.coef != 0)
             return objective(algorithm, new, entropy, self._columns(batch, new.dtype))
 
-        stats = self._accumulate(batches, loss_of)
-        return self._update("policy", to_metrics(algorithm, stats), lr)
+        return self._accumulate(batches, loss_of)
 
     def train_values(self, batches: Sequence[Batch], *, clip: float, lr: float) -> Update:
         def loss_of(batch: Batch) -> tuple[Tensor, ValueStats]:

@@ -20,14 +20,14 @@ def guard(
     counts[who] = counts.get(who, 0) + 1 if update.skipped else 0
     if not update.skipped:
         return
-    step, name = run.step + 1, "" if who == "policy" else f"{who}-"
-    path = run.folder.path / "bad-batches" / f"{name}step-{step}-{counts[who]}.npz"
-    where = save_batches(path, batches)
+    step, whose = run.step + 1, "" if who == "policy" else f"{who} "
+    name = f"{whose}step-{step}-{counts[who]}.npz".replace(" ", "-")
+    where = save_batches(run.folder.path / "bad-batches" / name, batches)
     run.console.note(
-        f"step {step}: {who} loss or gradient not finite, update skipped; batch in {where}"
+        f"step {step}: {whose}loss or gradient not finite, update skipped; batch in {where}"
     )
     if train.on_nonfinite == "stop" or counts[who] >= train.max_bad_updates:
         raise TrainingError(
-            f"{counts[who]} {who} updates in a row were not finite (train.on_nonfinite="
+            f"{counts[who]} {whose}updates in a row were not finite (train.on_nonfinite="
             f"{train.on_nonfinite}); lower train.lr, and look at {where}"
         )

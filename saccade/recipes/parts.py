@@ -174,12 +174,12 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
     reward = config.reward
     if not (reward.terms or reward.preset or reward.by_source):
         return None
-    overlong = algorithm.overlong if algorithm is not None else None
+    penalty = algorithm.overlong if algorithm is not None else None
     return Scorer(
         reward,
         prompt_format=config.prompt.format,
         max_tokens=config.rollout.max_tokens,
-        overlong=(overlong.buffer, overlong.factor) if overlong and overlong.buffer else None,
+        overlong=(penalty.buffer, penalty.factor, penalty.max_tokens) if penalty else None,
     )
 
 
@@ -193,13 +193,18 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
         require(result, config.reward.self_test)
 
 
-def check_estimator(
+def check_algorithm(
     algorithm: Algorithm,
     scorer: Scorer | None,
     samples: Sequence[Sample],
     say: Callable[[str], Any],
 ) -> None:
-    """What an estimator wants to know of rewards and rows must be there before step 1."""
+    """What an algorithm wants to know of rewards and rows must be there before step 1."""
+    if algorithm.overlong.buffer and scorer is None:
+        raise ConfigError(
+            "algorithm.overlong: its penalty is a term of the reward, and the environment alone "
+            "gives the reward; set reward.terms, or algorithm.overlong.buffer=0"
+        )
     if algorithm.estimator.components:
         if scorer is None:
             raise ConfigError(
@@ -208,7 +213,9 @@ def check_estimator(
             )
         for source in sorted({sample.data_source for sample in samples}):
             scorer.component_weights(source)
-    if algorithm.estimator.domains and not any(sample.extra.get("domain") for sample in samples):
+    if algorithm.estimator.domains and all(
+        sample.extra.get("domain") is None for sample in samples
+    ):
         say("no row has a `domain`: all of them are one, and only difficulty weighs")
 
 

@@ -6,7 +6,7 @@ saccade rl run.yaml algorithm.preset=dapo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -97,16 +97,7 @@ def _train(run: Run, actors: Actors) -> dict[str, Any]:
             updates = pack_updates(groups, actors, step)
         updates = score_forests(run, actors, updates)
         with run.phase("advantage"):
-            updates = columns.write_advantages(
-                updates,
-                groups,
-                algorithm,
-                known,
-                metrics,
-                component_weights(actors),
-                version=step - 1,
-            )
-            updates = columns.write_corrections(updates, algorithm, metrics)
+            updates = weigh(updates, groups, actors, algorithm, known, metrics)
         with run.phase("update"):
             optimize(run, actors, algorithm, updates, metrics)
             refresh_reference(actors, step)
@@ -168,6 +159,27 @@ def score_forests(run: Run, actors: Actors, updates: stages.Updates) -> stages.U
     return updates
 
 
+def weigh(
+    updates: stages.Updates,
+    groups: Sequence[Group],
+    actors: Actors,
+    algorithm: Algorithm,
+    known: Memory,
+    metrics: Metrics,
+) -> stages.Updates:
+    """Advantages, denominators and corrections, written into the forests."""
+    updates = columns.write_advantages(
+        updates,
+        groups,
+        algorithm,
+        known,
+        metrics,
+        component_weights(actors),
+        version=actors.engine.version,
+    )
+    return columns.write_corrections(updates, algorithm, metrics)
+
+
 def optimize(
     run: Run, actors: Actors, algorithm: Algorithm, updates: stages.Updates, metrics: Metrics
 ) -> None:
@@ -177,13 +189,21 @@ def optimize(
     warming = actors.critic is not None and run.step < algorithm.critic.warmup_steps
     for _ in range(train.epochs_per_batch):
         for batches in updates:
-            live = any(batch.scales is not None and batch.scales.any() for batch in batches)
+            live = _live(batches)
             if live and actors.critic is not None:
                 train_critic(run, actors, batches, metrics)
             done = True  # nothing live, or only the critic learns: the schedule goes on
             if live and not warming:
                 done = train_policy(run, actors, algorithm, batches, metrics)
             run.progress["updates"] += done
+    # Updates for which there was no group are over, too: the schedule counts steps.
+    each_step = algorithm.updates_per_step * train.epochs_per_batch
+    run.progress["updates"] += each_step - len(updates) * train.epochs_per_batch
+    metrics.add("policy/empty_step", not any(_live(batches) for batches in updates))
+
+
+def _live(batches: Sequence[Batch]) -> bool:
+    return any(batch.scales is not None and bool(batch.scales.any()) for batch in batches)
 
 
 def train_policy(
@@ -195,7 +215,7 @@ def train_policy(
     batches = select_tokens(run, actors, algorithm, batches)
     lr = train.lr * learning_rate(run, actors)
     update = actors.policy.train_step(batches, algorithm, actors.scoring, lr=lr)
-    if "policy/loss" not in metrics.sums:  # the first update of the step
+    if "policy/loss" not in metrics.sums and not update.skipped:  # the first update of the step
         check_mismatch(update.metrics, algorithm)
     metrics.merge(update.metrics)
     guard(run, train, batches, update)
@@ -306,14 +326,14 @@ def _actors(
     scorer = parts.make_scorer(config, algorithm)
     run.close_at_end(scorer)
     parts.test_rewards(config, scorer, data.samples)
-    parts.check_estimator(algorithm, scorer, data.samples, say=run.console.note)
+    parts.check_algorithm(algorithm, scorer, data.samples, say=run.console.note)
     policy = parts.load_policy(config, family, folder=str(run.start) if run.start else None)
     checkpointing = parts.use_checkpointing(config, policy.device)
     backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
     stream = Stream(data, seed=config.run.seed, config=config.data)
     engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
     run.progress.setdefault("stream", stream.state())
-    run.progress["algorithm"] = asdict(algorithm)
+    run.progress["algorithm"] = describe(algorithm).splitlines()
     sets = parts.validation_sets(config, family) if config.val.every else {}
     reference = critic = None
     if algorithm.needs_reference:

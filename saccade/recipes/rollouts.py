@@ -1,6 +1,6 @@
 """The rollout phase of reinforcement learning: prompts become scored groups, until a step is full.
 
-groups, scored, surplus = sample_groups(run, actors, step, metrics)
+rollouts = sample_groups(run, actors, step, metrics)
 """
 
 from __future__ import annotations
@@ -81,8 +81,10 @@ def sample_groups(run: Run, actors: Actors, step: int, metrics: Metrics) -> Roll
     kept = _unique(kept)
     fresh = kept[max(wanted, len(carried)) :]  # what was carried once is not carried again
     surplus = fresh if algorithm.filter.keep_surplus else []
-    metrics.add("group/dropped/surplus", len(kept[wanted:]) - len(surplus))
+    metrics.add("group/surplus_dropped", len(kept[wanted:]) - len(surplus))
     chosen = _full_step(kept, wanted, algorithm)
+    if not chosen:
+        metrics.add("group/dropped/exhausted", len(kept))
     _staleness(chosen, step - 1, metrics)
     return Rollouts(groups=chosen, scored=scored, surplus=surplus)
 

@@ -32,7 +32,7 @@ def resolve_recipes(
     *,
     prompt_format: str,
     max_tokens: int,
-    overlong: tuple[int, float] | None,
+    overlong: tuple[int, float, int] | None,
 ) -> tuple[dict[str, Recipe], Recipe | None]:
     """Recipes by data source, and the one for all other sources, if there is one."""
     if prompt_format not in FORMATS:
@@ -40,7 +40,7 @@ def resolve_recipes(
 
     def recipe(where: str, rows: Sequence[RewardTerm]) -> Recipe:
         if overlong and overlong[0]:
-            penalty = {"buffer": overlong[0], "factor": overlong[1]}
+            penalty = dict(zip(("buffer", "factor", "limit"), overlong, strict=True))
             rows = [*rows, RewardTerm(verifier="overlong", args=penalty)]
         terms = tuple(_term(where, row, prompt_format, max_tokens) for row in rows)
         return _recipe(where, terms, config)

@@ -39,9 +39,9 @@ class Scorer:
         *,
         prompt_format: str,
         max_tokens: int,
-        overlong: tuple[int, float] | None = None,
+        overlong: tuple[int, float, int] | None = None,
     ) -> None:
-        """`overlong` is (buffer, factor) of algorithm.overlong; a buffer of 0 means none."""
+        """`overlong` is (buffer, factor, limit) of algorithm.overlong; a buffer of 0 means none."""
         self.max_tokens = max_tokens
         self.recipes: Mapping[str, Recipe]
         self.default: Recipe | None

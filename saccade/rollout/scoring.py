@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from math import isfinite
 from typing import Protocol
 
 from saccade.models.families import Family
@@ -51,11 +52,15 @@ class RewardStream:
 
     def _scored(self, trajectory: Trajectory) -> Trajectory:
         earned = sum(trajectory.turn_rewards)
-        if self.scorer is None:
-            return replace(trajectory, reward=earned, outcome=earned)
-        scored = self._pending.pop(trajectory.key).result()
+        pending = self._pending.pop(trajectory.key, None)
         if trajectory.status in ("error", "aborted"):
             return replace(trajectory, reason=trajectory.reason or trajectory.end_reason)
+        if not isfinite(earned):
+            reason = f"nan: the environment gave a reward of {earned}"
+            return replace(trajectory, status="error", reason=reason)
+        if pending is None:
+            return replace(trajectory, reward=earned, outcome=earned)
+        scored = pending.result()
         if scored.status != "ok":
             return replace(
                 trajectory, status=scored.status, parts=scored.parts, reason=scored.reason

@@ -24,7 +24,7 @@ from saccade.algorithms.table import call
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.forest import pack
-from saccade.types import Group, Message, Sample, Source, Trajectory
+from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
 
 REWARDS = (1.0, 0.0, 0.5, 2.0)
 
@@ -238,19 +238,15 @@ class Records:
     @staticmethod
     def filled(updates: Updates, **columns: Rows) -> Updates:
         """With columns that are given by member."""
-        return [
-            [
-                replace(
-                    batch,
-                    **{
-                        name: np.concatenate([rows[key] for key in batch.keys]).astype(np.float32)
-                        for name, rows in columns.items()
-                    },
-                )
-                for batch in batches
-            ]
-            for batches in updates
-        ]
+
+        def full(batch: Batch) -> Batch:
+            found: dict[str, Any] = {
+                name: np.concatenate([rows[key] for key in batch.keys]).astype(np.float32)
+                for name, rows in columns.items()
+            }
+            return replace(batch, **found)
+
+        return [[full(batch) for batch in batches] for batches in updates]
 
     @staticmethod
     def column(updates: Updates, name: str) -> dict[tuple[str, int], list[float]]:

@@ -10,32 +10,8 @@ from saccade.algorithms.filters import (
     in_baseline,
     is_constant,
     is_excluded,
-    keep_group,
-    overlong_penalty,
     share,
 )
-
-
-@pytest.mark.parametrize(
-    ("length", "penalty"),
-    [
-        (16000, 0),
-        (16384, 0),
-        (16385, -0.00024414),
-        (18432, -0.5),
-        (20480, -1),
-        (30000, -1),
-    ],
-)
-def test_overlong_penalty(length, penalty):
-    found = overlong_penalty(length, max_tokens=20480, buffer=4096, factor=1.0)
-    assert found == pytest.approx(penalty, abs=1e-7)
-    halved = overlong_penalty(length, max_tokens=20480, buffer=4096, factor=0.5)
-    assert halved == pytest.approx(penalty / 2, abs=1e-7)
-
-
-def test_no_buffer_means_no_penalty():
-    assert overlong_penalty(30000, max_tokens=20480, buffer=0) == 0
 
 
 def test_constant_is_a_matter_of_range():
@@ -57,12 +33,11 @@ def test_constant_is_a_matter_of_range():
 )
 def test_dynamic_sampling_keeps_groups_that_differ(outcomes, reason):
     assert discard_reason(outcomes) == reason
-    assert keep_group(outcomes) == (reason is None)
 
 
 def test_limits_are_open():
-    assert not keep_group([0.0, 0.5], low=0.25, high=0.99)
-    assert keep_group([0.0, 0.5], low=0.24, high=0.26)
+    assert discard_reason([0.0, 0.5], low=0.25, high=0.99) == "low"
+    assert discard_reason([0.0, 0.5], low=0.24, high=0.26) is None
 
 
 def test_who_is_excluded():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +16,12 @@ from torch import Tensor
 from saccade.algorithms.advantage_inputs import PER_MEMBER, PER_TOKEN
 from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute, whitened
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
-from saccade.algorithms.build import Algorithm, resolve
-from saccade.algorithms.corrections import CORRECTIONS, measure
-from saccade.algorithms.objective import Columns, objective
+from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.build import resolve
+from saccade.algorithms.corrections import CORRECTIONS, apply, measure, self_normalise
+from saccade.algorithms.covariance import SelectionInputs
+from saccade.algorithms.filters import high_entropy
+from saccade.algorithms.objective import Columns, objective, to_metrics
 from saccade.algorithms.policy_losses import LOSSES, LossInputs, cispo_bounds
 from saccade.algorithms.table import call
 from saccade.config import AlgorithmConfig, KLConfig
@@ -34,15 +40,22 @@ class Step:
     new: Tensor
     ref: Tensor
     rollout: Tensor
+    entropy: Tensor
+    noise: Tensor  # int64, who a token is
+
+
+TOKENS = ("old", "new", "ref", "rollout", "entropy", "noise")
+ROUNDED = (0.0, 0.1, 0.5, 1.0, 2.0)
+EXACT = (0.0, 0.25, 0.5, 1.0, 2.0)  # sums have no rounding, so no order makes a 0 positive
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> Step:
+def steps(draw: st.DrawFn, rewards: Sequence[float] = ROUNDED) -> Step:
     sizes = draw(st.lists(st.integers(2, 4), min_size=1, max_size=4))
     members = sum(sizes)
     lengths = torch.tensor(draw(st.lists(st.integers(1, 6), min_size=members, max_size=members)))
-    grid = st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0])
-    rewards, other = (
+    grid = st.sampled_from(rewards)
+    scores, other = (
         torch.tensor(draw(st.lists(grid, min_size=members, max_size=members)), dtype=torch.float64)
         for _ in range(2)
     )
@@ -56,7 +69,7 @@ def steps(draw: st.DrawFn) -> Step:
     old = -spread(1).abs()
     return Step(
         members=AdvantageInputs(
-            rewards=rewards,
+            rewards=scores,
             groups=groups,
             live=torch.ones(members, dtype=torch.bool),
             baseline=torch.ones(members, dtype=torch.bool),
@@ -66,7 +79,7 @@ def steps(draw: st.DrawFn) -> Step:
             values=spread(0.3),
             final_values=spread(0.3, members),
             greedy=spread(1, len(sizes))[groups],
-            components=torch.stack([rewards, other], 1),
+            components=torch.stack([scores, other], 1),
             component_weights=torch.tensor([1, 0.5], dtype=torch.float64),
             domain_weights=spread(1, len(sizes)).exp()[groups],
             drift=spread(1, members).abs(),
@@ -75,6 +88,8 @@ def steps(draw: st.DrawFn) -> Step:
         new=old + spread(0.4),
         ref=old + spread(0.4),
         rollout=old + spread(0.05),
+        entropy=spread(1).abs(),
+        noise=torch.randperm(tokens, generator=noise),
     )
 
 
@@ -154,7 +169,7 @@ def test_on_one_token_the_sequence_ratio_is_that_of_the_token(step, aggregation)
     first = step.members.sequence.diff(prepend=torch.tensor([-1])) != 0
     tokens = {name: getattr(step.members, name)[first] for name in PER_TOKEN}
     alone = {"lengths": torch.ones_like(step.members.lengths)}
-    columns = {name: getattr(step, name)[first] for name in ("old", "new", "ref", "rollout")}
+    columns = {name: getattr(step, name)[first] for name in TOKENS}
     short = Step(members=replace(step.members, **tokens, **alone), **columns)
     scales, values = scales_of(aggregation, short.members), advantages("grpo", short.members)
     one, *others = (
@@ -318,9 +333,14 @@ def test_grpo_without_eps_ignores_the_scale_of_rewards(step, factor):
 
 
 # 10
-def train(algorithm: Algorithm, step: Step, parts: list[Tensor] | None = None):
-    """(loss, gradient of the new log-probs), with the members split into micro-batches."""
-    members = step.members
+def columns_of(algorithm: Algorithm, step: Step) -> Columns:
+    """What a step is given before training on it, over all of its members."""
+    members, sequence = step.members, step.members.sequence
+    if algorithm.kl_in_reward:
+        distance = call(
+            algorithm.divergence.function, step.old, step.ref, options=algorithm.kl.options
+        )
+        members = replace(members, token_penalties=algorithm.kl.coef * distance)
     result = compute(
         algorithm.estimator,
         members,
@@ -330,66 +350,168 @@ def train(algorithm: Algorithm, step: Step, parts: list[Tensor] | None = None):
         adv_clip=algorithm.adv_clip,
         drop_constant=algorithm.drop_constant,
     )
-    scales = token_scales(
-        algorithm.aggregate.function,
-        members.sequence,
-        live=result.live,
-        group=members.groups,
-        options=algorithm.aggregation_options,
-    ).values
-    new = step.new.clone().requires_grad_()
-    total = torch.zeros((), dtype=torch.float64)
-    for part in parts or [torch.arange(len(members.rewards))]:
-        batch, tokens = chosen(part, members)
-        columns = Columns(
-            advantages=result.values[tokens],
-            scales=scales[tokens],
-            sequence=batch.sequence,
-            sequences=len(part),
-            old=step.old[tokens],
-            rollout=step.rollout[tokens],
-            ref=step.ref[tokens],
+
+    def scales_over(counted: Tensor | None) -> Tensor:
+        return token_scales(
+            algorithm.aggregate.function,
+            sequence,
+            live=result.live,
+            group=members.groups,
+            counted=counted,
+            options=algorithm.aggregation_options,
+        ).values
+
+    scales = scales_over(None)
+    live = scales > 0
+    mismatch = measure(step.old, step.rollout, live=live, sequence=sequence)
+    found = apply([(c.entry, c.options) for c in algorithm.at_once], mismatch)
+    keep = live if found.keep is None else live & found.keep
+    if algorithm.entropy.top:
+        scope = algorithm.entropy.scope
+        keep = keep & high_entropy(
+            step.entropy, live, sequence, fraction=algorithm.entropy.top, scope=scope
         )
-        loss, _ = objective(algorithm, new[tokens], None, columns)
+    factor = keep.double()
+    if algorithm.denominator == "kept":
+        factor = (scales_over(keep) / scales).where(keep, 0.0)
+    weights = found.weights
+    if algorithm.self_normalise and weights is not None:
+        weights = self_normalise(weights, live)
+    selected = None
+    if algorithm.loss.select is not None and live.any():
+        inputs = SelectionInputs(
+            new=step.new[live],
+            old=step.old[live],
+            advantages=result.values[live],
+            noise=step.noise[live],
+        )
+        picked = call(algorithm.loss.select, inputs, options=algorithm.loss_options)
+        selected = torch.zeros_like(live).masked_scatter(live, picked)
+    elif algorithm.loss.select is not None:
+        selected = live
+    return Columns(
+        advantages=result.values,
+        scales=scales,
+        sequence=sequence,
+        sequences=len(members.rewards),
+        old=step.old,
+        rollout=step.rollout,
+        ref=step.ref,
+        keep=factor,
+        weights=weights,
+        rewards=members.rewards[sequence],
+        selected=selected,
+    )
+
+
+def train(algorithm: Algorithm, step: Step, parts: Sequence[Tensor] | None = None):
+    """(loss, gradients of the log-probs and of the entropy), the members in micro-batches."""
+    known = columns_of(algorithm, step)
+    new, entropy = (x.clone().requires_grad_() for x in (step.new, step.entropy))
+    total = torch.zeros((), dtype=torch.float64)
+    for part in parts or [torch.arange(len(step.members.rewards))]:
+        batch, tokens = chosen(part, step.members)
+        cut: dict[str, Any] = {
+            name: value[tokens] for name, value in vars(known).items() if isinstance(value, Tensor)
+        }
+        cut |= {"sequence": batch.sequence, "sequences": len(part)}
+        columns = replace(known, **cut)
+        loss, _ = objective(algorithm, new[tokens], entropy[tokens], columns)
         loss.backward()
         total = total + loss.detach()
     assert new.grad is not None
-    return total, new.grad
+    return total, new.grad, torch.zeros_like(new) if entropy.grad is None else entropy.grad
 
 
-COMBINATIONS = [
-    (advantage, loss, aggregation)
-    for advantage in ADVANTAGES
-    for loss in LOSSES
-    for aggregation in AGGREGATIONS
-]
+BAND = {"low": 0.97, "high": 1.03}
+SEQUENCE_BAND = {"low": 0.98, "high": 1.02}
+ONCE = [name for name, entry in CORRECTIONS.items() if not entry.each_update]
 
 
-@settings(max_examples=60, deadline=None)
-@given(steps(), st.sampled_from(COMBINATIONS), st.booleans(), st.randoms(use_true_random=False))
-def test_no_partition_and_no_order_changes_loss_or_gradient(step, names, drop, random):
-    advantage, loss, aggregation = names
-    config = AlgorithmConfig(
-        advantage=advantage,
-        policy_loss=loss,
-        aggregation=aggregation,
-        drop_constant=drop if ADVANTAGES[advantage].group else None,
+def bounded(name: str) -> dict[str, float | str]:
+    """A correction with bounds that drop some tokens of a random step and leave others."""
+    if name == "opsm":
+        return {"name": name, "threshold": 0.01}
+    if not CORRECTIONS[name].reads("low"):
+        return {"name": name, "high": 0.002}
+    return {"name": name, **(SEQUENCE_BAND if "seq" in name else BAND)}
+
+
+@st.composite
+def algorithms(draw: st.DrawFn, loss: str) -> Algorithm:
+    """Any advantage and aggregation with this loss, and any filter, correction and KL."""
+    advantage = draw(st.sampled_from(list(ADVANTAGES)))
+    entry = ADVANTAGES[advantage]
+    lists = [["tis.token", "opsm"], ["reject.token.k3", "icepop"], ["seq_mask", "tis.sequence"]]
+    lists += [[name] for name in CORRECTIONS]
+    if LOSSES[loss].applies_weights:  # it would multiply the weight of a sequence with itself
+        lists = [names for names in lists if not any(CORRECTIONS[n].by_sequence for n in names)]
+    correct = draw(st.one_of(st.just([]), st.sampled_from(lists)))
+    top = draw(st.sampled_from([None, 0.3]))
+    filters = top is not None or any(name != "opsm" for name in correct)
+    places: list[dict[str, object]] = [{"coef": 0}]
+    places += [{"coef": 0.1, "kind": kind} for kind in ("k2", "k3", "k1+", "k3+")]
+    places += [{"coef": 0.1, "ratio_correct": True}, {"coef": 0.1, "clamp": "zero"}]
+    if not entry.components and advantage != "max_rl":  # it takes no rewards below 0
+        places += [{"coef": 0.1, "place": "reward"}]
+    config = AlgorithmConfig.model_validate(
+        {
+            "advantage": advantage,
+            "policy_loss": loss,
+            "aggregation": draw(st.sampled_from(list(AGGREGATIONS))),
+            "adv_clip": draw(st.sampled_from([None, 0.5])),
+            "drop_constant": draw(st.booleans()) if entry.group else None,
+            "correct": [bounded(name) for name in correct],
+            "self_normalise": draw(st.booleans())
+            if any(CORRECTIONS[name].weighs for name in correct)
+            else None,
+            "entropy_top": top,
+            "entropy_scope": draw(st.sampled_from(["step", "sequence"])) if top else None,
+            "denominator": draw(st.sampled_from(["original", "kept"])) if filters else None,
+            "entropy_coef": draw(st.sampled_from([0.0, 0.01])),
+            "kl": draw(st.sampled_from(places)),
+            **LOSS_OPTIONS.get(loss, {}),
+        }
     )
-    algorithm = resolve(config, max_tokens=7)
-    whole = train(algorithm, step)
+    return resolve(config, max_tokens=7)
 
+
+# Such that the options act on a random step.
+LOSS_OPTIONS: dict[str, dict[str, object]] = {
+    "kl_cov": {"cov_fraction": 0.2},
+    "clip_cov": {"cov_fraction": 0.2, "cov_low": -10.0, "cov_high": 10.0},
+    "kimi": {"kimi_level": "sequence"},
+    "cispo": {"weight_cap": 1.1},
+    "gspo": {"clip": 0.1},
+    "gspo_token": {"clip": 0.1},
+    "luspo": {"clip": 0.1},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data(), step=steps(rewards=EXACT), random=st.randoms(use_true_random=False))
+def test_no_partition_and_no_order_changes_loss_or_gradient(loss, data, step, random):
+    algorithm = data.draw(algorithms(loss))
+    whole = train(algorithm, step)
     count = len(step.members.rewards)
     order = torch.tensor(random.sample(range(count), count))
-    parts = list(order.split(random.randint(1, count)))
+    parts = order.split(random.randint(1, count))
     for one, other in zip(train(algorithm, step, parts), whole, strict=True):
         assert same(one, other)
-
-    if advantage == "grpo_passk":  # its winner on ties is the first
+    if algorithm.advantage == "grpo_passk":  # its winner on ties is the first
         return
-    moved, tokens = chosen(order, step.members)
-    columns = {name: getattr(step, name)[tokens] for name in ("old", "new", "ref", "rollout")}
-    reordered = train(algorithm, Step(members=moved, **columns))
-    assert same(reordered[0], whole[0]) and same(reordered[1], whole[1][tokens])
+    moved, tokens = reordered(step, order)
+    loss_, *gradients = train(algorithm, moved)
+    assert same(loss_, whole[0])
+    for one, other in zip(gradients, whole[1:], strict=True):
+        assert same(one, other[tokens])
+
+
+def reordered(step: Step, order: Tensor) -> tuple[Step, Tensor]:
+    members, tokens = chosen(order, step.members)
+    columns = {name: getattr(step, name)[tokens] for name in TOKENS}
+    return Step(members=members, **columns), tokens
 
 
 # 11
@@ -428,6 +550,72 @@ def test_a_member_that_does_not_train_changes_nothing(step, name, group, kind):
         assert scales[tokens:].abs().sum() == 0
 
 
+def poisoned(step: Step, group: int, *, tokens: int, poison: float) -> Step:
+    """With another member, whose log-probs are poison too."""
+    columns = {
+        name: torch.cat([getattr(step, name), getattr(step, name).new_full((tokens,), poison)])
+        for name in TOKENS
+        if name != "noise"
+    }
+    noise = torch.cat([step.noise, -torch.ones(tokens, dtype=torch.int64)])
+    members = with_another(step.members, group, tokens=tokens, poison=poison)
+    return Step(members=members, noise=noise, **columns)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@settings(max_examples=6, deadline=None)
+@given(
+    data=st.data(),
+    step=steps(rewards=EXACT),
+    group=st.integers(0, 3),
+    poison=st.sampled_from([float("nan"), float("-inf"), 5.0]),
+)
+def test_an_excluded_member_changes_no_loss_and_no_gradient(loss, data, step, group, poison):
+    algorithm = data.draw(algorithms(loss))
+    more = poisoned(step, group, tokens=2, poison=poison)
+    before, after = train(algorithm, step), train(algorithm, more)
+    assert same(after[0], before[0])
+    for one, other in zip(after[1:], before[1:], strict=True):
+        assert same(one[:-2], other) and one[-2:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@settings(max_examples=6, deadline=None)
+@given(
+    data=st.data(),
+    step=steps(rewards=EXACT),
+    poison=st.sampled_from([float("nan"), float("-inf"), float("inf")]),
+)
+def test_nothing_at_a_dead_position_reaches_loss_gradient_or_metrics(loss, data, step, poison):
+    """Any token may be dead: its scale is 0."""
+    algorithm = data.draw(algorithms(loss))
+    columns = columns_of(algorithm, step)
+    columns = replace(columns, scales=columns.scales.where(step.noise % 3 > 0, 0.0))
+    live = columns.scales > 0
+    floats = ("advantages", "old", "rollout", "ref", "keep", "weights", "rewards")
+    dirty = {
+        name: getattr(columns, name).where(live, poison)
+        for name in floats
+        if getattr(columns, name) is not None
+    }
+    results = []
+    for known, new, entropy in (
+        (columns, step.new, step.entropy),
+        (
+            replace(columns, **dirty),
+            step.new.where(live, poison),
+            step.entropy.where(live, poison),
+        ),
+    ):
+        new, entropy = new.clone().requires_grad_(), entropy.clone().requires_grad_()
+        total, stats = objective(algorithm, new, entropy, known)
+        total.backward()
+        gradient = None if entropy.grad is None else entropy.grad.tolist()
+        log = to_metrics(algorithm, [stats]).means()
+        results.append((total.item(), new.grad.tolist(), gradient, log))
+    assert results[0] == results[1]
+
+
 @FAST
 @given(steps(), st.sampled_from(GROUP_ESTIMATORS))
 def test_a_group_shrunk_to_one_member_is_as_if_absent(step, name):
@@ -458,28 +646,26 @@ def test_no_correction_acts_where_engine_and_trainer_agree(step, unscored):
             assert found.keep is None or found.keep.all(), name
 
 
-@FAST
-@given(steps())
-def test_neutral_weights_and_masks_change_nothing(step):
-    algorithm = resolve(AlgorithmConfig(), max_tokens=7)
-    weights = (step.old - step.old).exp()
-    columns = Columns(
-        advantages=advantages("grpo", step.members),
-        scales=scales_of("seq_mean", step.members),
-        sequence=step.members.sequence,
-        sequences=len(step.members.rewards),
-        old=step.old,
-        rollout=step.old,
-        ref=step.ref,
-    )
-    plain, _ = objective(algorithm, step.new, None, columns)
-    neutral = replace(columns, weights=weights, keep=torch.ones_like(weights))
-    assert torch.equal(plain, objective(algorithm, step.new, None, neutral)[0])
+@pytest.mark.parametrize("loss", LOSSES)
+@settings(max_examples=5, deadline=None)
+@given(data=st.data(), step=steps(rewards=EXACT), name=st.sampled_from(ONCE))
+def test_where_engine_and_trainer_agree_no_correction_changes_loss_or_gradient(
+    loss, data, step, name
+):
+    algorithm = data.draw(algorithms(loss))
+    agreeing = replace(step, rollout=step.old)
+    without = replace(algorithm, corrections=(), self_normalise=False)
+    config = AlgorithmConfig.model_validate({"correct": [bounded(name)]})
+    corrections, weighs = resolve(config, max_tokens=7).corrections, CORRECTIONS[name].weighs
+    corrected = replace(without, corrections=corrections, self_normalise=weighs)
+    for one, other in zip(train(corrected, agreeing), train(without, agreeing), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_every_combination_is_legal():
-    for advantage, loss, aggregation in COMBINATIONS:
+    for advantage, loss, aggregation in product(ADVANTAGES, LOSSES, AGGREGATIONS):
         config = AlgorithmConfig(advantage=advantage, policy_loss=loss, aggregation=aggregation)
         algorithm = resolve(config, max_tokens=7)
         assert algorithm.loss is LOSSES[loss]
-        assert pytest.approx(7) == algorithm.fixed_length
+        expected = {"fixed_length": 7} if aggregation == "fixed" else {}
+        assert algorithm.aggregation_options == expected

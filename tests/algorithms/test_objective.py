@@ -8,6 +8,7 @@ import torch
 from saccade.algorithms.build import resolve
 from saccade.algorithms.objective import Columns, objective, to_metrics
 from saccade.config import AlgorithmConfig, KLConfig
+from saccade.schema import CorrectionConfig
 from saccade.types import Metrics
 
 GRPO = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0.1)), max_tokens=8)
@@ -21,9 +22,8 @@ def with_bonus(coef):
 
 
 def opsm(threshold):
-    config = AlgorithmConfig(
-        clip_high=0.28, kl=KLConfig(coef=0), correct=[{"name": "opsm", "threshold": threshold}]
-    )
+    correct = (CorrectionConfig(name="opsm", threshold=threshold),)
+    config = AlgorithmConfig(clip_high=0.28, kl=KLConfig(coef=0), correct=correct)
     return resolve(config, max_tokens=8)
 
 
@@ -68,16 +68,13 @@ def test_bad_sequences_that_the_policy_left_behind_are_dropped_anew(golden):
     loss, stats = objective(opsm(0.01), golden.new, None, columns(golden))
     assert loss.item() == pytest.approx(-0.22400677, abs=1e-7)
     log = to_metrics(NO_KL, [stats], step_tokens=18).means()
-    dropped = (golden.advantages < 0) & (loss_gap(golden) > 0.01)
+    behind = golden.inputs().sequence_mean(golden.rollout - golden.new) > 0.01
+    dropped = (golden.advantages < 0) & behind
     assert log["policy/opsm_dropped"] == pytest.approx(dropped.sum().item() / 18)
     plain, _ = objective(SINGLE, golden.new, None, columns(golden))
     later, _ = objective(opsm(0.01), golden.rollout, None, columns(golden))
     same, _ = objective(SINGLE, golden.rollout, None, columns(golden))
     assert plain.item() != pytest.approx(loss.item()) and later.item() == same.item()
-
-
-def loss_gap(golden):
-    return golden.inputs().sequence_mean(golden.rollout - golden.new)
 
 
 def test_weights_are_inside_the_losses_that_hold_them(golden):

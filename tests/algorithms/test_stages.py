@@ -15,14 +15,23 @@ from saccade.types import Metrics
 # -- members ---------------------------------------------------------------------------------------
 
 
-def test_constant_groups_are_counted_and_dropped_only_when_asked(algorithm, records):
+def test_constant_groups_are_dropped_only_when_asked_and_when_rewards_decide(algorithm, records):
     group = records.group
     groups = [group("a", [0.0, 0.0]), group("b", [1.0, 1.0]), group("c", [0.0, 1.0])]
-    for drop, trained in (("false", [True, True, True]), ("true", [False, False, True])):
+    early = algorithm("drop_constant=true")
+    metrics = Metrics()
+    chosen = stages.choose_members(groups, early, metrics)
+    assert [g.trajectories[0].trained for g in chosen] == [False, False, True]
+    assert metrics.means()["group/constant_low"] == metrics.means()["group/constant_high"] == 1
+    later = (
+        algorithm("drop_constant=false"),
+        algorithm("drop_constant=true", "kl.place=reward"),
+        algorithm("drop_constant=true", "exclude_status=[void]", "excluded_in_baseline=true"),
+    )
+    for row in later:  # the estimator decides, and counts
         metrics = Metrics()
-        chosen = stages.choose_members(groups, algorithm(f"drop_constant={drop}"), metrics)
-        assert [g.trajectories[0].trained for g in chosen] == trained
-        assert metrics.means()["group/constant_low"] == metrics.means()["group/constant_high"] == 1
+        chosen = stages.choose_members(groups, row, metrics)
+        assert all(g.trajectories[0].trained for g in chosen) and metrics.means() == {}
 
 
 def test_without_groups_nothing_is_constant(algorithm, records):
@@ -31,7 +40,6 @@ def test_without_groups_nothing_is_constant(algorithm, records):
         [records.group("a", [1.0, 1.0])], algorithm("preset=reinforce"), metrics
     )
     assert all(t.trained for t in chosen.trajectories)
-    assert metrics.means()["group/constant_high"] == 0
 
 
 def test_where_terms_are_compared_all_of_them_must_be_constant(algorithm, records):

@@ -77,7 +77,9 @@ def test_what_is_not_live_reaches_nothing(clip):
     assert loss.item() == approx(wanted) and means["critic/loss"] == approx(wanted)
     assert means["critic/value_mean"] == 2.0 and means["critic/clip_frac"] == (0.5 if clip else 0)
     loss.backward()
-    assert new.grad.tolist() == approx([0.5, 0.0, -0.5 if clip == 0 else 0.0])
+    assert new.grad is not None and new.grad.tolist() == approx(
+        [0.5, 0.0, -0.5 if clip == 0 else 0.0]
+    )
 
 
 def test_micro_batches_add_up():

@@ -413,3 +413,30 @@ def test_a_filter_of_ones_own_chooses_the_groups(rl_config: Make, tmp_path: Path
         rl.run(config | {"run.name": "b", "algorithm.filter.function": f"{own}:invent"})
     with pytest.raises(ConfigError, match=r"algorithm\.filter\.function=mine.*file\.py:name"):
         rl.run(config | {"run.name": "c", "algorithm.filter.function": "mine"})
+
+
+def test_the_schedule_counts_steps_whatever_was_trained(
+    tmp_path: Path, rl_config: Make, numbers: Read
+) -> None:
+    config = rl_config(tmp_path, run__max_steps=3, train__updates_per_step=4)
+    rl.run(config | {"algorithm.drop_constant": True, "train.schedule": "linear"})
+    state = checkpoint.read_progress(tmp_path / "run" / "checkpoints" / "step-3")
+    assert state["updates"] == 3 * 4
+    assert any(row["group/constant_low"] > 0 for row in numbers(tmp_path / "run"))
+
+
+def test_the_length_limit_of_an_episode_is_that_of_all_its_turns(
+    tmp_path: Path, rl_config: Make
+) -> None:
+    from saccade.algorithms.build import from_config
+    from saccade.recipes import parts
+    from saccade.rewards.sample import RewardSample
+
+    changes = {"env.name": "mine.py:Mine", "env.max_turns": 5, "algorithm.preset": "dapo"}
+    config = load(rl_config(tmp_path) | changes | {"rollout.max_tokens": 10})
+    scorer = parts.make_scorer(config, from_config(config))
+    assert scorer is not None
+    for length, penalty in ((40, 0.0), (45, -0.5), (50, -1.0)):
+        sample = RewardSample(id="a", response="1", answer="9", length=length, max_tokens=10)
+        assert scorer.score([sample])[0].parts["overlong"] == penalty
+    scorer.close()

@@ -52,10 +52,10 @@ def test_combinations(combine: str, response: str, reward: float) -> None:
 
 def test_order_is_combine_then_shape_and_limits_are_for_training() -> None:
     config = {"terms": TWO, "combine": "gate(format)", "clip": (-0.25, 0.9)}
-    shaped = one(scorer(overlong=(50, 1.0), **config), BARE, length=75)
+    shaped = one(scorer(overlong=(50, 1.0, 100), **config), BARE, length=75)
     assert shaped.parts == {"count": 1.0, "format": 0.0, "overlong": -0.5}
     assert (shaped.reward, shaped.outcome) == (-0.5, 1.0)
-    free = one(scorer(overlong=(50, 1.0), **config), RIGHT, length=75)
+    free = one(scorer(overlong=(50, 1.0, 100), **config), RIGHT, length=75)
     assert (free.reward, free.outcome) == (1.0, 1.0)
 
 
@@ -140,7 +140,7 @@ def test_recipes_by_source() -> None:
 
 def test_weights_of_the_components_of_a_sum() -> None:
     by_source = {"bare": ["count"], "both": TWO}
-    with scorer(terms=TWO, by_source=by_source, overlong=(50, 2.0)) as scoring:
+    with scorer(terms=TWO, by_source=by_source, overlong=(50, 2.0, 100)) as scoring:
         weights = {"count": 1.0, "format": 0.5, "overlong": 1.0}
         assert scoring.component_weights("any") == scoring.component_weights("both") == weights
         assert scoring.component_weights("bare") == {"count": 1.0, "overlong": 1.0}

@@ -19,6 +19,15 @@ def test_overlong(tokens: int, expected: float) -> None:
     assert overlong(of_length(tokens), buffer=512, factor=0.5).value == expected / 2
 
 
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [(16000, 0), (16384, 0), (16385, -0.00024414), (18432, -0.5), (20480, -1), (30000, -1)],
+)
+def test_overlong_as_in_its_paper(tokens: int, expected: float) -> None:
+    value = overlong(of_length(tokens), buffer=4096, limit=20480).value
+    assert value == pytest.approx(expected, abs=1e-7)
+
+
 @pytest.mark.parametrize("buffer", [0, 2048, 5000])
 def test_overlong_needs_a_buffer_inside_the_limit(buffer: int) -> None:
     with pytest.raises(ValueError, match="0 < buffer < 2048"):

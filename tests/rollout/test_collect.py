@@ -16,7 +16,7 @@ from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.rollout.scoring import RewardStream
-from saccade.types import Message, Request, Sample, Sampling, Source
+from saccade.types import Group, Message, Request, Sample, Sampling, Source, Trajectory
 
 SAMPLING = Sampling(max_tokens=12)
 
@@ -236,3 +236,28 @@ def test_environments_are_found_by_name_or_file(tmp_path):
     for name in ("sokobann", f"{file}:Half", f"{file}:Absent", f"{tmp_path}/none.py:Mine"):
         with pytest.raises(ConfigError, match=r"env\.name"):
             environment_factory(name)
+
+
+def test_rewards_of_an_environment_that_are_no_numbers_are_errors(family):
+    def member(repeat, status, rewards):
+        return Trajectory(
+            sample_id="a",
+            repeat=repeat,
+            ids=np.array([1, 2]),
+            sources=np.array([0, 1], np.int8),
+            logprobs=np.zeros(2, np.float32),
+            versions=np.zeros(2, np.int32),
+            status=status,
+            end_reason="env_done",
+            turn_rewards=rewards,
+        )
+
+    nan = float("nan")
+    sample = Sample(id="a", messages=(Message(role="user", parts=("x",)),))
+    members = (member(0, "ok", (0.5, nan)), member(1, "ok", (0.5, 1.0)))
+    group = Group(sample=sample, uid="a", trajectories=members, greedy=member(-1, "error", (1.0,)))
+    (scored,) = RewardStream(None, family).attach([group])
+    bad, good = scored.trajectories
+    assert (bad.status, bad.reward) == ("error", None) and "nan" in bad.reason
+    assert (good.status, good.reward, good.outcome) == ("ok", 1.5, 1.5)
+    assert scored.greedy is not None and scored.greedy.reward is None

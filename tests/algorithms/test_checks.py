@@ -1,0 +1,326 @@
+"""What is refused, and that what a refusal suggests is accepted."""
+
+from __future__ import annotations
+
+import pytest
+
+from saccade.algorithms.checks import CONDITIONS
+from saccade.algorithms.describe import describe
+
+MISSPELT = [  # field, wrong, right
+    ("preset", "gropo", "grpo"),
+    ("preset", "grpo+tiss", "grpo+tis"),
+    ("advantage", "rlo", "rloo"),
+    ("policy_loss", "clipp", "clip"),
+    ("aggregation", "tokenmean", "token_mean"),
+    ("kl.kind", "k33", "k3"),
+    ("correct", "tis.tokens", "tis.token"),
+    ("exclude_status", "overturned", "overturn"),
+]
+# What is written, what the refusal says of it, and what it says to write instead.
+CONTRADICTIONS = [
+    (
+        ["train.samples_per_prompt=1"],
+        "train.samples_per_prompt=1: advantage grpo",
+        ["train.samples_per_prompt=8"],
+    ),
+    (["train.samples_per_prompt=1"], "advantage grpo", ["algorithm.preset=reinforce_pp"]),
+    (
+        ["preset=reinforce", "filter.dynamic=true"],
+        "algorithm.filter.dynamic would keep no group",
+        ["train.samples_per_prompt=8"],
+    ),
+    (
+        ["preset=reinforce", "filter.dynamic=true"],
+        "train.samples_per_prompt=1",
+        ["algorithm.filter.dynamic=false"],
+    ),
+    (["kl.kind=k1"], "algorithm.kl.kind=k1", ["algorithm.kl.kind=k1+"]),
+    (["kl.kind=abs"], "algorithm.kl.kind=abs", ["algorithm.kl.place=reward"]),
+    (
+        ["filter.dynamic=true", "filter.low=0.9", "filter.high=0.1"],
+        "algorithm.filter.low=0.9",
+        ["algorithm.filter.low=0.01", "algorithm.filter.high=0.99"],
+    ),
+    (["overlong.buffer=2048"], "algorithm.overlong.buffer=2048", ["algorithm.overlong.buffer=409"]),
+    (
+        ["preset=dapo", "exclude_status=[truncated]"],
+        "algorithm.exclude_status=[truncated]",
+        ["algorithm.overlong.buffer=0"],
+    ),
+    (
+        ["preset=dapo", "exclude_status=[truncated]"],
+        "algorithm.exclude_status=[truncated]",
+        ["algorithm.exclude_status=[]"],
+    ),
+    (["dual_clip=0.5"], "algorithm.dual_clip=0.5", ["algorithm.dual_clip=3"]),
+    (["dual_clip=1"], "algorithm.dual_clip=1", ["algorithm.dual_clip=3"]),
+    (["delta=1"], "algorithm.delta=1", ["algorithm.delta=3"]),
+    (
+        ["dual_clip=3", "delta=4"],
+        "algorithm.delta=4",
+        ["algorithm.dual_clip=3", "algorithm.delta=0"],
+    ),
+    (
+        ["entropy_target=0.2", "entropy_range=[0.1,0.1]"],
+        "algorithm.entropy_range",
+        ["algorithm.entropy_range=[0,0.05]"],
+    ),
+    (
+        ["preset=drpo", "reward_range=[1,0]"],
+        "algorithm.reward_range",
+        ["algorithm.reward_range=[0,1]"],
+    ),
+    (
+        ["correct=[tis.token,icepop]"],
+        "algorithm.correct: tis.token and icepop",
+        ["algorithm.correct=[tis.token]"],
+    ),
+    (
+        ["correct=[{name: icepop, low: 2, high: 1}]"],
+        "algorithm.correct: icepop has low=2",
+        ["algorithm.correct=[{name: icepop, low: 0.97, high: 1.03}]"],
+    ),
+    (
+        ["policy_loss=vespo", "correct=[tis.sequence]"],
+        "algorithm.correct: policy loss vespo",
+        ["algorithm.correct=[tis.token]"],
+    ),
+    (
+        ["policy_loss=vespo", "correct=[tis.geometric]"],
+        "algorithm.correct: policy loss vespo",
+        ["algorithm.correct=[tis.token]"],
+    ),
+    (
+        ["preset=drpo", "kl.coef=0", "drpo_kl_damp=0.75"],
+        "algorithm.drpo_kl_damp",
+        ["algorithm.kl.coef=1e-4"],
+    ),
+    (
+        ["preset=drpo", "kl.coef=0", "drpo_kl_damp=0.75"],
+        "algorithm.drpo_kl_damp",
+        ["algorithm.drpo_kl_damp=0"],
+    ),
+    (
+        ["preset=gdpo", "kl.coef=0.01", "kl.place=reward"],
+        "algorithm.kl.place=reward",
+        ["algorithm.kl.place=loss"],
+    ),
+    # corrections and their bounds
+    (
+        ["correct=[reject.token.k1]"],
+        "algorithm.correct: reject.token.k1 needs low and high",
+        ["algorithm.correct=[{name: reject.token.k1, low: 0.97, high: 1.03}]"],
+    ),
+    (
+        ["correct=[{name: reject.seq_sum.k1, high: 1.1}]"],
+        "reject.seq_sum.k1 needs low",
+        ["algorithm.correct=[{name: reject.seq_sum.k1, high: 1.1, low: 0.97}]"],
+    ),
+    (
+        ["correct=[reject.seq_max.k3]"],
+        "algorithm.correct: reject.seq_max.k3 needs high",
+        ["algorithm.correct=[{name: reject.seq_max.k3, high: 1.03}]"],
+    ),
+    (
+        ["correct=[opsm]"],
+        "algorithm.correct: opsm needs threshold",
+        ["algorithm.correct=[{name: opsm, threshold: 0.01}]"],
+    ),
+    # old log-probs
+    (["preset=rloo", "old=detach"], "algorithm.old=detach", ["algorithm.old=recompute"]),
+    (["preset=rloo", "old=rollout"], "algorithm.old=rollout", ["algorithm.old=recompute"]),
+    (
+        ["old=detach", "train.updates_per_step=4"],
+        "train.updates_per_step=4",
+        ["algorithm.old=recompute"],
+    ),
+    # options that the functions of the row do not read
+    (["policy_loss=pg", "clip_low=0.1"], "algorithm.clip_low", ["algorithm.policy_loss=clip"]),
+    (["preset=rloo", "std_eps=1e-4"], "algorithm.std_eps", ["algorithm.advantage=grpo"]),
+    (["fixed_length=9"], "algorithm.fixed_length", ["algorithm.aggregation=fixed"]),
+    (["policy_loss=gspo", "dual_clip=3"], "algorithm.dual_clip", ["algorithm.policy_loss=clip"]),
+    (["preset=gspo+dual_clip"], "+dual_clip has no effect", ["algorithm.policy_loss=clip"]),
+    (["preset=cispo+delta"], "+delta has no effect", ["algorithm.policy_loss=clip"]),
+]
+# For each row of CONDITIONS: an option of it, set where it does nothing, and the way out.
+UNUSED = [
+    (["preset=dapo", "kl.kind=k3"], "kl.kind", ["algorithm.kl.coef=0.01"]),
+    (["preset=dapo", "kl.place=reward"], "kl.place", ["algorithm.kl.coef=0.01"]),
+    (["preset=dapo", "kl.clamp=zero"], "kl.clamp", ["algorithm.kl.coef=0.01"]),
+    (["preset=dapo", "kl.controller=adaptive"], "kl.controller", ["algorithm.kl.coef=0.01"]),
+    (["preset=dapo", "kl.update=copy"], "kl.update", ["algorithm.kl.coef=0.01"]),
+    (
+        ["kl.kind=k2", "kl.clamp=zero"],
+        "kl.clamp",
+        ["algorithm.kl.kind=k3", "algorithm.kl.place=loss"],
+    ),
+    (
+        ["preset=rloo", "kl.clamp=zero"],
+        "kl.clamp",
+        ["algorithm.kl.kind=k3", "algorithm.kl.place=loss"],
+    ),
+    (
+        ["preset=rloo", "kl.ratio_correct=true"],
+        "kl.ratio_correct",
+        ["algorithm.kl.coef=0.01", "algorithm.kl.place=loss"],
+    ),
+    (["kl.target=0.2"], "kl.target", ["algorithm.kl.controller=adaptive"]),
+    (["kl.horizon=500"], "kl.horizon", ["algorithm.kl.controller=adaptive"]),
+    (["kl.update_every=9"], "kl.update_every", ["algorithm.kl.update=copy"]),
+    (["kl.update=copy", "kl.ema=0.5"], "kl.ema", ["algorithm.kl.update=ema"]),
+    (["filter.low=0.1"], "filter.low", ["algorithm.filter.dynamic=true"]),
+    (["filter.high=0.9"], "filter.high", ["algorithm.filter.dynamic=true"]),
+    (["filter.max_rounds=3"], "filter.max_rounds", ["algorithm.filter.dynamic=true"]),
+    (["filter.on_exhausted=stop"], "filter.on_exhausted", ["algorithm.filter.dynamic=true"]),
+    (["filter.keep_surplus=true"], "filter.keep_surplus", ["algorithm.filter.dynamic=true"]),
+    (["overlong.factor=2"], "overlong.factor", ["algorithm.overlong.buffer=512"]),
+    (
+        ["preset=reinforce", "drop_constant=true"],
+        "drop_constant",
+        ["algorithm.advantage=grpo", "train.samples_per_prompt=8"],
+    ),
+    (
+        ["preset=ppo", "exclude_status=[void]", "excluded_in_baseline=true"],
+        "excluded_in_baseline",
+        ["algorithm.advantage=grpo", "train.samples_per_prompt=8"],
+    ),
+    (
+        ["excluded_in_baseline=true"],
+        "excluded_in_baseline",
+        ["algorithm.exclude_status=[overturn]"],
+    ),
+    (["whiten=true"], "whiten", ["algorithm.advantage=reinforce_pp"]),
+    (
+        ["preset=reinforce", "whiten_std=false"],
+        "whiten_std",
+        ["algorithm.advantage=reinforce_pp"],
+    ),
+    (
+        ["preset=reinforce_pp", "whiten=false", "whiten_std=false"],
+        "whiten_std",
+        ["algorithm.whiten=true"],
+    ),
+    (["policy_loss=sapo", "clip=0.1"], "clip", ["algorithm.policy_loss=clip"]),
+    (["preset=cispo", "clip=0.1"], "clip", ["algorithm.weight_bound=around_one"]),
+    (["preset=cispo", "clip_low=0.1"], "clip_low", ["algorithm.weight_bound=around_one"]),
+    (["preset=cispo", "clip_high=0.1"], "clip_high", ["algorithm.weight_bound=around_one"]),
+    (
+        ["preset=cispo", "weight_bound=delta", "weight_cap=4"],
+        "weight_cap",
+        ["algorithm.weight_bound=cap"],
+    ),
+    (["reward_range=[0,2]"], "reward_range", ["algorithm.advantage=drpo"]),
+    (["entropy_step=0.01"], "entropy_step", ["algorithm.entropy_target=0.2"]),
+    (["entropy_range=[0,0.1]"], "entropy_range", ["algorithm.entropy_target=0.2"]),
+    (["entropy_scope=sequence"], "entropy_scope", ["algorithm.entropy_top=0.2"]),
+    (["self_normalise=true"], "self_normalise", ["algorithm.correct=[tis.token]"]),
+    (
+        ["self_normalise=true", "correct=[seq_mask]"],
+        "self_normalise",
+        ["algorithm.correct=[tis.token]"],
+    ),
+    (["denominator=kept"], "denominator", ["algorithm.entropy_top=0.2"]),
+    (["fire.top_k=5"], "fire.top_k", ["algorithm.fire.temperature=10"]),
+    (["fire.first_token=mask"], "fire.first_token", ["algorithm.fire.temperature=10"]),
+    (["fire.cap=3"], "fire.cap", ["algorithm.fire.temperature=10"]),
+    (
+        ["preset=grpo+fire", "fire.first_token=mask", "fire.cap=3"],
+        "fire.cap",
+        ["algorithm.fire.first_token=is"],
+    ),
+    (["critic.lr=1e-5"], "critic.lr", ["algorithm.advantage=gae"]),
+    (["critic.clip=0.5"], "critic.clip", ["algorithm.advantage=gae"]),
+    (["critic.warmup_steps=5"], "critic.warmup_steps", ["algorithm.advantage=gae"]),
+    (
+        ["critic.bootstrap_truncated=true"],
+        "critic.bootstrap_truncated",
+        ["algorithm.advantage=gae"],
+    ),
+    (["critic.path=somewhere"], "critic.path", ["algorithm.advantage=gae"]),
+]
+
+
+def test_each_condition_is_among_the_refusals():
+    conditions = {name for names, *_ in CONDITIONS for name in names}
+    assert {name for _, name, _ in UNUSED} == conditions
+    for names, _, reason, remedy in CONDITIONS:
+        found = [w for w in UNUSED if w[1] in names and all(part in remedy for part in w[2])]
+        assert found, (reason, remedy)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says", "works"),
+    CONTRADICTIONS
+    + [
+        (given, f"algorithm.{name} is set but has no effect", works)
+        for given, name, works in UNUSED
+    ],
+)
+def test_a_refusal_names_the_field_and_what_works(algorithm, refused, overrides, says, works):
+    message = refused(*overrides)
+    assert says in message
+    assert all(override in message for override in works), message
+    algorithm(*overrides, *works)
+
+
+@pytest.mark.parametrize(("field", "wrong", "right"), MISSPELT)
+def test_a_name_that_is_nearly_right(algorithm, refused, field, wrong, right):
+    listed = field in ("correct", "exclude_status")
+    message = refused(f"{field}=[{wrong}]" if listed else f"{field}={wrong}")
+    assert f"algorithm.{field}={wrong}" in message
+    assert f"did you mean '{right.rpartition('+')[2]}'? Known: " in message
+    algorithm(f"{field}=[{right}]" if listed else f"{field}={right}")
+
+
+def test_the_refusals_that_say_only_what_there_is(refused):
+    message = refused("correct=[{name: opsm, high: 2, threshold: 0.1}]")
+    assert "algorithm.correct: opsm has no high; it reads threshold" in message
+    message = refused("correct=[{name: icepop, threshold: 0.1}]")
+    assert "icepop has no threshold; it reads low, high" in message
+    message = refused("args={clip_lo: 0.1}")
+    assert "algorithm.args=clip_lo" in message and "'clip_low'" in message
+    message = refused("args={clip_low: 0.1}")
+    assert "algorithm.args: clip_low is an option: write algorithm.clip_low=" in message
+    message = refused("advantage=nowhere.py:name")
+    assert "algorithm.advantage: file " in message and "nowhere.py does not exist" in message
+    assert "algorithm.filter.function=mine" in refused("filter.function=mine")
+    for given in ("advantage=nowhere.py:name", "filter.function=mine"):
+        assert "write file.py:name" in refused(given)
+
+
+def test_an_add_on_replaces_what_bounds_the_same(algorithm):
+    options = algorithm("preset=drpo+delta").loss_options
+    assert (options["delta"], options["dual_clip"]) == (4, 0)
+
+
+def test_add_ons_go_with_rows_of_one_update(algorithm, refused):
+    for preset in ("gpg", "opo", "r1v"):
+        assert algorithm(f"preset={preset}").old == "detach"
+        assert algorithm(f"preset={preset}+tis").old == "recompute"
+        assert "train.updates_per_step=2" in refused(f"preset={preset}", updates_per_step=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "works"),
+    [
+        (["preset=max_rl", "kl.coef=0.1", "kl.place=reward"], ["kl.place=loss"]),
+        (["preset=max_rl", "overlong.buffer=8"], ["overlong.buffer=0"]),
+        (["preset=grpo", "kl.controller=adaptive", "kl.horizon=1"], ["kl.horizon=10240"]),
+        (["entropy_target=0.2", "entropy_coef=0.2"], ["entropy_coef=0"]),
+    ],
+)
+def test_what_would_fail_in_the_first_step_is_refused_before(algorithm, refused, given, works):
+    message = refused(*given)
+    for value in works:
+        assert f"algorithm.{value}" in message
+    algorithm(*given, *works)
+
+
+def test_warnings(algorithm):
+    (warning,) = algorithm("delta=1.1").warnings
+    assert "algorithm.delta=1.1" in warning and "delta=4" in warning
+    assert algorithm("delta=4").warnings == ()
+    (warning,) = algorithm("preset=gspo", "aggregation=token_mean").warnings
+    assert "seq_mean" in warning
+    assert warning in describe(algorithm("preset=gspo", "aggregation=token_mean"))

@@ -1,0 +1,280 @@
+"""What preferences and a teacher ask of a policy, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pytest import approx
+from torch import Tensor
+
+from saccade.algorithms.distillation import kd
+from saccade.algorithms.preference import (
+    PREFERENCES,
+    UNPAIRED,
+    WITHOUT_REFERENCE,
+    Labelled,
+    Pairs,
+    chosen_nll,
+)
+from saccade.errors import ConfigError
+
+FAST = settings(max_examples=50, deadline=None)
+PAIRED = [name for name in PREFERENCES if name not in UNPAIRED]
+CHOSEN, REJECTED = [0, 3], [1, 2]
+LENGTHS = torch.tensor([6, 4, 5, 3])
+
+
+def tensor(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def summed(golden, values: Tensor) -> Tensor:
+    return values.new_zeros(4).index_add(0, golden.sequence, values)
+
+
+def reference_pairs(golden, new: Tensor | None = None) -> Pairs:
+    """Rows (0, 1) and (3, 2) of the reference fixture."""
+    now, ref = summed(golden, golden.new if new is None else new), summed(golden, golden.ref)
+    return Pairs(
+        chosen=now[CHOSEN],
+        rejected=now[REJECTED],
+        ref_chosen=ref[CHOSEN],
+        ref_rejected=ref[REJECTED],
+        chosen_length=LENGTHS[CHOSEN],
+        rejected_length=LENGTHS[REJECTED],
+    )
+
+
+def simple(chosen: Tensor, rejected: Tensor) -> Pairs:
+    """One token each, and a reference of zero."""
+    ones = torch.ones(len(chosen), dtype=torch.int64)
+    zeros = torch.zeros_like(chosen)
+    return Pairs(
+        chosen=chosen,
+        rejected=rejected,
+        ref_chosen=zeros,
+        ref_rejected=zeros,
+        chosen_length=ones,
+        rejected_length=ones,
+    )
+
+
+def losses_of(name: str, inputs: Any, **options: float) -> Tensor:
+    losses, _ = PREFERENCES[name].function(inputs, **options)
+    return losses
+
+
+# -- reference values ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "value"),
+    [
+        ("dpo", {"beta": 0.1}, 0.69188335),
+        ("cdpo", {"beta": 0.1, "label_smoothing": 0.1}, 0.69216067),
+        ("robust", {"beta": 0.1, "label_smoothing": 0.1}, 0.69153670),
+        ("ipo", {"beta": 0.1}, 24.85559312),
+        ("ipo_sum", {"beta": 0.1}, 24.82089424),
+        ("dpo_norm", {"beta": 0.1}, 0.69239774),
+        ("reference_free", {"beta": 0.1}, 0.68607393),
+        ("hinge", {"beta": 0.1}, 0.99722682),
+        ("simpo", {"beta": 2.0, "gamma": 1.0}, 1.22996199),
+    ],
+)
+def test_the_reference_value_by_option_and_by_default(golden, name, options, value):
+    pairs = reference_pairs(golden)
+    losses = losses_of(name, pairs, **options)
+    assert losses.shape == (2,) and losses.mean().item() == approx(value, abs=1e-7)
+    assert torch.equal(losses_of(name, pairs), losses)
+
+
+def test_the_reference_value_of_kto(golden):
+    labelled = Labelled(
+        logprobs=summed(golden, golden.new),
+        ref=summed(golden, golden.ref),
+        desirable=torch.tensor([True, False, False, True]),
+        z=tensor(0.05)[0],
+    )
+    assert losses_of("kto", labelled).mean().item() == approx(0.49965335, abs=1e-7)
+
+
+def test_the_reference_value_of_the_nll_of_the_chosen(golden):
+    total, tokens = chosen_nll(reference_pairs(golden))
+    assert tokens.tolist() == [6, 3]
+    assert (total.sum() / tokens.sum()).item() == approx(0.78735816, abs=1e-7)
+
+
+def test_the_gradient_of_dpo_with_respect_to_tokens(golden):
+    new = golden.new.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(losses_of("dpo", reference_pairs(golden, new)).mean(), new)
+    assert gradient.norm().item() == approx(0.10611566, abs=1e-6)
+
+
+def test_rewards_are_what_the_loss_compares(golden):
+    pairs = reference_pairs(golden)
+    for name, margins in (("dpo", (-0.28442758, 0.33989124)), ("ipo", (-0.06896554, 0.09930876))):
+        _, metrics = PREFERENCES[name].function(pairs, beta=1.0)
+        assert metrics["margin"].tolist() == approx(margins, abs=1e-7)
+        assert metrics["acc"].tolist() == [False, True]
+        assert torch.equal(metrics["chosen"] - metrics["rejected"], metrics["margin"])
+    _, metrics = PREFERENCES["dpo"].function(pairs, beta=0.5)
+    assert pairs.ref_chosen is not None
+    assert metrics["chosen"].tolist() == approx((0.5 * (pairs.chosen - pairs.ref_chosen)).tolist())
+
+
+# -- identities ------------------------------------------------------------------------------------
+
+numbers = st.lists(st.floats(-50, 50), min_size=4, max_size=4)
+
+
+@FAST
+@given(chosen=numbers, rejected=numbers, reference=numbers, beta=st.floats(0.01, 2))
+@pytest.mark.parametrize("name", ["cdpo", "robust"])
+def test_without_wrong_labels_it_is_dpo(name, chosen, rejected, reference, beta):
+    def value_and_gradient(loss: str, **options: float) -> Tensor:
+        sides = tensor(*chosen).requires_grad_(), tensor(*rejected).requires_grad_()
+        pairs = replace(simple(*sides), ref_chosen=tensor(*reference))
+        losses = losses_of(loss, pairs, beta=beta, **options)
+        return torch.stack([losses, *torch.autograd.grad(losses.sum(), sides)])
+
+    wanted = value_and_gradient("dpo")
+    found = value_and_gradient(name, label_smoothing=0.0)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-10)
+
+
+def test_robust_is_dpo_in_expectation_over_flipped_labels():
+    chosen, rejected = tensor(-3.0, 0.5, 12.0), tensor(-1.0, 0.5, -9.0)
+    right = losses_of("robust", simple(chosen, rejected), label_smoothing=0.3)
+    flipped = losses_of("robust", simple(rejected, chosen), label_smoothing=0.3)
+    wanted = losses_of("dpo", simple(chosen, rejected))
+    assert torch.allclose(0.7 * right + 0.3 * flipped, wanted, rtol=0, atol=1e-12)
+
+
+def test_of_one_token_the_mean_is_the_sum():
+    pairs = simple(tensor(-3.0, 0.5), tensor(-1.0, 0.25))
+    assert torch.equal(losses_of("ipo", pairs), losses_of("ipo_sum", pairs))
+    assert torch.equal(losses_of("dpo_norm", pairs), losses_of("dpo", pairs))
+    assert torch.equal(losses_of("reference_free", pairs), losses_of("dpo", pairs))
+    assert torch.equal(losses_of("simpo", pairs, beta=0.1, gamma=0.0), losses_of("dpo", pairs))
+
+
+# -- extremes and refusals -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PAIRED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gap_of_80_is_finite_and_pulls_the_right_way(name, dtype):
+    chosen = torch.tensor([-80.0, 80.0], dtype=dtype, requires_grad=True)
+    losses = losses_of(name, simple(chosen, torch.zeros(2, dtype=dtype)), beta=1.0)
+    (gradient,) = torch.autograd.grad(losses.sum(), chosen)
+    assert losses.isfinite().all() and gradient.isfinite().all()
+    assert losses.dtype == dtype and gradient[0] <= -0.89
+
+
+def test_dpo_at_80_is_exact():
+    chosen = tensor(-80.0, 80.0).requires_grad_()
+    losses = losses_of("dpo", simple(chosen, tensor(0.0, 0.0)), beta=1.0)
+    (gradient,) = torch.autograd.grad(losses.sum(), chosen)
+    assert losses.tolist() == approx([80.0, 1.8048513878454153e-35], rel=1e-12)
+    assert gradient.tolist() == approx([-1.0, -1.8048513878454153e-35], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_only_the_policy_has_a_gradient_and_metrics_have_none(name):
+    sides = [tensor(0.5, -1.0).requires_grad_() for _ in range(2)]
+    losses, metrics = PREFERENCES[name].function(simple(*sides))
+    assert losses.requires_grad
+    assert set(metrics) == {"chosen", "rejected", "margin", "acc"}
+    assert not any(values.requires_grad for values in metrics.values())
+    assert metrics["acc"].tolist() == [False, False]  # a draw is no success
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_who_needs_a_reference(name):
+    pairs = replace(simple(tensor(0.5), tensor(-1.0)), ref_chosen=None, ref_rejected=None)
+    if name in WITHOUT_REFERENCE:
+        assert losses_of(name, pairs).isfinite().all()
+    else:
+        with pytest.raises(AssertionError, match="no reference"):
+            losses_of(name, pairs)
+
+
+@pytest.mark.parametrize("share", [-0.1, 0.5, 1.0, float("nan")])
+def test_robust_refuses_labels_that_say_nothing(share):
+    with pytest.raises(ConfigError, match=r"less than 0.5, for example 0.1"):
+        losses_of("robust", simple(tensor(1.0), tensor(0.0)), label_smoothing=share)
+
+
+def test_kto_by_label():
+    z = tensor(0.5).requires_grad_()
+    logprobs = tensor(80.0, -80.0, 80.0, -80.0, 0.5).requires_grad_()
+    labelled = Labelled(
+        logprobs=logprobs,
+        ref=torch.zeros(5, dtype=torch.float64),
+        desirable=torch.tensor([True, True, False, False, False]),
+        z=z[0],
+    )
+    losses, metrics = PREFERENCES["kto"].function(
+        labelled, beta=1.0, desirable_weight=2.0, undesirable_weight=3.0
+    )
+    assert losses.tolist() == approx([0.0, 2.0, 3.0, 0.0, 1.5])
+    assert metrics["chosen"].tolist() == [80.0, -80.0]
+    assert metrics["rejected"].tolist() == [80.0, -80.0, 0.5]
+    losses.sum().backward()
+    assert z.grad is None
+    assert logprobs.grad is not None and logprobs.grad.tolist() == approx([0, 0, 0, 0, 0.75])
+
+
+# -- distillation ----------------------------------------------------------------------------------
+
+
+def reference_logits() -> tuple[Tensor, Tensor, Tensor]:
+    place = torch.arange(30, dtype=torch.float64).view(6, 5)
+    return 2 * torch.sin(0.7 * place), torch.cos(0.3 * place), torch.tensor([0, 1, 2, 3, 4, 0])
+
+
+def test_the_reference_values_of_distillation():
+    losses, metrics = kd(*reference_logits())
+    assert metrics["ce"].mean().item() == approx(2.88561003, abs=1e-7)
+    assert metrics["teacher"].mean().item() == approx(2.19322246, abs=1e-7)
+    assert losses.mean().item() == approx(2.60865500, abs=1e-7)
+
+
+def test_chunks_give_the_whole():
+    whole, _ = kd(*reference_logits())
+    parts = [kd(*rows)[0] for rows in zip(*(x.split(2) for x in reference_logits()), strict=True)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_teacher_that_agrees_leaves_no_gradient_and_gets_none():
+    logits = reference_logits()[0].requires_grad_()
+    teacher = logits.detach().clone().requires_grad_()
+    losses, _ = kd(logits, teacher, reference_logits()[2], kd_coef=1.0)
+    losses.sum().backward()
+    assert logits.grad is not None and logits.grad.abs().max() < 1e-12
+    assert teacher.grad is None
+
+
+def test_a_banned_id_is_as_if_it_were_not_in_the_vocabulary():
+    logits, teacher, _ = reference_logits()
+    targets = torch.tensor([0, 1, 2, 3, 3, 0])
+    banned = logits.clone()
+    banned[:, 4] = -torch.inf
+    banned.requires_grad_()
+    losses, _ = kd(banned, teacher, targets)
+    assert torch.allclose(losses, kd(logits[:, :4], teacher[:, :4], targets)[0], rtol=0, atol=1e-12)
+    (gradient,) = torch.autograd.grad(losses.sum(), banned)
+    assert gradient.isfinite().all() and not gradient[:, 4].any()
+
+
+def test_half_precision_logits_are_widened_and_a_gap_of_80_is_finite():
+    logits = torch.tensor([[80.0, -80.0]], dtype=torch.bfloat16, requires_grad=True)
+    losses, _ = kd(logits, -logits, torch.tensor([1]))
+    assert losses.dtype == torch.float32 and losses.tolist() == [160.0]
+    losses.sum().backward()
+    assert logits.grad is not None and logits.grad.tolist() == [[1.0, -1.0]]
