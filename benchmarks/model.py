@@ -1,9 +1,19 @@
-"""A Qwen2.5-VL-3B-shaped model with random weights: they do not change the speed."""
+"""Models of the shape of Qwen2.5-VL with random weights: they do not change the speed.
+
+    build("runs/3b")              # 3.75 B parameters: Qwen2.5-VL-3B
+    build("runs/7b", "7b")
+
+The vocabulary is as large as the real one and every id is a word of the tokenizer, so all systems
+sample from the same ids.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +28,7 @@ TEXT = {
     "max_position_embeddings": 32768,
     "vocab_size": 151_936,
     "initializer_range": 0.02,
+    "tie_word_embeddings": True,
 }
 VISION = {
     "depth": 32,
@@ -27,30 +38,71 @@ VISION = {
     "out_hidden_size": 2048,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
+# Text halves; the vision tower is the same in all of them but for its last width.
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "0.5b": TEXT
+    | {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "3b": TEXT,
+    "7b": TEXT
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152_064,
+        "tie_word_embeddings": False,
+    },
+}
+SPOKEN = ("system", "user", "assistant", *"How many objects are in the picture ? count".split())
 
 
-def build_3b(folder: Path) -> str:
+def words(size: int) -> list[str]:
+    """What the prompts of the benchmarks say, and as many other words as the vocabulary holds."""
+    named = [*SPOKEN, *(f"w{index}" for index in range(size))]
+    return named[: size - len(tiny.SPECIAL) - 1]  # and one for what is not known
+
+
+def build(folder: str | Path, size: str = "3b") -> str:
     """A tiny folder first, for its tokenizer and processor; then the large weights in its place,
-    made on the GPU.
+    made on the GPU. The size "tiny" ends there.
     """
+    final, folder = Path(folder), Path(f"{folder}.new")
+    if folder.exists():  # what a kill left
+        shutil.rmtree(folder)
+    if size == "tiny":
+        tiny.build("qwen2_5_vl", folder, words=words(2_000))
+    else:
+        _build_large(folder, dict(SIZES[size]))
+    folder.rename(final)
+    return str(final)
+
+
+def _build_large(folder: Path, text: dict[str, Any]) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    tiny.build("qwen2_5_vl", folder)
+    tiny.build("qwen2_5_vl", folder, words=words(text["vocab_size"] - 256))
     described = json.loads((folder / "config.json").read_text())
-    described["text_config"] |= TEXT
+    half = text["hidden_size"] // text["num_attention_heads"] // 2
+    described["text_config"] |= text
     described["text_config"]["rope_parameters"] |= {
-        "mrope_section": [16, 24, 24],
+        "mrope_section": [half // 4, 3 * half // 8, 3 * half // 8],
         "rope_theta": 1e6,
     }
-    described["text_config"]["layer_types"] = ["full_attention"] * TEXT["num_hidden_layers"]
-    described["vision_config"] |= VISION
+    described["text_config"]["layer_types"] = ["full_attention"] * text["num_hidden_layers"]
+    described["vision_config"] |= VISION | {"out_hidden_size": text["hidden_size"]}
+    described["tie_word_embeddings"] = text["tie_word_embeddings"]
     described["dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(described, indent=2))
     config = AutoConfig.from_pretrained(folder)
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder)
-    return str(folder)

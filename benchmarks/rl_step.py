@@ -1,9 +1,10 @@
-"""Whole GRPO steps of the 3B-shaped vision-language model on one GPU, split into phases.
+"""Whole GRPO steps of saccade on one GPU, split into phases.
 
     python benchmarks/rl_step.py --work W1 --steps 3
+    python benchmarks/rl_step.py --work W1,samples=64,new=128 model.checkpointing=on
 
-W1: 16 prompts x 8 rollouts, one 448 x 448 image each (256 image tokens), a prompt of 368 tokens,
-512 new tokens. W2: 16 x 8, one 1,000 x 1,000 image each (about 1,250 image tokens), 256 new tokens.
+The works are those of works.py, the model has the shape of Qwen2.5-VL-3B unless --model names a
+folder. No checkpoint is written.
 """
 
 from __future__ import annotations
@@ -12,107 +13,130 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from model import build_3b
-from PIL import Image
+from model import build
+from works import WORKS, Work, parse, sequences, write_result, write_rows
 
 import saccade
+from saccade.backends.local import LocalBackend
+from saccade.recipes.run import Run
 from saccade.tracking.loggers import read_metrics
 
-WORKS = {
-    "W1": {"side": 448, "prompt": 368, "new": 512},
-    "W2": {"side": 1000, "prompt": 1360, "new": 256},
-}
+__all__ = ["WORKS"]  # other benchmarks read it here
 REWARD = "def score(sample):\n    return float(sum(sample.token_ids) % 7)\n"
 
 
-def write_rows(folder: Path, side: int, prompt: int, rows: int) -> Path:
-    rng = np.random.default_rng(0)
-    units = round(side / 28)
-    text = "How many objects are in the picture? " * 100
-    text = text[: prompt - units * units - 15]  # one token per character, 15 of the template
-    lines = []
-    for index in range(rows):
-        name = f"{index}.png"
-        Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8)).save(folder / name)
-        lines.append(json.dumps({"problem": f"<image>{text}", "answer": "1", "images": [name]}))
-    path = folder / "train.jsonl"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+def config(folder: Path, model: str, data: Path, work: Work, steps: int) -> dict[str, Any]:
+    (folder / "reward.py").write_text(REWARD)
+    return {
+        "run.name": "run",
+        "run.out": str(folder / "runs"),
+        "run.max_steps": steps,
+        "model.path": model,
+        "data.train": str(data),
+        "data.order": "sequential",
+        "data.max_prompt_tokens": work["prompt"] + 64,
+        "env.max_total_tokens": max(32_768, work["prompt"] + work["new"] + 64),
+        "prompt.format": "none",
+        "rollout.max_tokens": work["new"],
+        "rollout.ignore_eos": True,
+        "rollout.max_sequences": max(512, sequences(work)),
+        "reward.terms": [f"{folder / 'reward.py'}:score"],
+        "reward.self_test": "off",
+        "algorithm.preset": "grpo",
+        "algorithm.kl.coef": 0.0,
+        "train.prompts_per_step": work["prompts"],
+        "train.samples_per_prompt": work["samples"],
+        "val.every": 0,
+        "save.every": 0,
+        "track.trajectories_every": 0,
+        "track.tensorboard": False,
+    }
+
+
+def run(settings: dict[str, Any], overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """The metrics of every step, with what it trained on."""
+    trained: list[dict[str, int]] = []
+    train_step = LocalBackend.train_step
+
+    def counted(backend: LocalBackend, batches: Any, *rest: Any, **more: Any) -> Any:
+        images = {span.media.key for batch in batches for span in batch.media}
+        tokens = sum(int(np.count_nonzero(batch.scales)) for batch in batches)
+        trained.append({"trained": tokens, "images": len(images)})
+        return train_step(backend, batches, *rest, **more)
+
+    LocalBackend.train_step = counted  # type: ignore[method-assign]
+    Run.save = lambda run: None  # type: ignore[method-assign]  # 50 GB that nobody reads
+    saccade.rl(settings, *overrides)
+    rows = [r for r in read_metrics(Path(settings["run.out"]) / "run") if "time/update" in r]
+    return [row | counts for row, counts in zip(rows, trained, strict=True)]
+
+
+def summary(row: dict[str, Any]) -> dict[str, Any]:
+    """A step in the form that all systems share."""
+    peaks = [value for name, value in row.items() if name.startswith("mem/gpu_peak_gb/")]
+    return {
+        "whole": row["time/step"],
+        "rollout": row["time/rollout"],
+        "update": row["time/update"],
+        "sequences": int(row["count/samples"]),
+        "images": row["images"],
+        "prompt_tokens": row["length/prompt_mean"],
+        "generated": int(row["count/rollout_tokens"]),
+        "trained": row["trained"],
+        "peak_gib": max(peaks, default=None),
+        "mfu_update": row.get("perf/mfu_update"),
+        "bandwidth_rollout": row.get("perf/bandwidth_rollout"),
+        "gap_mean": row.get("mismatch/logp_gap_mean"),
+        "gap_max": row.get("mismatch/logp_gap_max"),
+        "host_gib": row.get("mem/host_rss_gb"),
+    }
+
+
+def table(steps: Sequence[dict[str, Any]]) -> str:
+    lines = ["step   whole  rollout  update  other   tok/s rollout   peak GiB   gap mean / max"]
+    for index, step in enumerate(steps):
+        other = step["whole"] - step["rollout"] - step["update"]
+        lines.append(
+            f"{index + 1:4d} {step['whole']:7.2f} {step['rollout']:8.2f} {step['update']:7.2f}"
+            f" {other:6.2f} {step['generated'] / step['rollout']:15.0f}"
+            f" {step['peak_gib'] or 0:10.1f}"
+            f" {step['gap_mean'] or 0:10.5f} / {step['gap_max'] or 0:.4f}"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", choices=WORKS, default="W1")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=parse, default="W1")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--model", type=Path, help="folder to keep the model in")
-    parser.add_argument("--out", type=Path, help="folder for metrics.jsonl and the summary")
+    parser.add_argument("--model", type=Path, help="model folder; built when it is not there")
+    parser.add_argument("--size", default="3b", help="of a model that is built")
+    parser.add_argument("--data", type=Path, help="rows that works.py wrote, instead of new ones")
+    parser.add_argument("--out", type=Path, help="file for the metrics of all steps")
+    parser.add_argument("--result", type=Path, help="file for the result")
     parser.add_argument("overrides", nargs="*", help="options such as train.micro_tokens=32768")
     args = parser.parse_args()
-    work = WORKS[args.work]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = args.model or folder / "model"
-        if not (model / "model.safetensors.index.json").exists() and not list(
-            model.glob("*.safetensors")
-        ):
+        if not model.exists():
             began = time.time()
-            build_3b(model)
+            build(model, args.size)
             print(f"built {model} in {time.time() - began:.1f} s", flush=True)
-        (folder / "reward.py").write_text(REWARD)
-        data = write_rows(folder, work["side"], work["prompt"], 16 * args.steps)
-        saccade.rl(
-            {
-                "run.name": args.work,
-                "run.out": str(folder / "runs"),
-                "run.max_steps": args.steps,
-                "model.path": str(model),
-                "data.train": str(data),
-                "data.placeholder": "prepend",
-                "prompt.format": "none",
-                "rollout.max_tokens": work["new"],
-                "rollout.ignore_eos": True,
-                "reward.terms": [f"{folder / 'reward.py'}:score"],
-                "reward.self_test": "off",
-                "algorithm.preset": "grpo",
-                "algorithm.kl.coef": 0.0,
-                "train.prompts_per_step": 16,
-                "train.samples_per_prompt": 8,
-                "val.every": 0,
-                "save.every": 0,
-                "track.trajectories_every": 0,
-                "track.tensorboard": False,
-            },
-            *args.overrides,
-        )
-        rows = read_metrics(folder / "runs" / args.work)
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / f"{args.work}.jsonl").write_text(
-                "".join(json.dumps(row) + "\n" for row in rows)
-            )
-    print(
-        "\nstep   whole  rollout  update   pack  other   tok/s rollout"
-        "   peak GiB rollout / update   gap mean / max"
-    )
-    for row in rows:
-        if row.get("time/step") is None:
-            continue
-        whole, rollout, update, pack = (
-            row.get(f"time/{k}", 0.0) for k in ("step", "rollout", "update", "pack")
-        )
-        print(
-            f"{row['step']:4d} {whole:7.2f} {rollout:8.2f} {update:7.2f} {pack:6.2f}"
-            f" {whole - rollout - update - pack:6.2f}"
-            f" {row.get('perf/rollout_tokens_per_s', 0):15.0f}"
-            f" {row.get('mem/gpu_peak_gb/rollout', 0):12.1f}"
-            f" / {row.get('mem/gpu_peak_gb/update', 0):.1f}"
-            f" {row.get('mismatch/logp_gap_mean', 0):15.5f}"
-            f" / {row.get('mismatch/logp_gap_max', 0):.4f}",
-            flush=True,
-        )
+        data = args.data or write_rows(folder / "data", str(model), args.work, args.steps)
+        rows = run(config(folder, str(model), data, args.work, args.steps), args.overrides)
+    if args.out:
+        args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = [summary(row) for row in rows]
+    write_result(args.result, steps)
+    print(table(steps))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from saccade.errors import EnvironmentProblem
+from saccade.transfer import to_device
 
 # transformers takes the one-call path of a vision tower only when the name holds "flash".
 NAME = "saccade_flash"
@@ -90,7 +91,8 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     _refuse_unknown(module, kwargs)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    # Not x[0]: its gradient would be copied into zeros.
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if cu_seq_lens_q is not None:
         out = segment_attention(q, k, v, cu_seq_lens_q, scale, max_length_q)
@@ -191,7 +193,7 @@ def _varlen_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) 
     spans = [np.arange(starts[i], starts[i + 1]) for i in range(len(parents))]
     gathered = [np.concatenate([spans[node] for node in path]) for path in paths(parents)]
     key_lengths = np.array([len(index) for index in gathered])
-    move = functools.partial(torch.as_tensor, device=device)
+    move = functools.partial(to_device, device=device)
     return _VarlenPlan(
         keys=move(np.concatenate(gathered)),
         cu_q=move(starts.astype(np.int32)),
@@ -282,7 +284,7 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) -
         size = int(sizes[nodes].sum())
         fits = size <= LARGEST_DENSE_TREE
         (buckets.setdefault((size - 1).bit_length(), []) if fits else large).append(nodes)
-    move = functools.partial(torch.as_tensor, device=device)
+    move = functools.partial(to_device, device=device)
     spans = [np.arange(starts[i], starts[i + 1]) for i in range(len(parents))]
     by_node = tuple(
         (
@@ -360,12 +362,8 @@ def varlen(
     """
     call, parameters = _varlen_call()
     options: dict[str, Any] = {"scale": scale}
-    if k.shape[1] != q.shape[1]:
-        if "enable_gqa" in parameters:
-            options["enable_gqa"] = True
-        else:
-            repeats = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    if k.shape[1] != q.shape[1] and "enable_gqa" in parameters:  # older ones do not ask
+        options["enable_gqa"] = True
     if "window_size" in parameters:
         options["window_size"] = (-1 if window is None else window - 1, 0 if causal else -1)
     elif window is None:

@@ -25,7 +25,7 @@ from saccade.models.families import Family
 
 # Files of a model folder that a checkpoint makes anew.
 OWN_FILES = re.compile(
-    r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|config\.json)$"
+    r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$"
 )
 HASHED_UP_TO = 64 << 20  # larger files are verified by size and tensor names
 
@@ -209,8 +209,7 @@ def _verify(folder: Path, backend: Backend) -> None:
 
 
 def _check_disk(folder: Path, backend: Backend) -> None:
-    parameters = sum(p.numel() * p.element_size() for _, p in backend.weights())
-    needed = 7 * parameters  # weights, fp32 master and two moments of bf16 weights
+    needed = backend.saved_bytes()
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise EnvironmentProblem(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from saccade.config import Config, Section
+from saccade.config import ADAPTED, Config, Section
 from saccade.data.sources import parse_address
 from saccade.errors import ConfigError
 
@@ -81,8 +81,32 @@ def _model(config: Config) -> Iterator[str]:
         reason = "has no config.json" if Path(path).is_dir() else "is not a folder"
         yield f"model.path: {path} {reason}; give a Hugging Face model folder that is on this disk"
     frozen = train.removeprefix("freeze:")
-    if train != "full" and (frozen == train or not frozen.strip(", ")):
-        yield f"model.train: {train!r} is neither full nor freeze:PATTERNS; try freeze:vision"
+    if train not in ("full", *ADAPTED) and (frozen == train or not frozen.strip(", ")):
+        yield (
+            f"model.train: {train!r} is none of full, lora, qlora and freeze:PATTERNS; "
+            "try freeze:vision"
+        )
+
+
+def _lora(config: Config) -> Iterator[str]:
+    model = config.model
+    for name in chosen(model.lora) if model.train not in ADAPTED else ():
+        yield (
+            f"model.lora.{name}: has no effect with model.train={model.train}; try model.train=lora"
+        )
+    if model.lora.vision and model.lora.targets != "all-linear":
+        yield (
+            f"model.lora.vision: has no effect with model.lora.targets={model.lora.targets}; "
+            "name the vision tower there, or try model.lora.targets=all-linear"
+        )
+
+
+def _lora_dropout(config: Config) -> Iterator[str]:
+    if config.model.lora.dropout:
+        yield (
+            "model.lora.dropout: with it the policy that learns is not the one that answered; "
+            "try model.lora.dropout=0"
+        )
 
 
 def _train_data(config: Config) -> Iterator[str]:
@@ -228,11 +252,12 @@ def _resume(config: Config) -> Iterator[str]:
 
 
 READING = (_data_files, _pixels, _prompt_files)
-TRAINING = (_model, _train_data, *READING, _optimizer, _validation, _resume)
+TRAINING = (_model, _lora, _train_data, *READING, _optimizer, _validation, _resume)
 RULES: dict[str, tuple[Rule, ...]] = {
-    "rl": (*TRAINING, _sampling, _response_length, _batch, _reward, _environment),
+    "rl": (*TRAINING, _lora_dropout, _sampling, _response_length, _batch, _reward, _environment),
     "sft": TRAINING,
     "eval": (_model, _val_data, *READING, _response_length, _validation, _environment),
     "generate": (_model, _some_data, *READING, _response_length, _environment),
+    "estimate": (_model, _lora, _pixels, _optimizer, _batch),
     "check-data": (_some_data, *READING),
 }

@@ -208,9 +208,12 @@ def export(
         str | None, typer.Option(help="float32 or bfloat16; empty: as stored.", show_default=False)
     ] = None,
     verify: Annotated[bool, typer.Option(help="Open the folder again and compare logits.")] = True,
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Write the LoRA adapter for peft, nothing else.")
+    ] = False,
 ) -> None:
     """Write a stand-alone Hugging Face folder from a checkpoint."""
-    folder = import_module("saccade.export").export(checkpoint, out, dtype, verify)
+    folder = import_module("saccade.export").export(checkpoint, out, dtype, verify, adapter_only)
     print(folder)
 
 
@@ -253,6 +256,31 @@ def inspect_data(
         )
     if report.self_test is not None and not report.self_test["passed"]:
         raise SelfTestError("the reward misjudges known answers; see the rows above")
+
+
+@command("estimate", panel="Look", example="saccade estimate run.yaml --device H100")
+def estimate(
+    arguments: Arguments = None,
+    device: Annotated[
+        str | None, typer.Option(help="H200, A100, RTX 4090 …; else this machine's.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="Length of a prompt; else that of the data.", min=1)
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(metavar="WxH", help="Size of the picture in each prompt.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """What a step of `rl` takes: memory by item, time by phase. Nothing is loaded or trained."""
+    from saccade.checks import check
+    from saccade.config import defaults_for
+
+    config = defaults_for("rl", _config(arguments or []))
+    check(config, "estimate")
+    import_module("saccade.estimate.show").run(
+        config, device=device, prompt_tokens=prompt_tokens, image=image, as_json=as_json
+    )
 
 
 @command("algorithms", panel="Look", example="saccade algorithms dapo")

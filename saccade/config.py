@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from saccade.errors import ConfigError
 from saccade.notation import ELSEWHERE, parse, write
 from saccade.schema import (
+    ADAPTED,
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -31,6 +32,7 @@ from saccade.schema import (
     FilterConfig,
     GenerateConfig,
     KLConfig,
+    LoraConfig,
     ModelConfig,
     OverlongConfig,
     PromptConfig,
@@ -49,6 +51,7 @@ from saccade.schema import (
 )
 
 __all__ = [
+    "ADAPTED",
     "AlgorithmConfig",
     "Config",
     "DataConfig",
@@ -58,6 +61,7 @@ __all__ = [
     "FilterConfig",
     "GenerateConfig",
     "KLConfig",
+    "LoraConfig",
     "ModelConfig",
     "OverlongConfig",
     "PromptConfig",

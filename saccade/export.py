@@ -11,18 +11,32 @@ from pathlib import Path
 
 from saccade.errors import ConfigError, EnvironmentProblem
 
+ADAPTER = "adapter"  # folder of `models/lora.py`, inside a checkpoint
+
 
 def export(
-    checkpoint: str | Path, out: str | Path, dtype: str | None = None, verify: bool = True
+    checkpoint: str | Path,
+    out: str | Path,
+    dtype: str | None = None,
+    verify: bool = True,
+    adapter_only: bool = False,
 ) -> Path:
     """`checkpoint` is a step folder or a run folder (its latest checkpoint). Logits of both are
-    compared.
+    compared. Adapters come along as they were trained, or are all that is written.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     source = _resolve(checkpoint)
+    adapter = source / ADAPTER
+    if adapter_only and not adapter.is_dir():
+        raise ConfigError(f"{source} has no adapter; it was not trained with model.train=lora")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; give another folder")
+    if adapter_only:
+        shutil.copytree(adapter, out, dirs_exist_ok=True)
+        return out
     out.mkdir(parents=True, exist_ok=True)
+    if adapter.is_dir():
+        shutil.copytree(adapter, out / ADAPTER)
     if dtype is None:
         for path in source.iterdir():
             if path.is_file():

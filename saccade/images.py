@@ -21,8 +21,8 @@ import re
 import threading
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -405,21 +405,27 @@ def resized_size(
 
 
 class ImageCache:
-    """Decoded images, the least recently used ones dropped first.
+    """Decoded images, or what `make` makes of them; the least recently used ones dropped first.
 
-    Each image is decoded once however many threads ask. Memory stays bounded: what is kept never
-    exceeds `max_bytes` (a larger image is handed out and not kept); beside it there is only what
-    callers still hold or decode. Arrays are shared, hence read-only.
+    Each array is made once however many threads ask. Memory stays bounded: what is kept never
+    exceeds `max_bytes` (a larger array is handed out and not kept); beside it there is only what
+    callers still hold or make. Arrays are shared, hence read-only.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        make: Callable[[Media], np.ndarray] = decode,
+        key: Callable[[Media], Any] = lambda media: media.key[:2],  # the budget matters later
+    ) -> None:
+        self.max_bytes, self.make, self.key = max_bytes, make, key
         self.bytes = 0
         self._entries: OrderedDict[Any, Future[np.ndarray]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, media: Media) -> np.ndarray:
-        key = media.key[:2]  # the pixel budget matters after decoding
+        key = self.key(media)
         with self._lock:
             entry = self._entries.get(key)
             first = entry is None
@@ -430,9 +436,18 @@ class ImageCache:
             self._fill(key, entry, media)
         return entry.result()
 
+    def get_all(self, media: Sequence[Media]) -> list[np.ndarray]:
+        """Several threads make what is missing."""
+        return list(_workers().map(self.get, media))
+
+    def prefetch(self, media: Iterable[Media]) -> None:
+        """Begin, and do not wait. What fails now fails again for who asks for it."""
+        for item in media:
+            _workers().submit(self.get, item)
+
     def _fill(self, key: Any, entry: Future[np.ndarray], media: Media) -> None:
         try:
-            pixels = decode(media)
+            pixels = self.make(media)
         except BaseException as error:
             with self._lock:
                 del self._entries[key]
@@ -445,6 +460,11 @@ class ImageCache:
             while self.bytes > self.max_bytes:
                 oldest = next(key for key, other in self._entries.items() if other.done())
                 self.bytes -= self._entries.pop(oldest).result().nbytes
+
+
+@cache
+def _workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="images")
 
 
 # What this process has decoded: the vision tower and the stored rollouts look at the same pixels.

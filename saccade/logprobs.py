@@ -1,5 +1,5 @@
-"""Log-probs and entropies at the read positions of a forest, chunk by chunk: [tokens, vocabulary]
-never exists.
+"""Log-probs and entropies at the read positions of a forest, chunk by chunk: without need no
+[tokens, vocabulary] exists.
 
 The distribution is the one that was sampled from: fp32 logits over the temperature, banned ids
 removed and, where sampling was truncated, only the kept ids. Knows nothing of forests or
@@ -14,14 +14,20 @@ Legend: R reads, V vocabulary, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# Largest chunk of fp32 logits: about 600 MB, so that a few copies of it fit beside a model.
+from saccade import kernels
+from saccade.transfer import to_device
+
+# Largest chunk of logits: in fp32 about 600 MB, so that a few copies of it fit beside a model.
 CHUNK_ELEMENTS = 150_000_000
+# Without copies a chunk may be larger: fewer of them add up the gradient of the head.
+KERNEL_CHUNK = 4
 
 
 def read_logprobs(
@@ -34,20 +40,21 @@ def read_logprobs(
     support: Sequence[np.ndarray] | None = None,
     vocabulary: int,
     entropy_gradient: bool = False,
+    keep_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """hidden [R, E], targets [R] → log-probs [R] and true entropies [R], both fp32.
 
-    Under autograd the logits of a chunk are computed again in backward instead of being kept. The
-    entropy carries a gradient only when asked: most losses only report it, and its graph holds
-    several more chunks of logits.
+    Under autograd the logits of a chunk are computed again in backward, unless there is memory to
+    keep them. The entropy carries a gradient only when asked: most losses only report it.
     """
-    rows = max(1, CHUNK_ELEMENTS // vocabulary)
+    elements = CHUNK_ELEMENTS * (KERNEL_CHUNK if _in_place(hidden) else 1)
+    rows = max(1, elements // vocabulary)
     results = []
     for start in range(0, max(1, len(targets)), rows):
         part = slice(start, start + rows)
         kept = None if support is None else _kept_mask(support[part], vocabulary, hidden.device)
         arguments = (hidden[part], targets[part], head, temperature, banned, kept, entropy_gradient)
-        if torch.is_grad_enabled() and len(targets) > rows:
+        if torch.is_grad_enabled() and len(targets) > rows and not keep_logits:
             results.append(checkpoint(_chunk, *arguments, use_reentrant=False))
         else:
             results.append(_chunk(*arguments))
@@ -74,22 +81,107 @@ def _chunk(
     kept: Tensor | None,
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    logits = sampling_logits(head(hidden), temperature, banned)
-    if kept is not None:
-        logits = logits.masked_fill(~kept, -torch.inf)
-    normaliser = logits.logsumexp(-1)
-    chosen = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        # H = logsumexp(z) - Σ p z, with the banned terms left out of the sum: 0 · -inf is not 0.
-        finite = logits.masked_fill(logits == -torch.inf, 0.0)
-        probabilities = (logits - normaliser[:, None]).exp()
-        entropy = normaliser - (probabilities * finite).sum(-1)
-    return chosen, entropy
+    return _Read.apply(head(hidden), targets, temperature, banned, kept, entropy_gradient)
+
+
+class _Read(torch.autograd.Function):
+    """Of logits only the logits themselves are kept, and their gradient takes their place where a
+    kernel writes it: nothing else reads what a head has made.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        banned: Tensor | None,
+        kept: Tensor | None,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        read = _kernels().read if _in_place(logits) else _read
+        logprobs, entropies, normalisers = read(logits, targets, temperature, banned, kept)
+        ctx.save_for_backward(logits, targets, banned, kept, entropies, normalisers)
+        ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, to_logprobs: Tensor, to_entropies: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, banned, kept, entropies, normalisers = ctx.saved_tensors
+        write = _kernels().write_gradient if _in_place(logits) else _gradient
+        gradient = write(
+            logits,
+            targets,
+            ctx.temperature,
+            banned,
+            kept,
+            entropies,
+            normalisers,
+            to_logprobs.contiguous(),
+            to_entropies.contiguous() if ctx.entropy_gradient else None,
+        )
+        return gradient, None, None, None, None, None
+
+
+def _in_place(tensor: Tensor) -> bool:
+    return kernels.available(tensor.device) and tensor.dtype != torch.float64
+
+
+def _kernels() -> Any:
+    from saccade.kernels import logits
+
+    return logits
+
+
+def _scores(
+    logits: Tensor, temperature: float, banned: Tensor | None, kept: Tensor | None
+) -> Tensor:
+    scores = sampling_logits(logits, temperature, banned)
+    return scores if kept is None else scores.masked_fill(~kept, -torch.inf)
+
+
+def _read(
+    logits: Tensor, targets: Tensor, temperature: float, banned: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies and normalisers."""
+    scores = _scores(logits, temperature, banned, kept)
+    normalisers = scores.logsumexp(-1)
+    logprobs = scores.gather(-1, targets[:, None]).squeeze(-1) - normalisers
+    # H = logsumexp(z) - Σ p z, with the banned terms left out of the sum: 0 · -inf is not 0.
+    shares = (scores - normalisers[:, None]).exp_()
+    shares *= scores.masked_fill_(scores == -torch.inf, 0.0)
+    return logprobs, normalisers - shares.sum(-1), normalisers
+
+
+def _gradient(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    banned: Tensor | None,
+    kept: Tensor | None,
+    entropies: Tensor,
+    normalisers: Tensor,
+    to_logprobs: Tensor,
+    to_entropies: Tensor | None,
+) -> Tensor:
+    """d logp(y) / dz = 1[y] - p, dH / dz = -p (log p + H)."""
+    surprise = _scores(logits, temperature, banned, kept).sub_(normalisers[:, None])
+    gone = surprise == -torch.inf
+    shares = surprise.exp()
+    gradient = shares * -to_logprobs[:, None]
+    gradient.scatter_add_(-1, targets[:, None], to_logprobs[:, None])
+    if to_entropies is not None:
+        surprise.masked_fill_(gone, 0.0)
+        gradient -= to_entropies[:, None] * shares * (surprise + entropies[:, None])
+    return gradient.masked_fill_(gone, 0.0).div_(temperature).to(logits.dtype)
 
 
 def _kept_mask(support: Sequence[np.ndarray], vocabulary: int, device: torch.device) -> Tensor:
     """[R, V]; an empty entry means that nothing was cut away."""
-    mask = np.zeros((len(support), vocabulary), dtype=bool)
-    for row, ids in enumerate(support):
-        mask[row, ids if len(ids) else slice(None)] = True
-    return torch.from_numpy(mask).to(device)
+    lengths = np.array([len(ids) for ids in support])
+    mask = to_device(lengths == 0, device)[:, None].repeat(1, vocabulary)
+    rows = np.repeat(np.arange(len(support)), lengths)
+    ids = np.concatenate(support).astype(np.int64) if len(rows) else rows
+    return mask.index_put_((to_device(rows, device), to_device(ids, device)), mask.new_ones(()))

@@ -53,6 +53,25 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "Where the model lives; auto takes a GPU when there is one."
     )
+    trace: bool = option(
+        False, "Write a profiler trace of the third step (or the last, if there are fewer)."
+    )
+
+
+ADAPTED = ("lora", "qlora")  # values of model.train that leave the weights alone
+
+
+class LoraConfig(Section):
+    rank: int = option(64, "Rank of the adapters.", ge=1)
+    alpha: int = option(16, "Adapters are scaled by alpha / rank.", ge=1)
+    dropout: float = option(0.0, "Dropout before the adapters; sft only.", ge=0, lt=1)
+    targets: str = option(
+        "all-linear",
+        "Linear layers with an adapter: all-linear (those of the language model), or PATTERNS as "
+        "in model.train. Never the head.",
+    )
+    exclude: str = option("", "PATTERNS of layers among them that get none.")
+    vision: bool = option(False, "all-linear means vision tower and projector, too.")
 
 
 class ModelConfig(Section):
@@ -65,10 +84,12 @@ class ModelConfig(Section):
     )
     train: str = option(
         "full",
-        "full | freeze:PATTERNS, comma-separated: vision, projector, llm, a prefix or re:REGEX.",
+        "full | lora | qlora (over 4-bit weights) | freeze:PATTERNS, comma-separated: vision, "
+        "projector, llm, a prefix or re:REGEX.",
     )
+    lora: LoraConfig = section(LoraConfig, "Adapters, with train=lora or qlora.")
     checkpointing: Literal["auto", "on", "off"] = option(
-        "auto", "Recompute activations in backward; auto: on for GPU."
+        "auto", "Recompute activations in backward; auto: in as few layers as a GPU's memory allows."
     )
     trust_remote_code: bool = option(False, "Run Python code shipped inside the model folder.")
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "init",
     "rl",
     "sft",
+    "estimate",
     "eval",
     "generate",
     "export",

@@ -8,15 +8,26 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "saccade"
 LEVELS = (
     ("types", "schema", "config", "notation", "errors"),
-    ("images", "statistics", "forest", "attention", "logprobs"),
+    (
+        "images",
+        "statistics",
+        "forest",
+        "attention",
+        "logprobs",
+        "flops",
+        "footprint",
+        "devices",
+        "kernels",
+        "transfer",
+    ),
     ("algorithms", "rewards", "environments", "models", "data"),
     ("engines", "backends"),
     ("rollout", "checkpoint", "tracking"),
-    ("recipes", "export", "checks", "smoke", "plan"),
+    ("recipes", "export", "checks", "smoke", "plan", "estimate"),
     ("cli", "__init__", "__main__"),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
-OPTIONAL = ("vllm", "ray", "wandb", "peft", "datasets", "deepspeed", "sglang", "trl")
+OPTIONAL = ("vllm", "ray", "wandb", "peft", "bitsandbytes", "datasets", "deepspeed", "sglang", "trl")
 
 
 def modules():

@@ -36,6 +36,20 @@ class Update:
     skipped: bool  # a loss or gradient was not finite: parameters and optimizer are as before
 
 
+class Reference(Protocol):
+    """What a policy is held near to. As a rule it stands still; it can follow the policy."""
+
+    def logprobs(
+        self, batches: Sequence[Batch], scoring: Scoring
+    ) -> list[tuple[np.ndarray, np.ndarray]]: ...
+
+    def blend(self, source: Iterable[tuple[str, Any]], share: float) -> None: ...
+
+    def save_state(self, folder: Path) -> None: ...
+
+    def load_state(self, folder: Path) -> None: ...
+
+
 class Backend(Protocol):
     def logprobs(
         self, batches: Sequence[Batch], scoring: Scoring
@@ -61,7 +75,9 @@ class Backend(Protocol):
         """One optimizer step of a critic, on batches with values, returns and scales."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Any]]: ...
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        """As `save_model` writes them: adapters are merged in."""
+        ...
 
     def blend(self, source: Iterable[tuple[str, Any]], share: float) -> None:
         """Follow other weights, as a reference does: mine = share * source + (1 - share) * mine, in
@@ -70,6 +86,10 @@ class Backend(Protocol):
         ...
 
     def save_model(self, folder: Path) -> None: ...
+
+    def saved_bytes(self) -> int:
+        """What `save_model` and `save_state` are about to write."""
+        ...
 
     def save_weights(self, folder: Path) -> None:
         """Weights alone, for a model that no folder could give back."""

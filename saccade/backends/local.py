@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -21,20 +21,25 @@ from torch import Tensor, nn
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.objective import Columns, Stats, objective, to_metrics
 from saccade.algorithms.value import ValueStats, value_metrics, value_objective
-from saccade.attention import forest_plan
 from saccade.backends import Scoring, Update
+from saccade.backends.features import FeatureCache
+from saccade.backends.inputs import Ahead, Inputs, inputs_of
+from saccade.backends.memory import Recompute
 from saccade.backends.optimizer import Optimizer
 from saccade.config import TrainConfig
 from saccade.errors import EnvironmentProblem
 from saccade.forest import has_media, select
 from saccade.logprobs import read_logprobs
+from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.heads import read_scores
-from saccade.models.load import banned_mask, hidden_states
+from saccade.models.load import banned_mask, hidden_states, media_inputs
+from saccade.transfer import to_device
 from saccade.types import Batch, Metrics
 
 S = TypeVar("S")
 WEIGHTS, OPTIMIZER, AVERAGE = "weights.safetensors", "optimizer.safetensors", "average/"
+RANDOM = "random.safetensors"
 
 
 class LocalBackend:
@@ -44,14 +49,18 @@ class LocalBackend:
         family: Family,
         train: TrainConfig | None = None,
         *,
-        checkpointing: bool = False,
+        checkpointing: bool | Literal["auto"] = False,
     ) -> None:
-        """Without `train` the model only scores, as a reference does."""
+        """Without `train` the model only scores, as a reference does. `checkpointing`: every layer
+        computes its activations again in backward, or as many as the memory asks for.
+        """
         self.model, self.family = model, family
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.banned = banned_mask(family, self.device)
         self.oom_splits = 0
+        self._seen, self._towers_stand = FeatureCache(), True
+        self._inputs = Ahead(self._make_inputs)
         self.optimizer: Optimizer | None = None
         self.averages: dict[str, Tensor] = {}  # of `blend`, fp32
         if train is None:
@@ -61,8 +70,10 @@ class LocalBackend:
         self.optimizer = Optimizer(
             model.named_parameters(), train, lr_scale=lambda n: scales.get(family.tower_of(n), 1.0)
         )
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        self.recompute = Recompute(model, checkpointing)
+        self._towers_stand = not any(
+            p.requires_grad for n, p in model.named_parameters() if family.tower_of(n) != "llm"
+        )
 
     # -- scoring --
 
@@ -71,15 +82,14 @@ class LocalBackend:
         self, batches: Sequence[Batch], scoring: Scoring
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         self.model.eval()
-        results = []
-        for batch in batches:
-            new, entropy = self._read(batch, scoring)
-            results.append((new.float().cpu().numpy(), entropy.float().cpu().numpy()))
-        return results
+        self._prefetch(batches)
+        results = [self._read(batch, scoring) for batch in batches]
+        return [(new.float().cpu().numpy(), entropy.cpu().numpy()) for new, entropy in results]
 
     @torch.no_grad()
     def values(self, batches: Sequence[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
         self.model.eval()
+        self._prefetch(batches)
         results = []
         for batch in batches:
             reads, ends = batch.reads, batch.ends
@@ -90,8 +100,12 @@ class LocalBackend:
         return results
 
     def _read(
-        self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False
+        self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False, spare: float = 0.0
     ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the reads; their logits are kept where they fit into `spare`
+        bytes.
+        """
+        logits = len(batch.reads) * self.family.vocabulary * self.dtype.itemsize
         return read_logprobs(
             self._hidden(batch, batch.reads),
             self.model.lm_head,  # type: ignore[arg-type]
@@ -101,6 +115,7 @@ class LocalBackend:
             support=batch.support,
             vocabulary=self.family.vocabulary,
             entropy_gradient=entropy_gradient,
+            keep_logits=logits <= spare,
         )
 
     def _values(self, batch: Batch, places: np.ndarray) -> Tensor:
@@ -109,15 +124,39 @@ class LocalBackend:
 
     def _hidden(self, batch: Batch, places: np.ndarray) -> Tensor:
         """Last hidden states at some tokens of the forest."""
+        inputs = self._inputs.get(batch)
         hidden = hidden_states(
             self.model,
             self.family,
-            self._tensor(batch.ids),
-            self._tensor(batch.positions),
+            inputs.ids,
+            inputs.positions,
             batch.media,
-            forest_plan(batch.node_starts, batch.parents, self.device, self.dtype),
+            inputs.plan,
+            places=inputs.places,
+            features=self._features(batch, inputs),
         )
         return hidden[self._tensor(places)]
+
+    def _features(self, batch: Batch, inputs: Inputs) -> Tensor | None:
+        """What stands for the media; of towers that stand still, computed once for all passes."""
+        if not batch.media:
+            return None
+        if inputs.media is not None:
+            return self.family.features(self.model, inputs.media)
+        return self._seen.read(
+            batch.media,
+            lambda spans: self.family.features(
+                self.model, media_inputs(self.family, spans, self.device)
+            ),
+        )
+
+    def _make_inputs(self, batch: Batch) -> Inputs:
+        pixels = not self._towers_stand
+        return inputs_of(batch, self.family, self.device, self.dtype, pixels=pixels)
+
+    def _prefetch(self, batches: Sequence[Batch]) -> None:
+        """Threads make the pixels of later batches while the first ones are computed."""
+        self.family.prefetch([span.media for batch in batches for span in batch.media])
 
     # -- training --
 
@@ -133,7 +172,8 @@ class LocalBackend:
         """The first half of a step: the gradients, summed in the optimizer."""
 
         def loss_of(batch: Batch) -> tuple[Tensor, Stats]:
-            new, entropy = self._read(batch, scoring, entropy_gradient=algorithm.entropy.coef != 0)
+            asked, spare = algorithm.entropy.coef != 0, self.recompute.spare
+            new, entropy = self._read(batch, scoring, entropy_gradient=asked, spare=spare)
             return objective(algorithm, new, entropy, self._columns(batch, new.dtype))
 
         return self._accumulate(batches, loss_of)
@@ -156,29 +196,57 @@ class LocalBackend:
         """The gradients of all batches, summed in the optimizer; what `loss_of` reports of each."""
         assert self.optimizer is not None, "this backend only scores"
         self.model.train()
-        self.optimizer.clear()
+        self.optimizer.begin()
         self.oom_splits = 0
-        return [stats for batch in batches for stats in self._micro_step(batch, loss_of)]
+        self._prefetch(batches)
+        self._inputs.clear()
+        following = dict(zip(map(id, batches), batches[1:], strict=False))
 
-    def _micro_step(self, batch: Batch, loss_of: Callable[[Batch], tuple[Tensor, S]]) -> list[S]:
-        """Forward and backward of one forest. Out of memory: two halves of it, whose gradients add
-        up to the same.
+        def forward(batch: Batch) -> tuple[Tensor, S]:
+            found = loss_of(batch)
+            if self.device.type == "cuda" and id(batch) in following:  # while it is busy backwards
+                self._inputs.begin(following.pop(id(batch)))
+            return found
+
+        return [stats for batch in batches for stats in self._micro_step(batch, forward)]
+
+    def _micro_step(
+        self,
+        batch: Batch,
+        loss_of: Callable[[Batch], tuple[Tensor, S]],
+        added: frozenset[str] = frozenset(),
+        *,
+        cautious: bool = False,
+    ) -> list[S]:
+        """Forward and backward of one forest. Out of memory: once more with every layer recomputed,
+        then as two halves, whose gradients add up to the same.
         """
         assert self.optimizer is not None
+        self.optimizer.start_micro_batch(added)
+        media_tokens = sum(span.length for span in batch.media)
+        self.recompute.choose(batch.tokens, media_tokens, cautious=cautious)
         try:
             stats = _backward(loss_of, batch)
         except torch.OutOfMemoryError:
-            self.optimizer.drop_micro_batch()
-            if len(batch.keys) < 2:
+            added = self.optimizer.drop_micro_batch()
+            planned = self.recompute.failed() and not cautious
+            if len(batch.keys) < 2 and not planned:
                 raise
         else:
-            self.optimizer.fold()
+            self.optimizer.end_micro_batch()
+            self.recompute.learn()
             return [stats]
         torch.cuda.empty_cache()
+        if planned:
+            return self._micro_step(batch, loss_of, added, cautious=True)
         self.oom_splits += 1
         middle = len(batch.keys) // 2
         halves = (select(batch, range(middle)), select(batch, range(middle, len(batch.keys))))
-        return [stats for half in halves for stats in self._micro_step(half, loss_of)]
+        return [
+            stats
+            for half in halves
+            for stats in self._micro_step(half, loss_of, added, cautious=cautious)
+        ]
 
     def _update(self, role: str, metrics: Metrics, lr: float) -> Update:
         """Take the step, unless the loss or a gradient is not finite."""
@@ -223,12 +291,12 @@ class LocalBackend:
         return None if values is None else self._tensor(values).to(dtype)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return to_device(array, self.device)
 
     # -- weights and state --
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.named_parameters()
+        yield from lora.merged(self.model)
 
     @torch.no_grad()
     def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:
@@ -249,9 +317,19 @@ class LocalBackend:
             weight.copy_(average)
         if share == 1:
             self.averages = {}
+        self._seen.clear()
 
     def save_model(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)  # type: ignore[operator]
+        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        assert self.optimizer is None or trained == self.optimizer.parameters.keys()
+        if lora.is_adapted(self.model):
+            lora.save(self.model, folder)
+        else:
+            self.model.save_pretrained(folder)  # type: ignore[operator]
+
+    def saved_bytes(self) -> int:
+        state = self.optimizer.state() if self.optimizer is not None else {}
+        return sum(t.nbytes for t in (*(t for _, t in self.weights()), *state.values()))
 
     def save_weights(self, folder: Path) -> None:
         averages = {f"{AVERAGE}{name}": average for name, average in self.averages.items()}
@@ -267,6 +345,7 @@ class LocalBackend:
         _require_same(str(folder / WEIGHTS), mine, stored)
         for name, weight in mine.items():
             weight.copy_(stored[name])
+        self._seen.clear()
         self.averages = {
             name.removeprefix(AVERAGE): average.to(self.device)
             for name, average in averages.items()
@@ -277,6 +356,8 @@ class LocalBackend:
             self.save_weights(folder)
         if self.optimizer is not None:
             _save(folder / OPTIMIZER, self.optimizer.state())
+            if _draws(self.model):
+                _save(folder / RANDOM, _random_state(self.device))
 
     def load_state(self, folder: Path) -> None:
         from safetensors.torch import load_file
@@ -285,6 +366,8 @@ class LocalBackend:
             self.load_weights(folder)
         if self.optimizer is not None:
             self.optimizer.load(load_file(folder / OPTIMIZER))
+            if _draws(self.model):
+                _restore_random_state(load_file(folder / RANDOM), self.device)
 
     @property
     def _weights_are_state(self) -> bool:
@@ -297,6 +380,24 @@ def _backward(loss_of: Callable[[Batch], tuple[Tensor, S]], batch: Batch) -> S:
     loss, stats = loss_of(batch)
     loss.backward()
     return stats
+
+
+def _draws(model: nn.Module) -> bool:
+    """Whether a training step depends on torch's random numbers."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -1,14 +1,16 @@
 """AdamW with fp32 masters, or on bf16 weights with Kahan compensation; state is keyed by parameter
 name.
 
-Gradients of a micro-batch are folded into fp32 sums once its backward is complete, so a micro-batch
-that runs out of memory half-way leaves nothing behind.
+A large gradient is added to its fp32 sum the moment its backward has made it, and given back: no
+second set of gradients lives beside the sums. What a micro-batch that runs out of memory half-way
+has added so far is known by name, so that its repetition leaves that out.
 
     optimizer = Optimizer(model.named_parameters(), TrainConfig(), lr_scale=lambda name: 1.0)
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from saccade.config import TrainConfig
+
+# Elements. Smaller gradients wait for the end of the backward: to take each by itself costs more
+# than the little memory is worth.
+LARGE = 8_000_000
 
 
 class Optimizer:
@@ -28,7 +34,12 @@ class Optimizer:
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.config = config
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}  # the sums
+        self._room: dict[str, Tensor] = {}  # where sums of half-precision gradients will be
+        self._added: set[str] = set()  # of this micro-batch
+        for name, parameter in self.parameters.items():
+            if parameter.numel() >= LARGE:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._add, name))
         self.lr_scale = {name: lr_scale(name) for name in self.parameters}
         # Biases and norms are vectors; decay would only shrink what they have learned.
         self.decay = {
@@ -39,25 +50,50 @@ class Optimizer:
             self.parameters, config, self.lr_scale, self.decay
         )
 
-    def fold(self) -> None:
-        """Add the gradients of one finished micro-batch to the sums."""
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                continue
-            if name in self.gradients:
-                self.gradients[name] += parameter.grad
-            else:
-                wide = torch.promote_types(parameter.grad.dtype, torch.float32)
-                self.gradients[name] = parameter.grad.to(wide, copy=True)
-            parameter.grad = None
+    def begin(self) -> None:
+        """Room for the sums, taken in one go: between activations they would leave gaps."""
+        self.clear()
+        self._room = {
+            name: torch.empty_like(p, dtype=torch.float32)
+            for name, p in self.parameters.items()
+            if torch.promote_types(p.dtype, torch.float32) != p.dtype
+        }
 
-    def drop_micro_batch(self) -> None:
+    def start_micro_batch(self, added: frozenset[str] = frozenset()) -> None:
+        """`added` names parameters whose gradient of this micro-batch is in the sums already."""
+        self._added = set(added)
+
+    def drop_micro_batch(self) -> frozenset[str]:
+        """Forget the gradients that are not in the sums; the names of those that are."""
         for parameter in self.parameters.values():
             parameter.grad = None
+        return frozenset(self._added)
+
+    def _add(self, name: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None or name in self._added:
+            return
+        if name in self.gradients:
+            self.gradients[name] += gradient
+        elif name in self._room:
+            self.gradients[name] = self._room.pop(name).copy_(gradient)
+        else:
+            self.gradients[name] = gradient
+        self._added.add(name)
+
+    def end_micro_batch(self) -> None:
+        """Its backward is complete: add what is left, in one call where there is a sum already."""
+        waiting = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        known = [n for n in waiting if n in self.gradients and n not in self._added]
+        if known:
+            torch._foreach_add_([self.gradients[n] for n in known], [waiting[n] for n in known])
+            self._added |= set(known)
+        for name in waiting:
+            self._add(name, self.parameters[name])
 
     def clear(self) -> None:
         self.drop_micro_batch()
-        self.gradients = {}
+        self.gradients, self._room, self._added = {}, {}, set()
 
     def norm(self, names: Iterable[str] | None = None) -> Tensor:
         """Global L2 norm of the sums, over all or some parameters."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from saccade import attention
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
+from saccade.models.fused import fuse
+from saccade.transfer import to_device
 from saccade.types import MediaSpan
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,9 +47,16 @@ def _native_bfloat16() -> bool:
 
 
 def load_model(
-    family: Family, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+    family: Family,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Refuses a folder whose tensors do not match the architecture, name by name."""
+    """Refuses a folder whose tensors do not match the architecture, name by name. `options` are
+    more of `from_pretrained`.
+    """
     import transformers
 
     auto = getattr(transformers, family.spec.auto_class)
@@ -56,6 +65,7 @@ def load_model(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
+        **(options or {}),
     )
     problems = {
         kind: sorted(str(name) for name in info.get(f"{kind}_keys", ()))
@@ -70,7 +80,9 @@ def load_model(
         )
     attention.use_in(model)
     family.spec.prepare(model)
-    return model.to(device).train()
+    model = model.to(device).train()
+    fuse(model)
+    return model
 
 
 def hidden_states(
@@ -78,22 +90,42 @@ def hidden_states(
     family: Family,
     ids: Tensor,
     positions: Tensor,
-    media: tuple[MediaSpan, ...],
+    media: Sequence[MediaSpan],
     plan: attention.AttentionPlan,
+    *,
+    places: Tensor | None = None,
+    features: Tensor | None = None,
 ) -> Tensor:
     """ids [T], positions [axes, T] → last hidden states [T, E]. One call for every family, text or
     vision.
+
+    `places` are the tokens that stand for media: found on the device, which waits for it, unless
+    given. `features` are what replaces them: computed from `media` unless given.
     """
-    parameter = next(model.parameters())
-    places = positions[:, None] if family.axes > 1 else positions
+    options: dict[str, Any] = {"input_ids": ids[None]}
+    if media:
+        if features is None:
+            features = family.features(model, media_inputs(family, media, ids.device))
+        if places is None:
+            places = ids.eq(family.chat.placeholder).nonzero()[:, 0]  # type: ignore[arg-type]
+        embedded = model.get_input_embeddings()(ids)  # type: ignore[operator]
+        embedded = embedded.index_copy(0, places, features.to(embedded.dtype))
+        options = {"inputs_embeds": embedded[None]}
     output = model.base_model(  # type: ignore[operator]
-        input_ids=ids[None],
-        position_ids=places,
+        position_ids=positions[:, None] if family.axes > 1 else positions,
         use_cache=False,
         attention_plan=plan,
-        **family.vision(media, parameter.device, parameter.dtype),
+        **options,
     )
-    return output.last_hidden_state[0]
+    return output.last_hidden_state.squeeze(0)
+
+
+def media_inputs(
+    family: Family, media: Sequence[MediaSpan], device: torch.device
+) -> dict[str, Any]:
+    """What `family.features` reads, on the device."""
+    made = family.media(media).items()
+    return {name: to_device(v, device) if isinstance(v, Tensor) else v for name, v in made}
 
 
 def freeze(model: nn.Module, family: Family, train: str) -> None:
@@ -107,7 +139,7 @@ def freeze(model: nn.Module, family: Family, train: str) -> None:
         raise ConfigError(f"model.train={train!r}: write full, or freeze:vision,projector")
     names = [name for name, _ in model.named_parameters()]
     for pattern in listed.split(","):
-        hits = [name for name in names if _matches(name, pattern.strip(), family)]
+        hits = [name for name in names if matches(name, pattern.strip(), family)]
         if not hits:
             raise ConfigError(
                 f"model.train: {pattern.strip()!r} matches no parameter; towers of this model are "
@@ -119,7 +151,7 @@ def freeze(model: nn.Module, family: Family, train: str) -> None:
         raise ConfigError(f"model.train={train!r} freezes everything; leave something to train")
 
 
-def _matches(name: str, pattern: str, family: Family) -> bool:
+def matches(name: str, pattern: str, family: Family) -> bool:
     if pattern.startswith("re:"):
         return re.search(pattern[3:], name) is not None
     if pattern in family.spec.towers:
@@ -136,8 +168,16 @@ def trainable_table(model: nn.Module, family: Family) -> dict[str, Any]:
     table: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         entry = table.setdefault(family.tower_of(name), [0, 0])
-        entry[0 if parameter.requires_grad else 1] += parameter.numel()
+        packed = getattr(parameter, "quant_state", None)  # 4-bit weights, two to a byte
+        count = parameter.numel() if packed is None else packed.shape.numel()
+        entry[0 if parameter.requires_grad else 1] += count
     return {tower: tuple(counts) for tower, counts in table.items()}
+
+
+def describe_trained(model: nn.Module, family: Family) -> str:
+    table = trainable_table(model, family)
+    towers = (f"{tower} {part:,} of {part + rest:,}" for tower, (part, rest) in table.items())
+    return f"trained weights: {', '.join(towers)}"
 
 
 def gpu_peak_gb() -> float | None:

@@ -56,7 +56,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
         return _rescore(config, Path(rescore), folder)
     family = parts.family_of(config, parts.start_folder(config))
     sets = parts.validation_sets(config, family)
-    policy = parts.load_policy(config, family)
+    policy = parts.load_policy(config, family, train="full")
     engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
     scorer = parts.make_scorer(config)
     with scorer or nullcontext(), Console(None, "eval", name=folder.name) as console:

@@ -39,7 +39,7 @@ def run(config: Any) -> dict[str, Any]:
     made_by = _made_by(config)
     done = _done(path, made_by)
     todo = [sample for sample in data.samples if sample.id not in done]
-    policy = parts.load_policy(config, family)
+    policy = parts.load_policy(config, family, train="full")
     engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
     scorer = parts.make_scorer(config)
     with (

@@ -11,18 +11,20 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from saccade.algorithms.algorithm import Algorithm
+from saccade.backends import Reference
 from saccade.backends.local import LocalBackend
-from saccade.config import Config, DataConfig, DataSource
+from saccade.backends.reference import AdapterReference
+from saccade.config import ADAPTED, Config, DataConfig, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
 from saccade.errors import ConfigError, DataError
-from saccade.models import tiny
+from saccade.models import lora, tiny
 from saccade.models.families import Family, load_family
 from saccade.models.heads import attach_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
@@ -70,30 +72,61 @@ def family_of(config: Config, folder: str) -> Family:
     )
 
 
-def load_policy(config: Config, family: Family, *, folder: str | None = None) -> Policy:
-    """Weights from `folder` (a checkpoint) or from the family's own."""
+def load_policy(
+    config: Config, family: Family, *, folder: str | None = None, train: str | None = None
+) -> Policy:
+    """Weights from `folder` (a checkpoint) or from the family's own; `train` instead of
+    `model.train`. Adapters always lie over the family's own: a checkpoint has them merged in.
+    """
+    train = train or config.model.train
+    adapted = train in ADAPTED
     device = pick_device(config.run.device)
+    dtype = pick_dtype(config.model.dtype, device)
     model = load_model(
-        replace(family, path=folder) if folder else family,
-        dtype=pick_dtype(config.model.dtype, device),
+        replace(family, path=folder) if folder and not adapted else family,
+        dtype=dtype,
         device=device,
         trust_remote_code=config.model.trust_remote_code,
+        options=lora.four_bit(family, dtype, device) if train == "qlora" else None,
     )
-    freeze(model, family, config.model.train)
+    if adapted:
+        stored = Path(folder) / lora.FOLDER if folder else None
+        lora.add(model, family, config.model.lora, seed=config.run.seed, stored=stored)
+        torch.manual_seed(config.run.seed)  # of dropout; a resumed run then restores its own state
+    else:
+        freeze(model, family, train)
     return Policy(family=family, model=model, device=device)
 
 
+def load_reference(
+    config: Config, family: Family, algorithm: Algorithm, policy: LocalBackend
+) -> Reference:
+    """The model that the policy started from: another copy, or the policy without its adapters."""
+    if config.model.train not in ADAPTED:
+        return LocalBackend(load_policy(config, family).model, family)
+    if algorithm.kl.update == "ema":
+        raise ConfigError(
+            "algorithm.kl.update=ema: a blend of weights is no adapter; with "
+            f"model.train={config.model.train} use algorithm.kl.update=copy, or none"
+        )
+    return AdapterReference(policy)
+
+
 def load_critic(
-    config: Config, family: Family, algorithm: Algorithm, *, checkpointing: bool
+    config: Config, family: Family, algorithm: Algorithm, *, checkpointing: bool | Literal["auto"]
 ) -> LocalBackend:
-    """A model of the policy's family with a head for values, and an optimizer of its own."""
-    policy = load_policy(config, family, folder=algorithm.critic.path)
+    """A model of the policy's family with a head for values, and an optimizer of its own. It has no
+    adapters: where the policy has them, all of the critic is trained.
+    """
+    train = "full" if config.model.train in ADAPTED else None
+    policy = load_policy(config, family, folder=algorithm.critic.path, train=train)
     attach_score(policy.model, seed=config.run.seed)
     return LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
 
 
-def use_checkpointing(config: Config, device: torch.device) -> bool:
-    return {"on": True, "off": False, "auto": device.type == "cuda"}[config.model.checkpointing]
+def use_checkpointing(config: Config) -> bool | Literal["auto"]:
+    wanted = config.model.checkpointing
+    return "auto" if wanted == "auto" else wanted == "on"
 
 
 # -- data ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.build import from_config
 from saccade.algorithms.describe import describe
 from saccade.algorithms.memory import Memory
-from saccade.backends import Scoring
+from saccade.backends import Reference, Scoring
 from saccade.backends.local import LocalBackend
 from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
@@ -28,12 +28,14 @@ from saccade.environments import environment_factory
 from saccade.errors import TrainingError
 from saccade.forest import pack
 from saccade.models.families import Family
+from saccade.models.load import describe_trained
 from saccade.plan import total_steps
 from saccade.recipes import parts
 from saccade.recipes.guard import guard
 from saccade.recipes.rollouts import Rollouts, Surplus, sample_groups
 from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation
+from saccade.recipes.work import rl_work
 from saccade.rewards.scorer import Scorer
 from saccade.types import Batch, Group, Metrics
 
@@ -50,7 +52,7 @@ class Actors:
     family: Family
     engine: Engine
     policy: LocalBackend
-    reference: LocalBackend | None
+    reference: Reference | None
     critic: LocalBackend | None
     scorer: Scorer | None
     stream: Stream
@@ -186,7 +188,7 @@ def optimize(
     train = actors.config.train
     tokens = sum(batch.tokens for batches in updates for batch in batches)
     metrics.add("count/update_tokens", tokens * train.epochs_per_batch)
-    warming = actors.critic is not None and run.step < algorithm.critic.warmup_steps
+    warming = is_warming(run, actors)
     for _ in range(train.epochs_per_batch):
         for batches in updates:
             live = _live(batches)
@@ -204,6 +206,11 @@ def optimize(
 
 def _live(batches: Sequence[Batch]) -> bool:
     return any(batch.scales is not None and bool(batch.scales.any()) for batch in batches)
+
+
+def is_warming(run: Run, actors: Actors) -> bool:
+    """Whether only the critic learns in this step."""
+    return actors.critic is not None and run.step < actors.algorithm.critic.warmup_steps
 
 
 def train_policy(
@@ -306,7 +313,7 @@ def finish_step(
     metrics.add("data/cursor", run.progress["stream"]["cursor"])
     metrics.add("data/bad_rows", run.set_aside)
     step = run.step + 1
-    values = metrics.means()
+    values = metrics.means() | rl_work(actors, rollouts, updates, warming=is_warming(run, actors))
     every = config.track.trajectories_every
     if every and (step % every == 0 or step in (1, run.total)):
         stored = groups[: config.track.trajectories_groups]
@@ -328,7 +335,8 @@ def _actors(
     parts.test_rewards(config, scorer, data.samples)
     parts.check_algorithm(algorithm, scorer, data.samples, say=run.console.note)
     policy = parts.load_policy(config, family, folder=str(run.start) if run.start else None)
-    checkpointing = parts.use_checkpointing(config, policy.device)
+    run.console.note(describe_trained(policy.model, family))
+    checkpointing = parts.use_checkpointing(config)
     backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
     stream = Stream(data, seed=config.run.seed, config=config.data)
     engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
@@ -337,7 +345,7 @@ def _actors(
     sets = parts.validation_sets(config, family) if config.val.every else {}
     reference = critic = None
     if algorithm.needs_reference:
-        reference = LocalBackend(parts.load_policy(config, family).model, family)
+        reference = parts.load_reference(config, family, algorithm, backend)
     if algorithm.needs_critic:
         critic = parts.load_critic(config, family, algorithm, checkpointing=checkpointing)
     actors = Actors(

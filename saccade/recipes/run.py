@@ -12,12 +12,12 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
-from saccade import checkpoint
+from saccade import checkpoint, devices
 from saccade.backends import Backend
 from saccade.config import Config
 from saccade.data.stream import Stream
@@ -25,15 +25,18 @@ from saccade.errors import DataError, Interrupted
 from saccade.images import DECODED, ImageError
 from saccade.models.families import Family
 from saccade.models.load import gpu_peak_gb
+from saccade.recipes.work import shares
 from saccade.tracking.console import Console
 from saccade.tracking.diagnosis import diagnose
 from saccade.tracking.folder import RunFolder
 from saccade.tracking.loggers import Loggers
 from saccade.tracking.metrics import host_memory
+from saccade.tracking.trace import named_range, traced
 from saccade.tracking.trajectories import TrajectoryWriter
 from saccade.types import Group, Sample
 
 NOTED_EVERY = 25  # steps between two equal diagnoses
+TRACED_STEP = 3  # the first ones load kernels and lay out memory
 
 
 class Stopping(Exception):
@@ -63,6 +66,7 @@ class Run:
         self._peaks: dict[str, float] = {}
         self._updating = False  # between the first weight that moves and the end of the step
         self.set_aside = 0  # rows found bad while training
+        self._range: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def __enter__(self) -> Run:
         """Take the folder, find the checkpoint to go on from, open the display."""
@@ -109,6 +113,7 @@ class Run:
         """
         self.total, self._backend, self._family = total, backend, family
         self._parts = dict(parts or {})
+        self._device = devices.present(self.config.run.device)
         self.console.expect(total)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -119,7 +124,7 @@ class Run:
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of the step and note the most GPU memory it took."""
         self._updating |= name == "update"
-        with self.console.phase(name):
+        with self.console.phase(name), self._range(name):
             yield
         peak = gpu_peak_gb()
         if peak is not None:
@@ -134,8 +139,10 @@ class Run:
         """The steps that are left. A limit or a signal ends them early, after a checkpoint."""
         if self.step >= self.total:
             self.console.note(f"step {self.step} is reached already; raise run.max_steps to go on")
+        third = min(self.step + TRACED_STEP, self.total) if self.config.run.trace else None
         while self.step < self.total:
-            yield self.step + 1
+            with self._traced() if self.step + 1 == third else nullcontext():
+                yield self.step + 1
             if self._signal is not None:
                 self._stop()
             hours = self.config.run.max_hours
@@ -148,6 +155,15 @@ class Run:
             f"`saccade report {self.folder.path}` writes a page about this run"
         )
 
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
+        path = self.folder.path / f"trace-step-{self.step + 1}.json.gz"
+        self._range = named_range
+        with traced(path):
+            yield
+        self._range = nullcontext
+        self.console.note(f"trace {path}; ui.perfetto.dev shows it, and that step took longer")
+
     def finish_step(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Count the step, log it, say so when nothing is being learned, save when it is time."""
         self.progress["step"] += 1
@@ -156,6 +172,7 @@ class Run:
         row = {
             **metrics,
             **speeds(metrics, times),
+            **shares(metrics, times, self._device),
             **self._peaks,
             **host_memory(self._rss_at_start),
             **times,

@@ -21,11 +21,13 @@ from saccade.data.datasets import Stream
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.forest import pack
 from saccade.models.families import Family
+from saccade.models.load import describe_trained
 from saccade.plan import total_steps
 from saccade.recipes import parts
 from saccade.recipes.guard import guard
 from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation
+from saccade.recipes.work import sft_work
 from saccade.types import Group, Metrics, Sample, Source, Trajectory
 
 # -log p of each trained token, all tokens alike: the policy gradient of an advantage of 1.
@@ -42,7 +44,8 @@ def run(config: Any) -> dict[str, Any]:
     with Run(config, "sft", parts.manifest(family, data, config)) as this:
         this.console.note(data.summary)
         policy = parts.load_policy(config, family, folder=str(this.start) if this.start else None)
-        checkpointing = parts.use_checkpointing(config, policy.device)
+        this.console.note(describe_trained(policy.model, family))
+        checkpointing = parts.use_checkpointing(config)
         backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
         stream = Stream(data, seed=config.run.seed, config=config.data)
         this.progress.setdefault("stream", stream.state())
@@ -86,7 +89,7 @@ def _train(
             update = backend.train_step(batches, SUPERVISED, Scoring(ban=False), lr=lr)
             guard(run, train, batches, update)
         run.progress["stream"] = stream.state()
-        values = _metrics(update.metrics, rows, stream)
+        values = _metrics(update.metrics, rows, stream) | sft_work(backend, batches)
         if validation.due(step):
             values |= validation.metrics(step=step)
         last = run.finish_step(values)

@@ -32,7 +32,7 @@ TRAJECTORIES, CHECKPOINTS, LOCK = "trajectories", "checkpoints", ".lock"
 
 # What a resumed run may change: how long it goes on, and what watches it. Name and place of the
 # folder are where it was found, so they cannot contradict it.
-MAY_DIFFER = ("run.max_steps", "run.max_hours", "run.resume", "run.name", "run.out")
+MAY_DIFFER = ("run.max_steps", "run.max_hours", "run.resume", "run.name", "run.out", "run.trace")
 MAY_DIFFER_SECTIONS = ("val.", "save.", "track.")
 REFUSALS = (2, 3)  # exit codes of a run that was refused before it began
 PINNED = ("data", "template")  # keys of the manifest that a resumed run must find unchanged

@@ -116,9 +116,11 @@ def test_out_of_memory_in_the_forward_splits_and_changes_nothing(
     assert len(calls) == 2 + 3 + 1  # two that failed, three parts, the other forest
 
 
+@pytest.mark.parametrize("large", [1, 1000, 10**9])  # gradients that are added at once
 def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(
-    family_of, load, batches, monkeypatch
+    family_of, load, batches, monkeypatch, large
 ):
+    monkeypatch.setattr("saccade.backends.optimizer.LARGE", large)
     model = load(NAME)
     backend = LocalBackend(model, family_of(NAME), TrainConfig())
     _, wanted = gradients(backend, batches, monkeypatch)

@@ -34,11 +34,17 @@ def run(kind: str, dtype: torch.dtype, *, lr: float = 1e-2, grad_norm: float = 1
     scale = {"vision": 0.1}
     optimizer = Optimizer(mine.items(), config, lr_scale=lambda n: scale.get(n, 1.0))
     for step in range(steps):
-        for name, p in mine.items():
-            p.grad = gradient(name, p.shape, step).to(dtype)
-        optimizer.fold()
+        optimizer.begin()
+        backward(optimizer, {n: gradient(n, p.shape, step).to(dtype) for n, p in mine.items()})
         optimizer.step(lr, norm=optimizer.norm())
     return mine, optimizer
+
+
+def backward(optimizer: Optimizer, gradients: dict[str, torch.Tensor], added=frozenset()) -> None:
+    """A micro-batch with these gradients."""
+    optimizer.start_micro_batch(added)
+    sum((optimizer.parameters[n] * g).sum() for n, g in gradients.items()).backward()
+    optimizer.end_micro_batch()
 
 
 def torch_adamw(lr: float = 1e-2, dtype: torch.dtype = torch.float32, rounded=torch.float32):
@@ -85,24 +91,37 @@ def test_kahan_follows_fp32_where_plain_bf16_stands_still():
 def test_gradients_of_micro_batches_add_up_in_fp32():
     p = nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
     optimizer = Optimizer([("p", p)], TrainConfig(), lr_scale=lambda n: 1.0)
-    p.grad = torch.ones_like(p)
-    optimizer.fold()
+    optimizer.begin()
+    backward(optimizer, {"p": torch.ones_like(p)})
     for _ in range(4):
-        p.grad = torch.full_like(p, 2.0**-9)
-        optimizer.fold()
+        backward(optimizer, {"p": torch.full_like(p, 2.0**-9)})
     assert optimizer.gradients["p"].item() == 1 + 2.0**-7 and p.grad is None
 
 
-def test_a_dropped_micro_batch_leaves_the_sums_alone():
-    p = nn.Parameter(torch.zeros(2, 2))
-    optimizer = Optimizer([("p", p)], TrainConfig(), lr_scale=lambda n: 1.0)
-    p.grad = torch.ones_like(p)
-    optimizer.fold()
-    p.grad = torch.full_like(p, 5.0)
-    optimizer.drop_micro_batch()
-    optimizer.fold()
-    assert optimizer.gradients["p"].tolist() == [[1, 1], [1, 1]]
-    assert optimizer.norm().item() == 2.0 and optimizer.norm([]).item() == 0.0
+@pytest.mark.parametrize("large", [1, 2, 10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_repeated_micro_batch_adds_only_what_its_first_try_did_not(monkeypatch, dtype, large):
+    monkeypatch.setattr("saccade.backends.optimizer.LARGE", large)
+    p, q = nn.Parameter(torch.zeros(2, 2, dtype=dtype)), nn.Parameter(torch.zeros(1, dtype=dtype))
+    optimizer = Optimizer([("p", p), ("q", q)], TrainConfig(), lr_scale=lambda n: 1.0)
+    optimizer.begin()
+    backward(optimizer, {"p": torch.ones_like(p)})
+
+    def fails(gradient):
+        raise torch.OutOfMemoryError("simulated")
+
+    q_before = q.clone()  # its gradient comes after that of p
+    q_before.register_hook(fails)
+    optimizer.start_micro_batch()
+    with pytest.raises(torch.OutOfMemoryError):
+        ((p * 5).sum() + 0 * q_before.sum()).backward()
+    added = optimizer.drop_micro_batch()
+    assert added <= ({"p"} if large < 10 else set()) and p.grad is None and q.grad is None
+    backward(optimizer, {"p": torch.full_like(p, 5.0), "q": torch.full_like(q, 7.0)}, added)
+    assert optimizer.gradients["p"].tolist() == [[6, 6], [6, 6]]
+    assert optimizer.gradients["q"].tolist() == [7]
+    assert optimizer.gradients["p"].dtype == torch.float32
+    assert optimizer.norm(["p"]).item() == 12.0 and optimizer.norm([]).item() == 0.0
 
 
 def test_the_global_norm_is_clipped():

@@ -282,3 +282,16 @@ def test_cache_forgets_failures(picture):
         cache.get(media)
     Path(media.path).write_bytes(data)
     assert cache.get(media).shape == (30, 40, 3)
+
+
+def test_cache_of_what_is_made_of_images(noise):
+    media, made = open_media(str(noise())), []
+
+    def grey(item):
+        made.append(item.hash)
+        return decode(item)[..., 0]
+
+    cache = ImageCache(10**6, make=grey, key=lambda item: item.key)
+    cache.prefetch([media, media])
+    assert all(found is cache.get(media) for found in cache.get_all([media] * 3))
+    assert made == [media.hash] and cache.get(media).ndim == 2

@@ -66,16 +66,25 @@ def requests(prompts, sampling: Sampling = FREE, repeats: int = 1) -> list[Reque
 
 @contextmanager
 def counted(model) -> Iterator[list[tuple[int, int]]]:
-    """(tokens, images) of every forward."""
+    """(tokens, images) of every forward. Images are encoded before the forward that reads them."""
     calls: list[tuple[int, int]] = []
+    encoded = [0]
+
+    def note_images(module, args, kwargs):
+        encoded[0] += len(kwargs["grid_thw"])
 
     def note(module, args, kwargs):
-        images = kwargs.get("image_grid_thw")
-        calls.append((kwargs["input_ids"].shape[1], 0 if images is None else len(images)))
+        read = kwargs["inputs_embeds"] if "inputs_embeds" in kwargs else kwargs["input_ids"]
+        calls.append((read.shape[1], encoded[0]))
+        encoded[0] = 0
 
-    handle = model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    handles = [
+        model.model.visual.register_forward_pre_hook(note_images, with_kwargs=True),
+        model.base_model.register_forward_pre_hook(note, with_kwargs=True),
+    ]
     yield calls
-    handle.remove()
+    for handle in handles:
+        handle.remove()
 
 
 @contextmanager

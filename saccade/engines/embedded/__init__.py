@@ -1,8 +1,11 @@
 """The embedded engine: generates in the trainer's process with the trainer's own weight tensors.
 
-Continuous batching over slots; a prompt that several requests share is computed once, its images
-encoded once; a live episode continues from its cache. Needs torch and transformers alone, on a CPU
-too. Knows nothing of rewards, environments or training.
+Continuous batching; a prompt that several requests share is computed once, its images encoded once;
+a live episode continues from its cache. On a CPU, and in full precision, every sequence has a slot
+of a cache and the host looks at every token. On a GPU in half precision keys and values lie in
+shared pages, decoding runs many steps between two looks, long prompts are computed in pieces, and a
+sequence that finds no page is computed again later. Knows nothing of rewards, environments or
+training.
 
     engine = EmbeddedEngine(model, family)
     generate(engine, [Request(key="a", ids=family.render(messages).ids)])
@@ -10,63 +13,31 @@ too. Knows nothing of rewards, environments or training.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, deque
+from collections.abc import Sequence as SequenceOf
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.attention import forest_plan
 from saccade.engines import Capabilities
-from saccade.engines.embedded.cache import Cache, PrefillPlan, extend_plan
-from saccade.engines.embedded.sampler import sample
+from saccade.engines.embedded.cache import Cache, Shape, can_page, shape_of
+from saccade.engines.embedded.drawing import draw
+from saccade.engines.embedded.prefill import compute, forward, next_parts
+from saccade.engines.embedded.records import Records, nothing_sampled
+from saccade.engines.embedded.rows import fields_of
+from saccade.engines.embedded.sequences import Job, Live, Prefix, Sequence, content_of, cuts
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
-from saccade.models.load import banned_mask, hidden_states
-from saccade.types import Completion, Request, Sampling
+from saccade.models.load import banned_mask
+from saccade.transfer import to_device
+from saccade.types import Completion, Request
 
 PREFILL_TOKENS = 16_384  # of one forward
 CPU_CACHE_BYTES = 4 << 30
-GPU_CACHE_SHARE = 0.6  # of the memory that is free when the cache grows
-NOTHING_CUT = np.empty(0, dtype=np.int64)  # the support of a token drawn from the whole vocabulary
-
-
-@dataclass(kw_only=True)
-class _Sequence:
-    """A request while it is in a slot."""
-
-    request: Request
-    slot: int
-    cached: int  # tokens of it in the cache
-    next_position: int = 0  # position id of the next token, minus `cached`
-    sampled: int = 0
-    aborted: bool = False
-    support: list[np.ndarray] = field(default_factory=list)
-
-    @property
-    def sampling(self) -> Sampling:
-        """Of the next token. The first of an episode may have a temperature and a top_k of its own:
-        top_p does not touch it then, and its support stays empty, for the trainer scores it at the
-        ordinary temperature, where nothing is cut away.
-        """
-        sampling = self.request.sampling
-        if sampling.first is None or self.request.first_index + self.sampled:
-            return sampling
-        temperature, top_k = sampling.first
-        return replace(sampling, temperature=temperature, top_k=top_k, top_p=1.0, support=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Live:
-    """A finished turn whose cache is kept."""
-
-    slot: int
-    ids: np.ndarray
-    media: tuple[Any, ...]
-    cached: int
+GPU_CACHE_SHARE = 0.6  # of the memory that is free when the slot cache grows
 
 
 class EmbeddedEngine:
@@ -78,17 +49,39 @@ class EmbeddedEngine:
             )
         self.model, self.family, self.max_sequences = model, family, max_sequences
         self.version = 0
-        self.cache = Cache(model)
-        self.banned = banned_mask(family, self.cache.device)
-        self._waiting: deque[Request] = deque()
-        self._running: dict[str, _Sequence] = {}
-        self._live: dict[str, _Live] = {}  # by episode, least recently used first
-        self._free: list[int] = []
-        self._aborted: list[Completion] = []
+        shape = shape_of(model)
+        self.banned = banned_mask(family, shape.device)
         self._eos = np.array(sorted(family.chat.eos_ids), dtype=np.int64)
-        self._tokens = np.zeros((0, 0), dtype=np.int64)  # [slots, sampled]
-        self._logprobs = np.zeros((0, 0), dtype=np.float32)
-        self._versions = np.zeros((0, 0), dtype=np.int32)
+        self.cache: Any = Cache(shape)
+        self.graphs: Any = None
+        if can_page(shape):
+            self._use_pages(shape)
+        self._waiting: deque[Sequence] = deque()
+        self._wanted: Counter[Any] = Counter()  # by content, of what waits
+        self._evicted: deque[Sequence] = deque()  # lost their pages, keep slot and records
+        self._running: dict[str, Sequence] = {}  # in the order of admission
+        self._jobs: dict[Any, Job] = {}
+        self._prefixes: dict[Any, Prefix] = {}
+        self._live: dict[str, Live] = {}  # by episode, least recently used first
+        self._aborted: list[Completion] = []
+        self._records = Records()
+
+    def _use_pages(self, shape: Shape) -> None:
+        from saccade.engines.embedded.graphs import Graphs
+        from saccade.engines.embedded.paged import PagedCache
+        from saccade.engines.embedded.projections import Projections
+
+        self.projections = Projections(self.model)
+        self.cache = PagedCache(shape, self.max_sequences)
+        self.graphs = Graphs(self.model, self.family, self.cache, banned=self.banned, eos=self._eos)
+
+    @property
+    def _free(self) -> list[int]:
+        return self.cache.free
+
+    @property
+    def _tokens(self) -> np.ndarray:
+        return self._records.tokens
 
     # -- the protocol --
 
@@ -102,15 +95,26 @@ class EmbeddedEngine:
                 "rollout.max_tokens "
                 "or data.max_prompt_tokens"
             )
-        self._waiting.append(request)
+        sequence = Sequence(request=request, content=content_of(request))
+        self._waiting.append(sequence)
+        self._wanted[sequence.content] += 1
 
     def poll(self) -> list[Completion]:
         with torch.inference_mode():
             if self.model.training:  # walks through every module: not at every token
                 self.model.eval()
-            fresh = self._admit()
-            if not fresh and self._running:
-                self._decode()
+            ready = [s for s in self._running.values() if s.ready and not s.aborted]
+            if self.cache.paged:
+                if not self._running:  # weights may have changed since
+                    self.projections.refresh()
+                with self.projections.joined():
+                    self._poll_pages(ready)
+            else:
+                self._admit()
+                if self._jobs:
+                    self._prefill()
+                elif ready:
+                    self._step(ready)
         return self._collect_finished()
 
     @property
@@ -119,42 +123,41 @@ class EmbeddedEngine:
 
     def abort(self, key: str) -> None:
         if key in self._running:
-            self._running[key].aborted = True
+            sequence = self._running[key]
+            sequence.aborted = True
+            if sequence in self._evicted:
+                self._evicted.remove(sequence)
+                sequence.ready = True  # to be collected, not computed
             return
-        waiting = [r for r in self._waiting if r.key == key]
-        self._waiting = deque(r for r in self._waiting if r.key != key)
-        for request in waiting:  # never computed, so nothing was sampled
-            nothing = np.zeros(0)
-            self._aborted.append(
-                Completion(
-                    key=request.key,
-                    ids=nothing.astype(np.int64),
-                    logprobs=nothing.astype(np.float32),
-                    versions=nothing.astype(np.int32),
-                    finish="aborted",
-                )
-            )
+        for sequence in [s for s in self._waiting if s.request.key == key]:
+            self._waiting.remove(sequence)
+            self._wanted[sequence.content] -= 1
+            self._aborted.append(nothing_sampled(key))
+        self._forget_prefixes()
 
     def release(self, episode: str) -> None:
         live = self._live.pop(episode, None)
         if live is not None:
-            self._free.append(live.slot)
+            self.cache.drop(live.parked)
 
     def update_weights(self, source: Any, version: int) -> None:
         """The tensors are the trainer's own, so nothing moves; caches of idle episodes belong to
         the old weights.
         """
         if version != self.version:
-            for episode in list(self._live):
-                self.release(episode)
+            while self._drop_idle():
+                pass
         self.version = version
+        if self.graphs is not None:
+            self.graphs.check_weights()
+            self.projections.refresh()
 
     def sleep(self) -> None:
         assert not self._running, "sleep while sequences are running"
         self._live.clear()
-        self._free.clear()
+        self._prefixes.clear()
         self.cache.clear()
-        self._resize_records(0, 0)
+        self._records.clear()
 
     def wake(self) -> None:
         pass
@@ -162,51 +165,61 @@ class EmbeddedEngine:
     def capabilities(self) -> Capabilities:
         return Capabilities(logprobs=True, support=True, shares_weights=True, live_episodes=True)
 
-    # -- admission and prefill --
+    def _poll_pages(self, ready: list[Sequence]) -> None:
+        steps = self._secure(ready)
+        self._admit()
+        decode = bool(ready) and not self._filling_up(ready)
+        if decode:  # first: the host prepares prompts while the GPU decodes
+            self._launch(ready, steps)
+        if self._jobs:
+            self._prefill()
+        if decode:
+            self._read(ready)
 
-    def _admit(self) -> bool:
-        """Move waiting requests into slots and sample their first token. True when any was
-        admitted.
-        """
-        if not self._waiting:
-            return False
+    # -- admission --
+
+    def _admit(self) -> None:
+        """Move waiting requests into slots, as many as one forward should compute."""
+        if not (self._waiting or self._evicted):
+            return
         self._make_room()
-        prefixes: dict[Any, list[_Sequence]] = {}
-        tokens = 0
-        while self._waiting and tokens < PREFILL_TOKENS:
-            request = self._waiting[0]
-            assert request.key not in self._running, f"request {request.key} was submitted twice"
-            sequence = self._place(request)
-            if sequence is None:
+        tokens = sum(job.left for job in self._jobs.values())
+        while tokens < PREFILL_TOKENS and (queue := self._evicted or self._waiting):
+            sequence = queue[0]
+            if queue is self._waiting:
+                key = sequence.request.key
+                assert key not in self._running, f"request {key} was submitted twice"
+            if not self._place(sequence):
                 break
-            self._waiting.popleft()
-            self._running[request.key] = sequence
-            shared = prefixes.setdefault(self._content(sequence), [])
-            if not shared:
-                tokens += len(request.ids) - sequence.cached
-            shared.append(sequence)
-        # Apart: what continues reads padded rows of the cache, which fresh prompts need not.
-        fresh = [group for group in prefixes.values() if not group[0].cached]
-        continued = [group for group in prefixes.values() if group[0].cached]
-        for groups in (fresh, continued):
-            if groups:
-                self._prefill(groups)
-        return bool(prefixes)
+            queue.popleft()
+            if queue is self._waiting:
+                self._running[key] = sequence
+                self._wanted[sequence.content] -= 1
+            tokens += self._begin(sequence)
 
     def _make_room(self) -> None:
-        """Slots for what waits, within the memory that the cache may take."""
-        capacity = max(len(r.ids) + r.sampling.max_tokens for r in self._waiting)
-        capacity = max(capacity, self.cache.capacity)
-        wanted = min(self.max_sequences, self.pending + len(self._live))
-        affordable = max(1, self._budget() // self.cache.bytes_per_slot(capacity))
-        if self._running:  # what runs keeps its slot
-            affordable = max(affordable, self.cache.slots)
-        slots = max(self.cache.slots, min(wanted, affordable))
-        if slots > self.cache.slots or capacity > self.cache.capacity:
-            self._free += range(self.cache.slots, slots)
+        """Memory for what waits, as far as there is some."""
+        coming = [s.request for s in islice(self._waiting, self.max_sequences)]
+        longest = max((len(r.ids) + r.sampling.max_tokens for r in coming), default=0)
+        if self.cache.paged:
+            slots = self.max_sequences
+            known = [*coming, *(s.request for s in self._running.values())]
+            self.cache.reserve(sum(len(r.ids) + r.sampling.max_tokens for r in known), longest)
+            if (limit := self.cache.pages.count * self.cache.pages.page) < longest:
+                raise ConfigError(
+                    f"a request may grow to {longest} tokens, but the memory of the GPU has room "
+                    f"for the keys and values of {limit}; lower rollout.max_tokens"
+                )
+        elif coming:
+            capacity = max(longest, self.cache.capacity)
+            wanted = min(self.max_sequences, self.pending + len(self._live))
+            affordable = max(1, self._budget() // self.cache.bytes_per_slot(capacity))
+            if self._running:  # what runs keeps its slot
+                affordable = max(affordable, self.cache.slots)
+            slots = max(self.cache.slots, min(wanted, affordable))
             self.cache.reserve(slots, capacity)
-        longest = max(r.sampling.max_tokens for r in self._waiting)
-        self._resize_records(slots, longest)
+        if coming:
+            self._records.resize(slots, max(r.sampling.max_tokens for r in coming))
 
     def _budget(self) -> int:
         if self.cache.device.type != "cuda":
@@ -216,206 +229,266 @@ class EmbeddedEngine:
         mine = self.cache.bytes_per_slot(self.cache.capacity) * self.cache.slots
         return int(GPU_CACHE_SHARE * (free + unused + mine))
 
-    def _resize_records(self, slots: int, longest: int) -> None:
-        if slots == 0 or slots > self._tokens.shape[0] or longest > self._tokens.shape[1]:
-            for name in ("_tokens", "_logprobs", "_versions"):
-                old = getattr(self, name)
-                new = np.zeros((slots, max(longest, old.shape[1]) if slots else 0), dtype=old.dtype)
-                if slots:
-                    new[: old.shape[0], : old.shape[1]] = old
-                setattr(self, name, new)
-
-    def _place(self, request: Request) -> _Sequence | None:
-        live = self._live.get(request.episode) if request.episode else None
-        if live is not None and _extends(request, live):
-            del self._live[request.episode]  # type: ignore[arg-type]
-            return _Sequence(request=request, slot=live.slot, cached=live.cached)
-        if live is not None:
-            self.release(request.episode)  # type: ignore[arg-type]
-        if not self._free and self._live:
-            self.release(next(iter(self._live)))  # it will be computed again when its turn comes
-        if not self._free:
-            return None
-        # The lowest slot first: decoding reads every slot up to the highest busy one.
-        slot = min(self._free)
-        self._free.remove(slot)
-        return _Sequence(request=request, slot=slot, cached=0)
-
-    @staticmethod
-    def _content(sequence: _Sequence) -> Any:
-        """What must be equal for two sequences to share a prefill."""
-        if sequence.cached:
-            return sequence.request.key
-        media = tuple((span.start, span.media.key) for span in sequence.request.media)
-        return (sequence.request.ids.tobytes(), media)
-
-    def _prefill(self, groups: Sequence[list[_Sequence]]) -> None:
-        """One computation per distinct prompt; the others of a group copy its cache. All fresh, or
-        all continued.
-        """
-        leaders = [group[0] for group in groups]
-        slots = np.array([s.slot for s in leaders])
-        cached = np.array([s.cached for s in leaders])
-        new = np.array([len(s.request.ids) for s in leaders]) - cached
-        ids = np.concatenate([s.request.ids[s.cached :] for s in leaders])
-        places = [self.family.positions(len(s.request.ids), s.request.media) for s in leaders]
-        ahead = [int(p[:, -1].max()) + 1 - p.shape[1] for p in places]
-        places = [p[:, s.cached :] for p, s in zip(places, leaders, strict=True)]
-        media = tuple(span for s in leaders for span in s.request.media if span.start >= s.cached)
-        starts = np.concatenate([[0], new.cumsum()])
-        if cached.any():
-            plan: Any = extend_plan(self.cache, slots, cached, new)
+    def _place(self, sequence: Sequence) -> bool:
+        """Give a sequence a slot, and pages where there are pages; False when it has to wait."""
+        request = sequence.request
+        live = self._live.pop(request.episode, None) if request.episode else None
+        if live is not None and not live.extended_by(request):
+            self.cache.drop(live.parked)
+            live = None
+        if self.cache.paged and not self._find_pages(sequence, live):
+            slot = None
+        elif sequence.slot >= 0:
+            slot = sequence.slot  # it was evicted
+        elif live is not None:
+            slot = self.cache.resume(live.parked)
         else:
-            plan = PrefillPlan(
-                cache=self.cache,
-                inner=forest_plan(
-                    starts, np.full(len(new), -1), self.cache.device, self.cache.dtype
-                ),
-                slots=self._tensor(np.repeat(slots, new)),
-                places=self._tensor(np.concatenate([np.arange(n) for n in new])),
-            )
-        hidden = self._forward(ids, np.concatenate(places, axis=1), media, plan)
-        logits = self.model.lm_head(hidden[self._tensor(starts[1:] - 1)])  # type: ignore[operator]
-        pairs = [(group[0].slot, s.slot) for group in groups for s in group[1:]]
-        if pairs:  # what lies behind a shorter prompt is copied too, and never read
-            source, target = zip(*pairs, strict=True)
-            self.cache.copy_prefix(source, target, int((cached + new).max()))
-        for group, length, position in zip(groups, (cached + new).tolist(), ahead, strict=True):
-            for sequence in group:
-                sequence.cached, sequence.next_position = length, position
-        rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        self._sample(logits[self._tensor(rows)], [s for group in groups for s in group])
+            slot = self.cache.take()
+            # A finished turn that sits in a slot will be computed again when its turn comes.
+            if slot is None and not self.cache.paged and self._drop_idle():
+                slot = self.cache.take()
+        if slot is None:
+            if live is not None:
+                self._live[request.episode] = live  # type: ignore[index]
+            return False
+        sequence.slot, sequence.cached = slot, 0 if live is None else live.cached
+        return True
+
+    def _find_pages(self, sequence: Sequence, live: Live | None) -> bool:
+        pages = self.cache.pages
+        tokens = len(sequence.request.ids) + sequence.sampled
+        # One more for each that runs: admitting a sequence should not evict another at once.
+        spare = sum(pages.held[s.slot] > 0 for s in self._running.values())
+        while True:
+            if live is None and not sequence.sampled and self._known(sequence.content):
+                needed = 1  # all but the last page are shared
+            else:
+                needed = pages.pages_for(tokens) - (0 if live is None else len(live.parked))
+            if needed + spare <= pages.free:
+                return True
+            if not self._drop_idle():  # perhaps the very prompt that would be shared
+                return False
+
+    def _known(self, content: Any) -> bool:
+        return content in self._jobs or content in self._prefixes
+
+    def _drop_idle(self) -> bool:
+        """Give back what no sequence in a slot needs: prompts kept for others, then the turn that
+        waited longest.
+        """
+        if self._prefixes:
+            self.cache.drop(self._prefixes.pop(next(iter(self._prefixes))).parked)
+            return True
+        if self._live:
+            self.release(next(iter(self._live)))
+            return True
+        return False
+
+    def _forget_prefixes(self) -> None:
+        """Prompts that nobody waits for any more."""
+        for key in [key for key in self._prefixes if not self._wanted[key]]:
+            self.cache.drop(self._prefixes.pop(key).parked)
+
+    def _begin(self, sequence: Sequence) -> int:
+        """Compute its prompt, alone or with others that begin alike. Tokens that are added."""
+        alone = sequence.cached or sequence.sampled
+        key = sequence.request.key if alone else sequence.content
+        if key in self._jobs:
+            self._jobs[key].members.append(sequence)
+            return 0
+        ids = sequence.request.ids
+        if alone:
+            ids = np.concatenate([ids, self._records.of(sequence)])
+        prefix = self._prefixes.get(key)
+        if prefix is not None:  # it may be given back before the job starts
+            self.cache.pages.share(prefix.parked)
+        job = self._jobs[key] = Job(
+            members=[sequence],
+            ids=ids,
+            positions=self.family.positions(len(ids), sequence.request.media),
+            cached=sequence.cached,
+            hidden=None if prefix is None else prefix.hidden,
+            prefix=prefix,
+        )
+        if self.cache.paged and prefix is None:
+            self.cache.pages.extend(np.array([sequence.slot]), np.array([len(ids)]))
+        return job.left
+
+    # -- prompts --
+
+    def _prefill(self) -> None:
+        """Compute about PREFILL_TOKENS tokens of prompts; start those that are complete."""
+        jobs = list(self._jobs.values())
+        parts = next_parts(jobs, PREFILL_TOKENS, pieces=self.cache.paged)
+        if self.cache.paged:
+            batches = [parts]
+        else:  # apart: what continues reads padded rows of the cache, which fresh prompts need not
+            batches = [[p for p in parts if bool(p[0].cached) == late] for late in (False, True)]
+        for batch in batches:
+            if batch:
+                compute(self.model, self.family, self.cache, batch)
+        done = {key: job for key, job in self._jobs.items() if job.hidden is not None}
+        if done:
+            self._start(done)
+
+    def _start(self, done: dict[Any, Job]) -> None:
+        """All members of these jobs begin with what was computed, and draw their first token."""
+        groups, used = [], []
+        for key, job in done.items():
+            del self._jobs[key]
+            assert job.hidden is not None
+            length, first = len(job.ids), job.members[0]
+            if job.prefix is None:
+                source, others = self.cache.contents(first.slot), job.members[1:]
+            else:
+                source, others = job.prefix.parked, list(job.members)
+                used.append(job.prefix)
+            if self.cache.paged and self._wanted[key] and key not in self._prefixes:
+                kept = Prefix(parked=self.cache.pages.share(source), hidden=job.hidden)
+                self._prefixes[key] = kept
+            groups.append((source, length, others))
+            for sequence in job.members:
+                sequence.cached, sequence.ahead, sequence.ready = length, job.ahead, True
+        if self.cache.paged:
+            self._send_away(groups)
+        self.cache.begin_alike([(a, n, [s.slot for s in others]) for a, n, others in groups])
+        for prefix in used:
+            self.cache.drop(prefix.parked)
+        self._forget_prefixes()
+        jobs = [(job, [s for s in job.members if s.ready]) for job in done.values()]
+        members = [s for _, some in jobs for s in some]
+        if members:
+            hidden = torch.stack([job.hidden for job, _ in jobs if job.hidden is not None])
+            rows = np.repeat(np.arange(len(jobs)), [len(some) for _, some in jobs])
+            self._note(members, *self._draw(hidden, rows, members))
+
+    def _send_away(self, groups: SequenceOf[tuple[Any, int, list[Sequence]]]) -> None:
+        """Members for whose own last page there is none left wait again."""
+        free = self.cache.pages.free
+        for _, length, others in groups:
+            while length % self.cache.pages.page and len(others) > free:
+                sequence = others.pop()
+                sequence.cached, sequence.ready = 0, False
+                self._evicted.appendleft(sequence)
+            free -= len(others) if length % self.cache.pages.page else 0
 
     # -- decoding --
 
-    def _decode(self) -> None:
-        sequences = sorted(self._running.values(), key=lambda s: s.slot)
-        slots = np.array([s.slot for s in sequences])
-        cached = np.array([s.cached for s in sequences])
-        sampled = np.array([s.sampled for s in sequences])
-        ids = self._tokens[slots, sampled - 1]
-        position = cached + np.array([s.next_position for s in sequences])
-        positions = np.tile(position, (self.family.axes, 1))
-        plan = extend_plan(self.cache, slots, cached, np.ones(len(slots), dtype=np.int64))
-        hidden = self._forward(ids, positions, (), plan)
-        for sequence in sequences:
+    def _step(self, ready: SequenceOf[Sequence]) -> None:
+        """One token for each, over slots."""
+        ready = sorted(ready, key=lambda s: s.slot)
+        slots = np.array([s.slot for s in ready])
+        cached = np.array([s.cached for s in ready])
+        positions = np.tile(cached + np.array([s.ahead for s in ready]), (self.family.axes, 1))
+        plan = self.cache.plan(slots, cached, np.ones(len(slots), dtype=np.int64))
+        hidden = forward(self.model, self.family, self._records.last(ready), positions, plan)
+        for sequence in ready:
             sequence.cached += 1
-        self._sample(self.model.lm_head(hidden), sequences)  # type: ignore[operator]
+        self._note(ready, *self._draw(hidden, None, ready))
 
-    def _forward(self, ids: np.ndarray, positions: np.ndarray, media: Any, plan: Any) -> Tensor:
-        return hidden_states(
-            self.model,
-            self.family,
-            self._tensor(ids),
-            self._tensor(np.ascontiguousarray(positions)),
-            media,
-            plan,
-        )
+    def _secure(self, ready: list[Sequence]) -> int:
+        """Pages for the next burst and its number of steps. Where pages are short, sequences that
+        came last lose theirs and leave `ready`.
+        """
+        pages = self.cache.pages
+        while ready:
+            steps = self.graphs.steps(ready)
+            slots = np.array([s.slot for s in ready])
+            tokens = np.array([s.cached + min(steps, s.remaining) for s in ready])
+            if pages.lacking(slots, tokens) <= pages.free:
+                pages.extend(slots, tokens)
+                return steps
+            if not self._drop_idle():
+                sequence = ready.pop()
+                pages.drop(pages.detach(sequence.slot))
+                sequence.cached, sequence.ready = 0, False
+                self._evicted.appendleft(sequence)
+        return 0
 
-    def _sample(self, logits: Tensor, sequences: Sequence[_Sequence]) -> None:
-        for sampling, rows in _by_sampling(sequences):
-            members = [sequences[row] for row in rows]
-            keys = np.array([s.request.noise for s in members], dtype=np.int64)
-            index = np.array([s.request.first_index + s.sampled for s in members], dtype=np.int64)
-            everyone = len(rows) == len(sequences)
-            drawn = sample(
-                logits if everyone else logits[self._tensor(np.array(rows))],
-                sampling,
-                banned=self.banned,
-                keys=self._tensor(keys),
-                index=self._tensor(index),
-            )
-            slots = np.array([s.slot for s in members])
-            places = np.array([s.sampled for s in members])
-            self._tokens[slots, places] = drawn.ids.cpu().numpy()
-            self._logprobs[slots, places] = drawn.logprobs.cpu().numpy()
-            self._versions[slots, places] = self.version
-            read = sampling.support and drawn.kept is not None
-            kept = drawn.kept.cpu().numpy() if read else None  # type: ignore[union-attr]
-            for row, sequence in enumerate(members):
-                sequence.sampled += 1
-                if kept is not None:
-                    sequence.support.append(np.flatnonzero(kept[row]))
-                elif _returns_support(sequence.request.sampling):
-                    sequence.support.append(NOTHING_CUT)
+    def _filling_up(self, ready: SequenceOf[Sequence]) -> bool:
+        """Many more can start soon: better to wait for them than to decode a part of the batch."""
+        room = min(len(self._waiting), len(self.cache.free))
+        coming = sum(len(job.members) for job in self._jobs.values()) + (room if self._jobs else 0)
+        return 4 * coming > len(ready)
+
+    def _launch(self, ready: SequenceOf[Sequence], steps: int) -> None:
+        slots = np.array([s.slot for s in ready])
+        pages = self.cache.pages
+        table = pages.table[slots, : int(pages.held[slots].max())]
+        heat = np.array([s.request.sampling.temperature for s in ready], dtype=np.float32)
+        self.graphs.launch(fields_of(ready, self._records.last(ready)), table, heat, steps)
+
+    def _read(self, ready: SequenceOf[Sequence]) -> None:
+        """What the burst has drawn. Where ids are cut away, the only token is drawn again."""
+        ids, logprobs = self.graphs.read()
+        again = [row for row, s in enumerate(ready) if cuts(s.sampling)]
+        if again:
+            hidden = self.graphs.hidden[to_device(np.array(again), self.cache.device)]
+            ids[0, again], logprobs[0, again] = self._draw(hidden, None, [ready[r] for r in again])
+        for sequence, count in zip(ready, (ids >= 0).sum(0).tolist(), strict=True):
+            sequence.cached += count
+        self._records.note(ready, ids, logprobs, self.version)
+
+    def _draw(
+        self, hidden: Tensor, rows: np.ndarray | None, sequences: SequenceOf[Sequence]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The next token of each sequence; `rows` says which hidden state is whose."""
+        quick = None if self.graphs is None else self.graphs.draw
+        logits = self.model.lm_head(hidden)  # type: ignore[operator]
+        return draw(logits, rows, sequences, banned=self.banned, quick=quick)
+
+    def _note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray) -> None:
+        self._records.note(sequences, ids[None], logprobs[None], self.version)
 
     # -- finishing --
 
     def _collect_finished(self) -> list[Completion]:
         done, self._aborted = self._aborted, []
-        running = list(self._running.values())
+        running = [s for s in self._running.values() if s.ready]
         if running:
-            last = self._tokens[[s.slot for s in running], [s.sampled - 1 for s in running]]
-            for sequence, at_eos in zip(running, np.isin(last, self._eos).tolist(), strict=True):
+            ends = np.isin(self._records.last(running), self._eos).tolist()
+            for sequence, at_eos in zip(running, ends, strict=True):
                 finish = self._finish(sequence, at_eos)
                 if finish is not None:
                     done.append(self._complete(sequence, finish))
         return done
 
-    def _finish(self, sequence: _Sequence, at_eos: bool) -> str | None:
+    def _finish(self, sequence: Sequence, at_eos: bool) -> str | None:
         sampling = sequence.request.sampling
         if sequence.aborted:
             return "aborted"
+        if sampling.stop and self._reaches_stop(sequence, sampling.stop):
+            return "stop"
         if at_eos and not sampling.ignore_eos:
             return "stop"
-        if sampling.stop and self._ends_with_stop(sequence, sampling.stop):
-            return "stop"
-        return "length" if sequence.sampled >= sampling.max_tokens else None
+        return "length" if not sequence.remaining else None
 
-    def _ends_with_stop(self, sequence: _Sequence, stop: tuple[str, ...]) -> bool:
+    def _reaches_stop(self, sequence: Sequence, stop: tuple[str, ...]) -> bool:
+        """Looks at each new token; what was drawn after a stop string is forgotten."""
         # A stop string has at most one token per byte; a few more cover what its first token begins
         # with.
         window = max(len(text.encode()) for text in stop) + 8
-        first = max(0, sequence.sampled - window)
-        tail = self.family.chat.decode(
-            self._tokens[sequence.slot, first : sequence.sampled], special=True
-        )
-        return any(text in tail for text in stop)
+        for length in range(sequence.looked + 1, sequence.sampled + 1):
+            tail = self._records.of(sequence)[max(0, length - window) : length]
+            text = self.family.chat.decode(tail, special=True)
+            if any(end in text for end in stop):
+                sequence.cached -= sequence.sampled - length
+                sequence.sampled = length
+                return True
+        sequence.looked = sequence.sampled
+        return False
 
-    def _complete(self, sequence: _Sequence, finish: Any) -> Completion:
-        request, slot, n = sequence.request, sequence.slot, sequence.sampled
+    def _complete(self, sequence: Sequence, finish: Any) -> Completion:
+        request = sequence.request
         del self._running[request.key]
-        completion = Completion(
-            key=request.key,
-            ids=self._tokens[slot, :n].copy(),
-            logprobs=self._logprobs[slot, :n].copy(),
-            versions=self._versions[slot, :n].copy(),
-            finish=finish,
-            support=tuple(sequence.support) or None,
-        )
+        completion = self._records.completion(sequence, finish)
         if request.episode and finish != "aborted":
-            ids = np.concatenate([request.ids, completion.ids])
-            media = tuple(span.media.key for span in request.media)
-            self._live[request.episode] = _Live(
-                slot=slot, ids=ids, media=media, cached=sequence.cached
+            self._live[request.episode] = Live(
+                parked=self.cache.park(sequence.slot),
+                ids=np.concatenate([request.ids, completion.ids]),
+                media=tuple(span.media.key for span in request.media),
+                cached=sequence.cached,
             )
         else:
-            self._free.append(slot)
+            self.cache.release(sequence.slot)
         return completion
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.cache.device)
-
-
-def _extends(request: Request, live: _Live) -> bool:
-    """The request continues exactly what the slot holds; media inside the cached part are the same
-    ones.
-    """
-    n = live.cached
-    media = tuple(span.media.key for span in request.media)
-    return (
-        len(request.ids) > n
-        and np.array_equal(request.ids[:n], live.ids[:n])
-        and media[: len(live.media)] == live.media
-    )
-
-
-def _by_sampling(sequences: Sequence[_Sequence]) -> list[tuple[Sampling, list[int]]]:
-    groups: dict[Sampling, list[int]] = {}
-    for row, sequence in enumerate(sequences):
-        groups.setdefault(sequence.sampling, []).append(row)
-    return list(groups.items())
-
-
-def _returns_support(sampling: Sampling) -> bool:
-    return sampling.support and sampling.truncated and sampling.temperature > 0

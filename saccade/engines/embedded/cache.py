@@ -1,4 +1,5 @@
-"""The key/value cache of the embedded engine and the attention plans that fill and read it.
+"""The slot cache of the embedded engine and the attention plans that fill and read it: any device,
+any type. On a GPU in half precision paged.py takes its place.
 
 One slot per sequence. A group's prompt is computed in one slot and copied to the others. Legend: S
 slots, G key heads, C capacity of a slot, D head size, B sequences of a call, T its new tokens, L
@@ -9,36 +10,76 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from saccade.attention import AttentionPlan
+from saccade.attention import AttentionPlan, forest_plan
 
 CAPACITY_STEP = 64  # slots grow in steps, so that a longer prompt rarely reallocates
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of what a model keeps per token."""
+
+    layers: int
+    key_heads: int
+    head_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.layers * self.key_heads * self.head_size * self.dtype.itemsize
+
+
+def shape_of(model: torch.nn.Module) -> Shape:
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    heads = config.num_attention_heads
+    parameter = next(model.parameters())
+    return Shape(
+        layers=config.num_hidden_layers,
+        key_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        device=parameter.device,
+        dtype=parameter.dtype,
+    )
+
+
+def can_page(shape: Shape) -> bool:
+    """Whether the kernels of the paged cache serve a model. In full precision the slots do: there
+    greedy tokens are those of transformers, bit by bit.
+    """
+    return (
+        shape.device.type == "cuda"
+        and shape.dtype in (torch.bfloat16, torch.float16)
+        and 16 <= shape.head_size <= 256
+        and shape.head_size.bit_count() == 1
+        and find_spec("triton") is not None
+    )
+
+
 class Cache:
     """keys and values: [layers, S, G, C, D]. Grows on demand and keeps what it holds; `clear` gives
-    it all back.
+    it all back. A finished turn that is kept stays in its slot.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-        heads = config.num_attention_heads
-        self.layers = config.num_hidden_layers
-        self.key_heads = getattr(config, "num_key_value_heads", None) or heads
-        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        parameter = next(model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
+    paged = False
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.device, self.dtype = shape.device, shape.dtype
         self.clear()
 
     def clear(self) -> None:
-        shape = (self.layers, 0, self.key_heads, 0, self.head_size)
+        shape = (self.shape.layers, 0, self.shape.key_heads, 0, self.shape.head_size)
         self.keys = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.values = torch.empty_like(self.keys)
+        self.free: list[int] = []
 
     @property
     def slots(self) -> int:
@@ -49,26 +90,69 @@ class Cache:
         return self.keys.shape[3]
 
     def bytes_per_slot(self, capacity: int) -> int:
-        return (
-            2 * self.layers * self.key_heads * capacity * self.head_size * self.keys.element_size()
-        )
+        return capacity * self.shape.bytes_per_token
 
     def reserve(self, slots: int, capacity: int) -> None:
         capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
         if slots <= self.slots and capacity <= self.capacity:
             return
         slots, capacity = max(slots, self.slots), max(capacity, self.capacity)
+        self.free += range(self.slots, slots)
         for name in ("keys", "values"):
             old = getattr(self, name)
             # Zeros, not empty: a masked key still enters a product, and 0 · NaN is NaN.
-            new = old.new_zeros((self.layers, slots, self.key_heads, capacity, self.head_size))
+            layers, _, heads, _, size = old.shape
+            new = old.new_zeros((layers, slots, heads, capacity, size))
             new[:, : old.shape[1], :, : old.shape[3]] = old
             setattr(self, name, new)
 
-    def copy_prefix(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
-        """The first `length` tokens of slots `source` into slots `target`, pairwise."""
-        for tensor in (self.keys, self.values):
-            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+    # -- slots --
+
+    def take(self) -> int | None:
+        """The lowest one: decoding reads every slot up to the highest busy one."""
+        slot = min(self.free, default=None)
+        if slot is not None:
+            self.free.remove(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        self.free.append(slot)
+
+    def park(self, slot: int) -> int:
+        return slot
+
+    def resume(self, parked: int) -> int:
+        return parked
+
+    def drop(self, parked: int) -> None:
+        self.free.append(parked)
+
+    def contents(self, slot: int) -> int:
+        return slot
+
+    def begin_alike(self, groups: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """(source, tokens, targets): slots `targets` begin with the first `tokens` of `source`."""
+        pairs = [(source, target) for source, _, targets in groups for target in targets]
+        if pairs:  # what lies behind a shorter beginning is copied too, and never read
+            length = max(tokens for _, tokens, _ in groups)
+            sources, targets = (list(column) for column in zip(*pairs, strict=True))
+            for tensor in (self.keys, self.values):
+                tensor[:, targets, :, :length] = tensor[:, sources, :, :length]
+
+    # -- plans --
+
+    def plan(self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray) -> AttentionPlan:
+        """Sequences in `slots` hold `cached` tokens and get `new` more (all arrays [B])."""
+        if cached.any():
+            return extend_plan(self, slots, cached, new)
+        starts = np.concatenate([[0], new.cumsum()])
+        move = lambda x: torch.from_numpy(x).to(self.device)  # noqa: E731
+        return PrefillPlan(
+            cache=self,
+            inner=forest_plan(starts, np.full(len(new), -1), self.device, self.dtype),
+            slots=move(np.repeat(slots, new)),
+            places=move(np.concatenate([np.arange(n) for n in new])),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ at a model type.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -90,9 +90,10 @@ class Family:
     max_positions: int
     measure: Callable[[Media], tuple[Grid, int]]
     positions: Callable[[int, tuple[MediaSpan, ...]], np.ndarray]
-    vision: Callable[
-        ..., Mapping[str, Any]
-    ]  # (spans, device, dtype) → keyword tensors of the forward
+    prefetch: Callable[[Iterable[Media]], Any]  # make their pixels in the background
+    media: Callable[[Sequence[MediaSpan]], Mapping[str, Any]]  # what `features` reads, on the host
+    features: Callable[[Any, Mapping[str, Any]], Any]  # (model, media) → [media tokens, hidden]
+    vision: Callable[..., Mapping[str, Any]]  # (spans, device, dtype) → arguments of the forward
 
     def __post_init__(self) -> None:
         # A prompt is rendered once however often its sample comes round.

@@ -8,16 +8,19 @@ N patches.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
-from saccade.images import DECODED, resized_size
+from saccade.images import DECODED, ImageCache, resized_size
 from saccade.types import Media, MediaSpan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -28,13 +31,32 @@ CACHE_BYTES = 2 << 30
 def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
     vision = config["vision_config"]
     patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
-    mean = processor.get("image_mean", CLIP_MEAN)
-    std = processor.get("image_std", CLIP_STD)
+    measured = partial(measure, patch=patch, merge=merge)
+    kept = ImageCache(
+        CACHE_BYTES,
+        make=lambda media: patches(media, measured(media)[0], patch=patch, merge=merge),
+        key=lambda media: media.key,
+    )
+    pixels = partial(
+        pixel_values,
+        frames=int(vision.get("temporal_patch_size", 2)),
+        mean=tuple(processor.get("image_mean", CLIP_MEAN)),
+        std=tuple(processor.get("image_std", CLIP_STD)),
+    )
     return {
         "axes": 3,
-        "measure": partial(measure, patch=patch, merge=merge),
+        "measure": measured,
         "positions": partial(positions, merge=merge),
-        "vision": _pixels(patch, merge, int(vision.get("temporal_patch_size", 2)), mean, std),
+        "prefetch": kept.prefetch,
+        "media": partial(
+            host_media,
+            cache=kept,
+            merge=merge,
+            patch=patch,
+            window=vision.get("window_size", 112) if "fullatt_block_indexes" in vision else None,
+        ),
+        "features": partial(features, pixels=pixels),
+        "vision": partial(forward_arguments, cache=kept, pixels=pixels),
     }
 
 
@@ -83,41 +105,87 @@ def patches(media: Media, grid: tuple[int, int, int], *, patch: int, merge: int)
     return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, 3, patch, patch)
 
 
-def _pixels(
-    patch: int, merge: int, frames: int, mean: Sequence[float], std: Sequence[float]
-) -> Callable[..., Mapping[str, Any]]:
-    cache: OrderedDict[Any, np.ndarray] = OrderedDict()
-    used = 0
+# -- tensors ---------------------------------------------------------------------------------------
 
-    def cached(span: MediaSpan) -> np.ndarray:
-        nonlocal used
-        key = span.media.key
-        if key in cache:
-            cache.move_to_end(key)
-            return cache[key]
-        made = cache[key] = patches(span.media, span.grid, patch=patch, merge=merge)
-        used += made.nbytes
-        while used > CACHE_BYTES and len(cache) > 1:
-            used -= cache.popitem(last=False)[1].nbytes
-        return made
 
-    def vision(spans: Sequence[MediaSpan], device: Any, dtype: Any) -> Mapping[str, Any]:
-        """pixel_values [N, 3·frames·P·P] and image_grid_thw [images, 3]; nothing for a batch of
-        text.
-        """
-        import torch
+def host_media(
+    spans: Sequence[MediaSpan], *, cache: ImageCache, merge: int, patch: int, window: int | None
+) -> Mapping[str, Any]:
+    """Patches, and what the tower would otherwise read back from the device to find its windows and
+    segments: tensors on the host, and numbers.
+    """
+    import torch
+    from transformers import vision_utils
 
-        if not spans:
-            return {}
-        flat = torch.from_numpy(np.concatenate([cached(span) for span in spans])).to(device)
-        centre = torch.tensor(mean, device=device).view(1, 3, 1, 1)
-        spread = torch.tensor(std, device=device).view(1, 3, 1, 1)
-        values = (flat.float() * (1 / 255) - centre) / spread
-        values = values[:, :, None].expand(-1, -1, frames, -1, -1).reshape(len(flat), -1)
-        grids = torch.tensor([span.grid for span in spans], device=device)
-        return {"pixel_values": values.to(dtype), "image_grid_thw": grids}
+    grids = torch.tensor([span.grid for span in spans])
+    segments = vision_utils.get_vision_cu_seqlens(grids)
+    made = {
+        "patches": torch.from_numpy(np.concatenate(cache.get_all([span.media for span in spans]))),
+        "grid_thw": grids,
+        "position_ids": vision_utils.get_vision_position_ids(grids, merge),
+        "cu_seqlens": segments,
+        "max_seqlen": int(segments.diff().max()),
+    }
+    if window is not None:
+        order, windows = vision_utils.get_vision_window_index(
+            grids, spatial_merge_size=merge, window_size=window, patch_size=patch
+        )
+        made |= {
+            "window_index": order,
+            "cu_window_seqlens": windows,
+            "max_window_seqlen": int(windows.diff().max()),
+        }
+    return made
 
-    return vision
+
+def features(model: Any, media: Mapping[str, Any], *, pixels: Callable[..., Tensor]) -> Tensor:
+    """[media tokens, hidden size] of what `host_media` made, once it is on the model's device."""
+    tower = model.base_model.visual
+    options = {name: value for name, value in media.items() if name != "patches"}
+    return tower(pixels(media["patches"], tower.dtype), **options).pooler_output
+
+
+def forward_arguments(
+    spans: Sequence[MediaSpan],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    cache: ImageCache,
+    pixels: Callable[..., Tensor],
+) -> Mapping[str, Any]:
+    """pixel_values and image_grid_thw [images, 3] of transformers' own forward; nothing for a batch
+    of text.
+    """
+    import torch
+
+    if not spans:
+        return {}
+    flat = torch.from_numpy(np.concatenate(cache.get_all([span.media for span in spans])))
+    grids = torch.tensor([span.grid for span in spans], device=device)
+    return {"pixel_values": pixels(flat.to(device), dtype), "image_grid_thw": grids}
+
+
+def pixel_values(
+    flat: Tensor,
+    dtype: torch.dtype,
+    *,
+    frames: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> Tensor:
+    """[N, 3, P, P] bytes → [N, 3·frames·P·P] normalised."""
+    centre, spread = _constants(mean, flat.device), _constants(std, flat.device)
+    values = (flat.float() * (1 / 255) - centre) / spread
+    values = values[:, :, None].expand(-1, -1, frames, -1, -1).reshape(len(flat), -1)
+    return values.to(dtype)
+
+
+@cache
+def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """On the device once: to copy them is to wait for it."""
+    import torch
+
+    return torch.tensor(values, device=device).view(1, 3, 1, 1)
 
 
 def patch_embedding_as_matrix(model: Any) -> None:

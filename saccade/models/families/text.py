@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,7 +12,15 @@ from saccade.types import Media, MediaSpan
 
 
 def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"axes": 1, "measure": _refuse, "positions": positions, "vision": _nothing}
+    return {
+        "axes": 1,
+        "measure": _refuse,
+        "positions": positions,
+        "prefetch": _nothing,
+        "media": _refuse_spans,
+        "features": _refuse_spans,
+        "vision": _nothing,
+    }
 
 
 def positions(length: int, media: tuple[MediaSpan, ...]) -> np.ndarray:
@@ -25,5 +33,9 @@ def _refuse(media: Media) -> NoReturn:
     )
 
 
-def _nothing(spans: Sequence[MediaSpan], device: Any, dtype: Any) -> Mapping[str, Any]:
+def _refuse_spans(*arguments: Any) -> NoReturn:
+    raise AssertionError("no span is made for a model that reads text only")
+
+
+def _nothing(*arguments: Any) -> Mapping[str, Any]:
     return {}

@@ -1,0 +1,192 @@
+"""Rollouts of the 3B-shaped model by the embedded engine alone: tokens per second with log-probs.
+
+    python benchmarks/decode.py                       # W1 with 16 and 64 prompts, 8 rollouts each
+    python benchmarks/decode.py W2/16 --profile       # also: which kernels take the time
+    python benchmarks/decode.py W1/16 --check         # also: log-probs against the trainer's
+
+A variant is a work of rl_step.py and a number of prompts. Prints one JSON object per line;
+`step_ms` is the time of one decode step of the whole batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rl_step import WORKS
+from update import family_and_model
+
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.forest import pack
+from saccade.images import open_media
+from saccade.models.families import Family
+from saccade.types import (
+    Completion,
+    Group,
+    MediaSpan,
+    Request,
+    Sample,
+    Sampling,
+    Source,
+    Trajectory,
+)
+
+REPEATS = 8
+
+
+def requests(family: Family, work: dict[str, int], prompts: int, new: int) -> list[Request]:
+    rng = np.random.default_rng(0)
+    asked = []
+    for index in range(prompts):
+        media = open_media(rng.integers(0, 255, (work["side"], work["side"], 3), dtype=np.uint8))
+        grid, tokens = family.measure(media)
+        text = rng.integers(0, 200, work["prompt"] - tokens)
+        ids = np.concatenate([text[:5], np.full(tokens, family.chat.placeholder), text[5:]])
+        span = MediaSpan(media=media, start=5, length=tokens, grid=grid)
+        asked += [
+            Request(
+                key=f"{index}/{repeat}",
+                ids=ids,
+                media=(span,),
+                sampling=Sampling(max_tokens=new, ignore_eos=True),
+                noise=index * REPEATS + repeat,
+            )
+            for repeat in range(REPEATS)
+        ]
+    return asked
+
+
+def timed(
+    engine: EmbeddedEngine, asked: list[Request]
+) -> tuple[dict[str, Any], dict[str, Completion]]:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    for request in asked:
+        engine.submit(request)
+    done: dict[str, Completion] = {}
+    prefill, decode, looks = 0.0, 0.0, 0
+    while engine.pending:
+        before, waiting = time.perf_counter(), bool(engine._waiting)
+        done |= {completion.key: completion for completion in engine.poll()}
+        spent = time.perf_counter() - before
+        looks += 1
+        prefill, decode = (prefill + spent, decode) if waiting else (prefill, decode + spent)
+    whole = time.perf_counter() - began
+    tokens = sum(len(completion.ids) for completion in done.values())
+    result = {
+        "sequences": len(asked),
+        "tokens": tokens,
+        "seconds": round(whole, 3),
+        "tokens_per_s": round(tokens / whole),
+        "prefill_s": round(prefill, 3),
+        "step_ms": round(1e3 * decode / max(1, asked[0].sampling.max_tokens - 1), 3),
+        "looks": looks,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+    }
+    return result, done
+
+
+def gap(
+    model: Any, family: Family, asked: list[Request], done: dict[str, Completion]
+) -> dict[str, float]:
+    """Between the engine's log-probs and the trainer's, over one group."""
+    members = []
+    for repeat, request in enumerate(asked[:REPEATS]):
+        answer = done[request.key]
+        n, m = len(request.ids), len(answer.ids)
+        members.append(
+            Trajectory(
+                sample_id="g",
+                repeat=repeat,
+                ids=np.concatenate([request.ids, answer.ids]),
+                sources=np.array([Source.PROMPT] * n + [Source.POLICY] * m, np.int8),
+                logprobs=np.concatenate([np.full(n, np.nan), answer.logprobs]).astype(np.float32),
+                versions=np.full(n + m, -1, np.int32),
+                media=request.media,
+            )
+        )
+    group = Group(sample=Sample(id="g", messages=()), uid="g", trajectories=tuple(members))
+    batches = pack([group], positions=family.positions, micro_tokens=1 << 20)
+    scored = LocalBackend(model, family).logprobs(batches, Scoring())
+    apart = np.abs(
+        np.concatenate(
+            [new - batch.rollout_logprobs for batch, (new, _) in zip(batches, scored, strict=True)]
+        )
+    )
+    return {"gap_mean": float(apart.mean()), "gap_max": float(apart.max())}
+
+
+def profile(engine: EmbeddedEngine, asked: list[Request]) -> None:
+    """Kernels of the first prefill and of one burst by their share of the time."""
+    for request in asked:
+        engine.submit(request)
+    show("a prefill", engine, top=8)
+    while engine._waiting or engine._jobs:
+        engine.poll()
+    engine.poll()
+    show(f"a burst of {len(asked)} sequences", engine, top=20)
+    while engine.pending:
+        engine.poll()
+
+
+def show(what: str, engine: EmbeddedEngine, top: int) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA]) as trace:
+        engine.poll()
+        torch.cuda.synchronize()
+    spent: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for event in trace.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent[event.name] += event.device_time
+            calls[event.name] += 1
+    total = sum(spent.values())
+    steps = max([1, *(calls[name] for name in calls if name.startswith("_advance"))])
+    print(f"{what}: {total / steps / 1e3:.3f} ms of kernels a step")
+    for name, micros in spent.most_common(top):
+        each, often = micros / calls[name], calls[name] / steps
+        print(f"  {micros / total:6.1%} {often:7.1f} a step {each:9.1f} us  {name[:110]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("variants", nargs="*", default=["W1/16", "W1/64"])
+    parser.add_argument("--rounds", type=int, default=2, help="the last one is reported")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    variants = [(name, int(prompts)) for name, prompts in (v.split("/") for v in args.variants)]
+    with tempfile.TemporaryDirectory() as scratch:
+        family, model = family_and_model(Path(scratch))
+        most = max(prompts for _, prompts in variants) * REPEATS
+        engine = EmbeddedEngine(model, family, max_sequences=most)
+        for name, prompts in variants:
+            work = WORKS[name]
+            began = time.perf_counter()
+            timed(engine, requests(family, work, prompts, 24))
+            first = time.perf_counter() - began  # kernels are compiled, graphs captured
+            asked = requests(family, work, prompts, work["new"])
+            for _ in range(args.rounds):
+                engine.sleep()
+                result, done = timed(engine, asked)
+            print(json.dumps(result | {"work": name, "first_s": round(first, 1)}), flush=True)
+            if args.check:
+                print(json.dumps(gap(model, family, asked, done)), flush=True)
+            if args.profile:
+                profile(engine, requests(family, work, prompts, min(256, work["new"])))
+
+
+if __name__ == "__main__":
+    main()

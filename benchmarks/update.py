@@ -1,0 +1,241 @@
+"""One optimizer step of the 3B-shaped model on forests with random responses, without an engine.
+
+    python benchmarks/update.py W1/auto W1/on W2/auto
+    python benchmarks/update.py W1/auto --profile W1/auto   # also: which kernels take the time
+
+A variant is a work of rl_step.py and a setting of model.checkpointing; with :TOKENS behind it
+another micro_tokens and with @GIB a limit of memory. Prints seconds of the whole step and of its
+parts, FLOPs that the forests need over the peak of the GPU, and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import tempfile
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from model import TEXT, VISION
+from rl_step import WORKS
+
+from saccade import attention, devices, flops
+from saccade.algorithms.build import resolve
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.config import AlgorithmConfig, TrainConfig
+from saccade.forest import pack
+from saccade.images import open_media
+from saccade.models import tiny
+from saccade.models.families import Family, load_family
+from saccade.models.fused import fuse
+from saccade.types import Batch, Group, MediaSpan, Message, Sample, Source, Trajectory
+
+PROMPTS, REPEATS = 16, 8
+
+
+def family_and_model(folder: Path) -> tuple[Family, Any]:
+    """Random weights in memory only: to write them would take longer than to train on them."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    tiny.build("qwen2_5_vl", folder)
+    described = json.loads((folder / "config.json").read_text())
+    described["text_config"] |= TEXT
+    described["text_config"]["rope_parameters"] |= {
+        "mrope_section": [16, 24, 24],
+        "rope_theta": 1e6,
+    }
+    described["text_config"]["layer_types"] = ["full_attention"] * TEXT["num_hidden_layers"]
+    described["vision_config"] |= VISION
+    (folder / "config.json").write_text(json.dumps(described))
+    family = load_family(str(folder))
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForImageTextToText.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
+        )
+    attention.use_in(model)
+    family.spec.prepare(model)
+    fuse(model)
+    return family, model
+
+
+def groups_of(family: Family, work: dict[str, int]) -> list[Group]:
+    rng = np.random.default_rng(0)
+    made = []
+    for index in range(PROMPTS):
+        side = work["side"]
+        media = open_media(rng.integers(0, 255, (side, side, 3), dtype=np.uint8))
+        grid, tokens = family.measure(media)
+        text = rng.integers(0, 200, work["prompt"] - tokens)
+        prompt = np.concatenate([text[:10], np.full(tokens, family.chat.placeholder), text[10:]])
+        span = MediaSpan(media=media, start=10, length=tokens, grid=grid)
+        made.append(
+            Group(
+                sample=Sample(id=f"{index}", messages=(Message(role="user", parts=("x",)),)),
+                uid=f"{index}",
+                trajectories=tuple(
+                    trajectory(rng, f"{index}", repeat, prompt, span, work["new"])
+                    for repeat in range(REPEATS)
+                ),
+            )
+        )
+    return made
+
+
+def trajectory(
+    rng: np.random.Generator, uid: str, repeat: int, prompt: np.ndarray, span: MediaSpan, new: int
+) -> Trajectory:
+    policy = np.arange(len(prompt) + new) >= len(prompt)
+    return Trajectory(
+        sample_id=uid,
+        repeat=repeat,
+        ids=np.concatenate([prompt, rng.integers(0, 200, new)]),
+        sources=np.where(policy, Source.POLICY, Source.PROMPT).astype(np.int8),
+        logprobs=np.where(policy, -12.0, np.nan).astype(np.float32),
+        versions=np.where(policy, 0, -1).astype(np.int32),
+        media=(span,),
+        advantages=rng.standard_normal(new).astype(np.float32),
+    )
+
+
+def forests(family: Family, groups: list[Group], micro_tokens: int) -> list[Batch]:
+    batches = pack(groups, positions=family.positions, micro_tokens=micro_tokens)
+    reads = sum(len(batch.reads) for batch in batches)
+    return [replace(b, scales=np.full(len(b.reads), 1 / reads, np.float32)) for b in batches]
+
+
+class Clock:
+    """GPU time inside some functions, by events: nothing waits until the end."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+
+    def wrap(self, owner: Any, method: str, name: str) -> None:
+        inner: Callable[..., Any] = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = inner(*args, **kwargs)
+            end.record()
+            self.events[name].append((start, end))
+            return result
+
+        setattr(owner, method, timed)
+
+    def seconds(self) -> dict[str, float]:
+        torch.cuda.synchronize()
+        found = {n: sum(a.elapsed_time(b) for a, b in e) / 1e3 for n, e in self.events.items()}
+        self.events.clear()
+        return found
+
+
+def measure(family: Family, model: Any, variant: str, args: Any) -> None:
+    match = re.fullmatch(r"(W\d)/(auto|on|off)(?::(\d+))?(?:@([\d.]+))?", variant)
+    assert match, f"{variant}: write W1/auto, on or off, then :TOKENS, then @GIB"
+    work_name, mode, tokens, limit = match.groups()
+    groups = groups_of(family, WORKS[work_name])
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(float(limit) * 2**30 / total if limit else 1.0)
+    batches = forests(family, groups, int(tokens or 16_384))
+    algorithm = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=512)
+    backend = LocalBackend(
+        model, family, TrainConfig(), checkpointing="auto" if mode == "auto" else mode == "on"
+    )
+    clock = Clock()
+    clock.wrap(backend, "_hidden", "forward")
+    clock.wrap(backend, "_read", "forward + head")
+    clock.wrap(backend, "_accumulate", "gradients")
+    clock.wrap(backend.optimizer, "step", "optimizer")
+    shape = flops.shape_of(model.config)
+    assert shape is not None
+    work = [flops.forward(shape, batch) for batch in batches]
+    needed = sum(w.total + flops.backward(w, flops.FULL) for w in work)
+    peak = devices.named(torch.cuda.get_device_name())
+    print(
+        f"\n{variant}: {sum(b.tokens for b in batches)} tokens in {len(batches)} "
+        f"forests, {needed / 1e12:.0f} TFLOP"
+    )
+    for step in range(args.steps):
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        update = backend.train_step(batches, algorithm, Scoring(), lr=1e-6)
+        torch.cuda.synchronize()
+        whole = time.perf_counter() - began
+        parts = "  ".join(f"{name} {s:.3f}" for name, s in clock.seconds().items())
+        share = f"{needed / whole / peak.tflops / 1e10:.1f} %" if peak and peak.tflops else "?"
+        print(
+            f"  step {step}: {whole:.3f} s, MFU {share}  [{parts}]  layers that keep "
+            f"{backend.recompute.keeping}, "
+            f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, "
+            f"reserved {torch.cuda.memory_reserved() / 2**30:.1f}, loss "
+            f"{update.metrics.means()['policy/loss']:.5f}, norm "
+            f"{update.metrics.means()['policy/grad_norm']:.4f}, "
+            f"splits {backend.oom_splits}",
+            flush=True,
+        )
+    once = partial(backend.train_step, batches, algorithm, Scoring(), lr=1e-6)
+    if args.waits:
+        waits(once)
+    if args.profile == variant:
+        profile(once)
+    for parameter in model.parameters():
+        (parameter._post_accumulate_grad_hooks or {}).clear()
+    model.gradient_checkpointing_disable()
+    del backend, clock, once
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def waits(step: Callable[[], Any]) -> None:
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+    torch.cuda.set_sync_debug_mode("default")
+    places = Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+    print(f"  the host waited {sum(places.values())} times")
+    for place, count in places.most_common():
+        print(f"  {count:5d}  {place}")
+
+
+def profile(step: Callable[[], Any]) -> None:
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    rows = [(e.key, e.self_device_time_total / 1e3, e.count) for e in found.key_averages()]
+    rows.sort(key=lambda row: -row[1])
+    print(f"  kernels: {sum(ms for _, ms, _ in rows):.0f} ms")
+    for name, ms, count in rows[:45]:
+        print(f"  {ms:9.1f} ms {count:7d}  {name[:150]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("variants", nargs="*", default=["W1/auto"], help="WORK/MODE:TOKENS@GIB")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--profile", help="variant of which to list the kernels")
+    parser.add_argument("--waits", action="store_true", help="where the host waits for the GPU")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        family, model = family_and_model(Path(scratch))
+        for variant in args.variants:
+            measure(family, model, variant, args)
+
+
+if __name__ == "__main__":
+    main()

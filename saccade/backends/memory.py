@@ -1,0 +1,152 @@
+"""Which layers compute their activations again in backward: as few as the free memory allows.
+
+What a layer keeps is measured, not computed from a config: in the first micro-batch every layer
+recomputes but the last of each kind, and the memory before and after that one is compared. From
+then on the layers at the end keep what they made for as long as it fits; they are the first that
+backward frees. What else was needed at the peak of that micro-batch is left free. Knows nothing of
+losses or optimizers.
+
+    recompute = Recompute(model, "auto")
+    recompute.choose(batch.tokens, media_tokens)
+    ...                                                    # forward and backward
+    recompute.learn()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+# Of the device's memory, never planned with: fragments between blocks, workspaces of libraries.
+MARGIN = 0.04
+MORE_AFTER_AN_ERROR = 0.03
+
+
+@dataclass(kw_only=True)
+class _Kind:
+    """Layers of one class, in the order in which they run."""
+
+    layers: list[Any]
+    tokens: int = 0  # of the micro-batch in which it was measured, all or those of media
+    of_media: bool = False
+    kept: int | None = None  # bytes that one layer kept there beyond its output
+
+    def cost(self, tokens: int, media_tokens: int) -> float:
+        assert self.kept is not None
+        return self.kept * (media_tokens if self.of_media else tokens) / max(1, self.tokens)
+
+
+class Recompute:
+    def __init__(self, model: Any, wanted: bool | Literal["auto"]) -> None:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        self.device = next(model.parameters()).device
+        self.planned = wanted == "auto" and self.device.type == "cuda"
+        self.margin = MARGIN
+        self.spare = 0.0  # bytes that are left when every layer has what it keeps
+        self.overhead = (0, 1, 1)  # bytes beside what layers keep; its tokens, its media tokens
+        if wanted is True or self.planned:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        kinds: dict[type, _Kind] = {}
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                kinds.setdefault(type(layer), _Kind(layers=[])).layers.append(layer)
+        self.kinds = list(kinds.values())
+        self._hooks: list[Any] = []
+
+    @property
+    def keeping(self) -> int:
+        """Layers that keep what they made."""
+        return sum(not layer.gradient_checkpointing for k in self.kinds for layer in k.layers)
+
+    def choose(self, tokens: int, media_tokens: int, *, cautious: bool = False) -> None:
+        """For the micro-batch that follows. `cautious`: every layer recomputes."""
+        self.spare = 0.0
+        if not self.planned:
+            return
+        for layer in (layer for kind in self.kinds for layer in kind.layers):
+            layer.gradient_checkpointing = True
+        self._stop_measuring()
+        if cautious:
+            return
+        unknown = any(kind.kept is None for kind in self.kinds)
+        if not self.overhead[0] or (unknown and media_tokens):  # no media: their layers do not run
+            self._measure(tokens, media_tokens)
+        else:
+            self._keep_what_fits(tokens, media_tokens)
+
+    def _keep_what_fits(self, tokens: int, media_tokens: int) -> None:
+        spent, of_tokens, of_media_tokens = self.overhead
+        grown = max(1.0, tokens / of_tokens, media_tokens / of_media_tokens)
+        room = available(self.device, self.margin) - spent * grown
+        for kind in reversed(self.kinds):
+            if kind.kept is None:
+                continue
+            fitting = int(max(0.0, room) // max(1.0, kind.cost(tokens, media_tokens)))
+            keeping = kind.layers[max(0, len(kind.layers) - fitting) :]
+            for layer in keeping:
+                layer.gradient_checkpointing = False
+            room -= len(keeping) * kind.cost(tokens, media_tokens)
+        self.spare = max(0.0, room)
+
+    # -- measuring --
+
+    def _measure(self, tokens: int, media_tokens: int) -> None:
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+        def measure(kind: _Kind) -> None:
+            began = 0
+
+            def start(layer: nn.Module, inputs: Any) -> None:
+                nonlocal began
+                began = torch.cuda.memory_allocated(self.device)
+
+            def end(layer: nn.Module, inputs: Any, output: Any) -> None:
+                out = output if isinstance(output, Tensor) else output[0]
+                kind.of_media = out[..., 0].numel() != tokens
+                kind.tokens = media_tokens if kind.of_media else tokens
+                now = torch.cuda.memory_allocated(self.device)
+                kind.kept = max(0, now - began - out.nbytes)
+
+            last = kind.layers[-1]
+            last.gradient_checkpointing = False
+            self._hooks += [last.register_forward_pre_hook(start), last.register_forward_hook(end)]
+
+        for kind in self.kinds:
+            if kind.kept is None:
+                measure(kind)
+        self._measured = (before, max(1, tokens), max(1, media_tokens))
+
+    def learn(self) -> None:
+        """Call it when the backward of the micro-batch is done."""
+        if not self._hooks:
+            return
+        self._stop_measuring()
+        before, tokens, media_tokens = self._measured
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        if peak > self.overhead[0]:
+            self.overhead = (peak, tokens, media_tokens)
+
+    def failed(self) -> bool:
+        """Memory ran out. True when layers kept something that they can compute again instead."""
+        self.margin += MORE_AFTER_AN_ERROR
+        self._stop_measuring()
+        return self.planned and self.keeping > 0
+
+    def _stop_measuring(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def available(device: torch.device, margin: float) -> float:
+    """Bytes that new tensors may take, cached blocks and a limit of the process included."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    mine = torch.cuda.get_per_process_memory_fraction(device) * total - reserved
+    unused = reserved - torch.cuda.memory_allocated(device)
+    return min(free, mine) + unused - margin * total

@@ -1,0 +1,49 @@
+"""The reference of a policy that trains adapters: the policy without them, or with older ones.
+
+No second model is loaded. Knows nothing of how the policy is trained.
+
+    AdapterReference(policy).logprobs(batches, Scoring())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.models import lora
+from saccade.types import Batch
+
+STATE = "adapters.safetensors"
+
+
+class AdapterReference:
+    def __init__(self, policy: LocalBackend) -> None:
+        self.policy = policy
+        self.held: dict[str, Tensor] = {}  # adapters of an earlier step; empty: none
+
+    def logprobs(
+        self, batches: Sequence[Batch], scoring: Scoring
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        model = self.policy.model
+        with lora.exchanged(model, self.held) if self.held else lora.switched_off(model):
+            return self.policy.logprobs(batches, scoring)
+
+    def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:
+        """`source` is the policy, whose adapters are at hand."""
+        assert share == 1, "a blend of weights is no adapter"
+        self.held = lora.copied(self.policy.model)
+
+    def save_state(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self.held, folder / STATE)
+
+    def load_state(self, folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        self.held = {n: t.to(self.policy.device) for n, t in load_file(folder / STATE).items()}

@@ -1,0 +1,82 @@
+"""What accelerators can do at best, from their data sheets: the denominators of MFU and bandwidth
+share, and what a plan has to fit into.
+
+A device that is not in the table has no peak: its shares are left out, never guessed.
+
+    >>> named("NVIDIA H200").tflops
+    989.0
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    name: str
+    memory: float  # GiB that a process can have
+    tflops: float | None = None  # dense bf16 peak, 1e12 operations per second
+    bandwidth: float | None = None  # 1e12 bytes per second
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != "CPU"
+
+
+# (name, GiB, TFLOP/s, TB/s). The first whose words all are in the name of a device wins.
+TABLE = (
+    ("GH200", 94.5, 989, 4.0),
+    ("B200", 178.0, 2250, 8.0),
+    ("H200", 139.8, 989, 4.8),
+    ("H100 PCIe", 79.1, 756, 2.0),
+    ("H100 NVL", 93.1, 835, 3.9),
+    ("H100", 79.1, 989, 3.35),
+    ("H800", 79.1, 989, 3.35),
+    ("H20", 95.1, 148, 4.0),
+    ("A100 40GB", 39.4, 312, 1.555),
+    ("A100", 79.2, 312, 2.0),
+    ("A800", 79.2, 312, 2.0),
+    ("L40S", 44.4, 362, 0.864),
+    ("L40", 44.4, 181, 0.864),
+    ("L20", 44.4, 119.5, 0.864),
+    ("L4", 22.0, 121, 0.3),
+    ("A40", 44.4, 150, 0.696),
+    ("A10", 22.0, 125, 0.6),
+    ("RTX 6000 Ada", 47.4, 364, 0.96),
+    ("RTX A6000", 47.4, 155, 0.768),
+    ("RTX 5090", 31.4, 210, 1.792),
+    ("RTX 4090", 23.5, 165, 1.008),
+    ("RTX 3090", 23.6, 71, 0.936),
+    ("MI300X", 191.5, 1307, 5.3),
+    ("Ascend 910B", 61.0, 354, 1.6),
+)
+OTHER_CHIPS = {"laptop"}  # share a name with a larger one
+
+
+def named(name: str) -> Device | None:
+    """The row of a device, by what a driver or a person calls it."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    for known, memory, tflops, bandwidth in TABLE:
+        if set(known.lower().split()) <= words and not words & OTHER_CHIPS:
+            return Device(
+                name=name, memory=memory, tflops=float(tflops), bandwidth=float(bandwidth)
+            )
+    return None
+
+
+def present(wanted: str = "auto") -> Device:
+    """What `run.device` means here: the GPU of this process with the memory that it has, or the
+    CPU.
+    """
+    import torch
+
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return Device(
+            name="CPU", memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        )
+    name = torch.cuda.get_device_name()
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return replace(named(name) or Device(name=name, memory=memory), memory=memory)

@@ -1,0 +1,207 @@
+"""Decoding without the host: one CUDA graph per batch size holds a whole step, from the embedding
+to the drawn token and the state of the next step, and is replayed many times between two looks.
+
+Rows are uploaded before a burst and advance on the device; a row that ends stays idle until the
+host takes it out. Weights are the trainer's own and change in place, so graphs stay valid; when a
+tensor has moved they are captured again. On a CPU (tests) the step simply runs.
+
+    graphs.launch(fields, table, temperature, steps=16)
+    ids, logprobs = graphs.read()
+
+Legend: B rows, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from saccade.engines.embedded import kernels, rows, sequences
+from saccade.engines.embedded.paged import PAGE, DecodePlan, PagedCache
+from saccade.engines.embedded.sampler import Drawn
+from saccade.models.families import Family
+from saccade.models.load import hidden_states
+from saccade.transfer import to_device
+from saccade.types import Sampling
+
+LOOK = 16  # steps between two looks of the host
+FAR = 64  # of them where no row can end before
+# Programs of one attention call for the rows and for the families: enough to keep every
+# multiprocessor of a large GPU busy.
+ROW_PROGRAMS, FAMILY_PROGRAMS = 256, 256
+MOST_ROW_SPLITS, MOST_FAMILY_SPLITS = 32, 8
+
+
+class Graphs:
+    def __init__(
+        self,
+        model: nn.Module,
+        family: Family,
+        cache: PagedCache,
+        *,
+        banned: Tensor | None,
+        eos: np.ndarray,
+    ) -> None:
+        self.model, self.family, self.cache, self.banned = model, family, cache, banned
+        self.device = cache.device
+        count = rows.bucket(cache.slots)
+        self.eos = torch.from_numpy(eos).to(self.device)
+        self.state = torch.zeros((rows.FIELDS, count), dtype=torch.int64, device=self.device)
+        self.temperature = torch.ones(count, dtype=torch.float32, device=self.device)
+        self.table = torch.zeros((count, 0), dtype=torch.int32, device=self.device)
+        self.families = torch.zeros((3, count // 2), dtype=torch.int64, device=self.device)
+        heads = model.config.get_text_config().num_attention_heads  # type: ignore[union-attr, operator]
+        self.members = kernels.members_of(heads // cache.shape.key_heads)
+        self.tick = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.ids = torch.zeros((FAR, count), dtype=torch.int64, device=self.device)
+        self.logprobs = torch.zeros((FAR, count), dtype=torch.float32, device=self.device)
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        if self.device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+            self._aside = torch.cuda.Stream()  # one for all: libraries keep memory per stream
+        self._addresses: tuple[int, ...] = ()
+        self._launched = (0, 0)
+        self.hidden: Tensor | None = None  # [B, E] of the last step
+
+    @staticmethod
+    def steps(ready: Sequence[sequences.Sequence]) -> int:
+        """How many may run before the host has to look: one where it has a part in drawing, many
+        where nothing can end before its limit.
+        """
+        if any(sequences.cuts(s.sampling) for s in ready):
+            return 1
+        limits = [s.remaining for s in ready]
+        settings = {s.request.sampling for s in ready}
+        open_ended = any(x.stop or not x.ignore_eos for x in settings)
+        far = LOOK if open_ended else max(LOOK, min(limits))
+        return min(far, FAR, max(limits))
+
+    def launch(
+        self, fields: dict[str, np.ndarray], table: np.ndarray, temperature: np.ndarray, steps: int
+    ) -> None:
+        """Start `steps` steps of the rows described; nothing waits for them. `table` [B, pages]."""
+        count = len(temperature)
+        padded = rows.bucket(count)
+        self._widen(table.shape[1])
+        step = self._step_of(padded)
+        families, fields["shared"] = rows.find_families(
+            table, fields["length"], page=PAGE, most=self.members
+        )
+        described = np.zeros((3, padded // 2), dtype=np.int64)
+        described[:, : families.shape[1]] = families
+        self.families[:, : padded // 2].copy_(to_device(described, self.device))
+        self.state[:, :padded].copy_(to_device(rows.pack_rows(fields, padded), self.device))
+        self.table[:count, : table.shape[1]].copy_(to_device(table, self.device))
+        self.temperature[:count].copy_(to_device(temperature, self.device))
+        self.tick.zero_()
+        for _ in range(steps):
+            step()
+        self._launched = (steps, count)
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """ids (-1 where a row was idle) and log-probs of the last burst, [steps, B]."""
+        steps, count = self._launched
+        return (
+            self.ids[:steps, :count].cpu().numpy(),
+            self.logprobs[:steps, :count].cpu().numpy(),
+        )
+
+    def draw(
+        self,
+        logits: Tensor,
+        lines: Tensor | None,
+        sampling: Sampling,
+        keys: Tensor,
+        index: Tensor,
+    ) -> Drawn:
+        """First tokens, from the given lines of the logits, where nothing is cut away."""
+        heat = torch.full((len(keys),), sampling.temperature, device=self.device)
+        ids, logprobs = kernels.draw(
+            logits, temperature=heat, keys=keys, index=index, banned=self.banned, rows=lines
+        )
+        return Drawn(ids=ids, logprobs=logprobs, kept=None)
+
+    def check_weights(self) -> None:
+        """Forget the graphs when a weight lies elsewhere now."""
+        if self._captured and self._addresses != _addresses(self.model):
+            self._captured.clear()
+
+    def _widen(self, columns: int) -> None:
+        if columns > self.table.shape[1]:
+            wider = max(256, 1 << (columns - 1).bit_length())
+            self.table = self.table.new_zeros((self.table.shape[0], wider))
+            self._captured.clear()
+
+    def _step_of(self, count: int) -> Callable[[], None]:
+        if self.device.type != "cuda":
+            return lambda: self._keep(self._step(count))
+        if count not in self._captured:
+            self._captured[count] = self._capture(count)
+        graph, self.hidden = self._captured[count]
+        return graph.replay
+
+    def _keep(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+    def _capture(self, count: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        self.state[rows.LENGTH] = -1  # the steps before the capture must not touch a page
+        self.tick.zero_()
+        graph = torch.cuda.CUDAGraph()
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
+            for _ in range(2):  # compiles kernels, lets libraries choose theirs
+                self._step(count)
+        torch.cuda.current_stream().wait_stream(self._aside)
+        # Other threads may go on talking to the GPU meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"
+        ):
+            hidden = self._step(count)
+        self._addresses = _addresses(self.model)
+        return graph, hidden
+
+    def _step(self, count: int) -> Tensor:
+        state, temperature = self.state[:, :count], self.temperature[:count]
+        heads, families = self.cache.shape.key_heads, -(-count // self.members)
+        plan = DecodePlan(
+            bases=self.cache.bases,
+            table=self.table[:count],
+            lengths=state[rows.LENGTH],
+            shared=state[rows.SHARED],
+            families=self.families[:, : count // 2],
+            splits=(
+                _splits(FAMILY_PROGRAMS // (families * heads), MOST_FAMILY_SPLITS),
+                _splits(ROW_PROGRAMS // (count * heads), MOST_ROW_SPLITS),
+            ),
+        )
+        positions = state[rows.POSITION].expand(self.family.axes, -1)
+        hidden = hidden_states(self.model, self.family, state[rows.TOKEN], positions, (), plan)
+        ids, logprobs = kernels.draw(
+            self.model.lm_head(hidden),  # type: ignore[operator]
+            temperature=temperature,
+            keys=state[rows.KEY],
+            index=state[rows.INDEX],
+            banned=self.banned,
+        )
+        kernels.advance(
+            ids,
+            logprobs,
+            state=state,
+            eos=self.eos,
+            tick=self.tick,
+            out_ids=self.ids,
+            out_logprobs=self.logprobs,
+        )
+        return hidden
+
+
+def _addresses(model: nn.Module) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in model.parameters())
+
+
+def _splits(wanted: int, most: int) -> int:
+    """A power of two: parts of a context, so that few long sequences use the whole GPU too."""
+    return min(most, 1 << (max(1, wanted).bit_length() - 1))

@@ -1,0 +1,118 @@
+"""Which pages of a pool belong to whom. Pure bookkeeping on numpy arrays: knows no tensors.
+
+A sequence in a slot has a list of pages. Sequences that begin alike share full pages, counted by
+reference; a page that is only begun is copied, because each of them goes on writing in it. So a
+page has one writer at most, and who shares it reads only what was there before.
+
+    pages = Pages(page=16)
+    pages.grow(100)
+    pages.extend(np.array([0]), np.array([40]))     # slot 0 can hold 40 tokens: three pages
+    pages.fork(pages.of(0), 40, 1)                  # slot 1 shares two of them
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class Pages:
+    """table [slots, columns]: the pages of each slot; held [slots]: how many they are."""
+
+    def __init__(self, *, page: int) -> None:
+        self.page = page
+        self.references = np.zeros(0, dtype=np.int32)  # of each page
+        self._stack = np.zeros(0, dtype=np.int32)  # the free pages are its first `free`
+        self.free = 0
+        self.table = np.zeros((0, 0), dtype=np.int32)
+        self.held = np.zeros(0, dtype=np.int64)
+
+    @property
+    def count(self) -> int:
+        return len(self.references)
+
+    def pages_for(self, tokens: int | np.ndarray) -> int | np.ndarray:
+        return -(-tokens // self.page)
+
+    def grow(self, count: int) -> None:
+        """More pages, up to `count` in all."""
+        added = np.arange(self.count, count, dtype=np.int32)[::-1]  # low numbers are taken first
+        self.references = np.concatenate([self.references, np.zeros(len(added), dtype=np.int32)])
+        stack = np.zeros(count, dtype=np.int32)
+        stack[: len(added)] = added
+        stack[len(added) : len(added) + self.free] = self._stack[: self.free]
+        self._stack, self.free = stack, len(added) + self.free
+
+    def reshape(self, slots: int, tokens: int) -> None:
+        """Room in the table for so many slots, each with so many tokens."""
+        columns = int(self.pages_for(tokens))
+        if slots > self.table.shape[0] or columns > self.table.shape[1]:
+            shape = (max(slots, self.table.shape[0]), max(columns, self.table.shape[1]))
+            table, held = np.zeros(shape, dtype=np.int32), np.zeros(shape[0], dtype=np.int64)
+            table[: self.table.shape[0], : self.table.shape[1]] = self.table
+            held[: len(self.held)] = self.held
+            self.table, self.held = table, held
+
+    # -- pages without a slot --
+
+    def take(self, count: int) -> np.ndarray:
+        assert count <= self.free, "more pages than are free"
+        self.free -= count
+        taken = self._stack[self.free : self.free + count].copy()
+        self.references[taken] = 1
+        return taken
+
+    def share(self, numbers: np.ndarray) -> np.ndarray:
+        self.references[numbers] += 1
+        return numbers
+
+    def drop(self, numbers: np.ndarray) -> None:
+        self.references[numbers] -= 1
+        assert (self.references[numbers] >= 0).all(), "a page was given back twice"
+        unused = numbers[self.references[numbers] == 0]
+        self._stack[self.free : self.free + len(unused)] = unused
+        self.free += len(unused)
+
+    # -- pages of slots --
+
+    def of(self, slot: int) -> np.ndarray:
+        return self.table[slot, : self.held[slot]].copy()
+
+    def lacking(self, slots: np.ndarray, tokens: np.ndarray) -> int:
+        """Pages that are missing until each slot can hold its tokens."""
+        return int(np.maximum(self.pages_for(tokens) - self.held[slots], 0).sum())
+
+    def extend(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        missing = np.maximum(self.pages_for(tokens) - self.held[slots], 0)
+        numbers = self.take(int(missing.sum()))
+        offsets = np.arange(len(numbers)) - np.repeat(np.cumsum(missing) - missing, missing)
+        self.table[np.repeat(slots, missing), np.repeat(self.held[slots], missing) + offsets] = (
+            numbers
+        )
+        self.held[slots] += missing
+
+    def fork(self, numbers: np.ndarray, tokens: int, slot: int) -> tuple[int, int] | None:
+        """The empty `slot` begins with the `tokens` that lie in pages `numbers`. Returns the page
+        that has to be copied and its copy, if the last one is only begun.
+        """
+        assert self.held[slot] == 0
+        full = tokens // self.page
+        begun = tokens % self.page > 0
+        own = self.take(1) if begun else np.zeros(0, dtype=np.int32)
+        mine = np.concatenate([self.share(numbers[:full]), own])
+        self.attach(slot, mine)
+        return (int(numbers[full]), int(own[0])) if begun else None
+
+    def attach(self, slot: int, numbers: np.ndarray) -> None:
+        self.table[slot, : len(numbers)] = numbers
+        self.held[slot] = len(numbers)
+
+    def detach(self, slot: int) -> np.ndarray:
+        """The pages of a slot, which has none from now on."""
+        numbers = self.of(slot)
+        self.held[slot] = 0
+        return numbers
+
+    def places(self, slot: int, first: int, last: int) -> np.ndarray:
+        """Where tokens first … last - 1 of a slot lie in the pool."""
+        index = np.arange(first, last)
+        return self.table[slot, index // self.page].astype(np.int64) * self.page + index % self.page

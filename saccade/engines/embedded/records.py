@@ -1,0 +1,80 @@
+"""What the engine has sampled, slot by slot, until it becomes a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+
+from saccade.engines.embedded.sequences import Sequence
+from saccade.types import Completion
+
+
+class Records:
+    """tokens, logprobs and versions: [slots, sampled]."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.tokens = np.zeros((0, 0), dtype=np.int64)
+        self.logprobs = np.zeros((0, 0), dtype=np.float32)
+        self.versions = np.zeros((0, 0), dtype=np.int32)
+
+    def resize(self, slots: int, longest: int) -> None:
+        rows, columns = self.tokens.shape
+        if slots > rows or longest > columns:
+            for name in ("tokens", "logprobs", "versions"):
+                old = getattr(self, name)
+                new = np.zeros((max(slots, rows), max(longest, columns)), dtype=old.dtype)
+                new[:rows, :columns] = old
+                setattr(self, name, new)
+
+    def note(
+        self,
+        sequences: SequenceOf[Sequence],
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+        version: int,
+    ) -> None:
+        """ids and log-probs [steps, sequences]; -1 where a sequence had ended before."""
+        slots = np.array([s.slot for s in sequences])
+        places = np.array([s.sampled for s in sequences])
+        for line, line_logprobs in zip(ids, logprobs, strict=True):
+            drawn = line >= 0
+            at = slots[drawn], places[drawn]
+            self.tokens[at], self.logprobs[at] = line[drawn], line_logprobs[drawn]
+            self.versions[at] = version
+            places += drawn
+        for sequence, sampled in zip(sequences, places.tolist(), strict=True):
+            sequence.sampled = sampled
+
+    def last(self, sequences: SequenceOf[Sequence]) -> np.ndarray:
+        return self.tokens[[s.slot for s in sequences], [s.sampled - 1 for s in sequences]]
+
+    def of(self, sequence: Sequence) -> np.ndarray:
+        return self.tokens[sequence.slot, : sequence.sampled]
+
+    def completion(self, sequence: Sequence, finish: Any) -> Completion:
+        slot, n = sequence.slot, sequence.sampled
+        return Completion(
+            key=sequence.request.key,
+            ids=self.tokens[slot, :n].copy(),
+            logprobs=self.logprobs[slot, :n].copy(),
+            versions=self.versions[slot, :n].copy(),
+            finish=finish,
+            support=tuple(sequence.support) or None,
+        )
+
+
+def nothing_sampled(key: str) -> Completion:
+    """Of a request that was aborted before it was computed."""
+    nothing = np.zeros(0)
+    return Completion(
+        key=key,
+        ids=nothing.astype(np.int64),
+        logprobs=nothing.astype(np.float32),
+        versions=nothing.astype(np.int32),
+        finish="aborted",
+    )

@@ -1,0 +1,72 @@
+"""The state of the sequences that decode together, as the device reads it: int64 fields [FIELDS, B]
+and temperatures [B]. An idle row has length -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from saccade.engines.embedded.sequences import Sequence
+
+# token: to be read next; length: tokens before it in the pages; position: its position id; index:
+# of the token that will be drawn, in its noise; key: of the noise; remaining: tokens still to draw;
+# stops: whether an end-of-turn id ends it; shared: tokens that its family reads for it.
+NAMES = ("token", "length", "position", "index", "key", "remaining", "stops", "shared")
+TOKEN, LENGTH, POSITION, INDEX, KEY, REMAINING, STOPS, SHARED = range(len(NAMES))
+FIELDS = len(NAMES)
+BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+
+
+def bucket(rows: int) -> int:
+    """Batch sizes that are captured: a few of them, and little padding."""
+    return next((size for size in BUCKETS if size >= rows), -(-rows // 128) * 128)
+
+
+def fields_of(sequences: SequenceOf[Sequence], tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """All fields but `shared`; `tokens` are the last ones of the sequences."""
+    requests = [s.request for s in sequences]
+    cached = np.array([s.cached for s in sequences])
+    return {
+        "token": tokens,
+        "length": cached,
+        "position": cached + np.array([s.ahead for s in sequences]),
+        "index": np.array([r.first_index for r in requests])
+        + np.array([s.sampled for s in sequences]),
+        "key": np.array([r.noise for r in requests], dtype=np.int64),
+        "remaining": np.array([s.remaining for s in sequences]),
+        "stops": np.array([not r.sampling.ignore_eos for r in requests]),
+    }
+
+
+def pack_rows(fields: dict[str, np.ndarray], padded: int) -> np.ndarray:
+    count = len(fields["token"])
+    packed = np.zeros((FIELDS, padded), dtype=np.int64)
+    packed[LENGTH] = -1
+    for line, name in enumerate(NAMES):
+        packed[line, :count] = fields[name]
+    return packed
+
+
+def find_families(
+    table: np.ndarray, lengths: np.ndarray, *, page: int, most: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Neighbours that begin with the same pages: [3, families] of first row, rows (at most `most`)
+    and shared tokens, and the shared tokens of each row [B].
+    """
+    full = lengths // page
+    alike = np.cumprod(table[1:] == table[:-1], axis=1).sum(1)  # leading pages of two neighbours
+    alike = np.minimum(alike, np.minimum(full[1:], full[:-1]))
+    shared = np.zeros(len(table), dtype=np.int64)
+    found = []
+    first = 0
+    for row in range(1, len(table) + 1):
+        if row < len(table) and alike[row - 1] and row - first < most:
+            continue
+        if row - first > 1:
+            tokens = int(alike[first : row - 1].min()) * page
+            found.append((first, row - first, tokens))
+            shared[first:row] = tokens
+        first = row
+    return np.array(found, dtype=np.int64).reshape(-1, 3).T, shared

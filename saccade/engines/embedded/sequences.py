@@ -1,0 +1,124 @@
+"""What the scheduler of the embedded engine keeps of each request: while it waits, while its prompt
+is computed, while it decodes, and between two turns of an episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from saccade.types import Request, Sampling
+
+
+@dataclass(kw_only=True, eq=False)
+class Sequence:
+    """A request from its submission to its completion."""
+
+    request: Request
+    content: Any  # equal for prompts that are computed once
+    slot: int = -1
+    cached: int = 0  # tokens of it in the cache
+    ahead: int = 0  # position id of a new token, minus its index
+    sampled: int = 0
+    looked: int = 0  # sampled tokens in which stop strings were looked for
+    ready: bool = False  # all but its last token is cached, so it can decode
+    aborted: bool = False
+    support: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def sampling(self) -> Sampling:
+        """Of the next token. The first of an episode may have a temperature and a top_k of its own:
+        top_p does not touch it then, and its support stays empty, for the trainer scores it at the
+        ordinary temperature, where nothing is cut away.
+        """
+        sampling = self.request.sampling
+        if sampling.first is None or self.request.first_index + self.sampled:
+            return sampling
+        temperature, top_k = sampling.first
+        return replace(sampling, temperature=temperature, top_k=top_k, top_p=1.0, support=False)
+
+    @property
+    def remaining(self) -> int:
+        return self.request.sampling.max_tokens - self.sampled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """A finished turn whose cache is kept."""
+
+    parked: Any
+    ids: np.ndarray
+    media: tuple[Any, ...]
+    cached: int
+
+    def extended_by(self, request: Request) -> bool:
+        """The request continues exactly what is cached; media inside that part are the same."""
+        n = self.cached
+        media = tuple(span.media.key for span in request.media)
+        return (
+            len(request.ids) > n
+            and np.array_equal(request.ids[:n], self.ids[:n])
+            and media[: len(self.media)] == self.media
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """A computed prompt that is kept because more requests wait that begin with it."""
+
+    parked: Any
+    hidden: Tensor
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A prompt being computed, perhaps piece by piece, for all members that begin with it. The
+    first one's slot is filled, unless a kept prefix already has it all.
+    """
+
+    members: list[Sequence]
+    ids: np.ndarray
+    positions: np.ndarray  # [axes, tokens]
+    cached: int
+    hidden: Tensor | None = None  # [E] of the last token, when all is computed
+    prefix: Prefix | None = None
+
+    @property
+    def left(self) -> int:
+        return 0 if self.hidden is not None else len(self.ids) - self.cached
+
+    @property
+    def ahead(self) -> int:
+        return int(self.positions[:, -1].max()) + 1 - len(self.ids)
+
+    def cut(self, budget: int) -> int:
+        """Where a piece of about `budget` tokens ends: never inside an image, whose features come
+        all at once.
+        """
+        end = min(self.cached + budget, len(self.ids))
+        for span in self.members[0].request.media:
+            if span.start < end < span.end:
+                return span.start if span.start > self.cached else span.end
+        return end
+
+
+def content_of(request: Request) -> Any:
+    """What must be equal for two requests to share a prefill."""
+    media = tuple((span.start, span.media.key) for span in request.media)
+    return (request.ids.tobytes(), media)
+
+
+def by_sampling(sequences: SequenceOf[Sequence]) -> list[tuple[Sampling, list[int]]]:
+    groups: dict[Sampling, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        groups.setdefault(sequence.sampling, []).append(row)
+    return list(groups.items())
+
+
+def cuts(sampling: Sampling) -> bool:
+    """Whether ids are cut away before a draw: that needs the whole distribution on the slow way."""
+    return sampling.truncated and sampling.temperature > 0

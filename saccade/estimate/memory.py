@@ -1,0 +1,197 @@
+"""Memory of a plan by item, at the heaviest moment of the rollout and of the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from saccade import footprint
+from saccade.backends.features import MAX_BYTES as FEATURE_BYTES
+from saccade.engines.embedded import CPU_CACHE_BYTES, PREFILL_TOKENS
+from saccade.estimate.plan import Plan
+from saccade.estimate.sizing import Skeleton
+from saccade.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK
+from saccade.types import Batch
+
+GIB = 2**30
+POOL_SHARE = 0.8  # of the free memory, for keys and values: engines/embedded/paged.py
+POOL = "keys and values"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    name: str
+    gib: float
+    phase: str  # always, rollout or update
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    items: tuple[Item, ...]
+    limit: float  # GiB that can be planned with
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        return {
+            phase: total([item for item in self.items if item.phase in ("always", phase)])
+            for phase in ("rollout", "update")
+        }
+
+    @property
+    def fits(self) -> bool:
+        return max(self.peaks.values()) <= self.limit
+
+    @property
+    def free(self) -> float:
+        """Beside what is always there."""
+        return self.limit - total([item for item in self.items if item.phase == "always"])
+
+    @property
+    def pool(self) -> float:
+        return next(item.gib for item in self.items if item.name == POOL)
+
+
+def total(items: Sequence[Item]) -> float:
+    return sum(item.gib for item in items)
+
+
+def memory_of(plan: Plan) -> Memory:
+    always = [*_model(plan.policy, plan, ""), *_reference(plan), *_features(plan)]
+    if plan.critic is not None:
+        always += _model(plan.critic, plan, " of the critic")
+    free = plan.limit - total(always)
+    update = max((_update(plan, learner, free) for learner in plan.learners), key=total)
+    return Memory(items=(*always, *_rollout(plan, free), *update), limit=plan.limit)
+
+
+# -- what is always there --------------------------------------------------------------------------
+
+
+def _model(model: Skeleton, plan: Plan, whose: str) -> list[Item]:
+    """Weights and the state of their optimizer."""
+    if plan.config.train.optimizer == "adamw_bf16":
+        state = {"moments and compensation": 6}
+    else:
+        state = {"fp32 masters": 4 if plan.element < 4 else 0, "moments": 8}
+    sizes = {"weights": model.weights} | {n: size * model.trained for n, size in state.items()}
+    return [
+        Item(name=f"{name}{whose}", gib=size / GIB, phase="always")
+        for name, size in sizes.items()
+        if size
+    ]
+
+
+def _reference(plan: Plan) -> list[Item]:
+    """Another copy of the model, unless it is the policy without its adapters."""
+    if not plan.algorithm.needs_reference:
+        return []
+    update = plan.algorithm.kl.update
+    if plan.adapted:
+        size = plan.element * plan.policy.trained if update == "copy" else 0.0
+    else:  # a moving average is kept in fp32
+        averaged = update == "ema" and plan.element < 4
+        size = plan.whole.weights * (3 if averaged else 1)
+    return [Item(name="reference", gib=size / GIB, phase="always")] if size else []
+
+
+def _features(plan: Plan) -> list[Item]:
+    pictures = any(batch.media for batch in plan.step.batches)
+    if not pictures or not plan.policy.training.towers_stand:
+        return []
+    size = FEATURE_BYTES / GIB
+    return [Item(name="features of pictures", gib=size, phase="always", note="at most")]
+
+
+# -- rollout ---------------------------------------------------------------------------------------
+
+
+def _rollout(plan: Plan, free: float) -> list[Item]:
+    shape, element, step = plan.policy.shape, plan.element, plan.step
+    per_token = shape.kv_bytes(element) / GIB
+    wanted = plan.sequences * step.mean_length * per_token
+    room = POOL_SHARE * free if plan.device.is_gpu else CPU_CACHE_BYTES / GIB
+    # The pool takes what there is, as long as one sequence finds room.
+    pool = max(min(wanted, room), step.longest * per_token)
+    fitting = min(plan.sequences, int(pool / wanted * plan.sequences))
+    prompts = min(plan.config.train.prompts_per_step, -(-PREFILL_TOKENS // step.mean_prompt))
+    prefill = footprint.prefill_bytes(
+        shape, int(prompts * step.mean_prompt), int(prompts * step.mean_patches), element=element
+    )
+    drawn = float(plan.sequences * shape.vocabulary * element)
+    note = f"{fitting} of {plan.sequences} sequences at a time, {step.mean_length:.0f} tokens each"
+    return [
+        Item(name=POOL, gib=pool, phase="rollout", note=note),
+        Item(name="prompts and logits", gib=(prefill + drawn) / GIB, phase="rollout"),
+    ]
+
+
+# -- update ----------------------------------------------------------------------------------------
+
+
+def _update(plan: Plan, learner: Skeleton, free: float) -> list[Item]:
+    """The heaviest moment of the heaviest micro-batch, or that of the optimizer."""
+    sums = Item(name="gradient sums", gib=4 * learner.trained / GIB, phase="update")
+    found = []
+    for batch in plan.step.batches:
+        keeping = layers_that_keep(plan, learner, batch, free - sums.gib)
+        layers = learner.shape.text.layers
+        note = f"{batch.tokens} tokens; {layers - keeping[0]} of {layers} layers recompute"
+        for moment in _moments(plan, learner, batch, keeping).values():
+            items = [
+                Item(name=name, gib=size / GIB, phase="update")
+                for name, size in moment.items()
+                if size
+            ]
+            if items:  # a tower that stands still has no such moment
+                found.append([replace(items[0], note=note), *items[1:]])
+    if plan.config.train.optimizer == "adamw_bf16":
+        # It works in fp32 on one tensor after the other, with seven numbers for each of its own.
+        work = 7 * 4 * learner.largest / GIB
+        found.append([Item(name="the optimizer at work", gib=work, phase="update")])
+    return [sums, *max(found, key=total)]
+
+
+def layers_that_keep(plan: Plan, learner: Skeleton, batch: Batch, free: float) -> tuple[int, int]:
+    """Layers of decoder and tower that compute nothing again: as many as fit, when the config
+    leaves it open.
+    """
+    shape, wanted = learner.shape, plan.config.model.checkpointing
+    tower = shape.vision.blocks if shape.vision is not None else None
+    if wanted == "off" or (wanted == "auto" and not plan.device.is_gpu):
+        return shape.text.layers, tower.layers if tower else 0
+    if wanted == "on":
+        return 0, 0
+    bare = max(sum(m.values()) for m in _moments(plan, learner, batch, (0, 0)).values())
+    room, keeping = free * GIB - bare, [0, 0]
+    seen = footprint.patches(batch.media)
+    sizes = ((shape.text, batch.tokens, footprint.gathered_keys(batch)), (tower, seen, seen))
+    for index, (stack, count, keys) in enumerate(sizes):
+        if stack is not None and count:
+            adapted = learner.training.mode("llm") == "adapter"
+            cost = footprint.layer_bytes(stack, count, keys, element=plan.element, adapted=adapted)
+            cost -= footprint.input_bytes(stack, count, element=plan.element)
+            keeping[index] = min(stack.layers, max(0, int(room // cost)))
+            room -= keeping[index] * cost
+    return keeping[0], keeping[1]
+
+
+def _moments(
+    plan: Plan, learner: Skeleton, batch: Batch, keeping: tuple[int, int]
+) -> footprint.Moments:
+    shape, element, kernel = learner.shape, plan.element, plan.device.is_gpu
+    chunk = CHUNK_ELEMENTS * (KERNEL_CHUNK if kernel else 1)
+    # A kernel writes the gradient over the logits; else three copies in fp32 live beside them.
+    logits = min(len(batch.reads) * shape.vocabulary, chunk) * (element if kernel else element + 12)
+    values = learner is plan.critic
+    gradient = element * shape.head_weights if learner.head_trained and not values else 0
+    return footprint.update_moments(
+        shape,
+        batch,
+        element=element,
+        keeping=keeping,
+        logits=0.0 if values else float(logits),
+        head_gradient=float(gradient),
+        head_tied=learner.head_tied,
+        training=learner.training,
+    )

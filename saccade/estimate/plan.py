@@ -1,0 +1,68 @@
+"""A config, its model without weights and a step of its data: all that an estimate counts."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from saccade.algorithms.algorithm import Algorithm
+from saccade.backends.memory import MARGIN
+from saccade.config import ADAPTED, Config
+from saccade.devices import Device
+from saccade.estimate.sizing import Skeleton, Step, build_skeleton
+from saccade.models.families import Family
+
+CONTEXT_GIB = 0.8  # of a process on a GPU before its first tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    config: Config
+    algorithm: Algorithm
+    device: Device
+    step: Step
+    policy: Skeleton
+    whole: Skeleton  # without adapters, as reference and critic are
+    element: int  # bytes of a weight
+
+    @property
+    def critic(self) -> Skeleton | None:
+        return self.whole if self.algorithm.needs_critic else None
+
+    @property
+    def learners(self) -> list[Skeleton]:
+        return [learner for learner in (self.policy, self.critic) if learner is not None]
+
+    @property
+    def adapted(self) -> bool:
+        return self.config.model.train in ADAPTED
+
+    @property
+    def limit(self) -> float:
+        """GiB that can be planned with."""
+        context = CONTEXT_GIB if self.device.is_gpu else 0.0
+        return self.device.memory * (1 - MARGIN) - context
+
+    @property
+    def sequences(self) -> int:
+        """In the engine at a time, if its cache has room for them."""
+        members = self.algorithm.samples_per_prompt + self.algorithm.estimator.greedy
+        rollout, train = self.config.rollout, self.config.train
+        return min(rollout.max_sequences, train.prompts_per_step * members)
+
+
+def make_plan(
+    config: Config, algorithm: Algorithm, family: Family, device: Device, step: Step
+) -> Plan:
+    element = 2 if device.is_gpu and config.model.dtype != "float32" else 4
+    build = functools.cache(lambda train: build_skeleton(config, family, element, train))
+    train = config.model.train
+    return Plan(
+        config=config,
+        algorithm=algorithm,
+        device=device,
+        step=step,
+        policy=build(train),
+        whole=build("full" if train in ADAPTED else train),
+        element=element,
+    )

@@ -1,0 +1,108 @@
+"""`saccade estimate`: the estimate on the screen or as JSON, and an error where it does not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from typing import Any
+
+from saccade import devices
+from saccade.config import Config
+from saccade.devices import Device
+from saccade.errors import ConfigError
+from saccade.estimate import Estimate, estimate
+from saccade.recipes.parts import quiet_libraries
+
+
+def run(
+    config: Config,
+    *,
+    device: str | None,
+    prompt_tokens: int | None,
+    image: str | None,
+    as_json: bool,
+) -> None:
+    quiet_libraries()
+    found = estimate(
+        config,
+        find_device(device, config),
+        prompt_tokens=prompt_tokens,
+        image=None if image is None else size_of(image),
+    )
+    if as_json:
+        print(json.dumps(to_json(found), indent=2))
+    else:
+        show(found)
+    if not found.memory.fits:
+        raise ConfigError(refusal(found))
+
+
+def find_device(name: str | None, config: Config) -> Device:
+    if name is None:
+        return devices.present(config.run.device)
+    known = devices.named(name)
+    if known is None:
+        names = ", ".join(row[0] for row in devices.TABLE)
+        raise ConfigError(f"--device {name}: not in the table; known are {names}")
+    return known
+
+
+def size_of(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if match is None or not all(map(int, match.groups())):
+        raise ConfigError(f"--image {text}: write width and height in pixels, such as 448x448")
+    return int(match[1]), int(match[2])
+
+
+def to_json(found: Estimate) -> dict[str, Any]:
+    memory = asdict(found.memory) | {"peaks": found.memory.peaks, "fits": found.memory.fits}
+    return asdict(found) | {"memory": memory}
+
+
+def refusal(found: Estimate) -> str:
+    """The first limit that is hit, and what lifts it."""
+    memory, device = found.memory, found.device
+    phase = next(name for name, peak in memory.peaks.items() if peak > memory.limit)
+    parts = [item for item in memory.items if item.phase in ("always", phase)]
+    largest = max(parts, key=lambda item: item.gib)
+    text = (
+        f"does not fit: the {phase} needs {memory.peaks[phase]:.1f} GiB ({largest.name} "
+        f"{largest.gib:.1f}), and of {device.memory:.1f} GiB on {device.name} "
+        f"{memory.limit:.1f} can be planned with; "
+    )
+    if found.advice:
+        return text + "try " + ", or ".join(found.advice)
+    return text + "no option makes it fit: take a smaller model or another device"
+
+
+def show(found: Estimate) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    memory, console = found.memory, Console(soft_wrap=True)
+    console.print(f"{found.device.name}, prompts of {found.prompts}", highlight=False)
+    table = Table("GiB", "rollout", "update", "", title="Memory", title_justify="left")
+    for item in memory.items:
+        cells = [
+            f"{item.gib:.2f}" if item.phase in ("always", phase) else ""
+            for phase in ("rollout", "update")
+        ]
+        table.add_row(item.name, *cells, item.note)
+    peaks = [f"{memory.peaks[phase]:.1f}" for phase in ("rollout", "update")]
+    table.add_row("peak", *peaks, f"of {memory.limit:.1f} that can be planned with", style="bold")
+    console.print(table)
+    if found.pace is None:
+        return
+    table = Table(
+        "phase", "TFLOP", "seconds", title="A step (seconds: an estimate)", title_justify="left"
+    )
+    seconds = found.pace.seconds
+    for phase, count in found.pace.tflop.items():
+        table.add_row(phase, f"{count:,.1f}", f"{seconds[phase]:.2f}" if seconds else "")
+    again = found.pace.recomputed
+    if again:
+        table.add_row("recomputed", f"{again:,.1f}", "in the update")
+    if seconds:
+        table.add_row("step", "", f"{sum(seconds.values()):.1f}", style="bold")
+    console.print(table)

@@ -1,0 +1,214 @@
+"""What `saccade estimate` plans with: a model without its weights, and forests as large as those
+that a config will train on.
+
+    skeleton = build_skeleton(config, family, element=2, train="full")
+    step = make_step(config, algorithm, family, prompts)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from saccade import flops
+from saccade.algorithms.algorithm import Algorithm
+from saccade.config import ADAPTED, Config
+from saccade.data.sources import parse_address
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.flops import Shape, Training
+from saccade.footprint import patches
+from saccade.forest import pack
+from saccade.models import lora
+from saccade.models.families import Family
+from saccade.models.load import freeze
+from saccade.recipes import parts
+from saccade.types import (
+    Batch,
+    Group,
+    Media,
+    MediaSpan,
+    Message,
+    Rendered,
+    Sample,
+    Source,
+    Trajectory,
+)
+
+ROWS = 64  # of the data that are looked at
+MICRO_BATCHES = 4  # of which the rest of a step is a multiple
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its doubly quantised scales
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skeleton:
+    """Numbers of a model that trains."""
+
+    shape: Shape
+    training: Training
+    weights: float  # bytes
+    trained: int
+    largest: int  # trained tensor
+    head_tied: bool
+    head_trained: bool
+
+
+def build_skeleton(config: Config, family: Family, element: int, train: str) -> Skeleton:
+    """From the folder's config alone: modules are built without memory for their weights."""
+    import torch
+    import transformers
+
+    settings = transformers.AutoConfig.from_pretrained(
+        family.path, trust_remote_code=config.model.trust_remote_code
+    )
+    shape = flops.shape_of(settings)
+    if shape is None:
+        raise EnvironmentProblem(
+            f"{family.path}: the shapes of a {family.name} are not known, so nothing can be "
+            f"estimated; known are {', '.join(flops.GATED)} and vision models over them"
+        )
+    auto = getattr(transformers, family.spec.auto_class)
+    with torch.device("meta"):
+        model = auto.from_config(settings)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    trained = _trained(model, family, config, train)
+    packed = shape.text.weights if train == "qlora" else 0
+    weights += sum(trained.values()) if train in ADAPTED else 0
+    head = model.get_output_embeddings().weight
+    return Skeleton(
+        shape=shape,
+        training=flops.training_of(trained, family.tower_of),
+        weights=element * (weights - packed) + NF4 * packed,
+        trained=sum(trained.values()),
+        largest=max(trained.values()),
+        head_tied=head is model.get_input_embeddings().weight,
+        head_trained=head.requires_grad and train not in ADAPTED,
+    )
+
+
+def _trained(model: Any, family: Family, config: Config, train: str) -> dict[str, int]:
+    """Parameters that learn: name → how many numbers."""
+    if train not in ADAPTED:
+        freeze(model, family, train)
+        return {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    found = {}
+    for name in lora.target_names(model, family, config.model.lora):
+        layer = model.get_submodule(name)
+        found[f"{name}.lora_A"] = layer.in_features * config.model.lora.rank
+        found[f"{name}.lora_B"] = layer.out_features * config.model.lora.rank
+    return found
+
+
+# -- a step ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The groups of a step and their forests, or a share of them that stands for all."""
+
+    groups: list[Group]
+    batches: list[Batch]
+    times: float  # how often they fit into a step
+
+    @property
+    def longest(self) -> int:
+        return max(len(group.trajectories[0].ids) for group in self.groups)
+
+    @property
+    def mean_length(self) -> float:
+        return fmean(len(group.trajectories[0].ids) for group in self.groups)
+
+    @property
+    def mean_prompt(self) -> float:
+        return fmean(group.trajectories[0].prompt_length for group in self.groups)
+
+    @property
+    def mean_patches(self) -> float:
+        return fmean(patches(group.trajectories[0].media) for group in self.groups)
+
+
+def typical_prompts(
+    config: Config, family: Family, *, prompt_tokens: int | None, image: tuple[int, int] | None
+) -> tuple[list[Rendered], str]:
+    """As long as said, else those of the first rows of the data, else as long as allowed."""
+    files = [Path(parse_address(source.path).path) for source in config.data.train]
+    if prompt_tokens is None and image is None and files and all(f.exists() for f in files):
+        few = [s.model_copy(update={"max_samples": ROWS}) for s in config.data.train]
+        samples = parts.load_prompts(config, few, family).samples
+        if not samples:
+            raise ConfigError("data.train: no usable row; give --prompt-tokens N instead")
+        prompts = [family.render(sample.messages) for sample in samples]
+        mean = fmean(map(len, prompts))
+        return prompts, f"{mean:.0f} tokens (mean of {len(prompts)} rows of data.train)"
+    said = "as said" if prompt_tokens or image else "data.max_prompt_tokens"
+    if prompt_tokens is None and image is None and family.spec.image_token:
+        side = int(config.data.max_pixels**0.5)
+        image = (side, side)
+    spans: tuple[MediaSpan, ...] = ()
+    least = 1
+    if image is not None:
+        spans = (_picture(image, config, family),)
+        least = spans[0].length + 1
+    tokens = max(least, prompt_tokens or config.data.max_prompt_tokens)
+    shown = f", a picture of {image[0]}x{image[1]}" if image else ""
+    nothing = np.zeros(tokens, np.int64)
+    prompt = Rendered(ids=nothing, sources=nothing.astype(np.int8), media=spans)
+    return [prompt], f"{tokens} tokens{shown} ({said})"
+
+
+def _picture(size: tuple[int, int], config: Config, family: Family) -> MediaSpan:
+    media = Media(
+        hash="planned",
+        width=size[0],
+        height=size[1],
+        path="planned",
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+    )
+    grid, length = family.measure(media)
+    return MediaSpan(media=media, start=0, length=length, grid=grid)
+
+
+def make_step(
+    config: Config, algorithm: Algorithm, family: Family, prompts: Sequence[Rendered]
+) -> Step:
+    """Responses have their full length and differ from the first token on."""
+    train, members = config.train, algorithm.samples_per_prompt
+    groups: list[Group] = []
+    tokens = 0
+    while len(groups) < train.prompts_per_step and tokens < MICRO_BATCHES * train.micro_tokens:
+        prompt = prompts[len(groups) % len(prompts)]
+        groups.append(_group(prompt, len(groups), members, config))
+        tokens += len(prompt) + members * config.rollout.max_tokens
+    return Step(
+        groups=groups,
+        batches=pack(groups, positions=family.positions, micro_tokens=train.micro_tokens),
+        times=train.prompts_per_step / len(groups),
+    )
+
+
+def _group(prompt: Rendered, index: int, members: int, config: Config) -> Group:
+    new = config.rollout.max_tokens
+    sources = np.concatenate([prompt.sources, np.full(new, Source.POLICY, np.int8)])
+    name = f"{index}"
+    trajectories = tuple(
+        Trajectory(
+            sample_id=name,
+            repeat=repeat,
+            ids=np.concatenate([prompt.ids, np.full(new, repeat + 1)]),
+            sources=sources,
+            logprobs=np.zeros(len(sources), np.float32),
+            versions=np.zeros(len(sources), np.int32),
+            media=prompt.media,
+        )
+        for repeat in range(members)
+    )
+    sample = Sample(id=name, messages=(Message(role="user", parts=("",)),))
+    return Group(sample=sample, uid=name, trajectories=trajectories)

@@ -1,0 +1,423 @@
+"""FLOPs and bytes that a phase needs, counted from shapes alone.
+
+What is counted is what the work needs, not what a kernel happens to do: a trunk once however many
+leaves it has, a key only for the queries that see it (its ancestors, half of a causal square),
+an image once per node that holds it, no padding. Recomputed activations are counted apart and are
+no useful work. Reads the config of a model and the records of a step; knows nothing of weights or
+clocks.
+
+    shape = shape_of(model.config)
+    work = forward(shape, batch)
+    training = work.total + backward(work, Training())
+
+Legend: a product of [m, k] and [k, n] is 2·m·k·n FLOPs. P pairs of a query and a key it sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import numpy as np
+
+from saccade.types import Batch, Group, Trajectory
+
+Mode = Literal["full", "adapter", "frozen"]
+Grid = tuple[int, int, int]
+TOWERS = ("vision", "projector", "llm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A tower of equal layers."""
+
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    head_size: int
+    intermediate: int
+    linears: tuple[tuple[int, int], ...]  # (in, out) of every matrix of one layer
+    head_norms: bool = False  # queries and keys are normalised
+
+    @property
+    def weights(self) -> int:
+        """Of all matrices of all layers."""
+        return self.layers * sum(m * n for m, n in self.linears)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision:
+    """A tower over patches and the projector behind it, which merges M by M of them."""
+
+    blocks: Stack
+    patch_inputs: int  # numbers of one patch
+    merge: int
+    projector: tuple[tuple[int, int], ...]
+    window: int | None  # side of an attention window in merged patches; None: all layers are full
+    full_layers: int  # layers that attend to the whole picture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    text: Stack
+    vocabulary: int
+    windows: tuple[int | None, ...]  # of each decoder layer
+    vision: Vision | None = None
+
+    @property
+    def head_weights(self) -> int:
+        return self.text.hidden * self.vocabulary
+
+    def kv_bytes(self, element: int) -> int:
+        """Of one token in the cache."""
+        return 2 * self.text.layers * self.text.key_heads * self.text.head_size * element
+
+
+# -- from a config ---------------------------------------------------------------------------------
+
+# Decoders with four attention matrices and a gated MLP in every layer.
+GATED = ("qwen2", "qwen3", "llama", "qwen2_vl_text", "qwen2_5_vl_text")
+
+
+def shape_of(config: Any) -> Shape | None:
+    """From a transformers config; None for an architecture that is not known here."""
+    text = config.get_text_config()
+    towers = {"qwen2_vl": _qwen2_vision, "qwen2_5_vl": _qwen2_5_vision}
+    if text.model_type not in GATED or not (text is config or config.model_type in towers):
+        return None
+    heads = text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    hidden, wide = text.hidden_size, text.intermediate_size
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    window = getattr(text, "sliding_window", None)
+    return Shape(
+        text=Stack(
+            layers=text.num_hidden_layers,
+            hidden=hidden,
+            heads=heads,
+            key_heads=key_heads,
+            head_size=size,
+            intermediate=wide,
+            linears=(
+                (hidden, heads * size),
+                (hidden, key_heads * size),
+                (hidden, key_heads * size),
+                (heads * size, hidden),
+                (hidden, wide),
+                (hidden, wide),
+                (wide, hidden),
+            ),
+            head_norms=text.model_type == "qwen3",
+        ),
+        vocabulary=text.vocab_size,
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        vision=None if text is config else towers[config.model_type](config.vision_config),
+    )
+
+
+def _qwen2_5_vision(vision: Any) -> Vision:
+    hidden, wide = vision.hidden_size, vision.intermediate_size
+    return _tower(
+        vision,
+        hidden,
+        wide,
+        mlp=((hidden, wide), (hidden, wide), (wide, hidden)),
+        out=vision.out_hidden_size,
+        window=vision.window_size // vision.spatial_merge_size // vision.patch_size,
+        full=len(set(vision.fullatt_block_indexes) & set(range(vision.depth))),
+    )
+
+
+def _qwen2_vision(vision: Any) -> Vision:
+    hidden, wide = vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio)
+    return _tower(
+        vision,
+        hidden,
+        wide,
+        mlp=((hidden, wide), (wide, hidden)),
+        out=vision.hidden_size,
+        window=None,
+        full=vision.depth,
+    )
+
+
+def _tower(
+    vision: Any,
+    hidden: int,
+    wide: int,
+    *,
+    mlp: tuple[tuple[int, int], ...],
+    out: int,
+    window: int | None,
+    full: int,
+) -> Vision:
+    merge, patch = vision.spatial_merge_size, vision.patch_size
+    merged = hidden * merge**2
+    return Vision(
+        blocks=Stack(
+            layers=vision.depth,
+            hidden=hidden,
+            heads=vision.num_heads,
+            key_heads=vision.num_heads,
+            head_size=hidden // vision.num_heads,
+            intermediate=wide,
+            linears=((hidden, 3 * hidden), (hidden, hidden), *mlp),
+        ),
+        patch_inputs=3 * vision.temporal_patch_size * patch**2,
+        merge=merge,
+        projector=((merged, merged), (merged, out)),
+        window=window,
+        full_layers=full,
+    )
+
+
+# -- one forward -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """FLOPs of one forward by where they happen, because backward treats each differently."""
+
+    text: float = 0.0  # matrices of the decoder's layers
+    text_attention: float = 0.0
+    head: float = 0.0  # logits that are read
+    patches: float = 0.0  # embedding of pixels
+    vision: float = 0.0  # matrices of the tower's blocks
+    vision_attention: float = 0.0
+    projector: float = 0.0
+    adapters: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    def __add__(self, other: Forward) -> Forward:
+        names = [part.name for part in fields(self)]
+        return Forward(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How each tower learns (one that is not named: fully), and how many weights its adapters
+    have.
+    """
+
+    modes: Mapping[str, Mode] = field(default_factory=dict)
+    adapters: Mapping[str, int] = field(default_factory=dict)
+
+    def mode(self, tower: str) -> Mode:
+        return self.modes.get(tower, "full")
+
+    @property
+    def towers_stand(self) -> bool:
+        """Then a picture is looked at once, however often it is shown."""
+        return self.mode("vision") == self.mode("projector") == "frozen"
+
+
+FULL = Training()
+
+
+def training_of(trained: Mapping[str, int], tower_of: Callable[[str], str]) -> Training:
+    """From the parameters that learn: name → how many numbers."""
+    modes: dict[str, Mode] = dict.fromkeys(TOWERS, "frozen")
+    adapters: dict[str, int] = {}
+    for name, numbers in trained.items():
+        tower = tower_of(name)
+        if ".lora_" in name:
+            adapters[tower] = adapters.get(tower, 0) + numbers
+        modes[tower] = "adapter" if ".lora_" in name else "full"
+    return Training(modes=modes, adapters=adapters)
+
+
+def forward(
+    shape: Shape,
+    batch: Batch,
+    *,
+    head: bool = True,
+    pictures: bool = True,
+    training: Training = FULL,
+) -> Forward:
+    """A forest, its pictures and the logits at its reads."""
+    return count(
+        shape,
+        depths=token_depths(batch.node_starts, batch.parents),
+        reads=len(batch.reads) if head else 0,
+        grids=[span.grid for span in batch.media] if pictures else (),
+        training=training,
+    )
+
+
+def count(
+    shape: Shape,
+    *,
+    depths: np.ndarray,
+    reads: int,
+    grids: Sequence[Grid] = (),
+    training: Training = FULL,
+) -> Forward:
+    """`depths`: how many tokens each token sees before itself."""
+    text, tokens, seen = shape.text, len(depths), depths + 1
+    pairs = {
+        window: float((seen if window is None else np.minimum(seen, window)).sum())
+        for window in set(shape.windows)
+    }
+    work = Forward(
+        text=2.0 * tokens * text.weights,
+        text_attention=_products(text) * sum(pairs[window] for window in shape.windows),
+        head=2.0 * reads * shape.head_weights,
+        adapters=2.0 * tokens * training.adapters.get("llm", 0),
+    )
+    return work + pictures(shape, grids, training)
+
+
+def pictures(shape: Shape, grids: Iterable[Grid], training: Training = FULL) -> Forward:
+    """Towers and projector alone."""
+    if shape.vision is None:
+        return Forward()
+    return sum((_picture(shape.vision, grid, training) for grid in grids), Forward())
+
+
+def _picture(vision: Vision, grid: Grid, training: Training) -> Forward:
+    frames, rows, columns = grid
+    patches, blocks = frames * rows * columns, vision.blocks
+    whole = frames * float(rows * columns) ** 2  # a frame is a sequence of its own
+    windowed = (
+        frames * float(vision.merge) ** 4 * _squares(rows, vision) * _squares(columns, vision)
+    )
+    merged = patches / vision.merge**2
+    return Forward(
+        patches=2.0 * patches * vision.patch_inputs * blocks.hidden,
+        vision=2.0 * patches * blocks.weights,
+        vision_attention=_products(blocks)
+        * (vision.full_layers * whole + (blocks.layers - vision.full_layers) * windowed),
+        projector=2.0 * merged * sum(m * n for m, n in vision.projector),
+        adapters=2.0 * patches * training.adapters.get("vision", 0)
+        + 2.0 * merged * training.adapters.get("projector", 0),
+    )
+
+
+def _squares(patches: int, vision: Vision) -> float:
+    """Σ of the squared sides, in merged patches, of the windows that tile one direction."""
+    side, window = patches // vision.merge, vision.window
+    if window is None:
+        return float(side**2)
+    return float(side // window * window**2 + (side % window) ** 2)
+
+
+def _products(stack: Stack) -> float:
+    """FLOPs of one pair in one layer: the score, and the value weighed with it."""
+    return 4.0 * stack.heads * stack.head_size
+
+
+def token_depths(starts: np.ndarray, parents: np.ndarray) -> np.ndarray:
+    """How many tokens stand before each token on its path from the root."""
+    sizes = np.diff(starts)
+    above = np.zeros(len(parents), dtype=np.int64)  # tokens of all ancestors
+    for node, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            above[node] = above[parent] + sizes[parent]
+    return np.arange(int(starts[-1])) - np.repeat(starts[:-1] - above, sizes)
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def backward(work: Forward, training: Training) -> float:
+    """Twice the forward, less what nobody asks for: gradients of frozen matrices, of pixels, and
+    everything below the first tower that learns.
+    """
+    vision, projector, llm = (training.mode(tower) for tower in TOWERS)
+    total = 2.0 * work.adapters
+    if vision != "frozen":
+        total += (vision == "full") * (work.patches + work.vision)
+        total += work.vision + 2 * work.vision_attention
+    if (vision, projector) != ("frozen", "frozen"):
+        total += (1 + (projector == "full")) * work.projector
+    if (vision, projector, llm) != ("frozen", "frozen", "frozen"):
+        total += (1 + (llm == "full")) * (work.text + work.head) + 2 * work.text_attention
+    return total
+
+
+def recomputed(shape: Shape, work: Forward, training: Training) -> float:
+    """What activation checkpointing computes a second time, and no useful work: the layers that a
+    gradient passes.
+    """
+    total = work.text * _until_last(shape.text) + work.text_attention + work.adapters
+    if shape.vision is not None and training.mode("vision") != "frozen":
+        total += work.vision * _until_last(shape.vision.blocks) + work.vision_attention
+    return total
+
+
+def _until_last(stack: Stack) -> float:
+    """Share of a layer's products that torch repeats: it stops once backward has what it needs, and
+    the result of the last matrix is not among that.
+    """
+    sizes = [m * n for m, n in stack.linears]
+    return 1 - sizes[-1] / sum(sizes)
+
+
+# -- generation ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What sampling some groups needs at least, however it is scheduled."""
+
+    prefill: Forward  # prompts once per group, what environments said, and all pictures
+    decode: Forward  # sampled tokens
+    sampled: int
+    longest: int  # most tokens that one member sampled
+    weight_bytes: float  # read by every step of decoding
+    cache_bytes: float  # read in all
+
+    def read_bytes(self, max_sequences: int) -> float:
+        """In as few steps as `max_sequences` at a time allow."""
+        steps = max(self.longest, -(-self.sampled // max_sequences))
+        return steps * self.weight_bytes + self.cache_bytes
+
+
+def generation(
+    shape: Shape, groups: Iterable[Group], *, element: int, training: Training = FULL
+) -> Generation:
+    """`element`: bytes of a weight, and of a number in the cache."""
+    prefill, decode = Forward(), Forward()
+    sampled = [0]
+    contexts = 0
+    for prompt, members in _shared_prompts(groups):
+        start = prompt.prompt_length
+        grids = [span.grid for span in prompt.media if span.start < start]
+        prefill += count(shape, depths=np.arange(start), reads=1, grids=grids, training=training)
+        for member in members:
+            policy = np.flatnonzero(member.policy_mask)
+            if not len(policy):
+                continue
+            sampled.append(len(policy))
+            rest = np.arange(start, policy[-1])  # the last sampled token is never an input
+            own = member.policy_mask[rest]
+            later = [span.grid for span in member.media if span.start >= start]
+            prefill += count(shape, depths=rest[~own], reads=0, grids=later, training=training)
+            # Its first logits came with the prompt, and were shared.
+            decode += count(shape, depths=rest[own], reads=len(policy) - 1, training=training)
+            contexts += int((rest[own] + 1).sum())
+    return Generation(
+        prefill=prefill,
+        decode=decode,
+        sampled=sum(sampled),
+        longest=max(sampled),
+        weight_bytes=float(element * (shape.text.weights + shape.head_weights)),
+        cache_bytes=float(contexts * shape.kv_bytes(element)),
+    )
+
+
+def _shared_prompts(groups: Iterable[Group]) -> Iterable[tuple[Trajectory, list[Trajectory]]]:
+    """Trajectories by what their prompt is."""
+    shared: dict[Any, list[Trajectory]] = {}
+    for group in groups:
+        for member in (*group.trajectories, *([group.greedy] if group.greedy else [])):
+            start = member.prompt_length
+            media = tuple(span.media.key for span in member.media if span.start < start)
+            shared.setdefault((member.ids[:start].tobytes(), media), []).append(member)
+    return ((members[0], members) for members in shared.values())

@@ -1,0 +1,265 @@
+"""LoRA: adapters of peft inside a model whose own weights stay frozen, in 4 bits if wanted.
+
+The adapters are injected in place, so the module tree stays that of transformers: the trainer, the
+engine and the families run it as they run any other model. What is written is the model with its
+adapters merged in, and the adapters alone in peft's format. Knows nothing of training or runs.
+
+    add(model, family, LoraConfig(rank=16), seed=0)
+    with switched_off(model): ...      # the model as it was
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saccade.config import LoraConfig
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.models.families import Family
+from saccade.models.load import matches
+
+FOLDER = "adapter"  # inside a checkpoint; at its root transformers would lay it over merged weights
+WEIGHTS = "adapter_model.safetensors"
+NAME = "default"  # peft's name of an adapter that was given none
+HEAD = "lm_head"
+
+
+def add(
+    model: nn.Module,
+    family: Family,
+    config: LoraConfig,
+    *,
+    seed: int,
+    stored: Path | None = None,
+) -> None:
+    """Give the targets an adapter that changes nothing yet, or the one `stored` in a folder. All
+    other weights are frozen.
+    """
+    require("peft", "lora")
+    import peft
+
+    names = target_names(model, family, config)
+    dtype = next(model.parameters()).dtype
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=names,
+        base_model_name_or_path=family.path,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(settings, model, adapter_name=NAME)
+    assert sorted(names) == sorted(dict(_layers(model))), "peft adapted other layers than asked"
+    for _, layer in _layers(model):
+        # As wide as the model, also over 4-bit weights: products in fp32 would be many times
+        # slower. Small updates are kept by the optimizer's fp32 masters.
+        layer.lora_A.to(dtype)
+        layer.lora_B.to(dtype)
+    if stored is not None:
+        _read(model, stored)
+    _forget_quantization(model)
+
+
+def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[str]:
+    """The linear layers that get an adapter. A pattern that matches none is refused."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear.remove(HEAD)  # it may be tied to the embedding, and log-probs are read from its weight
+    if config.vision and "vision" not in family.spec.towers:
+        raise ConfigError(
+            f"model.lora.vision: a {family.name} has no vision tower; remove it, or give a "
+            "vision model as model.path"
+        )
+    if config.targets == "all-linear":
+        chosen = [name for name in linear if config.vision or family.tower_of(name) == "llm"]
+    else:
+        chosen = _matching("targets", config.targets, linear, family)
+    if config.exclude:
+        dropped = set(_matching("exclude", config.exclude, chosen, family))
+        chosen = [name for name in chosen if name not in dropped]
+    if not chosen:
+        raise ConfigError(
+            f"model.lora.exclude={config.exclude} leaves no layer to adapt; try model.lora.exclude="
+        )
+    return chosen
+
+
+def _matching(option: str, patterns: str, names: list[str], family: Family) -> list[str]:
+    found: set[str] = set()
+    for pattern in patterns.split(","):
+        hits = {name for name in names if matches(name, pattern.strip(), family)}
+        if not hits:
+            raise ConfigError(
+                f"model.lora.{option}: {pattern.strip()!r} matches no linear layer that could be "
+                f"adapted; write a tower ({', '.join(family.spec.towers)}), a prefix or re:REGEX "
+                f"of names such as {names[0]!r}"
+            )
+        found |= hits
+    return [name for name in names if name in found]
+
+
+def four_bit(family: Family, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` wants to hear so that the linear layers of the language model are kept
+    as nf4, computed in `dtype`. Head and vision tower are small and stay as they are.
+    """
+    require("bitsandbytes", "qlora")
+    from transformers import BitsAndBytesConfig
+
+    others = [prefix.rstrip(".") for tower, prefix in family.spec.towers.items() if tower != "llm"]
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=[HEAD, *others],  # of 4-bit layers too, whatever its name says
+    )
+    return {"quantization_config": quantization, "device_map": {"": device}}
+
+
+def _forget_quantization(model: Any) -> None:
+    """The folder that is written holds whole weights again, and its config must say so."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        model.hf_quantizer = None
+        del model.config.quantization_config
+
+
+def require(package: str, extra: str) -> None:
+    if find_spec(package) is None:
+        raise EnvironmentProblem(
+            f"model.train={extra} needs the package {package}, which is not installed; run: "
+            f"pip install -c constraints.txt -e '.[{extra}]'"
+        )
+
+
+# -- adapters of a model ---------------------------------------------------------------------------
+
+
+def is_adapted(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained weights, by the names that peft gives them in its files."""
+    return {
+        f"base_model.model.{name.replace(f'.{NAME}.', '.')}": parameter
+        for name, parameter in model.named_parameters()
+        if f".{NAME}." in name
+    }
+
+
+def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of the model without adapters: each adapter is added to its weight, 4-bit
+    weights are unpacked. One at a time, so that no second model is in memory.
+    """
+    layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
+    for name, parameter in model.named_parameters():
+        if layers and f".{NAME}." in name:
+            continue
+        weight = _unpacked(parameter)
+        if name in layers:
+            weight = _with_adapter(weight, layers[name])
+        yield name.replace(".base_layer.", "."), weight
+
+
+@torch.no_grad()
+def _with_adapter(weight: Tensor, layer: Any) -> Tensor:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    low, high = (part[NAME].weight.to(wide) for part in (layer.lora_A, layer.lora_B))
+    return (weight.to(wide) + high @ low * layer.scaling[NAME]).to(weight.dtype)
+
+
+def _unpacked(parameter: nn.Parameter) -> Tensor:
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return parameter
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(parameter.data, state)
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """The model computes as if it had no adapters."""
+    for _, layer in _layers(model):
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for _, layer in _layers(model):
+            layer.enable_adapters(True)
+
+
+@contextmanager
+def exchanged(model: nn.Module, held: Mapping[str, Tensor]) -> Iterator[None]:
+    """The model computes with other weights in its adapters."""
+    mine = copied(model)
+    _write(model, held)
+    try:
+        yield
+    finally:
+        _write(model, mine)
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in adapters(model).items()}
+
+
+@torch.no_grad()
+def _write(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for name, parameter in adapters(model).items():
+        parameter.copy_(tensors[name])
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    if not is_adapted(model):
+        return
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def save(model: Any, folder: Path) -> None:
+    """The merged model as a Hugging Face folder, and in `adapter/` what peft loads over the base
+    model.
+    """
+    from safetensors.torch import save_file
+
+    buffers = dict(model.named_buffers())
+    state = {name: buffer for name, buffer in model.state_dict().items() if name in buffers}
+    state |= {name: weight.detach().cpu() for name, weight in merged(model)}
+    model.save_pretrained(folder, state_dict=state)
+    adapter = folder / FOLDER
+    model.peft_config[NAME].save_pretrained(adapter)
+    tensors = {name: p.detach().cpu().contiguous() for name, p in adapters(model).items()}
+    save_file(tensors, adapter / WEIGHTS, metadata={"format": "pt"})
+
+
+def _read(model: nn.Module, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    if not (folder / WEIGHTS).is_file():
+        raise ConfigError(
+            f"{folder.parent} holds no adapter to go on from; it was not written with "
+            "model.train=lora: start a new run with it as model.path"
+        )
+    stored = load_file(folder / WEIGHTS)
+    wanted = {name: p.shape for name, p in adapters(model).items()}
+    found = {name: tensor.shape for name, tensor in stored.items()}
+    if wanted != found:
+        differ = sorted(wanted.items() ^ found.items())[:2]
+        raise EnvironmentProblem(
+            f"{folder / WEIGHTS} does not fit model.lora ({differ} …); use the rank and targets "
+            "that it was trained with"
+        )
+    _write(model, stored)

@@ -1,0 +1,141 @@
+"""FLOPs and bytes of the phases of a step, from its records, and what they say against the clock.
+
+`flops/PHASE` are 1e12 operations that the phase needed, `bytes/rollout` 1e9 bytes that decoding had
+to read; MFU and the share of the bandwidth are these against the peak of the device. A model whose
+shapes are not known has none of these numbers, a device that is not known no shares.
+
+    values |= rl_work(actors, rollouts, updates, warming=False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from saccade import flops
+from saccade.backends.local import LocalBackend
+from saccade.config import ADAPTED
+from saccade.devices import Device
+from saccade.flops import Forward, Shape, Training
+from saccade.types import Batch
+
+if TYPE_CHECKING:
+    from saccade.recipes.rl import Actors
+    from saccade.recipes.rollouts import Rollouts
+
+TERA, GIGA = 1e12, 1e9
+STANDING = Training(modes=dict.fromkeys(flops.TOWERS, "frozen"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meter:
+    """What has to be known of a model to count its work."""
+
+    shape: Shape
+    training: Training
+    repeats: float  # share of the layers that compute their activations again
+    head: bool  # logits are read, not values
+
+    def forward(self, batches: Sequence[Batch], *, pictures: bool = True) -> Forward:
+        every = pictures and not self.training.towers_stand
+        work = Forward()
+        for batch in batches:
+            work += flops.forward(
+                self.shape, batch, head=self.head, pictures=every, training=self.training
+            )
+        if pictures and self.training.towers_stand:
+            once = {span.media.key: span.grid for batch in batches for span in batch.media}
+            work += flops.pictures(self.shape, once.values())
+        return work
+
+    def train_step(self, batches: Sequence[Batch], *, pictures: bool = True) -> tuple[float, float]:
+        """Useful FLOPs, and those that are only repeated."""
+        work = self.forward(batches, pictures=pictures)
+        again = self.repeats * flops.recomputed(self.shape, work, self.training)
+        return work.total + flops.backward(work, self.training), again
+
+
+def meter(backend: LocalBackend) -> Meter | None:
+    model: Any = backend.model
+    shape = flops.shape_of(model.config)
+    if shape is None:
+        return None
+    assert backend.optimizer is not None, "a backend that trains"
+    trained = {name: p.numel() for name, p in backend.optimizer.parameters.items()}
+    layers = sum(len(kind.layers) for kind in backend.recompute.kinds)
+    return Meter(
+        shape=shape,
+        training=flops.training_of(trained, backend.family.tower_of),
+        repeats=1 - backend.recompute.keeping / layers,
+        head=not hasattr(model, "score"),
+    )
+
+
+def rl_work(
+    actors: Actors, rollouts: Rollouts, updates: Sequence[Sequence[Batch]], *, warming: bool
+) -> dict[str, float]:
+    """Of all phases of a step of reinforcement learning. `updates` have their scales; `warming`:
+    only the critic learned.
+    """
+    config, policy = actors.config, meter(actors.policy)
+    critic = meter(actors.critic) if actors.critic is not None else None
+    if policy is None:
+        return {}
+    made = flops.generation(
+        policy.shape,
+        rollouts.scored,
+        element=actors.policy.dtype.itemsize,
+        training=policy.training,
+    )
+    work = {"rollout": made.prefill.total + made.decode.total, "update": 0.0, "recomputed": 0.0}
+    every = [batch for part in updates for batch in part]
+    known = False  # features of towers that stand still
+    if actors.algorithm.old == "recompute":
+        work["logp_old"] = policy.forward(every).total
+        known = policy.training.towers_stand
+    if actors.reference is not None:
+        reference, shared = replace(policy, training=STANDING), config.model.train in ADAPTED
+        work["logp_ref"] = reference.forward(every, pictures=not (known and shared)).total
+        known |= policy.training.towers_stand and shared
+    if critic is not None:
+        work["values"] = critic.forward(every).total
+    live = [
+        batch
+        for part in updates
+        if any(batch.scales is not None and batch.scales.any() for batch in part)
+        for batch in part
+    ]
+    for learner in (critic, None if warming else policy):
+        for epoch in range(config.train.epochs_per_batch if learner else 0):
+            assert learner is not None
+            seen = learner.training.towers_stand and (epoch > 0 or (learner is policy and known))
+            useful, again = learner.train_step(live, pictures=not seen)
+            work["update"] += useful
+            work["recomputed"] += again
+    counted = {f"flops/{phase}": count / TERA for phase, count in work.items()}
+    read = made.read_bytes(config.rollout.max_sequences)
+    return counted | {"bytes/rollout": read / GIGA}
+
+
+def sft_work(backend: LocalBackend, batches: Sequence[Batch]) -> dict[str, float]:
+    policy = meter(backend)
+    if policy is None:
+        return {}
+    useful, again = policy.train_step(batches)
+    return {"flops/update": useful / TERA, "flops/recomputed": again / TERA}
+
+
+def shares(work: Mapping[str, float], times: Mapping[str, Any], device: Device) -> dict[str, float]:
+    """`perf/mfu_PHASE` and `perf/bandwidth_rollout`: what was needed, over what the device could
+    have done in that time.
+    """
+    found = {}
+    for name, amount in work.items():
+        kind, _, phase = name.partition("/")
+        seconds = times.get(f"time/{phase}")
+        if kind == "flops" and seconds and device.tflops is not None:
+            found[f"perf/mfu_{phase}"] = amount / (seconds * device.tflops)
+        if kind == "bytes" and seconds and device.bandwidth is not None:
+            found[f"perf/bandwidth_{phase}"] = amount * GIGA / (seconds * device.bandwidth * TERA)
+    return found

@@ -1,0 +1,30 @@
+"""The paged engine on a CPU: the same scheduler, with the kernels in plain torch."""
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+NAMES = ("kernels", "paged", "graphs")
+
+
+@pytest.fixture
+def paged(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Engines built while this is in use page their cache; `budget` is the pool in bytes."""
+    from saccade.engines import embedded
+    from tests.engines import reference
+
+    for name in NAMES:  # whatever was imported before is put back at the end
+        monkeypatch.delitem(sys.modules, f"{embedded.__name__}.{name}", raising=False)
+        monkeypatch.delattr(embedded, name, raising=False)
+    monkeypatch.setitem(sys.modules, f"{embedded.__name__}.kernels", reference)
+    monkeypatch.setattr(embedded, "kernels", reference, raising=False)
+    from saccade.engines.embedded.paged import PagedCache
+
+    settings = SimpleNamespace(budget=1 << 26)
+    monkeypatch.setattr(PagedCache, "_budget", lambda cache: settings.budget)
+    monkeypatch.setattr(embedded, "can_page", lambda shape: True)
+    yield settings
+    for name in NAMES[1:]:
+        sys.modules.pop(f"{embedded.__name__}.{name}", None)

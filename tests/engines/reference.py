@@ -1,0 +1,108 @@
+"""What the Triton kernels of the paged engine compute, in plain torch: with them the engine runs on
+a CPU, and against them the kernels are held on a GPU. Memory is read through the same addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from saccade.engines.embedded import rows as fields
+from saccade.engines.embedded.sampler import sample
+from saccade.types import Sampling
+
+WORD = 4
+
+
+def pool(bases: Tensor, layer: int, which: int, tokens: int, like: Tensor) -> Tensor:
+    """[tokens, G, D] at the address of the keys (0) or values (1) of a layer."""
+    heads, size = like.shape[1:]
+    count = tokens * heads * size * like.element_size()
+    buffer = (ctypes.c_byte * count).from_address(int(bases[layer, which]))
+    return torch.frombuffer(buffer, dtype=like.dtype).view(tokens, heads, size)
+
+
+def places_of(table: Tensor, page: int, count: int) -> Tensor:
+    index = torch.arange(count)
+    return table[index // page].long() * page + index % page
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """One query [H, D] over keys and values [n, G, D], in float64."""
+    groups = q.shape[0] // k.shape[1]
+    k, v = (x.double().repeat_interleave(groups, 1) for x in (k, v))
+    weights = (torch.einsum("hd,nhd->hn", q.double(), k) * scale).softmax(-1)
+    return torch.einsum("hn,nhd->hd", weights, v)
+
+
+def members_of(group: int) -> int:
+    return min(16, max(1, 64 // group))
+
+
+def check_families(table: Tensor, shared: Tensor, families: Tensor, page: int) -> None:
+    """What a family reads for its rows is the same for all of them, and whole pages."""
+    told = torch.zeros_like(shared)
+    for first, count, tokens in families.T.tolist():
+        pages = table[first : first + count, : tokens // page]
+        assert tokens % page == 0 and (pages == pages[:1]).all()
+        told[first : first + count] = tokens
+    assert torch.equal(told, shared)
+
+
+def decode_attention(
+    q, k, v, *, bases, layer, table, lengths, shared, families, page, scale, splits
+) -> Tensor:
+    check_families(table, shared, families, page)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for row, length in enumerate(lengths.tolist()):
+        if length < 0:
+            continue
+        places = places_of(table[row], page, length + 1)
+        keys, values = (pool(bases, layer, which, int(places.max()) + 1, k) for which in range(2))
+        keys[places[-1]], values[places[-1]] = k[row], v[row]
+        out[row] = attention(q[row], keys[places], values[places], scale).to(q.dtype)
+    return out
+
+
+def write_pages(k, v, *, bases, layer, places) -> None:
+    for which, new in enumerate((k, v)):
+        pool(bases, layer, which, int(places.max()) + 1, new)[places] = new
+
+
+def copy_pages(source, target, *, bases, words) -> None:
+    for base in bases.flatten().tolist():
+        for here, there in zip(source.tolist(), target.tolist(), strict=True):
+            count = words * WORD
+            ctypes.memmove(base + there * count, base + here * count, count)
+
+
+def draw(logits, *, temperature, keys, index, banned, rows=None) -> tuple[Tensor, Tensor]:
+    lines = range(len(temperature)) if rows is None else rows.tolist()
+    drawn = [
+        sample(
+            logits[line : line + 1],
+            Sampling(temperature=float(temperature[row])),
+            banned=banned,
+            keys=keys[row : row + 1],
+            index=index[row : row + 1],
+        )
+        for row, line in enumerate(lines)
+    ]
+    return torch.cat([d.ids for d in drawn]), torch.cat([d.logprobs for d in drawn])
+
+
+def advance(ids, logprobs, *, state, eos, tick, out_ids, out_logprobs) -> None:
+    count = len(ids)
+    running = state[fields.LENGTH] >= 0
+    out_ids[tick.item(), :count] = torch.where(running, ids, -1)
+    out_logprobs[tick.item(), :count] = logprobs
+    state[fields.REMAINING] -= 1
+    ends = state[fields.REMAINING] <= 0
+    ends |= (state[fields.STOPS] != 0) & torch.isin(ids, eos)
+    state[fields.TOKEN] = ids
+    state[fields.LENGTH] = torch.where(running & ~ends, state[fields.LENGTH] + 1, -1)
+    state[fields.POSITION] += 1
+    state[fields.INDEX] += 1
+    tick += 1

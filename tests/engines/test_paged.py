@@ -1,0 +1,348 @@
+"""The paged engine gives what the slots give: tokens, log-probs, supports and ends."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from saccade.engines import embedded, generate
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.errors import ConfigError
+from saccade.types import Completion, Message, Request, Sampling
+
+FREE = Sampling(temperature=1.0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def family(family_of):
+    return family_of("qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def model(load):
+    return load("qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def prompts(family, image):
+    pictures = [image(56, 56, 1), image(140, 84, 2), image(84, 56, 3)]
+    return [
+        family.render([Message(role="user", parts=(*pictures[:n], f"What are these {n}?" * n))])
+        for n in range(4)
+    ]
+
+
+def requests(prompts, sampling: Sampling = FREE, repeats: int = 3) -> list[Request]:
+    return [
+        Request(key=f"{i}/{r}", ids=p.ids, media=p.media, sampling=sampling, noise=1000 * i + r)
+        for i, p in enumerate(prompts)
+        for r in range(repeats)
+    ]
+
+
+@pytest.fixture(scope="module")
+def on_slots(model, family):
+    """What an engine with slots answers, asked before any engine pages."""
+    known: dict[tuple, Completion] = {}
+
+    def answer(asked: list[Request]) -> list[Completion]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(embedded, "can_page", lambda shape: False)
+            new = [r for r in asked if _identity(r) not in known]
+            engine = EmbeddedEngine(model, family)
+            done = generate(engine, [replace(r, episode=None) for r in new])
+            known.update(zip(map(_identity, new), done, strict=True))
+        return [known[_identity(r)] for r in asked]
+
+    return answer
+
+
+def _identity(request: Request) -> tuple:
+    media = tuple(span.media.key for span in request.media)
+    return (request.key, request.ids.tobytes(), media, request.sampling, request.first_index)
+
+
+def same(got: list[Completion], wanted: list[Completion]) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        assert a.ids.tolist() == b.ids.tolist() and a.finish == b.finish, a.key
+        assert np.abs(a.logprobs - b.logprobs).max(initial=0) < 1e-5, a.key
+        assert _support(a) == _support(b)
+
+
+def _support(completion: Completion) -> list[list[int]] | None:
+    return None if completion.support is None else [ids.tolist() for ids in completion.support]
+
+
+def empty(engine: EmbeddedEngine) -> bool:
+    """Every page and every slot is free again."""
+    pages = engine.cache.pages
+    return pages.free == pages.count > 0 and len(engine.cache.free) == engine.cache.slots
+
+
+def passes(model) -> tuple[list[int], list[int]]:
+    """Tokens of every forward and images of every pass of the tower, from now on."""
+    tokens: list[int] = []
+    images: list[int] = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: tokens.append(kwargs["position_ids"].shape[-1]),
+        with_kwargs=True,
+    )
+    model.model.visual.register_forward_pre_hook(
+        lambda module, args, kwargs: images.append(len(kwargs["grid_thw"])), with_kwargs=True
+    )
+    return tokens, images
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 5, "support": True},
+        {"top_p": 0.8, "support": True},
+        {"first": (5.0, 20), "top_k": 9, "support": True},
+        {"ignore_eos": False},
+        {"stop": ("e", "zz", "ab")},
+        {"max_tokens": 1},
+    ],
+)
+def test_answers_are_those_of_the_slots(model, family, prompts, paged, on_slots, changes):
+    asked = requests(prompts, replace(FREE, **changes))
+    wanted = on_slots(asked)
+    engine = EmbeddedEngine(model, family)
+    same(generate(engine, asked), wanted)
+    assert engine.cache.paged and empty(engine)
+    shuffled = [asked[i] for i in np.random.default_rng(0).permutation(len(asked))]
+    few = EmbeddedEngine(model, family, max_sequences=5)
+    same(sorted(generate(few, shuffled), key=lambda c: c.key), wanted)
+    assert empty(few) and not few._prefixes
+
+
+def test_settings_mix_in_one_batch(model, family, prompts, paged, on_slots):
+    kinds = [FREE, replace(FREE, temperature=0.0), replace(FREE, top_k=2, max_tokens=5)]
+    asked = [
+        replace(r, sampling=kind, key=f"{r.key}/{i}")
+        for i, kind in enumerate(kinds)
+        for r in requests(prompts[:2])
+    ]
+    same(generate(EmbeddedEngine(model, family), asked), on_slots(asked))
+
+
+def test_the_host_looks_every_few_steps(load, family, prompts, paged):
+    model = load("qwen2_5_vl")
+    for changes, polls in (({}, 3), ({"ignore_eos": False}, 6), ({"top_k": 3}, 71)):
+        engine = EmbeddedEngine(model, family)
+        for request in requests(prompts[:1], replace(FREE, max_tokens=70, **changes), repeats=2):
+            engine.submit(request)
+        banned = torch.from_numpy(np.isin(np.arange(family.vocabulary), engine._eos))
+        engine.banned = engine.graphs.banned = banned  # so that nothing ends early
+        count = 0
+        while engine.pending:
+            engine.poll()
+            count += 1
+        assert count == polls - (1 if "top_k" in changes else 0), changes
+
+
+def test_a_prompt_is_computed_once_however_late_its_members_come(load, family, prompts, paged):
+    model = load("qwen2_5_vl")
+    asked = requests(prompts, repeats=4)
+    engine = EmbeddedEngine(model, family, max_sequences=3)
+    tokens, images = passes(model)
+    generate(engine, asked)
+    buckets = {8}  # rows of a decode step
+    assert sum(t for t in tokens if t not in buckets) == sum(len(p) for p in prompts)
+    assert sum(images) == 0 + 1 + 2 + 3
+    assert empty(engine)
+
+
+@pytest.mark.parametrize("budget", [7, 25])
+def test_long_prompts_are_computed_in_pieces(
+    load, family, prompts, paged, on_slots, monkeypatch, budget
+):
+    asked = requests(prompts)
+    wanted = on_slots(asked)
+    monkeypatch.setattr(embedded, "PREFILL_TOKENS", budget)
+    model = load("qwen2_5_vl")
+    tokens, images = passes(model)
+    engine = EmbeddedEngine(model, family)
+    same(generate(engine, asked), wanted)
+    longest = max(span.length for p in prompts for span in p.media)
+    assert sum(images) == 6 and max(tokens) <= budget + longest
+    assert empty(engine)
+
+
+def test_decoding_goes_on_between_the_pieces(model, family, prompts, paged, monkeypatch):
+    engine = EmbeddedEngine(model, family)
+    for request in requests(prompts[:1], replace(FREE, max_tokens=400), repeats=8):
+        engine.submit(request)
+    engine.poll()
+    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 20)
+    (late,) = requests(prompts[3:], repeats=1)
+    engine.submit(replace(late, key="late"))
+    grown = []
+    while "late" not in engine._running or not engine._running["late"].ready:
+        before = sum(s.sampled for s in engine._running.values())
+        engine.poll()
+        grown.append(sum(s.sampled for s in engine._running.values()) - before)
+    assert len(grown) > 2 and min(grown) >= 8 * 16
+    while engine.pending:
+        engine.poll()
+
+
+@pytest.mark.parametrize("pages", [14, 18, 30])
+def test_sequences_that_lose_their_pages_go_on_with_the_same_tokens(
+    model, family, prompts, paged, on_slots, pages
+):
+    asked = requests(prompts, replace(FREE, max_tokens=60))
+    wanted = on_slots(asked)
+    engine = EmbeddedEngine(model, family)
+    paged.budget = pages * engine.cache.bytes_per_page
+    lost = []
+    secure = engine._secure
+
+    def note(ready):
+        before = len(ready)
+        steps = secure(ready)
+        lost.append(before - len(ready))
+        return steps
+
+    engine._secure = note
+    same(generate(engine, asked), wanted)
+    assert sum(lost) > 0 and engine.cache.pages.count == pages and empty(engine)
+
+
+def test_a_request_larger_than_the_memory_is_refused(model, family, prompts, paged):
+    engine = EmbeddedEngine(model, family)
+    paged.budget = 3 * engine.cache.bytes_per_page
+    engine.submit(requests(prompts[:1], replace(FREE, max_tokens=60))[0])
+    with pytest.raises(ConfigError, match=r"room for the keys and values of 48.*max_tokens"):
+        engine.poll()
+
+
+def test_turns_continue_from_their_pages(load, family, prompts, paged, on_slots):
+    model = load("qwen2_5_vl")
+    engine = EmbeddedEngine(model, family, max_sequences=6)
+    states = [replace(r, episode=r.key) for r in requests(prompts, repeats=2)]
+    for _ in range(3):
+        wanted = on_slots(states)
+        tokens, images = passes(model)
+        answers = generate(engine, states)
+        same(answers, wanted)
+        states = [
+            replace(
+                r,
+                ids=np.concatenate([r.ids, a.ids, [7, 8, 9]]),
+                first_index=r.first_index + len(a.ids),
+            )
+            for r, a in zip(states, answers, strict=True)
+        ]
+    assert not images  # of the third turn: they are in the pages
+    assert sum(t for t in tokens if t != 8) <= 4 * len(states)
+    for state in states:
+        engine.release(state.episode)
+    assert empty(engine)
+
+
+def test_idle_turns_make_way(model, family, prompts, paged, on_slots):
+    asked = [replace(r, episode=r.key) for r in requests(prompts)]
+    wanted = on_slots(asked)
+    engine = EmbeddedEngine(model, family)
+    paged.budget = 30 * engine.cache.bytes_per_page
+    same(generate(engine, asked), wanted)
+    assert 0 < len(engine._live) < len(asked)
+    same(generate(engine, asked), wanted)  # rewritten conversations: all is computed again
+    for key in list(engine._live):
+        engine.release(key)
+    assert empty(engine)
+
+
+def test_aborted_at_every_stage(model, family, prompts, paged):
+    engine = EmbeddedEngine(model, family, max_sequences=4)
+    asked = requests(prompts, replace(FREE, max_tokens=200))
+    for request in asked:
+        engine.submit(request)
+    done = engine.poll() + engine.poll()
+    running, waiting = list(engine._running), [s.request.key for s in engine._waiting]
+    assert not done and len(running) == 4 and len(waiting) == 8
+    for key in (running[0], waiting[0]):
+        engine.abort(key)
+    done = {c.key: c for c in engine.poll()}
+    assert done[running[0]].finish == done[waiting[0]].finish == "aborted"
+    assert len(done[running[0]].ids) > 10 and not len(done[waiting[0]].ids)
+    while engine.pending:
+        for key in [*engine._running, *(s.request.key for s in engine._waiting)]:
+            engine.abort(key)
+        engine.poll()
+    assert empty(engine)
+
+
+def test_an_evicted_sequence_can_be_aborted(model, family, prompts, paged):
+    engine = EmbeddedEngine(model, family)
+    paged.budget = 18 * engine.cache.bytes_per_page
+    for request in requests(prompts, replace(FREE, max_tokens=60)):
+        engine.submit(request)
+    done = []
+    while not engine._evicted:
+        done += engine.poll()
+    key, sampled = engine._evicted[0].request.key, engine._evicted[0].sampled
+    engine.abort(key)
+    done += engine.poll()
+    (aborted,) = (c for c in done if c.key == key)
+    assert aborted.finish == "aborted" and len(aborted.ids) == sampled
+    while engine.pending:
+        engine.poll()
+    assert empty(engine)
+
+
+def test_versions_and_idle_caches_follow_the_weights(load, family, prompts, paged):
+    model = load("qwen2_5_vl")
+    engine = EmbeddedEngine(model, family)
+    first, second, *_ = requests(prompts, replace(FREE, ignore_eos=False, max_tokens=40))
+    engine.graphs.banned = engine.banned = torch.from_numpy(
+        np.isin(np.arange(family.vocabulary), engine._eos)
+    )
+    generate(engine, [replace(first, episode="e", sampling=FREE)])
+    engine.submit(second)
+    engine.poll()
+    engine.poll()
+    engine.update_weights(None, version=4)
+    assert not engine._live
+    done = []
+    while engine.pending:
+        done += engine.poll()
+    assert done[0].versions.tolist() == [0] * 17 + [4] * 23
+    assert empty(engine)
+
+
+def test_sleep_gives_the_pool_back(model, family, prompts, paged, on_slots):
+    asked = [replace(r, episode=r.key) for r in requests(prompts)]
+    wanted = on_slots(asked)
+    engine = EmbeddedEngine(model, family)
+    same(generate(engine, asked), wanted)
+    assert engine.cache.keys and engine._live
+    engine.sleep()
+    assert not engine.cache.keys and not engine._live and engine._tokens.size == 0
+    engine.wake()
+    same(generate(engine, asked), wanted)
+
+
+def test_the_pool_grows_while_sequences_run(model, family, prompts, paged, on_slots, monkeypatch):
+    from saccade.engines.embedded import paged as module
+
+    monkeypatch.setattr(module, "POOL_STEP", 1)
+    short, *others = requests(prompts)
+    long = [replace(r, sampling=replace(FREE, max_tokens=80)) for r in others]
+    wanted = on_slots([short, *long])
+    engine = EmbeddedEngine(model, family)
+    engine.submit(short)
+    engine.poll()
+    small = engine.cache.pages.count
+    for request in long:
+        engine.submit(request)
+    done = []
+    while engine.pending:
+        done += engine.poll()
+    assert engine.cache.pages.count > small
+    same(sorted(done, key=lambda c: c.key), sorted(wanted, key=lambda c: c.key))
+    assert empty(engine)

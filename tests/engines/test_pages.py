@@ -1,0 +1,150 @@
+"""Pages: nothing is owned twice, nothing is lost, and whoever writes in a page writes alone."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from saccade.engines.embedded.pages import Pages
+
+SLOTS, COUNT, PAGE = 5, 40, 4
+
+
+def fresh(page: int = PAGE, count: int = COUNT) -> Pages:
+    pages = Pages(page=page)
+    pages.reshape(SLOTS, 200)
+    pages.grow(count)
+    return pages
+
+
+def extend(pages: Pages, slot: int, tokens: int) -> None:
+    pages.extend(np.array([slot]), np.array([tokens]))
+
+
+def test_tokens_lie_where_their_pages_say():
+    pages = fresh()
+    pages.extend(np.array([2, 0]), np.array([9, 3]))
+    assert pages.held.tolist() == [1, 0, 3, 0, 0] and pages.free == COUNT - 4
+    places = pages.places(2, 0, 9)
+    assert places.tolist() == [p * PAGE + i for p in pages.of(2) for i in range(PAGE)][:9]
+    assert pages.places(2, 5, 9).tolist() == places[5:].tolist()
+    assert pages.lacking(np.array([2, 0, 1]), np.array([13, 4, 1])) == 2
+    extend(pages, 2, 12)  # it fits already
+    assert pages.held[2] == 3
+
+
+def test_a_fork_shares_full_pages_and_copies_the_last():
+    pages = fresh()
+    extend(pages, 0, 10)
+    source = pages.of(0)
+    copy = pages.fork(source, 10, 1)
+    assert copy == (source[2], pages.of(1)[2]) and copy[0] != copy[1]
+    assert pages.of(1)[:2].tolist() == source[:2].tolist()
+    assert pages.references[source].tolist() == [2, 2, 1]
+    assert pages.fork(source, 8, 2) is None and pages.of(2).tolist() == source[:2].tolist()
+    before = pages.free
+    pages.drop(pages.detach(0))
+    assert pages.free == before + 1 and pages.references[source].tolist() == [2, 2, 0]
+
+
+def test_a_kept_prefix_outlives_the_sequence_that_wrote_it():
+    pages = fresh()
+    extend(pages, 0, 10)
+    kept = pages.share(pages.of(0))
+    extend(pages, 0, 30)
+    pages.drop(pages.detach(0))
+    assert pages.free == COUNT - len(kept)
+    pages.fork(kept, 10, 1)
+    assert pages.free == COUNT - len(kept) - 1
+    pages.drop(kept)
+    pages.drop(pages.detach(1))
+    assert pages.free == COUNT
+
+
+def test_pages_move_between_a_slot_and_an_idle_turn():
+    pages = fresh()
+    extend(pages, 3, 17)
+    parked = pages.detach(3)
+    assert pages.held[3] == 0 and pages.free == COUNT - 5
+    pages.attach(1, parked)
+    assert pages.of(1).tolist() == parked.tolist()
+
+
+def test_growing_keeps_what_is_taken():
+    pages = fresh(count=4)
+    extend(pages, 0, 16)
+    assert pages.free == 0
+    pages.grow(10)
+    assert pages.free == 6
+    extend(pages, 1, 24)
+    assert len({*pages.of(0), *pages.of(1)}) == 10 and pages.free == 0
+
+
+def test_the_table_grows_with_longer_sequences():
+    pages = Pages(page=4)
+    pages.grow(20)
+    pages.reshape(2, 8)
+    pages.extend(np.array([1]), np.array([8]))
+    held = pages.of(1)
+    pages.reshape(4, 40)
+    assert pages.table.shape == (4, 10) and pages.of(1).tolist() == held.tolist()
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["extend", "fork", "release", "park", "resume", "keep", "forget", "grow"]),
+        st.integers(0, SLOTS - 1),
+        st.integers(1, 60),
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS)
+@settings(max_examples=200, deadline=None)
+def test_whatever_happens_every_page_is_counted_and_has_one_writer(steps):
+    pages = fresh()
+    lengths: dict[int, int] = {}  # tokens of each busy slot
+    parked: list[tuple[np.ndarray, int]] = []
+    kept: list[tuple[np.ndarray, int]] = []  # readers: they write no more
+    for action, slot, tokens in steps:
+        slots, counts = np.array([slot]), np.array([tokens])
+        if action == "extend" and pages.lacking(slots, counts) <= pages.free:
+            pages.extend(slots, counts)
+            lengths[slot] = max(tokens, lengths.get(slot, 0))
+        elif action == "fork" and slot not in lengths and (lengths or kept):
+            owner = next(iter(lengths), None)
+            numbers, n = (pages.of(owner), lengths[owner]) if owner is not None else kept[0]
+            if n % PAGE == 0 or pages.free:
+                copied = pages.fork(numbers, n, slot)
+                assert (copied is None) == (n % PAGE == 0)
+                lengths[slot] = n
+        elif action == "release" and slot in lengths:
+            pages.drop(pages.detach(slot))
+            del lengths[slot]
+        elif action == "park" and slot in lengths:
+            parked.append((pages.detach(slot), lengths.pop(slot)))
+        elif action == "resume" and parked and slot not in lengths:
+            numbers, lengths[slot] = parked.pop()
+            pages.attach(slot, numbers)
+        elif action == "keep" and slot in lengths:
+            kept.append((pages.share(pages.of(slot)), lengths[slot]))
+        elif action == "forget" and kept:
+            pages.drop(kept.pop()[0])
+        elif action == "grow" and pages.count < 3 * COUNT:
+            pages.grow(pages.count + 7)
+
+        owners = [(pages.of(s), n) for s, n in lengths.items()] + parked
+        holders = [numbers for numbers, _ in owners + kept]
+        counted = np.bincount(
+            np.concatenate([*holders, np.zeros(0, np.int32)]).astype(int), minlength=pages.count
+        )
+        assert (counted == pages.references).all()
+        assert pages.free == int((pages.references == 0).sum())
+        free = pages._stack[: pages.free]
+        assert len(set(free.tolist())) == pages.free and (pages.references[free] == 0).all()
+        # Where a sequence will write next belongs to no other that may write.
+        tails = [int(x) for numbers, n in owners for x in numbers[n // PAGE :]]
+        assert len(set(tails)) == len(tails)
+        for numbers, n in owners:
+            others = [int(x) for more, _ in owners if more is not numbers for x in more]
+            assert not set(numbers[n // PAGE :].tolist()) & set(others)

@@ -1,0 +1,159 @@
+"""The update on a GPU: it does not wait, it plans its memory, and its gradients stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+DEVICE = torch.device("cuda")
+NAME = "qwen2_5_vl"
+
+
+def algorithm():
+    from saccade.algorithms.build import resolve
+    from saccade.config import AlgorithmConfig
+
+    return resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=64)
+
+
+@pytest.fixture
+def batches(family_of, grow):
+    from saccade.forest import pack
+
+    family = family_of(NAME)
+    rng = np.random.default_rng(0)
+    groups = [grow(rng, family, uid=f"g{i}", images=i) for i in range(3)]
+    packed = pack(groups, positions=family.positions, micro_tokens=100)
+    tokens = sum(len(batch.reads) for batch in packed)
+    assert len(packed) > 2
+    return [replace(b, scales=np.full(len(b.reads), 1 / tokens, np.float32)) for b in packed]
+
+
+def backend_of(family, dtype=torch.bfloat16, **options):
+    from saccade.backends.local import LocalBackend
+    from saccade.config import TrainConfig
+    from saccade.models.load import load_model
+
+    model = load_model(family, dtype=dtype, device=DEVICE)
+    return LocalBackend(model, family, TrainConfig(), **options)
+
+
+def gradients(backend, batches, monkeypatch):
+    from saccade.backends import Scoring
+
+    seen = {}
+    monkeypatch.setattr(
+        backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
+    )
+    means = backend.train_step(batches, algorithm(), Scoring(), lr=0.0).metrics.means()
+    return means, {name: gradient.clone() for name, gradient in seen.items()}
+
+
+def distance(got, wanted):
+    whole = torch.stack([g.norm() for g in wanted.values()]).norm()
+    return torch.stack([(got[n] - g).norm() for n, g in wanted.items()]).norm() / whole
+
+
+def test_half_precision_follows_single_precision(family_of, batches, monkeypatch):
+    family = family_of(NAME)
+    _, exact = gradients(backend_of(family, torch.float32), batches, monkeypatch)
+    for wanted in (False, True, "auto"):
+        backend = backend_of(family, checkpointing=wanted)
+        for _ in range(2):  # the plan has learned something before the second
+            means, got = gradients(backend, batches, monkeypatch)
+            assert distance(got, exact) < 0.05 and means["mem/oom_splits"] == 0
+            assert {g.dtype for g in got.values()} == {torch.float32}
+
+
+def test_the_micro_batches_never_wait_for_the_gpu(family_of, batches):
+    from saccade.backends import Scoring
+
+    backend = backend_of(family_of(NAME), checkpointing="auto")
+    backend.train_step(batches, algorithm(), Scoring(), lr=1e-6)  # kernels are compiled
+    inner, waiting = backend._micro_step, []
+
+    def without_waiting(*args, **kwargs):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            waiting.append(len(args))
+            return inner(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    backend._micro_step = without_waiting
+    backend.train_step(batches, algorithm(), Scoring(), lr=1e-6)
+    assert len(waiting) == len(batches)
+
+
+def test_layers_recompute_only_when_memory_is_short(family_of, batches, monkeypatch):
+    from saccade.backends import memory
+
+    backend = backend_of(family_of(NAME), checkpointing="auto")
+    layers = sum(len(kind.layers) for kind in backend.recompute.kinds)
+    _, kept = gradients(backend, batches, monkeypatch)
+    _, kept = gradients(backend, batches, monkeypatch)
+    assert backend.recompute.keeping == layers == 4
+    costs = {k.of_media: k.cost(1000, 1000) for k in backend.recompute.kinds}
+    assert costs.keys() == {False, True} and min(costs.values()) > 1000 * 64 * 2
+    monkeypatch.setattr(memory, "available", lambda *_: backend.recompute.overhead[0] * 1.0)
+    _, again = gradients(backend, batches, monkeypatch)
+    assert backend.recompute.keeping == 0
+    assert distance(again, kept) < 0.01
+    text = backend.recompute.kinds[-1]
+    last = batches[-1]
+    spent, tokens, media_tokens = backend.recompute.overhead
+    here = sum(span.length for span in last.media)
+    room = spent * max(1.0, last.tokens / tokens, here / media_tokens)
+    room += 1.5 * text.cost(last.tokens, here)
+    monkeypatch.setattr(memory, "available", lambda *_: room)
+    gradients(backend, [last], monkeypatch)
+    assert [layer.gradient_checkpointing for layer in text.layers] == [True, False]
+
+
+def test_memory_that_runs_out_costs_time_and_changes_nothing(family_of, batches, monkeypatch):
+    """In the middle of backward: again with every layer recomputed, then in halves."""
+    backend = backend_of(family_of(NAME), checkpointing="auto")
+    for _ in range(2):
+        _, wanted = gradients(backend, batches, monkeypatch)
+    fired = []
+
+    def in_backward(module, args, output):
+        if len(fired) < 2:
+            output.register_hook(lambda g: fired.append(1) or out_of_memory())
+        return output
+
+    def out_of_memory():
+        raise torch.OutOfMemoryError("simulated")
+
+    layer = backend.model.model.language_model.layers[0]
+    handle = layer.register_forward_hook(in_backward)
+    means, got = gradients(backend, batches, monkeypatch)
+    handle.remove()
+    assert fired == [1, 1] and means["mem/oom_splits"] == 1
+    assert distance(got, wanted) < 0.01
+
+
+def test_frozen_towers_look_once_at_an_image(family_of, batches):
+    from saccade.backends import Scoring
+    from saccade.backends.local import LocalBackend
+    from saccade.config import TrainConfig
+    from saccade.models.load import freeze, load_model
+
+    family = family_of(NAME)
+    model = load_model(family, dtype=torch.bfloat16, device=DEVICE)
+    freeze(model, family, "freeze:vision,projector")
+    backend = LocalBackend(model, family, TrainConfig())
+    calls = []
+    model.model.visual.register_forward_hook(lambda *_: calls.append(1))
+    first = backend.logprobs(batches, Scoring())
+    seen = len(calls)
+    backend.train_step(batches, algorithm(), Scoring(), lr=0.0)
+    second = backend.logprobs(batches, Scoring())
+    assert 0 < seen == len(calls)
+    for (a, _), (b, _) in zip(first, second, strict=True):
+        assert np.array_equal(a, b)

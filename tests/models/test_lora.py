@@ -1,0 +1,356 @@
+"""Adapters: where they sit, what they leave alone, what transformers and peft make of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.backends.optimizer import Optimizer
+from saccade.backends.reference import AdapterReference
+from saccade.config import LoraConfig, TrainConfig
+from saccade.engines import generate
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.forest import pack
+from saccade.models import lora
+from saccade.models.families import Family
+from saccade.models.load import load_model, trainable_table
+from saccade.types import Batch, Message, Request, Sampling
+
+peft = pytest.importorskip("peft")
+
+CPU = torch.device("cpu")
+VISION, TEXT = "qwen2_5_vl", "qwen3"
+LLM, TOWER = "model.language_model.", "model.visual."
+PROJECTOR = TOWER + "merger."
+# Of log-probs in fp32, when W x + B (A x) becomes (W + B A) x: about 1e-5 with adapters this large.
+ROUNDING = 1e-4
+
+
+@pytest.fixture
+def adapted(family_of, load) -> Callable[..., Any]:
+    """A fresh tiny model with adapters; `moved` ones are no longer zero."""
+
+    def made(name: str, *, moved: bool = False, dtype: str = "float32", **options: Any) -> Any:
+        model = load(name, dtype)
+        lora.add(model, family_of(name), LoraConfig(**({"rank": 4} | options)), seed=0)
+        if moved:
+            move(model)
+        return model
+
+    return made
+
+
+def move(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in lora.adapters(model).values():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data += 0.2 * noise.to(parameter.dtype)
+
+
+@pytest.fixture(scope="session")
+def forests(family_of, grow) -> Callable[[str], list[Batch]]:
+    def packed(name: str) -> list[Batch]:
+        family = family_of(name)
+        images = int(family.spec.image_token is not None)
+        group = grow(np.random.default_rng(0), family, images=images)
+        return pack([group], positions=family.positions, micro_tokens=9999)
+
+    return packed
+
+
+def scores(model: nn.Module, family: Family, batches: list[Batch]) -> np.ndarray:
+    backend = LocalBackend(model, family)
+    return np.concatenate([new for new, _ in backend.logprobs(batches, Scoring())])
+
+
+def targets(model: nn.Module) -> set[str]:
+    return {name.split(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
+
+
+# -- where they sit --------------------------------------------------------------------------------
+
+
+def test_targets_are_named_by_tower_prefix_or_pattern(load, adapted):
+    linear = {n for n, m in load(VISION).named_modules() if isinstance(m, nn.Linear)}
+    llm = {name for name in linear if name.startswith(LLM)}
+    tower = {name for name in linear if name.startswith(TOWER)}
+    projector = {name for name in tower if name.startswith(PROJECTOR)}
+    assert linear == llm | tower | {"lm_head"} and len(llm) == 14
+    attention = {name for name in llm if ".self_attn." in name}
+    cases: list[tuple[dict[str, Any], set[str]]] = [
+        ({}, llm),
+        ({"vision": True}, llm | tower),
+        ({"targets": "llm"}, llm),
+        ({"targets": "vision"}, tower - projector),
+        ({"targets": "vision, projector"}, tower),
+        ({"targets": f"{LLM}layers.0."}, {name for name in llm if ".layers.0." in name}),
+        ({"targets": r"re:\.self_attn\."}, attention),
+        ({"exclude": r"re:\.self_attn\."}, llm - attention),
+        ({"vision": True, "exclude": "projector"}, llm | tower - projector),
+    ]
+    for options, wanted in cases:
+        assert targets(adapted(VISION, **options)) == wanted, options
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (VISION, {"targets": "q_proj"}, r"targets: 'q_proj' matches no linear.*tower.*re:REGEX"),
+        (VISION, {"targets": "llm,re:nothing"}, "targets: 're:nothing' matches no linear layer"),
+        (VISION, {"targets": "lm_head"}, "targets: 'lm_head' matches no linear layer"),
+        (VISION, {"targets": TOWER + "patch_embed."}, "targets: .* matches no linear layer"),
+        (VISION, {"exclude": "vision"}, "exclude: 'vision' matches no linear layer"),
+        (VISION, {"exclude": "llm"}, "exclude=llm leaves no layer to adapt"),
+        (TEXT, {"targets": "vision"}, "targets: 'vision' matches no linear layer"),
+        (TEXT, {"vision": True}, "vision: a qwen3 has no vision tower"),
+    ],
+)
+def test_what_matches_nothing_is_refused(adapted, name, options, message):
+    with pytest.raises(ConfigError, match=f"model.lora.{message}"):
+        adapted(name, **options)
+
+
+@pytest.mark.parametrize(("package", "extra"), [("peft", "lora"), ("bitsandbytes", "qlora")])
+def test_a_missing_package_comes_with_its_install_line(monkeypatch, adapted, package, extra):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(lora, "find_spec", lambda name: None if name == package else find(name))
+    with pytest.raises(EnvironmentProblem, match=rf"{package}.*pip install .*\[{extra}\]"):
+        lora.require(package, extra)
+
+
+def test_only_adapters_are_trained_and_only_they_have_a_state(adapted, family_of):
+    """bf16 weights: fp32 masters and moments exist for the adapters, and for nothing else."""
+    model = adapted(VISION, dtype="bfloat16", rank=8)
+    table = trainable_table(model, family_of(VISION))
+    count = sum(parameter.numel() for parameter in lora.adapters(model).values())
+    assert table["llm"][0] == count and table["vision"][0] == table["projector"][0] == 0
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    optimizer = Optimizer(model.named_parameters(), TrainConfig(), lr_scale=lambda name: 1.0)
+    state = optimizer.state()
+    assert all(".lora_" in name for name in state)
+    assert {t.dtype for t in state.values()} == {torch.float32}
+    assert sum(t.numel() for n, t in state.items() if n.startswith("master/")) == count
+
+
+def test_a_seed_gives_the_same_adapter_and_leaves_the_random_numbers_alone(adapted):
+    before = torch.get_rng_state()
+    one, other = lora.copied(adapted(TEXT)), lora.copied(adapted(TEXT))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert any(tensor.any() for tensor in one.values())
+
+
+# -- what they compute -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [VISION, TEXT])
+def test_a_fresh_or_silent_adapter_is_the_base_model(adapted, load, family_of, forests, name):
+    family, batches = family_of(name), forests(name)
+    base = scores(load(name), family, batches)
+    model = adapted(name)
+    assert (scores(model, family, batches) == base).all()
+    move(model)
+    assert np.abs(scores(model, family, batches) - base).max() > 0.01
+    with lora.switched_off(model):
+        assert (scores(model, family, batches) == base).all()
+    assert np.abs(scores(model, family, batches) - base).max() > 0.01
+
+
+def test_a_reference_is_the_policy_without_adapters_or_with_older_ones(
+    adapted, load, family_of, forests, tmp_path
+):
+    family, batches = family_of(VISION), forests(VISION)
+    policy = LocalBackend(adapted(VISION), family, TrainConfig())
+    reference = AdapterReference(policy)
+
+    def read(who: Any) -> np.ndarray:
+        return np.concatenate([new for new, _ in who.logprobs(batches, Scoring())])
+
+    base = scores(load(VISION), family, batches)
+    move(policy.model)
+    now = read(policy)
+    assert (read(reference) == base).all() and (read(policy) == now).all()
+    trained = {name for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert trained == policy.optimizer.parameters.keys()
+    reference.blend(policy.weights(), 1.0)
+    move(policy.model)
+    later = read(policy)
+    assert (read(reference) == now).all() and (read(policy) == later).all()
+    assert np.abs(later - now).max() > 0.01
+    reference.save_state(tmp_path)
+    resumed = AdapterReference(policy)
+    resumed.load_state(tmp_path)
+    assert (read(resumed) == now).all()
+
+
+def test_a_failure_while_switched_off_switches_on_again(adapted):
+    model = adapted(TEXT)
+    with pytest.raises(RuntimeError), lora.switched_off(model):
+        raise RuntimeError
+    assert len(targets(model)) == 14
+
+
+@pytest.mark.parametrize("name", [VISION, TEXT])
+def test_merged_weights_are_those_of_a_plain_model(adapted, load, family_of, forests, name):
+    model, plain = adapted(name, moved=True), load(name)
+    weights = dict(lora.merged(model))
+    assert weights.keys() == dict(plain.named_parameters()).keys()
+    changed = {n for n, p in plain.named_parameters() if not torch.equal(p, weights[n])}
+    assert changed == {f"{target}.weight" for target in targets(model)}
+    plain.load_state_dict(weights, strict=False)
+    family, batches = family_of(name), forests(name)
+    gap = scores(model, family, batches) - scores(plain, family, batches)
+    assert np.abs(gap).max() < ROUNDING
+
+
+@pytest.mark.parametrize("name", [VISION, TEXT])
+def test_a_merged_layer_is_its_weight_and_its_adapter(adapted, name):
+    """In float64, where W x + B (A x) and (W + B A) x are the same number."""
+    model = adapted(name, moved=True, dtype="float64", vision=name == VISION)
+    weights = dict(lora.merged(model))
+    for target in targets(model):
+        layer = model.get_submodule(target)
+        x = torch.randn(8, layer.in_features, dtype=torch.float64)
+        wanted, found = layer(x), nn.functional.linear(x, weights[f"{target}.weight"], layer.bias)
+        assert (wanted - found).norm() < 1e-14 * wanted.norm(), target
+
+
+def test_a_model_without_adapters_gives_its_own_tensors(load):
+    model = load(TEXT)
+    assert all(w is p for (_, w), p in zip(lora.merged(model), model.parameters(), strict=True))
+
+
+def test_the_engine_generates_with_the_adapter(adapted, load, family_of, grow):
+    """Its log-probs are the trainer's, and not those of the base model."""
+    family, model = family_of(VISION), adapted(VISION, moved=True, vision=True)
+    (prompt,) = grow(np.random.default_rng(3), family, size=1, depth=0).trajectories
+    request = Request(
+        key="a",
+        ids=prompt.ids,
+        media=prompt.media,
+        sampling=Sampling(temperature=1.0, max_tokens=12, ignore_eos=True),
+    )
+    (completion,) = generate(EmbeddedEngine(model, family), [request])
+    episode = replace(
+        prompt,
+        ids=np.concatenate([prompt.ids, completion.ids]),
+        sources=np.concatenate([np.zeros_like(prompt.sources), np.ones(12, np.int8)]),
+        logprobs=np.concatenate([np.full(len(prompt.ids), np.nan), completion.logprobs]),
+        versions=np.zeros(len(prompt.ids) + 12, np.int32),
+        advantages=None,
+    )
+    group = replace(grow(np.random.default_rng(3), family, size=1), trajectories=(episode,))
+    batches = pack([group], positions=family.positions, micro_tokens=9999)
+    assert np.abs(scores(model, family, batches) - completion.logprobs).max() < 1e-5
+    assert np.abs(scores(load(VISION), family, batches) - completion.logprobs).max() > 0.01
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [VISION, TEXT])
+def test_stock_transformers_and_peft_load_what_is_written(
+    adapted, family_of, stock, tensors, tmp_path, image, name
+):
+    """Greedy tokens of the merged folder, of base + adapter through peft, and of the model."""
+    import transformers
+
+    family, model = family_of(name), adapted(name, moved=True, vision=name == VISION)
+    lora.save(model, tmp_path)
+    assert tensors(tmp_path).keys() == tensors(family.path).keys()
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert not list(tmp_path.glob("adapter_*"))
+    parts = (image(84, 56, 0), "how many?") if name == VISION else ("how many?",)
+    prompt = family.render((Message(role="user", parts=parts),))
+    auto = getattr(transformers, family.spec.auto_class)
+    merged, info = auto.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
+    through_peft = peft.PeftModel.from_pretrained(
+        auto.from_pretrained(family.path, dtype=torch.float32), str(tmp_path / "adapter")
+    )
+    request = Request(
+        key="a",
+        ids=prompt.ids,
+        media=prompt.media,
+        sampling=Sampling(temperature=0.0, max_tokens=12, ignore_eos=True),
+    )
+    (ours,) = generate(EmbeddedEngine(model, family), [request])
+    found = [greedy(other, family, prompt) for other in (merged, through_peft)]
+    assert found == [ours.ids.tolist()] * 2
+    assert greedy(stock(name), family, prompt) != ours.ids.tolist()
+
+
+def greedy(model: Any, family: Family, prompt: Any) -> list[int]:
+    ids = torch.from_numpy(prompt.ids)[None]
+    vision = dict(family.vision(prompt.media, CPU, torch.float32))
+    if prompt.media:
+        vision["mm_token_type_ids"] = (ids == family.chat.placeholder).long()
+    made = model.eval().generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=12,
+        min_new_tokens=12,
+        eos_token_id=None,
+        suppress_tokens=np.flatnonzero(family.banned).tolist(),
+        **vision,
+    )
+    return made[0, ids.shape[1] :].tolist()
+
+
+def test_a_stored_adapter_comes_back_and_must_fit(adapted, load, family_of, tmp_path):
+    model = adapted(TEXT, moved=True)
+    lora.save(model, tmp_path)
+    settings = {"seed": 5, "stored": tmp_path / "adapter"}
+    again = load(TEXT)
+    lora.add(again, family_of(TEXT), LoraConfig(rank=4), **settings)
+    one, other = lora.adapters(model), lora.adapters(again)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(EnvironmentProblem, match=r"does not fit model\.lora"):
+        lora.add(load(TEXT), family_of(TEXT), LoraConfig(rank=2), **settings)
+    with pytest.raises(ConfigError, match="holds no adapter to go on from"):
+        lora.add(load(TEXT), family_of(TEXT), LoraConfig(), seed=0, stored=tmp_path / "state")
+
+
+# -- 4 bits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [VISION, TEXT])
+def test_over_four_bit_weights(family_of, forests, stock, tmp_path: Path, name):
+    """The language model is packed, the rest is not; what is written are whole weights, with the
+    outputs of the packed model and its adapter.
+    """
+    pytest.importorskip("bitsandbytes")
+    family, batches = family_of(name), forests(name)
+    options = lora.four_bit(family, torch.float32, CPU)
+    model = load_model(family, dtype=torch.float32, device=CPU, options=options)
+    packed = {n for n, p in model.named_parameters() if p.dtype == torch.uint8}
+    assert len(packed) == 14 and {family.tower_of(name) for name in packed} == {"llm"}
+    lora.add(model, family, LoraConfig(rank=4, exclude=r"re:\.mlp\."), seed=0)
+    assert len(targets(model)) == 8
+    base = scores(load_model(family, dtype=torch.float32, device=CPU), family, batches)
+    fresh = scores(model, family, batches)
+    assert 1e-4 < np.abs(fresh - base).max() < 1  # nf4 rounds, and is still the same model
+    move(model)
+    assert np.abs(scores(model, family, batches) - fresh).max() > 0.01
+    lora.save(model, tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    written = load_model(replace(family, path=str(tmp_path)), dtype=torch.float32, device=CPU)
+    gap = scores(written, family, batches) - scores(model, family, batches)
+    assert np.abs(gap).max() < ROUNDING
+    assert sum(t.numel() for _, t in lora.merged(model)) == stock(name).num_parameters()

@@ -1,0 +1,195 @@
+"""Runs that train adapters: what moves, what is written, going on as if never stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from saccade.checks import check
+from saccade.cli import app
+from saccade.config import load
+from saccade.errors import ConfigError
+from saccade.export import export
+from saccade.recipes import evaluate, rl, sft
+
+pytest.importorskip("peft")
+
+Make = Callable[..., dict[str, Any]]
+Read = Callable[[Path], list[dict[str, Any]]]
+LORA = {"model.train": "lora", "model.lora.rank": 4, "train.lr": 2e-2}
+WITH_KL = {"algorithm.kl.coef": 0.05}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> dict[str, Any]:
+    """Four steps of GRPO with a KL, adapters on the language model."""
+    config = rl_config(tmp_path_factory.mktemp("lora")) | LORA | WITH_KL
+    rl.run(config)
+    return config
+
+
+def last(config: dict[str, Any], name: str = "run", step: int = 4) -> Path:
+    return Path(config["run.out"]) / name / "checkpoints" / f"step-{step}"
+
+
+def moved(config: dict[str, Any], tensors: Callable[..., dict[str, Any]], **place: Any) -> set[str]:
+    """Tensors of the checkpoint that are not those of the start."""
+    start, now = tensors(config["model.path"]), tensors(last(config, **place))
+    assert start.keys() == now.keys()
+    return {name for name in start if not bool((start[name] == now[name]).all())}
+
+
+def test_only_what_is_adapted_moves(trained: dict[str, Any], tensors: Any, numbers: Read) -> None:
+    names = moved(trained, tensors)
+    assert len(names) == 14 and all("layers." in n and n.endswith("proj.weight") for n in names)
+    rows = numbers(last(trained).parent.parent)
+    assert rows[0]["policy/kl_ref"] == 0.0  # the reference is the model at the start
+    assert rows[-1]["policy/kl_ref"] > 1e-3
+    for row in rows:  # the engine samples with the adapter
+        assert row["mismatch/logp_gap_max"] < 1e-5
+
+
+def test_sft_learns(tmp_path: Path, sft_config: Make, tensors: Any, numbers: Read) -> None:
+    config = sft_config(tmp_path, run__max_steps=8) | LORA
+    sft.run(config)
+    losses = [row["sft/loss"] for row in numbers(tmp_path / "run")]
+    assert losses[-1] < 0.7 * losses[0]
+    assert len(moved(config, tensors, step=8)) == 14
+
+
+def test_a_tower_of_its_own_and_its_learning_rate(
+    tmp_path: Path, sft_config: Make, tensors: Any
+) -> None:
+    config = sft_config(tmp_path, run__max_steps=2) | LORA
+    sft.run(config | {"run.name": "vision", "model.lora.targets": "vision"})
+    names = moved(config, tensors, name="vision", step=2)
+    assert names and all("visual.blocks." in name for name in names)
+    both = {"model.lora.vision": True, "train.lr_scale": {"vision": 0.0, "projector": 0.0}}
+    sft.run(config | {"run.name": "scaled"} | both)
+    assert len(moved(config, tensors, name="scaled", step=2)) == 14
+
+
+def test_the_note_counts_what_is_trained(trained: dict[str, Any]) -> None:
+    log = (last(trained).parent.parent / "log.txt").read_text()
+    assert "trained weights: vision 0 of" in log and "llm 8,192 of" in log
+
+
+# -- going on --------------------------------------------------------------------------------------
+
+RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "rl with a KL": ("rl", WITH_KL),
+    "rl whose reference follows": (
+        "rl",
+        WITH_KL | {"algorithm.kl.update": "copy", "algorithm.kl.update_every": 1},
+    ),
+    "sft with dropout": ("sft", {"model.lora.dropout": 0.2}),
+    "bf16 with fp32 masters": ("sft", {"model.dtype": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_stopped_and_resumed_is_the_same_run(
+    tmp_path: Path,
+    name: str,
+    rl_config: Make,
+    sft_config: Make,
+    tensors: Any,
+    same_weights: Any,
+    numbers: Read,
+) -> None:
+    kind, changes = RESUMED[name]
+    recipe, make = {"rl": (rl.run, rl_config), "sft": (sft.run, sft_config)}[kind]
+    config = make(tmp_path) | LORA | changes
+    recipe(config | {"run.name": "whole"})
+    recipe(config | {"run.name": "parts", "run.max_steps": 2})
+    recipe(config | {"run.name": "parts", "run.resume": "auto"})
+    for part in (".", "adapter", "state"):
+        assert same_weights(last(config, "whole") / part, last(config, "parts") / part), part
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
+    state = tensors(last(config, "whole") / "state")
+    assert all(".lora_" in n for n in state if n.startswith(("exp_avg", "master")))
+    assert "model.lora.dropout" not in changes or "cpu" in state  # where its random numbers stand
+
+
+def test_a_blended_reference_is_refused(tmp_path: Path, rl_config: Make) -> None:
+    config = rl_config(tmp_path) | LORA | WITH_KL
+    with pytest.raises(ConfigError, match=r"kl\.update=ema: .* use algorithm\.kl\.update=copy"):
+        rl.run(config | {"algorithm.kl.update": "ema", "algorithm.kl.ema": 0.1})
+
+
+def test_a_critic_has_no_adapters(tmp_path: Path, rl_config: Make, tensors: Any) -> None:
+    config = rl_config(tmp_path, run__max_steps=2, algorithm__preset="ppo") | LORA
+    rl.run(config)
+    critic = tensors(last(config, step=2) / "state" / "critic")
+    assert not any(".lora_" in name for name in critic)
+    assert any(name.startswith("exp_avg/model.visual.") for name in critic)
+    assert len(moved(config, tensors, step=2)) == 14
+
+
+# -- using it --------------------------------------------------------------------------------------
+
+
+def test_export_gives_both(trained: dict[str, Any], tmp_path: Path, same_weights: Any) -> None:
+    folder = last(trained)
+    out = export(folder, tmp_path / "both")
+    assert same_weights(out, folder) and same_weights(out / "adapter", folder / "adapter")
+    assert not list(out.glob("adapter_*"))
+    command = ["export", str(folder), "--out", str(tmp_path / "alone"), "--adapter-only"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert {path.name for path in (tmp_path / "alone").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    with pytest.raises(ConfigError, match="has no adapter"):
+        export(trained["model.path"], tmp_path / "none", adapter_only=True)
+
+
+def test_a_checkpoint_is_evaluated_and_trained_on_like_any_model(
+    trained: dict[str, Any], tmp_path: Path, scenes: Path
+) -> None:
+    config = trained | {"model.path": str(last(trained)), "run.out": str(tmp_path)}
+    evaluate.run(config | {"data.val": str(scenes / "val.jsonl")}, out=tmp_path / "eval")
+    assert json.loads((tmp_path / "eval" / "results.json").read_text())
+    rl.run(config | {"run.max_steps": 1})
+    assert not list(last(config, step=1).glob("adapter_*"))
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "message"),
+    [
+        ("sft", {"model.lora.rank": 8}, r"lora\.rank: has no effect with model\.train=full"),
+        ("sft", {"model.train": "loar"}, "'loar' is none of full, lora, qlora"),
+        (
+            "sft",
+            LORA | {"model.lora.vision": True, "model.lora.targets": "llm"},
+            r"lora\.vision: has no effect with model\.lora\.targets=llm",
+        ),
+        ("rl", LORA | {"model.lora.dropout": 0.1}, r"not the one that answered"),
+    ],
+)
+def test_options_that_contradict_are_refused(
+    tmp_path: Path, rl_config: Make, sft_config: Make, command: str, changes: Any, message: str
+) -> None:
+    make = {"rl": rl_config, "sft": sft_config}[command]
+    with pytest.raises(ConfigError, match=message):
+        check(load(make(tmp_path) | changes), command)
+
+
+def test_four_bits_train_and_resume(
+    tmp_path: Path, rl_config: Make, same_weights: Any, numbers: Read
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    config = rl_config(tmp_path) | LORA | WITH_KL | {"model.train": "qlora"}
+    rl.run(config | {"run.name": "whole"})
+    rl.run(config | {"run.name": "parts", "run.max_steps": 2})
+    rl.run(config | {"run.name": "parts", "run.resume": "auto"})
+    for part in (".", "adapter", "state"):
+        assert same_weights(last(config, "whole") / part, last(config, "parts") / part), part
+    rows = numbers(tmp_path / "whole")
+    assert rows[0]["policy/kl_ref"] == 0.0 and rows[-1]["policy/kl_ref"] > 1e-3
+    assert all(row["mismatch/logp_gap_max"] < 1e-5 for row in rows)

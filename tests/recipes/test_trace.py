@@ -1,0 +1,63 @@
+"""`run.trace`: one step under the profiler, with the phases as ranges."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from saccade.recipes import rl, sft
+from saccade.tracking.loggers import read_metrics
+
+
+def ranges(path: Path) -> list[str]:
+    """Names of the ranges that code of ours has opened, in order of time."""
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    mine = [e for e in events if e.get("cat") == "user_annotation"]
+    return [e["name"] for e in sorted(mine, key=lambda e: e["ts"])]
+
+
+def test_the_third_step_is_traced_with_its_phases(tmp_path, rl_config):
+    rl.run(rl_config(tmp_path, run__trace=True))
+    (path,) = (tmp_path / "run").glob("trace-*")
+    assert path.name == "trace-step-3.json.gz"
+    phases = ["rollout", "pack", "logp_ref", "advantage", "update"]
+    assert [name for name in ranges(path) if name in phases] == phases
+    assert f"trace {path}" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(("steps", "last"), [(1, 1), (2, 2)])
+def test_a_shorter_run_has_its_last_step_traced(tmp_path, sft_config, steps, last):
+    sft.run(sft_config(tmp_path, run__trace=True, run__max_steps=steps))
+    (path,) = (tmp_path / "run").glob("trace-*")
+    assert path.name == f"trace-step-{last}.json.gz" and "update" in ranges(path)
+
+
+def test_tracing_changes_no_number(tmp_path, sft_config):
+    losses = {}
+    for name, trace in (("with", True), ("without", False)):
+        sft.run(sft_config(tmp_path, run__trace=trace, run__name=name))
+        losses[name] = [row.get("sft/loss") for row in read_metrics(tmp_path / name)]
+    assert losses["with"] == losses["without"]
+    assert not list((tmp_path / "without").glob("trace-*"))
+
+
+def test_a_step_that_fails_leaves_no_trace(tmp_path, rl_config, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("stop here")
+
+    monkeypatch.setattr("saccade.recipes.rl.optimize", broken)
+    with pytest.raises(RuntimeError, match="stop here"):
+        rl.run(rl_config(tmp_path, run__trace=True, run__max_steps=1))
+    assert not list((tmp_path / "run").glob("trace-*"))
+
+
+def test_without_it_the_profiler_is_not_touched():
+    code = "import sys, saccade.tracking.trace; print('torch' in sys.modules)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == "False"

@@ -1,0 +1,41 @@
+"""Peaks by the names that drivers and people use."""
+
+import pytest
+
+from saccade import devices
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops", "bandwidth"),
+    [
+        ("NVIDIA H200", 989, 4.8),
+        ("NVIDIA GH200 480GB", 989, 4.0),
+        ("NVIDIA H100 80GB HBM3", 989, 3.35),
+        ("NVIDIA H100 PCIe", 756, 2.0),
+        ("NVIDIA H20", 148, 4.0),
+        ("NVIDIA A100-SXM4-80GB", 312, 2.0),
+        ("NVIDIA A100-SXM4-40GB", 312, 1.555),
+        ("NVIDIA B200", 2250, 8.0),
+        ("NVIDIA L40S", 362, 0.864),
+        ("NVIDIA L40", 181, 0.864),
+        ("NVIDIA L4", 121, 0.3),
+        ("NVIDIA GeForce RTX 4090", 165, 1.008),
+        ("rtx 4090", 165, 1.008),
+        ("AMD Instinct MI300X", 1307, 5.3),
+    ],
+)
+def test_known_devices(name, tflops, bandwidth):
+    found = devices.named(name)
+    assert (found.tflops, found.bandwidth) == (tflops, bandwidth)
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H201", "Tesla T4", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", ""]
+)
+def test_an_unknown_device_has_no_peak(name):
+    assert devices.named(name) is None
+
+
+def test_a_cpu_has_memory_and_no_peak():
+    here = devices.present("cpu")
+    assert here.memory > 0.5 and here.tflops is None and not here.is_gpu

@@ -1,0 +1,287 @@
+"""Counted FLOPs against torch's own counter, which watches real forwards and backwards."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from saccade import flops
+from saccade.algorithms.build import resolve
+from saccade.attention import paths
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.config import AlgorithmConfig, TrainConfig
+from saccade.forest import pack
+from saccade.models.load import freeze
+from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
+
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl")
+ALGORITHM = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.0}), max_tokens=64)
+SCORING = Scoring()
+
+
+@dataclass
+class TokenByToken:
+    """Attention of each token to exactly the keys it sees: no padding, no masked product, so a
+    counter of real products counts what is needed.
+    """
+
+    starts: np.ndarray
+    parents: np.ndarray
+
+    def __call__(self, layer, q, k, v, scale, window):
+        groups, rows = q.shape[1] // k.shape[1], []
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        spans = [range(*self.starts[i : i + 2]) for i in range(len(self.parents))]
+        for path in paths(self.parents):
+            before = [token for node in path[:-1] for token in spans[node]]
+            for token in spans[path[-1]]:
+                keys = [*before, *range(spans[path[-1]].start, token + 1)]
+                scores = torch.bmm(q[token][:, None], k[keys].permute(1, 2, 0)) * scale
+                rows.append(torch.bmm(scores.softmax(-1), v[keys].transpose(0, 1))[:, 0])
+        return torch.stack(rows)
+
+
+@pytest.fixture
+def exact_attention(monkeypatch):
+    monkeypatch.setattr(
+        "saccade.attention._dense_plan",
+        lambda starts, parents, *_: TokenByToken(starts, parents),
+    )
+
+
+def measured(work) -> int:
+    # The fused kernel of the CPU is not seen by the counter; plain products are.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def forest(family, grow, *, images: int, seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    groups = [grow(rng, family, uid=f"g{i}", images=images) for i in range(2)]
+    (batch,) = pack(groups, positions=family.positions, micro_tokens=100_000)
+    return replace(batch, scales=np.full(len(batch.reads), 0.01, np.float32))
+
+
+def backend_of(model, family, *, checkpointing: bool = False) -> LocalBackend:
+    return LocalBackend(model, family, TrainConfig(), checkpointing=checkpointing)
+
+
+def training_of(model, family) -> flops.Training:
+    trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    return flops.training_of(trained, family.tower_of)
+
+
+# -- against the counter ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_matrix_is_counted(name, family_of, load):
+    model = load(name)
+    shape = flops.shape_of(model.config)
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    counted = shape.text.weights + shape.head_weights
+    if shape.vision is not None:
+        counted += shape.vision.blocks.weights + sum(m * n for m, n in shape.vision.projector)
+        linear_patches = model.model.visual.patch_embed.proj.weight.numel()
+        assert linear_patches == shape.vision.patch_inputs * shape.vision.blocks.hidden
+    assert counted == linear
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_forward_of_a_forest(name, family_of, load, grow, exact_attention):
+    family, model = family_of(name), load(name)
+    batch = forest(family, grow, images=2 * name.endswith("vl"))
+    backend = backend_of(model, family)
+    work = flops.forward(flops.shape_of(model.config), batch)
+    counted = measured(lambda: backend.logprobs([batch], SCORING))
+    assert work.total == pytest.approx(counted, rel=0.01)
+    assert (work.vision > 0) == name.endswith("vl")
+
+
+def test_the_measuring_attention_is_the_real_one(family_of, load, grow, monkeypatch):
+    family, model = family_of("qwen2_5_vl"), load("qwen2_5_vl")
+    batch = forest(family, grow, images=1)
+    backend = LocalBackend(model, family)
+    (real,) = backend.logprobs([batch], SCORING)
+    monkeypatch.setattr(
+        "saccade.attention._dense_plan",
+        lambda starts, parents, *_: TokenByToken(starts, parents),
+    )
+    (exact,) = backend.logprobs([batch], SCORING)
+    assert real[0] == pytest.approx(exact[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "train"),
+    [
+        ("qwen3", "full"),
+        ("qwen2_vl", "full"),
+        ("qwen2_5_vl", "full"),
+        ("qwen2_5_vl", "freeze:vision,projector"),
+        ("qwen2_5_vl", "freeze:llm"),
+    ],
+)
+def test_a_training_step(name, train, family_of, load, grow, exact_attention):
+    family, model = family_of(name), load(name)
+    freeze(model, family, train)
+    batch = forest(family, grow, images=name.endswith("vl"), seed=1)
+    backend = backend_of(model, family)
+    shape, training = flops.shape_of(model.config), training_of(model, family)
+    stands = train == "freeze:vision,projector"
+    work = flops.forward(shape, batch, pictures=not stands)
+    if stands:  # then equal pictures are looked at once
+        work += flops.pictures(shape, {s.media.key: s.grid for s in batch.media}.values())
+    counted = measured(lambda: backend.train_step([batch], ALGORITHM, SCORING, lr=0.0))
+    assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.01)
+
+
+def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(
+    family_of, load, grow, exact_attention
+):
+    pytest.importorskip("peft")
+    from saccade.config import LoraConfig
+    from saccade.models import lora
+
+    family, model = family_of("qwen2_5_vl"), load("qwen2_5_vl")
+    shape = flops.shape_of(model.config)
+    lora.add(model, family, LoraConfig(rank=8), seed=0)
+    batch, backend = forest(family, grow, images=1), backend_of(model, family)
+    training = training_of(model, family)
+    assert training.modes == {"vision": "frozen", "projector": "frozen", "llm": "adapter"}
+    work = flops.forward(shape, batch, training=training)
+    counted = measured(lambda: backend.train_step([batch], ALGORITHM, SCORING, lr=0.0))
+    # The first of its two layers wants no gradient of its input, which is not subtracted.
+    assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.025)
+
+
+def test_recomputation_is_counted_apart(family_of, load, grow, exact_attention):
+    family = family_of("qwen2_5_vl")
+    batch, counted = forest(family, grow, images=1), {}
+    for checkpointing in (False, True):
+        model = load("qwen2_5_vl")
+        backend = backend_of(model, family, checkpointing=checkpointing)
+        counted[checkpointing] = measured(
+            lambda backend=backend: backend.train_step([batch], ALGORITHM, SCORING, lr=0.0)
+        )
+    shape = flops.shape_of(model.config)
+    again = flops.recomputed(shape, flops.forward(shape, batch), flops.FULL)
+    assert again == pytest.approx(counted[True] - counted[False], rel=0.01)
+
+
+# -- forests and windows ---------------------------------------------------------------------------
+
+
+def test_a_trunk_is_counted_once_and_pairs_by_ancestors():
+    # A trunk of 3 tokens, two leaves of 2: 3 + 2·2 tokens; 1+2+3 and twice 4+5 pairs.
+    depths = flops.token_depths(np.array([0, 3, 5, 7]), np.array([-1, 0, 0]))
+    assert depths.tolist() == [0, 1, 2, 3, 4, 3, 4]
+    shape = tiny_shape()
+    work = flops.count(shape, depths=depths, reads=4)
+    assert work.text == 2 * 7 * shape.text.layers * shape.text.weights / shape.text.layers
+    assert work.text_attention == 2 * 4 * 4 * 8 * (
+        6 + 2 * 9
+    )  # layers, products, heads, size, pairs
+    assert work.head == 2 * 4 * 32 * 100
+
+
+def test_a_sliding_window_limits_the_keys():
+    shape = replace(tiny_shape(), windows=(None, 4))
+    work = flops.count(shape, depths=np.arange(10), reads=0)
+    assert work.text_attention == 4 * 4 * 8 * (55 + 1 + 2 + 3 + 7 * 4)
+
+
+def test_windows_of_a_picture_that_they_do_not_tile():
+    vision = flops.Vision(
+        blocks=tiny_shape().text,
+        patch_inputs=12,
+        merge=2,
+        projector=((128, 128),),
+        window=4,
+        full_layers=1,
+    )
+    # 6 x 5 merged patches: windows of 4+2 rows and 4+1 columns; each merged patch is 4 patches.
+    squares = sum((4 * a * b) ** 2 for a in (4, 2) for b in (4, 1))
+    work = flops.count(
+        replace(tiny_shape(), vision=vision), depths=np.arange(1), reads=0, grids=[(1, 12, 10)]
+    )
+    assert work.vision_attention == 4 * 4 * 8 * (squares + 120**2)
+    assert work.projector == 2 * 30 * 128 * 128
+
+
+def tiny_shape() -> flops.Shape:
+    stack = flops.Stack(
+        layers=2,
+        hidden=32,
+        heads=4,
+        key_heads=2,
+        head_size=8,
+        intermediate=64,
+        linears=((32, 32), (32, 64)),
+    )
+    return flops.Shape(text=stack, vocabulary=100, windows=(None, None))
+
+
+def test_an_unknown_architecture_is_not_guessed():
+    from transformers import AutoConfig
+
+    assert flops.shape_of(AutoConfig.for_model("qwen3_moe")) is None
+    assert flops.shape_of(AutoConfig.for_model("gemma3")) is None
+
+
+# -- generation ------------------------------------------------------------------------------------
+
+
+def rollout(repeat: int, prompt: int, new: int) -> Trajectory:
+    sources = np.array([Source.PROMPT] * prompt + [Source.POLICY] * new, np.int8)
+    ids = np.arange(prompt + new)
+    ids[prompt:] += 100 * (repeat + 1)
+    return Trajectory(
+        sample_id="g",
+        repeat=repeat,
+        ids=ids,
+        sources=sources,
+        logprobs=np.zeros(prompt + new, np.float32),
+        versions=np.zeros(prompt + new, np.int32),
+    )
+
+
+def group(*members: Trajectory) -> Group:
+    sample = Sample(id="g", messages=(Message(role="user", parts=("x",)),))
+    return Group(sample=sample, uid="g", trajectories=members)
+
+
+def test_generating_needs_what_the_forest_of_its_rollouts_needs():
+    members = group(*(rollout(r, prompt=10, new=n) for r, n in enumerate((5, 8, 3))))
+    work = flops.generation(tiny_shape(), [members], element=2)
+    (batch,) = pack([members], positions=lambda n, _: np.arange(n)[None], micro_tokens=1000)
+    trained = flops.forward(tiny_shape(), batch)
+    both = work.prefill + work.decode
+    assert (both.text, both.text_attention) == (trained.text, trained.text_attention)
+    # The first token of all three comes from one row of logits.
+    assert both.head == trained.head * (16 - 2) / 16
+
+
+def test_bytes_of_decoding():
+    members = group(*(rollout(r, prompt=10, new=n) for r, n in enumerate((5, 8))))
+    shape = tiny_shape()
+    weights, token = 2 * (shape.text.weights + shape.head_weights), shape.kv_bytes(2)
+    assert token == 2 * 2 * 2 * 8 * 2  # keys and values, layers, heads, size, bytes
+    # Tokens 11 to 14 of one and 11 to 17 of the other read all keys before and their own.
+    contexts = sum(range(11, 15)) + sum(range(11, 18))
+    work = flops.generation(shape, [members], element=2)
+    assert work.read_bytes(8) == 8 * weights + contexts * token
+    assert work.read_bytes(1) == 13 * weights + contexts * token
+
+
+def test_what_an_environment_says_is_read_not_sampled():
+    t = rollout(0, prompt=4, new=8)
+    sources = t.sources.copy()
+    sources[6:9] = Source.OBSERVATION
+    work = flops.generation(tiny_shape(), [group(replace(t, sources=sources))], element=2)
+    assert work.prefill.text == 2 * (4 + 3) * tiny_shape().text.weights
+    assert work.decode.text == 2 * (2 + 2) * tiny_shape().text.weights

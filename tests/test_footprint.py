@@ -1,0 +1,124 @@
+"""What layers keep for their backward: the formula against the tensors that autograd saves."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from saccade import flops, footprint
+from saccade.forest import pack
+from saccade.models import fused, tiny
+from saccade.models.families import load_family
+from saccade.models.load import hidden_states, load_model
+from saccade.types import MediaSpan
+
+TOKENS, KEYS = 256, 400
+
+
+class Kernel(torch.autograd.Function):
+    """Keeps what the flash kernel keeps, and computes nothing of use."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out = q.clone()
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+
+class Norm(torch.autograd.Function):
+    """Keeps what the fused norm of a GPU keeps."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The fused modules in bf16 on the CPU, over stand-ins for what only a GPU has."""
+    gate = types.ModuleType("saccade.kernels.gate")
+    gate.multiply = lambda gate, up: gate * up
+    monkeypatch.setitem(sys.modules, "saccade.kernels.gate", gate)
+    rotary = types.ModuleType("saccade.kernels.rotary")
+    rotary.rotate = lambda x, cos, sin: x.clone()
+    monkeypatch.setitem(sys.modules, "saccade.kernels.rotary", rotary)
+    monkeypatch.setattr(fused, "_applies", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(fused, "_near", lambda *_: True)
+    monkeypatch.setattr(fused, "rms_norm", lambda x, shape, weight, eps: Norm.apply(x, weight))
+    monkeypatch.setattr(
+        "saccade.attention.segment_attention",
+        lambda q, k, v, *_: Kernel.apply(q.contiguous(), k.contiguous(), v.contiguous()),
+    )
+
+
+def over_gathered_keys(layer, q, k, v, scale, window):
+    index = torch.arange(KEYS) % len(q)
+    return Kernel.apply(q.contiguous(), k[index], v[index])
+
+
+def kept_by(layer, run) -> int:
+    """Bytes of the tensors that autograd saves while `layer` runs, weights left out."""
+    weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    saved, inside = {}, [False]
+
+    def save(tensor):
+        storage = tensor.untyped_storage()
+        if inside[0] and storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = tensor  # held, so that no address comes twice
+        return tensor
+
+    layer.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
+    layer.register_forward_hook(lambda *_: inside.__setitem__(0, False))
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        run()
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+def model_of(name, folder):
+    text = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
+    family = load_family(tiny.build(name, folder, text=text))
+    return family, load_model(family, dtype=torch.bfloat16, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3", "llama"])
+def test_a_layer_of_a_decoder(name, tmp_path, as_on_a_gpu):
+    family, model = model_of(name, tmp_path)
+    ids = torch.randint(0, 200, (TOKENS,))
+    positions = torch.arange(TOKENS).repeat(family.axes, 1)
+    layers = [m for m in model.modules() if hasattr(getattr(m, "self_attn", None), "layer_idx")]
+    saved = kept_by(
+        layers[1], lambda: hidden_states(model, family, ids, positions, (), over_gathered_keys)
+    )
+    stack = flops.shape_of(model.config).text
+    shared = 2 * TOKENS * stack.head_size * 2 + KEYS * 8  # rotations and index, by all layers
+    assert saved == footprint.layer_bytes(stack, TOKENS, KEYS, element=2) + shared
+
+
+def test_a_block_of_a_vision_tower(tmp_path, as_on_a_gpu, image):
+    family, model = model_of("qwen2_5_vl", tmp_path)
+    picture = image(448, 336)
+    grid, tokens = family.measure(picture)
+    span = MediaSpan(media=picture, start=0, length=tokens, grid=grid)
+    ids = torch.full((tokens,), family.chat.placeholder)
+    positions = torch.from_numpy(family.positions(tokens, (span,)))
+    saved = kept_by(
+        model.model.visual.blocks[1],
+        lambda: hidden_states(model, family, ids, positions, (span,), over_gathered_keys),
+    )
+    count, stack = footprint.patches([span]), flops.shape_of(model.config).vision.blocks
+    assert count == 32 * 24
+    shared = 2 * count * stack.head_size * 4  # rotations
+    assert saved == footprint.layer_bytes(stack, count, count, element=2) + shared
+
+
+def test_keys_are_gathered_once_per_path(family_of, grow):
+    family = family_of("qwen3")
+    rng = np.random.default_rng(0)
+    (batch,) = pack([grow(rng, family, images=0)], positions=family.positions, micro_tokens=10_000)
+    sizes, lengths = np.diff(batch.node_starts), []
+    for node, parent in enumerate(batch.parents):
+        lengths.append(sizes[node] + (lengths[parent] if parent >= 0 else 0))
+    assert footprint.gathered_keys(batch) == sum(lengths)
