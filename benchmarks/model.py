@@ -60,7 +60,12 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-SPOKEN = ("system", "user", "assistant", *"How many objects are in the picture ? count".split())
+SPOKEN = (
+    "system",
+    "user",
+    "assistant",
+    *["How", "many", "objects", "are", "in", "the", "picture", "?", "count"],
+)
 
 
 def words(size: int) -> list[str]:

@@ -114,7 +114,9 @@ def machine() -> dict[str, str]:
     found = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
     gpu = torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name()
+        if gpu
+        else f"CPU, {torch.get_num_threads()} threads",
         "python": platform.python_version(),
         **{name: found[name] for name in LIBRARIES if name in found},
     }

@@ -89,7 +89,8 @@ class ModelConfig(Section):
     )
     lora: LoraConfig = section(LoraConfig, "Adapters, with train=lora or qlora.")
     checkpointing: Literal["auto", "on", "off"] = option(
-        "auto", "Recompute activations in backward; auto: in as few layers as a GPU's memory allows."
+        "auto",
+        "Recompute activations in backward; auto: in as few layers as a GPU's memory allows.",
     )
     trust_remote_code: bool = option(False, "Run Python code shipped inside the model folder.")
 

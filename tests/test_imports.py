@@ -27,7 +27,17 @@ LEVELS = (
     ("cli", "__init__", "__main__"),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
-OPTIONAL = ("vllm", "ray", "wandb", "peft", "bitsandbytes", "datasets", "deepspeed", "sglang", "trl")
+OPTIONAL = (
+    "vllm",
+    "ray",
+    "wandb",
+    "peft",
+    "bitsandbytes",
+    "datasets",
+    "deepspeed",
+    "sglang",
+    "trl",
+)
 
 
 def modules():
