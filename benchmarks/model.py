@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from works import FILLER, QUESTION
 
 from saccade.models import tiny
 
@@ -60,12 +61,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-SPOKEN = (
-    "system",
-    "user",
-    "assistant",
-    *["How", "many", "objects", "are", "in", "the", "picture", "?", "count"],
-)
+SPOKEN = ("system", "user", "assistant", *QUESTION.split(), FILLER.strip())
 
 
 def words(size: int) -> list[str]:

@@ -50,7 +50,7 @@ def sequences(work: Work) -> int:
 
 
 def write_rows(folder: Path, model: str, work: Work, steps: int) -> Path:
-    """Prompts of `steps` steps, each with an image of its own, as a file that every system reads."""
+    """The prompts of some steps, each with an image of its own, in a file for every system."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     text = _question(model, work)

@@ -23,9 +23,10 @@ def main() -> None:
     model = model.to("cuda" if gpu else "cpu").eval()
     steps = []
     for step in range(args.steps):
-        new = work["new"] if step else min(16, work["new"])  # the first one only warms up
-        began = time.perf_counter()
+        first = step == 0 and args.steps > 1
+        new = min(16, work["new"]) if first else work["new"]  # the first one only warms up
         prompts, images = step_inputs(args.data, work, step, made)
+        began = time.perf_counter()
         batch = made(text=prompts, images=images, padding=True, return_tensors="pt")
         with torch.no_grad():
             output = model.generate(
@@ -33,6 +34,8 @@ def main() -> None:
                 do_sample=True,
                 temperature=1.0,
                 top_k=0,
+                top_p=1.0,
+                repetition_penalty=1.0,
                 min_new_tokens=new,
                 max_new_tokens=new,
                 num_return_sequences=work["samples"],

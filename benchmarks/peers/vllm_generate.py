@@ -44,12 +44,12 @@ def main() -> None:
     )
     made, steps = processor(args.model), []
     for step in range(args.steps):
-        began = time.perf_counter()
         prompts, images = step_inputs(args.data, work, step, made)
         asked = [
             {"prompt": prompt, "multi_modal_data": {"image": image}}
             for prompt, image in zip(prompts, images, strict=True)
         ]
+        began = time.perf_counter()
         found = llm.generate(asked, sampling, use_tqdm=False)
         seconds = time.perf_counter() - began
         answers = [answer for request in found for answer in request.outputs]

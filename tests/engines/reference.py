@@ -56,13 +56,13 @@ def decode_attention(
 ) -> Tensor:
     check_families(table, shared, families, page)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    tokens = (int(table.max()) + 1) * page
+    keys, values = (pool(bases, layer, which, tokens, k) for which in range(2))
     for row, length in enumerate(lengths.tolist()):
-        if length < 0:
-            continue
-        places = places_of(table[row], page, length + 1)
-        keys, values = (pool(bases, layer, which, int(places.max()) + 1, k) for which in range(2))
-        keys[places[-1]], values[places[-1]] = k[row], v[row]
-        out[row] = attention(q[row], keys[places], values[places], scale).to(q.dtype)
+        if length >= 0:
+            places = places_of(table[row], page, length + 1)
+            keys[places[-1]], values[places[-1]] = k[row], v[row]
+            out[row] = attention(q[row], keys[places], values[places], scale).to(q.dtype)
     return out
 
 
@@ -79,18 +79,15 @@ def copy_pages(source, target, *, bases, words) -> None:
 
 
 def draw(logits, *, temperature, keys, index, banned, rows=None) -> tuple[Tensor, Tensor]:
-    lines = range(len(temperature)) if rows is None else rows.tolist()
-    drawn = [
-        sample(
-            logits[line : line + 1],
-            Sampling(temperature=float(temperature[row])),
-            banned=banned,
-            keys=keys[row : row + 1],
-            index=index[row : row + 1],
-        )
-        for row, line in enumerate(lines)
-    ]
-    return torch.cat([d.ids for d in drawn]), torch.cat([d.logprobs for d in drawn])
+    lines = logits if rows is None else logits[rows]
+    ids = torch.zeros(len(temperature), dtype=torch.int64)
+    logprobs = torch.zeros(len(temperature))
+    for heat in set(temperature.tolist()):
+        some = temperature == heat
+        sampling = Sampling(temperature=heat)
+        drawn = sample(lines[some], sampling, banned=banned, keys=keys[some], index=index[some])
+        ids[some], logprobs[some] = drawn.ids, drawn.logprobs
+    return ids, logprobs
 
 
 def advance(ids, logprobs, *, state, eos, tick, out_ids, out_logprobs) -> None:

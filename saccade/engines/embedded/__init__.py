@@ -258,7 +258,7 @@ class EmbeddedEngine:
         pages = self.cache.pages
         tokens = len(sequence.request.ids) + sequence.sampled
         # One more for each that runs: admitting a sequence should not evict another at once.
-        spare = sum(pages.held[s.slot] > 0 for s in self._running.values())
+        spare = len(self._running) - len(self._evicted)
         while True:
             if live is None and not sequence.sampled and self._known(sequence.content):
                 needed = 1  # all but the last page are shared

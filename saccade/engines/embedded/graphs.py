@@ -32,7 +32,7 @@ FAR = 64  # of them where no row can end before
 # Programs of one attention call for the rows and for the families: enough to keep every
 # multiprocessor of a large GPU busy.
 ROW_PROGRAMS, FAMILY_PROGRAMS = 256, 256
-MOST_ROW_SPLITS, MOST_FAMILY_SPLITS = 32, 8
+MOST_ROW_SPLITS, MOST_FAMILY_SPLITS = 32, 4
 
 
 class Graphs:

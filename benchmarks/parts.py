@@ -1,0 +1,123 @@
+"""Programs of the benchmarks as processes with a time limit, one result each.
+
+    bench = Bench(folder=Path("runs/x"), model=ensure_model(Path("runs/x/model"), "tiny"))
+    run(bench, "saccade-t1", ("rl_step.py",), "T1", steps=2)["status"]       # ok | failed
+
+A program reads --model, --work, --steps and --data, and writes a JSON file to --result (works.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from works import parse, write_rows
+
+HERE = Path(__file__).resolve().parent
+LIMIT = 520.0  # seconds of one part
+LOOK = 0.5  # seconds between two looks at the memory of the GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    folder: Path  # for rows, logs and results
+    model: Path
+    limit: float = LIMIT
+
+
+def run(
+    bench: Bench, name: str, program: Sequence[str], work: str, *, steps: int, more: Sequence = ()
+) -> dict[str, Any]:
+    """The result of a program, or why there is none."""
+    data = bench.folder / "data" / f"{work}-{steps}" / "train.jsonl"
+    if not data.exists():
+        write_rows(data.parent, str(bench.model), parse(work), steps)
+    log, result = bench.folder / f"{name}.log", bench.folder / f"{name}.json"
+    result.unlink(missing_ok=True)
+    command = [*program, "--model", bench.model, "--work", work, "--steps", steps]
+    command += ["--data", data, "--result", result, *more]
+    began = time.time()
+    held, problem = start(command, log=log, limit=bench.limit)
+    about = {"work": work, "asked": parse(work), "took": time.time() - began, "gpu_gib": held}
+    if problem is not None:
+        return about | {"status": "failed", "reason": problem}
+    return about | {"status": "ok"} | json.loads(result.read_text())
+
+
+def start(command: Sequence[Any], *, log: Path, limit: float) -> tuple[float | None, str | None]:
+    """Most memory that the GPU held meanwhile, and what went wrong."""
+    paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    surroundings = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+    held: list[float] = []
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            cwd=HERE,
+            env=os.environ | surroundings,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that its own processes can be ended with it
+        )
+        end = time.time() + limit
+        while process.poll() is None and time.time() < end:
+            held += gpu_memory()
+            time.sleep(LOOK)
+        late = process.poll() is None
+        if late:
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    most = max(held, default=None)
+    if late:
+        return most, f"not done after {limit:.0f} s, see {log}"
+    last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+    return most, f"exit code {code}, {''.join(last)[-300:]}, see {log}" if code else None
+
+
+def gpu_memory() -> list[float]:
+    """GiB in use now, by whatever process; nothing where it cannot be asked for."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    which = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "-i", which, "--query-gpu=memory.used"]
+    found = subprocess.run(
+        [*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return [int(found) / 1024] if found.isdigit() else []
+
+
+def ensure_model(folder: Path, size: str, limit: float = LIMIT) -> Path:
+    """Built in a process of its own, which gives the memory of the GPU back."""
+    if not folder.exists():
+        require_gpu(size)
+        code = f"import model; model.build({str(folder)!r}, {size!r})"
+        _, problem = start(["-c", code], log=Path(f"{folder}.log"), limit=limit)
+        if problem is not None:
+            raise SystemExit(f"the model could not be built: {problem}")
+    return folder
+
+
+def require_gpu(size: str) -> None:
+    import torch
+
+    if size != "tiny" and not torch.cuda.is_available():
+        raise SystemExit(f"a {size} model needs a GPU; --tiny is the dry run on a CPU")
+
+
+def warm(part: dict[str, Any], name: str) -> float | None:
+    """Median of the steps after the first, which loads kernels and lays out memory."""
+    values = [step[name] for step in part["steps"][1:] or part["steps"] if name in step]
+    return median(values) if values and None not in values else None
+
+
+def shown(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

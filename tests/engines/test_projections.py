@@ -1,0 +1,47 @@
+"""Queries, keys and values from one product are those of three."""
+
+import pytest
+import torch
+
+from saccade.engines.embedded.projections import NAMES, Projections
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3", "llama"])
+def test_joined_products_are_the_separate_ones(load, name):
+    model = load(name)
+    projections = Projections(model)
+    projections.refresh()
+    layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "q_proj")]
+    assert len(projections.layers) == len(layers) == 2
+    for layer in layers:
+        x = torch.randn(1, 5, layer.q_proj.in_features)
+        parts = [getattr(layer, part) for part in NAMES]
+        with torch.no_grad():
+            wanted = [part(x) for part in parts]
+            with projections.joined():
+                got = [part(x) for part in parts]
+                again = parts[1](x.clone())  # asked alone it computes alone
+        for a, b in zip([*got, again], [*wanted, wanted[1]], strict=True):
+            assert (a - b).abs().max() < 1e-5
+        assert all("forward" not in part.__dict__ for part in parts)
+
+
+def test_weights_are_copied_again_when_asked(load):
+    model = load("qwen2")
+    projections = Projections(model)
+    projections.refresh()
+    part = model.model.layers[0].self_attn.k_proj
+    x = torch.randn(1, 3, part.in_features)
+    with torch.no_grad():
+        part.weight.mul_(2)
+        projections.refresh()
+        wanted = part(x)
+        with projections.joined():
+            assert (part(x) - wanted).abs().max() < 1e-5
+
+
+def test_layers_with_something_of_their_own_are_left_alone(load):
+    model = load("llama")
+    attention = model.model.layers[0].self_attn
+    attention.v_proj = torch.nn.Sequential(attention.v_proj)
+    assert len(Projections(model).layers) == 1
