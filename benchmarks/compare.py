@@ -12,6 +12,9 @@ same for all, no KL term. Peers: transformers `generate`, TRL with it, TRL with 
 process, vLLM alone. One that is not installed is listed as absent. What each of them did is
 counted and compared: with a difference, or a part that failed, the exit code is 1.
 
+TRL trains bf16 weights (its default is float32), saccade keeps fp32 masters beside them. With vLLM
+TRL by default also scores what was sampled, to correct for the difference of the two engines.
+
 Of a part with several steps the first only warms up; the numbers are medians of the others. `peak`
 is what the process allocated at once, `GPU` what the whole GPU held.
 """
@@ -19,14 +22,13 @@ is what the process allocated at once, `GPU` what the whole GPU held.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from parts import LIMIT, Bench, ensure_model, run, shown, warm
+from parts import LIMIT, Bench, ensure_model, read, run, shown, warm, write
 from works import sequences
 
 
@@ -170,9 +172,7 @@ def main() -> None:
     args.folder = args.folder.resolve()
     args.folder.mkdir(parents=True, exist_ok=True)
     out = args.out or args.folder / "results.json"
-    parts: dict[str, Any] = {}
-    for path in [*args.merge, *([out] if out.exists() else [])]:
-        parts |= json.loads(path.read_text())["parts"]
+    parts = read([out, *args.merge])
     chosen = args.part
     if chosen is None:
         chosen = [name for name in PARTS if parts.get(name, {}).get("status") != "ok"]
@@ -182,10 +182,10 @@ def main() -> None:
     bench = Bench(folder=args.folder, model=model, limit=args.limit)
     for name in chosen:
         parts[name] = run_part(name, args, bench)
-        out.write_text(json.dumps({"parts": parts}, indent=1) + "\n")
+        write(out, parts)
         seconds = f" in {parts[name]['took']:.0f} s" if "took" in parts[name] else ""
         print(f"{name}: {parts[name]['status']}{seconds}", flush=True)
-    out.write_text(json.dumps({"parts": parts}, indent=1) + "\n")
+    write(out, parts)
     print(table(parts))
     found = differences(parts)
     print("\n".join(found) if found else "No part did other work than it was asked for.")

@@ -20,6 +20,7 @@ from statistics import median
 
 from compare import SYSTEMS, differences
 from parts import Bench, ensure_model, run
+from works import parse, sequences
 
 WORK = "T1,prompts=8,samples=8,side=112,prompt=64,new=64"
 PHASES = ("whole", "rollout", "update")
@@ -42,11 +43,13 @@ def main() -> None:
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(folder=folder, model=ensure_model(folder / "model", "tiny"))
+    # Everything in one forward and backward, as saccade does with so few tokens.
+    more = {"saccade": (), "trl": ("--micro", sequences(parse(args.work)))}
     parts = {}
     for turn in range(args.rounds):
         for system in ("saccade", "trl"):
-            name = f"{system}-{turn + 1}"
-            found = run(bench, name, SYSTEMS[system].program, args.work, steps=args.steps)
+            name, program = f"{system}-{turn + 1}", SYSTEMS[system].program
+            found = run(bench, name, program, args.work, steps=args.steps, more=more[system])
             if found["status"] != "ok":
                 raise SystemExit(f"{name} failed: {found['reason']}")
             parts[name] = {"system": system} | found

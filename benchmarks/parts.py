@@ -48,7 +48,8 @@ def run(
     command += ["--data", data, "--result", result, *more]
     began = time.time()
     held, problem = start(command, log=log, limit=bench.limit)
-    about = {"work": work, "asked": parse(work), "took": time.time() - began, "gpu_gib": held}
+    about = {"work": work, "asked": parse(work), "options": list(map(str, more))}
+    about |= {"took": time.time() - began, "gpu_gib": held}
     if problem is not None:
         return about | {"status": "failed", "reason": problem}
     return about | {"status": "ok"} | json.loads(result.read_text())
@@ -111,6 +112,19 @@ def require_gpu(size: str) -> None:
 
     if size != "tiny" and not torch.cuda.is_available():
         raise SystemExit(f"a {size} model needs a GPU; --tiny is the dry run on a CPU")
+
+
+def read(paths: Sequence[Path]) -> dict[str, Any]:
+    """Parts of several files: the last that succeeded, else the last."""
+    parts: dict[str, Any] = {}
+    for path in paths:
+        found = json.loads(path.read_text())["parts"] if path.exists() else {}
+        parts |= {n: p for n, p in found.items() if n not in parts or p["status"] == "ok"}
+    return parts
+
+
+def write(path: Path, parts: dict[str, Any]) -> None:
+    path.write_text(json.dumps({"parts": parts}, indent=1) + "\n")
 
 
 def warm(part: dict[str, Any], name: str) -> float | None:

@@ -7,21 +7,20 @@
 
 All points change one number of the same base: 4 prompts x 8 rollouts, one 224 x 224 image (64
 image tokens), a prompt of 512 tokens, 512 new tokens, Qwen2.5-VL-3B shape, all weights trained. A
-point is a process of two steps of which the second counts. Writes FOLDER/results.json and
-FOLDER/scaling.svg after each point and prints a table; a point that does not fit says so in it.
+point is a process of two steps of which the second counts. Writes FOLDER/results.json after each
+point and FOLDER/scaling.svg at the end, prints a table; a point that does not fit says so in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parts import LIMIT, Bench, ensure_model, run, shown, warm
+from parts import LIMIT, Bench, ensure_model, read, run, shown, warm, write
 from works import parse
 
 
@@ -33,6 +32,7 @@ class Axis:
     options: tuple[str, ...] = ()  # of saccade
 
 
+Rows = list[tuple[Any, Mapping[str, Any]]]  # value on the axis, result
 BASE = "W1,prompts=4,side=224,prompt=512,new=512"
 AXES: Mapping[str, Axis] = {
     "group": Axis(title="rollouts per prompt", key="samples", values=(4, 8, 16, 32, 64)),
@@ -82,6 +82,21 @@ def points(axis: Axis, base: str, size: str) -> list[Point]:
     return found
 
 
+def by_axis(
+    parts: Mapping[str, Any], axes: Mapping[str, Axis], base: str, size: str
+) -> dict[str, Rows]:
+    """Value and result of every point that was run."""
+    found = {
+        name: [
+            (value, parts[point.name])
+            for value, point in zip(axis.values, points(axis, base, size), strict=True)
+            if point.name in parts
+        ]
+        for name, axis in axes.items()
+    }
+    return {name: rows for name, rows in found.items() if rows}
+
+
 def numbers(part: Mapping[str, Any]) -> dict[str, float | None]:
     """What is shown of a point that ran."""
     found = {key: warm(part, key) for key in ("whole", "rollout", "update", "mfu_update")}
@@ -92,9 +107,7 @@ def numbers(part: Mapping[str, Any]) -> dict[str, float | None]:
     }
 
 
-def table(
-    axes: Mapping[str, list[tuple[Any, Mapping[str, Any]]]], titles: Mapping[str, str]
-) -> str:
+def table(axes: Mapping[str, Rows], titles: Mapping[str, str]) -> str:
     lines = [
         "| | | whole step | rollout | update | rollout tok/s | MFU of the update | peak GiB |",
         "|---|---|---|---|---|---|---|---|",
@@ -118,9 +131,7 @@ def table(
 WIDTH, HEIGHT, GAP = 190, 120, 46
 
 
-def picture(
-    axes: Mapping[str, list[tuple[Any, Mapping[str, Any]]]], titles: Mapping[str, str]
-) -> str:
+def picture(axes: Mapping[str, Rows], titles: Mapping[str, str]) -> str:
     """A column for each axis: seconds above, memory below, both from zero; the axis is spaced by
     the number of its values.
     """
@@ -209,24 +220,7 @@ def main() -> None:
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / "results.json"
-    parts: dict[str, Any] = {}
-    for path in [*args.merge, *([results] if results.exists() else [])]:
-        parts |= json.loads(path.read_text())["parts"]
-
-    def write() -> dict[str, list[tuple[Any, Any]]]:
-        found = {
-            name: [
-                (value, parts[point.name])
-                for value, point in zip(axis.values, points(axis, base, size), strict=True)
-                if point.name in parts
-            ]
-            for name, axis in axes.items()
-        }
-        found = {name: rows for name, rows in found.items() if rows}
-        results.write_text(json.dumps({"parts": parts}, indent=1) + "\n")
-        (folder / "scaling.svg").write_text(picture(found, titles))
-        return found
-
+    parts = read([results, *args.merge])
     titles = {name: axis.title for name, axis in axes.items()}
     for name in [] if args.show else args.axis:
         for point in points(axes[name], base, size):
@@ -235,11 +229,14 @@ def main() -> None:
             model = ensure_model(folder / f"model-{point.size}", point.size)
             bench = Bench(folder=folder, model=model, limit=args.limit)
             more = [*point.options, *args.set]
-            found = run(bench, point.name, ("rl_step.py",), point.work, steps=2, more=more)
-            parts[point.name] = found
-            print(f"{point.name}: {found['status']} in {found['took']:.0f} s", flush=True)
-            write()
-    print(table(write(), titles))
+            part = run(bench, point.name, ("rl_step.py",), point.work, steps=2, more=more)
+            parts[point.name] = part
+            print(f"{point.name}: {part['status']} in {part['took']:.0f} s", flush=True)
+            write(results, parts)
+    write(results, parts)
+    found = by_axis(parts, axes, base, size)
+    (folder / "scaling.svg").write_text(picture(found, titles))
+    print(table(found, titles))
 
 
 if __name__ == "__main__":

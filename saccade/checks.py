@@ -251,10 +251,38 @@ def _resume(config: Config) -> Iterator[str]:
         yield f"run.resume: {resume} is not a checkpoint folder; try run.resume=auto"
 
 
+def _critic(config: Config) -> Iterator[str]:
+    path = config.algorithm.critic.path
+    if path is not None and not (Path(path) / "config.json").is_file():
+        yield (
+            f"algorithm.critic.path: {path} has no config.json; give a Hugging Face model folder, "
+            "or leave it empty to start from the policy"
+        )
+
+
+def _critic_warmup(config: Config) -> Iterator[str]:
+    alone, steps = config.algorithm.critic.warmup_steps or 0, config.run.max_steps
+    if steps is not None and alone >= steps:
+        yield (
+            f"algorithm.critic.warmup_steps: in all {steps} steps of the run only the critic would "
+            f"learn; try algorithm.critic.warmup_steps={steps // 10}"
+        )
+
+
 READING = (_data_files, _pixels, _prompt_files)
 TRAINING = (_model, _lora, _train_data, *READING, _optimizer, _validation, _resume)
 RULES: dict[str, tuple[Rule, ...]] = {
-    "rl": (*TRAINING, _lora_dropout, _sampling, _response_length, _batch, _reward, _environment),
+    "rl": (
+        *TRAINING,
+        _critic,
+        _critic_warmup,
+        _lora_dropout,
+        _sampling,
+        _response_length,
+        _batch,
+        _reward,
+        _environment,
+    ),
     "sft": TRAINING,
     "eval": (_model, _val_data, *READING, _response_length, _validation, _environment),
     "generate": (_model, _some_data, *READING, _response_length, _environment),

@@ -13,7 +13,7 @@ from functools import reduce
 from saccade.algorithms.algorithm import AXES, Algorithm
 from saccade.algorithms.controllers import LARGEST_ERROR
 from saccade.algorithms.filters import EXCLUDABLE
-from saccade.algorithms.presets import Row
+from saccade.algorithms.presets import COMMON, Row
 from saccade.algorithms.table import Entry, unknown
 from saccade.config import AlgorithmConfig
 from saccade.errors import ConfigError
@@ -230,11 +230,15 @@ CONTRADICTIONS: tuple[Callable[[Algorithm], str | None], ...] = (
 
 
 def refuse_unused(config: AlgorithmConfig, algorithm: Algorithm) -> None:
-    """An option that is set and would do nothing is a misunderstanding."""
+    """An option that is set and would do nothing is a misunderstanding; one that is switched off is
+    none.
+    """
     _refuse_unread(config, algorithm)
     for names, works, reason, remedy in CONDITIONS:
         for name in names:
-            if not works(algorithm) and _value(config, name) is not None:
+            value = _value(config, name)
+            off = value is False and COMMON.get(name) is False
+            if not works(algorithm) and value is not None and not off:
                 raise _unused(name, reason.format(a=algorithm), remedy)
 
 

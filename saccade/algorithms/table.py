@@ -13,11 +13,12 @@ import difflib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from saccade.algorithms.own import checked
 from saccade.errors import ConfigError
 
 
@@ -86,11 +87,15 @@ def find(axis: str, table: Mapping[str, Entry], name: str) -> Entry:
     path, separator, symbol = name.rpartition(":")
     if not separator:
         raise unknown(f"algorithm.{axis}", name, table)
-    found = load_symbol(f"algorithm.{axis}", path, symbol)
+    return _own_entry(axis, name, load_symbol(f"algorithm.{axis}", path, symbol))
+
+
+@cache
+def _own_entry(axis: str, name: str, found: Any) -> Entry:
     if isinstance(found, Entry):
-        return found
-    summary = (found.__doc__ or symbol).strip().splitlines()[0]
-    return Entry(function=found, formula=summary)
+        return replace(found, function=checked(axis, name, found.function))
+    summary = (found.__doc__ or name).strip().splitlines()[0]
+    return Entry(function=checked(axis, name, found), formula=summary)
 
 
 def canonical(table: Mapping[str, Entry], name: str) -> str:
@@ -118,7 +123,12 @@ def load_symbol(field_name: str, path: str, symbol: str) -> Any:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{field_name}: {path} is not a Python file; write file.py:name")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(
+            f"{field_name}: {path} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     found = getattr(module, symbol, None)
     if found is None:
         raise unknown(field_name, symbol, [n for n in vars(module) if not n.startswith("_")])

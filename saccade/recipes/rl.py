@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from saccade import checks
+from saccade import checkpoint, checks
 from saccade.algorithms import columns, memory, stages
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.build import from_config
@@ -25,7 +27,7 @@ from saccade.data.datasets import Dataset, Stream
 from saccade.engines import Engine
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import environment_factory
-from saccade.errors import TrainingError
+from saccade.errors import ConfigError, TrainingError
 from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
@@ -69,6 +71,7 @@ def run(config: Any) -> dict[str, Any]:
     config = defaults_for("rl", load(config))
     checks.check(config, "rl")
     algorithm = from_config(config)
+    refuse_another_algorithm(config, algorithm)
     parts.quiet_libraries()
     family = parts.family_of(config, parts.start_folder(config))
     data = parts.load_prompts(config, config.data.train, family)
@@ -84,6 +87,23 @@ def run(config: Any) -> dict[str, Any]:
         )
         parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
         return _train(this, actors)
+
+
+def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
+    """A checkpoint of another run goes on with its own algorithm: the state belongs to it."""
+    if config.run.resume in ("none", "auto", "best"):
+        return  # the folder of the run compares its whole config
+    path, now = Path(config.run.resume), describe(algorithm).splitlines()
+    before = (
+        checkpoint.read_progress(path).get("algorithm") if checkpoint.is_complete(path) else None
+    )
+    if before is not None and before != now:
+        changed = next(pair for pair in zip_longest(before, now) if pair[0] != pair[1])
+        raise ConfigError(
+            f"run.resume={path} was trained with another algorithm ({changed[0]!r}, now "
+            f"{changed[1]!r}); set algorithm back, or start anew from its weights with "
+            f"run.resume=none model.path={path}"
+        )
 
 
 def _train(run: Run, actors: Actors) -> dict[str, Any]:

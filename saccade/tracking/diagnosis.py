@@ -34,6 +34,13 @@ CAUSES: tuple[Cause, ...] = (
         while_dead=False,
     ),
     Cause(
+        "policy/empty_step",
+        1.0,
+        "no group is left to train on; look at group/dropped/… and group/constant_…, and ease "
+        "algorithm.filter or the data",
+        while_dead=False,
+    ),
+    Cause(
         "policy/lr",
         0.0,
         "the learning rate is 0; set train.lr and look at train.schedule",

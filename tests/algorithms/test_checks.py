@@ -324,3 +324,8 @@ def test_warnings(algorithm):
     (warning,) = algorithm("preset=gspo", "aggregation=token_mean").warnings
     assert "seq_mean" in warning
     assert warning in describe(algorithm("preset=gspo", "aggregation=token_mean"))
+
+
+def test_what_is_switched_off_is_no_misunderstanding(algorithm, refused):
+    assert not algorithm("preset=ppo", "drop_constant=false").drop_constant
+    assert "drop_constant" in refused("preset=ppo", "drop_constant=true")

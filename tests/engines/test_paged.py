@@ -77,7 +77,8 @@ def _support(completion: Completion) -> list[list[int]] | None:
 def empty(engine: EmbeddedEngine) -> bool:
     """Every page and every slot is free again."""
     pages = engine.cache.pages
-    return pages.free == pages.count > 0 and len(engine.cache.free) == engine.cache.slots
+    slots = len(engine.cache.free) == engine.cache.slots
+    return pages.free == pages.count > 0 and slots and not engine._wanted and not engine._jobs
 
 
 def passes(model) -> tuple[list[int], list[int]]:
@@ -186,15 +187,13 @@ def test_decoding_goes_on_between_the_pieces(model, family, prompts, paged, monk
         engine.poll()
         grown.append(sum(s.sampled for s in engine._running.values()) - before)
     assert len(grown) > 2 and min(grown) >= 8 * 16
-    while engine.pending:
-        engine.poll()
 
 
-@pytest.mark.parametrize("pages", [14, 18, 30])
+@pytest.mark.parametrize("pages", [11, 16, 24])
 def test_sequences_that_lose_their_pages_go_on_with_the_same_tokens(
     model, family, prompts, paged, on_slots, pages
 ):
-    asked = requests(prompts, replace(FREE, max_tokens=60))
+    asked = requests(prompts, replace(FREE, max_tokens=40))
     wanted = on_slots(asked)
     engine = EmbeddedEngine(model, family)
     paged.budget = pages * engine.cache.bytes_per_page
@@ -332,7 +331,7 @@ def test_the_pool_grows_while_sequences_run(model, family, prompts, paged, on_sl
 
     monkeypatch.setattr(module, "POOL_STEP", 1)
     short, *others = requests(prompts)
-    long = [replace(r, sampling=replace(FREE, max_tokens=80)) for r in others]
+    long = [replace(r, sampling=replace(FREE, max_tokens=40)) for r in others]
     wanted = on_slots([short, *long])
     engine = EmbeddedEngine(model, family)
     engine.submit(short)

@@ -440,3 +440,27 @@ def test_the_length_limit_of_an_episode_is_that_of_all_its_turns(
         sample = RewardSample(id="a", response="1", answer="9", length=length, max_tokens=10)
         assert scorer.score([sample])[0].parts["overlong"] == penalty
     scorer.close()
+
+
+def test_a_checkpoint_goes_on_with_its_own_algorithm(tmp_path: Path, rl_config: Make) -> None:
+    rl.run(rl_config(tmp_path, run__max_steps=1) | {"algorithm.preset": "gspo"})
+    start = tmp_path / "run" / "checkpoints" / "step-1"
+    other = rl_config(tmp_path, run__max_steps=2, run__name="other", run__resume=str(start))
+    for preset in ("grpo", "ppo"):
+        with pytest.raises(ConfigError, match=rf"another algorithm .*model.path={start}"):
+            rl.run(other | {"algorithm.preset": preset})
+    assert not (tmp_path / "other").exists()
+    assert rl.run(other | {"algorithm.preset": "gspo"})["policy/grad_norm"] > 0
+
+
+def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(
+    tmp_path: Path, rl_config: Make
+) -> None:
+    config = rl_config(tmp_path, run__max_steps=3) | {"algorithm.preset": "ppo"}
+    for name, value, works in (
+        ("path", "/nowhere", "leave it empty"),
+        ("warmup_steps", 3, "warmup_steps=0"),
+    ):
+        with pytest.raises(ConfigError, match=rf"algorithm.critic.{name}.*{works}"):
+            rl.run(config | {f"algorithm.critic.{name}": value})
+    assert not (tmp_path / "run").exists()

@@ -131,7 +131,7 @@ class EmbeddedEngine:
             return
         for sequence in [s for s in self._waiting if s.request.key == key]:
             self._waiting.remove(sequence)
-            self._wanted[sequence.content] -= 1
+            self._no_longer_wanted(sequence.content)
             self._aborted.append(nothing_sampled(key))
         self._forget_prefixes()
 
@@ -194,7 +194,7 @@ class EmbeddedEngine:
             queue.popleft()
             if queue is self._waiting:
                 self._running[key] = sequence
-                self._wanted[sequence.content] -= 1
+                self._no_longer_wanted(sequence.content)
             tokens += self._begin(sequence)
 
     def _make_room(self) -> None:
@@ -283,6 +283,11 @@ class EmbeddedEngine:
             self.release(next(iter(self._live)))
             return True
         return False
+
+    def _no_longer_wanted(self, content: Any) -> None:
+        self._wanted[content] -= 1
+        if not self._wanted[content]:
+            del self._wanted[content]
 
     def _forget_prefixes(self) -> None:
         """Prompts that nobody waits for any more."""

@@ -1,0 +1,114 @@
+"""The parts of the benchmarks that can be wrong without anybody noticing: what counts as the same
+work, what is asked of every system, what the tables divide by what.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def part(system: str, seconds: float, **changes: Any) -> dict[str, Any]:
+    """Two steps of T1: 8 sequences of 8 tokens; the first one is slower."""
+    done = {"sequences": 8, "images": 2, "prompt_tokens": 24.0, "generated": 64, "trained": 64}
+    step = {"rollout": seconds / 2, "update": seconds / 4, "whole": seconds, **done, **changes}
+    return {
+        "system": system,
+        "status": "ok",
+        "work": "T1",
+        "asked": {"prompts": 2, "samples": 4, "side": 56, "prompt": 24, "new": 8},
+        "steps": [step | {"whole": 99.0}, step],
+        "gpu_gib": None,
+        "machine": {"device": "CPU"},
+    }
+
+
+def test_works_are_written_as_a_name_and_changes() -> None:
+    from works import parse
+
+    assert parse("W1")["prompts"] == 16
+    assert parse("W1,prompts=64,new=8") == parse("W1") | {"prompts": 64, "new": 8}
+    with pytest.raises(AssertionError, match="tokens: one of prompts"):
+        parse("W1,tokens=3")
+
+
+def test_equal_work_has_no_differences() -> None:
+    from compare import differences
+
+    parts = {"saccade-w1": part("saccade", 1.0), "trl-w1": part("trl", 5.0)}
+    assert differences(parts) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"generated": 63}, "trl-w1: 63 generated, not 64"),
+        ({"trained": 32}, "trl-w1: 32 trained, not 64"),
+        ({"images": 0}, "trl-w1: 0 images, not 2"),
+        ({"prompt_tokens": 25.0}, "T1: prompts differ in length"),
+    ],
+)
+def test_other_work_is_found(change: dict[str, Any], said: str) -> None:
+    from compare import differences
+
+    found = differences({"saccade-w1": part("saccade", 1.0), "trl-w1": part("trl", 5.0, **change)})
+    assert len(found) == 1
+    assert found[0].startswith(said)
+
+
+def test_other_devices_are_found() -> None:
+    from compare import differences
+
+    other = part("trl", 5.0) | {"machine": {"device": "NVIDIA H200"}}
+    assert "different devices" in differences({"saccade-w1": part("saccade", 1.0), "x": other})[0]
+
+
+def test_table_leaves_the_first_step_out_and_divides_by_saccade() -> None:
+    from compare import table
+
+    parts = {
+        "saccade-w1": part("saccade", 1.0),
+        "trl-w1": part("trl", 5.0),
+        "vllm-w1": {"system": "vllm", "status": "absent", "reason": "no module vllm"},
+    }
+    _, _, ours, theirs, absent = table(parts).splitlines()
+    assert "| 1.00 s | 0.50 s | 0.25 s | 0.25 s | 128 |" in ours
+    assert "| 5.00 s | 2.50 s | 1.25 s | 1.25 s | 26 |" in theirs
+    assert theirs.endswith("| 5.00 | 5.00 |")
+    assert absent == "vllm-w1: absent, no module vllm"
+
+
+def test_axes_of_growth_share_their_base() -> None:
+    from scaling import AXES, BASE, points
+
+    names = {name: [p.name for p in points(axis, BASE, "3b")] for name, axis in AXES.items()}
+    shared = set(names["group"]) & set(names["prompt"]) & set(names["response"])
+    assert shared == {"3b_prompts4_samples8_side224_prompt512_new512"}
+    assert shared <= set(names["size"])
+    assert [p.size for p in points(AXES["size-lora"], BASE, "3b")] == ["0.5b", "3b", "7b"]
+
+
+def test_rows_have_the_length_that_the_work_asks_for(tmp_path: Path) -> None:
+    from model import build
+    from works import parse, read_rows, write_rows
+
+    from saccade.images import open_media
+    from saccade.models.families import load_family
+    from saccade.types import Message
+
+    model = build(tmp_path / "model", "tiny")
+    work = parse("T2")
+    path = write_rows(tmp_path / "data", model, work, steps=2)
+    text, image = read_rows(path, work, step=1)[0]
+    message = Message(role="user", parts=(open_media(image), text))
+    assert len(load_family(model).render([message]).ids) == work["prompt"]
+    assert image.name == "2.png"
