@@ -48,7 +48,7 @@ Arguments = Annotated[
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Print the resolved config and the batch arithmetic, then stop."
+        "--dry-run", help="Print the resolved config, batch arithmetic and memory, then stop."
     ),
 ]
 Smoke = Annotated[
@@ -388,6 +388,8 @@ def _print_plan(config: Config, name: str) -> None:
     for quantity, value in rows:
         table.add_row(quantity, value)
     console.print(table)
+    if name == "rl":
+        import_module("saccade.estimate.show").preview(config)
 
 
 def _print_report(report: Report) -> None:

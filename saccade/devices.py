@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,26 @@ def named(name: str) -> Device | None:
                 name=name, memory=memory, tflops=float(tflops), bandwidth=float(bandwidth)
             )
     return None
+
+
+def free_bytes(device: Any) -> int:
+    """What new tensors on this GPU may take: cached blocks count, a limit of the process too."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    mine = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
+    return max(0, min(free, mine)) + reserved - torch.cuda.memory_allocated(device)
+
+
+def limit_memory(device: Any, gib: float) -> None:
+    """This process takes no more than that of the GPU."""
+    import torch
+
+    total = torch.cuda.mem_get_info(device)[1]
+    # An index: torch refuses a plain "cuda" here.
+    index = torch.device(device).index or torch.cuda.current_device()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), index)
 
 
 def present(wanted: str = "auto") -> Device:

@@ -53,6 +53,9 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "Where the model lives; auto takes a GPU when there is one."
     )
+    memory: float | None = option(
+        None, "GiB of the GPU that this process may take; empty: all that is free.", gt=0
+    )
     trace: bool = option(
         False, "Write a profiler trace of the third step (or the last, if there are fewer)."
     )

@@ -135,6 +135,8 @@ def test_dry_run_prints_the_config_and_the_arithmetic(counting: Path) -> None:
     assert config["train"]["prompts_per_step"] == 6
     for expected in ("48 = 6 x 8", "1 or 2", "4 (24 rows)", "16384 tokens"):
         assert expected in rest
+    assert "gradient sums" in rest and "that can be planned with" in rest
+    assert not Path("elsewhere").exists()
 
 
 def test_dry_run_refuses_a_group_of_one(counting: Path) -> None:

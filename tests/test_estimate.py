@@ -167,6 +167,12 @@ def test_the_share_of_the_pool_is_that_of_the_engine():
 # -- what does not fit -----------------------------------------------------------------------------
 
 
+def test_a_process_with_less_memory_recomputes_more(large):
+    whole, limited = (planned(large, H200, W1, *o) for o in ((), ("run.memory=80",)))
+    assert limited.device.memory == 80 and limited.memory.fits
+    assert limited.memory.peaks["update"] < 80 < whole.memory.peaks["update"]
+
+
 def test_adapters_lift_the_limit_of_a_small_gpu(large):
     found = planned(large, RTX_4090, W1)
     assert not found.memory.fits and found.pace is None

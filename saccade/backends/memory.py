@@ -20,6 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from saccade.devices import free_bytes
+
 # Of the device's memory, never planned with: fragments between blocks, workspaces of libraries.
 MARGIN = 0.04
 MORE_AFTER_AN_ERROR = 0.03
@@ -50,6 +52,9 @@ class Recompute:
         self.overhead = (0, 1, 1)  # bytes beside what layers keep; its tokens, its media tokens
         if wanted is True or self.planned:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+            # Only reentrant checkpointing wants inputs with a gradient; a frozen tower would get a
+            # backward for nobody.
+            model.disable_input_require_grads()
         kinds: dict[type, _Kind] = {}
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
@@ -81,7 +86,8 @@ class Recompute:
     def _keep_what_fits(self, tokens: int, media_tokens: int) -> None:
         spent, of_tokens, of_media_tokens = self.overhead
         grown = max(1.0, tokens / of_tokens, media_tokens / of_media_tokens)
-        room = available(self.device, self.margin) - spent * grown
+        total = torch.cuda.mem_get_info(self.device)[1]
+        room = free_bytes(self.device) - self.margin * total - spent * grown
         for kind in reversed(self.kinds):
             if kind.kept is None:
                 continue
@@ -141,12 +147,3 @@ class Recompute:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def available(device: torch.device, margin: float) -> float:
-    """Bytes that new tensors may take, cached blocks and a limit of the process included."""
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    mine = torch.cuda.get_per_process_memory_fraction(device) * total - reserved
-    unused = reserved - torch.cuda.memory_allocated(device)
-    return min(free, mine) + unused - margin * total

@@ -45,6 +45,10 @@ class Stream:
             self._move_to(self.epoch, self._cursor + len(piece))
         return taken
 
+    def peek(self, count: int) -> list[Sample]:
+        """What `take` will give next, as far as this epoch goes."""
+        return [self.dataset.samples[i] for i in self._order[self._cursor :][:count]]
+
     def state(self) -> dict[str, Any]:
         return {
             "seed": self.seed,

@@ -10,7 +10,7 @@ that was measured on one GPU: an estimate, and called that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from saccade.algorithms.build import from_config
 from saccade.config import Config, load
@@ -43,6 +43,8 @@ def estimate(
 ) -> Estimate:
     """For prompts as long as said, or else as those of the data."""
     family = parts.family_of(config, parts.start_folder(config))
+    if config.run.memory is not None:
+        device = replace(device, memory=min(device.memory, config.run.memory))
     prompts, said = typical_prompts(config, family, prompt_tokens=prompt_tokens, image=image)
 
     def planned(*changes: str) -> Plan:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from saccade import devices
-from saccade.config import Config
+from saccade.config import Config, load
 from saccade.devices import Device
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.estimate import Estimate, estimate
 from saccade.recipes.parts import quiet_libraries
 
@@ -36,6 +37,20 @@ def run(
         show(found)
     if not found.memory.fits:
         raise ConfigError(refusal(found))
+
+
+def preview(config: Config) -> None:
+    """Beside the batch arithmetic of a dry run, on this machine's device; refuses nothing."""
+    quiet_libraries()
+    with TemporaryDirectory() as scratch:  # of a tiny model; a dry run leaves nothing behind
+        try:
+            found = estimate(load(config, [f"run.out={scratch}"]), find_device(None, config))
+        except EnvironmentProblem as problem:
+            print(f"no estimate: {problem}")
+            return
+    show(found)
+    if not found.memory.fits:
+        print(refusal(found))
 
 
 def find_device(name: str | None, config: Config) -> Device:

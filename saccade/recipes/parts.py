@@ -23,6 +23,7 @@ from saccade.backends.reference import AdapterReference
 from saccade.config import ADAPTED, Config, DataConfig, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
+from saccade.devices import limit_memory
 from saccade.errors import ConfigError, DataError
 from saccade.models import lora, tiny
 from saccade.models.families import Family, load_family
@@ -81,6 +82,8 @@ def load_policy(
     train = train or config.model.train
     adapted = train in ADAPTED
     device = pick_device(config.run.device)
+    if config.run.memory and device.type == "cuda":
+        limit_memory(device, config.run.memory)
     dtype = pick_dtype(config.model.dtype, device)
     model = load_model(
         replace(family, path=folder) if folder and not adapted else family,

@@ -34,7 +34,7 @@ from saccade.models.load import describe_trained
 from saccade.plan import total_steps
 from saccade.recipes import parts
 from saccade.recipes.guard import guard
-from saccade.recipes.rollouts import Rollouts, Surplus, sample_groups
+from saccade.recipes.rollouts import Rollouts, Surplus, look_ahead, sample_groups
 from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation
 from saccade.recipes.work import rl_work
@@ -120,6 +120,7 @@ def _train(run: Run, actors: Actors) -> dict[str, Any]:
         updates = score_forests(run, actors, updates)
         with run.phase("advantage"):
             updates = weigh(updates, groups, actors, algorithm, known, metrics)
+        look_ahead(actors)
         with run.phase("update"):
             optimize(run, actors, algorithm, updates, metrics)
             refresh_reference(actors, step)

@@ -28,6 +28,8 @@ from saccade.types import Group, Metrics, Sample
 if TYPE_CHECKING:
     from saccade.recipes.rl import Actors
 
+LOOK_AHEAD = 64  # pictures; many more would push out those that are trained on
+
 
 @dataclass(kw_only=True)
 class Surplus:
@@ -87,6 +89,13 @@ def sample_groups(run: Run, actors: Actors, step: int, metrics: Metrics) -> Roll
         metrics.add("group/dropped/exhausted", len(kept))
     _staleness(chosen, step - 1, metrics)
     return Rollouts(groups=chosen, scored=scored, surplus=surplus)
+
+
+def look_ahead(actors: Actors) -> None:
+    """Process the pictures of the next prompts while the GPU trains on these."""
+    coming = actors.stream.peek(actors.config.train.prompts_per_step)
+    pictures = [media for sample in coming for media in sample.media]
+    actors.family.prefetch(pictures[:LOOK_AHEAD])
 
 
 def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:

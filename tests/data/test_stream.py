@@ -120,3 +120,10 @@ def test_weights_set_the_shares():
     mixed = stream(dataset(50, 50, weights=(3.0, 1.0)))
     taken = ids(mixed.take(4000))
     assert sum(id.startswith("a") for id in taken) / 4000 == pytest.approx(0.75, abs=0.03)
+
+
+def test_what_comes_next_can_be_seen_before_it_is_taken():
+    plain = stream(dataset(10))
+    plain.take(7)
+    coming = ids(plain.peek(5))
+    assert ids(plain.take(5))[: len(coming)] == coming and len(coming) == 3

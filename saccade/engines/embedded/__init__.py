@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from saccade.devices import free_bytes
 from saccade.engines import Capabilities
 from saccade.engines.embedded.cache import Cache, Shape, can_page, shape_of
 from saccade.engines.embedded.drawing import draw
@@ -224,10 +225,8 @@ class EmbeddedEngine:
     def _budget(self) -> int:
         if self.cache.device.type != "cuda":
             return CPU_CACHE_BYTES
-        free, _ = torch.cuda.mem_get_info(self.cache.device)
-        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         mine = self.cache.bytes_per_slot(self.cache.capacity) * self.cache.slots
-        return int(GPU_CACHE_SHARE * (free + unused + mine))
+        return int(GPU_CACHE_SHARE * (free_bytes(self.cache.device) + mine))
 
     def _place(self, sequence: Sequence) -> bool:
         """Give a sequence a slot, and pages where there are pages; False when it has to wait."""

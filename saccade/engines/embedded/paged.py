@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from saccade.attention import AttentionPlan, forest_plan, varlen
+from saccade.devices import free_bytes
 from saccade.engines.embedded import kernels
 from saccade.engines.embedded.cache import Shape
 from saccade.engines.embedded.pages import Pages
@@ -68,9 +69,8 @@ class PagedCache:
 
     def _budget(self) -> int:
         """Bytes that the whole pool may take."""
-        free, _ = torch.cuda.mem_get_info(self.device)
-        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return int(POOL_SHARE * (free + unused + self.pages.count * self.bytes_per_page))
+        mine = self.pages.count * self.bytes_per_page
+        return int(POOL_SHARE * (free_bytes(self.device) + mine))
 
     def _allocate(self, count: int) -> None:
         size = (count, PAGE, self.shape.key_heads, self.shape.head_size)
