@@ -2,6 +2,7 @@
 
     python benchmarks/scaling.py                            # all points that are not there yet
     python benchmarks/scaling.py --axis group prompt        # those of some axes
+    python benchmarks/scaling.py --ends                     # the base and the ends of each axis
     python benchmarks/scaling.py --show --merge other.json  # only bring results together
     python benchmarks/scaling.py --tiny --folder runs/dry   # all of it on a CPU in minutes
 
@@ -201,6 +202,11 @@ def _round_up(value: float) -> float:
     return next(unit * step for step in (1, 2, 4, 6, 8, 10) if unit * step >= value)
 
 
+def _plain(base: str) -> str:
+    """As `points` writes it when nothing is changed."""
+    return ",".join([base.split(",")[0], *(f"{k}={n}" for k, n in parse(base).items())])
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -210,6 +216,7 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/scaling"), help="for all files")
     parser.add_argument("--axis", nargs="+", choices=list(AXES), default=list(AXES))
+    parser.add_argument("--ends", action="store_true", help="of long axes only base and ends")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="results of other calls")
     parser.add_argument("--show", action="store_true", help="run nothing, print what is there")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and little work")
@@ -223,7 +230,10 @@ def main() -> None:
     parts = read([results, *args.merge])
     titles = {name: axis.title for name, axis in axes.items()}
     for name in [] if args.show else args.axis:
-        for point in points(axes[name], base, size):
+        chosen = points(axes[name], base, size)
+        if args.ends:
+            chosen = [p for p in chosen if p in (chosen[0], chosen[-1]) or p.work == _plain(base)]
+        for point in chosen:
             if parts.get(point.name, {}).get("status") == "ok":
                 continue
             model = ensure_model(folder / f"model-{point.size}", point.size)

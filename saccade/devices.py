@@ -68,14 +68,21 @@ def named(name: str) -> Device | None:
     return None
 
 
-def free_bytes(device: Any) -> int:
-    """What new tensors on this GPU may take: cached blocks count, a limit of the process too."""
+def total_bytes(device: Any) -> int:
+    """Memory of the GPU, or the share of it that this process may take."""
     import torch
 
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    mine = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
-    return max(0, min(free, mine)) + reserved - torch.cuda.memory_allocated(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return int(share * torch.cuda.mem_get_info(device)[1])
+
+
+def free_bytes(device: Any) -> int:
+    """What new tensors on this GPU may take, cached blocks included."""
+    import torch
+
+    free, reserved = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
+    mine = max(0, total_bytes(device) - reserved)
+    return min(free, mine) + reserved - torch.cuda.memory_allocated(device)
 
 
 def limit_memory(device: Any, gib: float) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from saccade.devices import free_bytes
+from saccade.devices import free_bytes, total_bytes
 
 # Of the device's memory, never planned with: fragments between blocks, workspaces of libraries.
 MARGIN = 0.04
@@ -86,8 +86,7 @@ class Recompute:
     def _keep_what_fits(self, tokens: int, media_tokens: int) -> None:
         spent, of_tokens, of_media_tokens = self.overhead
         grown = max(1.0, tokens / of_tokens, media_tokens / of_media_tokens)
-        total = torch.cuda.mem_get_info(self.device)[1]
-        room = free_bytes(self.device) - self.margin * total - spent * grown
+        room = free_bytes(self.device) - self.margin * total_bytes(self.device) - spent * grown
         for kind in reversed(self.kinds):
             if kind.kept is None:
                 continue

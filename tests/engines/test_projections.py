@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from saccade.config import LoraConfig
 from saccade.engines.embedded.projections import NAMES, Projections
+from saccade.models import lora
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3", "llama"])
@@ -45,3 +47,29 @@ def test_layers_with_something_of_their_own_are_left_alone(load):
     attention = model.model.layers[0].self_attn
     attention.v_proj = torch.nn.Sequential(attention.v_proj)
     assert len(Projections(model).layers) == 1
+
+
+def test_adapters_are_added_in_larger_products(load, family_of):
+    pytest.importorskip("peft")
+    model = load("qwen2_5_vl")
+    lora.add(model, family_of("qwen2_5_vl"), LoraConfig(rank=4), seed=0)
+    adapters = [p for name, p in model.named_parameters() if "lora_B" in name]
+    torch.manual_seed(0)
+    projections = Projections(model)
+    assert len(projections.layers) == 2 and len(projections.adapters) == 4 * 2
+    for _ in range(2):  # values that changed are copied again
+        with torch.no_grad():
+            for adapter in adapters:
+                adapter.normal_()
+        projections.refresh()
+        layer = model.model.language_model.layers[1]
+        block, mlp = layer.self_attn, layer.mlp
+        for parts in ([block.q_proj, block.k_proj, block.v_proj], [mlp.gate_proj, mlp.up_proj]):
+            x = torch.randn(1, 5, parts[0].in_features)
+            with torch.no_grad():
+                wanted = [part(x) for part in parts]
+                with projections.joined():
+                    got = [part(x) for part in parts]
+                plain = [part.base_layer(x) for part in parts]
+            for a, b, base in zip(got, wanted, plain, strict=True):
+                assert (a - b).abs().max() < 1e-4 < 0.1 < (a - base).abs().max()

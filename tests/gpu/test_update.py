@@ -100,7 +100,7 @@ def test_layers_recompute_only_when_memory_is_short(family_of, batches, monkeypa
     assert backend.recompute.keeping == layers == 4
     costs = {k.of_media: k.cost(1000, 1000) for k in backend.recompute.kinds}
     assert costs.keys() == {False, True} and min(costs.values()) > 1000 * 64 * 2
-    unplanned = backend.recompute.margin * torch.cuda.mem_get_info()[1]
+    unplanned = backend.recompute.margin * memory.total_bytes(backend.recompute.device)
     monkeypatch.setattr(
         memory, "free_bytes", lambda *_: unplanned + backend.recompute.overhead[0] * 1.0
     )

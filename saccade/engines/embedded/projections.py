@@ -1,8 +1,10 @@
-"""Queries, keys and values from one product instead of three, while the engine runs a model.
+"""Fewer and larger products while the engine runs a model.
 
-The two small products cost as much time as the large one when few tokens are decoded. The engine
-keeps the three matrices of a layer side by side, a twentieth of the weights, and copies them again
-whenever they may have changed. Layers with adapters or quantised weights stay as they are.
+When few tokens are decoded a small product takes as long as a large one. So queries, keys and
+values come from one product instead of three, and the adapters of layers that read the same input
+from one narrow product together and one wide one each, which also adds to the layer's own output.
+The engine keeps such matrices side by side, a twentieth of the weights, and copies them again
+whenever they may have changed. What is quantised stays so.
 
     projections = Projections(model)
     projections.refresh()
@@ -13,44 +15,70 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 NAMES = ("q_proj", "k_proj", "v_proj")
+READERS = (NAMES, ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))  # of one input each
+Forward = Callable[[Tensor], Tensor]
 
 
 class Projections:
     def __init__(self, model: nn.Module) -> None:
-        found = [
-            tuple(getattr(module, name) for name in NAMES)
-            for module in model.modules()
-            if hasattr(module, "layer_idx") and all(hasattr(module, name) for name in NAMES)
+        self.layers: list[_Joined] = []  # of queries, keys and values
+        self.adapters: list[_Adapters] = []
+        for module in model.modules():
+            for names in READERS:
+                parts = tuple(getattr(module, name, None) for name in names)
+                if None in parts:
+                    continue
+                own: tuple[Any, ...] = tuple(getattr(part, "base_layer", part) for part in parts)
+                joined = None
+                if names == NAMES and hasattr(module, "layer_idx") and _joinable(own):
+                    joined = _Joined(own)
+                    self.layers.append(joined)
+                if all(_adapted(part) for part in parts):
+                    below = joined.forwards if joined else list(own)
+                    self.adapters.append(_Adapters(parts, below))
+        self._all: list[_Joined | _Adapters] = [*self.layers, *self.adapters]
+        self._exchanged: list[tuple[nn.Module, Forward]] = [
+            pair for layer in self._all for pair in zip(layer.parts, layer.forwards, strict=True)
         ]
-        self.layers = [_Joined(parts) for parts in found if _joinable(parts)]
 
     def refresh(self) -> None:
-        for layer in self.layers:
+        for layer in self._all:
             layer.refresh()
 
     @contextmanager
     def joined(self) -> Iterator[None]:
         # Written past nn.Module's own setter, which is slow: this happens at every look.
-        for layer in self.layers:
-            for part, forward in zip(layer.parts, layer.forwards, strict=True):
-                part.__dict__["forward"] = forward
+        for part, forward in self._exchanged:
+            part.__dict__["forward"] = forward
         try:
             yield
         finally:
-            for layer in self.layers:
-                for part in layer.parts:
-                    del part.__dict__["forward"]
+            for part, _ in self._exchanged:
+                del part.__dict__["forward"]
 
 
-def _joinable(parts: tuple[nn.Module, ...]) -> bool:
+def _joinable(parts: tuple[Any, ...]) -> bool:
     return all(type(part) is nn.Linear and "forward" not in part.__dict__ for part in parts) and (
         len({part.bias is None for part in parts}) == 1
+    )
+
+
+def _adapted(part: Any) -> bool:
+    """Exactly one adapter, of the plain kind, in use."""
+    active = getattr(part, "active_adapters", ())
+    return (
+        len(active) == 1
+        and len(getattr(part, "lora_A", ())) == 1
+        and not part.merged
+        and not part.disable_adapters
+        and not part.lora_variant
     )
 
 
@@ -75,7 +103,7 @@ class _Joined:
         if self.bias is not None:
             torch.cat([part.bias.detach() for part in self.parts], out=self.bias)
 
-    def _forward(self, index: int) -> Callable[[Tensor], Tensor]:
+    def _forward(self, index: int) -> Forward:
         def forward(x: Tensor) -> Tensor:
             if x is not self._read:
                 self._read = x
@@ -84,5 +112,47 @@ class _Joined:
             if index == len(self.parts) - 1:
                 self._read, self._made = None, ()
             return made
+
+        return forward
+
+
+class _Adapters:
+    """Adapters of layers that read the same input: y = own(x) + (x A) B, with all A side by side
+    and the scale in B.
+    """
+
+    def __init__(self, parts: tuple[Any, ...], below: list[Any]) -> None:
+        self.parts, self.below = parts, below
+        self.pairs = [
+            (part.lora_A[name].weight, part.lora_B[name].weight, part.scaling[name])
+            for part in parts
+            for name in part.active_adapters
+        ]
+        self._ranks = [low.shape[0] for low, _, _ in self.pairs]
+        first = self.pairs[0][0]
+        self.low = first.new_empty((sum(self._ranks), first.shape[1]))
+        self.high = [torch.empty_like(high) for _, high, _ in self.pairs]
+        self._read: Tensor | None = None
+        self._made: tuple[Tensor, ...] = ()
+        self.forwards = [self._forward(index) for index in range(len(parts))]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        torch.cat([low.detach() for low, _, _ in self.pairs], out=self.low)
+        for target, (_, high, scale) in zip(self.high, self.pairs, strict=True):
+            torch.mul(high, scale, out=target)
+
+    def _forward(self, index: int) -> Forward:
+        def forward(x: Tensor) -> Tensor:
+            if x is not self._read:
+                self._read = x
+                flat = x.reshape(-1, x.shape[-1]).to(self.low.dtype)
+                self._made = linear(flat, self.low).split(self._ranks, -1)
+            made = self._made[index]
+            if index == len(self.parts) - 1:
+                self._read, self._made = None, ()
+            own = self.below[index](x)
+            wide = own.reshape(-1, own.shape[-1]).to(made.dtype)
+            return torch.addmm(wide, made, self.high[index].T).view_as(own).to(own.dtype)
 
         return forward
