@@ -219,13 +219,29 @@ def _example(name: str) -> str:
     return f", for example '{name}={examples[name]}'" if name in examples else ""
 
 
+WANTED = {
+    "float_parsing": "wants a number",
+    "float_type": "wants a number",
+    "int_parsing": "wants a whole number",
+    "int_type": "wants a whole number",
+    "int_from_float": "wants a whole number",
+    "bool_parsing": "wants true or false",
+    "bool_type": "wants true or false",
+    "tuple_type": "wants a list such as [a, b]",
+    "dict_type": "wants a table such as {a: 1}",
+}
+
+
 def _explain(error: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return unknown_key(key)
-    known = dict(options()).get(key)
+    known, given = dict(options()).get(key), error.get("input")
+    inside = [name for name, _ in options() if name.startswith(f"{key}.")]
+    if error["type"] == "model_type" and inside:
+        return f"{key}: a section, got {given!r}; set one of its options: {', '.join(inside)}"
     hint = f" ({known.description})" if known is not None else ""
-    return f"{key}: {error['msg']}, got {error.get('input')!r}{hint}"
+    return f"{key}: {WANTED.get(error['type'], error['msg'])}, got {given!r}{hint}"
 
 
 def unknown_key(key: str) -> str:

@@ -12,13 +12,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+WORDS = (tuple[str, ...], tuple[str, ...] | None)  # types of lists of words
 
 
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, coerce_numbers_to_str=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_word_is_a_list_of_one(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        kinds = {name: field.annotation for name, field in cls.model_fields.items()}
+        words = {k: v for k, v in values.items() if isinstance(v, str) and kinds.get(k) in WORDS}
+        return values | {key: (word,) for key, word in words.items()}
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:

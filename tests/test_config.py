@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -188,7 +189,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(override: str, nearest: str)
     [
         ("train.micro_tokens=0", ["train.micro_tokens", "greater than or equal to 1", "0"]),
         ("rollout.top_p=1.5", ["rollout.top_p", "less than or equal to 1"]),
-        ("train.prompts_per_step=many", ["train.prompts_per_step", "integer", "'many'"]),
+        ("train.prompts_per_step=many", ["train.prompts_per_step", "whole number", "'many'"]),
         ("train.schedule=cosinus", ["train.schedule", "'cosine'", "'cosinus'"]),
         ("train.lr", ["write section.key=value"]),
         ("name=x", ["several sections", "run.name"]),
@@ -278,3 +279,23 @@ def test_a_section_that_stands_twice_is_refused(tmp_path: Path) -> None:
     path.write_text("train: {lr: 1e-6}\nrun: {name: a}\ntrain: {prompts_per_step: 2}\n")
     with pytest.raises(ConfigError, match="train is there twice"):
         load(path)
+
+
+def test_one_word_stands_for_a_list_of_one():
+    assert load(None, ["algorithm.exclude_status=overturn"]).algorithm.exclude_status == (
+        "overturn",
+    )
+    assert load({"rollout": {"stop": "</answer>"}}).rollout.stop == ("</answer>",)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.kl=0.01", "a section, got 0.01; set one of its options: algorithm.kl.coef"),
+        ("algorithm.dual_clip=off", "wants a number, got 'off'"),
+        ("train.epochs=often", "wants a number"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_told_in_words(override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(None, [override])

@@ -169,6 +169,10 @@ def why_recompute(algorithm: Algorithm) -> str | None:
 def _row(preset: str) -> Row:
     name, *add_ons = preset.split("+")
     if name not in PRESETS:
+        if name in ADD_ONS:
+            raise ConfigError(
+                f"algorithm.preset={preset}: {name} is added to a row, as in grpo+{name}"
+            )
         raise unknown("algorithm.preset", name, PRESETS)
     row = _laid_over(COMMON, PRESETS[name])
     for add_on in add_ons:

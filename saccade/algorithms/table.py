@@ -108,10 +108,9 @@ def unknown(field_name: str, name: str, known: Iterable[str]) -> ConfigError:
     names = list(known)
     if not names:
         return ConfigError(f"{field_name}={name}: no such function; write file.py:name")
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-    return ConfigError(
-        f"{field_name}={name}: no such name; did you mean {near[0]!r}? Known: {', '.join(names)}"
-    )
+    near = difflib.get_close_matches(name.lower().replace(" ", ""), names, n=1, cutoff=0.5)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    return ConfigError(f"{field_name}={name}: no such name; {guess}Known: {', '.join(names)}")
 
 
 @cache
