@@ -5,6 +5,7 @@ python scripts/algorithm_reference.py [--check]
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,14 +14,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
 
+from saccade.algorithms.advantage_inputs import AdvantageInputs  # noqa: E402
 from saccade.algorithms.advantages import ADVANTAGES  # noqa: E402
 from saccade.algorithms.aggregation import AGGREGATIONS  # noqa: E402
 from saccade.algorithms.algorithm import Algorithm  # noqa: E402
 from saccade.algorithms.build import resolve  # noqa: E402
-from saccade.algorithms.corrections import CORRECTIONS  # noqa: E402
+from saccade.algorithms.corrections import CORRECTIONS, Correction, Mismatch  # noqa: E402
 from saccade.algorithms.describe import extras, numbers  # noqa: E402
 from saccade.algorithms.kl import KINDS  # noqa: E402
-from saccade.algorithms.policy_losses import LOSSES  # noqa: E402
+from saccade.algorithms.policy_losses import LOSSES, LossInputs  # noqa: E402
 from saccade.algorithms.presets import ADD_ONS, PRESETS  # noqa: E402
 from saccade.algorithms.table import Entry  # noqa: E402
 from saccade.config import AlgorithmConfig  # noqa: E402
@@ -101,7 +103,19 @@ def cells(*texts: str) -> str:
     return "| " + " | ".join(text.replace("|", r"\|") for text in texts) + " |"
 
 
+def fields(*records: type) -> Iterator[str]:
+    """What the comments beside the fields say; T: policy tokens, S: members, K: reward terms."""
+    yield "| record | field | |"
+    yield "|---|---|---|"
+    for record in records:
+        for line in inspect.getsource(record).splitlines():
+            if found := re.fullmatch(r"    (\w+): ([^#=]+?)(?: = \w+)?(?:  # (.*))?", line):
+                name, kind, comment = found.groups()
+                yield cells(f"`{record.__name__}`", f"`{name}: {kind}`", comment or "")
+
+
 TABLES = {
+    "records": lambda: fields(AdvantageInputs, LossInputs, Mismatch, Correction),
     "presets": presets,
     "add_ons": add_ons,
     "advantages": lambda: entries(ADVANTAGES, "advantage"),
