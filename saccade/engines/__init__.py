@@ -9,7 +9,7 @@ breakpoints work and hundreds of episodes cost no hand-over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,16 @@ class Capabilities:
     support: bool  # returns the kept ids of truncated sampling
     shares_weights: bool  # update_weights moves nothing
     live_episodes: bool  # continues a turn from its cache
+
+
+class WeightSource(Protocol):
+    """Whose weights are sampled from; a backend is one."""
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        """Name and tensor under the names of a saved folder; adapters merged in, tied weights
+        once.
+        """
+        ...
 
 
 class Engine(Protocol):
@@ -48,7 +58,9 @@ class Engine(Protocol):
 
     def release(self, episode: str) -> None: ...
 
-    def update_weights(self, source: Any, version: int) -> None: ...
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """From here on sample with these weights; whatever was cached under others is void."""
+        ...
 
     def sleep(self) -> None:
         """Give back the memory of the cache until the next request."""
@@ -57,6 +69,10 @@ class Engine(Protocol):
     def wake(self) -> None: ...
 
     def capabilities(self) -> Capabilities: ...
+
+    def close(self) -> None:
+        """End what the engine started: processes, sockets, files."""
+        ...
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> list[Completion]:

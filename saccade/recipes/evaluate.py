@@ -21,11 +21,11 @@ from saccade import checks, statistics
 from saccade.config import Config, load
 from saccade.data.datasets import Dataset
 from saccade.engines import Engine
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import environment_factory
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.recipes import parts
+from saccade.recipes.engines import make_engine
 from saccade.rewards.sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
@@ -57,7 +57,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     family = parts.family_of(config, parts.start_folder(config))
     sets = parts.validation_sets(config, family)
     policy = parts.load_policy(config, family, train="full")
-    engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
+    engine = make_engine(config, policy)
     scorer = parts.make_scorer(config)
     with scorer or nullcontext(), Console(None, "eval", name=folder.name) as console:
         for dataset in sets.values():

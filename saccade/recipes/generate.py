@@ -15,10 +15,10 @@ from typing import Any
 
 from saccade import checks
 from saccade.config import Config, load
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import environment_factory
 from saccade.errors import ConfigError
 from saccade.recipes import parts
+from saccade.recipes.engines import make_engine
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream
 from saccade.tracking.console import Console
@@ -40,7 +40,7 @@ def run(config: Any) -> dict[str, Any]:
     done = _done(path, made_by)
     todo = [sample for sample in data.samples if sample.id not in done]
     policy = parts.load_policy(config, family, train="full")
-    engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
+    engine = make_engine(config, policy)
     scorer = parts.make_scorer(config)
     with (
         scorer or nullcontext(),

@@ -25,7 +25,6 @@ from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.engines import Engine
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import environment_factory
 from saccade.errors import ConfigError, TrainingError
 from saccade.forest import pack
@@ -33,6 +32,7 @@ from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps
 from saccade.recipes import parts
+from saccade.recipes.engines import make_engine
 from saccade.recipes.guard import guard
 from saccade.recipes.rollouts import Rollouts, Surplus, sample_groups
 from saccade.recipes.run import Run
@@ -359,7 +359,7 @@ def _actors(
     checkpointing = parts.use_checkpointing(config)
     backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
     stream = Stream(data, seed=config.run.seed, config=config.data)
-    engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
+    engine = make_engine(config, policy)
     run.progress.setdefault("stream", stream.state())
     run.progress["algorithm"] = describe(algorithm).splitlines()
     sets = parts.validation_sets(config, family) if config.val.every else {}
@@ -379,7 +379,7 @@ def _actors(
         scorer=scorer,
         stream=stream,
         surplus=Surplus(sample_of=data.sample),
-        validation=Validation(run, config, family, engine, scorer, sets),
+        validation=Validation(run, config, family, engine, backend, scorer, sets),
     )
     if run.start is not None:
         backend.load_state(run.start / "state")

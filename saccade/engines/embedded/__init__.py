@@ -165,6 +165,9 @@ class EmbeddedEngine:
     def capabilities(self) -> Capabilities:
         return Capabilities(logprobs=True, support=True, shares_weights=True, live_episodes=True)
 
+    def close(self) -> None:
+        pass
+
     def _poll_pages(self, ready: list[Sequence]) -> None:
         steps = self._secure(ready)
         self._admit()
