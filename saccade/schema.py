@@ -210,7 +210,9 @@ class RolloutConfig(Section):
     memory_share: float = option(
         0.6, "Share of the GPU's memory that vllm or sglang may hold.", gt=0, le=1
     )
-    engine_args: dict[str, Any] = option({}, "Further arguments for vllm or sglang as they are.")
+    engine_args: dict[str, Any] = option(
+        {}, "Further arguments for vllm or sglang, or fields of an http request, as they are."
+    )
     parity_max: float | None = option(
         None,
         "Largest mean gap of log-probs between engine and trainer at the start; empty: 0.05 in "

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from saccade.types import Completion, Request
 
 
@@ -73,6 +75,12 @@ class Engine(Protocol):
     def close(self) -> None:
         """End what the engine started: processes, sockets, files."""
         ...
+
+
+def progress(engine: Engine, key: str) -> np.ndarray:
+    """Ids that a request has so far; none yet where an engine shows only what has finished."""
+    shown = getattr(engine, "progress", None)
+    return shown(key) if shown is not None else np.zeros(0, np.int64)
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> list[Completion]:

@@ -31,7 +31,6 @@ class Settings:
     max_images: int = 64  # of one prompt
     tensor_parallel: int = 1
     memory_share: float = 0.6
-    lora_rank: int = 0  # adapters that may be loaded; 0: none
     seed: int = 0
     args: Mapping[str, Any] = field(default_factory=dict)
 
@@ -39,11 +38,37 @@ class Settings:
 def _embedded(settings: Settings, family: Family, model: Any) -> Engine:
     from saccade.engines.embedded import EmbeddedEngine
 
-    assert model is not None, "the embedded engine samples from a model"
+    if model is None:  # in a process of its own, over a copy of its own
+        import torch
+
+        from saccade.models.load import DTYPES, load_model
+
+        model = load_model(
+            family,
+            dtype=DTYPES[settings.dtype],
+            device=torch.device(settings.device),
+            trust_remote_code=settings.trust_remote_code,
+        )
     return EmbeddedEngine(model, family, max_sequences=settings.max_sequences)
 
 
-BUILDERS: Mapping[str, Callable[[Settings, Family, Any], Engine]] = {"embedded": _embedded}
+def _vllm(settings: Settings, family: Family, model: Any) -> Engine:
+    from saccade.engines.vllm import VllmEngine
+
+    return VllmEngine(settings, family, beside_trainer=model is not None)
+
+
+def _sglang(settings: Settings, family: Family, model: Any) -> Engine:
+    from saccade.engines.sglang import SglangEngine
+
+    return SglangEngine(settings, family, beside_trainer=model is not None)
+
+
+BUILDERS: Mapping[str, Callable[[Settings, Family, Any], Engine]] = {
+    "embedded": _embedded,
+    "vllm": _vllm,
+    "sglang": _sglang,
+}
 
 
 def build(settings: Settings, family: Family, model: Any = None) -> Engine:

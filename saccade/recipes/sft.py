@@ -161,5 +161,8 @@ def _validation(
     run.close_at_end(scorer)
     for dataset in sets.values():
         parts.test_rewards(config, scorer, dataset.samples)
-    engine = make_engine(config, policy)
+    engine = None
+    if sets:
+        engine = make_engine(config, policy, logs=run.folder.path, say=run.console.note)
+    run.close_at_end(engine)
     return Validation(run, config, family, engine, backend, scorer, sets)

@@ -19,7 +19,7 @@ class Validation:
         run: Run,
         config: Config,
         family: Family,
-        engine: Engine,
+        engine: Engine | None,  # where there are sets
         weights: WeightSource,
         scorer: Scorer | None,
         sets: dict[str, Dataset],
@@ -37,6 +37,7 @@ class Validation:
         return bool(self.sets and every) and (step % every == 0 or step == self.run.total)
 
     def metrics(self, *, step: int) -> dict[str, float]:
+        assert self.engine is not None
         self.engine.update_weights(self.weights, version=step)
         with self.run.phase("validation"):
             try:
