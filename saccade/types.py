@@ -200,6 +200,9 @@ class Request:
     key: str
     ids: np.ndarray
     media: tuple[MediaSpan, ...] = ()
+    messages: tuple[
+        Message, ...
+    ] = ()  # what the ids say, for an engine with a tokenizer of its own
     sampling: Sampling = Sampling()
     noise: int = 0
     first_index: int = 0  # how many tokens of this trajectory were sampled before

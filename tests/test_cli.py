@@ -32,9 +32,11 @@ COMMANDS = {
     "estimate",
     "eval",
     "generate",
+    "chat",
     "export",
     "check-data",
     "algorithms",
+    "doctor",
     "report",
 }
 

@@ -11,6 +11,7 @@ or files other than its own state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -33,7 +34,7 @@ from saccade.logprobs import read_logprobs
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.heads import read_scores
-from saccade.models.load import banned_mask, hidden_states, media_inputs
+from saccade.models.load import banned_mask, hidden_states, media_inputs, negated
 from saccade.transfer import to_device
 from saccade.types import Batch, Metrics
 
@@ -297,6 +298,14 @@ class LocalBackend:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from lora.merged(self.model)
+
+    @contextmanager
+    def changed(self, tower: str) -> Iterator[str]:
+        """Inside, one weight of a tower differs, for probes; afterwards all are as before."""
+        with negated(self.model, self.family, tower) as name:
+            self._seen.clear()
+            yield name
+        self._seen.clear()
 
     @torch.no_grad()
     def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:

@@ -69,7 +69,7 @@ def apply(
         messages[first], parts=_question(sample, messages[first], config, instruction)
     )
     if config.system and not any(message.role == "system" for message in messages):
-        system = _text_or_file(config.system)
+        system = text_or_file(config.system)
         messages.insert(0, Message(role="system", parts=(system,)))
     return replace(sample, messages=tuple(messages))
 
@@ -126,7 +126,8 @@ def _parts(text: str, message: Message, template: str | None) -> tuple[str | Med
     return tuple(piece for piece in pieces if piece)
 
 
-def _text_or_file(value: str) -> str:
+def text_or_file(value: str) -> str:
+    """Of `prompt.system`."""
     is_file_name = "\n" not in value and Path(value).suffix in (".txt", ".md")
     return _file(value, "prompt.system") if is_file_name else value
 

@@ -9,9 +9,11 @@ breakpoints work and hundreds of episodes cost no hand-over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from saccade.types import Completion, Request
 
@@ -24,6 +26,16 @@ class Capabilities:
     support: bool  # returns the kept ids of truncated sampling
     shares_weights: bool  # update_weights moves nothing
     live_episodes: bool  # continues a turn from its cache
+
+
+class WeightSource(Protocol):
+    """Whose weights are sampled from; a backend is one."""
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        """Name and tensor under the names of a saved folder; adapters merged in, tied weights
+        once.
+        """
+        ...
 
 
 class Engine(Protocol):
@@ -48,7 +60,9 @@ class Engine(Protocol):
 
     def release(self, episode: str) -> None: ...
 
-    def update_weights(self, source: Any, version: int) -> None: ...
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """From here on sample with these weights; whatever was cached under others is void."""
+        ...
 
     def sleep(self) -> None:
         """Give back the memory of the cache until the next request."""
@@ -57,6 +71,16 @@ class Engine(Protocol):
     def wake(self) -> None: ...
 
     def capabilities(self) -> Capabilities: ...
+
+    def close(self) -> None:
+        """End what the engine started: processes, sockets, files."""
+        ...
+
+
+def progress(engine: Engine, key: str) -> np.ndarray:
+    """Ids that a request has so far; none yet where an engine shows only what has finished."""
+    shown = getattr(engine, "progress", None)
+    return shown(key) if shown is not None else np.zeros(0, np.int64)
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> list[Completion]:

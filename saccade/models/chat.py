@@ -58,7 +58,7 @@ class Chat:
         self, messages: Sequence[Message], measure: Measure, *, generation: bool
     ) -> Rendered:
         """A prompt: every token has the source PROMPT."""
-        ids = self._encode(self._template(messages, generation))
+        ids = self._encode(self.text_of(messages, generation))
         return self._expand(ids, np.full(len(ids), Source.PROMPT, np.int8), messages, measure)
 
     def render_dialogue(self, messages: Sequence[Message], measure: Measure) -> Rendered:
@@ -73,7 +73,7 @@ class Chat:
                 "a conversation begins with the assistant, which has nothing to answer; put a "
                 "system or user message before it"
             )
-        contexts = [self._encode(self._template(messages[: turns[0]], generation=True))]
+        contexts = [self._encode(self.text_of(messages[: turns[0]], generation=True))]
         contexts += [self._continuation(messages[a + 1 : b]) for a, b in pairwise(turns)]
         frame = self._frame()
         end = [] if self.end_of_turn is None else [self.end_of_turn]
@@ -127,7 +127,7 @@ class Chat:
         it, all that follows it, and the thought that the generation prompt opens.
         """
         before, after = self._around_probe((), generation=False)
-        prompt = self._template((_QUESTION,), generation=True)
+        prompt = self.text_of((_QUESTION,), generation=True)
         lead = before[len(prompt) :] if before.startswith(prompt) else ""
         opened = prompt[prompt.rindex(THINK) :] if self.think_prefilled else ""
         return lead if lead.isspace() else "", after, opened
@@ -142,7 +142,7 @@ class Chat:
             )
         lead, tail, opened = frame
         text = self._guard(message.text)
-        shown = self._template((_QUESTION, message), generation=False)
+        shown = self.text_of((_QUESTION, message), generation=False)
         kept = (text, text.rstrip(), text.lstrip(), text.strip())
         text = lead + next((t for t in kept if shown.endswith(lead + t + tail)), text)
         if opened and text.lstrip().startswith(THINK):
@@ -150,7 +150,7 @@ class Chat:
         return text
 
     def _around_probe(self, messages: Sequence[Message], *, generation: bool) -> tuple[str, str]:
-        text = self._template((_QUESTION, _REPLY, *messages), generation)
+        text = self.text_of((_QUESTION, _REPLY, *messages), generation)
         before, found, after = text.partition(PROBE)
         if not found:
             raise ConfigError(
@@ -162,7 +162,8 @@ class Chat:
     def _token(self, token: int) -> str:
         return self.tokenizer.convert_ids_to_tokens(token)
 
-    def _template(self, messages: Sequence[Message], generation: bool) -> str:
+    def text_of(self, messages: Sequence[Message], generation: bool) -> str:
+        """What the template makes of a conversation; media are a placeholder each."""
         from jinja2 import TemplateError
 
         plain = [self._plain(message) for message in messages]
@@ -270,7 +271,7 @@ def load_chat(
     tail = [i for i in probe._encode(after).tolist() if i in special]
     end_of_turn = tail[0] if tail else tokenizer.eos_token_id
     known = {*eos_ids, end_of_turn, tokenizer.eos_token_id} - {None}
-    prompt = probe._template((_QUESTION,), generation=True)
+    prompt = probe.text_of((_QUESTION,), generation=True)
     return Chat(
         tokenizer=tokenizer,
         template=template,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,26 @@ def matches(name: str, pattern: str, family: Family) -> bool:
     if pattern in family.spec.towers:
         return family.tower_of(name) == pattern
     return name.startswith(pattern)
+
+
+@contextmanager
+def negated(model: nn.Module, family: Family, tower: str) -> Iterator[str]:
+    """Inside, one matrix of a tower has the other sign, for probes: every sample notices, and to
+    undo it is exact. Its name.
+    """
+    prefix = family.spec.towers[tower]
+    weights = {
+        name: p
+        for name, p in model.named_parameters()
+        if name.startswith(prefix) and family.tower_of(name) == tower
+        if p.ndim > 1 and p.is_floating_point() and ".lora_" not in name
+    }
+    name, weight = list(weights.items())[-1]
+    weight.data.neg_()
+    try:
+        yield name
+    finally:
+        weight.data.neg_()
 
 
 def banned_mask(family: Family, device: torch.device) -> Tensor | None:

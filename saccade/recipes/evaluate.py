@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from saccade import checks, statistics
 from saccade.config import Config, load
 from saccade.data.datasets import Dataset
 from saccade.engines import Engine
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import environment_factory
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.recipes import parts
+from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.rewards.sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
@@ -54,12 +54,15 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     folder.mkdir(parents=True, exist_ok=True)
     if rescore is not None:
         return _rescore(config, Path(rescore), folder)
-    family = parts.family_of(config, parts.start_folder(config))
+    family = answering_family(config)
     sets = parts.validation_sets(config, family)
-    policy = parts.load_policy(config, family, train="full")
-    engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
     scorer = parts.make_scorer(config)
-    with scorer or nullcontext(), Console(None, "eval", name=folder.name) as console:
+    engine = answering_engine(config, family, logs=folder)
+    with (
+        scorer or nullcontext(),
+        closing(engine),
+        Console(None, "eval", name=folder.name) as console,
+    ):
         for dataset in sets.values():
             parts.test_rewards(config, scorer, dataset.samples)
         results = []
@@ -69,6 +72,8 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
                     evaluate_set(engine, family, scorer, name, dataset, config, console.progress)
                 )
             console.note(describe(results[-1]))
+        if spent := expenses(engine):
+            console.note(spent)
         console.note(f"results.json and samples.jsonl are in {folder}")
     return write_results(folder, results, family)
 

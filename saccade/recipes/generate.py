@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 from saccade import checks
 from saccade.config import Config, load
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import environment_factory
 from saccade.errors import ConfigError
 from saccade.recipes import parts
+from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream
 from saccade.tracking.console import Console
@@ -34,16 +34,16 @@ def run(config: Any) -> dict[str, Any]:
     parts.quiet_libraries()
     path = Path(config.run.out) / config.run.name / config.generate.output
     path.parent.mkdir(parents=True, exist_ok=True)
-    family = parts.family_of(config, parts.start_folder(config))
+    family = answering_family(config)
     data = parts.load_prompts(config, config.data.train or config.data.val, family)
     made_by = _made_by(config)
     done = _done(path, made_by)
     todo = [sample for sample in data.samples if sample.id not in done]
-    policy = parts.load_policy(config, family, train="full")
-    engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
     scorer = parts.make_scorer(config)
+    engine = answering_engine(config, family, logs=path.parent)
     with (
         scorer or nullcontext(),
+        closing(engine),
         Console(None, "generate", name=config.run.name) as console,
         path.open("a", encoding="utf-8") as file,
     ):
@@ -69,6 +69,8 @@ def run(config: Any) -> dict[str, Any]:
                     + "\n"
                 )
             file.flush()
+        if spent := expenses(engine):
+            console.note(spent)
     return {"path": str(path), "rows": len(todo), "skipped": len(done)}
 
 
@@ -95,10 +97,14 @@ def _row(group: Group, family: Any) -> dict[str, Any]:
 
 def _made_by(config: Config) -> dict[str, str]:
     """What a response depends on besides its row: answers of two models never mix in one file."""
-    chosen = [config.prompt, config.rollout, config.env, config.generate, config.run.seed]
+    rollout, http = config.rollout, config.rollout.http
+    model = f"{http.model} at {http.url}" if rollout.engine == "http" else config.model.path
+    # How an endpoint is reached changes no answer, nor do copies of the engine.
+    rollout = rollout.model_copy(update={"http": http.api, "replicas": 0})
+    chosen = [config.prompt, rollout, config.env, config.generate, config.run.seed]
     text = repr(chosen).encode()
     return {
-        "model": config.model.path,
+        "model": model,
         "settings": hashlib.blake2b(text, digest_size=6).hexdigest(),
     }
 

@@ -25,14 +25,14 @@ from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.engines import Engine
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import environment_factory
 from saccade.errors import ConfigError, TrainingError
 from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps
-from saccade.recipes import parts
+from saccade.recipes import parity, parts
+from saccade.recipes.engines import make_engine, require_support
 from saccade.recipes.guard import guard
 from saccade.recipes.rollouts import Rollouts, Surplus, look_ahead, sample_groups
 from saccade.recipes.run import Run
@@ -79,12 +79,8 @@ def run(config: Any) -> dict[str, Any]:
         this.console.note(data.summary)
         this.console.note(describe(algorithm))
         actors = _actors(config, algorithm, family, data, this)
-        this.begin(
-            total_steps(config, actors.stream.rows_per_epoch),
-            actors.policy,
-            family,
-            parts=_parts_with_state(actors),
-        )
+        total = total_steps(config, actors.stream.rows_per_epoch)
+        this.begin(total, actors.policy, family, parts=_parts_with_state(actors))
         parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
         return _train(this, actors)
 
@@ -109,6 +105,7 @@ def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
 def _train(run: Run, actors: Actors) -> dict[str, Any]:
     last: dict[str, Any] = {}
     known = memory.recall(actors.algorithm, run.progress.get("memory"))
+    parity.check(run, actors.config, actors.engine, actors.policy, actors.stream.dataset.samples)
     actors.validation.before()
     for step in run.steps():
         metrics, algorithm = Metrics(), known.steered(actors.algorithm)
@@ -124,7 +121,8 @@ def _train(run: Run, actors: Actors) -> dict[str, Any]:
         with run.phase("update"):
             optimize(run, actors, algorithm, updates, metrics)
             refresh_reference(actors, step)
-        actors.engine.update_weights(actors.policy, version=step)
+        with run.phase("hand_over"):
+            actors.engine.update_weights(actors.policy, version=step)
         known = memory.steer(known, algorithm, metrics)
         last = finish_step(run, actors, known, rollouts, groups, updates, metrics)
     return last
@@ -360,7 +358,9 @@ def _actors(
     checkpointing = parts.use_checkpointing(config)
     backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
     stream = Stream(data, seed=config.run.seed, config=config.data)
-    engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
+    engine = make_engine(config, policy, logs=run.folder.path, say=run.console.note)
+    run.close_at_end(engine)
+    require_support(config, engine)
     run.progress.setdefault("stream", stream.state())
     run.progress["algorithm"] = describe(algorithm).splitlines()
     sets = parts.validation_sets(config, family) if config.val.every else {}
@@ -380,14 +380,14 @@ def _actors(
         scorer=scorer,
         stream=stream,
         surplus=Surplus(sample_of=data.sample),
-        validation=Validation(run, config, family, engine, scorer, sets),
+        validation=Validation(run, config, family, engine, backend, scorer, sets),
     )
     if run.start is not None:
         backend.load_state(run.start / "state")
         stream.restore(run.progress["stream"])
-        engine.update_weights(backend, version=run.step)
         for name, part in _parts_with_state(actors).items():
             part.load_state(run.start / "state" / name)
+    engine.update_weights(backend, version=run.step)  # its own copy may be of another checkpoint
     return actors
 
 

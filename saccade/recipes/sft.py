@@ -18,12 +18,12 @@ from saccade.backends.local import LocalBackend
 from saccade.backends.schedule import rate
 from saccade.config import AlgorithmConfig, Config, defaults_for, load
 from saccade.data.datasets import Stream
-from saccade.engines.embedded import EmbeddedEngine
 from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps
 from saccade.recipes import parts
+from saccade.recipes.engines import make_engine
 from saccade.recipes.guard import guard
 from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation
@@ -52,7 +52,7 @@ def run(config: Any) -> dict[str, Any]:
         if this.start is not None:
             backend.load_state(this.start / "state")
             stream.restore(this.progress["stream"])
-        validation = _validation(this, config, family, policy)
+        validation = _validation(this, config, policy, backend)
         this.begin(total_steps(config, stream.rows_per_epoch), backend, family)
         parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
         return _train(this, config, backend, family, stream, validation)
@@ -152,11 +152,17 @@ def _metrics(update: Metrics, rows: Sequence[Group], stream: Stream) -> dict[str
     }
 
 
-def _validation(run: Run, config: Config, family: Family, policy: parts.Policy) -> Validation:
+def _validation(
+    run: Run, config: Config, policy: parts.Policy, backend: LocalBackend
+) -> Validation:
+    family = policy.family
     sets = parts.validation_sets(config, family) if config.val.every else {}
     scorer = parts.make_scorer(config) if sets else None
     run.close_at_end(scorer)
     for dataset in sets.values():
         parts.test_rewards(config, scorer, dataset.samples)
-    engine = EmbeddedEngine(policy.model, family, max_sequences=config.rollout.max_sequences)
-    return Validation(run, config, family, engine, scorer, sets)
+    engine = None
+    if sets:
+        engine = make_engine(config, policy, logs=run.folder.path, say=run.console.note)
+    run.close_at_end(engine)
+    return Validation(run, config, family, engine, backend, scorer, sets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from saccade.config import Config
 from saccade.data.datasets import Dataset
-from saccade.engines import Engine
+from saccade.engines import Engine, WeightSource
 from saccade.models.families import Family
 from saccade.recipes.evaluate import describe, evaluate_sets
 from saccade.recipes.run import Run, Stopping
@@ -19,12 +19,13 @@ class Validation:
         run: Run,
         config: Config,
         family: Family,
-        engine: Engine,
+        engine: Engine | None,  # where there are sets
+        weights: WeightSource,
         scorer: Scorer | None,
         sets: dict[str, Dataset],
     ) -> None:
         self.run, self.config, self.family = run, config, family
-        self.engine, self.scorer, self.sets = engine, scorer, sets
+        self.engine, self.weights, self.scorer, self.sets = engine, weights, scorer, sets
 
     def before(self) -> None:
         """The score of the start, for the comparison."""
@@ -36,7 +37,8 @@ class Validation:
         return bool(self.sets and every) and (step % every == 0 or step == self.run.total)
 
     def metrics(self, *, step: int) -> dict[str, float]:
-        self.engine.update_weights(None, version=step)
+        assert self.engine is not None
+        self.engine.update_weights(self.weights, version=step)
         with self.run.phase("validation"):
             try:
                 results, metrics = evaluate_sets(

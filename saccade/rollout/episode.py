@@ -129,6 +129,7 @@ def episode(
             key=key,
             ids=tape.ids[0] if turn == 1 else np.concatenate(tape.ids),
             media=tuple(tape.media),
+            messages=tuple(messages),
             sampling=sampling
             if allowed == sampling.max_tokens
             else replace(sampling, max_tokens=allowed),

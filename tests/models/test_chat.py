@@ -214,8 +214,8 @@ def test_a_template_may_rewrite_its_history(family, template):
         assistant("e"),
     ]
     rewriting = chat(family, template)
-    whole = rewriting._template(turns, generation=False)
-    assert not whole.startswith(rewriting._template(turns[:3], generation=False))
+    whole = rewriting.text_of(turns, generation=False)
+    assert not whole.startswith(rewriting.text_of(turns[:3], generation=False))
     rendered = rewriting.render_dialogue(turns, family.measure)
     assert rendered.ids.tolist() == as_an_episode(rewriting, family, turns)
     text = raw(family, rendered.ids)

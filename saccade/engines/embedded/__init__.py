@@ -136,6 +136,10 @@ class EmbeddedEngine:
             self._aborted.append(nothing_sampled(key))
         self._forget_prefixes()
 
+    def progress(self, key: str) -> np.ndarray:
+        sequence = self._running.get(key)
+        return self._records.of(sequence).copy() if sequence else np.zeros(0, np.int64)
+
     def release(self, episode: str) -> None:
         live = self._live.pop(episode, None)
         if live is not None:
@@ -165,6 +169,9 @@ class EmbeddedEngine:
 
     def capabilities(self) -> Capabilities:
         return Capabilities(logprobs=True, support=True, shares_weights=True, live_episodes=True)
+
+    def close(self) -> None:
+        pass
 
     def _poll_pages(self, ready: list[Sequence]) -> None:
         steps = self._secure(ready)

@@ -34,7 +34,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
     measured = partial(measure, patch=patch, merge=merge)
     kept = ImageCache(
         CACHE_BYTES,
-        make=lambda media: patches(media, measured(media)[0], patch=patch, merge=merge),
+        make=lambda media: patches(picture(media, measured(media)[0], patch), patch, merge),
         key=lambda media: media.key,
     )
     pixels = partial(
@@ -47,6 +47,11 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         "axes": 3,
         "measure": measured,
         "positions": partial(positions, merge=merge),
+        "picture": lambda media: picture(media, measured(media)[0], patch),
+        "untouched": lambda tokens: {
+            "shortest_edge": (patch * merge) ** 2,
+            "longest_edge": tokens * (patch * merge) ** 2,
+        },
         "prefetch": kept.prefetch,
         "media": partial(
             host_media,
@@ -92,15 +97,20 @@ def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int) -> np.nd
     return result
 
 
-def patches(media: Media, grid: tuple[int, int, int], *, patch: int, merge: int) -> np.ndarray:
+def picture(media: Media, grid: tuple[int, int, int], patch: int) -> np.ndarray:
+    """[rows · P, columns · P, 3] uint8."""
+    size = (grid[2] * patch, grid[1] * patch)
+    pixels = DECODED.get(media)
+    if pixels.shape[1::-1] == size:
+        return pixels
+    return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
+
+
+def patches(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:
     """[N, 3, P, P] uint8 in the order of the tower: merge blocks row by row, patches row by row
     inside a block.
     """
-    _, rows, columns = grid
-    pixels = DECODED.get(media)
-    if pixels.shape[:2] != (rows * patch, columns * patch):
-        size = (columns * patch, rows * patch)
-        pixels = np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
+    rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
     blocks = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
     return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, 3, patch, patch)
 

@@ -16,6 +16,8 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         "axes": 1,
         "measure": _refuse,
         "positions": positions,
+        "picture": _refuse,
+        "untouched": _nothing,
         "prefetch": _nothing,
         "media": _refuse_spans,
         "features": _refuse_spans,

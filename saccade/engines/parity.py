@@ -1,0 +1,310 @@
+"""Do the trainer and an engine with weights of its own mean the same policy? Asked before step 1.
+
+An engine only samples, so every question becomes one of scoring: the trainer reads what the engine
+sampled, as it should have come about and as it may have come about instead (older weights, another
+picture, another temperature). What fits names the cause. Knows nothing of configs or of how either
+side computes; the weights are left as they were found.
+
+    probe(engine, trainer, family, samples, sampling=Sampling(), limit=1e-4, version=0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from saccade.engines import Engine, WeightSource, generate
+from saccade.errors import EnvironmentProblem
+from saccade.forest import pack
+from saccade.images import DECODED, open_media
+from saccade.models.families import Family
+from saccade.types import (
+    Batch,
+    Completion,
+    Group,
+    Media,
+    Rendered,
+    Request,
+    Sample,
+    Sampling,
+    Source,
+    Trajectory,
+)
+
+PROMPTS, NEW_TOKENS = 2, 16
+LIMITS = {"float32": 1e-4, "bfloat16": 0.05}  # mean |gap| by the type that computes
+NOTHING = 1e-6  # a smaller change is none
+NO_STEP = -1  # a version that training never has: what is kept under it is never read again
+ANOTHER, UNSEEN = 0xFF, 0x55  # the bits of every pixel that are turned over
+
+STALE = "the engine kept what it had computed of the {} under older weights: its encoder or "
+STALE += "prefix cache is stale"
+NO_CACHE = "switch those caches off with rollout.engine_args, or use rollout.engine=embedded"
+SAME_DRAW = "let it give the log-probs of the distribution that it draws from (temperature, bans)"
+SCORING = (  # what an engine may leave out: (cause, temperature, ban)
+    ("temperatures differ: the engine's log-probs leave out rollout.temperature", True, False),
+    ("banned ids differ: the engine draws among ids that the trainer bans", False, True),
+    ("the engine's log-probs leave out both rollout.temperature and the banned ids", True, True),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """What is asked of the side that trains."""
+
+    score: Callable[[Sequence[Batch], float, bool], list[np.ndarray]]  # temperature, with the ban
+    source: WeightSource
+    changed: Callable[[str], AbstractContextManager[str]]  # inside, a weight of a tower differs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """Mean absolute differences of log-probs, of the prompt where they are largest."""
+
+    gap: float  # between engine and trainer
+    restored: float  # the same after weights have gone over and back
+    by_weight: float  # what one changed weight moves
+    by_picture: float | None  # what another picture moves; None without pictures
+    limit: float
+
+    def __str__(self) -> str:
+        picture = "" if self.by_picture is None else f", another picture by {self.by_picture:.2g}"
+        return (
+            f"parity: engine and trainer agree to {self.gap:.2g} (limit {self.limit:g}); a changed "
+            f"weight moves both by {self.by_weight:.2g}{picture}"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        found = {name: value for name, value in asdict(self).items() if value is not None}
+        return {f"parity/{name}": value for name, value in found.items()}
+
+
+def probe(
+    engine: Engine,
+    trainer: Trainer,
+    family: Family,
+    samples: Sequence[Sample],
+    *,
+    sampling: Sampling,
+    limit: float,
+    version: int,
+    copies: int = 1,
+) -> Parity:
+    """Raises with the cause where they differ. `version`: of the weights that both have now;
+    `copies`: how often each prompt is asked, once for every replica behind a queue.
+    """
+    chosen = sorted(samples, key=_has_none)[:PROMPTS] * copies
+    prompts = [family.render(sample.messages) for sample in sorted(chosen, key=_has_none)]
+    seen = [prompt for prompt in prompts if prompt.media]
+    length = min(NEW_TOKENS, sampling.max_tokens)
+    sampling = replace(sampling, max_tokens=length, stop=(), ignore_eos=True, first=None)
+    bench = _Bench(engine=engine, trainer=trainer, family=family, sampling=sampling, limit=limit)
+
+    answers = bench.ask(prompts)
+    others = bench.ask([_with_pictures(prompt, ANOTHER) for prompt in seen])
+    gap, by_picture = bench.gap(answers), None
+    if seen:
+        bench.judge_sight(answers, others)
+    bench.judge_gap(answers, gap)
+    if seen:
+        by_picture = bench.judge_picture(answers, others)
+    by_weight = bench.judge_weight(seen or prompts, "vision" if seen else "llm", version)
+    restored = bench.gap(bench.ask(prompts))
+    bench.require(
+        restored <= limit,
+        "the engine does not come back to weights that it had before",
+        f"the gap was {gap:.2g} and is {restored:.2g}",
+        NO_CACHE,
+    )
+    return Parity(
+        gap=gap, restored=restored, by_weight=by_weight, by_picture=by_picture, limit=limit
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bench:
+    engine: Engine
+    trainer: Trainer
+    family: Family
+    sampling: Sampling
+    limit: float
+
+    def ask(self, prompts: Sequence[Rendered]) -> list[Trajectory]:
+        """What the engine samples, with its log-probs. The n-th has the same noise every time."""
+        requests = [
+            Request(
+                key=f"parity/{n}",
+                ids=prompt.ids,
+                media=prompt.media,
+                sampling=self.sampling,
+                noise=n + 1,
+            )
+            for n, prompt in enumerate(prompts)
+        ]
+        return list(map(trajectory, requests, generate(self.engine, requests)))
+
+    def score(
+        self, answers: Sequence[Trajectory], temperature: float | None = None, ban: bool = True
+    ) -> list[np.ndarray]:
+        """The trainer's log-probs of what the engine sampled, one by one."""
+        sample, batches = Sample(id="parity", messages=()), []
+        for answer in answers:
+            group = Group(sample=sample, trajectories=(answer,))
+            size = len(answer.ids)
+            batches += pack([group], positions=self.family.positions, micro_tokens=size)
+        return self.trainer.score(batches, temperature or self.sampling.temperature, ban)
+
+    def gap(
+        self, answers: Sequence[Trajectory], temperature: float | None = None, ban: bool = True
+    ) -> float:
+        engine = [answer.logprobs[answer.policy_mask] for answer in answers]
+        return _apart(engine, self.score(answers, temperature, ban))
+
+    def judge_sight(self, answers: Sequence[Trajectory], others: Sequence[Trajectory]) -> None:
+        """An engine that says the same of every picture never looked at one."""
+        for one, other in zip(answers, others, strict=False):
+            same = np.array_equal(one.ids, other.ids)
+            self.require(
+                not same or np.nanmax(np.abs(one.logprobs - other.logprobs)) > NOTHING,
+                "the picture does not reach the engine",
+                "what it samples is the same for another picture",
+                "see that it serves this model with images, or use rollout.engine=embedded",
+            )
+
+    def judge_gap(self, answers: Sequence[Trajectory], gap: float) -> None:
+        if gap <= self.limit:
+            return
+        facts = f"mean |gap| of log-probs {gap:.2g}, limit {self.limit:g}"
+        self.require(
+            not np.isnan(gap),
+            "the engine gives no log-prob for some of what it sampled",
+            facts,
+            "use an engine that does, such as rollout.engine=embedded",
+        )
+        for cause, plain, unbanned in SCORING:
+            temperature = 1.0 if plain else self.sampling.temperature
+            near = self.gap(answers, temperature, not unbanned) <= self.limit
+            self.require(not near, cause, facts, SAME_DRAW)
+        self.require(
+            False,
+            "the engine has other weights than the trainer, or reads the prompt differently",
+            facts,
+            "load both from the same model.path; if model.dtype=float32 closes the gap it is "
+            "rounding, and rollout.parity_max allows it",
+        )
+
+    def judge_picture(self, answers: Sequence[Trajectory], others: Sequence[Trajectory]) -> float:
+        """Another picture moves both, the engine as far as the trainer."""
+        before = [
+            replace(other, media=one.media) for one, other in zip(answers, others, strict=False)
+        ]
+        gap, kept = self.gap(others), self.gap(before)
+        moved = _apart(self.score(others), self.score(before))
+        facts = f"the trainer moves by {moved:.2g}, gap {gap:.2g}, to the first picture {kept:.2g}"
+        self.require(
+            moved > NOTHING,
+            "another picture changes nothing in the trainer either",
+            facts,
+            "look at the vision tower of model.path: its output may be zero",
+        )
+        self.require(
+            gap <= kept,
+            "the engine answers a second picture with what it kept of the first one",
+            facts,
+            NO_CACHE,
+        )
+        self.require(
+            gap <= self.limit,
+            "the engine reads a second picture differently from the trainer",
+            facts,
+            "use rollout.engine=embedded",
+        )
+        return moved
+
+    def judge_weight(self, prompts: Sequence[Rendered], tower: str, version: int) -> float:
+        """One changed weight moves both, the engine as far as the trainer, on prompts that it has
+        seen.
+        """
+        with self.trainer.changed(tower) as name:
+            self.engine.update_weights(self.trainer.source, version=NO_STEP)
+            again, fresh = self.ask(prompts), self.ask(list(map(_unseen, prompts)))
+            scores, gap, gap_unseen = self.score(again), self.gap(again), self.gap(fresh)
+        self.engine.update_weights(self.trainer.source, version=version)
+        kept, moved = self.gap(again), _apart(scores, self.score(again))
+        facts = (
+            f"{name} was changed: the trainer moves by {moved:.2g}; gap {gap:.2g}, to the weights "
+            f"before {kept:.2g}, on prompts not seen before {gap_unseen:.2g}"
+        )
+        self.require(
+            moved > NOTHING,
+            "a changed weight changes nothing in the trainer",
+            facts,
+            f"look at the {tower} tower of model.path: its output may be zero",
+        )
+        if gap <= self.limit and gap <= kept:
+            return moved
+        self.require(
+            not (gap_unseen <= self.limit and gap_unseen < gap),
+            STALE.format("picture" if prompts[0].media else "prompt"),
+            facts,
+            NO_CACHE,
+        )
+        how = "none of" if kept <= self.limit else "only some of"
+        self.require(
+            False,
+            f"wrong weights: {how} what was handed over arrived in the engine",
+            facts,
+            "names of weights may have drifted apart: use rollout.engine=embedded, or another "
+            "release of the engine",
+        )
+        return moved
+
+    def require(self, holds: bool | np.bool_, cause: str, facts: str, mend: str) -> None:
+        if not holds:
+            raise EnvironmentProblem(f"rollout.engine: {cause} ({facts}); {mend}")
+
+
+def _has_none(sample: Sample) -> bool:
+    """Sorts what has pictures to the front."""
+    return not sample.media
+
+
+def trajectory(request: Request, answer: Completion) -> Trajectory:
+    """A prompt and what was sampled, as the trainer scores it."""
+    asked, sampled = len(request.ids), len(answer.ids)
+    return Trajectory(
+        sample_id=request.key,
+        repeat=0,
+        ids=np.concatenate([request.ids, answer.ids]),
+        sources=np.repeat(np.array([Source.PROMPT, Source.POLICY], np.int8), [asked, sampled]),
+        logprobs=np.concatenate([np.full(asked, np.nan, np.float32), answer.logprobs]),
+        versions=np.concatenate([np.full(asked, -1, np.int32), answer.versions]),
+        media=request.media,
+        support=answer.support,
+    )
+
+
+def _apart(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
+    """NaN where a log-prob is missing: within no limit."""
+    return max(float(np.abs(a - b).mean()) for a, b in zip(one, other, strict=True))
+
+
+def _with_pictures(prompt: Rendered, bits: int) -> Rendered:
+    """The same prompt with other pictures of the same sizes."""
+    media = (replace(span, media=_turned(span.media, bits)) for span in prompt.media)
+    return replace(prompt, media=tuple(media))
+
+
+def _turned(media: Media, bits: int) -> Media:
+    pixels = DECODED.get(media) ^ np.uint8(bits)
+    return open_media(pixels, min_pixels=media.min_pixels, max_pixels=media.max_pixels)
+
+
+def _unseen(prompt: Rendered) -> Rendered:
+    """A prompt that shares nothing with what an engine may have kept of this one."""
+    if prompt.media:
+        return _with_pictures(prompt, UNSEEN)
+    return Rendered(ids=prompt.ids[1:], sources=prompt.sources[1:])

@@ -1,0 +1,183 @@
+"""How SGLang is reached: its engine in this process, or a server over HTTP. Both take a body under
+a name and give SGLang's answer, take weights, and give memory back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from saccade.engines.build import Settings
+from saccade.errors import EnvironmentProblem
+from saccade.models.families import Family
+
+INSTALL = "pip install sglang, in an environment with the torch that it was built for"
+NEEDED = ("input_ids", "image_data", "mm_hashes", "return_logprob", "rid")  # of async_generate
+BUCKET = 1 << 30  # bytes of weights in one message
+CONNECTIONS, PATIENCE = 256, 3600.0  # at once; seconds for an answer
+ENVIRONMENT = {  # read when SGLang starts; what a user has set stays
+    "SGLANG_MM_AVOID_RETOKENIZE": "1",  # ids of a prompt with images stay as they are
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs include the temperature
+}
+Weights = Iterable[tuple[str, Tensor]]
+Answers = list[tuple[str, dict[str, Any]]]
+
+
+def problem() -> str:
+    """Why SGLang cannot serve here, with the mend; empty when it can."""
+    if find_spec("sglang") is None:
+        return f"sglang is not installed; run: {INSTALL}"
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        import sglang
+
+        known = inspect.signature(sglang.Engine.async_generate).parameters
+    except Exception as error:  # whatever a library raises that does not fit the machine
+        return f"sglang cannot be imported ({error}); install it anew: {INSTALL}"
+    lacks = [name for name in NEEDED if name not in known]
+    return f"sglang knows no {', '.join(lacks)}; install a newer one: {INSTALL}" if lacks else ""
+
+
+class InProcess:
+    """Its schedulers are processes of their own; the loop that talks to them runs in `wait`, in the
+    caller's thread.
+    """
+
+    def __init__(self, settings: Settings, family: Family) -> None:
+        if found := problem():
+            raise EnvironmentProblem(f"rollout.engine=sglang: {found}")
+        import sglang
+
+        self.sleeps = find_spec("torch_memory_saver") is not None
+        arguments: dict[str, Any] = {
+            "model_path": settings.folder,
+            "dtype": settings.dtype,
+            "tp_size": settings.tensor_parallel,
+            "mem_fraction_static": settings.memory_share,
+            "context_length": min(settings.max_length, family.max_positions),
+            "max_running_requests": settings.max_sequences,
+            "random_seed": settings.seed,
+            "trust_remote_code": settings.trust_remote_code,
+            "enable_memory_saver": self.sleeps,
+            "enable_deterministic_inference": True,  # else seeds of requests are not read
+            "log_level": "error",
+        }
+        if family.spec.image_token:
+            size = dict(family.untouched(settings.max_length))
+            arguments["mm_process_config"] = {"image": {"size": size}}
+        self._engine = sglang.Engine(**arguments | dict(settings.args))
+        self._tasks: dict[asyncio.Task[Any], str] = {}
+
+    def start(self, name: str, body: dict[str, Any]) -> None:
+        answer = self._engine.async_generate(rid=name, **body)
+        self._tasks[self._engine.loop.create_task(answer)] = name
+
+    def wait(self) -> Answers:
+        first = asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = self._engine.loop.run_until_complete(first)
+        return [(self._tasks.pop(task), task.result()) for task in done]
+
+    def abort(self, name: str) -> None:
+        self._engine.tokenizer_manager.abort_request(rid=name)
+
+    def load(self, weights: Weights, version: int) -> None:
+        engine = self._engine
+        if hasattr(engine, "begin_weight_update"):  # newer ones want to be told
+            _require(*engine.begin_weight_update())
+        for bucket in _buckets(weights):
+            _require(*engine.update_weights_from_tensor(bucket, flush_cache=False))
+        if hasattr(engine, "end_weight_update"):
+            _require(*engine.end_weight_update())
+        _require(engine.flush_cache().success, "its cache was not flushed")
+
+    def memory(self, what: str, tags: Sequence[str]) -> None:
+        """`what`: release or resume."""
+        getattr(self._engine, f"{what}_memory_occupation")(tags=list(tags))
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+class OverHttp:
+    """A server on a machine that sees the same files: weights go over as one."""
+
+    def __init__(self, url: str, key_variable: str = "") -> None:
+        self.url, self._key = url.rstrip("/"), os.environ.get(key_variable, "")
+        self._ask("/health_generate", timeout=60)
+        self.sleeps = bool(json.loads(self._ask("/server_info")).get("enable_memory_saver"))
+        self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="sglang")
+        self._answers: dict[Future[bytes], str] = {}
+
+    def start(self, name: str, body: dict[str, Any]) -> None:
+        whole = {"rid": name, "return_prompt_token_ids": True, **body}
+        self._answers[self._threads.submit(self._ask, "/generate", whole)] = name
+
+    def wait(self) -> Answers:
+        done, _ = wait(self._answers, return_when=FIRST_COMPLETED)
+        return [(self._answers.pop(one), json.loads(one.result())) for one in done]
+
+    def abort(self, name: str) -> None:
+        self._ask("/abort_request", {"rid": name})
+
+    def load(self, weights: Weights, version: int) -> None:
+        from safetensors.torch import save_file
+
+        shared = Path("/dev/shm")
+        with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+            tensors = {name: weight.cpu().contiguous() for name, weight in weights}
+            save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            told = {"model_path": folder, "flush_cache": True, "weight_version": str(version)}
+            self._ask("/update_weights_from_disk", told)
+
+    def memory(self, what: str, tags: Sequence[str]) -> None:
+        self._ask(f"/{what}_memory_occupation", {"tags": list(tags)})
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def _ask(self, path: str, body: Any = None, timeout: float = PATIENCE) -> bytes:
+        """GET without a body, else POST."""
+        headers = {"Content-Type": "application/json"}
+        headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                return answer.read()
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")[:500]
+            raise EnvironmentProblem(f"sglang refused {path} ({error.code}): {said}") from error
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"sglang: no answer from {self.url}{path}: {error}; start it with python -m "
+                "sglang.launch_server, or leave out rollout.engine_args.url to run it here"
+            ) from error
+
+
+def _require(success: bool, message: str) -> None:
+    if not success:
+        raise EnvironmentProblem(f"sglang did not take the weights: {message}")
+
+
+def _buckets(weights: Weights) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket: list[tuple[str, Tensor]] = []
+    for entry in weights:
+        bucket.append(entry)
+        if sum(weight.nbytes for _, weight in bucket) >= BUCKET:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket

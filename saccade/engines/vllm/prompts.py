@@ -1,0 +1,66 @@
+"""Our requests in vLLM's words.
+
+A prompt is a list of ids with one placeholder per image, which vLLM expands again, and the images
+at the very size at which the model sees them. What names an image also names the weights, so that
+nothing computed under other weights can be found under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from saccade.types import MediaSpan, Request
+
+GOLDEN = 0x9E3779B97F4A7C15  # spreads small numbers over 64 bits
+
+
+def collapsed(ids: np.ndarray, media: Iterable[MediaSpan]) -> list[int]:
+    """One placeholder in the place of each run."""
+    keep = np.ones(len(ids), dtype=bool)
+    for span in media:
+        keep[span.start + 1 : span.end] = False
+    return ids[keep].tolist()
+
+
+def prompt_of(
+    request: Request, picture: Callable[[Any], np.ndarray], version: int | None
+) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request.ids, request.media)}
+    if request.media:
+        shown = [span.media for span in request.media]
+        names = ["/".join(map(str, (*media.key, version))) for media in shown]
+        prompt["multi_modal_data"] = {"image": [Image.fromarray(picture(m)) for m in shown]}
+        prompt["multi_modal_uuids"] = {"image": names}
+    return prompt
+
+
+def params_of(request: Request, eos: list[int]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    # Every id that ends a turn is among `eos`: vLLM's own idea of the end is switched off.
+    params = SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop) or None,
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        stop_token_ids=None if sampling.ignore_eos else eos,
+        seed=(request.noise + request.first_index * GOLDEN) & (2**63 - 1),
+        logprobs=0,  # of the sampled token alone
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    params.flat_logprobs = True
+    if sampling.first is not None and not request.first_index:
+        params.extra_args = {"first": list(sampling.first)}
+    return params

@@ -1,0 +1,155 @@
+"""The names and the bytes of a hand-over of weights, compared.
+
+Names are compared as vLLM reads them (its model class renames prefixes of a folder), before its
+loader fuses some of them. Checksums are taken of tensors that keep their bytes: those with a
+parameter of their own, and slices of fused ones; on a CPU vLLM packs the matrices of linear layers,
+so norms, embeddings, biases and convolutions are left. Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.errors import EnvironmentProblem
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+CHECKED = 16  # tensors of each hand-over, others the next time
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Announced(NamedTuple):
+    """A tensor as a folder names it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Rows of a parameter."""
+
+    parameter: str
+    start: int
+    rows: int
+
+    @classmethod
+    def find(
+        cls, name: str, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor]
+    ) -> Place | None:
+        shape = shapes[name]
+        if name in parameters:
+            same = tuple(parameters[name].shape) == shape
+            return cls(parameter=name, start=0, rows=shape[0]) if same else None
+        for fused, parts in FUSED.items():
+            for part in parts:
+                if f".{part}." not in name:
+                    continue
+                whole = name.replace(f".{part}.", f".{fused}.")
+                sizes = [shapes.get(name.replace(f".{part}.", f".{p}."), (0,))[0] for p in parts]
+                if whole not in parameters or len(parameters[whole]) != sum(sizes):
+                    return None
+                start = sum(sizes[: parts.index(part)])
+                return cls(parameter=whole, start=start, rows=shape[0])
+        return None
+
+    def read(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        return parameters[self.parameter][self.start : self.start + self.rows]
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of the bits, so that it is the same on every device and in any order of summation."""
+    bits = tensor.detach().contiguous().view(BITS[tensor.element_size()])
+    return int(bits.sum(dtype=torch.int64))
+
+
+class HandOver:
+    """One pass of weights into an engine: iterate over it, then ask what was wrong."""
+
+    def __init__(
+        self,
+        weights: Iterator[tuple[str, Tensor]],
+        *,
+        renamed: Callable[[str], str],
+        expected: Mapping[str, Announced],
+        sample: Mapping[str, Place],
+        dtype: torch.dtype,
+    ) -> None:
+        self.weights, self.renamed, self.expected = weights, renamed, expected
+        self.sample, self.dtype = sample, dtype
+        self.seen: set[str] = set()
+        self.unexpected: list[str] = []
+        self.checksums: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self.weights:
+            known = self.renamed(name)
+            if known not in self.expected or self.expected[known].shape != tuple(weight.shape):
+                self.unexpected.append(str(Announced(name, tuple(weight.shape))))
+                continue
+            self.seen.add(known)
+            weight = weight.detach()
+            if known in self.sample:
+                self.checksums[known] = checksum(weight.to(self.dtype))
+            yield name, weight
+
+    def problem(self, loaded: set[str], parameters: set[str], found: Mapping[str, int]) -> str:
+        """What is wrong with the names, or with the bytes that arrived."""
+        missing = sorted(str(self.expected[n]) for n in self.expected.keys() - self.seen)
+        if missing or self.unexpected:
+            return f"missing: {_listed(missing)}; not expected: {_listed(sorted(self.unexpected))}"
+        if parameters - loaded:
+            return f"vllm left unwritten: {_listed(sorted(parameters - loaded))}"
+        wrong = sorted(n for n, value in self.checksums.items() if found[n] != value)
+        return f"other bytes arrived for: {_listed(wrong)}" if wrong else ""
+
+
+def sample_for(places: Mapping[str, Place], turn: int) -> dict[str, Place]:
+    """Every place comes round after a few turns."""
+    names = sorted(places)
+    start = turn * CHECKED % max(1, len(names))
+    return {name: places[name] for name in (names + names)[start : start + CHECKED]}
+
+
+def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a folder's tensors, from the headers of its files."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # not a mapping
+                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    if not shapes:
+        raise EnvironmentProblem(
+            f"{folder} holds no *.safetensors, with whose names a hand-over of weights is "
+            "compared; save it once with transformers' save_pretrained"
+        )
+    return shapes
+
+
+def renaming(model_class: Any) -> Callable[[str], str]:
+    """How this class of vLLM reads a name of a folder, before it fuses any; empty: not at all."""
+    mapper = getattr(model_class, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return lambda name: name
+    if getattr(mapper, "orig_to_new_stacked", None):
+        mapper = replace(mapper, orig_to_new_stacked={})
+    return cache(lambda name: "".join(mapper.apply_list([name])))
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:5]) or "none"
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

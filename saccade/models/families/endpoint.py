@@ -1,0 +1,73 @@
+"""What stands for a model family when an endpoint answers: its tokenizer and weights are not here.
+
+A prompt travels as messages, so all that is rendered of it is a place for each image. A response is
+one id for its whole text and empty ids up to the number of tokens that the endpoint counted: every
+length is one of tokens, and `decode` gives the text back.
+
+    family = endpoint_family("http://127.0.0.1:8000/v1")
+    family.decode(family.chat.tokenizer.record("It is 4.", tokens=5))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from saccade.models.chat import Chat
+from saccade.models.families import Family, FamilySpec, text
+
+MARK = "\ufffc"  # where an image stands
+NOTHING = 0  # the id of a mark, and of a token whose text another one carries
+
+
+class Texts:
+    """In the place of a tokenizer: remembers texts under ids."""
+
+    def __init__(self) -> None:
+        self._known = [""]
+
+    def record(self, text: str, *, tokens: int) -> np.ndarray:
+        ids = np.full(max(1, tokens), NOTHING, np.int64)
+        ids[0] = len(self._known)
+        self._known.append(text)
+        return ids
+
+    def decode(self, ids: Iterable[int], **_: Any) -> str:
+        return "".join(self._known[i] for i in ids)
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [NOTHING] * text.count(MARK)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> str:
+        return "".join(_shown(message["content"]) for message in messages)
+
+
+def _shown(content: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content.replace(MARK, "")
+    return "".join(_shown(item["text"]) if "text" in item else MARK for item in content)
+
+
+def endpoint_family(url: str) -> Family:
+    """It sets no limit to prompts: the endpoint knows its own."""
+    chat = Chat(
+        tokenizer=Texts(),
+        template="",
+        placeholder=NOTHING,
+        reserved=(),
+        end_of_turn=None,
+        eos_ids=frozenset(),
+        think_prefilled=False,
+    )
+    return Family(
+        name="endpoint",
+        path=url,
+        spec=FamilySpec(auto_class="", towers={}, bind=text.bind),
+        chat=chat,
+        vocabulary=0,
+        banned=np.zeros(0, dtype=bool),
+        max_positions=1 << 30,
+        **{**text.bind({}, {}), "measure": lambda media: ((1, 1, 1), 1)},
+    )

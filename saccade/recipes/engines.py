@@ -1,0 +1,110 @@
+"""The engine that a config asks for. Recipes call this and never name an engine themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from saccade.config import Config
+from saccade.engines import Engine
+from saccade.engines.build import Settings, build
+from saccade.engines.http import HttpEngine
+from saccade.engines.http.client import ChatClient
+from saccade.engines.remote.replicas import start_replicas
+from saccade.errors import ConfigError
+from saccade.models.families import Family
+from saccade.models.families.endpoint import endpoint_family
+from saccade.models.load import pick_device, pick_dtype
+from saccade.recipes import parts
+from saccade.recipes.parts import Policy
+
+
+def make_engine(
+    config: Config, policy: Policy, *, logs: Path | None = None, say: Callable[[str], Any] = print
+) -> Engine:
+    """In this process, or replicas of it in their own: they log into the folder `logs`, and `say`
+    is told when one has died.
+    """
+    return _make(config, policy.family, policy.model, logs=logs, say=say)
+
+
+def _make(
+    config: Config,
+    family: Family,
+    model: Any = None,
+    *,
+    logs: Path | None = None,
+    say: Callable[[str], Any] = print,
+) -> Engine:
+    settings = settings_of(config, family)
+    if config.rollout.replicas:
+        return start_replicas(settings, config.rollout.replicas, logs=logs, say=say)
+    return build(settings, family, model)
+
+
+def answering_family(config: Config) -> Family:
+    """Of the model that answers where none is trained."""
+    if config.rollout.engine == "http":
+        return endpoint_family(config.rollout.http.url)
+    return parts.family_of(config, parts.start_folder(config))
+
+
+def answering_engine(config: Config, family: Family, *, logs: Path | None = None) -> Engine:
+    """Where none is trained: over weights that it loads itself, or over an endpoint's own."""
+    rollout = config.rollout
+    if rollout.engine == "http":
+        return HttpEngine(ChatClient(rollout.http, fields=rollout.engine_args), family)
+    return _make(config, family, logs=logs)
+
+
+def model_name(config: Config, engine: Engine) -> str:
+    return engine.client.model if isinstance(engine, HttpEngine) else config.model.path
+
+
+def expenses(engine: Engine) -> str:
+    """What an endpoint was asked and what that cost; nothing of other engines."""
+    if not isinstance(engine, HttpEngine):
+        return ""
+    return engine.client.counters.describe(engine.client.http.price)
+
+
+def settings_of(config: Config, family: Family) -> Settings:
+    rollout, template = config.rollout, config.prompt.chat_template
+    device = pick_device(config.run.device)
+    return Settings(
+        engine=rollout.engine,
+        folder=family.path,
+        dtype=str(pick_dtype(config.model.dtype, device)).removeprefix("torch."),
+        device=str(device),
+        family=config.model.family,
+        chat_template=Path(template).read_text(encoding="utf-8") if template else None,
+        trust_remote_code=config.model.trust_remote_code,
+        max_sequences=rollout.max_sequences,
+        max_length=longest_sequence(config),
+        max_images=max(config.env.max_images, config.env.eval.max_images or 0),
+        tensor_parallel=rollout.tensor_parallel,
+        memory_share=rollout.memory_share,
+        seed=config.run.seed,
+        args=rollout.engine_args,
+    )
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of an episode, prompt included, in training or validation."""
+    env, turns = config.env, max(config.env.max_turns, config.env.eval.max_turns or 0)
+    total = max(env.max_total_tokens, env.eval.max_total_tokens or 0)
+    once = config.data.max_prompt_tokens + max(
+        config.rollout.max_tokens, config.val.max_tokens or 0
+    )
+    return total if turns > 1 else min(total, once)
+
+
+def require_support(config: Config, engine: Engine) -> None:
+    """Training replays what truncated sampling kept, so the engine has to say what that was."""
+    rollout = config.rollout
+    if (rollout.top_p < 1 or rollout.top_k > 0) and not engine.capabilities().support:
+        raise ConfigError(
+            f"rollout.support=replay: the engine {rollout.engine} does not say which ids it kept; "
+            "use rollout.top_p=1 rollout.top_k=-1, or rollout.engine=embedded"
+        )

@@ -1,0 +1,57 @@
+"""The parity probe of a run: before step 1, whenever the engine has weights of its own.
+
+check(run, actors.config, actors.engine, actors.policy, actors.stream.dataset.samples)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.config import Config
+from saccade.engines import Engine, parity
+from saccade.recipes.parts import rollout_sampling
+from saccade.recipes.run import Run
+from saccade.types import Batch, Sample
+
+LOOKED_AT = 256  # rows among which prompts with pictures are searched
+
+
+def check(
+    run: Run, config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample]
+) -> None:
+    """Says the result in one line; a difference stops the run."""
+    if engine.capabilities().shares_weights:
+        return
+    found = compare(config, engine, policy, samples, version=run.step)
+    run.console.note(str(found))
+    if run.step == 0:
+        run.loggers.log(found.metrics(), 0)
+
+
+def compare(
+    config: Config,
+    engine: Engine,
+    policy: LocalBackend,
+    samples: Sequence[Sample],
+    *,
+    version: int,
+) -> parity.Parity:
+    def score(batches: Sequence[Batch], temperature: float, ban: bool) -> list[np.ndarray]:
+        scored = policy.logprobs(batches, Scoring(temperature=temperature, ban=ban))
+        return [logprobs for logprobs, _ in scored]
+
+    dtype = str(policy.dtype).removeprefix("torch.")
+    return parity.probe(
+        engine,
+        parity.Trainer(score=score, source=policy, changed=policy.changed),
+        policy.family,
+        samples[:LOOKED_AT],
+        sampling=rollout_sampling(config),
+        limit=config.rollout.parity_max or parity.LIMITS[dtype],
+        version=version,
+        copies=max(1, config.rollout.replicas),
+    )

@@ -1,0 +1,132 @@
+"""The whole: what is printed, what is left out, which exit code it returns."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from saccade.backends.local import LocalBackend
+from saccade.cli import app
+from saccade.config import load
+from saccade.doctor import agreement, machine
+from saccade.engines.embedded import EmbeddedEngine
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def test_without_a_model_the_machine_alone_is_looked_at():
+    result = run("--json")
+    names = {finding["name"] for finding in json.loads(result.stdout)["findings"]}
+    assert names == {"python", "packages", "devices", "attention", "engine", "loopback", "disk"}
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3"])
+def test_a_healthy_model_passes_to_its_end(family_of, name):
+    result = run("--model", family_of(name).path, "run.device=cpu", "--json")
+    assert result.exit_code == 0, result.output
+    findings = json.loads(result.stdout)["findings"]
+    assert {f["status"] for f in findings} <= {"ok", "note"}
+    said = {f["name"]: f["text"] for f in findings}
+    assert "padded" in said["rows"] and "one by one" in said["rows"]
+    assert ("another picture" in said["parity embedded"]) == (name != "qwen3")
+
+
+def test_a_broken_model_exits_with_3_and_says_what_was_left_out(folder):
+    (folder / "tokenizer.json").unlink()
+    result = run("--model", str(folder))
+    assert result.exit_code == 3
+    assert "failure  model            no tokenizer" in result.stdout
+    assert "to mend it: copy or download it again" in result.stdout
+    assert "note     agreement        not looked at: see above" in result.stdout
+    assert "checks failed: model" in result.stderr
+
+
+def test_what_a_library_raises_is_a_finding(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    result = run("--model", str(folder), "--json")
+    failed = [f for f in json.loads(result.stdout)["findings"] if f["status"] == "failure"]
+    assert result.exit_code == 3 and [f["name"] for f in failed] == ["template"]
+
+
+def test_no_folder_at_all(tmp_path):
+    assert run("--model", str(tmp_path / "nothing")).exit_code == 3
+
+
+def test_torch_that_is_missing_is_said_and_nothing_breaks():
+    code = "import sys; sys.modules['torch'] = None; from saccade.cli import app; app(['doctor'])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.returncode == 3 and "Traceback" not in answer.stderr
+    assert "torch does not load" in answer.stdout and "checks failed: devices" in answer.stderr
+
+
+# -- the machine ---------------------------------------------------------------------------------
+
+
+def findings(check, *overrides: str) -> list[tuple[str, str]]:
+    return [(f.status, f.text) for f in check(load(None, list(overrides)))]
+
+
+def test_packages_against_their_ranges(monkeypatch):
+    wanted = [
+        "numpy<1",
+        "no-such-package>=2",
+        "pytest<1; extra == 'test'",
+        "numpy; python_version<'3'",
+    ]
+    monkeypatch.setattr(machine, "requirements", lambda: [*wanted, "pillow>=1"])
+    found = findings(machine.packages)
+    assert [status for status, _ in found] == ["failure", "failure", "warning", "ok"]
+    assert "is outside <1" in found[0][1] and found[1][1] == "no-such-package is missing"
+    assert found[3][1].startswith("pillow ")
+
+
+def test_ranges_are_read_from_the_source_tree_too(monkeypatch):
+    def absent(name):
+        raise machine.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(machine.metadata, "requires", absent)
+    assert any(line.startswith("transformers>=") for line in machine.requirements())
+
+
+def test_an_engine_that_is_asked_for_must_be_there(monkeypatch):
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    assert ("note", "sglang: not installed") in findings(machine.engines)
+    asked = findings(machine.engines, "rollout.engine=sglang")
+    assert ("failure", "sglang: not installed") in asked
+
+
+def test_an_engine_is_judged_by_its_own_probe(monkeypatch):
+    monkeypatch.setattr(machine, "find_spec", lambda name: name)
+    monkeypatch.setattr(machine, "why_not", lambda name: f"{name} is too old; run: this")
+    assert ("failure", "vllm is too old") in findings(machine.engines, "rollout.engine=vllm")
+    assert all(status == "ok" for status, _ in findings(machine.engines))
+
+
+def test_a_folder_for_runs_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    ((status, text),) = findings(machine.disk, f"run.out={tmp_path / 'file' / 'runs'}")
+    assert status == "failure" and "cannot be written" in text
+    assert findings(machine.disk, f"run.out={tmp_path / 'new' / 'runs'}")[0][0] == "ok"
+    assert not (tmp_path / "new").exists()
+
+
+# -- agreement -----------------------------------------------------------------------------------
+
+
+def test_positions_that_are_not_the_models_own(family_of, load):
+    family = family_of("qwen2_5_vl")
+    other = replace(family, positions=lambda n, media: family.positions(n, media) * 2)
+    model = load("qwen2_5_vl")
+    engine = EmbeddedEngine(model, other)
+    found = agreement.rows_agree(LocalBackend(model, other), engine, agreement.questions(other))
+    assert found.status == "failure" and "padded" in found.text
+    right = agreement.rows_agree(
+        LocalBackend(model, family), EmbeddedEngine(model, family), agreement.questions(family)
+    )
+    assert right.status == "ok"

@@ -1,0 +1,137 @@
+"""Requests and replies of the three kinds of endpoints; images inside them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from saccade.engines.http.apis import APIS
+from saccade.engines.http.pictures import Pictures, encode
+from saccade.errors import ConfigError
+from saccade.images import crop, decode, open_media
+from saccade.models.chat import PLAIN_TEMPLATE
+from saccade.models.families.endpoint import endpoint_family
+from saccade.types import Media, Message, Sampling, Source
+
+SAMPLING = Sampling(temperature=0.5, max_tokens=9, stop=("END",), top_k=5)
+
+
+def talk(media: Media) -> tuple[Message, ...]:
+    return (
+        Message(role="system", parts=("Be brief.",)),
+        Message(role="user", parts=(media, "How many?")),
+    )
+
+
+def test_images_travel_as_data_urls(image: Callable[..., Media]) -> None:
+    body = APIS["chat"].body(talk(image()), SAMPLING, 3, Pictures())
+    part = body["messages"][1]["content"][0]
+    head, _, data = part["image_url"]["url"].partition(",")
+    assert head == "data:image/png;base64"
+    assert open_media(base64.b64decode(data)).hash == image().hash  # byte by byte
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert body["top_k"] == 5 and body["stop"] == ["END"] and body["seed"] == 3
+
+
+def test_messages_in_anthropic_form(image: Callable[..., Media]) -> None:
+    body = APIS["anthropic"].body(talk(image()), SAMPLING, 3, Pictures())
+    assert body["system"] == "Be brief." and body["stop_sequences"] == ["END"]
+    picture, text = body["messages"][0]["content"]
+    assert picture["source"]["media_type"] == "image/png" and text["text"] == "How many?"
+    assert "seed" not in body and "top_p" not in body
+    reply = {
+        "content": [{"type": "text", "text": "4 "}],
+        "stop_reason": "stop_sequence",
+        "stop_sequence": "END",
+        "usage": {"input_tokens": 30, "output_tokens": 2},
+    }
+    answer = APIS["anthropic"].answer(reply, SAMPLING)
+    assert (answer.text, answer.finish, answer.usage.response) == ("4 END", "stop", 2)
+    cut = APIS["anthropic"].answer(reply | {"stop_reason": "max_tokens"}, SAMPLING)
+    assert cut.finish == "length"
+    assert APIS["anthropic"].headers("k") == {"anthropic-version": "2023-06-01", "x-api-key": "k"}
+
+
+def test_completions_ask_as_a_folder_without_a_template(image: Callable[..., Media]) -> None:
+    from jinja2 import Template
+
+    messages = (*talk(image())[:1], Message(role="user", parts=("How many?",)))
+    body = APIS["completions"].body(messages, SAMPLING, 3, Pictures())
+    plain = [{"role": m.role, "content": m.text} for m in messages]
+    template = Template(PLAIN_TEMPLATE)
+    assert body["prompt"] == template.render(messages=plain, add_generation_prompt=True)
+    with pytest.raises(ConfigError, match=r"rollout\.http\.api=chat"):
+        APIS["completions"].body(talk(image()), SAMPLING, 3, Pictures())
+
+
+def test_a_stop_string_is_put_back_where_the_endpoint_names_it() -> None:
+    choice = {"message": {"content": "4 "}, "finish_reason": "stop", "stop_reason": "END"}
+    assert APIS["chat"].answer({"choices": [choice]}, SAMPLING).text == "4 END"
+    choice["stop_reason"] = 151645  # an end-of-turn id
+    assert APIS["chat"].answer({"choices": [choice]}, SAMPLING).text == "4 "
+    choice = {"message": {"content": None}, "finish_reason": "length"}
+    answer = APIS["chat"].answer({"choices": [choice]}, SAMPLING)
+    assert (answer.text, answer.finish) == ("", "length")
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+
+def pixels(media: Media) -> np.ndarray:
+    data = base64.b64decode(encode(media)[1])
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def test_a_large_image_shrinks_to_its_budget(image: Callable[..., Media]) -> None:
+    media = replace(image(200, 100), max_pixels=5000)
+    height, width, _ = pixels(media).shape
+    assert (width, height) == (100, 50)
+
+
+def test_a_crop_is_what_it_shows(image: Callable[..., Media]) -> None:
+    part = crop(image(100, 80), (10, 20, 60, 70))
+    assert np.array_equal(pixels(part), decode(part))
+
+
+def test_a_turned_photo_is_sent_upright(tmp_path: Path) -> None:
+    turned = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned.save(tmp_path / "a.jpg", exif=exif)
+    media = open_media(tmp_path / "a.jpg")
+    assert np.array_equal(pixels(media), decode(media)) and media.height == 60
+
+
+def test_each_image_is_encoded_once(image: Callable[..., Media]) -> None:
+    encoded = Pictures()
+    for _ in range(3):
+        assert encoded(image(56, 56, 1)) != encoded(image(56, 56, 2))
+    assert encoded._encoded.cache_info().misses == 2
+
+
+# -- the family of an endpoint ---------------------------------------------------------------------
+
+
+def test_a_response_counts_the_tokens_that_were_used(image: Callable[..., Media]) -> None:
+    family = endpoint_family("http://127.0.0.1:9/v1")
+    rendered = family.render(talk(image()))
+    assert len(rendered) == 1 and len(rendered.media) == 1  # one place for the image, no more
+    texts = family.chat.tokenizer
+    one, other = texts.record("four apples", tokens=3), texts.record("", tokens=0)
+    assert len(one) == 3 and family.decode(one) == "four apples"
+    assert len(other) == 1 and family.decode(np.concatenate([other, one])) == "four apples"
+
+
+def test_images_of_later_turns_have_a_place_too(image: Callable[..., Media]) -> None:
+    family = endpoint_family("http://127.0.0.1:9/v1")
+    observed = Message(role="user", parts=("look \ufffc", image(), image(84, 56), "!"))
+    added = family.render_continuation([observed], last_id=0)
+    assert [span.media.width for span in added.media] == [56, 84]
+    assert (added.sources == Source.OBSERVATION).all()

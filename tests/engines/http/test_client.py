@@ -1,0 +1,202 @@
+"""The client against a server that misbehaves on purpose: retries, pace, cache, counters, keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.engines.http import client as http_client
+from saccade.engines.http.client import ChatClient
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.schema import HttpConfig
+from saccade.types import Media, Message, Sampling
+from tests.endpoints import Endpoint, Says, chat_answer, scripted
+
+QUESTION = (Message(role="user", parts=("How many?",)),)
+GREEDY = Sampling(temperature=0, max_tokens=16)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
+
+
+def client(endpoint: Endpoint, **options: Any) -> ChatClient:
+    return ChatClient(HttpConfig(url=endpoint.url, model="m", **options))
+
+
+def test_an_answer_with_its_usage() -> None:
+    with scripted([chat_answer("four")]) as endpoint:
+        asking = client(endpoint)
+        answer = asking.ask(QUESTION, Sampling(temperature=0.5, top_p=0.9, stop=("x",)), 7)
+    assert (answer.text, answer.finish) == ("four", "stop")
+    assert (answer.usage.prompt, answer.usage.response) == (100, 7)
+    assert endpoint.asked[0]["path"] == "/v1/chat/completions"
+    assert endpoint.asked[0]["body"] == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "How many?"}],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_tokens": 2048,
+        "seed": 7,
+        "stop": ["x"],
+    }
+    assert asking.counters.describe((2.0, 10.0)) == (
+        "1 requests sent (0 of them again), 0 answers from the cache; 100 prompt and 7 response "
+        "tokens, cost 0.0003"
+    )
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        [Says(status=500, body="oh"), Says(status=503, body="oh")],
+        [Says(body=b"{broken"), Says(body={"choices": []})],
+        [Says(status=429, body="slow down", headers=(("Retry-After", "0.01"),))] * 2,
+        [Says(body={}, after=1.0)] * 2,
+    ],
+    ids=["5xx", "broken", "429", "hang"],
+)
+def test_what_may_pass_is_tried_again(trouble: list[Says]) -> None:
+    with scripted([*trouble, chat_answer("four")]) as endpoint:
+        asking = client(endpoint, timeout=0.3)
+        assert asking.ask(QUESTION, GREEDY, 0).text == "four"
+    assert (asking.counters.sent, asking.counters.repeated) == (3, 2)
+    assert len({json.dumps(asked["body"]) for asked in endpoint.asked}) == 1
+
+
+def test_retry_after_holds_everybody_back() -> None:
+    script = [Says(status=429, headers=(("Retry-After", "0.4"),)), *[chat_answer("four")] * 2]
+    with scripted(script) as endpoint:
+        asking = client(endpoint)
+        asking.ask(QUESTION, GREEDY, 0)
+        asking.ask(QUESTION, GREEDY, 1)
+        first, second, third = (asked["at"] for asked in endpoint.asked)
+    assert second - first >= 0.4 and third >= second
+
+
+def test_a_date_in_retry_after() -> None:
+    assert http_client._seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert http_client._seconds("Fri, 01 Jan 2999 00:00:00 GMT") > 1e9
+    assert http_client._seconds("soon") == http_client._seconds(None) == 0
+
+
+def test_it_gives_up_after_all_retries_with_the_last_words() -> None:
+    with scripted([Says(status=500, body="out of cheese")] * 3) as endpoint:
+        asking = client(endpoint, retries=2)
+        with pytest.raises(EnvironmentProblem, match=r"3 attempts.*status 500.*out of cheese"):
+            asking.ask(QUESTION, GREEDY, 0)
+    with pytest.raises(EnvironmentProblem, match="Connection refused"):  # it is gone now
+        client(endpoint, retries=0).ask(QUESTION, GREEDY, 0)
+
+
+def test_a_refusal_is_not_repeated_and_names_the_field() -> None:
+    error = {"error": {"message": "must be below 2", "param": "temperature"}}
+    with scripted([Says(status=400, body=error)]) as endpoint:
+        asking = client(endpoint)
+        with pytest.raises(ConfigError, match=r"status 400 about 'temperature': must be below 2"):
+            asking.ask(QUESTION, GREEDY, 0)
+    assert asking.counters.sent == 1
+
+
+def test_a_redirect_is_not_followed() -> None:
+    elsewhere = Says(status=302, body="gone", headers=(("Location", "http://127.0.0.1:9/"),))
+    with scripted([elsewhere]) as endpoint, pytest.raises(ConfigError, match="status 302"):
+        client(endpoint).ask(QUESTION, GREEDY, 0)
+
+
+def test_the_key_is_sent_and_told_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-secret-123")
+    wrong = Says(status=401, body={"error": {"message": "Incorrect API key: sk-secret-123"}})
+    with scripted([chat_answer("four"), wrong]) as endpoint:
+        asking = client(endpoint, key="MY_KEY", cache=str(tmp_path))
+        asking.ask(QUESTION, GREEDY, 0)
+        with pytest.raises(ConfigError) as refused:
+            asking.ask(QUESTION, GREEDY, 1)
+    assert endpoint.asked[0]["headers"]["Authorization"] == "Bearer sk-secret-123"
+    assert str(refused.value).startswith("rollout.http.key") and "***" in str(refused.value)
+    stored = "".join(path.read_text() for path in tmp_path.rglob("*.json"))
+    assert "secret" not in str(refused.value) + stored + repr(asking.http)
+
+
+def test_a_key_that_is_not_set_is_not_repeated() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.http\.key: no environment") as refused:
+        ChatClient(HttpConfig(url="http://127.0.0.1:9/v1", model="m", key="ABC123"))
+    assert "ABC123" not in str(refused.value)
+
+
+def test_the_pace_is_kept() -> None:
+    with scripted([chat_answer("x")] * 4) as endpoint:
+        asking = client(endpoint, per_minute=600)
+        for seed in range(4):
+            asking.ask(QUESTION, GREEDY, seed)
+        starts = [asked["at"] for asked in endpoint.asked]
+    assert starts[-1] - starts[0] >= 0.29
+
+
+def test_fields_of_ones_own() -> None:
+    fields = {"max_tokens": None, "max_completion_tokens": 5}
+    with scripted([chat_answer("x")]) as endpoint:
+        ChatClient(HttpConfig(url=endpoint.url, model="m"), fields=fields).ask(QUESTION, GREEDY, 0)
+    body = endpoint.asked[0]["body"]
+    assert body["max_completion_tokens"] == 5 and "max_tokens" not in body
+
+
+# -- the cache -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counting() -> Iterator[Endpoint]:
+    numbers = iter(range(1000))
+    with scripted(lambda body: chat_answer(f"answer {next(numbers)}")) as endpoint:
+        yield endpoint
+
+
+def test_nothing_is_asked_twice(counting: Endpoint, tmp_path: Path) -> None:
+    answers = [client(counting, cache=str(tmp_path)).ask(QUESTION, GREEDY, 0) for _ in range(3)]
+    assert len(counting.asked) == 1 and len(set(answers)) == 1
+    assert answers[0].usage.response == 7
+
+
+def test_what_an_answer_depends_on_is_in_the_key(
+    counting: Endpoint, tmp_path: Path, image: Callable[..., Media]
+) -> None:
+    shown = [(Message(role="user", parts=(image(56, 56, s), "How many?")),) for s in (1, 2)]
+    variants: list[tuple[dict[str, Any], Any, Sampling, int]] = [
+        ({}, QUESTION, GREEDY, 0),
+        ({}, QUESTION, GREEDY, 1),
+        ({}, QUESTION, Sampling(temperature=1, max_tokens=16), 0),
+        ({}, shown[0], GREEDY, 0),
+        ({}, shown[1], GREEDY, 0),
+    ]
+    for _ in range(2):
+        for options, messages, sampling, seed in variants:
+            client(counting, cache=str(tmp_path), **options).ask(messages, sampling, seed)
+        other = HttpConfig(url=counting.url, model="other", cache=str(tmp_path))
+        ChatClient(other).ask(QUESTION, GREEDY, 0)
+    assert len(counting.asked) == len(variants) + 1
+
+
+def test_a_damaged_file_is_written_again(counting: Endpoint, tmp_path: Path) -> None:
+    asking = client(counting, cache=str(tmp_path))
+    asking.ask(QUESTION, GREEDY, 0)
+    (file,) = tmp_path.rglob("*.json")
+    for damage in (b"", b'{"answer": {"te', b'{"answer": {"text": "x"}}', b"\xff\xfe"):
+        file.write_bytes(damage)
+        asking.ask(QUESTION, GREEDY, 0)
+        asking.ask(QUESTION, GREEDY, 0)
+    assert len(counting.asked) == 5 and asking.counters.cached == 4
+    assert [path.suffix for path in tmp_path.rglob("*.*")] == [".json"]
+
+
+def test_an_answer_without_usage_is_estimated_and_said() -> None:
+    with scripted([chat_answer("x" * 10, usage=None)]) as endpoint:
+        asking = client(endpoint)
+        assert asking.ask(QUESTION, GREEDY, 0).usage.response == 3
+    assert asking.counters.describe(None).endswith("of 1 answers: estimated")

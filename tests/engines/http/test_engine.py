@@ -1,0 +1,177 @@
+"""The HTTP engine over `saccade chat --serve` with a tiny model: it answers as the engine there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade.engines import generate
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.http import HttpEngine
+from saccade.engines.http.client import ChatClient
+from saccade.errors import ConfigError
+from saccade.models.families import Family
+from saccade.models.families.endpoint import endpoint_family
+from saccade.schema import HttpConfig
+from saccade.types import Completion, Media, Message, Request, Sampling
+from tests.endpoints import TOKEN, Endpoint, Says, chat_answer, scripted, serving
+
+NAME = "qwen2_5_vl"
+GREEDY = Sampling(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def family(family_of: Callable[[str], Family]) -> Family:
+    return family_of(NAME)
+
+
+@pytest.fixture(scope="module")
+def model(load: Callable[..., Any]) -> Any:
+    return load(NAME)
+
+
+@pytest.fixture(scope="module")
+def endpoint(model: Any, family: Family) -> Iterator[Endpoint]:
+    with serving(model, family) as served:
+        yield served
+
+
+@pytest.fixture
+def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HttpEngine]]:
+    monkeypatch.setenv("SACCADE_TEST_KEY", TOKEN)
+    engines = []
+
+    def connected(endpoint: Endpoint, **options: Any) -> HttpEngine:
+        http = HttpConfig(url=endpoint.url, key="SACCADE_TEST_KEY", retries=0, **options)
+        engines.append(HttpEngine(ChatClient(http), endpoint_family(endpoint.url)))
+        return engines[-1]
+
+    yield connected
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def talks(image: Callable[..., Media]) -> list[tuple[Message, ...]]:
+    shown = [image(56, 56, 1), image(140, 84, 2), image(84, 56, 3)]
+    return [(Message(role="user", parts=(*shown[:n], f"What are these {n}?")),) for n in range(4)]
+
+
+def asked(messages: tuple[Message, ...], sampling: Sampling, key: str, noise: int = 0) -> Request:
+    return Request(
+        key=key, ids=np.zeros(0, np.int64), messages=messages, sampling=sampling, noise=noise
+    )
+
+
+def texts(engine: HttpEngine, completions: list[Completion]) -> list[str]:
+    return [engine._texts.decode(completion.ids) for completion in completions]
+
+
+def test_greedy_answers_are_those_of_the_embedded_engine(
+    endpoint: Endpoint, connect: Any, talks: Any, model: Any, family: Family
+) -> None:
+    engine = connect(endpoint, concurrency=4)
+    there = generate(engine, [asked(t, GREEDY, str(i)) for i, t in enumerate(talks)])
+    rendered = [family.render(talk) for talk in talks]
+    requests = [
+        Request(key=str(i), ids=r.ids, media=r.media, sampling=GREEDY)
+        for i, r in enumerate(rendered)
+    ]
+    here = generate(EmbeddedEngine(model, family), requests)
+    assert texts(engine, there) == [family.decode(c.ids) for c in here]
+    assert [(len(c.ids), c.finish) for c in there] == [(len(c.ids), c.finish) for c in here]
+    assert all(np.isnan(c.logprobs).all() for c in there)
+    counters = engine.client.counters
+    assert counters.response_tokens == sum(len(c.ids) for c in here)
+    assert counters.prompt_tokens == sum(len(r) for r in rendered)
+    assert engine.client.model == "tiny" and counters.sent == 5  # the list of models, four answers
+
+
+def test_seeds_make_samples_repeatable(endpoint: Endpoint, connect: Any, talks: Any) -> None:
+    sampling = Sampling(temperature=1.0, max_tokens=12)
+    requests = [asked(talks[1], sampling, str(i), noise=i % 3) for i in range(6)]
+    engine = connect(endpoint, concurrency=6)
+    found = texts(engine, generate(engine, requests))
+    assert found[:3] == found[3:] and len(set(found)) == 3
+
+
+def test_a_stop_string_stays_in_the_response(endpoint: Endpoint, connect: Any, talks: Any) -> None:
+    engine = connect(endpoint)
+    hot = Sampling(temperature=1.0, max_tokens=40)
+    (whole,) = texts(engine, generate(engine, [asked(talks[2], hot, "a")]))
+    letter = next(c for c in whole if c.isascii())
+    stopping = Sampling(temperature=1.0, max_tokens=40, stop=(letter,))
+    (done,) = generate(engine, [asked(talks[2], stopping, "b")])
+    assert texts(engine, [done]) == [whole[: whole.index(letter) + 1]] and done.finish == "stop"
+
+
+def test_completions(endpoint: Endpoint, connect: Any, talks: Any, model: Any, family: Any) -> None:
+    engine = connect(endpoint, api="completions")
+    (done,) = generate(engine, [asked(talks[0], GREEDY, "a")])
+    ids = family.chat.tokenizer.encode("user: What are these 0?\nassistant:")
+    (here,) = generate(
+        EmbeddedEngine(model, family), [Request(key="a", ids=np.array(ids), sampling=GREEDY)]
+    )
+    assert texts(engine, [done]) == [family.decode(here.ids)]
+
+
+def test_as_many_requests_are_under_way_as_allowed() -> None:
+    together = threading.Barrier(8)  # no answer before eight have asked
+
+    def script(body: dict[str, Any]) -> Says:
+        together.wait(timeout=30)
+        return chat_answer("x")
+
+    with scripted(script) as endpoint:
+        http = HttpConfig(url=endpoint.url, model="m", concurrency=8)
+        engine = HttpEngine(ChatClient(http), endpoint_family(endpoint.url))
+        talk = (Message(role="user", parts=("x",)),)
+        done = generate(engine, [asked(talk, GREEDY, str(i), noise=i) for i in range(16)])
+        engine.close()
+    assert [completion.key for completion in done] == [str(i) for i in range(16)]
+
+
+def test_what_was_aborted_comes_back_empty_and_once(
+    endpoint: Endpoint, connect: Any, talks: Any
+) -> None:
+    engine = connect(endpoint, concurrency=1)
+    for i in range(4):
+        engine.submit(asked(talks[0], GREEDY, str(i)))
+    for key in ("0", "2", "2"):
+        engine.abort(key)
+    done: list[Completion] = []
+    while engine.pending:
+        done += engine.poll()
+    ends = {c.key: (c.finish, len(c.ids)) for c in done}
+    assert len(done) == 4 and ends["0"] == ends["2"] == ("aborted", 0)
+    assert ends["1"] == ends["3"] and ends["1"][1] > 0
+
+
+def test_a_wrong_key_stops_the_run_and_says_so(
+    endpoint: Endpoint, connect: Any, monkeypatch: pytest.MonkeyPatch, talks: Any
+) -> None:
+    monkeypatch.setenv("WRONG", "open")
+    http = HttpConfig(url=endpoint.url, model="tiny", key="WRONG")
+    engine = HttpEngine(ChatClient(http), endpoint_family(endpoint.url))
+    with pytest.raises(ConfigError, match=r"row/0: rollout\.http\.key.*401.*wrong or missing"):
+        generate(engine, [asked(talks[0], GREEDY, "row/0")])
+    assert engine.pending == 0 and not any(worker.is_alive() for worker in engine._workers)
+
+
+def test_an_endpoint_takes_no_weights_and_gives_no_log_probs(
+    endpoint: Endpoint, connect: Any
+) -> None:
+    engine = connect(endpoint)
+    assert not engine.capabilities().logprobs
+    with pytest.raises(ConfigError, match=r"rollout\.engine=embedded"):
+        engine.update_weights(None, 1)
+
+
+def test_several_models_must_be_told_apart() -> None:
+    listed = Says(body={"data": [{"id": "a"}, {"id": "b"}]})
+    with scripted([listed]) as endpoint, pytest.raises(ConfigError, match=r"model: .* has a, b;"):
+        ChatClient(HttpConfig(url=endpoint.url))

@@ -1,0 +1,89 @@
+"""Real processes that hold the embedded engine over a copy of a tiny model."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from saccade.engines.build import Settings
+from saccade.images import open_media
+from saccade.models.families import load_family
+from saccade.models.load import load_model
+from saccade.types import Message, Request, Sampling
+
+SAMPLED = Sampling(temperature=1.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def family(word_model):
+    return load_family(word_model)
+
+
+@pytest.fixture(scope="session")
+def load(family) -> Callable[[], torch.nn.Module]:
+    return partial(load_model, family, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def settings(family) -> Settings:
+    return Settings(engine="embedded", folder=family.path, dtype="float32")
+
+
+@pytest.fixture
+def changed(load) -> Iterator[SimpleNamespace]:
+    """A trainer whose weights are no longer those of the folder."""
+    model = load()
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            parameter.mul_(1.0 + 0.03 * (index % 5))
+    yield SimpleNamespace(model=model, weights=lambda: iter(model.named_parameters()))
+
+
+@pytest.fixture(scope="session")
+def ask(family, image, tmp_path_factory) -> Callable[..., list[Request]]:
+    """Requests over 0 to 3 pictures; one lies on disk, the others travel."""
+    on_disk = tmp_path_factory.mktemp("pictures") / "one.png"
+    on_disk.write_bytes(image(84, 56, 9).data)
+    pictures = [image(56, 56, 1), open_media(str(on_disk)), image(140, 84, 2)]
+    questions = [f"how many {colour} objects ?" for colour in ("red", "blue", "green", "pink")]
+    prompts = [
+        family.render([Message(role="user", parts=(*pictures[:n], question))])
+        for n, question in enumerate(questions)
+    ]
+
+    def requests(sampling: Sampling = SAMPLED, repeats: int = 3) -> list[Request]:
+        return [
+            Request(
+                key=f"{i}/{r}",
+                ids=prompt.ids,
+                media=prompt.media,
+                sampling=sampling,
+                noise=100 * i + r,
+            )
+            for i, prompt in enumerate(prompts)
+            for r in range(repeats)
+        ]
+
+    return requests
+
+
+@pytest.fixture(scope="session")
+def servers() -> Callable[[int], set[int]]:
+    """Ids of the engine processes that a process has started."""
+
+    def children(parent: int) -> set[int]:
+        found = set()
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (folder / "cmdline").read_bytes()
+                state, owner = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:  # it ended meanwhile
+                continue
+            if b"saccade.engines.remote.server" in command and state != "Z":
+                found |= {int(folder.name)} if parent in (int(owner), 0) else set()
+        return found
+
+    return children

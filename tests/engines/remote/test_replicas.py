@@ -1,0 +1,213 @@
+"""Several processes behind one queue: the same results as one engine here, whatever dies."""
+
+import os
+import signal
+import time
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from saccade.engines import generate
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.remote.client import RemoteEngine
+from saccade.engines.remote.process import placements
+from saccade.engines.remote.replicas import Replicas, start_replicas
+from saccade.errors import EnvironmentProblem
+from saccade.recipes import engines, rl
+from saccade.types import Sampling
+
+pytestmark = pytest.mark.xdist_group("replicas")  # the processes are started once
+LONG = Sampling(max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def pool(settings, said, tmp_path_factory, servers):
+    before = servers(os.getpid())
+    pool = start_replicas(settings, 2, logs=tmp_path_factory.mktemp("pool"), say=said.append)
+    assert len(servers(os.getpid()) - before) == 2
+    yield pool
+    pool.close()
+    assert servers(os.getpid()) == before
+
+
+def source_of(model) -> SimpleNamespace:
+    return SimpleNamespace(weights=model.named_parameters)
+
+
+def same(here, there) -> None:
+    for a, b in zip(here, there, strict=True):
+        assert a.key == b.key and a.ids.tolist() == b.ids.tolist() and a.finish == b.finish
+        assert a.versions.tolist() == b.versions.tolist()
+        assert np.abs(a.logprobs - b.logprobs).max(initial=0) < 1e-5
+
+
+def test_a_run_over_two_replicas_is_the_run_over_the_embedded_engine(
+    pool, rl_config, tmp_path, numbers, monkeypatch
+):
+    """The first test of this pool: its weights are still those of the folder."""
+    asked, closed = [], []
+
+    def start(settings, count, *, logs, say):
+        asked.append((settings.folder, settings.dtype, count, logs))
+        return pool
+
+    monkeypatch.setattr(engines, "start_replicas", start)
+    monkeypatch.setattr(pool, "close", lambda: closed.append(True))
+    for name, replicas in {"here": 0, "there": 2}.items():
+        rl.run(rl_config(tmp_path / name, run__max_steps=3, rollout__replicas=replicas))
+    folder = tmp_path / "there" / "run"
+    assert asked == [(pool_folder(pool), "float32", 2, folder)] and closed == [True]
+    here, there = (
+        [row for row in numbers(tmp_path / name / "run") if row["step"] > 0]
+        for name in ("here", "there")
+    )
+    assert len(here) == len(there) == 3
+    for one, other in zip(here, there, strict=True):
+        assert one.keys() == other.keys()
+        for key in one.keys() - {key for key in one if key.startswith("mismatch/")}:
+            assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
+        assert other["mismatch/mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
+    assert any(row["policy/grad_norm"] > 0 for row in there) and pool.version == 3
+
+
+def pool_folder(pool) -> str:
+    return next(iter(pool._loads)).settings.folder
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.0, max_tokens=16),
+        Sampling(temperature=0.9, max_tokens=16, stop=("red",)),
+        Sampling(top_p=0.8, max_tokens=8, support=True),
+    ],
+    ids=["greedy", "sampled", "truncated"],
+)
+def test_two_processes_say_what_one_engine_says_here(pool, load, family, ask, sampling):
+    model = load()
+    pool.update_weights(source_of(model), version=0)
+    here = generate(EmbeddedEngine(model, family), ask(sampling, repeats=6))
+    there = generate(pool, ask(sampling, repeats=6))
+    same(here, there)
+    for a, b in zip(here, there, strict=True):
+        kept = [[part.tolist() for part in done.support or ()] for done in (a, b)]
+        assert kept[0] == kept[1] and bool(kept[0]) == sampling.support
+
+
+def test_equal_prompts_stay_together_until_others_would_idle(pool, ask):
+    requests = ask(LONG, repeats=6)
+    for request in requests:
+        pool.submit(request)
+    pool._join()
+    pool._hand_out()
+    homes = {
+        name: {pool._tasks[r.key].engine for r in requests if r.key[0] == name} for name in "0123"
+    }
+    assert all(len(engines) == 1 for engines in homes.values())
+    assert set.union(*homes.values()) == set(pool._loads)
+    for request in requests:
+        pool.abort(request.key)
+    finish(pool, requests)
+    assert all(load.work == 0 and not load.contents for load in pool._loads.values())
+
+    many = ask(LONG, repeats=60)[:60]  # one prompt
+    for request in many:
+        pool.submit(request)
+    pool._hand_out()
+    spread = Counter(id(pool._tasks[request.key].engine) for request in many)
+    assert len(spread) == 2 and max(spread.values()) - min(spread.values()) <= 17
+    for request in many:
+        pool.abort(request.key)
+    finish(pool, many)
+
+
+def finish(pool, requests) -> list:
+    """Completions in the order of the requests, each exactly once."""
+    done = {}
+    while pool.pending:
+        for completion in pool.poll():
+            assert completion.key not in done
+            done[completion.key] = completion
+    return [done[request.key] for request in requests]
+
+
+def test_kill_9_amid_a_rollout_loses_and_doubles_nothing(
+    pool, load, family, ask, changed, said, servers
+):
+    pool.update_weights(changed, version=7)
+    engine = EmbeddedEngine(changed.model, family)
+    engine.update_weights(changed, version=7)
+    undisturbed = generate(engine, ask(LONG, repeats=6))
+
+    victim = list(pool._loads)[1]
+    requests = ask(LONG, repeats=6)
+    for request in requests:
+        pool.submit(request)
+    early = pool.poll()
+    os.kill(victim.process.popen.pid, signal.SIGKILL)
+    done = {completion.key: completion for completion in early}
+    done |= {completion.key: completion for completion in finish_all(pool, done)}
+    same(undisturbed, [done[request.key] for request in requests])
+    assert len(said) == 1 and f"{victim.log.stem} died and starts again" in said[0]
+    assert " 0 requests wait" not in said[0]
+
+    while len(pool.health()) < 2:  # the new one gets the current weights, not those of its folder
+        time.sleep(0.05)
+        pool.poll()
+    assert [health["version"] for health in pool.health()] == [7, 7]
+    assert victim not in pool._loads and victim.process.popen.pid not in servers(os.getpid())
+    same(undisturbed, generate(pool, requests))
+
+
+def finish_all(pool, known) -> list:
+    found = []
+    while pool.pending:
+        found += pool.poll()
+    keys = [completion.key for completion in found]
+    assert len(set(keys)) == len(keys) and not set(keys) & set(known)
+    return found
+
+
+def test_a_process_that_cannot_start_says_why(settings, tmp_path):
+    launch = partial(RemoteEngine, settings, log=tmp_path / "engine-0.log")
+    with pytest.raises(EnvironmentProblem, match="Fatal Python error"):
+        Replicas([partial(launch, environment={"PYTHONHOME": "/nowhere"})], say=print)
+
+
+def test_replicas_get_gpus_of_their_own_and_the_trainers_last(monkeypatch):
+    def seen(*args) -> list[str]:
+        return [row["CUDA_VISIBLE_DEVICES"] for row in placements(*args)]
+
+    assert seen(2, 1, ["0"]) == ["0", "0"]
+    assert seen(2, 1, ["0", "1", "2"]) == ["1", "2"]
+    assert seen(3, 1, ["4", "5", "6"]) == ["5", "6", "4"]
+    assert seen(2, 2, list("01234")) == ["1,2", "3,4"]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert placements(3, 1, []) == [{"OMP_NUM_THREADS": "2"}] * 3
+
+
+def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(
+    pool, said, ask, servers, monkeypatch
+):
+    """The last test of this pool: one process is halted, one killed, and no other can start."""
+    broken = partial(pool._launchers[0], environment={"PYTHONHOME": "/nowhere"})
+    for engine in pool._loads:
+        engine.answer_limit = 2.0
+    monkeypatch.setattr(pool, "_launchers", [broken, broken])
+    del said[:]
+    halted, killed = (engine.process.popen.pid for engine in pool._loads)
+    os.kill(halted, signal.SIGSTOP)
+    os.kill(killed, signal.SIGKILL)
+    with pytest.raises(EnvironmentProblem, match="Fatal Python error"):
+        generate(pool, ask())
+    assert not {halted, killed} & servers(0)
+    assert len(said) == 6 and any("timed out" in line for line in said)

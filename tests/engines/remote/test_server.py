@@ -1,0 +1,170 @@
+"""One engine in a process of its own: what it answers to whom, and that it never stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.client import HTTPConnection
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from saccade.engines import generate
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.remote import server, wire
+from saccade.engines.remote.client import launch
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.types import Request, Sampling
+
+pytestmark = pytest.mark.xdist_group("server")  # the process is started once
+PARENT = """
+import json, sys, time
+from pathlib import Path
+from saccade.engines.build import Settings
+from saccade.engines.remote.client import RemoteEngine
+engine = RemoteEngine(Settings(**json.loads(sys.argv[1])), log=Path(sys.argv[2]))
+while engine.process is None:
+    time.sleep(0.01)
+threads = Path(f"/proc/{engine.process.popen.pid}/task")
+while sys.argv[3] == "watching" and len(list(threads.iterdir())) < 3:
+    time.sleep(0.01)
+print(engine.process.popen.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def engine(settings, tmp_path_factory):
+    engine = launch(settings, log=tmp_path_factory.mktemp("engine") / "engine-0.log")
+    yield engine
+    engine.close()
+
+
+def speak(engine, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict]:
+    connection = HTTPConnection("127.0.0.1", engine._port, timeout=30)
+    given = {"Authorization": f"Bearer {engine.process.token}"} | headers
+    connection.request("POST", path, body, given)
+    response = connection.getresponse()
+    return response.status, json.loads(response.read() or b"null")
+
+
+def test_it_answers_with_what_the_same_engine_says_in_this_process(engine, load, family, ask):
+    """One replica; several are in test_replicas."""
+    for sampling in (Sampling(temperature=0.0, max_tokens=12), Sampling(max_tokens=12)):
+        here = generate(EmbeddedEngine(load(), family), ask(sampling))
+        there = generate(engine, ask(sampling))
+        for a, b in zip(here, there, strict=True):
+            assert a.key == b.key and a.ids.tolist() == b.ids.tolist() and a.finish == b.finish
+            assert np.abs(a.logprobs - b.logprobs).max() < 1e-5
+    assert engine.pending == 0
+
+
+def test_only_the_token_opens(engine):
+    for path in ("/health", "/shutdown", "/submit", "/nowhere"):
+        assert speak(engine, path, Authorization="Bearer wrong")[0] == 401
+        assert speak(engine, path, Authorization="")[0] == 401
+    status, health = speak(engine, "/health")
+    assert status == 200 and health["pending"] == 0 and health["host_peak_gb"] > 0
+    assert engine.process.token not in " ".join(engine.process.popen.args)
+
+
+def test_nonsense_is_refused_and_the_server_lives_on(engine, ask):
+    known = wire.encode_requests(ask(repeats=1)[:1])
+    for path, body in {
+        "/submit": b"\x80\x04N.",
+        "/submit/": known[:-1],
+        "//submit": wire.encode_requests([Request(key="a", ids=np.array([10**9]))]),
+        "/collect": b"{}",
+        "/abort": b'{"key": 1}',
+        "/release": b"[" * 100_000,
+        "/weights": b'{"paths": 3}',
+    }.items():
+        assert speak(engine, path, body)[0] == 400, path
+    assert speak(engine, "/submit", **{"Content-Length": str(server.LARGEST_BODY + 1)})[0] == 400
+    assert speak(engine, "/submit", **{"Content-Length": "many"})[0] == 400
+    assert speak(engine, "/eval", b"1")[0] == 404
+    twice = ask(repeats=1)[:1] * 2
+    assert speak(engine, "/submit", wire.encode_requests(twice))[0] == 400
+    assert len(generate(engine, ask(repeats=1))) == 4
+
+
+def test_an_aborted_request_comes_back_and_a_live_episode_goes_on(engine, load, family, ask):
+    asked = ask(Sampling(max_tokens=4000, ignore_eos=True), repeats=1)[1]
+    engine.submit(asked)
+    engine.poll()
+    engine.abort(asked.key)
+    (done,) = wait_for(engine)
+    assert done.finish == "aborted" and len(done.ids) < 4000
+
+    short = Sampling(max_tokens=5, ignore_eos=True)
+    first = Request(key="e", ids=asked.ids, media=asked.media, sampling=short, episode="e")
+    answers = {}
+    for name, one in {"here": EmbeddedEngine(load(), family), "there": engine}.items():
+        (turn,) = generate(one, [first])
+        longer = np.concatenate([first.ids, turn.ids, first.ids[:3]])
+        second = Request(
+            key="e",
+            ids=longer,
+            media=first.media,
+            sampling=short,
+            first_index=5,
+            episode="e",
+        )
+        answers[name] = turn.ids.tolist(), generate(one, [second])[0].ids.tolist()
+        one.release("e")
+    assert answers["here"] == answers["there"]
+
+
+def wait_for(engine) -> list:
+    while not (done := engine.poll()):
+        pass
+    return done
+
+
+def test_weights_with_another_name_are_refused_and_nothing_is_generated(engine, changed, ask):
+    names = [name for name, _ in changed.weights()]
+    told = {names[5]: "model.drifted.weight"}
+    renamed = SimpleNamespace(weights=lambda: ((told.get(n, n), t) for n, t in changed.weights()))
+    with pytest.raises(EnvironmentProblem) as error:
+        engine.update_weights(renamed, version=1)
+    assert f"missing: {names[5]};" in str(error.value)
+    assert "unexpected: model.drifted.weight" in str(error.value)
+    body = wire.encode_requests(ask(repeats=1)[:1])
+    assert speak(engine, "/submit", body) == (
+        422,
+        {
+            "kind": "EnvironmentProblem",
+            "message": "the last update of weights failed: there are none to use",
+        },
+    )
+    engine.update_weights(changed, version=1)
+    assert engine.health()["version"] == 1
+    assert {v for done in generate(engine, ask()) for v in done.versions.tolist()} == {1}
+
+
+def test_what_a_user_can_mend_is_raised_here(engine, ask, family):
+    """The last test of this process: as in one process, such an error ends a run."""
+    too_long = Sampling(max_tokens=family.max_positions)
+    with pytest.raises(ConfigError, match=r"lower rollout\.max_tokens"):
+        generate(engine, ask(too_long, repeats=1)[:1])
+
+
+@pytest.mark.parametrize("when, how", [("watching", signal.SIGKILL), ("starting", signal.SIGTERM)])
+def test_it_ends_when_its_parent_is_killed(settings, tmp_path, servers, when, how):
+    order = json.dumps(vars(settings))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, order, str(tmp_path / "engine.log"), when],
+        stdout=subprocess.PIPE,
+    )
+    child = int(parent.stdout.readline())
+    assert servers(parent.pid) == {child} or when == "starting"
+    os.kill(parent.pid, how)
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while child in servers(0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert child not in servers(0)
+    parent.stdout.close()

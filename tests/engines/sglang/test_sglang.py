@@ -1,0 +1,279 @@
+"""SGLang's engine and server through our protocol: against what its sources say, not against it."""
+
+import sys
+import time
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.config import TrainConfig
+from saccade.engines import generate, parity
+from saccade.engines.build import Settings, build
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.sglang import messages, transport
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.types import Message, Request, Sample, Sampling
+from tests.engines.sglang.protocol import Core, engine_class, serve
+
+NAME = "qwen2_5_vl"
+
+
+@pytest.fixture(scope="module")
+def family(family_of):
+    return family_of(NAME)
+
+
+@pytest.fixture(scope="module")
+def trained(load, family):
+    return LocalBackend(load(NAME), family, TrainConfig())
+
+
+@pytest.fixture
+def core(load, family):
+    return Core(load(NAME), family)
+
+
+@pytest.fixture
+def over_http(core, family):
+    server = serve(core)
+    args = {"url": f"http://127.0.0.1:{server.server_port}"}
+    engine = build(settings(family, args=args), family, model=True)
+    yield engine
+    engine.close()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def in_process(core, family, monkeypatch):
+    module = ModuleType("sglang")
+    module.Engine, module.__spec__ = engine_class(core), ModuleSpec("sglang", None)
+    monkeypatch.setitem(sys.modules, "sglang", module)
+    for name in transport.ENVIRONMENT:
+        monkeypatch.setenv(name, transport.ENVIRONMENT[name])
+    engine = build(settings(family), family, model=True)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=["over_http", "in_process"])
+def engine(request):
+    return request.getfixturevalue(request.param)
+
+
+def settings(family, **changes) -> Settings:
+    return Settings(engine="sglang", folder=family.path, dtype="float32", **changes)
+
+
+@pytest.fixture(scope="module")
+def requests(family, image):
+    """0, 1 and 2 pictures, one of them larger than it is seen."""
+    small = replace(image(140, 84, 2), max_pixels=6000)
+    shown = ((), (image(84, 56, 1),), (small, image(56, 56, 3)))
+    prompts = [family.render([Message(role="user", parts=(*s, "What?"))]) for s in shown]
+    return [
+        Request(
+            key=f"{n}",
+            ids=prompt.ids,
+            media=prompt.media,
+            sampling=Sampling(temperature=0.7, max_tokens=6, ignore_eos=True),
+            noise=n + 1,
+        )
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+def test_completions_are_those_of_the_same_weights(engine, trained, family, requests):
+    wanted = generate(EmbeddedEngine(trained.model, family), requests)
+    for ours, theirs in zip(wanted, generate(engine, requests), strict=True):
+        assert theirs.ids.tolist() == ours.ids.tolist() and theirs.finish == "length"
+        assert np.abs(theirs.logprobs - ours.logprobs).max() < 1e-4
+        assert theirs.versions.tolist() == [0] * 6
+    assert engine.pending == 0 and engine.poll() == []
+
+
+def test_a_request_in_its_words(engine, core, family, requests):
+    generate(engine, requests[2:])
+    (body,) = core.bodies
+    assert body["input_ids"].count(family.chat.placeholder) == 2 < len(requests[2].ids)
+    assert all(image.startswith("data:image/png;base64,") for image in body["image_data"])
+    assert len({*body["mm_hashes"]}) == 2 and body["return_logprob"]
+    params = body["sampling_params"]
+    assert params["no_stop_trim"] and params["ignore_eos"] and params["stop_token_ids"] == []
+    assert params["sampling_seed"] == 3 and params["temperature"] == 0.7
+    assert {int(i) for i in params["logit_bias"]} == set(np.flatnonzero(family.banned).tolist())
+
+
+def test_ends_of_turns_and_stop_strings_stay_in_the_answer(engine, core, family, requests):
+    (first,) = generate(engine, requests[:1])
+    text = family.decode(first.ids[1:2])
+    stopping = replace(requests[0].sampling, stop=(text,), ignore_eos=False)
+    (stopped,) = generate(engine, [replace(requests[0], sampling=stopping)])
+    assert stopped.finish == "stop" and text in family.decode(stopped.ids[-1:])
+    eos = sorted(family.chat.eos_ids)
+    assert core.bodies[-1]["sampling_params"]["stop_token_ids"] == eos
+
+
+def test_the_probe_passes_and_nothing_stale_is_seen(engine, trained, image):
+    found = probe(engine, trained, image)
+    assert found.gap < 1e-5 and found.restored < 1e-5 and found.by_weight > 0.01
+
+
+def test_pictures_named_without_the_weights_would_be_stale(engine, trained, image, monkeypatch):
+    name = messages._name
+    monkeypatch.setattr(messages, "_name", lambda media, version: name(media, 0))
+    with pytest.raises(EnvironmentProblem, match="encoder or prefix cache is stale"):
+        probe(engine, trained, image)
+
+
+def probe(engine, trained, image):
+    def score(batches, temperature, ban):
+        scored = trained.logprobs(batches, Scoring(temperature=temperature, ban=ban))
+        return [logprobs for logprobs, _ in scored]
+
+    sample = Sample(id="a", messages=(Message(role="user", parts=(image(84, 56, 1), "What?")),))
+    return parity.probe(
+        engine,
+        parity.Trainer(score=score, source=trained, changed=trained.changed),
+        trained.family,
+        [sample],
+        sampling=Sampling(max_tokens=8),
+        limit=1e-4,
+        version=0,
+    )
+
+
+def test_names_that_drift_are_refused_and_nothing_is_sampled_after(engine, trained, requests):
+    class Drifted:
+        def __init__(self, rename):
+            self.rename = rename
+
+        def weights(self):
+            return ((self.rename(name), weight) for name, weight in trained.weights())
+
+    odd = "model.visual.blocks.1.mlp.down_proj.weight"
+    with pytest.raises(EnvironmentProblem, match=f"{odd}_ .* the folder has none"):
+        engine.update_weights(Drifted(lambda n: n + "_" * (n == odd)), version=1)
+    with pytest.raises(EnvironmentProblem, match="did not end"):
+        engine.submit(requests[0])
+    engine.update_weights(trained, version=2)
+    assert generate(engine, requests[:1])[0].versions.tolist() == [2] * 6
+
+
+def test_a_weight_that_is_left_out(engine, trained):
+    class Short:
+        def weights(self):
+            return list(trained.weights())[:-1]
+
+    with pytest.raises(EnvironmentProblem, match="nothing is handed over for "):
+        engine.update_weights(Short(), version=1)
+
+
+def test_sleep_and_wake_in_the_order_weights_hand_over_cache(engine, core, trained, requests):
+    engine._sglang.sleeps = True  # in process, torch_memory_saver says so
+    engine.update_weights(trained, version=1)
+    core.told.clear()
+    engine.sleep()
+    generate(engine, requests[:1])
+    kinds = [(what, told if what != "load" else None) for what, told in core.told]
+    assert kinds == [
+        ("release", ["kv_cache", "weights"]),
+        ("resume", ["weights"]),
+        ("load", None),
+        ("flush", None),
+        ("resume", ["kv_cache"]),
+    ]
+
+
+def test_a_request_that_is_aborted_while_it_waits(over_http, core, requests):
+    core.waits = {}
+    over_http.submit(requests[0])
+    while not core.waits:
+        time.sleep(0.01)
+    over_http.abort("0")
+    (done,) = over_http.poll()
+    assert done.finish == "aborted" and len(done.ids) == 0 and over_http.pending == 0
+    over_http.abort("0")  # of nobody: nothing happens
+    assert [what for what, _ in core.told] == ["abort"]
+
+
+def test_one_that_ends_before_the_abort_arrives_is_aborted_too(in_process, requests):
+    """Its loop runs in `poll` only, so SGLang does not know the request yet."""
+    in_process.submit(requests[0])
+    in_process.abort("0")
+    (done,) = in_process.poll()
+    assert done.finish == "aborted" and len(done.ids) == 6
+
+
+def test_a_request_that_the_server_gave_up(over_http, core, requests):
+    core.waits = {}
+    over_http.submit(requests[0])
+    while not core.waits:
+        time.sleep(0.01)
+    core.abort("")
+    with pytest.raises(EnvironmentProblem, match="gave up request 0: Abort in waiting queue"):
+        over_http.poll()
+
+
+def test_pictures_that_are_expanded_differently(engine, core, requests):
+    core.extra_tokens = 3
+    with pytest.raises(EnvironmentProblem, match="expands images or text differently"):
+        generate(engine, requests[1:2])
+
+
+def test_what_the_server_says_of_an_error_is_passed_on(over_http, family, requests):
+    bad = replace(requests[0], ids=np.append(requests[0].ids, family.chat.placeholder))
+    with pytest.raises(EnvironmentProblem, match=r"\(400\): .*1 image placeholder"):
+        generate(over_http, [bad])
+
+
+def test_a_key_is_read_from_the_environment(core, family, requests, monkeypatch):
+    server = serve(core, key="secret")
+    args = {"url": f"http://127.0.0.1:{server.server_port}", "key": "MY_KEY"}
+    locked = build(settings(family, args=args), family)
+    with pytest.raises(EnvironmentProblem, match=r"\(401\): .*Unauthorized"):
+        generate(locked, requests[:1])
+    monkeypatch.setenv("MY_KEY", "secret")
+    assert len(generate(build(settings(family, args=args), family), requests[:1])) == 1
+    server.shutdown()
+    server.server_close()
+
+
+def test_nobody_there(family):
+    with pytest.raises(EnvironmentProblem, match="no answer from"):
+        build(settings(family, args={"url": "http://127.0.0.1:9"}), family)
+
+
+def test_arguments_of_the_engine(in_process, core):
+    (arguments,) = [told for what, told in core.told if what == "start"]
+    assert arguments["enable_deterministic_inference"] and arguments["mem_fraction_static"] == 0.6
+    assert arguments["mm_process_config"]["image"]["size"]["longest_edge"] == 32_768 * 28**2
+
+
+def test_what_cannot_be_served_is_refused(engine, requests):
+    first = replace(requests[0], sampling=Sampling(first=(2.0, 5)))
+    with pytest.raises(ConfigError, match="draws every token alike"):
+        engine.submit(first)
+    with pytest.raises(ConfigError, match=r"lower rollout\.max_tokens"):
+        engine.submit(replace(requests[0], sampling=Sampling(max_tokens=40_000)))
+    assert engine.pending == 0 and not engine.capabilities().support
+
+
+def test_absent_or_too_old(family, monkeypatch):
+    monkeypatch.setattr(transport, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentProblem, match="sglang is not installed; run: pip install"):
+        build(settings(family), family)
+
+    class Old:
+        async def async_generate(self, input_ids=None, rid=None): ...
+
+    module = ModuleType("sglang")
+    module.Engine = Old
+    monkeypatch.setitem(sys.modules, "sglang", module)
+    monkeypatch.setattr(transport, "find_spec", lambda name: name)
+    assert transport.problem().startswith("sglang knows no image_data, mm_hashes")

@@ -1,0 +1,238 @@
+"""The parity probe: a sound engine passes, a broken one is refused with the cause."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.config import TrainConfig
+from saccade.engines import parity
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.errors import EnvironmentProblem
+from saccade.types import Message, Sample, Sampling
+from tests.engines.copies import CopyEngine, remembering
+
+NAME, LIMIT = "qwen2_5_vl", 1e-4
+WARM = Sampling(temperature=0.7, max_tokens=64, stop=("a",))
+
+
+@pytest.fixture(scope="module")
+def family(family_of):
+    return family_of(NAME)
+
+
+@pytest.fixture(scope="module")
+def trained(load, family):
+    return LocalBackend(load(NAME), family, TrainConfig())
+
+
+@pytest.fixture
+def copy(load):
+    return load(NAME)
+
+
+@pytest.fixture(scope="module")
+def samples(image):
+    """One row of text, one with a picture, one with two."""
+    shown = ((), (image(84, 56, 1),), (image(56, 56, 2), image(56, 56, 3)))
+    return [
+        Sample(id=str(n), messages=(Message(role="user", parts=(*media, "What is this?")),))
+        for n, media in enumerate(shown)
+    ]
+
+
+def probe(engine, backend, samples, sampling=WARM, **options):
+    def score(batches, temperature, ban):
+        scored = backend.logprobs(batches, Scoring(temperature=temperature, ban=ban))
+        return [logprobs for logprobs, _ in scored]
+
+    return parity.probe(
+        engine,
+        parity.Trainer(score=score, source=backend, changed=backend.changed),
+        backend.family,
+        samples,
+        **({"sampling": sampling, "limit": LIMIT, "version": 3} | options),
+    )
+
+
+def state(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_a_sound_engine_agrees_and_every_weight_is_as_before(trained, copy, family, samples):
+    mine, theirs = state(trained.model), state(copy)
+    engine = CopyEngine(copy, family)
+    found = probe(engine, trained, samples)
+    assert found.gap < 1e-5 and found.restored < 1e-5
+    assert found.by_weight > 0.01 and found.by_picture > 0.01
+    assert engine.version == 3 and engine.pending == 0
+    assert all(torch.equal(p, mine[name]) for name, p in trained.model.named_parameters())
+    assert all(torch.equal(p, theirs[name]) for name, p in copy.named_parameters())
+    assert str(found).startswith("parity: engine and trainer agree to ")
+    assert found.metrics()["parity/gap"] == found.gap
+
+
+def test_one_request_for_every_replica(trained, copy, family, samples):
+    asked = []
+    engine = CopyEngine(copy, family, request=lambda r: asked.append(r) or r)
+    probe(engine, trained, samples, copies=3)
+    first = asked[:6]
+    assert len({r.noise for r in first}) == 6 and all(r.media for r in first)
+    assert {len(r.media) for r in first} == {1, 2}
+    assert all(r.sampling.max_tokens == 16 and not r.sampling.stop for r in asked)
+
+
+def test_a_frozen_tower_is_probed_as_well(load, copy, family, samples):
+    model = load(NAME)
+    for name, p in model.named_parameters():
+        p.requires_grad_(family.tower_of(name) == "llm")
+    found = probe(CopyEngine(copy, family), LocalBackend(model, family, TrainConfig()), samples)
+    assert found.by_weight > 0.01
+
+
+def test_the_embedded_engine_itself_agrees(trained, family, samples):
+    assert probe(EmbeddedEngine(trained.model, family), trained, samples).gap < 1e-5
+
+
+def test_truncated_sampling_is_scored_on_what_was_kept(trained, copy, family, samples):
+    truncated = Sampling(temperature=0.7, top_k=5, support=True)
+    assert probe(CopyEngine(copy, family), trained, samples, truncated).gap < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3", NAME])
+def test_text_alone_is_probed_with_a_weight_of_the_decoder(family_of, load, samples, name):
+    family = family_of(name)
+    backend = LocalBackend(load(name), family, TrainConfig())
+    found = probe(CopyEngine(load(name), family), backend, samples[:1])
+    assert found.by_picture is None and found.by_weight > 0.01 and found.gap < 1e-5
+    assert "parity/by_picture" not in found.metrics()
+
+
+# -- engines that are wrong ----------------------------------------------------------------------
+
+
+def refused(engine, backend, samples) -> str:
+    before = state(backend.model)
+    with pytest.raises(EnvironmentProblem) as caught:
+        probe(engine, backend, samples)
+    assert all(torch.equal(p, before[name]) for name, p in backend.model.named_parameters())
+    assert caught.value.exit_code == 3
+    return str(caught.value)
+
+
+def test_vision_weights_that_do_not_arrive(trained, copy, family, samples):
+    engine = CopyEngine(copy, family, takes=lambda name: not name.startswith("model.visual."))
+    message = refused(engine, trained, samples)
+    assert "wrong weights: none of what was handed over arrived" in message
+    assert "model.visual.blocks.1.mlp.down_proj.weight was changed" in message
+
+
+def test_weights_that_arrive_in_part(trained, copy, family, samples):
+    class Half(CopyEngine):
+        def update_weights(self, source, version):
+            super().update_weights(source, version)
+            copy.model.visual.blocks[1].mlp.down_proj.weight.data[::2].neg_()
+
+    message = refused(Half(copy, family), trained, samples)
+    assert "wrong weights: only some of what was handed over" in message
+
+
+def test_an_encoder_cache_that_outlives_the_weights(trained, copy, family, samples):
+    by_pixels = remembering(family.features, lambda media: media["patches"].numpy().tobytes())
+    engine = CopyEngine(copy, replace(family, features=by_pixels))
+    message = refused(engine, trained, samples)
+    assert "under older weights: its encoder or prefix cache is stale" in message
+    assert "rollout.engine_args" in message
+
+
+def test_a_cache_of_single_pictures(trained, copy, family, samples):
+    """The second picture of a prompt is kept, too, whatever stands before it."""
+    kept: dict = {}
+
+    def one_by_one(model, media):
+        whole = family.features(model, media)
+        sizes = (media["grid_thw"].prod(1) // 4).tolist()
+        names = [p.numpy().tobytes() for p in media["patches"].split([4 * n for n in sizes])]
+        parts = zip(names, whole.split(sizes), strict=True)
+        return torch.cat([kept.setdefault(name, part.clone()) for name, part in parts])
+
+    message = refused(CopyEngine(copy, replace(family, features=one_by_one)), trained, samples)
+    assert "encoder or prefix cache is stale" in message
+
+
+def test_a_prefix_cache_that_outlives_the_weights(family_of, load, samples):
+    """The answer to a prompt stays as it was when the prompt was seen first."""
+    family = family_of("qwen3")
+
+    class Prefixes(CopyEngine):
+        kept: ClassVar[dict] = {}
+
+        def submit(self, request):
+            self.content = request.ids.tobytes()
+            super().submit(request)
+
+        def poll(self):
+            return [self.kept.setdefault(self.content, done) for done in super().poll()]
+
+    backend = LocalBackend(load("qwen3"), family, TrainConfig())
+    message = refused(Prefixes(load("qwen3"), family), backend, samples[:1])
+    assert "computed of the prompt under older weights" in message
+
+
+def test_pictures_that_are_dropped(trained, copy, family, samples):
+    engine = CopyEngine(copy, family, request=lambda r: replace(r, media=()))
+    assert "the picture does not reach the engine" in refused(engine, trained, samples)
+
+
+def test_a_second_picture_that_is_taken_for_the_first(trained, copy, family, samples):
+    """Of a second picture of that size only a hundredth is looked at."""
+    kept = remembering(family.features, lambda media: str(media["grid_thw"].tolist()))
+
+    def blend(model, media):
+        return kept(model, media).lerp(family.features(model, media), 0.01)
+
+    message = refused(CopyEngine(copy, replace(family, features=blend)), trained, samples)
+    assert "a second picture with what it kept of the first one" in message
+
+
+@pytest.mark.parametrize("limit", [0.05, 100.0])
+def test_a_wide_limit_hides_no_stale_cache(trained, copy, family, samples, limit):
+    """Of two explanations the nearer one counts, however much rounding is allowed."""
+    assert probe(CopyEngine(copy, family), trained, samples, limit=limit).gap < 1e-5
+    by_pixels = remembering(family.features, lambda media: media["patches"].numpy().tobytes())
+    stale = CopyEngine(copy, replace(family, features=by_pixels))
+    with pytest.raises(EnvironmentProblem, match="encoder or prefix cache is stale"):
+        probe(stale, trained, samples, limit=limit)
+
+
+def test_a_temperature_that_is_left_out(trained, copy, family, samples):
+    def plain(request):
+        return replace(request, sampling=replace(request.sampling, temperature=1.0))
+
+    message = refused(CopyEngine(copy, family, request=plain), trained, samples)
+    assert "temperatures differ" in message
+
+
+def test_ids_that_are_not_banned(trained, copy, family, samples):
+    engine = CopyEngine(copy, family)
+    engine.inner.banned = None
+    assert "banned ids differ" in refused(engine, trained, samples)
+
+
+def test_other_weights(trained, copy, family, samples):
+    with torch.no_grad():
+        copy.model.language_model.layers[0].mlp.down_proj.weight.mul_(1.1)
+    message = refused(CopyEngine(copy, family), trained, samples)
+    assert "other weights than the trainer" in message and "rollout.parity_max" in message
+
+
+def test_log_probs_that_are_missing(trained, copy, family, samples):
+    class Mute(CopyEngine):
+        def poll(self):
+            return [replace(d, logprobs=np.full_like(d.logprobs, np.nan)) for d in super().poll()]
+
+    assert "gives no log-prob" in refused(Mute(copy, family), trained, samples)

@@ -1,0 +1,125 @@
+"""What of the vLLM engine needs no vLLM; tests/vllm runs the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from saccade.engines.build import Settings, build
+from saccade.engines.vllm.probe import probe
+from saccade.engines.vllm.prompts import collapsed
+from saccade.engines.vllm.weights import (
+    Announced,
+    HandOver,
+    Place,
+    checksum,
+    folder_shapes,
+    sample_for,
+)
+from saccade.errors import EnvironmentProblem
+from saccade.types import MediaSpan
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
+def test_without_vllm_the_install_line_is_named(family_of: Callable[[str], Any]) -> None:
+    family = family_of("qwen2_5_vl")
+    assert "pip install" in probe().problem and not probe().version
+    with pytest.raises(
+        EnvironmentProblem, match=r"not installed; run: pip install .*saccade\[vllm"
+    ):
+        build(Settings(engine="vllm", folder=family.path, dtype="float32"), family)
+
+
+def test_one_placeholder_stands_for_an_image(image: Callable[..., Any]) -> None:
+    ids = np.array([1, 9, 9, 9, 2, 9, 9, 3])
+    spans = [
+        MediaSpan(media=image(), start=1, length=3, grid=(1, 2, 6)),
+        MediaSpan(media=image(), start=5, length=2, grid=(1, 2, 4)),
+    ]
+    assert collapsed(ids, spans) == [1, 9, 2, 9, 3]
+    assert collapsed(ids, ()) == ids.tolist()
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+PARAMETERS = {
+    "norm.weight": torch.ones(4),
+    "a.qkv_proj.weight": torch.arange(8.0)[:, None].expand(8, 3),
+    "a.down_proj.weight": torch.empty(0),  # packed elsewhere
+}
+SHAPES = {
+    "norm.weight": (4,),
+    "a.q_proj.weight": (4, 3),
+    "a.k_proj.weight": (2, 3),
+    "a.v_proj.weight": (2, 3),
+    "a.down_proj.weight": (3, 3),
+    "other.weight": (1,),
+}
+
+
+def test_places_of_tensors_that_keep_their_bytes() -> None:
+    found = {name: Place.find(name, SHAPES, PARAMETERS) for name in SHAPES}
+    rows = {name: place and (place.start, place.rows) for name, place in found.items()}
+    assert rows == {
+        "norm.weight": (0, 4),
+        "a.q_proj.weight": (0, 4),
+        "a.k_proj.weight": (4, 2),
+        "a.v_proj.weight": (6, 2),
+        "a.down_proj.weight": None,
+        "other.weight": None,
+    }
+    place = found["a.k_proj.weight"]
+    assert place is not None and place.read(PARAMETERS)[:, 0].tolist() == [4.0, 5.0]
+
+
+def test_a_checksum_is_of_the_bits() -> None:
+    x = torch.randn(5, 7, dtype=torch.bfloat16)
+    assert checksum(x) == checksum(x.T) == checksum(x.flip(0))
+    y = x.clone()
+    y[0, 0] = -y[0, 0]
+    assert checksum(x) != checksum(y)
+
+
+def test_every_place_comes_round() -> None:
+    places = {f"{n:02}": Place(parameter=f"{n}", start=0, rows=1) for n in range(40)}
+    turns = [set(sample_for(places, turn)) for turn in range(5)]
+    assert set().union(*turns) == places.keys() and all(len(turn) == 16 for turn in turns)
+
+
+def hand_over(weights: dict[str, torch.Tensor]) -> HandOver:
+    expected = {f"x.{n}": Announced(n, s) for n, s in {"a": (2,), "b": (3,)}.items()}
+    sample = {"x.a": Place(parameter="x.a", start=0, rows=2)}
+    return HandOver(
+        iter(weights.items()),
+        renamed=lambda name: f"x.{name}",
+        expected=expected,
+        sample=sample,
+        dtype=torch.float32,
+    )
+
+
+def test_names_are_compared_both_ways() -> None:
+    whole = hand_over({"a": torch.ones(2), "b": torch.ones(3)})
+    assert [name for name, _ in whole] == ["a", "b"]
+    right = whole.checksums
+    assert whole.problem({"x.a", "x.b"}, {"x.a", "x.b"}, right) == ""
+    assert whole.problem({"x.a"}, {"x.a", "x.b"}, right) == "vllm left unwritten: x.b"
+    assert whole.problem(set(), set(), {"x.a": 0}) == "other bytes arrived for: x.a"
+    drifted = hand_over({"a": torch.ones(2), "c": torch.ones(3)})
+    assert [name for name, _ in drifted] == ["a"]  # what is not expected is not handed on
+    assert drifted.problem(set(), set(), {}) == "missing: b [3]; not expected: c [3]"
+
+
+def test_shapes_come_from_the_headers_of_a_folder(
+    family_of: Callable[[str], Any], load: Callable[..., Any], tmp_path: Any
+) -> None:
+    shapes = folder_shapes(family_of("qwen3").path)
+    wanted = {name: tuple(p.shape) for name, p in load("qwen3").named_parameters()}
+    assert shapes == wanted
+    with pytest.raises(EnvironmentProblem, match="safetensors"):
+        folder_shapes(str(tmp_path))

@@ -1,0 +1,242 @@
+"""`saccade chat`: in a terminal, over a file, as a server that a browser can talk to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from saccade.cli import app
+from saccade.types import Media
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(scope="module")
+def folder(family_of: Any) -> str:
+    return family_of("qwen2_5_vl").path
+
+
+@pytest.fixture
+def picture(tmp_path: Path, image: Any) -> Path:
+    media: Media = image(84, 56, 5)
+    (tmp_path / "a.png").write_bytes(media.data or b"")
+    return tmp_path / "a.png"
+
+
+def chat(*arguments: str, typed: Sequence[str] = ()) -> Result:
+    lines = "".join(f"{line}\n" for line in typed)
+    return CliRunner().invoke(app, ["chat", "rollout.max_tokens=12", *arguments], input=lines)
+
+
+def test_a_conversation(folder: str, picture: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    result = chat(
+        folder,
+        typed=[
+            "/greedy",
+            "/system be brief",
+            f"/image {picture}",
+            "how many?",
+            "sure?",
+            f"/save {saved}",
+            f"/save {saved}",
+            "/image nowhere.png",
+            "/dance",
+            "/clear",
+            "exit",
+            "never read",
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    said = result.stdout.splitlines()
+    assert said[1:4] == ["greedy", "system message set", "84x56, goes with the next message"]
+    (talk,) = json.loads(saved.read_text())
+    roles = [message["role"] for message in talk["messages"]]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    shown, text = talk["messages"][1]["content"]
+    assert shown == {"type": "image", "image": str(picture)} and text["text"] == "how many?"
+    assert talk["messages"][2]["content"] in result.stdout
+    for problem in ("exists; give a new name", "file does not exist", "/dance is unknown"):
+        assert problem in result.stdout
+    assert "never" not in result.stdout
+
+
+def test_a_file_of_conversations_gets_the_answers_of_the_terminal(
+    folder: str, picture: Path, tmp_path: Path
+) -> None:
+    content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "how many?"}]
+    conversations = [[{"role": "user", "content": content}], "hello", {"messages": "hello"}]
+    (tmp_path / "in.json").write_text(json.dumps(conversations))
+    out = tmp_path / "out.json"
+    options = ["--greedy", "--batch", str(tmp_path / "in.json"), "--out", str(out)]
+    assert chat(folder, *options).exit_code == 0
+    answers = json.loads(out.read_text())
+    assert [len(a["messages"]) for a in answers] == [2, 2, 2]
+    assert answers[1]["messages"] == answers[2]["messages"] and answers[0]["tokens"] <= 12
+    typed = chat(folder, "--greedy", typed=[f"/image {picture}", "how many?", "exit"])
+    assert answers[0]["messages"][1]["content"] in typed.stdout
+    assert "nothing is overwritten" in chat(folder, *options).output
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "give a list of conversations"),
+        (
+            '[[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]]',
+            "[0]: ends",
+        ),
+        ('["x", [{"role": "judge", "content": "x"}]]', "[1]: unknown role"),
+    ],
+)
+def test_a_file_that_cannot_be_answered(
+    folder: str, tmp_path: Path, content: str, problem: str
+) -> None:
+    (tmp_path / "in.json").write_text(content)
+    result = chat(folder, "--batch", str(tmp_path / "in.json"))
+    assert result.exit_code == 2 and problem in result.output.replace("\n", "")
+
+
+def test_a_server_that_others_can_reach_has_a_token(folder: str) -> None:
+    result = chat(folder, "--serve", "--no-token", "--host", "0.0.0.0")
+    assert result.exit_code == 2 and "--host 127.0.0.1" in result.output.replace("\n", " ")
+
+
+# -- the server as a process -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(folder: str) -> Iterator[tuple[str, str]]:
+    """Its address, and its page with the token in it."""
+    command = [sys.executable, "-m", "saccade", "chat", folder, "rollout.max_tokens=64"]
+    process = subprocess.Popen(
+        [*command, "--greedy", "--serve", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": "."},
+    )
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(3)]
+    address = re.search(r"http://\S+/v1", lines[0])
+    assert address is not None, lines
+    yield address[0], lines[1].split()[1]
+    process.terminate()
+    process.wait()
+
+
+def test_terminal_and_endpoint_say_the_same(server: tuple[str, str], folder: str) -> None:
+    url, page = server
+    token = page.partition("#token=")[2]
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12}
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        text = json.loads(reply.read())["choices"][0]["message"]["content"]
+    assert text and text in chat(folder, "--greedy", typed=["hello", "exit"]).stdout
+
+
+def test_a_chat_over_an_endpoint(
+    server: tuple[str, str], folder: str, picture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, page = server
+    monkeypatch.setenv("SACCADE_TEST_KEY", page.partition("#token=")[2])
+    typed = [f"/image {picture}", "how many?", "exit"]
+    options = ["rollout.engine=http", f"rollout.http.url={url}"]
+    there = chat(*options, "rollout.http.key=SACCADE_TEST_KEY", "--greedy", typed=typed)
+    assert there.exit_code == 0, there.output
+    assert there.stdout == chat(folder, "--greedy", typed=typed).stdout
+
+
+class Browser:
+    """Chromium over its debugging pipe: JSON messages that end with a zero byte."""
+
+    def __init__(self, folder: Path) -> None:
+        assert CHROMIUM is not None
+        inward, self._to = os.pipe()
+        self._from, outward = os.pipe()
+        flags = "--headless --no-sandbox --disable-gpu --disable-background-networking"
+        command = f'exec "$0" {flags} --remote-debugging-pipe --user-data-dir="$1" about:blank'
+        self.process = subprocess.Popen(
+            ["bash", "-c", f"{command} 3<&{inward} 4>&{outward}", CHROMIUM, str(folder)],
+            pass_fds=(inward, outward),
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(inward)
+        os.close(outward)
+        self._rest, self._number, self._session = b"", 0, ""
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self._rest:
+                data = os.read(self._from, 1 << 16)
+                assert data, "the browser has ended"
+                self._rest += data
+            line, _, self._rest = self._rest.partition(b"\0")
+            reply = json.loads(line)
+            if reply.get("id") == self._number:
+                assert "error" not in reply, reply
+                return reply["result"]
+
+    def visit(self, url: str) -> None:
+        target = self.call("Target.createTarget", url=url)["targetId"]
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = session["sessionId"]
+
+    def run(self, code: str) -> Any:
+        return self.call("Runtime.evaluate", expression=code)["result"].get("value")
+
+    def until(self, code: str) -> Any:
+        for _ in range(300):
+            if value := self.run(code):
+                return value
+            time.sleep(0.1)
+        raise AssertionError(f"never true: {code}; the page: {self.run('document.body.innerText')}")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_the_page(server: tuple[str, str], folder: str, tmp_path: Path, picture: Path) -> None:
+    """Type a message and see the answer; then one about an image."""
+    _, page = server
+    browser = Browser(tmp_path / "profile")
+    with contextlib.ExitStack() as stack:
+        stack.callback(browser.process.wait)
+        stack.callback(browser.process.terminate)
+        browser.visit(page)
+        browser.until("document.readyState === 'complete' && !!document.getElementById('send')")
+        assert browser.until(f"document.getElementById('model').textContent === {folder!r}")
+        browser.run("document.getElementById('text').focus()")
+        browser.call("Input.insertText", text="hello")
+        browser.run("document.getElementById('send').click()")
+        answer = browser.until("document.querySelector('.assistant.done')?.textContent")
+        whole = chat(folder, "rollout.max_tokens=64", "--greedy", typed=["hello", "exit"]).stdout
+        assert answer in whole
+        field = browser.call("Runtime.evaluate", expression="document.getElementById('files')")
+        node = field["result"]["objectId"]
+        browser.call("DOM.setFileInputFiles", files=[str(picture)], objectId=node)
+        browser.until("document.querySelectorAll('#pictures img').length === 1")
+        browser.call("Input.insertText", text="and this?")
+        browser.run("document.getElementById('send').click()")
+        browser.until("document.querySelectorAll('.assistant.done').length === 2")
+        assert browser.run("document.querySelectorAll('.user img').length") == 1
+        assert browser.run("document.querySelectorAll('.error').length") == 0
+        browser.visit(page.partition("#")[0])  # another tab, without the token
+        browser.until("!document.getElementById('locked').hidden")

@@ -1,0 +1,189 @@
+"""`eval` and `generate` over an endpoint: the same answers, and nothing is asked twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.checks import check
+from saccade.config import load as load_config
+from saccade.errors import ConfigError
+from saccade.models.families import load_family
+from saccade.recipes import evaluate, generate
+from tests.endpoints import TOKEN, Endpoint, Says, chat_answer, scripted, serving
+
+Make = Callable[..., dict[str, Any]]
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def endpoint(word_model: str) -> Iterator[Endpoint]:
+    import torch
+
+    from saccade.models.load import load_model
+
+    family = load_family(word_model)
+    model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+    with serving(model, family) as served:
+        yield served
+
+
+@pytest.fixture
+def over_http(
+    endpoint: Endpoint, rl_config: Make, scenes: Path, monkeypatch: pytest.MonkeyPatch
+) -> Make:
+    monkeypatch.setenv("SACCADE_TEST_KEY", TOKEN)
+
+    def config(out: Path, url: str = endpoint.url, **changes: Any) -> dict[str, Any]:
+        options = rl_config(out, data__val=str(scenes / "val.jsonl"), **changes)
+        options |= {
+            "model.path": "",
+            "rollout.engine": "http",
+            "rollout.http.url": url,
+            "rollout.http.model": "tiny",
+            "rollout.http.key": "SACCADE_TEST_KEY",
+            "rollout.http.cache": str(out / "answers"),
+        }
+        return options
+
+    return config
+
+
+def test_an_endpoint_answers_as_the_model_behind_it(
+    tmp_path: Path, rl_config: Make, over_http: Make, scenes: Path
+) -> None:
+    """Greedy, with images, without and with a stop string: every field of every row."""
+    stop: list[str] = []
+    for name in ("plain", "stopped"):
+        same = {"rollout__stop": stop, "data__val": str(scenes / "val.jsonl")}
+        here = evaluate.run(rl_config(tmp_path, **same), out=tmp_path / name / "here")
+        there = over_http(tmp_path, rollout__stop=stop)
+        assert evaluate.run(there, out=tmp_path / name / "there") == here
+        found = rows(tmp_path / name / "there" / "samples.jsonl")
+        assert found == rows(tmp_path / name / "here" / "samples.jsonl") and len(found) == 8
+        assert found[0]["response"].endswith(tuple(stop) or "")
+        assert (found[0]["status"] == "truncated") == (not stop)
+        stop = found[0]["response"].split()[1:2]
+
+
+def test_a_second_run_sends_nothing(tmp_path: Path, over_http: Make, endpoint: Endpoint) -> None:
+    before = len(endpoint.asked)
+    first = evaluate.run(over_http(tmp_path, val__n=3), out=tmp_path / "a")
+    assert len(endpoint.asked) - before == 24 and first["val"]["items"] == 8
+    evaluate.run(over_http(tmp_path, val__n=3), out=tmp_path / "b")
+    assert len(endpoint.asked) - before == 24
+    for name in ("samples.jsonl", "results.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    responses = {row["response"] for row in rows(tmp_path / "a" / "samples.jsonl")}
+    assert len(responses) > 8  # repeats have seeds of their own
+
+
+def test_generate_counts_tokens_and_costs(
+    tmp_path: Path, over_http: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    price = {"generate__n": 2, "data__max_samples": 3, "rollout__http__price": [1.0, 2.0]}
+    result = generate.run(over_http(tmp_path, **price))
+    found = rows(Path(result["path"]))
+    tokens = [r["tokens"] for row in found for r in row["responses"]]
+    assert len(tokens) == 6 and max(tokens) <= 6
+    said = capsys.readouterr()
+    assert f"and {sum(tokens)} response tokens, cost 0.00" in said.out + said.err
+    again = over_http(tmp_path, **price | {"rollout__http__concurrency": 2})
+    assert generate.run(again)["skipped"] == 3  # how it is reached makes no other answers
+
+
+def test_a_killed_run_asks_only_for_what_is_missing(tmp_path: Path, over_http: Make) -> None:
+    released: list[dict[str, Any]] = []
+
+    def script(body: dict[str, Any]) -> Says:
+        released.append(body)
+        return Says(
+            body=chat_answer("<answer>3</answer>").body, after=0.0 if len(released) < 4 else 60
+        )
+
+    with scripted(script) as endpoint:
+        config = over_http(tmp_path, url=endpoint.url, rollout__http__concurrency=2)
+        code = f"from saccade.recipes import evaluate; evaluate.run({config!r})"
+        run = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "."})
+        answers = tmp_path / "answers"
+        while len(list(answers.rglob("*.json"))) < 3 and run.poll() is None:
+            time.sleep(0.05)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    kept = len(list(answers.rglob("*.json")))
+    assert kept == 3
+    port = int(endpoint.url.split(":")[2].split("/")[0])
+    with scripted(lambda body: chat_answer("<answer>3</answer>"), port=port) as endpoint:
+        result = evaluate.run(over_http(tmp_path, url=endpoint.url), out=tmp_path / "eval")
+    assert len(endpoint.asked) == 8 - kept and result["val"]["items"] == 8
+    assert result["val"]["response_mean"] == 7  # as the endpoint counted
+
+
+def test_an_environment_of_several_turns(tmp_path: Path, over_http: Make) -> None:
+    """Later turns send the whole conversation, images included."""
+    file = tmp_path / "asks.py"
+    file.write_text(
+        "from saccade.types import Message\n"
+        "class Twice:\n"
+        "    def reset(self, sample, seed):\n"
+        "        self.media, self.turn = sample.media, 0\n"
+        "        return sample.messages\n"
+        "    def step(self, message):\n"
+        "        self.turn += 1\n"
+        "        again = Message(role='user', parts=(*self.media, 'sure?'))\n"
+        "        done = self.turn == 2\n"
+        "        return (again,), float(done), done, {}\n"
+        "    def close(self): pass\n"
+    )
+    with scripted(lambda body: chat_answer(f"turn {len(body['messages'])}")) as endpoint:
+        config = over_http(
+            tmp_path,
+            url=endpoint.url,
+            data__max_samples=2,
+            env__name=f"{file}:Twice",
+            env__max_turns=3,
+            reward__terms=[],
+        )
+        result = evaluate.run(config, out=tmp_path / "eval")
+    found = rows(tmp_path / "eval" / "samples.jsonl")
+    assert [row["response"] for row in found] == ["turn 1turn 3"] * 2
+    assert [row["tokens"] for row in found] == [14, 14] and result["val"]["reward"] == 1
+    last = max((asked["body"]["messages"] for asked in endpoint.asked), key=len)
+    assert [m["role"] for m in last] == ["user", "assistant", "user"]
+    assert [part["type"] for part in last[2]["content"]] == ["image_url", "text"]
+
+
+def problems(command: str, **options: Any) -> str:
+    base = {"rollout.engine": "http", "rollout.http.url": "http://127.0.0.1:8000/v1"}
+    base |= {"data.val": __file__, "data.train": __file__, "prompt.format": "direct"}
+    base |= {"reward.terms": ["math"]}
+    try:
+        check(load_config(base | {k.replace("__", "."): v for k, v in options.items()}), command)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_a_config_can_say_of_endpoints() -> None:
+    assert problems("eval") == problems("generate") == problems("chat") == ""
+    for command in ("rl", "sft"):
+        said = problems(command, model__path="tiny:qwen2_5_vl")
+        assert "rollout.engine: http" in said and "rollout.engine=embedded" in said
+    assert "rollout.http.url=http://127.0.0.1" in problems("eval", rollout__http__url="")
+    assert "would be logged" in problems("eval", rollout__http__url="http://me:pw@host/v1")
+    said = problems("eval", rollout__http__key="sk-123-456")
+    assert "rollout.http.key=OPENAI_API_KEY" in said and "sk-123" not in said
+    assert "its own template" in problems("eval", prompt__chat_template=__file__)
+    assert "rollout.replicas=0" in problems("eval", rollout__replicas=2)

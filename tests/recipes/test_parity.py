@@ -1,0 +1,51 @@
+"""The probe in a run: where the engine has weights of its own, before step 1."""
+
+import pytest
+
+from saccade.errors import EnvironmentProblem
+from saccade.models.load import load_model
+from saccade.recipes import rl
+from saccade.tracking.loggers import read_metrics
+from tests.engines.copies import CopyEngine
+
+
+@pytest.fixture
+def foreign(monkeypatch):
+    """Runs sample from a copy of the policy, built with these options."""
+
+    def use(**options) -> None:
+        def make_engine(config, policy, **others):
+            dtype = next(policy.model.parameters()).dtype
+            copy = load_model(policy.family, dtype=dtype, device=policy.device)
+            return CopyEngine(copy, policy.family, **options)
+
+        monkeypatch.setattr(rl, "make_engine", make_engine)
+
+    return use
+
+
+def test_a_foreign_engine_is_probed_and_trains_as_the_embedded_one(
+    rl_config, foreign, tmp_path, numbers
+):
+    rl.run(rl_config(tmp_path / "own", run__max_steps=2))
+    foreign()
+    rl.run(rl_config(tmp_path / "foreign", run__max_steps=2))
+    folders = [tmp_path / name / "run" for name in ("own", "foreign")]
+    first, *steps = read_metrics(folders[1] / "metrics.jsonl")
+    assert first["step"] == 0 and first["parity/gap"] < 1e-5 and first["parity/by_picture"] > 1e-3
+    assert "parity: engine and trainer agree" in (folders[1] / "log.txt").read_text()
+    own, theirs = (numbers(folder / "metrics.jsonl") for folder in folders)
+    assert [row["reward/mean"] for row in own] == [row["reward/mean"] for row in theirs[1:]]
+    assert [row["step"] for row in own] == [row["step"] for row in steps] == [1, 2]
+
+
+def test_weights_that_do_not_arrive_stop_the_run(rl_config, foreign, tmp_path):
+    foreign(takes=lambda name: not name.startswith("model.visual."))
+    with pytest.raises(EnvironmentProblem, match="wrong weights"):
+        rl.run(rl_config(tmp_path))
+
+
+def test_a_limit_of_ones_own(rl_config, foreign, tmp_path):
+    foreign()
+    with pytest.raises(EnvironmentProblem, match="limit 1e-12"):
+        rl.run(rl_config(tmp_path, rollout__parity_max=1e-12))

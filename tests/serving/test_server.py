@@ -1,0 +1,318 @@
+"""The endpoint of `saccade chat --serve`, spoken to as any client would."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade.engines import generate
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.models.families import Family
+from saccade.types import Media, Message, Request, Sampling
+from tests.endpoints import TOKEN, Endpoint, serving
+
+NAME = "qwen2_5_vl"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def family(family_of: Callable[[str], Family]) -> Family:
+    return family_of(NAME)
+
+
+@pytest.fixture(scope="module")
+def model(load: Callable[..., Any]) -> Any:
+    return load(NAME)
+
+
+@pytest.fixture(scope="module")
+def endpoint(model: Any, family: Family) -> Iterator[Endpoint]:
+    with serving(model, family) as served:
+        yield served
+
+
+def call(
+    endpoint: Endpoint, path: str, body: Any = None, **headers: str
+) -> tuple[int, dict[str, Any]]:
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    known = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    known |= {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(endpoint.url + path, data=data, headers=known)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status, json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def chat(endpoint: Endpoint, **body: Any) -> dict[str, Any]:
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 8} | body
+    status, reply = call(endpoint, "/chat/completions", body)
+    assert status == 200, reply
+    return reply
+
+
+def events(endpoint: Endpoint, path: str, **body: Any) -> list[Any]:
+    body = {"temperature": 0, "max_tokens": 8, "stream": True} | body
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    request = urllib.request.Request(endpoint.url + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        assert reply.headers.get_content_type() == "text/event-stream"
+        lines = reply.read().decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def test_models(endpoint: Endpoint) -> None:
+    status, reply = call(endpoint, "/models")
+    assert status == 200 and [m["id"] for m in reply["data"]] == ["tiny"]
+
+
+def test_an_answer_is_the_engines(
+    endpoint: Endpoint, model: Any, family: Family, image: Callable[..., Media]
+) -> None:
+    media = image(84, 56, 4)
+    assert media.data is not None
+    url = "data:image/png;base64," + base64.b64encode(media.data).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    reply = chat(endpoint, messages=[{"role": "user", "content": content}], logprobs=True)
+    rendered = family.render([Message(role="user", parts=(media, "What?"))])
+    sampling = Sampling(temperature=0, max_tokens=8)
+    request = Request(key="a", ids=rendered.ids, media=rendered.media, sampling=sampling)
+    (here,) = generate(EmbeddedEngine(model, family), [request])
+    (choice,) = reply["choices"]
+    assert choice["message"]["content"] == family.decode(here.ids)
+    assert choice["finish_reason"] == here.finish
+    shown = [token["logprob"] for token in choice["logprobs"]["content"]]
+    assert shown == pytest.approx(here.logprobs.tolist(), abs=1e-5)
+    assert reply["usage"] == {
+        "prompt_tokens": len(rendered),
+        "completion_tokens": len(here.ids),
+        "total_tokens": len(rendered) + len(here.ids),
+    }
+
+
+def test_choices_differ_and_a_seed_repeats_them(endpoint: Endpoint) -> None:
+    options = {"n": 3, "temperature": 1.0, "seed": 11}
+    first, second = (
+        [c["message"]["content"] for c in chat(endpoint, **options)["choices"]] for _ in range(2)
+    )
+    assert first == second and len(set(first)) == 3
+    assert chat(endpoint, **options | {"seed": 12})["choices"][0]["message"]["content"] != first[0]
+
+
+def test_a_stream_is_the_answer_in_pieces(endpoint: Endpoint) -> None:
+    whole = chat(endpoint, n=2, temperature=1.0, seed=5, max_tokens=20)
+    pieces = events(
+        endpoint,
+        "/chat/completions",
+        messages=HELLO,
+        n=2,
+        temperature=1.0,
+        seed=5,
+        max_tokens=20,
+        stream_options={"include_usage": True},
+    )
+    *pieces, last = pieces
+    assert last["choices"] == [] and last["usage"] == whole["usage"]
+    assert [p["choices"][0]["delta"].get("role") for p in pieces[:2]] == ["assistant"] * 2
+    for index, choice in enumerate(whole["choices"]):
+        mine = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == index]
+        text = "".join(piece["delta"].get("content", "") for piece in mine)
+        assert text == choice["message"]["content"]
+        assert len(mine) > 4 and mine[-1]["finish_reason"] == choice["finish_reason"]
+
+
+def test_completions_and_their_stream(endpoint: Endpoint) -> None:
+    body = {"prompt": "one two", "temperature": 0, "max_tokens": 8}
+    status, reply = call(endpoint, "/completions", body | {"logprobs": 1})
+    (choice,) = reply["choices"]
+    assert status == 200 and len(choice["logprobs"]["tokens"]) == 8
+    assert choice["logprobs"]["text_offset"][:2] == [0, 1]
+    pieces = events(endpoint, "/completions", prompt=["one two"])
+    assert "".join(p["choices"][0]["text"] for p in pieces) == choice["text"]
+
+
+def test_a_stop_string_is_cut_off_and_named(endpoint: Endpoint) -> None:
+    text = chat(endpoint, temperature=1.0, seed=3, max_tokens=40)["choices"][0]["message"][
+        "content"
+    ]
+    end = next(text[i : i + 2] for i in range(4, len(text)) if "\ufffd" not in text[i : i + 2])
+    cut = chat(endpoint, temperature=1.0, seed=3, max_tokens=40, stop=[end, "never"])["choices"][0]
+    assert cut["message"]["content"] == text[: text.index(end)]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", end)
+    pieces = events(
+        endpoint,
+        "/chat/completions",
+        messages=HELLO,
+        temperature=1.0,
+        seed=3,
+        max_tokens=40,
+        stop=end,
+    )
+    shown = "".join(p["choices"][0]["delta"].get("content", "") for p in pieces)
+    assert shown == text[: text.index(end)]
+
+
+def test_clients_share_the_engine(endpoint: Endpoint) -> None:
+    """Ten at once get what each would get alone."""
+    bodies = [{"messages": [{"role": "user", "content": f"say {i}"}]} for i in range(10)]
+    alone = [chat(endpoint, **body)["choices"] for body in bodies]
+    together: dict[int, Any] = {}
+    gate, widest = threading.Barrier(10), []
+    assert endpoint.hub is not None
+    poll = endpoint.hub.engine.poll
+
+    def watched() -> Any:
+        widest.append(endpoint.hub.engine.pending)  # type: ignore[union-attr]
+        return poll()
+
+    endpoint.hub.engine.poll = watched  # type: ignore[method-assign]
+
+    def ask(index: int) -> None:
+        gate.wait()
+        together[index] = chat(endpoint, max_tokens=48, ignore_eos=True, **bodies[index])["choices"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    endpoint.hub.engine.poll = poll  # type: ignore[method-assign]
+    assert max(widest) > 1
+    for index, (choice,) in enumerate(alone):
+        longer = together[index][0]["message"]["content"]
+        assert longer.startswith(choice["message"]["content"].rstrip("\ufffd"))
+
+
+def test_a_client_that_leaves_frees_the_engine(endpoint: Endpoint) -> None:
+    assert endpoint.hub is not None
+    body = json.dumps({"messages": HELLO, "stream": True, "ignore_eos": True, "n": 4}).encode()
+    port = int(endpoint.url.split(":")[2].split("/")[0])
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+    head += f"\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: application/json\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(head.encode() + body)
+        assert b"200" in connection.recv(100)
+    chat(endpoint)  # still answers, and nobody is left when it has
+    for _ in range(400):
+        if not endpoint.hub.engine.pending and not endpoint.hub._clients:
+            break
+        chat(endpoint, max_tokens=1)
+    assert not endpoint.hub._clients
+
+
+BAD = {
+    "messages": [
+        {"messages": []},
+        {"messages": [{"role": "user", "content": "long " * 2000}]},
+    ],
+    "messages[0].role": [{"messages": [{"role": "judge", "content": "x"}]}],
+    "messages[0].content": [
+        {"messages": [{"role": "user", "content": 3}]},
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+    ],
+    "messages[0].content[0].type": [
+        {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+        {"messages": [{"role": "user", "content": ["x"]}]},
+    ],
+    "messages[0].content[0].image_url.url": [
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]}
+        for url in (
+            {"url": "https://example.org/a.png"},
+            {"url": "file:///etc/passwd"},
+            {"url": "/etc/passwd"},
+            {"url": "data:image/png;base64,AAAA"},
+            {"url": "data:image/png;base64,%%"},
+            {},
+        )
+    ],
+    "temperature": [{"temperature": -1}, {"temperature": "hot"}, {"temperature": True}],
+    "top_p": [{"top_p": 0}],
+    "max_tokens": [{"max_tokens": 0}, {"max_tokens": 65}],
+    "n": [{"n": 0}, {"n": 1000}],
+    "stop": [{"stop": [""]}, {"stop": 3}],
+    "seed": [{"seed": 0.5}],
+    "stream": [{"stream": "yes"}],
+    "logprobs": [{"logprobs": True, "stream": True}],
+    "top_logprobs": [{"top_logprobs": 5}],
+    "presence_penalty": [{"presence_penalty": 0.5}],
+    "tools": [{"tools": [{}]}],
+    "response_format": [{"response_format": {"type": "json_object"}}],
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_a_bad_field_is_named(endpoint: Endpoint, field: str) -> None:
+    for body in BAD[field]:
+        status, reply = call(endpoint, "/chat/completions", {"messages": HELLO} | body)
+        assert status == 400 and reply["error"]["param"] == field, (body, reply)
+        assert reply["error"]["type"] == "invalid_request_error" and reply["error"]["message"]
+
+
+def test_neutral_fields_pass(endpoint: Endpoint) -> None:
+    chat(endpoint, presence_penalty=0, user="me", response_format={"type": "text"}, tools=None)
+
+
+def test_a_damaged_image_costs_its_request_only(
+    endpoint: Endpoint, image: Callable[..., Media]
+) -> None:
+    data = bytearray(image(140, 84, 2).data or b"")
+    data[len(data) // 2] ^= 0xFF
+    url = "data:image/png;base64," + base64.b64encode(bytes(data)).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    status, reply = call(endpoint, "/chat/completions", body)
+    assert status == 400 and "cannot be decoded" in reply["error"]["message"]
+    chat(endpoint)
+
+
+def test_what_is_no_request(endpoint: Endpoint) -> None:
+    for path, body, headers, status in (
+        ("/chat/completions", b"{broken", {}, 400),
+        ("/chat/completions", [1], {}, 400),
+        ("/chat/completions", b"[" * 100_000, {}, 400),
+        ("/chat/completions", {"messages": HELLO}, {"Content_Type": "text/plain"}, 415),
+        ("/chat/completions", {"messages": HELLO}, {"Content_Length": str(1 << 40)}, 413),
+        ("/chat/completions", {"messages": HELLO, "model": "gpt"}, {}, 404),
+        ("/embeddings", {}, {}, 404),
+        ("/completions", {"prompt": "<|image_pad|>"}, {}, 400),
+        ("/completions", {"prompt": ["a", "b"]}, {}, 400),
+        ("/models", None, {"Authorization": "Bearer no"}, 401),
+    ):
+        assert call(endpoint, path, body, **headers)[0] == status, (path, body)
+
+
+def test_without_a_token_only_this_machine_is_served(model: Any, family: Family) -> None:
+    with serving(model, family, token="") as open_to_all:
+        assert call(open_to_all, "/models", None, Authorization="")[0] == 200
+        assert call(open_to_all, "/models", None, Host="evil.example")[0] == 403
+
+
+def test_the_page_needs_no_token_and_fetches_nothing_from_elsewhere(endpoint: Endpoint) -> None:
+    with urllib.request.urlopen(endpoint.url.removesuffix("v1"), timeout=30) as reply:
+        page, policy = reply.read().decode(), reply.headers["Content-Security-Policy"]
+    assert "<textarea" in page and "http" not in page.replace("http-equiv", "")
+    assert "default-src 'none'" in policy and TOKEN not in page
+
+
+def test_progress_shows_ids_as_they_are_sampled(model: Any, family: Family) -> None:
+    engine = EmbeddedEngine(model, family)
+    ids = family.render([Message(role="user", parts=("x",))]).ids
+    sampling = Sampling(temperature=0, max_tokens=6, ignore_eos=True)
+    engine.submit(Request(key="a", ids=ids, sampling=sampling))
+    seen, done = [], []
+    while not done:
+        seen.append(engine.progress("a"))
+        done = engine.poll()
+    assert [len(s) for s in seen] == list(range(6)) and len(engine.progress("a")) == 0
+    assert all(np.array_equal(s, done[0].ids[: len(s)]) for s in seen)

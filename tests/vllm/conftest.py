@@ -1,0 +1,120 @@
+"""Real vLLM on a CPU over a tiny vision model. One engine at a time lives in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade.types import Completion, Group, Message, Request, Sample, Sampling, Source, Trajectory
+
+NAME = "qwen2_5_vl"
+
+
+@pytest.fixture(scope="module")
+def family(family_of: Callable[[str], Any]) -> Any:
+    return family_of(NAME)
+
+
+@pytest.fixture(scope="module")
+def backend(load: Callable[..., Any], family: Any) -> Any:
+    """The trainer's side; tests may change its weights, as training does."""
+    from saccade.backends.local import LocalBackend
+
+    return LocalBackend(load(NAME), family)
+
+
+@pytest.fixture(scope="module")
+def settings(family: Any) -> Any:
+    from saccade.engines.build import Settings
+
+    return Settings(
+        engine="vllm",
+        folder=family.path,
+        dtype="float32",
+        max_length=512,
+        max_sequences=32,
+        max_images=4,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(settings: Any, family: Any) -> Iterator[Any]:
+    from saccade.engines.build import build
+
+    made = build(settings, family)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def twin(backend: Any, family: Any) -> Any:
+    """The embedded engine over the trainer's weights."""
+    from saccade.engines.embedded import EmbeddedEngine
+
+    return EmbeddedEngine(backend.model, family)
+
+
+@pytest.fixture(scope="module")
+def ask(family: Any, image: Callable[..., Any]) -> Callable[..., Request]:
+    """A request about `images` pictures of several sizes."""
+
+    def made(key: str, images: int = 0, *, noise: int = 0, index: int = 0, **sampling: Any) -> Any:
+        shown = [image(*size, seed=images) for size in ((56, 84), (200, 130), (300, 77))[:images]]
+        rendered = family.render((Message(role="user", parts=(*shown, f"{key[:1]} how many?")),))
+        return Request(
+            key=key,
+            ids=rendered.ids,
+            media=rendered.media,
+            sampling=Sampling(**{"max_tokens": 12} | sampling),
+            noise=noise,
+            first_index=index,
+        )
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def gap(backend: Any, family: Any) -> Callable[..., float]:
+    """The largest difference between an engine's log-probs and the trainer's."""
+    from saccade.backends import Scoring
+    from saccade.forest import pack
+
+    def largest(
+        requests: Sequence[Request], answers: Sequence[Completion], temperature: float = 1.0
+    ) -> float:
+        members = tuple(
+            _trajectory(n, request, answer)
+            for n, (request, answer) in enumerate(zip(requests, answers, strict=True))
+        )
+        groups = [
+            Group(sample=Sample(id=m.sample_id, messages=()), trajectories=(m,)) for m in members
+        ]
+        batches = pack(groups, positions=family.positions, micro_tokens=1 << 20)
+        backend._seen.clear()  # weights were changed behind its back
+        found = {}
+        for batch, (scores, _) in zip(
+            batches, backend.logprobs(batches, Scoring(temperature=temperature)), strict=True
+        ):
+            for n, key in enumerate(batch.keys):
+                found[key[0]] = scores[batch.sequence == n]
+        return max(
+            float(np.abs(found[m.sample_id] - m.logprobs[m.policy_mask]).max()) for m in members
+        )
+
+    return largest
+
+
+def _trajectory(n: int, request: Request, answer: Completion) -> Trajectory:
+    asked, sampled = len(request.ids), len(answer.ids)
+    return Trajectory(
+        sample_id=f"{request.key}#{n}",
+        repeat=0,
+        ids=np.concatenate([request.ids, answer.ids]),
+        sources=np.repeat(np.array([Source.PROMPT, Source.POLICY], np.int8), [asked, sampled]),
+        logprobs=np.concatenate([np.full(asked, np.nan, np.float32), answer.logprobs]),
+        versions=np.concatenate([np.full(asked, -1, np.int32), answer.versions]),
+        media=request.media,
+    )

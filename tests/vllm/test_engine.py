@@ -1,0 +1,163 @@
+"""What vLLM samples is what the trainer scores, request by request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade.engines import generate
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.types import Request
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+
+Ask = Callable[..., Request]
+Gap = Callable[..., float]
+
+
+def mixed(ask: Ask, **sampling: Any) -> list[Request]:
+    return [ask(f"{n}", n % 4, noise=n + 1, **sampling) for n in range(8)]
+
+
+@pytest.mark.parametrize("images", [0, 1, 3])
+def test_greedy_tokens_are_those_of_the_trainers_model(
+    engine: Any, twin: Any, ask: Ask, gap: Gap, images: int
+) -> None:
+    requests = [ask("a", images, temperature=0.0)]
+    (ours,), (theirs,) = generate(twin, requests), generate(engine, requests)
+    assert ours.ids.tolist() == theirs.ids.tolist()
+    assert gap(requests, [theirs]) < 1e-4
+
+
+def test_a_batch_with_and_without_images(engine: Any, twin: Any, ask: Ask, gap: Gap) -> None:
+    requests = mixed(ask, temperature=0.0)
+    ours, theirs = generate(twin, requests), generate(engine, requests)
+    assert [a.ids.tolist() for a in ours] == [a.ids.tolist() for a in theirs]
+    assert gap(requests, theirs) < 1e-4
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_logprobs_include_temperature_and_ban(
+    engine: Any, family: Any, ask: Ask, gap: Gap, temperature: float
+) -> None:
+    requests = mixed(ask, temperature=temperature, ignore_eos=True, max_tokens=64)
+    answers = generate(engine, requests)
+    assert gap(requests, answers, temperature) < 1e-4
+    drawn = np.concatenate([a.ids for a in answers])
+    assert len(drawn) == 8 * 64 and not family.banned[drawn].any()
+    assert family.banned.mean() > 0.02  # so often an id would be drawn without the ban
+
+
+def test_greedy_and_sampled_rows_share_a_batch(engine: Any, twin: Any, ask: Ask, gap: Gap) -> None:
+    greedy, drawn = ask("g", 1, temperature=0.0), ask("s", 1, noise=3)
+    answers = generate(engine, [greedy, drawn])
+    assert answers[0].ids.tolist() == generate(twin, [greedy])[0].ids.tolist()
+    assert gap([greedy, drawn], answers) < 1e-4
+
+
+def test_a_turn_ends_with_an_end_of_turn_id_or_at_its_limit(
+    engine: Any, family: Any, ask: Ask
+) -> None:
+    requests = [ask(f"{n}", noise=n, max_tokens=48) for n in range(32)]
+    answers = generate(engine, requests)
+    ends = [int(a.ids[-1]) in family.chat.eos_ids for a in answers]
+    assert [a.finish == "stop" for a in answers] == ends and 0 < sum(ends) < 32
+    assert all(len(a.ids) == 48 for a in answers if a.finish == "length")
+
+
+def test_stop_strings_stay_in_the_response(engine: Any, twin: Any, ask: Ask, family: Any) -> None:
+    (whole,) = generate(engine, [ask("a", 1, temperature=0.0, max_tokens=12)])
+    text = family.chat.decode(whole.ids[4:6], special=True)
+    request = ask("a", 1, temperature=0.0, max_tokens=12, stop=(text,))
+    (cut,), (ours,) = generate(engine, [request]), generate(twin, [request])
+    assert cut.finish == "stop" and cut.ids.tolist() == ours.ids.tolist()
+    assert family.chat.decode(cut.ids, special=True).endswith(text)
+
+
+def test_noise_decides_and_the_batch_does_not(engine: Any, ask: Ask) -> None:
+    alone = generate(engine, [ask("a", 1, noise=5)])[0].ids
+    among = generate(
+        engine, [ask(f"{n}", n % 3, noise=n) for n in range(4)] + [ask("a", 1, noise=5)]
+    )
+    other, later = (
+        generate(engine, [ask("a", 1, noise=noise, index=index)])[0].ids
+        for noise, index in ((6, 0), (5, 12))
+    )
+    assert among[-1].ids.tolist() == alone.tolist()
+    assert other.tolist() != alone.tolist() and later.tolist() != alone.tolist()
+
+
+def test_truncated_sampling_gives_the_logprobs_of_what_is_kept(
+    engine: Any, twin: Any, ask: Ask
+) -> None:
+    greedy = generate(twin, [ask("a", temperature=0.0)])[0].ids
+    (first,) = generate(engine, [ask("a", noise=1, top_k=1)])
+    assert first.ids.tolist() == greedy.tolist() and not first.logprobs.any()
+    assert not engine.capabilities().support
+
+
+def test_the_first_token_may_have_settings_of_its_own(
+    engine: Any, twin: Any, ask: Ask, gap: Gap
+) -> None:
+    greedy = generate(twin, [ask("a", 1, temperature=0.0)])[0].ids
+    requests = [ask("a", 1, noise=n, first=(9.0, 1)) for n in range(4)]
+    requests = [replace(request, key=f"{n}") for n, request in enumerate(requests)]
+    answers = generate(engine, requests)
+    assert {int(a.ids[0]) for a in answers} == {int(greedy[0])}
+    assert all(a.logprobs[0] == 0 for a in answers)
+    assert len({tuple(a.ids) for a in answers}) == 4  # and only the first
+    hot = [replace(r, sampling=replace(r.sampling, first=(9.0, -1))) for r in requests]
+    heads = [
+        replace(a, ids=a.ids[:1], logprobs=a.logprobs[:1], versions=a.versions[:1])
+        for a in generate(engine, hot)
+    ]
+    assert gap(hot, heads, 9.0) < 1e-4
+    late = generate(engine, [replace(requests[0], first_index=3)])[0]
+    assert late.logprobs[0] < 0
+
+
+def test_aborted_requests_come_back_with_their_tokens(engine: Any, ask: Ask) -> None:
+    options = {"max_tokens": 40, "ignore_eos": True}
+    whole = generate(engine, [ask("a", 1, noise=2, **options)])[0]
+    engine.submit(ask("a", 1, noise=2, **options))
+    engine.submit(ask("b", noise=3, **options))
+    done = []
+    while len(engine.progress("a")) < 5:
+        done += engine.poll()
+    engine.abort("a")
+    engine.abort("nobody")
+    while engine.pending:
+        done += engine.poll()
+    cut, other = sorted(done, key=lambda answer: answer.key)
+    n = len(cut.ids)
+    assert (cut.key, cut.finish, n) == ("a", "aborted", 5)
+    assert cut.ids.tolist() == whole.ids[:n].tolist()
+    assert cut.logprobs == pytest.approx(whole.logprobs[:n], abs=1e-5)
+    assert (other.finish, len(other.ids)) == ("length", 40)
+
+
+def test_a_prompt_that_vllm_reads_differently_is_refused(engine: Any, ask: Ask) -> None:
+    request = ask("odd", 1)
+    span = request.media[0]
+    ids = np.insert(request.ids, span.start, request.ids[span.start])
+    wrong = replace(request, ids=ids, media=(replace(span, length=span.length + 1),))
+    with pytest.raises(EnvironmentProblem, match=rf"odd.* {len(ids) - 1} .* {len(ids)}:"):
+        engine.submit(wrong)
+    assert not engine.pending
+
+
+def test_a_request_longer_than_the_engine_is_refused(engine: Any, ask: Ask) -> None:
+    with pytest.raises(ConfigError, match="512"):
+        engine.submit(ask("long", max_tokens=512))
+    assert not engine.pending
+
+
+def test_sleep_is_forgiven_where_there_is_none(engine: Any, ask: Ask) -> None:
+    before = generate(engine, [ask("a", 1, temperature=0.0)])[0].ids
+    engine.sleep()
+    assert generate(engine, [ask("a", 1, temperature=0.0)])[0].ids.tolist() == before.tolist()

@@ -1,0 +1,157 @@
+"""Weights that are handed over arrive whole, and nothing of the old ones is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from saccade.engines import generate
+from saccade.errors import EnvironmentProblem
+from saccade.types import Request
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+
+Ask = Callable[..., Request]
+Gap = Callable[..., float]
+
+
+class Changed:
+    """The trainer's weights under other names, or some of them."""
+
+    def __init__(self, backend: Any, change: Callable[[str, Any], Any]) -> None:
+        self.backend, self.change = backend, change
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        changed = (self.change(name, weight) for name, weight in self.backend.weights())
+        return (pair for pair in changed if pair is not None)
+
+
+def move(backend: Any, seed: int, part: str = "") -> None:
+    """As an optimizer would, in place."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in backend.model.named_parameters():
+            if part in name:
+                weight.add_(0.02 * torch.randn(weight.shape, generator=draw))
+
+
+def test_twenty_updates_over_the_same_images(engine: Any, backend: Any, ask: Ask, gap: Gap) -> None:
+    requests = [ask(f"{n}", n % 3, temperature=0.0) for n in range(4)]
+    seen = set()
+    for version in range(1, 21):
+        move(backend, version, part="visual" if version % 2 else "")
+        engine.update_weights(backend, version)
+        answers = generate(engine, requests)
+        assert gap(requests, answers) < 1e-4, version
+        assert {int(v) for a in answers for v in a.versions} == {version}
+        seen.add(float(answers[1].logprobs[0]))
+    assert len(seen) == 20
+
+
+def test_what_was_kept_under_old_weights_would_be_found_without_invalidation(
+    engine: Any, backend: Any, ask: Ask, gap: Gap
+) -> None:
+    requests = [ask(f"{n}", 3, temperature=0.0) for n in range(2)]
+    engine._invalidates = False
+    generate(engine, requests)
+    move(backend, 99, part="visual")
+    engine.update_weights(backend, 99)
+    stale = gap(requests, generate(engine, requests))
+    engine._invalidates = True
+    engine.update_weights(backend, 100)
+    assert stale > 1e-3 > 1e-4 > gap(requests, generate(engine, requests))
+
+
+def test_after_sleep_weights_wake_then_change_then_the_cache_wakes(
+    engine: Any, backend: Any, ask: Ask, gap: Gap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU gives nothing back, but it goes to sleep and wakes as a GPU does."""
+    events, requests = list[str](), [ask("a", 1, temperature=0.0)]
+    sleep, wake = engine._engine.sleep, engine._engine.wake_up
+    monkeypatch.setattr(engine, "_sleeps", True)
+    monkeypatch.setattr(engine, "_beside", True)
+    monkeypatch.setattr(
+        engine._engine, "sleep", lambda level: (events.append(f"sleep {level}"), sleep(level))
+    )
+    monkeypatch.setattr(
+        engine._engine, "wake_up", lambda tags: (events.append(f"wake {tags[0]}"), wake(tags))
+    )
+    source = Changed(backend, lambda *pair: pair)
+    source.weights = lambda: (events.append("weights"), backend.weights())[1]  # type: ignore[method-assign]
+    engine.sleep()  # before any trainer has given weights that could be had again
+    engine.update_weights(source, 150)
+    move(backend, 150)
+    assert gap(requests, generate(engine, requests)) > 1e-3
+    engine.sleep()
+    engine.update_weights(source, 151)
+    assert gap(requests, generate(engine, requests)) < 1e-4
+    engine.sleep()
+    engine.sleep()
+    assert gap(requests, generate(engine, requests)) < 1e-4  # nothing was trained in between
+    assert events == [
+        *("sleep 1", "wake weights", "weights", "wake kv_cache"),
+        *("sleep 2", "wake weights", "weights", "wake kv_cache"),
+        *("sleep 2", "wake weights", "weights", "wake kv_cache"),
+    ]
+
+
+def test_the_same_version_is_handed_over_once(engine: Any, backend: Any) -> None:
+    engine.update_weights(backend, 200)
+    passed = []
+    engine.update_weights(Changed(backend, lambda *pair: passed.append(pair)), 200)
+    assert not passed
+
+
+DRIFTS: dict[str, tuple[Callable[[str, Any], Any], str]] = {
+    "renamed": (
+        lambda n, w: (n.replace("visual.merger.ln_q", "visual.merger.norm"), w),
+        r"missing: .*merger\.ln_q\.weight \[64\]; not expected: .*merger\.norm\.weight \[64\]\)",
+    ),
+    "left out": (
+        lambda n, w: None if n.endswith("layers.1.self_attn.k_proj.bias") else (n, w),
+        r"missing: .*layers\.1\.self_attn\.k_proj\.bias \[32\]; not expected: none",
+    ),
+    "of another shape": (
+        lambda n, w: (n, w[:-1]) if n.endswith("embed_tokens.weight") else (n, w),
+        r"missing: .*embed_tokens\.weight \[272, 64\]; not .*embed_tokens\.weight \[271, 64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DRIFTS)
+def test_names_that_drift_apart_stop_the_engine(
+    engine: Any, backend: Any, ask: Ask, gap: Gap, kind: str
+) -> None:
+    change, message = DRIFTS[kind]
+    with pytest.raises(EnvironmentProblem, match=message):
+        engine.update_weights(Changed(backend, change), 300)
+    with pytest.raises(EnvironmentProblem, match="nothing more is sampled"):
+        engine.submit(ask("a"))
+    assert not engine.pending
+    engine.update_weights(backend, 301)  # a whole set of weights mends it
+    requests = [ask("a", 1, temperature=0.0)]
+    assert gap(requests, generate(engine, requests)) < 1e-4
+
+
+def test_bytes_that_did_not_arrive_are_found(engine: Any, backend: Any) -> None:
+    name = sorted(engine._places)[0]
+    parameter = engine._places[name].parameter
+    (found,) = engine._engine.collective_rpc(
+        lambda worker: dict(worker.model_runner.get_model().named_parameters())[parameter].data
+    )
+    ask = engine._ask
+
+    def spoil(method: str, *arguments: Any) -> Any:
+        if method == "saccade_checksums":
+            found.add_(1)
+        return ask(method, *arguments)
+
+    engine._ask = spoil
+    with pytest.raises(EnvironmentProblem, match=f"other bytes arrived for: {name}"):
+        engine.update_weights(backend, len(engine._places) * 16)  # this turn begins with it
+    engine._ask = ask
+    engine.update_weights(backend, 400)
