@@ -18,7 +18,7 @@ quickstart: $(VENV)/.installed  ## a tiny vision-language model learns to count,
 	env -u OMP_NUM_THREADS $(RUN) -m saccade quickstart
 
 test: $(VENV)/.installed-test  ## run the test suite
-	$(RUN) -m pytest -n 2
+	$(RUN) -m pytest -n 2 --dist loadgroup
 
 test-vllm: $(VLLM)/.installed  ## run the tests that need vLLM, with its CPU build in a venv of its own
 	$(VLLM)/bin/python -m pytest tests/vllm

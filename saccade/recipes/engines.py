@@ -15,7 +15,7 @@ from saccade.engines.remote.replicas import start_replicas
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.models.families.endpoint import endpoint_family
-from saccade.models.load import pick_device, pick_dtype
+from saccade.models.load import pick_dtype
 from saccade.recipes import parts
 from saccade.recipes.parts import Policy
 
@@ -71,7 +71,7 @@ def expenses(engine: Engine) -> str:
 
 def settings_of(config: Config, family: Family) -> Settings:
     rollout, template = config.rollout, config.prompt.chat_template
-    device = pick_device(config.run.device)
+    device = parts.device_of(config)
     return Settings(
         engine=rollout.engine,
         folder=family.path,

@@ -73,6 +73,14 @@ def family_of(config: Config, folder: str) -> Family:
     )
 
 
+def device_of(config: Config) -> torch.device:
+    """Where this process computes, held to the memory that it may take there."""
+    device = pick_device(config.run.device)
+    if config.run.memory and device.type == "cuda":
+        limit_memory(device, config.run.memory)
+    return device
+
+
 def load_policy(
     config: Config, family: Family, *, folder: str | None = None, train: str | None = None
 ) -> Policy:
@@ -81,9 +89,7 @@ def load_policy(
     """
     train = train or config.model.train
     adapted = train in ADAPTED
-    device = pick_device(config.run.device)
-    if config.run.memory and device.type == "cuda":
-        limit_memory(device, config.run.memory)
+    device = device_of(config)
     dtype = pick_dtype(config.model.dtype, device)
     model = load_model(
         replace(family, path=folder) if folder and not adapted else family,
