@@ -335,7 +335,7 @@ BAD = {  # override: (what is named, a value that works)
     "data.order=random": ("data.order", "shuffle"),
     "env.name=cave": ("env.name", "single_turn"),
     "rollout.temperature=0": ("rollout.temperature", "greater than 0"),
-    "run.max_steps=none": ("run.max_steps", "integer"),
+    "run.max_steps=none": ("run.max_steps", "whole number"),
 }
 
 

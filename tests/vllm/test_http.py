@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from saccade.models.families.endpoint import endpoint_family
 from saccade.schema import HttpConfig
 from saccade.types import Media, Message, Request, Sampling
 
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 KEY = "sesame"
 OPTIONS = "--dtype float32 --enforce-eager --max-model-len 2048 --max-num-seqs 8"
 
