@@ -134,6 +134,22 @@ def _own_weights(config: Config) -> Iterator[str]:
         )
 
 
+def _engine_options(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    for name in ("tensor_parallel", "memory_share", "engine_args"):
+        if rollout.engine == "embedded" and name in rollout.model_fields_set:
+            yield (
+                f"rollout.{name}: has no effect with rollout.engine=embedded; remove it, or try "
+                "rollout.engine=vllm"
+            )
+    shared = rollout.engine == "embedded" and not rollout.replicas
+    if shared and "parity_max" in rollout.model_fields_set:
+        yield (
+            "rollout.parity_max: the embedded engine samples from the trainer's own weights, there "
+            "is nothing to compare; remove it"
+        )
+
+
 def _lora(config: Config) -> Iterator[str]:
     model = config.model
     for name in chosen(model.lora) if model.train not in ADAPTED else ():
@@ -316,7 +332,17 @@ def _critic_warmup(config: Config) -> Iterator[str]:
 
 
 READING = (_data_files, _pixels, _prompt_files)
-TRAINING = (_model, _own_weights, _lora, _train_data, *READING, _optimizer, _validation, _resume)
+TRAINING = (
+    _model,
+    _own_weights,
+    _engine_options,
+    _lora,
+    _train_data,
+    *READING,
+    _optimizer,
+    _validation,
+    _resume,
+)
 RULES: dict[str, tuple[Rule, ...]] = {
     "rl": (
         *TRAINING,

@@ -7,6 +7,7 @@ class SaccadeError(Exception):
     """A problem that a user can mend: the message says what, where, and what would work."""
 
     exit_code = 1
+    request: str | None = None  # key of the only request that an engine could not serve
 
 
 class ConfigError(SaccadeError, ValueError):

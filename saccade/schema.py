@@ -206,7 +206,10 @@ class HttpConfig(Section):
     per_minute: int = option(0, "Most requests in a minute; 0: as many as go.", ge=0)
     retries: int = option(5, "Further attempts after an error that may pass.", ge=0)
     timeout: float = option(120.0, "Seconds before an attempt is given up.", gt=0)
-    cache: str | None = option(None, "Folder with answers that were paid for already.")
+    cache: str | None = option(
+        None,
+        "Folder of answers that are not asked for again; empty: beside the results; off: none.",
+    )
     price: tuple[float, float] | None = option(
         None, "Cost of a million prompt and of a million response tokens, to be summed up."
     )
@@ -249,7 +252,7 @@ class RolloutConfig(Section):
     max_tokens: int = option(2048, "Longest response (of one turn).", ge=1)
     stop: tuple[str, ...] = option((), "Strings that end a response; they stay in it.")
     ignore_eos: bool = option(False, "Go on past the end-of-turn token (for benchmarks).")
-    max_sequences: int = option(512, "Sequences decoded at once by the embedded engine.", ge=1)
+    max_sequences: int = option(512, "Sequences decoded at once by one engine.", ge=1)
 
 
 class EnvLimits(Section):

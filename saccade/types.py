@@ -207,6 +207,7 @@ class Request:
     noise: int = 0
     first_index: int = 0  # how many tokens of this trajectory were sampled before
     episode: str | None = None  # keep the cache alive under this name until it is released
+    replica: int | None = None  # that shall do it where there are several; None: any
 
 
 @dataclass(frozen=True, kw_only=True)

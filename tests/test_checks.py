@@ -55,6 +55,10 @@ def test_a_plain_config_passes(rows: Path, command: str) -> None:
         ("run.resume=no/such/step", "run.resume", "run.resume=auto"),
         ("sft.loss_on=all", "sft.loss_on", "remove it"),
         ("generate.n=4", "generate.n", "remove it"),
+        ("rollout.tensor_parallel=2", "rollout.tensor_parallel", "rollout.engine=vllm"),
+        ("rollout.memory_share=0.4", "rollout.memory_share", "rollout.engine=vllm"),
+        ("rollout.engine_args={a: 1}", "rollout.engine_args", "rollout.engine=vllm"),
+        ("rollout.parity_max=0.1", "rollout.parity_max", "remove it"),
     ],
 )
 def test_what_rl_refuses(rows: Path, override: str, field: str, remedy: str) -> None:
@@ -81,6 +85,7 @@ def test_sft_refuses_what_it_does_not_read(rows: Path, override: str) -> None:
 
 def test_eval_takes_the_file_of_a_training_run(rows: Path) -> None:
     check(config(rows, "algorithm.preset=dapo", "train.updates_per_step=4"), "eval")
+    check(config(rows, "rollout.memory_share=0.4", "rollout.parity_max=0.1"), "eval")
 
 
 @pytest.mark.parametrize(
@@ -91,6 +96,8 @@ def test_eval_takes_the_file_of_a_training_run(rows: Path) -> None:
         ["train.min_lr=0.1", "train.schedule=cosine"],
         ["model.train=freeze:vision,projector"],
         ["val.n=8"],
+        ["rollout.tensor_parallel=2", "rollout.memory_share=0.4", "rollout.engine=vllm"],
+        ["rollout.parity_max=0.1", "rollout.replicas=2"],
         ["reward.terms=[]", "env.name=my.py:World", "env.max_turns=4"],
     ],
 )

@@ -281,3 +281,10 @@ def test_a_size_needs_two_numbers():
     assert show.size_of("640x480") == (640, 480)
     with pytest.raises(ConfigError, match="448x448"):
         show.size_of("0x480")
+
+
+def test_what_is_not_counted_is_said(large):
+    assert planned(large, H200, W1).note == ""
+    vllm = planned(large, H200, W1, "rollout.engine=vllm", "rollout.memory_share=0.4")
+    assert "rollout.engine=vllm is not counted" in vllm.note and "holds 0.4" in vllm.note
+    assert "2 is not counted" in planned(large, H200, W1, "rollout.replicas=2").note

@@ -84,6 +84,18 @@ def test_imports_point_to_lower_levels_or_stay_at_home():
     assert wrong == []
 
 
+def test_engines_do_not_know_each_other():
+    packages = {folder.name for folder in (PACKAGE / "engines").iterdir() if folder.is_dir()}
+    wrong = []
+    for path, tree in modules():
+        here = path.relative_to(PACKAGE).parts[:-1]
+        for name in imported(tree) if here[:1] == ("engines",) and len(here) > 1 else ():
+            target = name.split(".")[2:3] if name.startswith("saccade.engines.") else []
+            if target and target[0] in packages - {here[1]}:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert wrong == []
+
+
 def test_optional_libraries_are_never_imported_at_the_top_of_a_module():
     wrong = [
         f"{path.relative_to(PACKAGE)}: {name}"

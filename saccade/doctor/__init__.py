@@ -10,14 +10,16 @@ written or left running, and torch is imported only where it can be said that it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from saccade.config import Config
 from saccade.doctor import machine
-from saccade.doctor.finding import Finding, failure, note, ok
+from saccade.doctor.finding import Finding, failure, note
 from saccade.errors import EnvironmentProblem, SaccadeError
 
 MODEL_CHECKS = ("folder", "template", "agreement")  # modules here; a later one needs the earlier
@@ -30,17 +32,25 @@ def examine(config: Config) -> Iterator[Finding]:
         yield from check(config)
     path = config.model.path
     if path.startswith("tiny:"):
-        yield ok("model", f"{path} is built in place")
+        yield from _guarded("model", partial(_examine_tiny, config))
     elif path and not Path(path).is_dir():
         yield failure("model", f"{path} is not a folder", "give a Hugging Face model folder")
     elif path:
         yield from _examine_model(config)
 
 
+def _examine_tiny(config: Config) -> Iterator[Finding]:
+    build = import_module("saccade.models.tiny").build
+    with tempfile.TemporaryDirectory(prefix="saccade-doctor-") as folder:
+        path = build(config.model.path.removeprefix("tiny:"), folder, seed=config.run.seed)
+        model = config.model.model_copy(update={"path": str(path)})
+        yield from _examine_model(config.model_copy(update={"model": model}))
+
+
 def _examine_model(config: Config) -> Iterator[Finding]:
     """As far as it goes: what cannot be read cannot be rendered, nor loaded."""
     for number, name in enumerate(MODEL_CHECKS):
-        found = list(_guarded(name, config))
+        found = list(_guarded(name, partial(_check, name, config)))
         yield from found
         if any(finding.status == "failure" for finding in found):
             for left in MODEL_CHECKS[number + 1 :]:
@@ -48,10 +58,14 @@ def _examine_model(config: Config) -> Iterator[Finding]:
             return
 
 
-def _guarded(name: str, config: Config) -> Iterator[Finding]:
+def _check(name: str, config: Config) -> Iterator[Finding]:
+    return import_module(f"saccade.doctor.{name}").check(config)
+
+
+def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """Whatever a broken folder or library raises is a finding, too."""
     try:
-        yield from import_module(f"saccade.doctor.{name}").check(config)
+        yield from check()
     except Exception as error:
         text = str(error) if isinstance(error, SaccadeError) else f"{type(error).__name__}: {error}"
         yield failure(name, text.strip()[:500], "mend what it says, then look again")

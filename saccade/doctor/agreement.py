@@ -5,7 +5,10 @@ picture; and so with a foreign engine, where the config asks for one.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -39,9 +42,11 @@ def check(config: Config) -> Iterator[Finding]:
     yield rows_agree(backend, engine, samples)
     yield engine_agrees(own, engine, backend, samples)
     if config.rollout.engine not in ("embedded", "http") or config.rollout.replicas:
-        foreign = make_engine(config, policy)
-        yield engine_agrees(config, foreign, backend, samples)
-        foreign.close()
+        with (
+            tempfile.TemporaryDirectory(prefix="saccade-doctor-") as logs,
+            closing(make_engine(config, policy, logs=Path(logs))) as foreign,
+        ):
+            yield engine_agrees(config, foreign, backend, samples)
 
 
 def questions(family: Family) -> list[Sample]:

@@ -18,13 +18,12 @@ from typing import Any
 
 from saccade.config import Config
 from saccade.doctor.finding import Finding, failure, note, ok, warning
+from saccade.engines.build import INSTALL
+from saccade.errors import SaccadeError
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 LEAST_DISK, LEAST_SHARE = 10 * 2**30, 0.5  # free bytes; free share of a GPU's memory
-ENGINES = {  # how to get it
-    "vllm": 'pip install "saccade[vllm]"',
-    "sglang": "pip install sglang",
-}
+SHOWN_MODELS = 8  # of an endpoint that has many
 
 
 def python(config: Config) -> Iterator[Finding]:
@@ -133,19 +132,19 @@ def kernels(config: Config) -> Iterator[Finding]:
 
 
 def engines(config: Config) -> Iterator[Finding]:
-    """An engine that the config asks for is asked what it can do, others are only looked for."""
+    """What is installed is asked what it can do; only the engine of the config must be there."""
     yield ok("engine", "embedded: always there")
-    for name, install in ENGINES.items():
+    for name, install in INSTALL.items():
         asked = config.rollout.engine == name
         if find_spec(name) is None:
             say = failure if asked else note
             yield say("engine", f"{name}: not installed", install)
             continue
-        problem = why_not(name) if asked else ""
+        problem = why_not(name)
         version = _version(name) or _version(f"{name}-cpu") or ""
         if problem:
             text, _, mend = problem.partition("; ")
-            yield failure("engine", text, mend or install)
+            yield (failure if asked else warning)("engine", text, mend or install)
         else:
             yield ok("engine", f"{name} {version}")
 
@@ -159,6 +158,30 @@ def why_not(name: str) -> str:
     from saccade.engines.sglang.transport import problem
 
     return problem()
+
+
+def endpoint(config: Config) -> Iterator[Finding]:
+    """Asked for its models, with the key; that costs nothing."""
+    if config.rollout.engine != "http":
+        return
+    from saccade.checks import check
+    from saccade.engines.http.client import OFF, ChatClient
+
+    http = config.rollout.http
+    once = {"retries": 0, "cache": OFF, "model": http.model or "any"}
+    try:
+        check(config, "chat")
+        names = ChatClient(http.model_copy(update=once)).models()
+    except SaccadeError as error:
+        text, _, mend = str(error).rpartition("; ")
+        yield failure("endpoint", text, mend)
+        return
+    listed = ", ".join(names[:SHOWN_MODELS]) or "no model"
+    if http.model in names or (not http.model and len(names) == 1):
+        yield ok("endpoint", f"{http.url} has {http.model or listed}")
+    else:
+        text = f"{http.url} has {f'no {http.model}, but ' if http.model else ''}{listed}"
+        yield failure("endpoint", text, "name one of its models with rollout.http.model")
 
 
 def loopback(config: Config) -> Iterator[Finding]:
@@ -197,4 +220,4 @@ def disk(config: Config) -> Iterator[Finding]:
         yield ok("disk", text)
 
 
-CHECKS = (python, packages, devices, kernels, engines, loopback, disk)
+CHECKS = (python, packages, devices, kernels, engines, endpoint, loopback, disk)

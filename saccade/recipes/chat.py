@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from saccade.errors import ConfigError, SaccadeError
 from saccade.images import open_media
 from saccade.models.families import Family
 from saccade.recipes import parts
-from saccade.recipes.engines import answering_engine, answering_family, model_name
+from saccade.recipes.engines import answering_engine, answering_family, model_name, room
 from saccade.rollout.episode import noise_key
 from saccade.serving.fields import Served
 from saccade.serving.hub import Hub
@@ -106,20 +107,42 @@ def _answer(state: Talk, line: str, say: Say) -> None:
 
 def _stream(state: Talk, request: Request, say: Say) -> tuple[str, Completion]:
     """Says the answer as it comes; Ctrl-C ends it where it is."""
-    stream, text = TextStream(state.family.decode), ""
-    state.engine.submit(request)
+    stream, text, engine = TextStream(state.family.decode), "", state.engine
     done: list[Completion] = []
-    while not done:
-        try:
-            done = state.engine.poll()
-        except KeyboardInterrupt:
-            state.engine.abort(request.key)
-            continue
-        ids = done[0].ids if done else progress(state.engine, request.key)
-        piece = stream.finish(ids) if done else stream.add(ids)
-        text += piece
-        say(piece)
+    with _interruptible() as pressed:
+        engine.submit(request)
+        while not done:
+            if pressed.is_set():
+                pressed.clear()
+                engine.abort(request.key)
+            done = engine.poll()
+            ids = done[0].ids if done else progress(engine, request.key)
+            piece = stream.finish(ids) if done else stream.add(ids)
+            text += piece
+            say(piece)
     return text, done[0]
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Tells of Ctrl-C, which would leave caches half written if it struck within an engine's step;
+    a second one strikes all the same.
+    """
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # signals go to another
+        yield pressed
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(*_: Any) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # -- commands of the terminal ----------------------------------------------------------------------
@@ -314,7 +337,7 @@ def _opened(config: Config) -> Iterator[tuple[Family, Engine]]:
     parts.quiet_libraries()
     family = answering_family(config)
     with closing(answering_engine(config, family)) as engine:
-        yield family, engine
+        yield replace(family, max_positions=room(config, family)), engine
 
 
 def _request(key: str, messages: Sequence[Message], family: Family, sampling: Sampling) -> Request:
@@ -322,8 +345,9 @@ def _request(key: str, messages: Sequence[Message], family: Family, sampling: Sa
     room = family.max_positions - len(rendered)
     if room < 1:
         raise ConfigError(
-            f"{key}: {len(rendered)} tokens fill the model's {family.max_positions} positions; "
-            "/clear begins anew, a lower data.max_pixels shrinks images"
+            f"{key}: {len(rendered)} tokens where prompt and answer have {family.max_positions}; "
+            "/clear begins anew, a lower data.max_pixels shrinks images; with vllm and sglang a "
+            "higher data.max_prompt_tokens makes room, up to env.max_total_tokens"
         )
     return Request(
         key=key,

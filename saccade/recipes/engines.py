@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from saccade.config import Config
+from saccade.config import Config, DataConfig
 from saccade.engines import Engine
 from saccade.engines.build import Settings, build
 from saccade.engines.http import HttpEngine
@@ -21,23 +22,29 @@ from saccade.recipes.parts import Policy
 
 
 def make_engine(
-    config: Config, policy: Policy, *, logs: Path | None = None, say: Callable[[str], Any] = print
+    config: Config,
+    policy: Policy,
+    *,
+    first_tokens: bool = False,
+    logs: Path | None = None,
+    say: Callable[[str], Any] = print,
 ) -> Engine:
     """In this process, or replicas of it in their own: they log into the folder `logs`, and `say`
-    is told when one has died.
+    is told when one has died. `first_tokens`: some are drawn with settings of their own.
     """
-    return _make(config, policy.family, policy.model, logs=logs, say=say)
+    settings = replace(settings_of(config, policy.family), first_tokens=first_tokens)
+    return _make(config, settings, policy.family, policy.model, logs=logs, say=say)
 
 
 def _make(
     config: Config,
+    settings: Settings,
     family: Family,
     model: Any = None,
     *,
     logs: Path | None = None,
     say: Callable[[str], Any] = print,
 ) -> Engine:
-    settings = settings_of(config, family)
     if config.rollout.replicas:
         return start_replicas(settings, config.rollout.replicas, logs=logs, say=say)
     return build(settings, family, model)
@@ -50,12 +57,18 @@ def answering_family(config: Config) -> Family:
     return parts.family_of(config, parts.start_folder(config))
 
 
-def answering_engine(config: Config, family: Family, *, logs: Path | None = None) -> Engine:
-    """Where none is trained: over weights that it loads itself, or over an endpoint's own."""
+def answering_engine(
+    config: Config, family: Family, *, logs: Path | None = None, answers: Path | None = None
+) -> Engine:
+    """Where none is trained: over weights that it loads itself, or over an endpoint's own, whose
+    answers are kept in the folder `answers` unless the config names another.
+    """
     rollout = config.rollout
     if rollout.engine == "http":
-        return HttpEngine(ChatClient(rollout.http, fields=rollout.engine_args), family)
-    return _make(config, family, logs=logs)
+        cache = rollout.http.cache or (str(answers) if answers else None)
+        http = rollout.http.model_copy(update={"cache": cache})
+        return HttpEngine(ChatClient(http, fields=rollout.engine_args), family)
+    return _make(config, settings_of(config, family), family, logs=logs)
 
 
 def model_name(config: Config, engine: Engine) -> str:
@@ -82,8 +95,12 @@ def settings_of(config: Config, family: Family) -> Settings:
         trust_remote_code=config.model.trust_remote_code,
         max_sequences=rollout.max_sequences,
         max_length=longest_sequence(config),
-        max_images=max(config.env.max_images, config.env.eval.max_images or 0),
-        tensor_parallel=rollout.tensor_parallel,
+        max_images=max(
+            config.data.max_images, config.env.max_images, config.env.eval.max_images or 0
+        ),
+        # Images that environments make have the default limit.
+        max_pixels=max(config.data.max_pixels, DataConfig().max_pixels),
+        tensor_parallel=1 if rollout.engine == "embedded" else rollout.tensor_parallel,
         memory_share=rollout.memory_share,
         seed=config.run.seed,
         args=rollout.engine_args,
@@ -98,6 +115,12 @@ def longest_sequence(config: Config) -> int:
         config.rollout.max_tokens, config.val.max_tokens or 0
     )
     return total if turns > 1 else min(total, once)
+
+
+def room(config: Config, family: Family) -> int:
+    """Tokens of a prompt with its answer; vllm and sglang are built for what the config may ask."""
+    bounded = config.rollout.engine in ("vllm", "sglang")
+    return min(family.max_positions, longest_sequence(config) if bounded else family.max_positions)
 
 
 def require_support(config: Config, engine: Engine) -> None:

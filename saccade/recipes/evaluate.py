@@ -8,6 +8,7 @@ the exported folder.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -34,6 +35,7 @@ from saccade.tracking.console import Console
 from saccade.types import ALWAYS_EXCLUDED, Group, Trajectory
 
 Progress = Callable[[int, int], None]
+RESULTS, ANSWERS = "results.json", "answers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +52,14 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     config = load(config)
     checks.check(config, "eval")
     parts.quiet_libraries()
-    folder = Path(out) if out else _free(Path(config.run.out) / f"{config.run.name}-eval")
+    folder, answers = _places(config, out)
     folder.mkdir(parents=True, exist_ok=True)
     if rescore is not None:
         return _rescore(config, Path(rescore), folder)
     family = answering_family(config)
     sets = parts.validation_sets(config, family)
     scorer = parts.make_scorer(config)
-    engine = answering_engine(config, family, logs=folder)
+    engine = answering_engine(config, family, logs=folder, answers=answers)
     with (
         scorer or nullcontext(),
         closing(engine),
@@ -117,7 +119,6 @@ def evaluate_set(
         on_finish=stream.submit,
         progress=progress,
     )
-    engine.sleep()
     if scorer is not None or config.env.name != "single_turn":  # else nobody has judged anything
         groups = stream.attach(groups)
     return Result(name=name, groups=tuple(groups), metrics=set_metrics(groups, family))
@@ -191,15 +192,24 @@ def describe(result: Result) -> str:
     return f"{result.name}: {accuracy}  {rates}  items {m['items']:.0f}"
 
 
-def _free(path: Path) -> Path:
-    """The path, or the first of path-2, path-3 … that is free: nothing is overwritten."""
-    if not path.exists():
-        return path
-    numbered = (path.with_name(f"{path.name}-{n}") for n in range(2, 10_000))
-    return next(candidate for candidate in numbered if not candidate.exists())
-
-
 # -- files -----------------------------------------------------------------------------------------
+
+
+def _places(config: Config, out: Path | None) -> tuple[Path, Path]:
+    """A folder for the results, and one for the answers of an endpoint. The first of NAME-eval,
+    NAME-eval-2 … that is free: nothing is overwritten. Answers are kept with the evaluations just
+    before it if those were broken off, so that what was answered there is not asked again.
+    """
+    if out is not None:
+        return Path(out), Path(out) / ANSWERS
+    name = f"{config.run.name}-eval"
+    names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
+    earlier: list[Path] = []
+    while (folder := Path(config.run.out) / next(names)).exists():
+        earlier.insert(0, folder)
+    broken_off = itertools.takewhile(lambda path: not (path / RESULTS).exists(), earlier)
+    kept = [path / ANSWERS for path in broken_off if (path / ANSWERS).exists()]
+    return folder, kept[0] if kept else folder / ANSWERS
 
 
 def write_results(folder: Path, results: Sequence[Result], family: Family) -> dict[str, Any]:
@@ -212,7 +222,7 @@ def write_results(folder: Path, results: Sequence[Result], family: Family) -> di
     ]
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     (folder / "samples.jsonl").write_text(text, encoding="utf-8")
-    (folder / "results.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (folder / RESULTS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
 
 
@@ -274,7 +284,7 @@ def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
         }
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     (folder / "samples.jsonl").write_text(text, encoding="utf-8")
-    (folder / "results.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (folder / RESULTS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
 
 

@@ -25,6 +25,8 @@ from saccade.tracking.console import Console
 from saccade.types import Group
 
 BLOCK = 512  # prompts between two writes
+# Options of rollout that say how answers are come by, and change none.
+HOW = ("http", "replicas", "tensor_parallel", "memory_share", "parity_max", "max_sequences")
 
 
 def run(config: Any) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def run(config: Any) -> dict[str, Any]:
     done = _done(path, made_by)
     todo = [sample for sample in data.samples if sample.id not in done]
     scorer = parts.make_scorer(config)
-    engine = answering_engine(config, family, logs=path.parent)
+    engine = answering_engine(config, family, logs=path.parent, answers=path.parent / "answers")
     with (
         scorer or nullcontext(),
         closing(engine),
@@ -99,9 +101,8 @@ def _made_by(config: Config) -> dict[str, str]:
     """What a response depends on besides its row: answers of two models never mix in one file."""
     rollout, http = config.rollout, config.rollout.http
     model = f"{http.model} at {http.url}" if rollout.engine == "http" else config.model.path
-    # How an endpoint is reached changes no answer, nor do copies of the engine.
-    rollout = rollout.model_copy(update={"http": http.api, "replicas": 0})
-    chosen = [config.prompt, rollout, config.env, config.generate, config.run.seed]
+    asked = rollout.model_dump(exclude=set(HOW)) | {"api": http.api}
+    chosen = [config.prompt, asked, config.env, config.generate, config.run.seed]
     text = repr(chosen).encode()
     return {
         "model": model,

@@ -358,7 +358,13 @@ def _actors(
     checkpointing = parts.use_checkpointing(config)
     backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
     stream = Stream(data, seed=config.run.seed, config=config.data)
-    engine = make_engine(config, policy, logs=run.folder.path, say=run.console.note)
+    engine = make_engine(
+        config,
+        policy,
+        first_tokens=algorithm.fire.temperature > 0,
+        logs=run.folder.path,
+        say=run.console.note,
+    )
     run.close_at_end(engine)
     require_support(config, engine)
     run.progress.setdefault("stream", stream.state())
@@ -380,7 +386,9 @@ def _actors(
         scorer=scorer,
         stream=stream,
         surplus=Surplus(sample_of=data.sample),
-        validation=Validation(run, config, family, engine, backend, scorer, sets),
+        validation=Validation(
+            run, config, family, engine, backend, scorer, sets, training_follows=False
+        ),
     )
     if run.start is not None:
         backend.load_state(run.start / "state")

@@ -22,7 +22,7 @@ from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps
-from saccade.recipes import parts
+from saccade.recipes import parity, parts
 from saccade.recipes.engines import make_engine
 from saccade.recipes.guard import guard
 from saccade.recipes.run import Run
@@ -68,6 +68,7 @@ def _train(
 ) -> dict[str, Any]:
     train, last = config.train, dict[str, Any]()
     assert train.lr is not None, "the defaults of the command are filled in"
+    _compare(run, config, backend, validation)
     validation.before()
     for step in run.steps():
         with run.phase("data"):
@@ -165,4 +166,13 @@ def _validation(
     if sets:
         engine = make_engine(config, policy, logs=run.folder.path, say=run.console.note)
     run.close_at_end(engine)
-    return Validation(run, config, family, engine, backend, scorer, sets)
+    return Validation(run, config, family, engine, backend, scorer, sets, training_follows=True)
+
+
+def _compare(run: Run, config: Config, backend: LocalBackend, validation: Validation) -> None:
+    """Before step 1: do both mean the same model? Then the engine leaves the memory to training."""
+    if validation.engine is not None:
+        samples = [s for dataset in validation.sets.values() for s in dataset.samples]
+        validation.engine.update_weights(backend, version=run.step)
+        parity.check(run, config, validation.engine, backend, samples)
+        validation.engine.sleep()

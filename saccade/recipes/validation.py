@@ -23,9 +23,12 @@ class Validation:
         weights: WeightSource,
         scorer: Scorer | None,
         sets: dict[str, Dataset],
+        *,
+        training_follows: bool,  # and wants the memory; else a rollout, with the same weights
     ) -> None:
         self.run, self.config, self.family = run, config, family
         self.engine, self.weights, self.scorer, self.sets = engine, weights, scorer, sets
+        self.training_follows = training_follows
 
     def before(self) -> None:
         """The score of the start, for the comparison."""
@@ -51,6 +54,8 @@ class Validation:
                 )
             except Stopping:  # the run ends after this step; half a validation says nothing
                 return {}
+        if self.training_follows:
+            self.engine.sleep()
         for result in results:
             groups = result.groups[: self.config.val.log_generations]
             self.run.store(groups, step=step, kind=f"val/{result.name}")

@@ -77,6 +77,9 @@ def read_chat(body: Mapping[str, Any], served: Served) -> Asked:
     messages = tuple(
         _message(item, f"messages[{i}]", served.data) for i, item in enumerate(written)
     )
+    images, most = sum(len(message.media) for message in messages), served.data.max_images
+    if images > most:
+        raise BadRequest("messages", f"{images} images, at most {most} are taken here")
     try:
         # Past the family's memory of prompts, which would keep every picture that was ever sent.
         rendered = served.family.chat.render(messages, served.family.measure, generation=True)

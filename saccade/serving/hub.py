@@ -16,9 +16,11 @@ from functools import partial
 import numpy as np
 
 from saccade.engines import Engine, progress
+from saccade.errors import SaccadeError
 from saccade.types import Completion, Request
 
 GLANCE = 1.0  # seconds after which a client looks whether the engine still runs
+NOTHING = np.zeros(0, np.int64)
 
 
 class Closed(Exception):
@@ -27,11 +29,12 @@ class Closed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What one of the asked sequences has so far; its completion at the end."""
+    """What one of the asked sequences has so far; at the end its completion, or why it has none."""
 
     index: int
     ids: np.ndarray
     completion: Completion | None = None
+    problem: SaccadeError | None = None
 
 
 @dataclass(kw_only=True)
@@ -40,6 +43,9 @@ class _Client:
     events: queue.SimpleQueue[Event]
     stream: bool
     seen: int = 0
+
+    def refuse(self, problem: SaccadeError) -> None:
+        self.events.put(Event(index=self.index, ids=NOTHING, problem=problem))
 
 
 class Hub:
@@ -53,7 +59,9 @@ class Hub:
     def ask(
         self, requests: Sequence[Request], *, stream: bool = False
     ) -> Generator[Event, None, None]:
-        """Events of all requests until each is complete; whoever stops reading aborts the rest."""
+        """Events of all requests until each is complete; whoever stops reading aborts the rest.
+        Raises what the engine says against one of them.
+        """
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         keys = [f"{request.key}#{next(self._numbers)}" for request in requests]
         for index, (key, request) in enumerate(zip(keys, requests, strict=True)):
@@ -68,8 +76,10 @@ class Hub:
                     if self.closed:
                         raise Closed from None
                     continue
-                if event.completion is not None:
+                if event.completion is not None or event.problem is not None:
                     left.remove(event.index)
+                if event.problem is not None:
+                    raise event.problem
                 yield event
         finally:
             for index in left:
@@ -80,7 +90,7 @@ class Hub:
         try:
             while not self.closed:
                 self._take()
-                for completion in self.engine.poll() if self.engine.pending else ():
+                for completion in self._poll():
                     client = self._clients.pop(completion.key, None)
                     if client is not None:
                         client.events.put(
@@ -101,9 +111,23 @@ class Hub:
         while not self.closed and not (self._inbox.empty() and self.engine.pending):
             self._inbox.get()()
 
+    def _poll(self) -> list[Completion]:
+        try:
+            return self.engine.poll() if self.engine.pending else []
+        except SaccadeError as problem:
+            if problem.request is None:
+                raise
+            if (client := self._clients.pop(problem.request, None)) is not None:
+                client.refuse(problem)
+            return []
+
     def _submit(self, request: Request, client: _Client) -> None:
-        self._clients[request.key] = client
-        self.engine.submit(request)
+        try:
+            self.engine.submit(request)
+        except SaccadeError as problem:
+            client.refuse(problem)
+        else:
+            self._clients[request.key] = client
 
     def _abort(self, key: str) -> None:
         if self._clients.pop(key, None) is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from saccade.models.families import Family
@@ -43,12 +44,12 @@ def _chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> Json:
 
 
 def _text_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> Json:
-    offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    ends = list(accumulate(map(len, tokens), initial=0))
     return {
         "tokens": list(tokens),
         "token_logprobs": list(logprobs),
         "top_logprobs": None,
-        "text_offset": offsets,
+        "text_offset": ends[:-1],
     }
 
 

@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from saccade.errors import EnvironmentProblem
+from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 from saccade.serving import replies
 from saccade.serving.fields import Asked, BadRequest, Served, read_chat, read_completion
 from saccade.serving.hub import Closed, Event, Hub
@@ -32,7 +32,7 @@ from saccade.serving.text import TextStream
 from saccade.types import Completion
 
 PAGE = Path(__file__).with_name("page.html")
-LARGEST_BODY = 64 * 2**20
+LARGEST_BODY, PIECE = 64 * 2**20, 2**16
 LOOPBACK = ("127.0.0.1", "localhost")
 LOOPBACK_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 SILENCE = 60  # seconds that a client may take to send its request
@@ -99,28 +99,46 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, routes: Mapping[str, Callable[[], None]]) -> None:
         path = self.path.partition("?")[0].rstrip("/") or "/"
         try:
-            self.body = self._read()  # first, or the next request would begin inside this one
-            self._admit(path)
+            length = self._length()
+            self._admit(path, length)
+            # In any case, or the next request would begin inside this one.
+            self.body = self.rfile.read(length)
             if path not in routes:
                 raise BadRequest(None, f"{path} is not served here", status=404)
             routes[path]()
         except BadRequest as problem:
             self._fail(problem)
+        except SaccadeError as problem:  # the engine's own
+            status = 400 if isinstance(problem, ConfigError) else 502
+            self._fail(BadRequest(None, str(problem), status=status))
         except Closed:
             if not self.streaming:  # a stream just ends, without its last mark
                 self._fail(BadRequest(None, "the engine has ended", status=503))
 
-    def _admit(self, path: str) -> None:
+    def _admit(self, path: str, length: int) -> None:
+        problem = self._against(path)
+        if problem is not None:
+            self.close_connection = True
+            self._fail(problem)
+            # A client reads why only when it has sent all; nothing of it is kept.
+            while length > 0 and (piece := self.rfile.read(min(length, PIECE))):
+                length -= len(piece)
+            raise ConnectionAbortedError
+
+    def _against(self, path: str) -> BadRequest | None:
         token = self.service.token
         if not token:
             if not LOOPBACK_NAME.fullmatch(self.headers.get("Host", "")):
-                raise BadRequest(None, "this server speaks to its own machine only", status=403)
+                return BadRequest(None, "this server speaks to its own machine only", status=403)
         elif path != "/":  # the page holds no secret, and asks for the token
             given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
             if not hmac.compare_digest(given.encode(), token.encode()):
-                raise BadRequest(None, "wrong or missing token", status=401, code="invalid_api_key")
+                return BadRequest(
+                    None, "wrong or missing token", status=401, code="invalid_api_key"
+                )
+        return None
 
-    def _read(self) -> bytes:
+    def _length(self) -> int:
         length = self.headers.get("Content-Length", "0")
         if not length.isdecimal() or self.headers.get("Transfer-Encoding"):
             self.close_connection = True
@@ -128,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
         if int(length) > LARGEST_BODY:
             self.close_connection = True
             raise BadRequest(None, f"more than {LARGEST_BODY >> 20} MiB", status=413)
-        return self.rfile.read(int(length))
+        return int(length)
 
     # -- answers --
 
@@ -227,7 +245,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _fail(self, problem: BadRequest) -> None:
         error = replies.error(str(problem), problem.field, problem.code, problem.status)
-        self._json(problem.status, error)
+        if self.streaming:  # it ends with this, without its last mark
+            self._event(json.dumps(error))
+        else:
+            self._json(problem.status, error)
 
     def _json(self, status: int, value: Mapping[str, Any]) -> None:
         self._reply(status, json.dumps(value).encode(), "application/json")

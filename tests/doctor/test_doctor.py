@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.doctor import agreement, machine
 from saccade.engines.embedded import EmbeddedEngine
+from tests.endpoints import Says, scripted
 
 
 def run(*arguments: str):
@@ -35,6 +37,34 @@ def test_a_healthy_model_passes_to_its_end(family_of, name):
     said = {f["name"]: f["text"] for f in findings}
     assert "padded" in said["rows"] and "one by one" in said["rows"]
     assert ("another picture" in said["parity embedded"]) == (name != "qwen3")
+
+
+def test_a_tiny_model_is_looked_at_too(tmp_path):
+    result = run("--model", "tiny:qwen2_5_vl", "run.device=cpu", f"run.out={tmp_path}", "--json")
+    assert result.exit_code == 0, result.output
+    said = {f["name"]: f["text"] for f in json.loads(result.stdout)["findings"]}
+    assert "another picture" in said["parity embedded"] and not list(tmp_path.iterdir())
+    assert run("--model", "tiny:nothing").exit_code == 3
+
+
+def test_replicas_leave_nothing_behind(healthy, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    seen = []
+
+    def broken(config, engine, backend, samples):
+        seen.append(engine)
+        raise RuntimeError("in the midst of it")
+
+    config = load(None, [f"model.path={healthy}", "run.device=cpu", "rollout.replicas=1"])
+    monkeypatch.setattr(agreement, "engine_agrees", lambda *a: agreement.ok("parity", ""))
+    checking = agreement.check(config)
+    assert [next(checking).name for _ in range(2)] == ["rows", "parity"]
+    monkeypatch.setattr(agreement, "engine_agrees", broken)
+    with pytest.raises(RuntimeError):
+        next(checking)
+    (engine,) = seen
+    assert not engine._places and not list(tmp_path.glob("saccade-*"))
 
 
 def test_a_broken_model_exits_with_3_and_says_what_was_left_out(folder):
@@ -105,7 +135,36 @@ def test_an_engine_is_judged_by_its_own_probe(monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda name: name)
     monkeypatch.setattr(machine, "why_not", lambda name: f"{name} is too old; run: this")
     assert ("failure", "vllm is too old") in findings(machine.engines, "rollout.engine=vllm")
+    assert ("warning", "vllm is too old") in findings(machine.engines)
+    monkeypatch.setattr(machine, "why_not", lambda name: "")
     assert all(status == "ok" for status, _ in findings(machine.engines))
+
+
+def test_an_endpoint_is_asked_for_its_models(monkeypatch):
+    models = Says(body={"data": [{"id": "a"}, {"id": "b"}]})
+    refused = Says(status=401, body={"error": {"message": "who are you?"}})
+    monkeypatch.setenv("SACCADE_TEST_KEY", "sesame")
+    options = ["rollout.engine=http", "rollout.http.key=SACCADE_TEST_KEY"]
+    for says, model, status, text in (
+        (models, "a", "ok", "has a"),
+        (models, "c", "failure", "has no c, but a, b"),
+        (models, "", "failure", "has a, b"),
+        (Says(body={"data": [{"id": "a"}]}), "", "ok", "has a"),
+        (refused, "a", "failure", "status 401: who are you?"),
+    ):
+        with scripted([says]) as endpoint:
+            at = [f"rollout.http.url={endpoint.url}", f"rollout.http.model={model}"]
+            ((found, said),) = findings(machine.endpoint, *options, *at)
+        assert (found, text in said) == (status, True), said
+        (seen,) = endpoint.asked
+        assert seen["path"] == "/v1/models" and seen["headers"]["Authorization"] == "Bearer sesame"
+    assert findings(machine.endpoint) == []
+
+
+def test_an_endpoint_that_is_not_there_fails():
+    result = run("rollout.engine=http", "rollout.http.url=http://127.0.0.1:1/v1")
+    assert result.exit_code == 3 and "gave no answer in 1 attempts" in result.stdout
+    assert run("rollout.engine=http").exit_code == 3
 
 
 def test_a_folder_for_runs_that_cannot_be_written(tmp_path):

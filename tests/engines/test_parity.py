@@ -82,6 +82,7 @@ def test_one_request_for_every_replica(trained, copy, family, samples):
     probe(engine, trained, samples, copies=3)
     first = asked[:6]
     assert len({r.noise for r in first}) == 6 and all(r.media for r in first)
+    assert {(len(r.media), r.replica) for r in first} == {(n, r) for n in (1, 2) for r in range(3)}
     assert {len(r.media) for r in first} == {1, 2}
     assert all(r.sampling.max_tokens == 16 and not r.sampling.stop for r in asked)
 

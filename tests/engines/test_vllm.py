@@ -6,23 +6,13 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from saccade.engines.build import Settings, build
 from saccade.engines.vllm.probe import probe
-from saccade.engines.vllm.prompts import collapsed
-from saccade.engines.vllm.weights import (
-    Announced,
-    HandOver,
-    Place,
-    checksum,
-    folder_shapes,
-    sample_for,
-)
+from saccade.engines.vllm.weights import Announced, HandOver, Place, sample_for
 from saccade.errors import EnvironmentProblem
-from saccade.types import MediaSpan
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
@@ -33,16 +23,6 @@ def test_without_vllm_the_install_line_is_named(family_of: Callable[[str], Any])
         EnvironmentProblem, match=r"not installed; run: pip install .*saccade\[vllm"
     ):
         build(Settings(engine="vllm", folder=family.path, dtype="float32"), family)
-
-
-def test_one_placeholder_stands_for_an_image(image: Callable[..., Any]) -> None:
-    ids = np.array([1, 9, 9, 9, 2, 9, 9, 3])
-    spans = [
-        MediaSpan(media=image(), start=1, length=3, grid=(1, 2, 6)),
-        MediaSpan(media=image(), start=5, length=2, grid=(1, 2, 4)),
-    ]
-    assert collapsed(ids, spans) == [1, 9, 2, 9, 3]
-    assert collapsed(ids, ()) == ids.tolist()
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -77,14 +57,6 @@ def test_places_of_tensors_that_keep_their_bytes() -> None:
     assert place is not None and place.read(PARAMETERS)[:, 0].tolist() == [4.0, 5.0]
 
 
-def test_a_checksum_is_of_the_bits() -> None:
-    x = torch.randn(5, 7, dtype=torch.bfloat16)
-    assert checksum(x) == checksum(x.T) == checksum(x.flip(0))
-    y = x.clone()
-    y[0, 0] = -y[0, 0]
-    assert checksum(x) != checksum(y)
-
-
 def test_every_place_comes_round() -> None:
     places = {f"{n:02}": Place(parameter=f"{n}", start=0, rows=1) for n in range(40)}
     turns = [set(sample_for(places, turn)) for turn in range(5)]
@@ -113,13 +85,3 @@ def test_names_are_compared_both_ways() -> None:
     drifted = hand_over({"a": torch.ones(2), "c": torch.ones(3)})
     assert [name for name, _ in drifted] == ["a"]  # what is not expected is not handed on
     assert drifted.problem(set(), set(), {}) == "missing: b [3]; not expected: c [3]"
-
-
-def test_shapes_come_from_the_headers_of_a_folder(
-    family_of: Callable[[str], Any], load: Callable[..., Any], tmp_path: Any
-) -> None:
-    shapes = folder_shapes(family_of("qwen3").path)
-    wanted = {name: tuple(p.shape) for name, p in load("qwen3").named_parameters()}
-    assert shapes == wanted
-    with pytest.raises(EnvironmentProblem, match="safetensors"):
-        folder_shapes(str(tmp_path))

@@ -7,11 +7,13 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from saccade.cli import app
-from saccade.types import Media
+from saccade.config import load
+from saccade.recipes import chat as chatting
+from saccade.recipes.engines import room
+from saccade.types import Media, Message, Sampling
+from tests.endpoints import Says, chat_answer, scripted
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -109,6 +115,50 @@ def test_a_file_that_cannot_be_answered(
     (tmp_path / "in.json").write_text(content)
     result = chat(folder, "--batch", str(tmp_path / "in.json"))
     assert result.exit_code == 2 and problem in result.output.replace("\n", "")
+
+
+def test_ctrl_c_ends_an_answer_between_two_steps(folder: str) -> None:
+    """Never within one, which would leave an engine's caches half written."""
+    config = load(None, [f"model.path={folder}", "rollout.max_tokens=12", "run.device=cpu"])
+    before, steps, said = signal.getsignal(signal.SIGINT), [], []
+    with chatting._opened(config) as (family, engine):
+        poll = engine.poll
+
+        def interrupted() -> Any:
+            if len(steps) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            steps.append(poll())
+            return steps[-1]
+
+        engine.poll = interrupted  # type: ignore[method-assign]
+        sampling = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
+        state = chatting.Talk(
+            config=config, family=family, engine=engine, sampling=sampling, greedy=True
+        )
+        talk = [Message(role="user", parts=("hello",))]
+        request = chatting._request("chat", talk, family, sampling)
+        text, done = chatting._stream(state, request, said.append)
+        assert done.finish == "aborted" and len(done.ids) == 4 and len(steps) == 5
+        assert text == "".join(said) == family.decode(done.ids)
+        assert signal.getsignal(signal.SIGINT) is before and engine.pending == 0
+        again = chatting._stream(state, request, said.append)[1]
+        assert again.finish == "length" and again.ids[:4].tolist() == done.ids.tolist()
+
+
+def test_an_answer_has_the_room_that_the_engine_was_built_with(family_of: Any) -> None:
+    family = replace(family_of("qwen2_5_vl"), max_positions=131_072)
+    for engine, tokens in (("vllm", 32_768), ("embedded", 131_072), ("http", 131_072)):
+        asked = [f"rollout.engine={engine}", "rollout.max_tokens=30000"]
+        assert room(load(None, asked), family) == tokens
+
+
+def test_a_refused_question_is_not_the_end_of_the_talk() -> None:
+    script = [Says(status=400, body={"error": {"message": "too rude"}}), chat_answer("four")]
+    with scripted(script) as endpoint:
+        options = ["rollout.engine=http", f"rollout.http.url={endpoint.url}"]
+        result = chat(*options, "rollout.http.model=m", typed=["bad", "2 + 2?", "exit"])
+    assert "too rude" in result.stdout and "four" in result.stdout and result.exit_code == 0
+    assert [len(seen["body"]["messages"]) for seen in endpoint.asked] == [1, 1]
 
 
 def test_a_server_that_others_can_reach_has_a_token(folder: str) -> None:

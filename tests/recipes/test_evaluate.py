@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import saccade
 from saccade.cli import app
+from saccade.config import load
 from saccade.errors import ConfigError, DataError, SelfTestError
 from saccade.recipes import evaluate, rl, sft
 from saccade.statistics import mean_interval, pass_at_k
@@ -204,6 +205,13 @@ def test_a_reward_that_does_not_fit_is_refused(tmp_path: Path, judged: Make) -> 
 
 
 def test_a_second_evaluation_gets_a_folder_of_its_own(tmp_path: Path) -> None:
-    assert evaluate._free(tmp_path / "a-eval").name == "a-eval"
-    (tmp_path / "a-eval").mkdir()
-    assert evaluate._free(tmp_path / "a-eval").name == "a-eval-2"
+    """And keeps answers with those before it that were broken off, up to the last that ended."""
+    config = load(None, [f"run.out={tmp_path}", "run.name=a"])
+    assert evaluate._places(config, None) == (tmp_path / "a-eval", tmp_path / "a-eval/answers")
+    for made in ("a-eval/answers", "a-eval-2/answers", "a-eval-3"):
+        (tmp_path / made).mkdir(parents=True)
+    later = tmp_path / "a-eval-4"
+    assert evaluate._places(config, None) == (later, tmp_path / "a-eval-2/answers")
+    (tmp_path / "a-eval-2/results.json").write_text("{}")
+    assert evaluate._places(config, None) == (later, later / "answers")
+    assert evaluate._places(config, tmp_path / "b") == (tmp_path / "b", tmp_path / "b/answers")

@@ -88,4 +88,5 @@ def test_answers_of_two_models_or_settings_never_mix(config: Make, tmp_path: Pat
     saccade.generate(config(tmp_path) | few)
     with pytest.raises(ConfigError, match=r"other settings.*run\.name"):
         saccade.generate(config(tmp_path) | few | {"rollout.max_tokens": 4})
-    assert saccade.generate(config(tmp_path) | few)["skipped"] == 2
+    how = {"rollout.memory_share": 0.3, "rollout.parity_max": 1.0, "rollout.max_sequences": 7}
+    assert saccade.generate(config(tmp_path) | few | how)["skipped"] == 2

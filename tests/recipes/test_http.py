@@ -131,6 +131,49 @@ def test_a_killed_run_asks_only_for_what_is_missing(tmp_path: Path, over_http: M
     assert result["val"]["response_mean"] == 7  # as the endpoint counted
 
 
+def own_cache(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "rollout.http.cache"}
+
+
+def broken_off(config: dict[str, Any], fails: int, recipe: Any) -> int:
+    """Runs against an endpoint that refuses everything from request number `fails` on; returns how
+    many it has answered.
+    """
+    seen: list[Any] = []
+
+    def script(body: dict[str, Any]) -> Says:
+        seen.append(body)
+        return chat_answer("<answer>3</answer>") if len(seen) < fails else Says(status=400)
+
+    port = int(config["rollout.http.url"].split(":")[2].split("/")[0])
+    with scripted(script, port=port):
+        if fails < 100:
+            with pytest.raises(ConfigError, match="status 400"):
+                recipe(config)
+        else:
+            recipe(config)
+    return min(len(seen), fails - 1)
+
+
+@pytest.mark.parametrize("recipe", [evaluate.run, generate.run])
+def test_without_a_cache_of_its_own_a_run_keeps_one(
+    tmp_path: Path, over_http: Make, recipe: Any
+) -> None:
+    """What was broken off goes on, twice over; what has ended is not taken for the answers of
+    another day.
+    """
+    with scripted([]) as endpoint:
+        url = endpoint.url
+    config = own_cache(over_http(tmp_path, url=url, rollout__http__concurrency=1))
+    config |= {"data.max_samples": 8}
+    assert [broken_off(config, n, recipe) for n in (4, 3, 100)] == [3, 2, 8 - 3 - 2]
+    again = 8 if recipe is evaluate.run else 0  # generate has its rows in the file
+    assert broken_off(config, 100, recipe) == again
+    out = {"run.out": str(tmp_path / "off"), "rollout.http.cache": "off"}
+    assert [broken_off(config | out, n, recipe) for n in (4, 100)] == [3, 8]
+    assert not list((tmp_path / "off").rglob("answers"))
+
+
 def test_an_environment_of_several_turns(tmp_path: Path, over_http: Make) -> None:
     """Later turns send the whole conversation, images included."""
     file = tmp_path / "asks.py"

@@ -4,7 +4,7 @@ import pytest
 
 from saccade.errors import EnvironmentProblem
 from saccade.models.load import load_model
-from saccade.recipes import rl
+from saccade.recipes import rl, sft
 from saccade.tracking.loggers import read_metrics
 from tests.engines.copies import CopyEngine
 
@@ -19,7 +19,8 @@ def foreign(monkeypatch):
             copy = load_model(policy.family, dtype=dtype, device=policy.device)
             return CopyEngine(copy, policy.family, **options)
 
-        monkeypatch.setattr(rl, "make_engine", make_engine)
+        for recipe in (rl, sft):
+            monkeypatch.setattr(recipe, "make_engine", make_engine)
 
     return use
 
@@ -48,4 +49,42 @@ def test_weights_that_do_not_arrive_stop_the_run(rl_config, foreign, tmp_path):
 def test_a_limit_of_ones_own(rl_config, foreign, tmp_path):
     foreign()
     with pytest.raises(EnvironmentProblem, match="limit 1e-12"):
-        rl.run(rl_config(tmp_path, rollout__parity_max=1e-12))
+        rl.run(rl_config(tmp_path, rollout__parity_max=1e-12, rollout__replicas=1))
+
+
+def test_the_engine_that_validates_supervised_training_is_probed(
+    sft_config, scenes, foreign, tmp_path, monkeypatch
+):
+    """It leaves the memory to training before the first step and after every validation."""
+    told = []
+    for name in ("sleep", "update_weights"):
+        monkeypatch.setattr(CopyEngine, name, noted(told, name, getattr(CopyEngine, name)))
+    foreign()
+    options = {"data__val": str(scenes / "val.jsonl"), "val__every": 2, "val__before": False}
+    sft.run(sft_config(tmp_path / "sound", **options))
+    first, *_ = read_metrics(tmp_path / "sound" / "run" / "metrics.jsonl")
+    assert first["step"] == 0 and first["parity/gap"] < 1e-5
+    assert told == [*["update_weights"] * 3, "sleep", *["update_weights", "sleep"] * 2]
+    foreign(takes=lambda name: not name.startswith("model.visual."))
+    with pytest.raises(EnvironmentProblem, match="wrong weights"):
+        sft.run(sft_config(tmp_path / "broken", **options))
+
+
+def noted(told, name, method):
+    def call(*arguments, **options):
+        told.append(name)
+        return method(*arguments, **options)
+
+    return call
+
+
+def test_rollouts_follow_a_validation_with_the_same_weights(
+    rl_config, scenes, foreign, tmp_path, monkeypatch
+):
+    """So the engine sleeps once in a step, after the rollout; and `eval` has no trainer at all."""
+    told = []
+    monkeypatch.setattr(CopyEngine, "sleep", noted(told, "sleep", CopyEngine.sleep))
+    foreign()
+    two = [str(scenes / "val.jsonl"), str(scenes / "shown.jsonl")]
+    rl.run(rl_config(tmp_path, run__max_steps=2, data__val=two, val__every=1))
+    assert told == ["sleep"] * 2

@@ -16,7 +16,9 @@ import pytest
 
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
+from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
+from saccade.serving.replies import TEXT
 from saccade.types import Media, Message, Request, Sampling
 from tests.endpoints import TOKEN, Endpoint, serving
 
@@ -61,15 +63,15 @@ def chat(endpoint: Endpoint, **body: Any) -> dict[str, Any]:
     return reply
 
 
-def events(endpoint: Endpoint, path: str, **body: Any) -> list[Any]:
+def events(endpoint: Endpoint, path: str, *, ended: bool = True, **body: Any) -> list[Any]:
     body = {"temperature": 0, "max_tokens": 8, "stream": True} | body
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     request = urllib.request.Request(endpoint.url + path, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=30) as reply:
         assert reply.headers.get_content_type() == "text/event-stream"
         lines = reply.read().decode().split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert lines.pop() == "" and (lines[-1] == "data: [DONE]") == ended
+    return [json.loads(line.removeprefix("data: ")) for line in lines[: -1 if ended else None]]
 
 
 def test_models(endpoint: Endpoint) -> None:
@@ -274,6 +276,71 @@ def test_a_damaged_image_costs_its_request_only(
     status, reply = call(endpoint, "/chat/completions", body)
     assert status == 400 and "cannot be decoded" in reply["error"]["message"]
     chat(endpoint)
+
+
+def test_too_many_images_are_refused(endpoint: Endpoint, image: Callable[..., Media]) -> None:
+    url = "data:image/png;base64," + base64.b64encode(image(56, 56, 1).data or b"").decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}] * 65
+    body = {"messages": [{"role": "user", "content": content}]}
+    status, reply = call(endpoint, "/chat/completions", body)
+    assert status == 400 and "65 images, at most 64" in reply["error"]["message"]
+
+
+class Picky:
+    """An engine that refuses some requests when they come, others when they are served."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.engine, self.errors = engine, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def submit(self, request: Request) -> None:
+        if "early" in request.messages[0].text:
+            raise ConfigError(f"{request.key}: not this one")
+        if "late" in request.messages[0].text:
+            self.errors.append(EnvironmentProblem("no answer"))
+            self.errors[-1].request = request.key
+        else:
+            self.engine.submit(request)
+
+    @property
+    def pending(self) -> int:
+        return self.engine.pending + len(self.errors)
+
+    def poll(self) -> Any:
+        if self.errors:
+            raise self.errors.pop()
+        return self.engine.poll()
+
+
+def test_what_an_engine_refuses_costs_its_client_only(endpoint: Endpoint) -> None:
+    assert endpoint.hub is not None
+    engine, endpoint.hub.engine = endpoint.hub.engine, Picky(endpoint.hub.engine)  # type: ignore
+    for text, status in (("early", 400), ("late", 502)):
+        asked = {"messages": [{"role": "user", "content": text}]}
+        assert call(endpoint, "/chat/completions", asked | {"n": 2})[0] == status
+        pieces = events(endpoint, "/chat/completions", ended=False, **asked)
+        assert pieces[-1]["error"]["message"] and chat(endpoint)["choices"]
+    endpoint.hub.engine = engine
+    assert not endpoint.hub._clients and not engine.pending
+
+
+def test_a_stranger_is_turned_away_before_the_body_is_read(endpoint: Endpoint) -> None:
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000000\r\n"
+    port = int(endpoint.url.split(":")[2].split("/")[0])
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(f"{head}Authorization: Bearer no\r\n\r\n".encode())
+        assert b" 401 " in connection.recv(100)
+    big = {"messages": [{"role": "user", "content": "x" * 8_000_000}]}  # more than sockets hold
+    assert call(endpoint, "/chat/completions", big, Authorization="Bearer no")[0] == 401
+
+
+def test_places_in_a_long_text_are_counted_once() -> None:
+    """A hundred thousand tokens, for which adding up anew would take minutes."""
+    found = TEXT.logprobs(["ab"] * 100_000, [0.0] * 100_000)
+    assert found["text_offset"][:3] == [0, 2, 4] and found["text_offset"][-1] == 199_998
+    assert TEXT.logprobs([], [])["text_offset"] == []
 
 
 def test_what_is_no_request(endpoint: Endpoint) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from saccade.types import Completion, Group, Message, Request, Sample, Sampling, Source, Trajectory
+from saccade.types import Completion, Group, Message, Request, Sample, Sampling
 
 NAME = "qwen2_5_vl"
 
@@ -80,13 +81,14 @@ def ask(family: Any, image: Callable[..., Any]) -> Callable[..., Request]:
 def gap(backend: Any, family: Any) -> Callable[..., float]:
     """The largest difference between an engine's log-probs and the trainer's."""
     from saccade.backends import Scoring
+    from saccade.engines.parity import trajectory
     from saccade.forest import pack
 
     def largest(
         requests: Sequence[Request], answers: Sequence[Completion], temperature: float = 1.0
     ) -> float:
         members = tuple(
-            _trajectory(n, request, answer)
+            replace(trajectory(request, answer), sample_id=f"{request.key}#{n}")
             for n, (request, answer) in enumerate(zip(requests, answers, strict=True))
         )
         groups = [
@@ -105,16 +107,3 @@ def gap(backend: Any, family: Any) -> Callable[..., float]:
         )
 
     return largest
-
-
-def _trajectory(n: int, request: Request, answer: Completion) -> Trajectory:
-    asked, sampled = len(request.ids), len(answer.ids)
-    return Trajectory(
-        sample_id=f"{request.key}#{n}",
-        repeat=0,
-        ids=np.concatenate([request.ids, answer.ids]),
-        sources=np.repeat(np.array([Source.PROMPT, Source.POLICY], np.int8), [asked, sampled]),
-        logprobs=np.concatenate([np.full(asked, np.nan, np.float32), answer.logprobs]),
-        versions=np.concatenate([np.full(asked, -1, np.int32), answer.versions]),
-        media=request.media,
-    )

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from saccade.engines import generate
+from saccade.engines.vllm import VllmEngine
+from saccade.engines.vllm.prompts import params_of
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.types import Request
+from saccade.types import Message, Request
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 
@@ -51,6 +53,30 @@ def test_sampled_logprobs_include_temperature_and_ban(
     drawn = np.concatenate([a.ids for a in answers])
     assert len(drawn) == 8 * 64 and not family.banned[drawn].any()
     assert family.banned.mean() > 0.02  # so often an id would be drawn without the ban
+    # Where vLLM has processors of logits, it waits for the ids of a step before the next one.
+    model = engine._engine.vllm_config.model_config
+    assert not model.logits_processors
+
+
+def test_the_whole_distribution_is_the_trainers(
+    engine: Any, twin: Any, family: Any, ask: Ask
+) -> None:
+    """Not only what was drawn: -inf for banned ids, and the rest sums to 1 without them."""
+    request = ask("a", 1, temperature=0.7, max_tokens=1)
+    params = params_of(request, [])
+    params.logprobs, params.flat_logprobs = -1, False
+    engine._engine.model_config.max_logprobs = -1
+    engine._engine.add_request("all", dict(engine._prompt(request)), params)
+    while not (done := engine._engine.step()):
+        pass
+    (found,) = done[0].outputs[0].logprobs
+    logprobs = np.array([found[i].logprob for i in range(family.vocabulary)])
+    assert np.isneginf(logprobs[family.banned]).all()
+    assert np.exp(logprobs[~family.banned]).sum() == pytest.approx(1.0, abs=1e-5)
+    wide = [replace(request, key=f"{n}", noise=n) for n in range(400)]
+    drawn = {int(a.ids[0]): float(a.logprobs[0]) for a in generate(twin, wide)}
+    assert len(drawn) > 50
+    assert max(abs(logprobs[i] - value) for i, value in drawn.items()) < 1e-4
 
 
 def test_greedy_and_sampled_rows_share_a_batch(engine: Any, twin: Any, ask: Ask, gap: Gap) -> None:
@@ -101,26 +127,6 @@ def test_truncated_sampling_gives_the_logprobs_of_what_is_kept(
     assert not engine.capabilities().support
 
 
-def test_the_first_token_may_have_settings_of_its_own(
-    engine: Any, twin: Any, ask: Ask, gap: Gap
-) -> None:
-    greedy = generate(twin, [ask("a", 1, temperature=0.0)])[0].ids
-    requests = [ask("a", 1, noise=n, first=(9.0, 1)) for n in range(4)]
-    requests = [replace(request, key=f"{n}") for n, request in enumerate(requests)]
-    answers = generate(engine, requests)
-    assert {int(a.ids[0]) for a in answers} == {int(greedy[0])}
-    assert all(a.logprobs[0] == 0 for a in answers)
-    assert len({tuple(a.ids) for a in answers}) == 4  # and only the first
-    hot = [replace(r, sampling=replace(r.sampling, first=(9.0, -1))) for r in requests]
-    heads = [
-        replace(a, ids=a.ids[:1], logprobs=a.logprobs[:1], versions=a.versions[:1])
-        for a in generate(engine, hot)
-    ]
-    assert gap(hot, heads, 9.0) < 1e-4
-    late = generate(engine, [replace(requests[0], first_index=3)])[0]
-    assert late.logprobs[0] < 0
-
-
 def test_aborted_requests_come_back_with_their_tokens(engine: Any, ask: Ask) -> None:
     options = {"max_tokens": 40, "ignore_eos": True}
     whole = generate(engine, [ask("a", 1, noise=2, **options)])[0]
@@ -155,6 +161,37 @@ def test_a_request_longer_than_the_engine_is_refused(engine: Any, ask: Ask) -> N
     with pytest.raises(ConfigError, match="512"):
         engine.submit(ask("long", max_tokens=512))
     assert not engine.pending
+
+
+def test_more_images_than_the_engine_was_built_for_are_refused(
+    engine: Any, family: Any, image: Callable[..., Any], ask: Ask
+) -> None:
+    shown = [image(56, 56, seed=n) for n in range(5)]
+    rendered = family.render((Message(role="user", parts=(*shown, "how many?")),))
+    with pytest.raises(ConfigError, match=r"request many: vllm refuses it: .*4"):
+        engine.submit(replace(ask("many"), ids=rendered.ids, media=rendered.media))
+    assert not engine.pending and len(generate(engine, [ask("a", 3)])) == 1
+
+
+def test_what_the_engine_was_not_built_for_is_refused(engine: Any, ask: Ask, image: Any) -> None:
+    with pytest.raises(ConfigError, match="first_tokens=True"):
+        engine.submit(ask("hot", first=(9.0, -1)))
+    request = ask("wide", 1)
+    media = replace(request.media[0].media, width=2000, height=1000, max_pixels=1_500_000)
+    wide = replace(request, media=(replace(request.media[0], media=media),))
+    with pytest.raises(ConfigError, match=r"1500000 pixels.* 1003520; raise data\.max_pixels"):
+        engine.submit(wide)
+    assert not engine.pending
+
+
+def test_a_folder_without_weights_is_refused_before_vllm_starts(
+    settings: Any, family: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Any] = []
+    monkeypatch.setattr("saccade.engines.vllm._build", lambda *a: built.append(a))
+    with pytest.raises(EnvironmentProblem, match="safetensors"):
+        VllmEngine(replace(settings, folder=str(tmp_path)), family)
+    assert not built
 
 
 def test_sleep_is_forgiven_where_there_is_none(engine: Any, ask: Ask) -> None:

@@ -89,6 +89,6 @@ def test_a_model_split_over_two_workers(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(program.parents[2])},
-        timeout=200,
+        timeout=600,
     )
     assert answer.stdout.splitlines()[-1:] == ["both agree"], answer.stderr[-2000:]

@@ -27,9 +27,10 @@ from saccade.engines import Capabilities
 from saccade.engines.embedded.cache import Cache, Shape, can_page, shape_of
 from saccade.engines.embedded.drawing import draw
 from saccade.engines.embedded.prefill import compute, forward, next_parts
-from saccade.engines.embedded.records import Records, nothing_sampled
+from saccade.engines.embedded.records import Records
 from saccade.engines.embedded.rows import fields_of
-from saccade.engines.embedded.sequences import Job, Live, Prefix, Sequence, content_of, cuts
+from saccade.engines.embedded.sequences import Job, Live, Prefix, Sequence, cuts
+from saccade.engines.requests import content_of, nothing_sampled, require_room
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
 from saccade.models.load import banned_mask
@@ -87,15 +88,7 @@ class EmbeddedEngine:
     # -- the protocol --
 
     def submit(self, request: Request) -> None:
-        length = len(request.ids) + request.sampling.max_tokens
-        if length > self.family.max_positions:
-            raise ConfigError(
-                f"request {request.key}: {len(request.ids)} prompt tokens + "
-                f"{request.sampling.max_tokens} new "
-                f"ones exceed the model's {self.family.max_positions} positions; lower "
-                "rollout.max_tokens "
-                "or data.max_prompt_tokens"
-            )
+        require_room(request, self.family.max_positions)
         sequence = Sequence(request=request, content=content_of(request))
         self._waiting.append(sequence)
         self._wanted[sequence.content] += 1

@@ -66,15 +66,3 @@ class Records:
             finish=finish,
             support=tuple(sequence.support) or None,
         )
-
-
-def nothing_sampled(key: str) -> Completion:
-    """Of a request that was aborted before it was computed."""
-    nothing = np.zeros(0)
-    return Completion(
-        key=key,
-        ids=nothing.astype(np.int64),
-        logprobs=nothing.astype(np.float32),
-        versions=nothing.astype(np.int32),
-        finish="aborted",
-    )

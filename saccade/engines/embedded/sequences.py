@@ -106,12 +106,6 @@ class Job:
         return end
 
 
-def content_of(request: Request) -> Any:
-    """What must be equal for two requests to share a prefill."""
-    media = tuple((span.start, span.media.key) for span in request.media)
-    return (request.ids.tobytes(), media)
-
-
 def by_sampling(sequences: SequenceOf[Sequence]) -> list[tuple[Sampling, list[int]]]:
     groups: dict[Sampling, list[int]] = {}
     for row, sequence in enumerate(sequences):

@@ -1,14 +1,15 @@
 """An engine that asks an endpoint over HTTP: for evaluation, for generating, never for training.
 
-It gives no log-probs and takes no weights. Requests wait in one queue for `concurrency` threads;
-an endpoint that refuses one, or stays away after all retries, stops the run, and what was answered
-by then is in the cache.
+It gives no log-probs and takes no weights. Requests wait in one queue for `concurrency` threads. An
+endpoint that refuses one, or stays away after all retries, is an error of that request: whoever
+polls decides whether to go on without it.
 
     engine = HttpEngine(ChatClient(config.rollout.http), endpoint_family(config.rollout.http.url))
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from typing import Any, Literal
@@ -31,10 +32,14 @@ class HttpEngine:
 
     def __init__(self, client: ChatClient, family: Family) -> None:
         self.client, self._texts = client, family.chat.tokenizer
-        self._waiting: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[str, Answer | BaseException]] = queue.SimpleQueue()
-        self._open: set[str] = set()
-        self._aborted: list[Completion] = []
+        self._waiting: queue.SimpleQueue[tuple[int, Request] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, str, Answer | BaseException]]
+        self._answers = queue.SimpleQueue()
+        # A key may be used again while an answer that nobody wants any more is under way.
+        self._numbers = itertools.count()
+        self._open: dict[str, int] = {}
+        self._done: list[Completion] = []
+        self._closed = False
         # Daemons: what still waits must not keep an interrupted run alive.
         self._workers = [
             threading.Thread(target=self._work, name=f"http-{i}", daemon=True)
@@ -44,51 +49,52 @@ class HttpEngine:
             worker.start()
 
     def _work(self) -> None:
-        while (request := self._waiting.get()) is not None:
-            if request.key not in self._open:
+        while (task := self._waiting.get()) is not None:
+            number, request = task
+            if self._open.get(request.key) != number:
                 continue
+            answer: Answer | BaseException
             try:
                 seed = request.noise & ((1 << SEED_BITS) - 1)
                 answer = self.client.ask(request.messages, request.sampling, seed)
             except BaseException as error:  # raised again where the engine is polled
-                self._answers.put((request.key, _about(request, error)))
-            else:
-                self._answers.put((request.key, answer))
+                answer = _about(request, error)
+            self._answers.put((number, request.key, answer))
 
     # -- the protocol --
 
     def submit(self, request: Request) -> None:
         assert request.messages, f"request {request.key} has no messages to send"
-        self._open.add(request.key)
-        self._waiting.put(request)
+        assert not self._closed, f"request {request.key}: the engine is closed"
+        self._open[request.key] = next(self._numbers)
+        self._waiting.put((self._open[request.key], request))
 
     def poll(self) -> list[Completion]:
-        done, self._aborted = self._aborted, []
-        wait = bool(self._open) and not done
+        """Raises what became of a request instead of an answer; others come with the next call."""
+        wait = bool(self._open) and not self._done
         while not self._answers.empty() or wait:
             try:
-                key, answer = self._answers.get(timeout=GLANCE)
+                number, key, answer = self._answers.get(timeout=GLANCE)
             except queue.Empty:
                 break
             wait = False
-            if key not in self._open:  # it was aborted
+            if self._open.get(key) != number:  # it was aborted
                 continue
+            del self._open[key]
             if isinstance(answer, BaseException):
-                self.close()
                 raise answer
-            self._open.remove(key)
             ids = self._texts.record(answer.text, tokens=answer.usage.response)
-            done.append(_completion(key, ids, answer.finish))
+            self._done.append(_completion(key, ids, answer.finish))
+        done, self._done = self._done, []
         return done
 
     @property
     def pending(self) -> int:
-        return len(self._open) + len(self._aborted)
+        return len(self._open) + len(self._done)
 
     def abort(self, key: str) -> None:
-        if key in self._open:
-            self._open.remove(key)
-            self._aborted.append(_completion(key, np.zeros(0, np.int64), "aborted"))
+        if self._open.pop(key, None) is not None:
+            self._done.append(_completion(key, np.zeros(0, np.int64), "aborted"))
 
     def release(self, episode: str) -> None:
         pass
@@ -112,6 +118,7 @@ class HttpEngine:
 
     def close(self) -> None:
         """Sends nothing more, but waits for answers under way: they are paid for and are cached."""
+        self._closed = True
         self._open.clear()
         self.client.stop()
         for _ in self._workers:
@@ -133,4 +140,8 @@ def _completion(
 
 
 def _about(request: Request, error: BaseException) -> BaseException:
-    return type(error)(f"{request.key}: {error}") if isinstance(error, SaccadeError) else error
+    if not isinstance(error, SaccadeError):
+        return error
+    told = type(error)(f"{request.key}: {error}")
+    told.request = request.key
+    return told

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 from saccade.engines.http.apis import APIS, Answer
 from saccade.engines.http.cache import AnswerCache, key_of
 from saccade.engines.http.pictures import Pictures
+from saccade.engines.opener import opener_for
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.schema import HttpConfig
 from saccade.types import Media, Message, Sampling
@@ -34,8 +34,8 @@ from saccade.types import Media, Message, Sampling
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another attempt
 LONGEST_HOLD = 300.0  # that an endpoint may ask for
 PASSING = (408, 409, 425, 429)
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 QUOTED = 500  # characters of what a server says
+OFF = "off"  # in the place of a cache's folder
 T = TypeVar("T")
 
 # What a refusal tells of our own options, and what would help.
@@ -90,16 +90,11 @@ class ChatClient:
         self._api = APIS[http.api]
         self._key = key_from(http, section)
         self._pictures = Pictures()
-        self._cache = AnswerCache(http.cache) if http.cache else None
+        self._cache = AnswerCache(http.cache) if http.cache not in (None, "", OFF) else None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._next = 0.0  # when the next request may start
-        # Only what is needed: no redirects, which would carry the key to another address.
-        self._opener = urllib.request.OpenerDirector()
-        proxies: dict[str, str] | None = {} if urlsplit(http.url).hostname in LOOPBACK else None
-        self._opener.add_handler(urllib.request.ProxyHandler(proxies))
-        self._opener.add_handler(urllib.request.HTTPHandler())
-        self._opener.add_handler(urllib.request.HTTPSHandler())
+        self._opener = opener_for(http.url)
         self.model = http.model or self._only_model()
 
     def ask(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Answer:
@@ -130,8 +125,11 @@ class ChatClient:
         body = {"model": self.model, **self._api.body(messages, sampling, seed, picture)}
         return {name: v for name, v in (body | self._fields).items() if v is not None}
 
+    def models(self) -> list[str]:
+        return self._send("GET", "/models", None, lambda r: [m["id"] for m in r["data"]])
+
     def _only_model(self) -> str:
-        names = self._send("GET", "/models", None, lambda r: [m["id"] for m in r["data"]])
+        names = self.models()
         if len(names) != 1:
             raise ConfigError(
                 f"{self.section}.model: {self.http.url} has {', '.join(names) or 'no model'}; "

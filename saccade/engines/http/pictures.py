@@ -25,14 +25,17 @@ KEPT = 64
 
 
 class Pictures:
-    """Encodes each image once, however many threads ask."""
+    """Encodes each image once, however many threads ask, and several images at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._locks = lru_cache(maxsize=KEPT)(lambda media: threading.Lock())
         self._encoded = lru_cache(maxsize=KEPT)(encode)
 
     def __call__(self, media: Media) -> tuple[str, str]:
         with self._lock:
+            mine = self._locks(media)
+        with mine:
             return self._encoded(media)
 
 

@@ -50,10 +50,11 @@ class RemoteEngine:
         environment: Mapping[str, str] | None = None,
         events: Events | None = None,
         answer_limit: float = ANSWER_LIMIT,
+        beside_trainer: bool = True,
     ) -> None:
         self.version = 0
         self.settings, self.log, self.answer_limit = settings, log, answer_limit
-        self.environment = environment or {}
+        self.environment, self.beside_trainer = environment or {}, beside_trainer
         self.events: Events = queue.SimpleQueue() if events is None else events
         self.process: Process | None = None
         self.pending = 0
@@ -184,7 +185,7 @@ class RemoteEngine:
         return EnvironmentProblem(f"{self.log.stem} died: {death}\n{tail(self.log)}")
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        from saccade.engines.remote.weights import shared
+        from saccade.engines.weights import shared
 
         with shared(source, turn=version) as copy:
             self.load(copy, version)

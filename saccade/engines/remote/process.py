@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -71,7 +72,8 @@ class Process:
     def kill(self) -> None:
         """With all that it has started; also when it hangs."""
         if self.popen.poll() is None:
-            os.killpg(self.popen.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # another thread has just seen its end
+                os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
 
     def wait(self) -> None:
@@ -86,7 +88,8 @@ class Process:
         self.popen.wait()
         for pipe in (self.popen.stdin, self.popen.stdout):
             assert pipe is not None
-            pipe.close()
+            with suppress(BrokenPipeError):  # what it did not read any more
+                pipe.close()
 
 
 def mended(reply: Mapping[str, str]) -> errors.SaccadeError:
@@ -106,6 +109,11 @@ def placements(replicas: int, each: int, visible: Sequence[str]) -> list[dict[st
     if not visible:
         threads = max(1, (os.cpu_count() or 1) // replicas)
         return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}] * replicas
+    if each > len(visible):
+        raise errors.ConfigError(
+            f"rollout.tensor_parallel: {each} GPUs for one engine, and {len(visible)} can be seen; "
+            f"try rollout.tensor_parallel={len(visible)}"
+        )
     order = [*visible[1:], visible[0]]
     return [
         {"CUDA_VISIBLE_DEVICES": ",".join(order[(i * each + j) % len(order)] for j in range(each))}
@@ -113,10 +121,16 @@ def placements(replicas: int, each: int, visible: Sequence[str]) -> list[dict[st
     ]
 
 
-def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
+def shares_memory(environment: Mapping[str, str], visible: Sequence[str]) -> bool:
+    """With the trainer, as placed above."""
+    return not visible or visible[0] in environment["CUDA_VISIBLE_DEVICES"].split(",")
+
+
+def visible_gpus(trainer: str) -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; that of the device `trainer` first."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    every = named.split(",") if named else map(str, range(torch.cuda.device_count()))
-    return list(every)
+    every = named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
+    first = torch.device(trainer).index or 0
+    return [every[first], *every[:first], *every[first + 1 :]]

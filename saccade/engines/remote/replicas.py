@@ -22,10 +22,9 @@ from typing import Any, Protocol
 
 from saccade.engines import Capabilities, WeightSource
 from saccade.engines.build import Settings
-from saccade.engines.embedded.records import nothing_sampled
-from saccade.engines.embedded.sequences import content_of
 from saccade.engines.remote.client import POLL_WAIT, READY, Events, RemoteEngine
-from saccade.engines.remote.process import Died, placements, tail, visible_gpus
+from saccade.engines.remote.process import Died, placements, shares_memory, tail, visible_gpus
+from saccade.engines.requests import content_of, nothing_sampled
 from saccade.errors import EnvironmentProblem, SaccadeError
 from saccade.types import Completion, Request
 
@@ -132,7 +131,9 @@ class Replicas:
         self._welcome()
 
     def sleep(self) -> None:
-        self._all(self._loads, RemoteEngine.sleep)
+        """Whoever has memory of its own keeps what it holds."""
+        beside = [engine for engine in self._loads if engine.beside_trainer]
+        self._all(beside, RemoteEngine.sleep)
 
     def wake(self) -> None:
         self._all(self._loads, RemoteEngine.wake)
@@ -156,7 +157,7 @@ class Replicas:
         self, source: WeightSource, version: int, engines: Sequence[RemoteEngine]
     ) -> Mapping[str, int]:
         """One copy of the weights for all of them."""
-        from saccade.engines.remote.weights import shared
+        from saccade.engines.weights import shared
 
         with shared(source, turn=version) as copy:
             self._all(engines, lambda engine: engine.load(copy, version))
@@ -193,6 +194,9 @@ class Replicas:
         if task.request.episode in self._episodes:
             return self._episodes[task.request.episode]
         loads = self._loads
+        for engine in loads:
+            if self._places[engine] == task.request.replica:
+                return engine
         least = min(loads, key=lambda engine: loads[engine].work)
         home = next((e for e, load in loads.items() if task.content in load.contents), least)
         ahead = loads[home].work - loads[least].work
@@ -295,13 +299,17 @@ def start_replicas(
     folder = logs or Path(tempfile.mkdtemp(prefix="saccade-engines-"))
     visible: list[str] = []
     if settings.device.startswith("cuda"):
+        visible = visible_gpus(settings.device)
         settings = replace(settings, device="cuda")  # whichever it sees
-        visible = visible_gpus()
     seen = placements(count, settings.tensor_parallel, visible)
     return Replicas(
         [
             partial(
-                RemoteEngine, settings, log=folder / f"engine-{index}.log", environment=environment
+                RemoteEngine,
+                settings,
+                log=folder / f"engine-{index}.log",
+                environment=environment,
+                beside_trainer=shares_memory(environment, visible),
             )
             for index, environment in enumerate(seen)
         ],

@@ -137,7 +137,7 @@ class Worker:
         return future.result()
 
     def update_weights(self, paths: list[str], checksums: Mapping[str, int], version: int) -> None:
-        from saccade.engines.remote.weights import Mapped, load_by_name, require_checksums
+        from saccade.engines.weights import Mapped, load_by_name, require_checksums
 
         engine, source = self.engine, Mapped(paths)
         self._unsure = True

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from saccade.engines import Capabilities, WeightSource
 from saccade.engines.build import Settings
+from saccade.engines.requests import require_room
 from saccade.engines.sglang.messages import body_of, completion_of
 from saccade.engines.sglang.transport import InProcess, OverHttp
-from saccade.engines.vllm.weights import folder_shapes
-from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.engines.weights import folder_shapes
+from saccade.errors import EnvironmentProblem
 from saccade.models.families import Family
 from saccade.types import Completion, Media, Request
 
@@ -52,13 +53,7 @@ class SglangEngine:
     def submit(self, request: Request) -> None:
         if self._unusable:
             raise EnvironmentProblem(self._unusable)
-        longest = min(self.settings.max_length, self.family.max_positions)
-        if len(request.ids) + request.sampling.max_tokens > longest:
-            raise ConfigError(
-                f"request {request.key}: {len(request.ids)} prompt tokens + "
-                f"{request.sampling.max_tokens} new ones exceed the {longest} that the engine was "
-                "built for; lower rollout.max_tokens or data.max_prompt_tokens"
-            )
+        require_room(request, min(self.settings.max_length, self.family.max_positions))
         assert request.key not in self._names, f"request {request.key} was submitted twice"
         self.wake()
         # SGLang aborts whatever begins with a name, so no name may begin with another.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from saccade.engines.vllm.prompts import collapsed
+from saccade.engines.requests import collapsed
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
 from saccade.types import Completion, Media, Request
@@ -30,7 +30,7 @@ def body_of(
             "rollout.engine=embedded"
         )
     body: dict[str, Any] = {
-        "input_ids": collapsed(request.ids, request.media),
+        "input_ids": collapsed(request),
         "return_logprob": True,
         "sampling_params": {
             "max_new_tokens": sampling.max_tokens,

@@ -9,7 +9,6 @@ import inspect
 import json
 import os
 import tempfile
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -19,11 +18,14 @@ from typing import Any
 
 from torch import Tensor
 
+from saccade.engines.build import INSTALL as INSTALLS
 from saccade.engines.build import Settings
+from saccade.engines.opener import opener_for
+from saccade.engines.weights import in_folder
 from saccade.errors import EnvironmentProblem
 from saccade.models.families import Family
 
-INSTALL = "pip install sglang, in an environment with the torch that it was built for"
+INSTALL = INSTALLS["sglang"]
 NEEDED = ("input_ids", "image_data", "mm_hashes", "return_logprob", "rid")  # of async_generate
 BUCKET = 1 << 30  # bytes of weights in one message
 CONNECTIONS, PATIENCE = 256, 3600.0  # at once; seconds for an answer
@@ -76,7 +78,7 @@ class InProcess:
             "log_level": "error",
         }
         if family.spec.image_token:
-            size = dict(family.untouched(settings.max_length))
+            size = dict(family.untouched(settings.max_length, settings.max_pixels))
             arguments["mm_process_config"] = {"image": {"size": size}}
         self._engine = sglang.Engine(**arguments | dict(settings.args))
         self._tasks: dict[asyncio.Task[Any], str] = {}
@@ -112,10 +114,11 @@ class InProcess:
 
 
 class OverHttp:
-    """A server on a machine that sees the same files: weights go over as one."""
+    """A server that sees this machine's shared memory: weights lie there as a model folder."""
 
     def __init__(self, url: str, key_variable: str = "") -> None:
         self.url, self._key = url.rstrip("/"), os.environ.get(key_variable, "")
+        self._opener = opener_for(url)
         self._ask("/health_generate", timeout=60)
         self.sleeps = bool(json.loads(self._ask("/server_info")).get("enable_memory_saver"))
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="sglang")
@@ -133,12 +136,9 @@ class OverHttp:
         self._ask("/abort_request", {"rid": name})
 
     def load(self, weights: Weights, version: int) -> None:
-        from safetensors.torch import save_file
-
         shared = Path("/dev/shm")
         with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
-            tensors = {name: weight.cpu().contiguous() for name, weight in weights}
-            save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            in_folder(weights, Path(folder))
             told = {"model_path": folder, "flush_cache": True, "weight_version": str(version)}
             self._ask("/update_weights_from_disk", told)
 
@@ -155,16 +155,17 @@ class OverHttp:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=data, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                return answer.read()
-        except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")[:500]
-            raise EnvironmentProblem(f"sglang refused {path} ({error.code}): {said}") from error
+            with self._opener.open(request, timeout=timeout) as answer:
+                status, said = answer.status, answer.read()
         except OSError as error:
             raise EnvironmentProblem(
                 f"sglang: no answer from {self.url}{path}: {error}; start it with python -m "
                 "sglang.launch_server, or leave out rollout.engine_args.url to run it here"
             ) from error
+        if status != 200:
+            quoted = said.decode(errors="replace")[:500]
+            raise EnvironmentProblem(f"sglang refused {path} ({status}): {quoted}")
+        return said
 
 
 def _require(success: bool, message: str) -> None:

@@ -12,8 +12,6 @@ named after the version of the weights. Kept ids of truncated sampling are not r
 from __future__ import annotations
 
 import gc
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,15 +19,11 @@ import torch
 
 from saccade.engines import Capabilities, WeightSource
 from saccade.engines.build import Settings
+from saccade.engines.requests import require_room
 from saccade.engines.vllm import probe as probing
 from saccade.engines.vllm.prompts import params_of, prompt_of
-from saccade.engines.vllm.weights import (
-    Announced,
-    HandOver,
-    folder_shapes,
-    renaming,
-    sample_for,
-)
+from saccade.engines.vllm.weights import Announced, HandOver, renaming, sample_for
+from saccade.engines.weights import folder_shapes, in_memory
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.images import ImageCache
 from saccade.models.families import Family
@@ -46,7 +40,9 @@ class VllmEngine:
         found = probing.require()
         self.settings, self.family, self.version = settings, family, 0
         self._sleeps, self._beside = found.sleeps, beside_trainer
+        shapes = folder_shapes(settings.folder)  # a folder without them is refused at once
         self._engine = _build(settings, family, found)
+        self._engine.collective_rpc("saccade_ban", args=(np.flatnonzero(family.banned).tolist(),))
         self._eos = sorted(family.chat.eos_ids)
         self._pictures = ImageCache(PICTURES, make=family.picture, key=lambda media: media.key)
         self._running: dict[str, tuple[Request, str]] = {}  # with vLLM's own name of it
@@ -57,14 +53,13 @@ class VllmEngine:
         self._asleep: set[str] = set()
         self._unusable = ""
         self._invalidates = True  # tests switch it off, to show what happens without
-        self._learn_names()
+        self._learn_names(shapes)
 
-    def _learn_names(self) -> None:
+    def _learn_names(self, shapes: dict[str, tuple[int, ...]]) -> None:
         from vllm.model_executor.model_loader.utils import get_model_architecture
 
         model = self._engine.vllm_config.model_config
         self._renamed = renaming(get_model_architecture(model)[0])
-        shapes = folder_shapes(self.settings.folder)
         if model.hf_config.get_text_config().tie_word_embeddings:
             shapes.pop("lm_head.weight", None)  # some folders hold it twice
         known = {self._renamed(name): Announced(name, s) for name, s in shapes.items()}
@@ -81,13 +76,8 @@ class VllmEngine:
     def submit(self, request: Request) -> None:
         if self._unusable:
             raise EnvironmentProblem(self._unusable)
-        length, longest = len(request.ids) + request.sampling.max_tokens, self._longest
-        if length > longest:
-            raise ConfigError(
-                f"request {request.key}: {len(request.ids)} prompt tokens + "
-                f"{request.sampling.max_tokens} new ones exceed the {longest} that the engine was "
-                "built for; lower rollout.max_tokens or data.max_prompt_tokens"
-            )
+        require_room(request, self._engine.vllm_config.model_config.max_model_len)
+        self._require_known(request)
         assert request.key not in self._running, f"request {request.key} was submitted twice"
         self.wake()
         prompt = {**self._prompt(request)}
@@ -95,16 +85,31 @@ class VllmEngine:
         name = self._engine.add_request(request.key, prompt, params_of(request, self._eos))
         self._running[request.key] = (request, name)
 
-    @property
-    def _longest(self) -> int:
-        return self._engine.vllm_config.model_config.max_model_len
+    def _require_known(self, request: Request) -> None:
+        """What vLLM was not built for is refused, not drawn or shown differently."""
+        settings = self.settings
+        if request.sampling.first is not None and not settings.first_tokens:
+            raise ConfigError(
+                f"request {request.key}: the engine was built without settings of first tokens; "
+                "build it with Settings(first_tokens=True)"
+            )
+        for media in (span.media for span in request.media):
+            pixels = min(media.max_pixels, media.width * media.height)
+            if pixels > settings.max_pixels:
+                raise ConfigError(
+                    f"request {request.key}: an image of {pixels} pixels, and the engine was built "
+                    f"for {settings.max_pixels}; raise data.max_pixels to {pixels}"
+                )
 
     def _prompt(self, request: Request) -> dict[str, Any]:
         content = (request.ids.tobytes(), tuple(span.media.key for span in request.media))
         if self._last is None or self._last[0] != content:
             named = self.version if self._invalidates else None
             raw = prompt_of(request, self._pictures.get, named)
-            (prompt,) = self._engine.renderer.render_cmpl([raw])
+            try:
+                (prompt,) = self._engine.renderer.render_cmpl([raw])
+            except Exception as error:  # such as too many images, in classes of its own
+                raise ConfigError(f"request {request.key}: vllm refuses it: {error}") from error
             theirs = prompt["prompt_token_ids"]
             if not np.array_equal(theirs, request.ids):
                 raise EnvironmentProblem(
@@ -208,13 +213,8 @@ class VllmEngine:
     def _load(self, weights: HandOver) -> tuple[set[str], set[str]]:
         if self.settings.tensor_parallel == 1:
             return self._ask("saccade_load", weights)
-        from safetensors.torch import save_file
-
-        shared = Path("/dev/shm")
-        with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
-            file = str(Path(folder) / "weights.safetensors")
-            save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, file)
-            return self._ask("saccade_load", file)
+        with in_memory(weights) as paths:
+            return self._ask("saccade_load", paths)
 
     # -- memory --
 
@@ -281,18 +281,18 @@ def _build(settings: Settings, family: Family, found: probing.Probe) -> Any:
         "enable_sleep_mode": found.sleeps,
         "generation_config": "vllm",  # every request says how it is drawn
         "logprobs_mode": "processed_logprobs",
-        "logits_processors": ["saccade.engines.vllm.worker:Draw"],
         "worker_extension_cls": "saccade.engines.vllm.worker.Loader",
-        "additional_config": {"banned": np.flatnonzero(family.banned).tolist()},
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
     if family.spec.image_token:
         arguments |= {
             "limit_mm_per_prompt": {"image": settings.max_images, "video": 0},
-            # An image that fits into a sequence is shown as we made it.
-            "mm_processor_kwargs": {"size": family.untouched(longest)},
+            # Images are shown as we made them; vLLM measures its memory with the largest one.
+            "mm_processor_kwargs": {"size": family.untouched(longest, settings.max_pixels)},
         }
+    if settings.first_tokens:  # costs vLLM the overlap of its steps
+        arguments["logits_processors"] = ["saccade.engines.vllm.worker:First"]
     if device.type == "cpu":
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE}
     return LLMEngine.from_engine_args(EngineArgs(**arguments | dict(settings.args)))

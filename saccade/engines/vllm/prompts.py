@@ -7,29 +7,22 @@ nothing computed under other weights can be found under it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from saccade.types import MediaSpan, Request
+from saccade.engines.requests import collapsed
+from saccade.types import Request
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads small numbers over 64 bits
-
-
-def collapsed(ids: np.ndarray, media: Iterable[MediaSpan]) -> list[int]:
-    """One placeholder in the place of each run."""
-    keep = np.ones(len(ids), dtype=bool)
-    for span in media:
-        keep[span.start + 1 : span.end] = False
-    return ids[keep].tolist()
 
 
 def prompt_of(
     request: Request, picture: Callable[[Any], np.ndarray], version: int | None
 ) -> dict[str, Any]:
-    prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request.ids, request.media)}
+    prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request)}
     if request.media:
         shown = [span.media for span in request.media]
         names = ["/".join(map(str, (*media.key, version))) for media in shown]

@@ -11,20 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.errors import EnvironmentProblem
+from saccade.engines.weights import checksum
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 CHECKED = 16  # tensors of each hand-over, others the next time
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Announced(NamedTuple):
@@ -67,12 +65,6 @@ class Place:
 
     def read(self, parameters: Mapping[str, Tensor]) -> Tensor:
         return parameters[self.parameter][self.start : self.start + self.rows]
-
-
-def checksum(tensor: Tensor) -> int:
-    """Of the bits, so that it is the same on every device and in any order of summation."""
-    bits = tensor.detach().contiguous().view(BITS[tensor.element_size()])
-    return int(bits.sum(dtype=torch.int64))
 
 
 class HandOver:
@@ -121,23 +113,6 @@ def sample_for(places: Mapping[str, Place], turn: int) -> dict[str, Place]:
     names = sorted(places)
     start = turn * CHECKED % max(1, len(names))
     return {name: places[name] for name in (names + names)[start : start + CHECKED]}
-
-
-def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a folder's tensors, from the headers of its files."""
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # not a mapping
-                shapes[name] = tuple(tensors.get_slice(name).get_shape())
-    if not shapes:
-        raise EnvironmentProblem(
-            f"{folder} holds no *.safetensors, with whose names a hand-over of weights is "
-            "compared; save it once with transformers' save_pretrained"
-        )
-    return shapes
 
 
 def renaming(model_class: Any) -> Callable[[str], str]:

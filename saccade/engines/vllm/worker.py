@@ -1,11 +1,12 @@
-"""What runs inside vLLM, next to its model: the ban on ids, and the hand-over of weights.
+"""What runs inside vLLM, next to its model: the ban on ids, first tokens, and the hand-over of
+weights.
 
 vLLM imports this file by name (`logits_processors`, `worker_extension_cls`); nothing else does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,32 +20,28 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from saccade.engines.vllm.weights import Place, checksum
+from saccade.engines.vllm.weights import Place
+from saccade.engines.weights import Mapped, checksum
 
 # Methods whose parameters stay as they were loaded, so that they can be written in place.
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 
 
-class Draw(LogitsProcessor):
-    """Removes banned ids, and draws the first token of an episode with settings of its own where
-    they are asked for.
-    """
+class First(LogitsProcessor):
+    """Draws the first token of an episode with settings of its own."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        banned = vllm_config.additional_config["banned"]
-        self.banned = torch.tensor(banned, dtype=torch.long, device=device)
-        self.first: dict[int, tuple[float, int, list[int]]] = {}
+        self.rows: dict[int, tuple[float, int, list[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        process_dict_updates(self.first, batch_update, _first)
-        self.first = {row: entry for row, entry in self.first.items() if not entry[2]}
+        process_dict_updates(self.rows, batch_update, _first)
+        self.rows = {row: entry for row, entry in self.rows.items() if not entry[2]}
 
     def apply(self, logits: Tensor) -> Tensor:
-        logits.index_fill_(1, self.banned, -torch.inf)
-        for row, (factor, top_k, _) in self.first.items():
+        for row, (factor, top_k, _) in self.rows.items():
             if top_k > 0:
                 least = logits[row].topk(top_k).values[-1]
                 logits[row].masked_fill_(logits[row] < least, -torch.inf)
@@ -64,14 +61,31 @@ class Loader:
     model_runner: Any
     vllm_config: Any
 
+    def saccade_ban(self, ids: list[int]) -> None:
+        """These are never drawn and have no part in log-probs: their logits are -inf before any
+        sampler sees them. A processor of logits could do the same, but vLLM then waits for the ids
+        of each step before it begins the next one.
+        """
+        model = self.model_runner.get_model()
+        banned = torch.tensor(ids, dtype=torch.long, device=self.model_runner.device)
+        compute = model.compute_logits
+
+        def without(*arguments: Any, **options: Any) -> Tensor | None:
+            logits = compute(*arguments, **options)  # None where another worker has them
+            return None if logits is None else logits.index_fill_(-1, banned, -torch.inf)
+
+        model.compute_logits = without
+
     @torch.no_grad()
-    def saccade_load(self, weights: Iterable[tuple[str, Tensor]] | str) -> tuple[set, set]:
-        """Names of parameters that were written, and of all. `weights`: pairs, or a file of them
+    def saccade_load(
+        self, weights: Iterable[tuple[str, Tensor]] | tuple[str, ...]
+    ) -> tuple[set, set]:
+        """Names of parameters that were written, and of all. `weights`: pairs, or files of them
         when they come from another process.
         """
         model = self.model_runner.get_model()
         names = {name for name, _ in model.named_parameters()}
-        pairs = _read(weights) if isinstance(weights, str) else weights
+        pairs = Mapped(weights).weights() if isinstance(weights, tuple | list) else weights
         with set_current_vllm_config(self.vllm_config):
             if _plain(model):
                 loaded = set(model.load_weights(pairs))
@@ -108,11 +122,3 @@ def _pack_tied_head(model: nn.Module) -> None:
 def _plain(model: nn.Module) -> bool:
     methods = {type(getattr(m, "quant_method", None)).__name__ for m in model.modules()}
     return next(model.parameters()).is_cuda and methods <= PLAIN | {"NoneType"}
-
-
-def _read(file: str) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118  # not a mapping
-            yield name, tensors.get_tensor(name)

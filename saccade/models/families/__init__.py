@@ -91,8 +91,8 @@ class Family:
     measure: Callable[[Media], tuple[Grid, int]]
     positions: Callable[[int, tuple[MediaSpan, ...]], np.ndarray]
     picture: Callable[[Media], np.ndarray]  # [height, width, 3] bytes, as large as it is seen
-    untouched: Callable[[int], Mapping[str, int]]  # (most tokens) → `size` of the model's own
-    # processor with which it leaves such pictures as they are
+    untouched: Callable[[int, int], Mapping[str, int]]  # (most tokens, most pixels) → `size` of
+    # the model's own processor with which it leaves such pictures as they are
     prefetch: Callable[[Iterable[Media]], Any]  # make their pixels in the background
     media: Callable[[Sequence[MediaSpan]], Mapping[str, Any]]  # what `features` reads, on the host
     features: Callable[[Any, Mapping[str, Any]], Any]  # (model, media) → [media tokens, hidden]

@@ -48,9 +48,9 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         "measure": measured,
         "positions": partial(positions, merge=merge),
         "picture": lambda media: picture(media, measured(media)[0], patch),
-        "untouched": lambda tokens: {
+        "untouched": lambda tokens, pixels: {
             "shortest_edge": (patch * merge) ** 2,
-            "longest_edge": tokens * (patch * merge) ** 2,
+            "longest_edge": min(tokens * (patch * merge) ** 2, pixels),
         },
         "prefetch": kept.prefetch,
         "media": partial(

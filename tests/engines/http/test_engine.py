@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -159,7 +160,63 @@ def test_a_wrong_key_stops_the_run_and_says_so(
     engine = HttpEngine(ChatClient(http), endpoint_family(endpoint.url))
     with pytest.raises(ConfigError, match=r"row/0: rollout\.http\.key.*401.*wrong or missing"):
         generate(engine, [asked(talks[0], GREEDY, "row/0")])
-    assert engine.pending == 0 and not any(worker.is_alive() for worker in engine._workers)
+    assert engine.pending == 0
+    engine.close()
+    with pytest.raises(AssertionError, match="closed"):
+        engine.submit(asked(talks[0], GREEDY, "row/1"))
+
+
+def finished(engine: HttpEngine) -> list[Completion]:
+    done: list[Completion] = []
+    while engine.pending:
+        done += engine.poll()
+    return done
+
+
+def test_a_refusal_costs_its_request_only(connect: Any, talks: Any) -> None:
+    """What was answered beside it, and what is asked after it, comes back."""
+    refused = Says(status=400, body={"error": {"message": "no"}}, after=0.2)
+
+    def script(body: dict[str, Any]) -> Says:
+        return refused if body["messages"][0]["content"] == "bad" else chat_answer("fine")
+
+    with scripted(script) as endpoint:
+        engine = connect(endpoint, model="m", concurrency=2)
+        for text in ("good", "bad"):
+            talk = (Message(role="user", parts=(text,)),)
+            engine.submit(asked(talk, GREEDY, text))
+        while engine._answers.qsize() < 2:
+            time.sleep(0.01)
+        with pytest.raises(ConfigError, match=r"bad: .*status 400") as caught:
+            engine.poll()
+        assert caught.value.request == "bad" and engine.pending == 1
+        engine.submit(asked(talks[0], GREEDY, "next"))
+        done = finished(engine)
+    assert [c.key for c in done] == ["good", "next"] and texts(engine, done) == ["fine"] * 2
+
+
+def test_a_key_that_is_used_again_gets_its_own_answer(connect: Any) -> None:
+    """Under way or still waiting: what was aborted is not taken for what came after it."""
+    old = threading.Event()
+
+    def script(body: dict[str, Any]) -> Says:
+        text = body["messages"][0]["content"]
+        if text == "old":
+            old.set()
+        return Says(body=chat_answer(text).body, after=0.3 if text == "old" else 0.0)
+
+    with scripted(script) as endpoint:
+        engine = connect(endpoint, model="m", concurrency=1)
+        for text in ("old", "waiting", "new"):
+            engine.submit(asked((Message(role="user", parts=(text,)),), GREEDY, "chat"))
+            if text == "old":
+                assert old.wait(10)
+            if text != "new":
+                engine.abort("chat")
+        done = finished(engine)
+    assert [c.finish for c in done] == ["aborted", "aborted", "stop"]
+    assert texts(engine, done[2:]) == ["new"]
+    assert [seen["body"]["messages"][0]["content"] for seen in endpoint.asked] == ["old", "new"]
 
 
 def test_an_endpoint_takes_no_weights_and_gives_no_log_probs(

@@ -4,6 +4,8 @@ import os
 import signal
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,9 +15,9 @@ import pytest
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.engines.remote.client import RemoteEngine
-from saccade.engines.remote.process import placements
+from saccade.engines.remote.process import Process, placements, shares_memory, visible_gpus
 from saccade.engines.remote.replicas import Replicas, start_replicas
-from saccade.errors import EnvironmentProblem
+from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.recipes import engines, rl
 from saccade.types import Sampling
 
@@ -129,6 +131,30 @@ def test_equal_prompts_stay_together_until_others_would_idle(pool, ask):
     finish(pool, many)
 
 
+def test_a_request_may_be_for_one_replica(pool, ask):
+    """As the parity probe asks, which no replica may miss."""
+    requests = [replace(r, replica=n % 2) for n, r in enumerate(ask(LONG, repeats=2))]
+    for request in requests:
+        pool.submit(request)
+    pool._hand_out()
+    for prompt in range(4):
+        pair = [pool._tasks[f"{prompt}/{r}"].engine for r in range(2)]
+        assert [pool._places[engine] for engine in pair] == [0, 1]
+    for request in requests:
+        pool.abort(request.key)
+    finish(pool, requests)
+
+
+def test_only_those_beside_the_trainer_sleep(pool, monkeypatch):
+    slept = []
+    monkeypatch.setattr(RemoteEngine, "sleep", lambda engine: slept.append(engine))
+    first, second = pool._loads
+    pool.sleep()
+    monkeypatch.setattr(first, "beside_trainer", False)
+    pool.sleep()
+    assert set(slept[:2]) == {first, second} and slept[2:] == [second]
+
+
 def finish(pool, requests) -> list:
     """Completions in the order of the requests, each exactly once."""
     done = {}
@@ -176,6 +202,22 @@ def finish_all(pool, known) -> list:
     return found
 
 
+def test_two_threads_may_see_the_same_end(settings, tmp_path):
+    """One reaps the process while the other still believes it to live and kills it."""
+    process = Process(settings, log=tmp_path / "log", environment={})
+    popen = process.popen
+    popen._waitpid_lock.acquire()  # as in the midst of another thread's wait
+    os.kill(popen.pid, signal.SIGKILL)
+    os.waitpid(popen.pid, 0)
+    assert popen.poll() is None
+    with ThreadPoolExecutor(1) as threads:
+        killed = threads.submit(process.kill)
+        time.sleep(0.1)
+        popen._waitpid_lock.release()
+        killed.result(timeout=10)
+    process.dispose()
+
+
 def test_a_process_that_cannot_start_says_why(settings, tmp_path):
     launch = partial(RemoteEngine, settings, log=tmp_path / "engine-0.log")
     with pytest.raises(EnvironmentProblem, match="Fatal Python error"):
@@ -190,6 +232,12 @@ def test_replicas_get_gpus_of_their_own_and_the_trainers_last(monkeypatch):
     assert seen(2, 1, ["0", "1", "2"]) == ["1", "2"]
     assert seen(3, 1, ["4", "5", "6"]) == ["5", "6", "4"]
     assert seen(2, 2, list("01234")) == ["1,2", "3,4"]
+    with pytest.raises(ConfigError, match=r"tensor_parallel: 3 GPUs .* 2 can be seen; .*=2"):
+        placements(1, 3, ["0", "1"])
+    shared = [shares_memory(row, list("012")) for row in placements(3, 1, list("012"))]
+    assert shared == [False, False, True] and shares_memory({}, [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert visible_gpus("cuda") == ["4", "5", "6"] and visible_gpus("cuda:1") == ["5", "4", "6"]
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert placements(3, 1, []) == [{"OMP_NUM_THREADS": "2"}] * 3

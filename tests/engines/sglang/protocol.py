@@ -194,7 +194,8 @@ def serve(core: Core, key: str = "") -> ThreadingHTTPServer:
 
 
 def _from_disk(core: Core, body: dict[str, Any]) -> dict[str, Any]:
-    core.load(load_file(Path(body["model_path"]) / "model.safetensors"))
+    for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
+        core.load(load_file(file))
     core.version = body["weight_version"]
     if body["flush_cache"]:
         core.flush()

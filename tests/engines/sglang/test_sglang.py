@@ -244,6 +244,31 @@ def test_a_key_is_read_from_the_environment(core, family, requests, monkeypatch)
     server.server_close()
 
 
+def test_neither_a_proxy_nor_a_redirect_sees_the_key(core, family, requests, monkeypatch):
+    """A proxy is not asked for this machine, and a redirect is a refusal."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("MY_KEY", "secret")
+    asked, server = [], serve(core)
+    args = {"url": f"http://127.0.0.1:{server.server_port}", "key": "MY_KEY"}
+    engine = build(settings(family, args=args), family)
+    assert len(generate(engine, requests[:1])) == 1
+
+    def elsewhere(handler):
+        asked.append(handler.path)
+        handler.send_response(302)
+        handler.send_header("Location", "/stolen")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    monkeypatch.setattr(server.RequestHandlerClass, "do_POST", elsewhere)
+    monkeypatch.setattr(server.RequestHandlerClass, "do_GET", elsewhere)
+    with pytest.raises(EnvironmentProblem, match=r"refused /generate \(302\)"):
+        generate(engine, requests[:1])
+    assert asked == ["/generate"]
+    server.shutdown()
+    server.server_close()
+
+
 def test_nobody_there(family):
     with pytest.raises(EnvironmentProblem, match="no answer from"):
         build(settings(family, args={"url": "http://127.0.0.1:9"}), family)
@@ -252,14 +277,14 @@ def test_nobody_there(family):
 def test_arguments_of_the_engine(in_process, core):
     (arguments,) = [told for what, told in core.told if what == "start"]
     assert arguments["enable_deterministic_inference"] and arguments["mem_fraction_static"] == 0.6
-    assert arguments["mm_process_config"]["image"]["size"]["longest_edge"] == 32_768 * 28**2
+    assert arguments["mm_process_config"]["image"]["size"]["longest_edge"] == 1_003_520
 
 
 def test_what_cannot_be_served_is_refused(engine, requests):
     first = replace(requests[0], sampling=Sampling(first=(2.0, 5)))
     with pytest.raises(ConfigError, match="draws every token alike"):
         engine.submit(first)
-    with pytest.raises(ConfigError, match=r"lower rollout\.max_tokens"):
+    with pytest.raises(ConfigError, match=r"raise data\.max_prompt_tokens"):
         engine.submit(replace(requests[0], sampling=Sampling(max_tokens=40_000)))
     assert engine.pending == 0 and not engine.capabilities().support
 

@@ -1,11 +1,11 @@
-"""The trainer's weights for engines in other processes of this machine: written once into shared
-memory, read by all of them from there.
+"""Weights on their way from the trainer to an engine: pieces in files, checksums, and the names
+that a model's folder has.
 
-They lie as safetensors in pieces of about PIECE bytes, so nothing of the size of the model is
-allocated at once besides the shared copy itself, which is freed with the last process that has it
-open. Also replicas on the trainer's own GPU read it from there: CUDA's handles for memory of
-another process are not used, because a replica that dies with one open would keep the trainer's
-memory.
+For other processes they are written once, as safetensors in pieces of about PIECE bytes, so that
+nothing of the size of the model is allocated besides that copy itself. It lies in memory without a
+file name and is freed with the last process that has it open. Also engines on the trainer's own GPU
+read it from there: CUDA's handles for memory of another process are not used, because a process
+that dies with one open would keep the trainer's memory.
 
     with shared(backend, turn=version) as copy: ...      # here
     load_by_name(model, Mapped(copy.paths))              # there
@@ -17,10 +17,10 @@ import json
 import os
 import struct
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from saccade.errors import EnvironmentProblem
 
 PIECE = 256 << 20
 SAMPLED = 16  # every 16th tensor is compared, others at the next turn
+CHUNK = 1 << 22  # elements of a checksum at a time
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -52,39 +54,64 @@ class Shared:
 def shared(source: WeightSource, *, turn: int) -> Iterator[Shared]:
     """The copy exists as long as the block; another `turn` compares other tensors."""
     checksums: dict[str, int] = {}
-    paths: list[str] = []
-    with ExitStack() as stack:
-        piece: dict[str, Tensor] = {}
+
+    def noted() -> Iterator[tuple[str, Tensor]]:
         for index, (name, tensor) in enumerate(source.weights()):
             if index % SAMPLED == turn % SAMPLED:
                 checksums[name] = checksum(tensor)
-            if piece and sum(t.nbytes for t in piece.values()) + tensor.nbytes > PIECE:
-                paths.append(stack.enter_context(_written(piece)))
-                piece = {}
-            piece[name] = tensor.detach()
-        paths.append(stack.enter_context(_written(piece)))
-        yield Shared(paths=tuple(paths), checksums=checksums)
+            yield name, tensor
+
+    with in_memory(noted()) as paths:
+        yield Shared(paths=paths, checksums=checksums)
 
 
 @contextmanager
-def _written(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """A safetensors file that no crash leaves behind, as a path."""
+def in_memory(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, ...]]:
+    """Paths of pieces that no crash leaves behind; they exist as long as the block."""
+    with ExitStack() as stack:
+        paths = []
+        for piece in _pieces(weights):
+            file, path = stack.enter_context(_nameless())
+            _write(piece, file)
+            paths.append(path)
+        yield tuple(paths)
+
+
+def in_folder(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Pieces with names, for whoever reads model folders only."""
+    for number, piece in enumerate(_pieces(weights)):
+        with (folder / f"model-{number:05}.safetensors").open("wb") as file:
+            _write(piece, file)
+
+
+def _pieces(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    piece: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if piece and size + tensor.nbytes > PIECE:
+            yield piece
+            piece, size = {}, 0
+        piece[name] = tensor.detach()
+        size += tensor.nbytes
+    yield piece
+
+
+def _write(tensors: Mapping[str, Tensor], file: Any) -> None:
     header: dict[str, Any] = {}
     size = 0
     # Wide types first: each tensor then lies at a multiple of its own width.
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+    order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    for name, tensor in order:
         end = size + tensor.nbytes
         shape = list(tensor.shape)
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [size, end]}
         size = end
-    head = json.dumps(header).encode()
+    head = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     head += b" " * (-len(head) % 8)
-    with _nameless() as (file, path):
-        file.write(struct.pack("<Q", len(head)) + head)
-        for name in header:
-            file.write(_bytes(tensors[name]))
-        file.flush()
-        yield path
+    file.write(struct.pack("<Q", len(head)) + head)
+    for _, tensor in order:
+        file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    file.flush()
 
 
 @contextmanager
@@ -98,12 +125,15 @@ def _nameless() -> Iterator[tuple[Any, str]]:
             yield named, named.name
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def checksum(tensor: Tensor) -> int:
-    return zlib.crc32(_bytes(tensor))
+    """Of the bits and their places; computed where the tensor lies, the same on every device."""
+    bits = tensor.detach().contiguous().reshape(-1).view(BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), CHUNK):
+        part = bits[start : start + CHUNK].to(torch.int64)
+        places = torch.arange(start, start + len(part), device=bits.device)
+        total += (part * (2 * places + 1)).sum()  # modulo 2**64, in any order
+    return int(total)
 
 
 @dataclass(frozen=True)
@@ -161,3 +191,27 @@ def require_same(
             f"the trainer's weights are not those of the engine ({listed}); nothing was loaded. "
             "Give both the same model folder, with the same version of transformers"
         )
+
+
+def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model folder's tensors, from the headers of the files that it loads."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _weight_files(Path(folder)):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    if not shapes:
+        raise EnvironmentProblem(
+            f"{folder} holds no *.safetensors, with whose names a hand-over of weights is "
+            "compared; save it once with transformers' save_pretrained"
+        )
+    return shapes
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Beside them may lie adapters, or the same weights under other names."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [folder / name for name in sorted(set(named))]
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
