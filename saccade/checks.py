@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from saccade import environments
 from saccade.config import ADAPTED, Config, Section
 from saccade.data.sources import parse_address
 from saccade.errors import ConfigError
@@ -224,7 +225,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 def _reward(config: Config) -> Iterator[str]:
     reward = config.reward
     scored = reward.terms or reward.preset or reward.by_source
-    if not scored and config.env.name == "single_turn":
+    if not scored and not environments.gives_rewards(config.env):
         yield "reward.terms: nothing scores a response; try reward.terms=[math]"
     if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
         low, high = reward.clip
@@ -232,7 +233,8 @@ def _reward(config: Config) -> Iterator[str]:
 
 
 def _environment(config: Config) -> Iterator[str]:
-    turns = config.env.max_turns
+    turns = config.env.turns
+    yield from environments.problems(config.env)
     if config.env.name == "single_turn" and turns > 1:
         yield f"env.max_turns: {turns} has no effect with env.name=single_turn; try env.max_turns=1"
 
@@ -243,6 +245,11 @@ def _validation(config: Config) -> Iterator[str]:
         yield (
             f"val.n: {val.n} greedy responses are all the same; try val.temperature=1 or val.n=1"
         )
+
+
+def _selection(config: Config) -> Iterator[str]:
+    if config.generate.select != "all":
+        yield from _reward(config)
 
 
 def _resume(config: Config) -> Iterator[str]:
@@ -285,7 +292,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "sft": TRAINING,
     "eval": (_model, _val_data, *READING, _response_length, _validation, _environment),
-    "generate": (_model, _some_data, *READING, _response_length, _environment),
+    "generate": (_model, _some_data, *READING, _response_length, _environment, _selection),
     "estimate": (_model, _lora, _pixels, _optimizer, _batch),
     "check-data": (_some_data, *READING),
 }

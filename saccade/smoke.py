@@ -39,6 +39,8 @@ def smoke(config: Config, command: str) -> Config:
             {**source.model_dump(exclude_unset=True), "max_samples": 2} for source in data.val
         ],
         "data.max_prompt_tokens": min(data.max_prompt_tokens, PROMPT_TOKENS),
+        "env.max_pixels": min(config.env.max_pixels, IMAGE_PIXELS),
+        "env.min_pixels": min(config.env.min_pixels, IMAGE_PIXELS),
         "rollout.max_tokens": min(config.rollout.max_tokens, TOKENS),
         "train.prompts_per_step": min(train.prompts_per_step, 2),
         "train.warmup": 0,
