@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from saccade import environments
 from saccade.config import ADAPTED, Config, Section
 from saccade.data.sources import parse_address
 from saccade.errors import ConfigError
@@ -286,7 +287,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 def _reward(config: Config) -> Iterator[str]:
     reward = config.reward
     scored = reward.terms or reward.preset or reward.by_source
-    if not scored and config.env.name == "single_turn":
+    if not scored and not environments.gives_rewards(config.env):
         yield "reward.terms: nothing scores a response; try reward.terms=[math]"
     if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
         low, high = reward.clip
@@ -294,7 +295,8 @@ def _reward(config: Config) -> Iterator[str]:
 
 
 def _environment(config: Config) -> Iterator[str]:
-    turns = config.env.max_turns
+    turns = config.env.turns
+    yield from environments.problems(config.env)
     if config.env.name == "single_turn" and turns > 1:
         yield f"env.max_turns: {turns} has no effect with env.name=single_turn; try env.max_turns=1"
 
@@ -305,6 +307,11 @@ def _validation(config: Config) -> Iterator[str]:
         yield (
             f"val.n: {val.n} greedy responses are all the same; try val.temperature=1 or val.n=1"
         )
+
+
+def _selection(config: Config) -> Iterator[str]:
+    if config.generate.select != "all":
+        yield from _reward(config)
 
 
 def _resume(config: Config) -> Iterator[str]:
@@ -357,7 +364,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "sft": TRAINING,
     "eval": (_answering_model, _val_data, *READING, _response_length, _validation, _environment),
-    "generate": (_answering_model, _some_data, *READING, _response_length, _environment),
+    "generate": (
+        _answering_model,
+        _some_data,
+        *READING,
+        _response_length,
+        _environment,
+        _selection,
+    ),
     "chat": (_answering_model, _pixels, _prompt_files),
     "estimate": (_model, _own_weights, _lora, _pixels, _optimizer, _batch),
     "check-data": (_some_data, *READING),

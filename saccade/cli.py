@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from saccade import __version__
+from saccade.cli_data import data_commands
 from saccade.errors import ConfigError, DataError, SaccadeError, SelfTestError
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ Out = Annotated[
 ]
 
 
-def command(name: str, *, panel: str, example: str) -> Callable[[Command], Command]:
+def command(
+    name: str, *, example: str, panel: str | None = None, group: typer.Typer = app
+) -> Callable[[Command], Command]:
     """Register a command whose SaccadeErrors become a red message and an exit code."""
 
     def register(function: Command) -> Command:
@@ -77,7 +80,9 @@ def command(name: str, *, panel: str, example: str) -> Callable[[Command], Comma
                 _explain("interrupted", interrupt)
                 raise typer.Exit(130) from None
 
-        app.command(name, rich_help_panel=panel, epilog=f"Example: [bold]{example}[/bold]")(guarded)
+        group.command(name, rich_help_panel=panel, epilog=f"Example: [bold]{example}[/bold]")(
+            guarded
+        )
         return function
 
     return register
@@ -361,6 +366,14 @@ def report(folder: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
         raise ConfigError(f"{folder} is not a run folder; give one such as runs/NAME")
     print(import_module("saccade.tracking.report").from_run(folder))
 
+
+# -- data -----------------------------------------------------------------------------------------
+
+app.add_typer(
+    data_commands(command, lambda arguments: _config(arguments)),
+    name="data",
+    rich_help_panel="Start",
+)
 
 # -- how a config command runs ---------------------------------------------------------------------
 

@@ -109,7 +109,8 @@ def defaults_for(command: str, config: Config) -> Config:
 
 # -- loading ---------------------------------------------------------------------------------------
 
-EMPTY_IS_A_VALUE = {"prompt.instruction"}  # elsewhere an empty text means: not given
+# Elsewhere an empty text means: not given.
+EMPTY_IS_A_VALUE = {"prompt.instruction", "env.instruction"}
 
 
 def load(

@@ -382,10 +382,14 @@ def crop(media: Media, box: tuple[int, int, int, int]) -> Media:
     if _padded_size(width, height) != (width, height):
         raise ImageError(f"box {(x0, y0, x1, y1)} has an aspect ratio above {MAX_ASPECT}")
     left, top = media.box[:2] if media.box else (0, 0)
-    root = media.hash.rpartition("-")[0] if media.box else media.hash
     inside = (left + x0, top + y0, left + x1, top + y1)
-    name = f"{root}-{'.'.join(map(str, inside))}"
+    name = f"{root_hash(media)}-{'.'.join(map(str, inside))}"
     return replace(media, hash=name, width=width, height=height, box=inside, parent=media.hash)
+
+
+def root_hash(media: Media) -> str:
+    """The hash of the file: a crop is called by the hash of its root and its box."""
+    return media.hash.rpartition("-")[0] if media.box else media.hash
 
 
 def resized_size(
@@ -436,6 +440,12 @@ class ImageCache:
             self._fill(key, entry, media)
         return entry.result()
 
+    def peek(self, key: Any) -> np.ndarray | None:
+        """What is kept under that key, if it is there."""
+        with self._lock:
+            entry = self._entries.get(key)
+        return entry.result() if entry is not None and entry.done() else None
+
     def get_all(self, media: Sequence[Media]) -> list[np.ndarray]:
         """Several threads make what is missing."""
         return list(_workers().map(self.get, media))
@@ -467,5 +477,14 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="images")
 
 
+def _decode_once(media: Media) -> np.ndarray:
+    """A crop of a picture that is decoded already is cut from it."""
+    whole = DECODED.peek((root_hash(media), None))
+    if media.box is None or whole is None:
+        return decode(media)
+    x0, y0, x1, y1 = media.box
+    return whole[y0:y1, x0:x1].copy()
+
+
 # What this process has decoded: the vision tower and the stored rollouts look at the same pixels.
-DECODED = ImageCache(max_bytes=512 << 20)
+DECODED = ImageCache(max_bytes=512 << 20, make=_decode_once)

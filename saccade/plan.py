@@ -30,7 +30,8 @@ def plan(
 def _rl(config: Config, samples: int, updates: int) -> list[tuple[str, str]]:
     train, rollout = config.train, config.rollout
     prompts = train.prompts_per_step
-    longest = min(config.env.max_total_tokens, config.data.max_prompt_tokens + rollout.max_tokens)
+    response = rollout.max_tokens * config.env.turns
+    longest = min(config.env.max_total_tokens, config.data.max_prompt_tokens + response)
     return [
         ("prompts per step", str(prompts)),
         ("samples per prompt", str(samples)),

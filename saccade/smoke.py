@@ -41,6 +41,8 @@ def smoke(config: Config, command: str) -> Config:
         "data.max_prompt_tokens": min(data.max_prompt_tokens, PROMPT_TOKENS),
         "rollout.engine": "embedded",
         "rollout.replicas": 0,
+        "env.max_pixels": min(config.env.max_pixels, IMAGE_PIXELS),
+        "env.min_pixels": min(config.env.min_pixels, IMAGE_PIXELS),
         "rollout.max_tokens": min(config.rollout.max_tokens, TOKENS),
         "train.prompts_per_step": min(train.prompts_per_step, 2),
         "train.warmup": 0,

@@ -350,9 +350,9 @@ def test_a_request_to_stop_during_a_rollout_saves_the_last_whole_step(
     word_model: str,
     numbers: Read,
 ) -> None:
-    """In process: an environment sends the signal while the first step still samples."""
+    """An environment sends the signal while the first step still samples."""
     world = tmp_path / "world.py"
-    world.write_text(STOPPER)
+    world.write_text(STOPPER.replace("RUN", str(os.getpid())))
     env = {"env.name": f"{world}:Stopper", "reward.terms": []}
     config = rl_config(tmp_path, run__max_steps=1, rollout__stop=["?", "red", "1", "2"]) | env
     before = signal.getsignal(signal.SIGTERM)
@@ -364,7 +364,10 @@ def test_a_request_to_stop_during_a_rollout_saves_the_last_whole_step(
     rl.run(config | {"run.resume": "auto"})
     rl.run(config | {"run.name": "whole"})
     paths = (tmp_path / name / "checkpoints" / "step-1" for name in ("run", "whole"))
-    assert same_weights(*paths) and numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+    assert same_weights(*paths)
+    # Its process answers when it likes: who shares a batch differs, and with it the last digits.
+    ((row,), (whole,)) = (numbers(tmp_path / name) for name in ("run", "whole"))
+    assert row == pytest.approx(whole, abs=1e-5, nan_ok=True)
 
 
 STOPPER = """
@@ -380,7 +383,7 @@ class Stopper:
         asked = Path(__file__).with_suffix(".asked")
         if not asked.exists():
             asked.touch()
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(RUN, signal.SIGTERM)
         return [], float("2" in message.text.split()), True, {}
 
     def close(self):

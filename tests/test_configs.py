@@ -13,6 +13,7 @@ import pytest
 
 from saccade.algorithms.build import from_config
 from saccade.checks import check
+from saccade.cli import MODULES
 from saccade.config import Config, defaults_for, load
 from saccade.smoke import smoke
 
@@ -24,12 +25,17 @@ TINY = {
     "gsm8k_grpo": "qwen2",
     "dapo_math": "qwen3",
     "sft_demonstrations": "qwen2_vl",
+    "minio3_sft": "qwen2_5_vl",
+    "minio3_rl": "qwen2_5_vl",
+    "minio3_eval": "qwen2_5_vl",
+    "minio3_small": "qwen2_5_vl",
 }
+CALL = '<grounding>{"bbox_2d": [0, 0, 0.5, 0.5], "source": "original_image"}</grounding>'
 SUMS = [(n, n + 3) for n in range(8)]
 
 
 def command_of(name: str) -> str:
-    return "sft" if name.startswith("sft_") else "rl"
+    return next((word for word in ("sft", "eval") if word in name.split("_")), "rl")
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -64,7 +70,24 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             "thinking": "<think>Add.</think>",
             "solution": f"<answer> {a} </answer>",
         },
+        "minio3_sft": lambda q, a, i: {
+            "conversations": [
+                {"from": "human", "value": f"<image>{q}"},
+                {"from": "gpt", "value": f"<think>Small.</think>{CALL}"},
+                {"from": "human", "value": "Result of request 1: observation_1.\n<image>"},
+                {"from": "gpt", "value": f"<think>Now.</think><answer>{a}</answer>"},
+            ],
+            "images": [i, i],
+        },
+        "minio3_small": lambda q, a, i: {"problem": f"<image>{q}", "answer": a, "images": [i]},
     }
+    for name in ("minio3_rl", "minio3_eval"):
+        layouts[name] = lambda q, a, i: {
+            "doc_id": i,
+            "problem": f"<image>{q}",
+            "solution": a,
+            "images": [i],
+        }
     return {
         name: write_rows(folder / f"{name}.jsonl", [layout(*row) for row in asked])
         for name, layout in layouts.items()
@@ -74,7 +97,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def runnable(name: str, rows: dict[str, str], out: Path) -> Config:
     """The recipe with a model and rows that are here."""
     config = load(FILES[name])
-    changes = [f"model.path=tiny:{TINY[name]}", f"data.train={rows[name]}", f"run.out={out}"]
+    changes = [f"model.path=tiny:{TINY[name]}", f"run.out={out}"]
+    if config.data.train:
+        changes.append(f"data.train={rows[name]}")
     if config.data.val:
         changes.append(f"data.val={rows[name]}")
     return defaults_for(command_of(name), load(config, changes))
@@ -107,6 +132,9 @@ def test_a_recipe_runs(name: str, rows: dict[str, str], tmp_path: Path) -> None:
     config = smoke(runnable(name, rows, tmp_path), command)
     config = load(config, ["track.tensorboard=false", "run.device=cpu"])
     check(config, command)
-    last = import_module(f"saccade.recipes.{command}").run(config)
+    last = import_module(f"saccade.recipes.{MODULES[command]}").run(config)
+    if command == "eval":
+        assert all(0 <= found["accuracy"] <= 1 for found in last.values())
+        return
     assert math.isfinite(last["sft/loss" if command == "sft" else "reward/mean"])
     assert (tmp_path / config.run.name / "checkpoints" / "step-2" / "config.json").is_file()

@@ -19,6 +19,7 @@ LEVELS = (
         "devices",
         "kernels",
         "transfer",
+        "sokoban",
     ),
     ("algorithms", "rewards", "environments", "models", "data"),
     ("engines", "backends"),

@@ -46,7 +46,7 @@ def from_config(config: Config) -> Algorithm:
     return resolve(
         config.algorithm,
         reward=config.reward,
-        max_tokens=config.rollout.max_tokens * config.env.max_turns,
+        max_tokens=config.rollout.max_tokens * config.env.turns,
         samples_per_prompt=config.train.samples_per_prompt,
         prompts_per_step=config.train.prompts_per_step,
         updates_per_step=config.train.updates_per_step,

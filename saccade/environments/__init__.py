@@ -1,78 +1,180 @@
-"""What a policy talks to, in message space: tokens never leak in.
+"""What a policy talks to, by name: built in, or a class or functions of the user.
 
-class Guess:
-    def reset(self, sample, seed): return sample.messages
-    def step(self, message): return (), None, True, {}
-    def close(self): pass
+Knows nothing of processes: `rollout/hosting.py` decides where an environment lives. Code of the
+user is imported by `load_own` alone, which the training process never calls.
+
+    build(EnvConfig(name="crop"), Setting(answer=find_answer))
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+from saccade.config import EnvConfig
+from saccade.environments import calls
+from saccade.environments.protocol import Environment, Setting, SingleTurn, Step
+from saccade.environments.sokoban import SokobanStep
+from saccade.environments.texts import texts_hash, words
+from saccade.environments.tools import (
+    Tool,
+    ToolEnvironment,
+    calculate_tool,
+    describe,
+    explain,
+    own_tool,
+    zoom_tool,
+)
 from saccade.errors import ConfigError
-from saccade.types import Message, Sample
+
+__all__ = [
+    "KINDS",
+    "Environment",
+    "Own",
+    "Setting",
+    "SingleTurn",
+    "Step",
+    "build",
+    "gives_rewards",
+    "instruction",
+    "is_own",
+    "load_own",
+    "problems",
+    "stop_strings",
+    "texts_hash",
+]
+
+TOOLS: Mapping[str, Tool] = {"zoom": zoom_tool, "calculate": calculate_tool}
 
 
-class Step(NamedTuple):
-    """What an environment answers to one assistant message."""
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A built-in environment."""
 
-    messages: Sequence[Message]
-    reward: float | None
-    done: bool
-    info: Mapping[str, Any]
-
-
-class Environment(Protocol):
-    def reset(self, sample: Sample, seed: int) -> Sequence[Message]:
-        """The conversation that the policy continues."""
-        ...
-
-    def step(
-        self, message: Message
-    ) -> Step | tuple[Sequence[Message], float | None, bool, Mapping[str, Any]]: ...
-
-    def close(self) -> None: ...
+    calls: tuple[str, ...] = ()  # syntaxes, the usual one first
+    tools: tuple[str, ...] = ()
+    text: str = ""  # name of its explanation, where that is no list of tools
+    rewards: bool = False  # gives rewards of its own
 
 
-class SingleTurn:
-    """A question, one answer."""
-
-    blocking = False  # a step costs nothing: it needs no thread of its own
-
-    def reset(self, sample: Sample, seed: int) -> Sequence[Message]:
-        return sample.messages
-
-    def step(self, message: Message) -> Step:
-        return Step((), None, True, {"end_reason": "answered"})
-
-    def close(self) -> None:
-        pass
+KINDS: Mapping[str, Kind] = {
+    "single_turn": Kind(),
+    "crop": Kind(calls=("grounding", "tool_call"), tools=("zoom",)),
+    "calculator": Kind(calls=("tool_call",), tools=("calculate",)),
+    "tools": Kind(calls=("tool_call",)),
+    "sokoban_step": Kind(calls=("action",), text="sokoban", rewards=True),
+}
 
 
-ENVIRONMENTS: Mapping[str, Callable[[], Environment]] = {"single_turn": SingleTurn}
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """What the files of the user hold."""
+
+    environment: Callable[..., Environment] | None = None
+    tools: Mapping[str, Callable[..., Any]] | None = None
+
+    @property
+    def descriptions(self) -> dict[str, str]:
+        return {name: describe(name, function) for name, function in (self.tools or {}).items()}
 
 
-def environment_factory(name: str) -> Callable[[], Environment]:
-    """A built-in name, or `file.py:Class` of your own; each episode gets an instance."""
-    if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name]
-    path, separator, symbol = name.rpartition(":")
-    if not separator or not Path(path).is_file():
-        raise ConfigError(
-            f"env.name={name!r}: no such environment; "
-            f"use {', '.join(ENVIRONMENTS)} or file.py:Class"
-        )
+def is_own(env: EnvConfig) -> bool:
+    """Whether code of the user takes part."""
+    return env.name not in KINDS or bool(env.tools)
+
+
+def gives_rewards(env: EnvConfig) -> bool:
+    return env.name not in KINDS or KINDS[env.name].rewards
+
+
+def _resolved(env: EnvConfig) -> EnvConfig:
+    """The usual syntax of calls where none is chosen; grounding has no room for a name."""
+    usual = KINDS[env.name].calls if env.name in KINDS else ()
+    if env.call or not usual:
+        return env
+    named = env.tools or env.parallel_calls > 1
+    return env.model_copy(update={"call": "tool_call" if named else usual[0]})
+
+
+def stop_strings(env: EnvConfig) -> tuple[str, ...]:
+    return calls.stop_strings(_resolved(env).call, env.parallel_calls)
+
+
+def instruction(env: EnvConfig, own: Mapping[str, str]) -> str:
+    """What the prompt says about the environment; `own` describes tools of the user."""
+    if env.instruction is not None:
+        return env.instruction
+    kind, env = KINDS.get(env.name, Kind()), _resolved(env)
+    if kind.text:
+        return words(kind.text)
+    return explain(env, (*kind.tools, *own), own) if kind.calls else ""
+
+
+def problems(env: EnvConfig) -> Iterator[str]:
+    """What the options alone can say against an environment."""
+    kind, call = KINDS.get(env.name), _resolved(env).call
+    if kind is None and not env.name.rpartition(":")[0].endswith(".py"):
+        known = ", ".join(KINDS)
+        yield f"env.name={env.name!r}: no such environment; use {known} or file.py:Class"
+    if env.call and kind and env.call not in kind.calls:
+        usual = f"try env.call={kind.calls[0]}" if kind.calls else "remove it"
+        yield f"env.call: {env.name} does not read {env.call} calls; {usual}"
+    for name, used in (("tools", bool(env.tools)), ("parallel_calls", env.parallel_calls > 1)):
+        if used and (kind is None or call != "tool_call"):
+            yield f"env.{name}: has no effect without named calls; try env.name=tools"
+    if env.name == "tools" and not env.tools:
+        yield "env.tools: env.name=tools needs some; try env.tools=[my_tools.py:search]"
+    if env.args and kind:
+        yield f"env.args: has no effect with env.name={env.name}; remove it"
+    if env.min_pixels > env.max_pixels:
+        yield f"env.min_pixels: is above env.max_pixels; try env.min_pixels={env.max_pixels}"
+
+
+def load_own(env: EnvConfig) -> Own:
+    """Imports the user's files. Raises what they raise, ConfigError for what they lack."""
+    if env.name not in KINDS:
+        found = _symbol("name", env.name)
+        if not all(hasattr(found, method) for method in ("reset", "step", "close")):
+            raise ConfigError(f"env.name={env.name!r}: it needs reset, step and close")
+        return Own(environment=found)
+    functions = {name.rpartition(":")[2]: _symbol("tools", name) for name in env.tools}
+    taken = sorted(functions.keys() & set(KINDS[env.name].tools))
+    if taken or len(functions) < len(env.tools):
+        raise ConfigError(f"env.tools: two tools are called {', '.join(taken) or 'alike'}")
+    return Own(tools=functions)
+
+
+def _symbol(field: str, name: str) -> Callable[..., Any]:
+    path, _, symbol = name.rpartition(":")
+    if not Path(path).is_file():
+        raise ConfigError(f"env.{field}={name!r}: no such environment or tool; {path} is no file")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    sys.path.append(str(Path(path).resolve().parent))  # its neighbours can be imported
     spec.loader.exec_module(module)
-    factory = getattr(module, symbol, None)
-    if factory is None or not all(
-        hasattr(factory, method) for method in ("reset", "step", "close")
-    ):
-        raise ConfigError(f"env.name={name!r}: {symbol} needs reset, step and close")
-    return factory
+    found = getattr(module, symbol, None)
+    if not callable(found):
+        raise ConfigError(f"env.{field}={name!r}: {path} has no {symbol}")
+    return found
+
+
+def build(env: EnvConfig, setting: Setting, own: Own | None = None) -> Environment:
+    """An environment for one episode."""
+    own = own or Own()
+    if own.environment is not None:
+        return own.environment(**env.args)
+    kind = KINDS[env.name]
+    if not kind.calls:
+        return SingleTurn()
+    env = _resolved(env)
+    if env.call == "action":
+        return SokobanStep(env, setting)
+    tools = {name: TOOLS[name] for name in kind.tools}
+    tools |= {name: own_tool(function) for name, function in (own.tools or {}).items()}
+    return ToolEnvironment(env, setting, tools)

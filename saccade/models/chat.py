@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -104,6 +105,25 @@ class Chat:
             added = np.concatenate([[self.end_of_turn], added])
             sources = np.concatenate([np.array([Source.TEMPLATE], np.int8), sources])
         return self._expand(added, sources, messages, measure)
+
+    @cached_property
+    def knows_tools(self) -> bool:
+        """Whether the template has a place of its own for what a tool says, pictures included. One
+        that merely prints the role would show the model a word that it never saw there.
+        """
+        probe = Media(hash=PROBE, width=1, height=1, path=PROBE)
+        picture = () if self.placeholder is None else (probe,)
+
+        def shown(role: Any) -> str:
+            message = Message(role=role, parts=(*picture, PROBE))
+            try:
+                ids = self.render_continuation([message], lambda media: ((1, 1, 1), 1), last_id=-1)
+            except ConfigError:  # it refuses the role, or loses the picture
+                return ""
+            return self.decode(ids.ids, special=True)
+
+        known = shown("tool")
+        return PROBE in known and known != shown("nobody").replace("nobody", "tool")
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
         """The text, special tokens left out unless asked for."""

@@ -52,11 +52,14 @@ def build(
     folder: str | Path,
     *,
     words: Sequence[str] | None = None,
+    phrases: Sequence[str] = (),
     seed: int = 0,
     text: Mapping[str, Any] | None = None,
     vision: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write a model folder, return its path. `text` and `vision` override sizes of the config."""
+    """Write a model folder, return its path. `text` and `vision` override sizes of the config;
+    `phrases` are single tokens of the byte-level tokenizer.
+    """
     import torch
     from transformers import AutoConfig, GenerationConfig
 
@@ -68,7 +71,7 @@ def build(
         raise ConfigError("tiny:qwen2 has no closed vocabulary; use qwen3, or no words")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(words)
+    tokenizer = make_tokenizer(words, phrases)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     vocabulary = (len(tokenizer) // 8 + 1) * 8
     settings = CONFIGS[family](
@@ -89,9 +92,9 @@ def build(
     return str(folder)
 
 
-def make_tokenizer(words: Sequence[str] | None) -> Any:
+def make_tokenizer(words: Sequence[str] | None, phrases: Sequence[str] = ()) -> Any:
     """Word-level for a closed vocabulary, else byte-level; both with the chat template inside."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     if words is None:
@@ -99,6 +102,7 @@ def make_tokenizer(words: Sequence[str] | None) -> Any:
         backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
+        backend.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     else:
         vocabulary = {word: index for index, word in enumerate(dict.fromkeys((*words, "[unk]")))}
         backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[unk]"))

@@ -19,6 +19,7 @@ from saccade.models.families.endpoint import endpoint_family
 from saccade.models.load import pick_dtype
 from saccade.recipes import parts
 from saccade.recipes.parts import Policy
+from saccade.rollout.episode import Limits
 
 
 def make_engine(
@@ -95,11 +96,9 @@ def settings_of(config: Config, family: Family) -> Settings:
         trust_remote_code=config.model.trust_remote_code,
         max_sequences=rollout.max_sequences,
         max_length=longest_sequence(config),
-        max_images=max(
-            config.data.max_images, config.env.max_images, config.env.eval.max_images or 0
-        ),
-        # Images that environments make have the default limit.
-        max_pixels=max(config.data.max_pixels, DataConfig().max_pixels),
+        max_images=max(config.data.max_images, *(limits.max_images for limits in _limits(config))),
+        # Images that environments make of their own have the default limit.
+        max_pixels=max(config.data.max_pixels, config.env.max_pixels, DataConfig().max_pixels),
         tensor_parallel=1 if rollout.engine == "embedded" else rollout.tensor_parallel,
         memory_share=rollout.memory_share,
         seed=config.run.seed,
@@ -109,12 +108,18 @@ def settings_of(config: Config, family: Family) -> Settings:
 
 def longest_sequence(config: Config) -> int:
     """Tokens of an episode, prompt included, in training or validation."""
-    env, turns = config.env, max(config.env.max_turns, config.env.eval.max_turns or 0)
-    total = max(env.max_total_tokens, env.eval.max_total_tokens or 0)
+    limits = _limits(config)
+    turns, total = (
+        max(getattr(one, n) for one in limits) for n in ("max_turns", "max_total_tokens")
+    )
     once = config.data.max_prompt_tokens + max(
         config.rollout.max_tokens, config.val.max_tokens or 0
     )
     return total if turns > 1 else min(total, once)
+
+
+def _limits(config: Config) -> list[Limits]:
+    return [parts.limits_of(config, evaluation=evaluation) for evaluation in (False, True)]
 
 
 def room(config: Config, family: Family) -> int:

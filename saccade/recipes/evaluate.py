@@ -22,7 +22,7 @@ from saccade import checks, statistics
 from saccade.config import Config, load
 from saccade.data.datasets import Dataset
 from saccade.engines import Engine
-from saccade.environments import environment_factory
+from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.recipes import parts
@@ -111,7 +111,7 @@ def evaluate_set(
         engine,
         dataset.samples,
         repeats=config.val.n,
-        environment=environment_factory(config.env.name),
+        environment=parts.environments_of(config, family),
         family=family,
         sampling=parts.validation_sampling(config),
         limits=parts.limits_of(config, evaluation=True),
@@ -119,7 +119,7 @@ def evaluate_set(
         on_finish=stream.submit,
         progress=progress,
     )
-    if scorer is not None or config.env.name != "single_turn":  # else nobody has judged anything
+    if scorer is not None or gives_rewards(config.env):  # else nobody has judged anything
         groups = stream.attach(groups)
     return Result(name=name, groups=tuple(groups), metrics=set_metrics(groups, family))
 
@@ -243,6 +243,7 @@ def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dic
         "reward": trajectory.reward,
         "parts": dict(trajectory.parts),
         "tokens": trajectory.response_length,
+        "turns": trajectory.turns,
         "end_reason": trajectory.end_reason,
         "status": trajectory.status,
         "reason": trajectory.reason,

@@ -1,21 +1,26 @@
 """Batch inference: responses of a model to a file, one JSON line each; rows that are there already
 are skipped.
 
-saccade generate run.yaml generate.n=4
+With `generate.select=correct` a model teaches by example: its right episodes, all their turns and
+pictures, are written as conversations to learn from.
+
+    saccade generate run.yaml generate.n=4
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from saccade import checks
 from saccade.config import Config, load
-from saccade.environments import environment_factory
+from saccade.data.dialogues import dialogue_row
+from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.recipes import parts
 from saccade.recipes.engines import answering_engine, answering_family, expenses
@@ -41,6 +46,7 @@ def run(config: Any) -> dict[str, Any]:
     made_by = _made_by(config)
     done = _done(path, made_by)
     todo = [sample for sample in data.samples if sample.id not in done]
+    skipped = len(done)
     scorer = parts.make_scorer(config)
     engine = answering_engine(config, family, logs=path.parent, answers=path.parent / "answers")
     with (
@@ -57,7 +63,7 @@ def run(config: Any) -> dict[str, Any]:
                     engine,
                     todo[start : start + BLOCK],
                     repeats=config.generate.n,
-                    environment=environment_factory(config.env.name),
+                    environment=parts.environments_of(config, family),
                     family=family,
                     sampling=parts.rollout_sampling(config),
                     limits=parts.limits_of(config, evaluation=True),
@@ -65,15 +71,37 @@ def run(config: Any) -> dict[str, Any]:
                     on_finish=stream.submit,
                     progress=console.progress,
                 )
-            for group in stream.attach(groups) if scorer is not None else groups:
+            if scorer is not None or gives_rewards(config.env):
+                groups = stream.attach(groups)
+            if config.generate.select == "correct":
+                _teach(path.parent / "coldstart", groups, done)
+            for group in groups:
                 file.write(
                     json.dumps(_row(group, family) | made_by, ensure_ascii=False, default=str)
                     + "\n"
                 )
             file.flush()
+            done |= {group.sample.id for group in groups}
         if spent := expenses(engine):
             console.note(spent)
-    return {"path": str(path), "rows": len(todo), "skipped": len(done)}
+    return {"path": str(path), "rows": len(todo), "skipped": skipped}
+
+
+def _teach(folder: Path, groups: Sequence[Group], done: Set[str]) -> None:
+    """Right episodes as rows for sft. Those of rows that are not done were left by a kill."""
+    path = folder / "train.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    rows = [json.loads(line) for line in lines]
+    rows = [row for row in rows if row["id"].rpartition("/")[0] in done]
+    rows += [
+        dialogue_row(replace(g.sample, id=f"{g.sample.id}/{t.repeat}", messages=t.messages), folder)
+        for g in groups
+        for t in g.trajectories
+        if t.status == "ok" and t.outcome is not None and t.outcome >= 1
+    ]
+    folder.mkdir(exist_ok=True)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8")
 
 
 def _row(group: Group, family: Any) -> dict[str, Any]:

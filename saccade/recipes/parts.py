@@ -24,14 +24,17 @@ from saccade.config import ADAPTED, Config, DataConfig, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
 from saccade.devices import limit_memory
+from saccade.environments import Environment, stop_strings, texts_hash
 from saccade.errors import ConfigError, DataError
 from saccade.models import lora, tiny
 from saccade.models.families import Family, load_family
 from saccade.models.heads import attach_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
 from saccade.recipes.lengths import remembered
+from saccade.rewards.formats import FORMATS
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.self_test import require, self_test
+from saccade.rollout import hosting
 from saccade.rollout.episode import Limits
 from saccade.types import Batch, Sample, Sampling
 
@@ -142,8 +145,10 @@ def use_checkpointing(config: Config) -> bool | Literal["auto"]:
 
 
 def _instruction(config: Config) -> str:
+    """How to answer, then which tools there are."""
     own = config.prompt.instruction
-    return prompts.instruction_for(config.prompt.format) if own is None else own
+    answering = prompts.instruction_for(config.prompt.format) if own is None else own
+    return " ".join(filter(None, [answering, hosting.explanation(config.env)]))
 
 
 def asker(config: Config) -> Callable[[Sample], Sample]:
@@ -270,7 +275,7 @@ def rollout_sampling(config: Config, algorithm: Algorithm | None = None) -> Samp
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         max_tokens=rollout.max_tokens,
-        stop=rollout.stop,
+        stop=(*rollout.stop, *stop_strings(config.env)),
         ignore_eos=rollout.ignore_eos,
         support=rollout.top_p < 1 or rollout.top_k > 0,
     )
@@ -283,16 +288,25 @@ def validation_sampling(config: Config) -> Sampling:
         temperature=temperature,
         top_p=val.top_p,
         max_tokens=val.max_tokens or config.rollout.max_tokens,
-        stop=config.rollout.stop,
+        stop=(*config.rollout.stop, *stop_strings(config.env)),
     )
 
 
 def limits_of(config: Config, *, evaluation: bool = False) -> Limits:
     env = config.env
-    values = {name: getattr(env, name) for name in ("max_turns", "max_images", "max_total_tokens")}
-    if evaluation:
-        values |= {n: v for n, v in env.eval.model_dump().items() if v is not None}
-    return Limits(timeout=env.timeout, **values)
+    counted: dict[str, Any] = env.limits(evaluation=evaluation)
+    return Limits(timeout=env.timeout, step_timeout=env.step_timeout, **counted)
+
+
+def environments_of(config: Config, family: Family) -> Callable[[], Environment]:
+    """What makes the environment of an episode."""
+    return hosting.environments(
+        config.env,
+        order=FORMATS.get(config.prompt.format, FORMATS["none"]).order,
+        think_prefilled=family.chat.think_prefilled,
+        role="tool" if family.chat.knows_tools else "user",
+        unit=family.unit,
+    )
 
 
 def manifest(family: Family, data: datasets.Dataset | None, config: Config) -> dict[str, Any]:
@@ -302,6 +316,7 @@ def manifest(family: Family, data: datasets.Dataset | None, config: Config) -> d
         "data": data.hash if data is not None else None,
         "template": template,
         "prompt_texts": prompts.texts_hash(),
+        "environment_texts": texts_hash(),
         "pixels": [config.data.min_pixels, config.data.max_pixels],
         "family": family.name,
     }

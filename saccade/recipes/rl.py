@@ -25,7 +25,6 @@ from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.engines import Engine
-from saccade.environments import environment_factory
 from saccade.errors import ConfigError, TrainingError
 from saccade.forest import pack
 from saccade.models.families import Family
@@ -348,7 +347,7 @@ def finish_step(
 def _actors(
     config: Config, algorithm: Algorithm, family: Family, data: Dataset, run: Run
 ) -> Actors:
-    environment_factory(config.env.name)  # refused here, not in the first rollout
+    parts.environments_of(config, family)  # refused here, not in the first rollout
     scorer = parts.make_scorer(config, algorithm)
     run.close_at_end(scorer)
     parts.test_rewards(config, scorer, data.samples)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from saccade.algorithms import stages
 from saccade.algorithms.algorithm import Algorithm
 from saccade.config import Config
-from saccade.environments import environment_factory
 from saccade.errors import RewardError, TrainingError
 from saccade.recipes import parts
 from saccade.recipes.run import Run
@@ -106,7 +105,7 @@ def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:
         run.take(actors.stream, config.train.prompts_per_step),
         repeats=algorithm.samples_per_prompt,
         greedy=algorithm.estimator.greedy,
-        environment=environment_factory(config.env.name),
+        environment=parts.environments_of(config, actors.family),
         family=actors.family,
         sampling=parts.rollout_sampling(config, algorithm),
         limits=parts.limits_of(config),

@@ -53,9 +53,10 @@ def extract(
 
 
 def answer_of(sample: RewardSample, order: Sequence[str], scope: Scope) -> str | None:
-    """The answer of an episode; None also when it is there but empty."""
+    """The answer of an episode, from its last turn; None also when it is there but empty."""
     prefilled, choices = sample.think_prefilled, sample.choices
-    found = extract(sample.response, order, scope=scope, think_prefilled=prefilled, choices=choices)
+    text = sample.turns[-1] if len(sample.turns) > 1 else sample.response
+    found = extract(text, order, scope=scope, think_prefilled=prefilled, choices=choices)
     return found or None
 
 

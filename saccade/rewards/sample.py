@@ -74,7 +74,8 @@ _BRIEF_FIELDS = tuple(name for name in _FIELDS if name not in _BULKY)
 
 def to_json(sample: RewardSample, *, brief: bool = False) -> str:
     """`brief` leaves out what no built-in verifier reads."""
-    names = _BRIEF_FIELDS if brief else _FIELDS
+    several = ("turns",) if len(sample.turns) > 1 else ()
+    names = (*_BRIEF_FIELDS, *several) if brief else _FIELDS
     return json.dumps({name: getattr(sample, name) for name in names}, default=_plain)
 
 

@@ -2,7 +2,7 @@
 
 Finished trajectories are handed on at once, so that rewards are computed while others still
 generate; the groups come back in the order of the samples and repeats, whatever finished first.
-Environments that take their time run in threads beside the engine.
+Nobody waits for an environment in another process: it is asked between two looks at the engine.
 
     groups = collect(engine, samples, repeats=8, environment=SingleTurn, family=family, sampling=…,
     limits=…, seed="42/0")
@@ -10,23 +10,21 @@ Environments that take their time run in threads beside the engine.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from saccade.engines import Engine
 from saccade.environments import Environment
 from saccade.models.families import Family
-from saccade.rollout.episode import GREEDY, Call, Limits, episode, episode_key
+from saccade.rollout.episode import GREEDY, Limits, episode, episode_key
+from saccade.rollout.hosting import Pending
 from saccade.types import Group, Request, Sample, Sampling, Trajectory
 
-ENVIRONMENT_THREADS = 64  # environments that work at once
 OnFinish = Callable[[Sample, Trajectory], None]
-Episode = Generator[Request | Call, Any, Trajectory]
+Episode = Generator[Request | Pending, Any, Trajectory]
 
 
 def collect(
@@ -85,7 +83,7 @@ def collect(
         if progress is not None:
             progress(len(done), len(owners))
 
-    _drive(engine, episodes, finished, tick, limits.timeout)
+    _drive(engine, episodes, finished, tick)
     return [
         Group(
             sample=sample,
@@ -102,10 +100,8 @@ def _drive(
     episodes: dict[str, Episode],
     finished: Callable[[str, Trajectory], None],
     tick: Callable[[], None],
-    timeout: float,
 ) -> None:
-    calls: dict[str, tuple[Future[Any], float]] = {}
-    queued: deque[tuple[str, Call]] = deque()
+    calls: dict[str, Pending] = {}
 
     def advance(key: str, value: Any) -> None:
         try:
@@ -116,49 +112,15 @@ def _drive(
         if isinstance(wanted, Request):
             engine.submit(wanted)
         else:
-            queued.append((key, wanted))
+            calls[key] = wanted
 
     for key in episodes:
         advance(key, None)
-    while engine.pending or calls or queued:
-        while queued and len(calls) < ENVIRONMENT_THREADS:
-            key, call = queued.popleft()
-            calls[key] = (_in_thread(call.function), time.monotonic())
+    while engine.pending or calls:
+        for key in [key for key, call in calls.items() if call.done()]:
+            advance(key, calls.pop(key).outcome)
         for completion in engine.poll() if engine.pending else ():
             advance(completion.key, completion)
-        for key, outcome in _finished_calls(calls, timeout):
-            del calls[key]
-            advance(key, outcome)
         tick()
         if calls and not engine.pending:
             time.sleep(0.001)
-
-
-def _in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """A daemon thread, not a pool: one that hangs must keep neither others nor the exit waiting."""
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="environment", daemon=True).start()
-    return future
-
-
-def _finished_calls(
-    calls: dict[str, tuple[Future[Any], float]], timeout: float
-) -> list[tuple[str, Any]]:
-    """What environments have answered. One that raises or takes too long costs its own episode
-    only.
-    """
-    answers: list[tuple[str, Any]] = []
-    now = time.monotonic()
-    for key, (future, since) in calls.items():
-        if future.done():
-            answers.append((key, future.exception() or future.result()))
-        elif now - since > timeout:
-            answers.append((key, TimeoutError(f"the environment took more than {timeout:g} s")))
-    return answers

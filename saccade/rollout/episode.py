@@ -1,8 +1,8 @@
 """One episode as a generator: it yields what it waits for and is sent the answer.
 
-It yields a `Request` and is sent a `Completion`; it yields a `Call` and is sent the environment's
-step. What was sampled is appended as it is, so the final ids extend the ids of every earlier
-request. The collector decides who waits for whom; an episode knows nothing of engines, threads or
+It yields a `Request` and is sent a `Completion`; it yields a `Pending` and is sent what the
+environment said. What was sampled is appended as it is, so the final ids extend the ids of every
+earlier request. The collector decides who waits for whom; an episode knows nothing of engines or
 other episodes.
 """
 
@@ -18,6 +18,8 @@ import numpy as np
 from saccade.environments import Environment, Step
 from saccade.errors import ConfigError
 from saccade.models.families import Family
+from saccade.rollout.host import told
+from saccade.rollout.hosting import Failed, Pending
 from saccade.types import (
     STATUS_OF_END,
     Completion,
@@ -38,15 +40,44 @@ GREEDY = -1  # the repeat of a rollout that is a baseline: scored, never trained
 class Limits:
     max_turns: int = 1
     max_images: int = 64
+    max_turn_tokens: int | None = None  # in place of sampling's own limit
     max_total_tokens: int = 32_768
-    timeout: float = 600.0
+    reserve: int = 1  # tokens that an observation must leave for the next turn
+    max_tool_errors: int | None = None
+    timeout: float = 600.0  # seconds of the environment over a whole episode
+    step_timeout: float = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """Work of the environment that may take a while."""
+@dataclass(kw_only=True)
+class _World:
+    """An environment with what it has given, and the time that it has left."""
 
-    function: Callable[[], Any]
+    environment: Environment
+    limits: Limits
+    rewards: list[float] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+    spent: float = 0.0
+
+    def ask(self, function: Callable[[], Any]) -> Generator[Pending, Any, Any]:
+        """What the environment says; an exception in its place when that failed."""
+        try:
+            outcome = function()
+        except Exception as error:  # foreign code, when a caller gave us an object of its own
+            outcome = Failed(told(error))
+        if isinstance(outcome, Pending):
+            pending = outcome
+            left = max(0.001, self.limits.timeout - self.spent)
+            pending.seconds = min(self.limits.step_timeout, left)
+            outcome = yield pending
+            self.spent += pending.took
+        return outcome
+
+    def failure(self, outcome: Any) -> str:
+        """The reason that ends an episode whose environment failed, else empty."""
+        if not isinstance(outcome, BaseException):
+            return ""
+        self.info["error"] = str(outcome)
+        return "timeout" if isinstance(outcome, TimeoutError) else "env_error"
 
 
 @dataclass(kw_only=True)
@@ -105,22 +136,22 @@ def episode(
     family: Family,
     sampling: Sampling,
     limits: Limits,
-) -> Generator[Request | Call, Any, Trajectory]:
+) -> Generator[Request | Pending, Any, Trajectory]:
     """Runs until the environment is done or a limit strikes; the reason is always recorded."""
     key = episode_key(uid, repeat)
     noise = noise_key(seed, key)
-    rewards: list[float] = []
-    info: dict[str, Any] = {}
-    start = yield from _ask(environment, lambda: environment.reset(sample, noise))
-    turn, reason, pending = 0, _failure(start, info), False
+    world = _World(environment=environment, limits=limits)
+    start = yield from world.ask(lambda: environment.reset(sample, noise))
+    turn, reason, pending = 0, world.failure(start), False
     messages = list(sample.messages if reason else start)
     tape = _Tape()
     context = len(messages)
     tape.read(family.render(messages))
+    longest = limits.max_turn_tokens or sampling.max_tokens
     while not reason:
         turn += 1
         budget = min(limits.max_total_tokens, family.max_positions) - tape.length
-        allowed = min(sampling.max_tokens, budget)
+        allowed = min(longest, budget)
         if allowed < 1:
             reason, pending = "token_budget", turn > 1
             turn -= 1
@@ -143,13 +174,11 @@ def episode(
         if completion.finish == "aborted":
             reason = "aborted"
         elif completion.finish == "length":
-            reason = "turn_length" if allowed == sampling.max_tokens else "token_budget"
+            reason = "turn_length" if allowed == longest else "token_budget"
         else:
-            reason, pending = yield from _answer(
-                environment, reply, messages, tape, rewards, info, turn, family, limits
-            )
-    closed = yield from _ask(environment, environment.close)
-    _failure(closed, info)  # noted, but the episode is over
+            reason, pending = yield from _answer(world, reply, messages, tape, turn, family)
+    closed = yield from world.ask(environment.close)
+    world.failure(closed)  # noted, but the episode is over
     status = STATUS_OF_END[f"{reason}_pending" if reason == "token_budget" and pending else reason]
     return Trajectory(
         sample_id=uid,
@@ -166,30 +195,23 @@ def episode(
         turns=turn,
         trained=repeat != GREEDY,
         support=tuple(tape.support) or None,
-        turn_rewards=tuple(rewards),
-        info=info,
+        turn_rewards=tuple(world.rewards),
+        info=world.info,
     )
 
 
 def _answer(
-    environment: Environment,
-    reply: Message,
-    messages: list[Message],
-    tape: _Tape,
-    rewards: list[float],
-    info: dict[str, Any],
-    turn: int,
-    family: Family,
-    limits: Limits,
-) -> Generator[Call, Any, tuple[str, bool]]:
+    world: _World, reply: Message, messages: list[Message], tape: _Tape, turn: int, family: Family
+) -> Generator[Pending, Any, tuple[str, bool]]:
     """Let the environment speak. An observation and its images are added together or not at all."""
-    outcome = yield from _ask(environment, lambda: environment.step(reply))
-    if failure := _failure(outcome, info):
+    limits, environment = world.limits, world.environment
+    outcome = yield from world.ask(lambda: environment.step(reply))
+    if failure := world.failure(outcome):
         return failure, False
     step = Step(*outcome)
-    info.update(step.info)
+    world.info.update(step.info)
     if step.reward is not None:
-        rewards.append(float(step.reward))
+        world.rewards.append(float(step.reward))
     if step.done:
         reason = str(step.info.get("end_reason", "env_done"))
         if reason not in STATUS_OF_END:
@@ -198,30 +220,18 @@ def _answer(
                 f"{', '.join(STATUS_OF_END)}"
             )
         return reason, False
+    errors = world.info.get("tool_counts", {}).get("failed", 0)
+    if limits.max_tool_errors is not None and errors > limits.max_tool_errors:
+        return "tool_errors", False
     if turn >= limits.max_turns:
         return "max_turns", True
     if len(tape.media) + sum(len(m.media) for m in step.messages) > limits.max_images:
         return "max_images", True
     added = family.render_continuation(step.messages, last_id=int(tape.ids[-1][-1]))
-    if tape.length + len(added) >= min(limits.max_total_tokens, family.max_positions):
+    room = min(limits.max_total_tokens, family.max_positions) - tape.length - len(added)
+    if room < limits.reserve:
         return "token_budget", True
+    family.prefetch(span.media for span in added.media)  # made while others generate
     tape.read(added)
     messages.extend(step.messages)
     return "", False
-
-
-def _ask(environment: Environment, function: Callable[[], Any]) -> Generator[Call, Any, Any]:
-    """What the environment answers; an exception in its place when its call failed beside the
-    engine.
-    """
-    if getattr(environment, "blocking", True):
-        return (yield Call(function=function))
-    return function()
-
-
-def _failure(outcome: Any, info: dict[str, Any]) -> str:
-    """The reason that ends an episode whose environment failed, else empty."""
-    if not isinstance(outcome, BaseException):
-        return ""
-    info["error"] = f"{type(outcome).__name__}: {outcome}"
-    return "timeout" if isinstance(outcome, TimeoutError) else "env_error"

@@ -54,7 +54,8 @@ class RewardStream:
         earned = sum(trajectory.turn_rewards)
         pending = self._pending.pop(trajectory.key, None)
         if trajectory.status in ("error", "aborted"):
-            return replace(trajectory, reason=trajectory.reason or trajectory.end_reason)
+            why = f"{trajectory.end_reason}: {trajectory.info.get('error', '')}".rstrip(": ")
+            return replace(trajectory, reason=trajectory.reason or why)
         if not isfinite(earned):
             reason = f"nan: the environment gave a reward of {earned}"
             return replace(trajectory, status="error", reason=reason)

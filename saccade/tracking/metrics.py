@@ -21,6 +21,7 @@ from statistics import fmean
 
 import numpy as np
 
+from saccade.tracking.tool_metrics import tool_metrics
 from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Group, Source, Trajectory
 
 RIGHT, WRONG = 0.99, 0.01  # outcomes beyond count as right and wrong, as in dynamic sampling
@@ -46,6 +47,7 @@ def group_metrics(
         | _group_metrics(live)
         | _length_metrics(everyone)
         | _turn_metrics(everyone)
+        | tool_metrics(everyone, RIGHT)
         | _advantage_metrics(everyone, excluded)
     )
 
@@ -142,9 +144,12 @@ def _turn_metrics(everyone: list[Trajectory]) -> dict[str, float]:
     turns = [t.turns for t in everyone]
     reasons = Counter(t.end_reason for t in everyone)
     ends = Counter(_ended_as(t) for t in everyone)
+    several = max(turns) > 1
     return {
         "turns/mean": sum(turns) / count,
         "turns/max": float(max(turns)),
+        **{f"turns/hist_{k}": n / count for k, n in sorted(Counter(turns).items()) if several},
+        "turns/tokens_per_turn": sum(t.response_length for t in everyone) / max(1, sum(turns)),
         **{f"turns/end/{reason}": times / count for reason, times in sorted(reasons.items())},
         "turns/overturn_frac": ends["overturn"] / count,
         "turns/void_frac": ends["void"] / count,

@@ -55,6 +55,21 @@ def assistant(text: str) -> Message:
     return Message(role="assistant", parts=(text,))
 
 
+# Like Qwen2.5 and later: what a tool says is a user's message between tags of its own.
+TOOLS = (
+    "{% for m in messages %}{% set tool = m.role == 'tool' %}"
+    "<|im_start|>{{ 'user\n<tool_response>' if tool else m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{{ '<|image_pad|>' if c.type == 'image' else c.text }}{% endfor %}{% endif %}"
+    "{{ '\n</tool_response>' if tool }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT_TOOLS = TOOLS.replace("{{ '<|image_pad|>' if c.type == 'image' else c.text }}", "{{ c.text }}")
+STRICT = (
+    "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no') }}{% endfor %}" + TEMPLATE
+)
+
+
 def raw(family, ids) -> str:
     return family.chat.tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
@@ -324,3 +339,26 @@ def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path):
         [user("Bye")], lambda media: ((1, 1, 1), 1), last_id=plain.end_of_turn
     )
     assert plain.decode(added.ids) == "\nuser: Bye\nassistant:"
+
+
+# -- tools -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "known"), [(TEMPLATE, False), (TOOLS, True), (TEXT_TOOLS, False), (STRICT, False)]
+)
+def test_a_template_that_has_a_place_for_tools(family, template, known):
+    """Printing the role is not enough, and a picture must not get lost."""
+    bound = load_family(family.path, chat_template=template)
+    assert bound.chat.knows_tools is known
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen2", "qwen3", "llama"])
+def test_observations_of_every_family(family_of, image, name):
+    bound = family_of(name)
+    picture = (image(84, 56, 1),) if bound.chat.placeholder is not None else ()
+    added = bound.render_continuation([user("Result: ", *picture, " more?")], last_id=5)
+    assert added.sources.tolist() == [Source.TEMPLATE] + [Source.OBSERVATION] * (len(added) - 1)
+    assert added.ids[0] == bound.chat.end_of_turn
+    assert (added.ids == bound.chat.placeholder).sum() == sum(s.length for s in added.media)
+    assert len(added.media) == len(picture) and bound.unit == (28 if picture else 1)

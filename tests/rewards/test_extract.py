@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 
-from saccade.rewards.extract import extract, has_think
+from saccade.rewards.extract import answer_of, extract, has_think
+from saccade.rewards.sample import RewardSample, to_json
 
 MATH = ("answer_tag", "boxed", "answer_line")
 
@@ -78,3 +80,12 @@ def test_many_open_boxes_are_read_in_one_pass() -> None:
     start = time.process_time()
     assert extract("\\boxed{" * 50_000, MATH) is None
     assert time.process_time() - start < 1
+
+
+def test_an_answer_of_several_turns_stands_in_the_last_one():
+    turns = ("<answer>3</answer> wait", "<think>so</think><answer>7</answer>")
+    for given, found in ((turns, "7"), ((*turns, "hm"), None), ((), "7"), (("x",), "7")):
+        sample = RewardSample(id="a", response="".join(turns), turns=given)
+        assert answer_of(sample, ["answer_tag"], "after_think") == found
+        sent = RewardSample(**json.loads(to_json(sample, brief=True)))
+        assert answer_of(sent, ["answer_tag"], "after_think") == found

@@ -76,12 +76,15 @@ def scripted():
 
 @pytest.fixture
 def saying(model, family):
-    """One sequence at a time: sampled token after sampled token is taken from these replies."""
+    """One sequence at a time: sampled token after sampled token is taken from these replies.
+    Without `ends` only the last one has an end of turn: stop strings end the others.
+    """
 
     @contextmanager
-    def script(*replies: str) -> Iterator[list[list[int]]]:
+    def script(*replies: str, ends: bool = True) -> Iterator[list[list[int]]]:
         chat = family.chat
         ids = [[*chat._encode(chat._guard(r)).tolist(), chat.end_of_turn] for r in replies]
+        ids = ids if ends else [*(reply[:-1] for reply in ids[:-1]), ids[-1]]
         rest = iter([token for reply in ids for token in reply])
 
         def change(module, args, logits):

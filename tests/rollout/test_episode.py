@@ -1,6 +1,5 @@
 """Episodes with a real engine: token in, token out, and a reason for every end."""
 
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -135,11 +134,6 @@ def raising():
     raise RuntimeError("the simulator crashed")
 
 
-def sleeping():
-    time.sleep(0.3)
-    return done()
-
-
 def test_every_end_has_its_reason(play, saying, scripted, image, sample, family):
     prompt = len(family.render(sample.messages))
     small = image(56, 56, 1)
@@ -160,7 +154,6 @@ def test_every_end_has_its_reason(play, saying, scripted, image, sample, family)
         (one, scripted([go_on("more")]), total(budget), "token_budget", "overturn", 1),
         (two, scripted([go_on("more")]), total(budget + 1), "token_budget", "truncated", 2),
         (["x" * 40], scripted([]), {}, "turn_length", "truncated", 1),
-        (one, scripted([sleeping]), {"timeout": 0.05}, "timeout", "error", 1),
         (one, scripted([raising]), {}, "env_error", "error", 1),
         ([], scripted([]), total(prompt), "token_budget", "truncated", 0),
     ]  # fmt: skip
@@ -192,7 +185,7 @@ def test_an_environment_that_cannot_start_costs_its_own_episode(
     with saying():
         trajectory = play(environment)
     assert (trajectory.end_reason, trajectory.status) == ("env_error", "error")
-    assert trajectory.info["error"] == "RuntimeError: the simulator crashed"
+    assert trajectory.info["error"].startswith("RuntimeError: the simulator crashed (test_")
     assert trajectory.turns == 0 and environment.closed == 1
     assert trajectory.ids.tolist() == family.render(sample.messages).ids.tolist()
 

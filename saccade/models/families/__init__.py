@@ -97,6 +97,7 @@ class Family:
     media: Callable[[Sequence[MediaSpan]], Mapping[str, Any]]  # what `features` reads, on the host
     features: Callable[[Any, Mapping[str, Any]], Any]  # (model, media) → [media tokens, hidden]
     vision: Callable[..., Mapping[str, Any]]  # (spans, device, dtype) → arguments of the forward
+    unit: int  # pixels of a side that are seen as one token; sizes are multiples of it
 
     def __post_init__(self) -> None:
         # A prompt is rendered once however often its sample comes round.

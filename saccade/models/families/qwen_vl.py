@@ -62,6 +62,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         ),
         "features": partial(features, pixels=pixels),
         "vision": partial(forward_arguments, cache=kept, pixels=pixels),
+        "unit": patch * merge,
     }
 
 

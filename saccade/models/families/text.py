@@ -22,6 +22,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         "media": _refuse_spans,
         "features": _refuse_spans,
         "vision": _nothing,
+        "unit": 1,
     }
 
 

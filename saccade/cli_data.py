@@ -1,0 +1,95 @@
+"""`saccade data …`: commands that make data sets.
+
+How a command is registered and how a config is read is told by `cli`, which owns both.
+
+    saccade data visual-search scenes --rows 1000 --level medium
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Register = Callable[..., Callable[[Callable[..., Any]], Any]]
+ReadConfig = Callable[[Sequence[str]], Any]
+
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
+
+
+def data_commands(command: Register, read_config: ReadConfig) -> typer.Typer:
+    """All of them as one group."""
+    group = typer.Typer(help="Make data sets.", no_args_is_help=True)
+
+    @command(
+        "visual-search",
+        group=group,
+        example="saccade data visual-search scenes --rows 1000 --level hard --view 448",
+    )
+    def visual_search(
+        out: Out,
+        rows: Annotated[int, typer.Option(help="Scenes to draw.", min=1)] = 1000,
+        level: Annotated[str, typer.Option(help="easy | medium | hard.")] = "medium",
+        kind: Annotated[
+            str, typer.Option(help="What is asked: digit | letter | orientation | colour.")
+        ] = "digit",
+        view: Annotated[
+            int, typer.Option(help="Side of a picture as the model reads it, in pixels.")
+        ] = 112,
+        grid: Annotated[int, typer.Option(help="Places along a side of a scene.")] = 4,
+        name: Annotated[str, typer.Option(help="OUT/NAME.jsonl is written.")] = "train",
+        seed: Annotated[int, typer.Option(help="Other scenes for another seed.")] = 0,
+    ) -> None:
+        """Scenes with a small target that can be read only after zooming."""
+        from saccade.data.visual_search import search_split, write_search
+
+        samples = search_split(rows, seed=seed, level=level, kind=kind, grid=grid, view=view)
+        print(
+            f"wrote {write_search(samples, out, name=name)}: {rows} scenes of "
+            f"{samples[0].media[0].width} pixels; zoom with env.name=crop "
+            f"env.min_pixels={view * view} env.max_pixels={view * view}"
+        )
+
+    @command(
+        "coldstart",
+        group=group,
+        example="saccade data coldstart scenes/train.jsonl coldstart env.max_pixels=12544",
+    )
+    def coldstart(
+        source: Annotated[
+            Path, typer.Argument(help="Trajectories, or scenes of `saccade data visual-search`.")
+        ],
+        out: Out,
+        arguments: Annotated[
+            list[str] | None,
+            typer.Argument(
+                metavar="RUN.YAML | KEY=VALUE",
+                help="The environment of the RL run that follows: env.name, env.call, …",
+                show_default=False,
+            ),
+        ] = None,
+        turns: Annotated[int, typer.Option(help="Most turns of a trajectory.", min=2)] = 6,
+        mistakes: Annotated[
+            float, typer.Option(help="Share of calls that the searcher gets wrong.", min=0, max=1)
+        ] = 0.05,
+        verifier: Annotated[
+            str | None, typer.Option(help="Keep what this verifier calls right.")
+        ] = None,
+    ) -> None:
+        """Multi-turn conversations for `saccade sft`, as the environment answers in RL."""
+        from saccade.recipes.coldstart import run
+
+        counts = run(
+            read_config(arguments or []),
+            source,
+            out,
+            turns=turns,
+            mistakes=mistakes,
+            verifier=verifier,
+        )
+        aside = ", ".join(f"{n} {reason}" for reason, n in counts.items() if reason != "written")
+        print(f"wrote {counts['written']} rows to {out / 'train.jsonl'}; set aside: {aside or 0}")
+
+    return group

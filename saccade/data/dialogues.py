@@ -1,0 +1,59 @@
+"""Conversations with pictures in any turn, as rows to learn from: ShareGPT with images in order.
+
+A crop is stored as a picture of its own, so a row says everything; each image carries its pixel
+budget, so a row is read back to the same tokens that its episode had.
+
+    >>> row = dialogue_row(sample, Path("coldstart"))
+    >>> row["conversations"][0]["value"]
+    '<image>Number on the bus?'
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from saccade.data.chats import escape
+from saccade.images import decode
+from saccade.types import Media, Message, Sample
+
+SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
+
+
+def dialogue_row(sample: Sample, folder: Path) -> dict[str, Any]:
+    """The row of a conversation; its pictures are written into `folder`/images."""
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    return {
+        "id": sample.id,
+        "data_source": sample.data_source,
+        "conversations": [
+            {"from": SPEAKERS[message.role], "value": _value(message)}
+            for message in sample.messages
+        ],
+        "images": [_stored(media, folder) for media in sample.media],
+        "answer": sample.answer,
+        **sample.extra,
+    }
+
+
+def _value(message: Message) -> str:
+    return "".join(escape(part) if isinstance(part, str) else "<image>" for part in message.parts)
+
+
+def _stored(media: Media, folder: Path) -> dict[str, Any]:
+    """A whole picture keeps its file as it is; a crop becomes one without loss."""
+    suffix = Path(media.path).suffix if media.path and media.box is None else ".png"
+    name = f"images/{media.hash[:16]}{media.hash[64:]}{suffix}"
+    target = folder / name
+    if not target.exists():
+        if media.box is not None:
+            file = io.BytesIO()
+            Image.fromarray(decode(media)).save(file, "PNG")
+            data = file.getvalue()
+        else:
+            data = Path(media.path).read_bytes() if media.path else media.data or b""
+        target.write_bytes(data)
+    return {"path": name, "min_pixels": media.min_pixels, "max_pixels": media.max_pixels}

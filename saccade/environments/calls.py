@@ -1,0 +1,128 @@
+"""How a policy writes a call, and the reader of what it wrote.
+
+A call is a JSON object between tags. What a model writes is never evaluated: a small tokenizer
+knows brackets, strings (single quotes too), numbers and the three words of JSON, and everything
+that it lets through is bounded in length and depth. Time is linear in the text.
+
+    >>> read("{'source': 'original_image', 'bbox_2d': [0, 0.5, 1, 1]}")["bbox_2d"]
+    [0, 0.5, 1, 1]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+LONGEST = 4096  # bytes of a call
+DEEPEST = 8  # brackets inside brackets
+MOST_DIGITS = 16  # of an integer; longer ones are floats
+TAGS = {"grounding": "grounding", "tool_call": "tool_call"}  # `action` has none
+
+TOKEN = re.compile(
+    r"""[ \t\r\n]*(?:
+        (?P<mark>[{}\[\],:]) |
+        (?P<text>"(?:[^"\\\x00-\x1f]|\\.)*") |
+        (?P<quoted>'(?:[^'\\\x00-\x1f]|\\.)*') |
+        (?P<plain>-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null)
+    )[ \t\r\n]*""",
+    re.VERBOSE,
+)
+
+ESCAPE = re.compile(r"""\\.|["]""")
+
+
+class CallError(Exception):
+    """A call that cannot be answered. `reason` is counted; `facts` fill the text of that reason."""
+
+    def __init__(self, reason: str, **facts: Any) -> None:
+        super().__init__(f"{reason} {facts or ''}".strip())
+        self.reason, self.facts = reason, facts
+
+
+class Written(NamedTuple):
+    """A call as it stands in a turn: where it is with its tags, and what stands between them."""
+
+    start: int
+    end: int
+    body: str | None  # None: it was opened and never closed
+
+
+def stop_strings(call: str | None, parallel: int) -> tuple[str, ...]:
+    """Where a turn ends. Several calls in one turn end with the turn."""
+    return (f"</{TAGS[call]}>",) if call in TAGS and parallel == 1 else ()
+
+
+def find(text: str, call: str, most: int) -> list[Written]:
+    """The first calls of a turn, `most` of them. A tag that is only mentioned before a call does
+    not begin it.
+    """
+    opening, closing = f"<{TAGS[call]}>", f"</{TAGS[call]}>"
+    found: list[Written] = []
+    at = 0
+    while len(found) < most and (close := text.find(closing, at)) >= 0:
+        start, at = text.rfind(opening, at, close), close + len(closing)
+        if start >= 0:
+            found.append(Written(start, at, text[start + len(opening) : close]))
+    if not found and (start := text.find(opening)) >= 0:
+        found.append(Written(start, len(text), None))
+    return found
+
+
+def read(text: str | None) -> dict[str, Any]:
+    """The object that a call holds."""
+    if text is None:
+        raise CallError("unclosed")
+    if len(text) > LONGEST or len(text.encode(errors="replace")) > LONGEST:
+        raise CallError("too_long", longest=LONGEST)
+    try:
+        value = json.loads(
+            " ".join(_tokens(text)),
+            parse_int=_number,
+            parse_float=_number,
+            object_pairs_hook=_object,
+        )
+        json.dumps(value, ensure_ascii=False).encode()  # half a character could not be stored
+    except (json.JSONDecodeError, UnicodeEncodeError):
+        raise CallError("json") from None
+    if not isinstance(value, dict):
+        raise CallError("json")
+    return value
+
+
+def _tokens(text: str) -> list[str]:
+    tokens: list[str] = []
+    at = depth = 0
+    while at < len(text) or not tokens:
+        token = TOKEN.match(text, at)
+        if token is None:
+            raise CallError("json")
+        kind, at = token.lastgroup, token.end()
+        assert kind is not None
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[kind], 0)
+        if depth > DEEPEST:
+            raise CallError("json")
+        tokens.append(_double_quoted(token[kind]) if kind == "quoted" else token[kind])
+    return tokens
+
+
+def _double_quoted(text: str) -> str:
+    changed = {"\\'": "'", '"': '\\"'}
+    return '"' + ESCAPE.sub(lambda found: changed.get(found[0], found[0]), text[1:-1]) + '"'
+
+
+def _number(text: str) -> int | float:
+    if text.lstrip("-").isdigit() and len(text) <= MOST_DIGITS:
+        return int(text)
+    value = float(text)
+    if not math.isfinite(value):
+        raise CallError("number")
+    return value
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):  # which of two equal names counts is a matter of taste
+        raise CallError("json")
+    return dict(pairs)

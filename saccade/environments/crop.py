@@ -1,0 +1,128 @@
+"""The zoom tool: a box in one of the pictures so far becomes a reference to a new picture.
+
+Crops are cut from the raw picture at full resolution, also those of crops; only what the model then
+sees is resized. No pixel is touched here. Knows nothing of turns, tags or messages.
+
+    >>> views = Views(["a.png of 200x100"])
+    >>> zoom({"bbox_2d": [0, 0, 0.5, 1], "source": "original_image"}, views, EnvConfig(), unit=28)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from saccade.config import EnvConfig
+from saccade.environments.calls import CallError
+from saccade.images import MAX_ASPECT, crop, resized_size
+from saccade.types import Media
+
+MARGIN = 0.05  # of a side: boxes that leave the picture by less are cut, by more refused
+WHOLE = 0.95  # of the source: a larger crop shows nothing new
+ROUNDING = 1e-6  # of a pixel: 0.7 · 10 is 7.000000000000001
+
+
+class Views:
+    """The pictures of an episode by name. Numbers of observations never shift: only what was shown
+    has one.
+    """
+
+    def __init__(self, media: Sequence[Media]) -> None:
+        self.media: dict[str, Media] = {}
+        self.lineage: dict[str, tuple[str, ...]] = {}
+        self.aliases: dict[str, str] = {}
+        self.shown = 0
+        pictures = [m for m in media if m.kind == "image"]
+        for number, picture in enumerate(pictures, 1):
+            name = "original_image" if len(pictures) == 1 else f"original_image_{number}"
+            self.media[name], self.lineage[name] = picture, ()
+            self.aliases |= {f"original_image_{number}": name, f"image_{number}": name}
+        if pictures:
+            self.aliases["original_image"] = next(iter(self.media))
+
+    def find(self, source: Any) -> str:
+        """The name of a picture as it is told."""
+        name = self.aliases.get(source, source) if isinstance(source, str) else None
+        if name not in self.media:
+            raise CallError("source", source=str(source)[:40], known=", ".join(self.media))
+        return name
+
+    def add(self, media: Media, source: str | None = None) -> int:
+        """Its observation number."""
+        self.shown += 1
+        name = f"observation_{self.shown}"
+        self.media[name] = media
+        self.lineage[name] = (*self.lineage[source], source) if source else ()
+        return self.shown
+
+
+def zoom(
+    arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int
+) -> tuple[Media, dict[str, Any]]:
+    """The crop, and what there is to say about it. `unit`: the side of what the model sees as one
+    token, for absolute coordinates.
+    """
+    source = views.find(arguments.get("source"))
+    media = views.media[source]
+    size = SIZES[env.coordinates](media, unit)
+    box = _fractions(arguments.get("bbox_2d"), size)
+    x0, y0, x1, y1 = edges = _pixels(box, media)
+    width, height = x1 - x0, y1 - y0
+    if min(width, height) < env.min_crop_px:
+        raise CallError("too_small", width=width, height=height, least=env.min_crop_px)
+    if max(width, height) >= MAX_ASPECT * min(width, height):
+        raise CallError("aspect", width=width, height=height)
+    made = replace(crop(media, edges), min_pixels=env.min_pixels, max_pixels=env.max_pixels)
+    area = width * height / (media.width * media.height)
+    return made, {
+        "source": source,
+        "box": [round(edge, 6) for edge in box],
+        "pixels": list(made.box or ()),  # of the original picture
+        "area": area,  # of the source
+        "noop": area > WHOLE,
+    }
+
+
+def _fractions(box: Any, size: tuple[float, float]) -> tuple[float, ...]:
+    """x0, y0, x1, y1 as fractions of the source, in order and inside."""
+    numbers = isinstance(box, list) and all(type(n) in (int, float) for n in box)
+    if not numbers or len(box) != 4:
+        raise CallError("box")
+    width, height = size
+    x0, x1 = sorted((box[0] / width, box[2] / width))
+    y0, y1 = sorted((box[1] / height, box[3] / height))
+    if min(x0, y0) < -MARGIN or max(x1, y1) > 1 + MARGIN:
+        raise CallError("outside", right=f"{width:g}", bottom=f"{height:g}")
+    return tuple(min(1.0, max(0.0, edge)) for edge in (x0, y0, x1, y1))
+
+
+def _pixels(box: Sequence[float], media: Media) -> tuple[int, int, int, int]:
+    """Whole pixels: every one that the box touches."""
+    x0, y0, x1, y1 = box
+    return (
+        math.floor(x0 * media.width + ROUNDING),
+        math.floor(y0 * media.height + ROUNDING),
+        math.ceil(x1 * media.width - ROUNDING),
+        math.ceil(y1 * media.height - ROUNDING),
+    )
+
+
+def _seen(media: Media, unit: int) -> tuple[float, float]:
+    height, width = resized_size(
+        media.width,
+        media.height,
+        unit=unit,
+        min_pixels=media.min_pixels,
+        max_pixels=media.max_pixels,
+    )
+    return width, height
+
+
+# What the right and the bottom edge of a picture are called.
+SIZES: Mapping[str, Callable[[Media, int], tuple[float, float]]] = {
+    "relative": lambda media, unit: (1, 1),
+    "milli": lambda media, unit: (1000, 1000),
+    "absolute": _seen,
+}

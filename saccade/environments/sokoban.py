@@ -1,0 +1,89 @@
+"""Sokoban turn by turn: moves in the answer tag, a new picture after each turn, a reward for each.
+
+A row carries its level under `level` (see `saccade.sokoban`). The policy sees the picture of the
+start behind its question, unless the row has a picture of its own.
+
+    saccade rl run.yaml env.name=sokoban_step data.train=levels.jsonl
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from saccade import sokoban
+from saccade.config import EnvConfig
+from saccade.environments.protocol import Setting, Step
+from saccade.environments.texts import said, words
+from saccade.images import open_media
+from saccade.types import Media, Message, Sample, replace
+
+MOST_MOVES = 50  # of one turn
+MOST_STEPS = 120  # of an episode
+
+
+class SokobanStep:
+    def __init__(self, env: EnvConfig, setting: Setting) -> None:
+        self.env, self.setting = env, setting
+        self.moves = self.turn = 0
+        self.calls: list[dict[str, Any]] = []
+
+    def reset(self, sample: Sample, seed: int) -> Sequence[Message]:
+        if "level" not in sample.extra:
+            raise ValueError(f"sample {sample.id} has no column `level`")
+        self.state = sokoban.parse(sample.extra["level"])
+        if sample.media:
+            return sample.messages
+        *before, last = sample.messages
+        return (*before, replace(last, parts=(*last.parts, "\n", self._frame())))
+
+    def step(self, message: Message) -> Step:
+        self.turn += 1
+        answer = self.setting.answer(message.text)
+        if not answer:
+            return Step((), None, True, self._info(end_reason="eos_no_answer"))
+        moves, strange = sokoban.read_moves(answer)
+        noted = {"turn": self.turn, "name": "move", "args": {"moves": moves[:MOST_MOVES]}}
+        if strange or len(moves) > MOST_MOVES:
+            reason = "moves" if strange else "many_moves"
+            text = words(reason, word=strange[:40], count=len(moves), most=MOST_MOVES)
+            self.calls.append(noted | {"ok": False, "reason": reason})
+            error = Message(role="user", parts=said("error", k=self.turn, reason=text))
+            return Step((error,), -self.env.invalid_call_penalty, False, self._info())
+        self.calls.append(noted | {"ok": True, "reason": ""})
+        earned = 0.0
+        for move in moves:
+            self.state, reward = sokoban.move(self.state, move)
+            self.moves += 1
+            earned += reward
+            if self.state.solved or self.moves >= MOST_STEPS:
+                return Step((), earned, True, self._info(end_reason="env_done"))
+        shown = said(
+            "frame",
+            moves=self.moves,
+            placed=self.state.placed,
+            boxes=len(self.state.boxes),
+            image=self._frame(),
+        )
+        return Step((Message(role="user", parts=shown),), earned, False, self._info())
+
+    def close(self) -> None:
+        pass
+
+    def _frame(self) -> Media:
+        return open_media(
+            sokoban.draw(self.state),
+            min_pixels=min(self.env.min_pixels, 28 * 28),
+            max_pixels=self.env.max_pixels,
+        )
+
+    def _info(self, **more: Any) -> dict[str, Any]:
+        failed = sum(not call["ok"] for call in self.calls)
+        return {
+            "tool_calls": list(self.calls),
+            "tool_counts": {"calls": len(self.calls), "failed": failed, "noop": 0},
+            "solved": self.state.solved,
+            "moves": self.moves,
+            "placed": self.state.placed,
+            **more,
+        }

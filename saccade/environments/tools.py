@@ -1,0 +1,199 @@
+"""An episode with tools: the policy writes a call, sees what came of it, and goes on until it
+answers.
+
+A turn with a complete call is a call; without one it is an answer if it holds one. A call that
+fails costs its turn and is told why. Whatever a tool shows gets the next observation number, so
+that it can be zoomed into. Everything that happened is listed under `tool_calls` of the episode's
+info. Runs no code that a model wrote.
+
+    env = ToolEnvironment(EnvConfig(name="crop"), setting, {"zoom": zoom_tool})
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+from saccade.config import EnvConfig
+from saccade.environments import calls
+from saccade.environments.calculator import calculate
+from saccade.environments.calls import CallError, Written
+from saccade.environments.crop import Views, zoom
+from saccade.environments.protocol import Setting, Step
+from saccade.environments.texts import said, words
+from saccade.images import open_media
+from saccade.types import Media, Message, Sample
+
+Role = Literal["user", "tool"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What a tool gives back: a text or a picture, and facts for the record."""
+
+    content: str | Media
+    facts: Mapping[str, Any]
+
+
+Tool = Callable[[Mapping[str, Any], Views, EnvConfig, int], Shown]
+
+
+def zoom_tool(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> Shown:
+    media, facts = zoom(arguments, views, env, unit)
+    return Shown(content=media, facts=facts)
+
+
+def calculate_tool(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> Shown:
+    expression = arguments.get("expression")
+    if not isinstance(expression, str) or len(arguments) > 1:
+        raise CallError("arguments", problem='arguments are {"expression": "2 * (3 + 4)"}')
+    return Shown(content=calculate(expression), facts={})
+
+
+def own_tool(function: Callable[..., Any]) -> Tool:
+    """A function of the user: arguments by name, text or a picture back. A ValueError is told to
+    the policy; any other exception ends the episode. A parameter `images` gets the pictures so far
+    by name.
+    """
+    signature = inspect.signature(function)
+
+    def call(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> Shown:
+        given = dict(arguments)
+        if "images" in signature.parameters:
+            given["images"] = dict(views.media)
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            raise CallError("arguments", problem=f"{error}; the tool is {signature}") from None
+        try:
+            result = function(**given)
+        except ValueError as error:
+            raise CallError("tool", problem=str(error)[:200]) from error
+        return Shown(content=_content(result, env), facts={})
+
+    return call
+
+
+def _content(result: Any, env: EnvConfig) -> str | Media:
+    if isinstance(result, Media):
+        return result
+    if isinstance(result, Image.Image | np.ndarray | bytes):
+        return open_media(result, min_pixels=env.min_pixels, max_pixels=env.max_pixels)
+    return str(result)
+
+
+def explain(env: EnvConfig, names: Sequence[str], own: Mapping[str, str]) -> str:
+    """What the policy is told about its tools; `own` describes those of the user."""
+    coordinates = words(env.coordinates)
+    if env.call == "grounding":
+        return words("crop_grounding", coordinates=coordinates)
+    several = env.parallel_calls > 1
+    turn = words("several_calls", k=env.parallel_calls) if several else words("one_call")
+    known = [own.get(name) or words(name, coordinates=coordinates) for name in names]
+    return "\n".join([words("tools", turn=turn), *(f"- {line}" for line in known)])
+
+
+def describe(name: str, function: Callable[..., Any]) -> str:
+    """A line about a function of the user, from its signature and the first line of its text."""
+    parameters = [
+        str(p) for p in inspect.signature(function).parameters.values() if p.name != "images"
+    ]
+    lines = (inspect.getdoc(function) or "").strip().splitlines()
+    what = lines[0].rstrip(".") if lines else "has no description"
+    return f"{name}: {what}; arguments {', '.join(parameters) or 'none'}."
+
+
+class ToolEnvironment:
+    def __init__(self, env: EnvConfig, setting: Setting, tools: Mapping[str, Tool]) -> None:
+        assert env.call in calls.TAGS
+        self.env, self.setting, self.tools = env, setting, tools
+        self.call: str = env.call
+        self.turn = 0
+        self.calls: list[dict[str, Any]] = []
+
+    def reset(self, sample: Sample, seed: int) -> Sequence[Message]:
+        self.views = Views(sample.media)
+        return sample.messages
+
+    def step(self, message: Message) -> Step:
+        self.turn += 1
+        text = message.text
+        written = calls.find(text, self.call, self.env.parallel_calls)
+        if not written or written[0].body is None:
+            if self.setting.answer(text):
+                return Step((), None, True, {**self._info(), "end_reason": "answered"})
+            if not written:
+                return Step((), None, True, {**self._info(), "end_reason": "eos_no_answer"})
+        parts: list[str | Media] = []
+        for call in written:
+            parts += ("\n",) if parts else ()
+            parts += self._answered(call, text)
+        failed = sum(not call["ok"] for call in self.calls[-len(written) :])
+        penalty = -self.env.invalid_call_penalty * failed
+        return Step((self._observation(parts),), penalty or None, False, self._info())
+
+    def close(self) -> None:
+        pass
+
+    def _answered(self, written: Written, text: str) -> Sequence[str | Media]:
+        """What the policy sees of one call; the call is noted either way."""
+        number = len(self.calls) + 1
+        noted: dict[str, Any] = {
+            "turn": self.turn,
+            "name": None,
+            "args": None,
+            "span": [written.start, written.end],
+            "text": text[written.start : written.end][: calls.LONGEST],
+            "ok": False,
+            "reason": "",
+            "observation": None,
+        }
+        self.calls.append(noted)
+        try:
+            noted["name"], noted["args"] = name, arguments = self._read(written)
+            shown = self.tools[name](arguments, self.views, self.env, self.setting.unit)
+        except CallError as error:
+            noted["reason"] = error.reason
+            return said("error", k=number, reason=words(error.reason, **error.facts))
+        noted |= {"ok": True, **shown.facts}
+        if isinstance(shown.content, str):
+            return said("result", k=number, text=shown.content)
+        source = shown.facts.get("source")
+        place = self.views.add(shown.content, source)
+        name = f"observation_{place}"
+        noted |= {
+            "observation": place,
+            "media": shown.content.hash,
+            "lineage": list(self.views.lineage[name]),
+        }
+        return said("observation", k=number, name=name, image=shown.content)
+
+    def _read(self, written: Written) -> tuple[str, Mapping[str, Any]]:
+        """Which tool is meant, and its arguments."""
+        body = calls.read(written.body)
+        if self.call == "grounding":
+            return "zoom", body
+        name, arguments = body.get("name"), body.get("arguments", {})
+        if not isinstance(name, str) or name not in self.tools:
+            known = ", ".join(self.tools)
+            raise CallError("unknown_tool", name=str(name)[:40], known=known)
+        if not isinstance(arguments, dict):
+            raise CallError("arguments", problem='"arguments" is an object')
+        return name, arguments
+
+    def _observation(self, parts: Sequence[str | Media]) -> Message:
+        if self.call == "tool_call" and self.setting.role == "user":
+            parts = ("<tool_response>\n", *parts, "\n</tool_response>")
+        role: Role = self.setting.role if self.call == "tool_call" else "user"
+        return Message(role=role, parts=tuple(parts))
+
+    def _info(self) -> dict[str, Any]:
+        failed = sum(not call["ok"] for call in self.calls)
+        noop = sum(bool(call.get("noop")) for call in self.calls)
+        counts = {"calls": len(self.calls), "failed": failed, "noop": noop}
+        return {"tool_calls": [dict(call) for call in self.calls], "tool_counts": counts}

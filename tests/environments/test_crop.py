@@ -1,0 +1,189 @@
+"""Boxes become crops of the raw picture, and land where they should."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saccade.config import EnvConfig
+from saccade.environments.calls import CallError
+from saccade.environments.crop import Views, zoom
+from saccade.images import DECODED, decode, open_media, resized_size
+from saccade.types import Media
+
+ENV = EnvConfig(name="crop")
+
+
+def picture(width: int, height: int, seed: int = 0) -> Media:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return open_media(pixels)
+
+
+def look(views: Views, box, source="original_image", env=ENV):
+    media, facts = zoom({"source": source, "bbox_2d": box}, views, env, 28)
+    views.add(media, facts["source"])
+    return media, facts
+
+
+def refused(views: Views, box, source="original_image", **options) -> str:
+    with pytest.raises(CallError) as caught:
+        zoom({"source": source, "bbox_2d": box}, views, EnvConfig(name="crop", **options), 28)
+    return caught.value.reason
+
+
+def test_a_crop_holds_the_raw_pixels_of_its_box():
+    root = picture(200, 100)
+    views = Views([root])
+    media, facts = look(views, [0.1, 0.2, 0.55, 0.9])
+    assert facts["pixels"] == [20, 20, 110, 90] == list(media.box)
+    assert (facts["area"], facts["noop"]) == (pytest.approx(0.315), False)
+    assert (decode(media) == decode(root)[20:90, 20:110]).all()
+    assert (media.min_pixels, media.max_pixels) == (40_000, 2_000_000)  # shown larger than it is
+    assert (decode(media) == DECODED.get(media)).all()
+
+
+def test_crops_of_crops_stay_raw_and_know_where_they_come_from():
+    root = picture(400, 400)
+    views = Views([root])
+    first, _ = look(views, [0.5, 0.5, 1, 1])
+    second, facts = look(views, [0.25, 0, 0.75, 0.5], "observation_1")
+    third, _ = look(views, [0, 0, 0.5, 1], "observation_2")
+    assert first.box == (200, 200, 400, 400) and second.box == (250, 200, 350, 300)
+    assert third.box == (250, 200, 300, 300) and third.parent == second.hash
+    assert (decode(third) == decode(root)[200:300, 250:300]).all()
+    assert facts["source"] == "observation_1" and facts["area"] == pytest.approx(0.25)
+    assert views.lineage["observation_3"] == ("original_image", "observation_1", "observation_2")
+
+
+def test_names_of_pictures():
+    one = Views([picture(50, 50)])
+    assert {one.find(n) for n in ("original_image", "original_image_1", "image_1")} == {
+        "original_image"
+    }
+    two = Views([picture(50, 50), picture(80, 50, 1)])
+    assert two.find("image_2") == "original_image_2" and two.find("original_image") == (
+        "original_image_1"
+    )
+    for name in (
+        "observation_1",
+        "observation_0",
+        "original_image_3",
+        "",
+        "../x",
+        None,
+        7,
+        [1],
+        {},
+    ):
+        assert refused(two, [0, 0, 1, 1], name) == "source"
+    assert refused(Views([]), [0, 0, 1, 1]) == "source"
+
+
+def test_three_ways_to_write_the_same_box():
+    root = picture(2000, 1000)
+    height, width = resized_size(2000, 1000, unit=28, min_pixels=3136, max_pixels=1_003_520)
+    assert (width, height) == (1400, 700)
+    boxes = {
+        "relative": [0.25, 0.5, 0.75, 0.6],
+        "milli": [250, 500, 750, 600],
+        "absolute": [350, 350, 1050, 420],
+    }
+    for coordinates, box in boxes.items():
+        env = EnvConfig(name="crop", coordinates=coordinates)
+        media, facts = look(Views([root]), box, env=env)
+        assert media.box == (500, 500, 1500, 600) and facts["box"] == [0.25, 0.5, 0.75, 0.6]
+    views = Views([root])
+    look(views, [0, 0, 0.5, 0.5])  # seen as 1008x504, within the budget of tools
+    env = EnvConfig(name="crop", coordinates="absolute")
+    assert look(views, [504, 252, 1008, 504], "observation_1", env)[0].box == (500, 250, 1000, 500)
+
+
+def test_corners_are_sorted_edges_clamped_and_every_touched_pixel_kept():
+    views = Views([picture(10, 10)])
+    assert look(views, [0.9, 0.8, 0.1, 0.2])[0].box == (1, 2, 9, 8)
+    assert look(views, [-0.05, -0.01, 0.5, 1.05])[0].box == (0, 0, 5, 10)
+    assert look(views, [0.11, 0.0, 0.69, 0.7])[0].box == (1, 0, 7, 7)
+    media, facts = look(views, [0, 0, 1, 0.96])
+    assert media.box == (0, 0, 10, 10) and facts["noop"]
+    assert not look(views, [0, 0, 1, 0.9])[1]["noop"]
+
+
+def test_boxes_that_cannot_be_shown():
+    views = Views([picture(1000, 100)])
+    for box in (
+        None,
+        3,
+        [0, 0, 1],
+        [0, 0, 1, 1, 1],
+        ["0", 0, 1, 1],
+        [True, 0, 1, 1],
+        {},
+        [[0], 0, 1, 1],
+    ):
+        assert refused(views, box) == "box"
+    assert refused(views, [0, 0, 1.06, 1]) == refused(views, [-0.06, 0, 1, 1]) == "outside"
+    assert refused(views, [1e300, 0, 1, 1]) == "outside"
+    assert refused(views, [0.5, 0.5, 0.503, 1]) == "too_small"
+    assert refused(views, [0.2, 0.2, 0.2, 0.2]) == "too_small"
+    assert refused(views, [0, 0, 1, 0.05], min_crop_px=1) == "aspect"  # 1000x5
+    assert refused(views, [100, 100, 400, 400], coordinates="milli", min_crop_px=301) == "too_small"
+
+
+EDGE = st.floats(-0.05, 1.05)
+
+
+@given(EDGE, EDGE, EDGE, EDGE, st.integers(5, 3000), st.integers(5, 3000))
+def test_any_box_inside_gives_a_crop_that_covers_it(x0, y0, x1, y1, width, height):
+    media = Media(hash="a", width=width, height=height, path="a")
+    try:
+        made, _ = zoom(
+            {"bbox_2d": [x0, y0, x1, y1], "source": "original_image"}, Views([media]), ENV, 28
+        )
+    except CallError as error:
+        assert error.reason in ("too_small", "aspect")
+        return
+    left, top, right, bottom = made.box
+    assert 0 <= left < right <= width and 0 <= top < bottom <= height
+    assert (made.width, made.height) == (right - left, bottom - top)
+    near = 1e-5
+    assert left <= max(0, min(x0, x1)) * width + near and left + 1 >= min(x0, x1) * width - near
+    assert bottom >= min(1, max(y0, y1)) * height - near
+
+
+def test_crops_of_receipts_show_the_lines_of_their_answers(shared):
+    """Every box of an answer, cut through each coordinate system and through a crop of a crop, is
+    the same pixels as the file has there.
+    """
+    rows = json.loads((shared / "receipts" / "receipts.json").read_text())
+    rows = {row["images"][0]: row for row in rows if row["field"] == "total"}.values()
+    assert len(rows) == 8
+    for row in rows:
+        root = open_media(shared / "receipts" / row["images"][0])
+        assert (root.width, root.height) == (row["width"], row["height"])
+        whole = DECODED.get(root)
+        x0, y0, x1, y1 = row["answer_boxes"][0]
+        raw = whole[y0:y1, x0:x1]
+        relative = [x0 / root.width, y0 / root.height, x1 / root.width, y1 / root.height]
+        direct, _ = look(Views([root]), relative)
+        assert direct.box == (x0, y0, x1, y1) and (DECODED.get(direct) == raw).all()
+
+        rows_seen, columns_seen = resized_size(
+            root.width, root.height, unit=28, min_pixels=3136, max_pixels=1_003_520
+        )
+        env = EnvConfig(name="crop", coordinates="absolute")
+        seen = [x0, y0, x1, y1] * np.array([columns_seen / root.width, rows_seen / root.height] * 2)
+        assert look(Views([root]), seen.tolist(), env=env)[0].box == (x0, y0, x1, y1)
+
+        views = Views([root])  # first the half of the page around it, then the line
+        left, top = max(0, x0 - 300), max(0, y0 - 300)
+        right, bottom = min(root.width, x1 + 300), min(root.height, y1 + 300)
+        corners = np.array([left, top, right, bottom]) / ([root.width, root.height] * 2)
+        look(views, corners.tolist())
+        inside = (np.array([x0, y0, x1, y1]) - ([left, top] * 2)) / (
+            [right - left, bottom - top] * 2
+        )
+        line, _ = look(views, inside.tolist(), "observation_1")
+        assert line.box == (x0, y0, x1, y1) and (DECODED.get(line) == raw).all()
+        assert raw.std() > 10  # there is ink

@@ -1,0 +1,136 @@
+"""Two steps of reinforcement learning with the crop tool, everything real: a random model whose
+tokens are whole calls and answers plays episodes of every kind.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade.config import load
+from saccade.recipes import evaluate, parts, rl
+from saccade.tracking.loggers import read_metrics
+from saccade.tracking.trajectories import read_trajectories
+from saccade.types import Message, Sample
+
+
+def call(box: list[float], source: str) -> str:
+    return f"<grounding>{{'bbox_2d': {box}, 'source': '{source}'}}</grounding>"
+
+
+WORDS = [
+    call([0, 0, 0.5, 0.5], "original_image"),
+    call([0.25, 0.25, 1, 1], "original_image"),
+    call([0, 0, 1, 0.5], "observation_1"),
+    call([0, 0, 1, 1], "observation_3"),
+    call([0, 0, 7, 7], "original_image"),
+    *(f"<answer>{n}</answer>" for n in (1, 2, 3)),
+    "hm",
+]
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory) -> str:
+    from saccade.models.tiny import build
+
+    return build("qwen2_5_vl", tmp_path_factory.mktemp("caller"), words=WORDS)
+
+
+@pytest.fixture
+def config(tmp_path, rl_config, caller) -> dict[str, Any]:
+    own = {
+        "run.max_steps": 2,
+        "model.path": caller,
+        "prompt.format": "think_answer",
+        "rollout.max_tokens": 5,
+        "env.name": "crop",
+        "env.max_turns": 3,
+        "env.min_pixels": 3136,
+        "env.max_pixels": 12544,
+        "env.eval.max_turns": 5,
+        "reward.terms": [{"verifier": "count", "args": {"tolerance": 1}}],
+        "algorithm.exclude_status": ["overturn"],
+        "train.prompts_per_step": 4,
+        "train.samples_per_prompt": 8,
+        "track.trajectories_every": 1,
+        "track.trajectories_groups": 4,
+    }
+    return rl_config(tmp_path) | own
+
+
+def test_rl_with_tools_leaves_overturned_members_out_of_loss_and_baseline(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    rl.run(config)
+    rows = [row for row in read_metrics(tmp_path / "run") if "policy/loss" in row]
+    assert len(rows) == 2
+    for step, row in enumerate(rows, 1):
+        assert row["mismatch/logp_gap_max"] < 1e-5  # engine and trainer saw the same pictures
+        records = list(read_trajectories(tmp_path / "run", "train", step))
+        assert len(records) == 32
+        assert {r["status"] for r in records} >= {"ok", "overturn"}
+        _check_metrics(row, records)
+        live = [r for r in records if r["status"] not in ("overturn", "error")]
+        groups = {r["group"]: [x for x in live if x["group"] == r["group"]] for r in live}
+        moved = 0
+        for record in records:
+            members = [m["reward"] for m in groups.get(record["group"], [])]
+            if record["status"] == "overturn" or len(members) < 2 or np.std(members) < 1e-6:
+                assert not record["advantage"]  # no gradient
+                continue
+            wanted = (record["reward"] - np.mean(members)) / (np.std(members, ddof=1) + 1e-6)
+            assert record["advantage"] == pytest.approx(wanted, abs=1e-3)
+            moved += 1
+        assert moved
+        trained = sum(r["tokens"]["response"] for r in records if r["advantage"])
+        assert 0 < trained <= row["policy/live_tokens"]
+        assert row["policy/live_tokens"] <= sum(r["tokens"]["response"] for r in live)
+        assert row["policy/grad_norm"] > 0
+
+
+def _check_metrics(row: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    turns = [r["turns"] for r in records]
+    calls = [c for r in records for c in r["info"].get("tool_calls", [])]
+    listed = [r for r in records if "tool_calls" in r["info"]]
+    assert row["turns/mean"] == pytest.approx(np.mean(turns)) and row["turns/max"] == max(turns)
+    assert row["turns/hist_3"] == pytest.approx(turns.count(3) / 32)
+    sampled = sum(r["tokens"]["response"] for r in records)
+    assert row["turns/tokens_per_turn"] == pytest.approx(sampled / sum(turns))
+    overturned = np.mean([r["end_reason"] == "max_turns" for r in records])
+    assert row["turns/overturn_frac"] == row["turns/end/max_turns"] == pytest.approx(overturned)
+    assert row["tool/calls_per_sample"] == pytest.approx(len(calls) / len(listed))
+    assert row["tool/success_frac"] == pytest.approx(np.mean([c["ok"] for c in calls]))
+    invalid = {c["reason"] for c in calls if not c["ok"]}
+    assert invalid <= {"source", "outside"}
+    assert sum(row[f"tool/invalid/{r}"] for r in invalid) == pytest.approx(
+        1 - row["tool/success_frac"]
+    )
+    assert 0.25 <= row["tool/crop_area_mean"] <= 0.6
+    cells = [row[f"tool/{a}_{b}"] for a in ("right", "wrong") for b in ("call", "no_call")]
+    assert sum(cells) == pytest.approx(1)
+    pictures = [len(r["images"]) for r in records]
+    assert row["turns/images_per_sample"] == pytest.approx(np.mean(pictures)) and max(pictures) > 2
+
+
+def test_evaluation_has_limits_of_its_own(
+    config: dict[str, Any], tmp_path: Path, scenes: Path
+) -> None:
+    val = {"data.val": str(scenes / "val.jsonl"), "val.n": 8, "val.temperature": 1.0}
+    tried = load(config | val)
+    assert parts.limits_of(tried).max_turns == 3
+    assert parts.limits_of(tried, evaluation=True).max_turns == 5
+    for sampling in (parts.rollout_sampling(tried), parts.validation_sampling(tried)):
+        assert sampling.stop == ("</grounding>",)
+    evaluate.run(tried)
+    lines = (tmp_path / "run-eval" / "samples.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == 64 and {row["end_reason"] for row in rows} >= {"answered", "max_turns"}
+
+
+def test_the_prompt_says_how_to_answer_and_how_to_zoom(config: dict[str, Any]) -> None:
+    tried = load(config | {"prompt.instruction": None})
+    question = Sample(id="q", messages=(Message(role="user", parts=("How many?",)),))
+    told = parts.asker(tried)(question).messages[0].text
+    assert "<answer>" in told and "<grounding>" in told and "fractions" in told

@@ -1,0 +1,331 @@
+"""Episodes with tools, token by token. In most of them the engine, and it alone, is scripted: it
+says what it is told to, and ends where a real one would.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from saccade.config import EnvConfig
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.environments import stop_strings
+from saccade.forest import pack
+from saccade.models.families import Family
+from saccade.rollout.collect import collect
+from saccade.rollout.episode import Limits
+from saccade.rollout.hosting import environments
+from saccade.types import STATUS_OF_END, Completion, Message, Request, Sample, Sampling, Source
+
+CROP = {"name": "crop", "min_pixels": 3136, "max_pixels": 28 * 28 * 16}
+
+
+@dataclass
+class Script:
+    """An engine that says what it is told: texts of one episode after the other, turn by turn."""
+
+    family: Family
+    replies: Sequence[str]
+    version: int = 0
+    requests: list[Request] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
+    waiting: list[Request] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append(request)
+        self.requests.append(request)
+
+    @property
+    def pending(self) -> int:
+        return len(self.waiting)
+
+    def poll(self) -> list[Completion]:
+        request = self.waiting.pop(0)
+        chat, sampling = self.family.chat, request.sampling
+        text = self.replies[len(self.completions) % len(self.replies)]
+        ids = [*chat._encode(chat._guard(text)).tolist(), chat.end_of_turn]
+        said = [chat.decode(ids[:n]) for n in range(len(ids) + 1)] if sampling.stop else []
+        ends = [n for n, t in enumerate(said) if any(stop in t for stop in sampling.stop)]
+        ids = ids[: ends[0]] if ends else ids
+        finish = "length" if len(ids) > sampling.max_tokens else "stop"
+        ids = np.array(ids[: sampling.max_tokens], np.int64)
+        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+        versions = np.zeros(len(ids), np.int32)
+        done = Completion(
+            key=request.key, ids=ids, logprobs=logprobs, versions=versions, finish=finish
+        )
+        self.completions.append(done)
+        return [done]
+
+    def release(self, episode: str) -> None:
+        self.released.append(episode)
+
+
+def call(*numbers, source="original_image") -> str:
+    return f"<grounding>{json.dumps({'bbox_2d': list(numbers), 'source': source})}</grounding>"
+
+
+@pytest.fixture(scope="module")
+def question(image) -> Sample:
+    return Sample(id="s", messages=(Message(role="user", parts=(image(280, 140, 2), "Where?")),))
+
+
+@pytest.fixture(scope="module")
+def play(family, question) -> Callable:
+    def played(
+        replies, *, env=CROP, max_tokens=120, engine=None, samples=None, repeats=1, **limits
+    ):
+        config = EnvConfig(**env)
+        engine = engine or Script(family, replies)
+        groups = collect(
+            engine,
+            samples or [question],
+            repeats=repeats,
+            environment=environments(config, order=("answer_tag",), unit=family.unit),
+            family=family,
+            sampling=Sampling(max_tokens=max_tokens, stop=stop_strings(config)),
+            limits=Limits(**{"max_turns": 8} | limits),
+            seed="0",
+        )
+        return engine, groups
+
+    return played
+
+
+def check_chain(engine, trajectory, family) -> None:
+    """Prefix chain, mask, images: what every episode must keep."""
+    requests, completions = engine.requests, engine.completions
+    chain = [*[r.ids for r in requests], trajectory.ids]
+    for (before, after), completion in zip(pairwise(chain), completions, strict=True):
+        known = np.concatenate([before, completion.ids])
+        assert after[: len(known)].tolist() == known.tolist()
+    sampled = [i for c in completions for i in c.ids.tolist()]
+    assert trajectory.ids[trajectory.policy_mask].tolist() == sampled
+    assert (np.isnan(trajectory.logprobs) == ~trajectory.policy_mask).all()
+    assert [r.first_index for r in requests] == [
+        sum(len(c.ids) for c in completions[:turn]) for turn in range(len(requests))
+    ]
+    inside = np.zeros(len(trajectory.ids), bool)
+    for span in trajectory.media:
+        assert span.length == family.measure(span.media)[1]
+        inside[span.start : span.end] = True
+    assert ((trajectory.ids == family.chat.placeholder) == inside).all()
+    shown = [media for message in trajectory.messages for media in message.media]
+    assert [span.media for span in trajectory.media] == shown
+    assert not (inside & trajectory.policy_mask).any()
+    ended = trajectory.end_reason
+    assert trajectory.status in {STATUS_OF_END.get(ended), STATUS_OF_END.get(f"{ended}_pending")}
+
+
+def test_four_turns_two_crops_one_tool_error_one_reply_over_the_budget(play, family, question):
+    replies = [
+        "<think>too small</think>" + call(0.5, 0, 1, 1),
+        call(0, 0, 1, 1, source="observation_7"),
+        call(0.25, 0.25, 0.75, 0.75, source="observation_1") + " never said",
+        "<think>" + "so " * 100,
+    ]
+    engine, (group,) = play(replies)
+    (trajectory,) = group.trajectories
+    assert (trajectory.end_reason, trajectory.status) == ("turn_length", "truncated")
+    assert trajectory.turns == 4 and len(trajectory.media) == 3
+    check_chain(engine, trajectory, family)
+    root = question.media[0]
+    assert [s.media.box for s in trajectory.media] == [
+        None,
+        (140, 0, 280, 140),
+        (175, 35, 245, 105),
+    ]
+    assert {s.media.hash.split("-")[0] for s in trajectory.media} == {root.hash}
+    noted = trajectory.info["tool_calls"]
+    assert [(c["turn"], c["ok"], c["observation"]) for c in noted] == [
+        (1, True, 1),
+        (2, False, None),
+        (3, True, 2),
+    ]
+    # Turns that a stop string ended: the end of turn that was not sampled is the template's.
+    template = np.flatnonzero(trajectory.sources == Source.TEMPLATE)
+    assert len(template) == 3 and set(trajectory.ids[template]) == {family.chat.end_of_turn}
+    text = [m.text for m in trajectory.messages if m.role == "assistant"]
+    assert text[2].endswith("</grounding>") and text[3] == replies[3][:120]
+    # The last policy segment of a truncated episode keeps its mask.
+    assert trajectory.policy_mask[-1] and trajectory.sources[-1] == Source.POLICY
+    assert engine.released == ["s/0"]
+
+
+def test_every_end_has_its_reason(play, family, question):
+    look, wrong, answer = call(0, 0, 0.5, 1), call(2, 2, 3, 3), "<answer>7</answer>"
+    prompt = len(family.render(question.messages))
+    (_, (group,)) = play([look, answer])
+    (whole,) = group.trajectories
+    assert whole.ids[whole.policy_mask].tolist()[-1] == family.chat.end_of_turn
+    observed = int(np.flatnonzero(whole.policy_mask)[-len(answer) - 1])  # where the answer begins
+    tight = observed + 20
+    cases = [
+        ([look, answer], {}, "answered", "ok", 2),
+        (["nothing to say"], {}, "eos_no_answer", "void", 1),
+        ([look], {"max_turns": 3}, "max_turns", "overturn", 3),
+        ([look], {"max_images": 2}, "max_images", "overturn", 2),
+        ([wrong], {"max_tool_errors": 2}, "tool_errors", "void", 3),
+        ([wrong], {"max_tool_errors": 0}, "tool_errors", "void", 1),
+        (["x" * 200], {"max_turn_tokens": 50}, "turn_length", "truncated", 1),
+        (["x" * 200], {"max_total_tokens": prompt + 60}, "token_budget", "truncated", 1),
+        ([look], {"max_total_tokens": observed - 10}, "token_budget", "overturn", 1),
+        ([look], {"max_total_tokens": tight, "reserve": 21}, "token_budget", "overturn", 1),
+        ([look, "x"], {"max_total_tokens": tight, "reserve": 20}, "eos_no_answer", "void", 2),
+    ]  # fmt: skip
+    for replies, limits, reason, status, turns in cases:
+        engine, (group,) = play(replies, **limits)
+        (t,) = group.trajectories
+        assert (t.end_reason, t.status, t.turns) == (reason, status, turns), (replies, limits)
+        check_chain(engine, t, family)
+        assert len(t.ids) <= limits.get("max_total_tokens", 10**6)
+        assert len(t.info.get("tool_calls", ())) <= turns
+
+
+def test_penalties_are_rewards_of_their_turn(play):
+    _, (group,) = play(
+        [call(9, 9, 9, 9), call(0, 0, 1, 1), "<answer>1</answer>"],
+        env=CROP | {"invalid_call_penalty": 0.5},
+    )
+    assert group.trajectories[0].turn_rewards == (-0.5,)
+
+
+EDGES = st.floats(-0.2, 1.2).map(lambda edge: round(edge, 2))
+SOURCES = st.sampled_from(["original_image", "image_1", *[f"observation_{n}" for n in range(4)]])
+REPLIES = st.one_of(
+    st.builds(
+        lambda a, b, c, d, s: call(a, b, c, d, source=s), EDGES, EDGES, EDGES, EDGES, SOURCES
+    ),
+    st.builds(lambda a, c, s: call(a, 0, c, 1, source=s), EDGES, EDGES, SOURCES),
+    st.text(alphabet="<>/grounding{}[]0.5,'\" \n", max_size=30).map(
+        lambda t: f"<grounding>{t}</grounding>"
+    ),
+    st.sampled_from(["<answer>7</answer>", "<|image_pad|><|im_end|>", "", "x" * 90, "<grounding>"]),
+    st.text(max_size=20),
+)
+LIMITS = st.fixed_dictionaries(
+    {
+        "max_turns": st.integers(1, 6),
+        "max_images": st.integers(1, 5),
+        "max_total_tokens": st.integers(60, 900),
+        "reserve": st.integers(1, 60),
+        "max_turn_tokens": st.integers(1, 120),
+        "max_tool_errors": st.none() | st.integers(0, 2),
+    }
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(replies=st.lists(REPLIES, min_size=1, max_size=6), limits=LIMITS)
+def test_random_episodes_keep_prefix_chain_mask_and_images(play, family, replies, limits):
+    engine, (group,) = play(replies, **limits)
+    (t,) = group.trajectories
+    check_chain(engine, t, family)
+    prompt = len(family.render(group.sample.messages))
+    assert len(t.ids) <= max(limits["max_total_tokens"], prompt)
+    assert len(t.media) <= max(1, limits["max_images"]) and t.turns <= limits["max_turns"]
+    assert all(len(c.ids) <= limits["max_turn_tokens"] for c in engine.completions)
+    noted = t.info.get("tool_calls", [])
+    numbers = [c["observation"] for c in noted if c["observation"]]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(t.media) in (len(numbers) + 1, len(numbers))  # the last one may not have fitted
+    # Each observation names the number that it was given, and its parent is the picture it names.
+    made = {0: t.media[0].media} | dict(zip(numbers, [s.media for s in t.media[1:]], strict=False))
+    for c in noted:
+        if c["ok"] and c["observation"] in made:
+            media = made[c["observation"]]
+            source = int(c["source"].rpartition("_")[2]) if "observation" in c["source"] else 0
+            assert media.parent == made[source].hash and list(media.box) == c["pixels"]
+
+
+# -- over a real engine ----------------------------------------------------------------------------
+
+
+def test_a_turn_is_computed_from_the_cache_of_the_turns_before(engine, family, play, saying):
+    """Prefilled tokens: the prompt once, then only what each observation adds."""
+    computed = []
+    handle = engine.model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: computed.append(kwargs["position_ids"].shape[-1]),
+        with_kwargs=True,
+    )
+    looks = [call(0, 0, 0.5, 1), call(0, 0, 0.5, 1, source="observation_1")]
+    with saying(*looks, "<answer>7</answer>", ends=False):
+        _, (group,) = play([], engine=engine)
+    handle.remove()
+    (t,) = group.trajectories
+    assert (t.end_reason, t.turns, len(t.media)) == ("answered", 3, 3)
+    sampled = t.response_length
+    prefills = [n for n in computed if n > 1]
+    assert len(prefills) == 3 and prefills[0] == t.prompt_length
+    # Of a turn all but its last token is in the cache; everything else is prefilled exactly once.
+    assert sum(prefills) == len(t.ids) - sampled + 2
+    assert sum(computed) == len(t.ids) - 1
+    assert sum(prefills) < sum(len(r.ids) for r in engine.requests) / 2
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory):
+    """A random model whose tokens are whole calls and answers: its episodes have everything."""
+    import torch
+
+    from saccade.models.families import load_family
+    from saccade.models.load import load_model
+    from saccade.models.tiny import build
+
+    words = [
+        call(0, 0, 0.5, 0.5),
+        call(0.5, 0, 1, 1, source="observation_1"),
+        call(0, 0.5, 1, 1, source="observation_2"),
+        call(0, 0, 3, 3),
+        "<grounding>{'bbox_2d': exec('1')}</grounding>",
+        "<answer>7</answer>",
+        "hm",
+    ]
+    family = load_family(build("qwen2_5_vl", tmp_path_factory.mktemp("caller"), words=words))
+    return load_model(family, dtype=torch.float32, device=torch.device("cpu")), family
+
+
+def test_hundreds_of_episodes_share_one_engine(caller, image):
+    model, family = caller
+    engine = EmbeddedEngine(model, family, max_sequences=48)
+    config = EnvConfig(**CROP)
+    samples = [
+        Sample(id=f"q{n}", messages=(Message(role="user", parts=(image(112, 84, n), "hm")),))
+        for n in range(25)
+    ]
+    groups = collect(
+        engine,
+        samples,
+        repeats=8,
+        environment=environments(config, order=("answer_tag",), unit=family.unit),
+        family=family,
+        sampling=Sampling(max_tokens=6, stop=stop_strings(config)),
+        limits=Limits(max_turns=4, max_images=4),
+        seed="3",
+    )
+    everyone = [t for group in groups for t in group.trajectories]
+    assert len(everyone) == 200 and not engine._live and engine.pending == 0
+    ends = {t.end_reason for t in everyone}
+    assert {"answered", "max_turns", "turn_length", "eos_no_answer"} <= ends
+    reasons = {c["reason"] for t in everyone for c in t.info.get("tool_calls", ())}
+    assert reasons == {"", "source", "outside", "json"}
+    assert max(len(t.media) for t in everyone) > 2
+
+    # One forest: a trunk for each prompt, each picture of each turn once, observations never read.
+    batches = pack(groups, positions=family.positions, micro_tokens=10**6)
+    reads = sum(len(batch.reads) for batch in batches)
+    assert reads == sum(t.response_length for t in everyone)
+    pictures = {
+        (t.sample_id, t.ids[: span.end].tobytes(), tuple(s.media.key for s in t.media[: n + 1]))
+        for t in everyone
+        for n, span in enumerate(t.media)
+    }
+    assert sum(len(batch.media) for batch in batches) == len(pictures)
+    assert len(pictures) < sum(len(t.media) for t in everyone)
+    assert sum(batch.tokens for batch in batches) < sum(len(t.ids) for t in everyone)
