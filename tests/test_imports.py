@@ -19,6 +19,8 @@ LEVELS = (
         "devices",
         "kernels",
         "transfer",
+        "endpoint",
+        "sokoban",
     ),
     ("algorithms", "rewards", "environments", "models", "data"),
     ("engines", "backends"),

@@ -63,13 +63,15 @@ def run(config: Any) -> dict[str, Any]:
                     on_finish=stream.submit,
                     progress=console.progress,
                 )
-            for group in stream.attach(groups) if scorer is not None else groups:
+            if scorer is not None:
+                groups = stream.attach(groups, console.progress)
+            for group in groups:
                 file.write(
                     json.dumps(_row(group, family) | made_by, ensure_ascii=False, default=str)
                     + "\n"
                 )
             file.flush()
-        if spent := expenses(engine):
+        for spent in expenses(engine, scorer):
             console.note(spent)
     return {"path": str(path), "rows": len(todo), "skipped": len(done)}
 
