@@ -20,6 +20,7 @@ from saccade import environments
 from saccade.config import ADAPTED, Config, Section
 from saccade.data.sources import parse_address
 from saccade.errors import ConfigError
+from saccade.schema import HttpConfig
 
 Rule = Callable[[Config], Iterator[str]]
 
@@ -105,26 +106,47 @@ def _answering_model(config: Config) -> Iterator[str]:
 
 def _endpoint(config: Config) -> Iterator[str]:
     http = config.rollout.http
-    address = urlsplit(http.url)
-    if address.scheme not in ("http", "https") or not address.hostname:
+    if not http.url:
         yield (
             "rollout.http.url: rollout.engine=http needs the address of an endpoint; "
             "try rollout.http.url=http://127.0.0.1:8000/v1"
         )
-    if address.username or address.password or address.query:
-        yield (
-            "rollout.http.url: an address with a password or a query would be logged; put the "
-            "key into an environment variable and its name into rollout.http.key"
-        )
-    if http.key and not re.fullmatch(r"[A-Za-z_]\w*", http.key):
-        yield (
-            "rollout.http.key: takes the name of an environment variable, not the key itself; "
-            "try rollout.http.key=OPENAI_API_KEY"
-        )
+    yield from _address("rollout.http", http)
     if config.prompt.chat_template:
         yield "prompt.chat_template: an endpoint applies its own template; remove it"
     if config.rollout.replicas:
         yield "rollout.replicas: an endpoint is one already; try rollout.replicas=0"
+
+
+def _address(section: str, http: HttpConfig) -> Iterator[str]:
+    address = urlsplit(http.url)
+    if http.url and (address.scheme not in ("http", "https") or not address.hostname):
+        yield (
+            f"{section}.url: {http.url} is no address of an endpoint; "
+            f"try {section}.url=http://127.0.0.1:8000/v1"
+        )
+    if address.username or address.password or address.query:
+        yield (
+            f"{section}.url: an address with a password or a query would be logged; put the "
+            f"key into an environment variable and its name into {section}.key"
+        )
+    if http.key and not re.fullmatch(r"[A-Za-z_]\w*", http.key):
+        yield (
+            f"{section}.key: takes the name of an environment variable, not the key itself; "
+            f"try {section}.key=OPENAI_API_KEY"
+        )
+
+
+def _judge(config: Config) -> Iterator[str]:
+    judge = config.reward.judge
+    yield from _address("reward.judge", judge)
+    if judge.api == "completions" and judge.send_images:
+        yield ("reward.judge.send_images: completions take text only; try reward.judge.api=chat")
+    if judge.template is not None and not Path(judge.template).is_file():
+        yield (
+            f"reward.judge.template: file {judge.template} does not exist; give a Jinja file, or "
+            "remove it"
+        )
 
 
 def _own_weights(config: Config) -> Iterator[str]:
@@ -338,7 +360,7 @@ def _critic_warmup(config: Config) -> Iterator[str]:
         )
 
 
-READING = (_data_files, _pixels, _prompt_files)
+READING = (_data_files, _pixels, _prompt_files, _judge)
 TRAINING = (
     _model,
     _own_weights,

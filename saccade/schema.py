@@ -171,7 +171,7 @@ class PromptConfig(Section):
     format: str = option(
         "think_answer",
         "How the model answers: think_answer | think_boxed | boxed | answer_line | hash | letter | "
-        "direct | none.",
+        "grounding | boxes_json | direct | none.",
     )
     instruction: str | None = option(
         None, "Replaces the format's instruction; an empty string adds none."
@@ -363,7 +363,9 @@ class EnvConfig(Section):
 
 class RewardTerm(Section):
     verifier: str = option(
-        ..., "Built-in verifier (math, choice, count, format:think_answer …) or file.py:name."
+        ...,
+        "Built-in verifier (math, choice, count, judge, hybrid, format:think_answer …) or "
+        "file.py:name.",
     )
     name: str | None = option(None, "Name in metrics; empty: the verifier's.")
     weight: float = option(1.0, "Factor in the sum.")
@@ -373,10 +375,38 @@ class RewardTerm(Section):
     )
 
 
+class JudgeConfig(HttpConfig):
+    concurrency: int = option(64, "Answers judged at once.", ge=1)
+    retries: int = option(
+        4, "Further attempts after an error that may pass, or a reply without a verdict.", ge=0
+    )
+    deadline: float = option(
+        600.0, "Seconds that an answer waits while the judge gives no sign of life.", gt=0
+    )
+    max_tokens: int = option(1024, "Longest reply of the judge.", ge=1)
+    scale: int = option(1, "Best score that the judge can give; rewards are score / scale.", ge=1)
+    template: str | None = option(
+        None,
+        "Jinja file that replaces our question; variables: question, references, prediction, "
+        "scale.",
+    )
+    send_images: bool = option(False, "Show the judge the pictures of the question, too.")
+    on_failure: Literal["error", "abstain", "rule", "drop_group"] = option(
+        "error",
+        "An answer without a verdict: an error, an abstention, what the rule of a hybrid said, or "
+        "an error that costs its whole group.",
+    )
+    fields: dict[str, Any] = option(
+        {}, "Further fields of a request, as they are; null removes one of ours."
+    )
+
+
 class RewardConfig(Section):
     terms: tuple[RewardTerm, ...] = option((), "What is scored; a plain verifier name also works.")
     preset: str | None = option(
-        None, "Named list of terms: lmmr1_math | r1v | easyr1_math | lightrft | geo3k | gsm8k."
+        None,
+        "Named list of terms: lmmr1_math | lmmr1_sokoban | r1v | easyr1_r1v | easyr1_math | "
+        "lightrft | geo3k | gsm8k | medical_safe | hybrid_mc | minio3.",
     )
     combine: str = option(
         "weighted_sum",
@@ -397,6 +427,7 @@ class RewardConfig(Section):
     renormalise: bool = option(
         False, "An abstaining term is dropped and the other weights rescaled."
     )
+    judge: JudgeConfig = section(JudgeConfig, "The endpoint of judge and hybrid terms.")
     workers: int = option(2, "Killable processes for verifiers that may hang or are yours.", ge=1)
     deadline: float = option(
         10.0, "Seconds for one sample; then the worker is killed and the sample is an error.", gt=0

@@ -125,3 +125,21 @@ def scripted(
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+# -- judges ----------------------------------------------------------------------------------------
+
+
+def shown_to_judge(body: dict[str, Any]) -> tuple[str, str]:
+    """The reference and the answer in the question to a judge."""
+    content = body["messages"][0]["content"]
+    text = content if isinstance(content, str) else content[-1]["text"]
+    return tuple(  # type: ignore[return-value]
+        text.partition(f"<{tag}>\n")[2].partition(f"\n</{tag}>")[0]
+        for tag in ("reference", "answer-to-grade")
+    )
+
+
+def fair_judge(body: dict[str, Any]) -> Says:
+    reference, answer = (text.casefold() for text in shown_to_judge(body))
+    return chat_answer("They agree.\nScore: 1" if reference == answer else "They differ.\nScore: 0")

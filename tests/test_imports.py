@@ -19,6 +19,7 @@ LEVELS = (
         "devices",
         "kernels",
         "transfer",
+        "endpoint",
         "sokoban",
     ),
     ("algorithms", "rewards", "environments", "models", "data"),

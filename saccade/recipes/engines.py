@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import Config, DataConfig
+from saccade.endpoint.client import ChatClient
 from saccade.engines import Engine
 from saccade.engines.build import Settings, build
 from saccade.engines.http import HttpEngine
-from saccade.engines.http.client import ChatClient
 from saccade.engines.remote.replicas import start_replicas
 from saccade.errors import ConfigError
 from saccade.models.families import Family
@@ -19,6 +19,7 @@ from saccade.models.families.endpoint import endpoint_family
 from saccade.models.load import pick_dtype
 from saccade.recipes import parts
 from saccade.recipes.parts import Policy
+from saccade.rewards.scorer import Scorer
 from saccade.rollout.episode import Limits
 
 
@@ -76,11 +77,14 @@ def model_name(config: Config, engine: Engine) -> str:
     return engine.client.model if isinstance(engine, HttpEngine) else config.model.path
 
 
-def expenses(engine: Engine) -> str:
-    """What an endpoint was asked and what that cost; nothing of other engines."""
-    if not isinstance(engine, HttpEngine):
-        return ""
-    return engine.client.counters.describe(engine.client.http.price)
+def expenses(engine: Engine, scorer: Scorer | None) -> list[str]:
+    """What endpoints were asked and what that cost, of the model and of a judge."""
+    spent = []
+    if isinstance(engine, HttpEngine):
+        spent.append(engine.client.counters.describe(engine.client.http.price))
+    if scorer is not None and scorer.judge is not None:
+        spent.append(scorer.judge.expenses())
+    return spent
 
 
 def settings_of(config: Config, family: Family) -> Settings:

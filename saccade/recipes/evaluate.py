@@ -27,7 +27,7 @@ from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.recipes import parts
 from saccade.recipes.engines import answering_engine, answering_family, expenses
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.sample import RewardSample, image_records
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream, parsed, thinks
@@ -74,7 +74,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
                     evaluate_set(engine, family, scorer, name, dataset, config, console.progress)
                 )
             console.note(describe(results[-1]))
-        if spent := expenses(engine):
+        for spent in expenses(engine, scorer):
             console.note(spent)
         console.note(f"results.json and samples.jsonl are in {folder}")
     return write_results(folder, results, family)
@@ -120,8 +120,9 @@ def evaluate_set(
         progress=progress,
     )
     if scorer is not None or gives_rewards(config.env):  # else nobody has judged anything
-        groups = stream.attach(groups)
-    return Result(name=name, groups=tuple(groups), metrics=set_metrics(groups, family))
+        groups = stream.attach(groups, progress)
+    metrics = set_metrics(groups, family) | (scorer.judge_metrics() if scorer else {})
+    return Result(name=name, groups=tuple(groups), metrics=metrics)
 
 
 def set_metrics(groups: Sequence[Group], family: Family) -> dict[str, float]:
@@ -247,9 +248,7 @@ def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dic
         "end_reason": trajectory.end_reason,
         "status": trajectory.status,
         "reason": trajectory.reason,
-        "media": [
-            {"hash": m.hash, "path": m.path, "size": [m.width, m.height]} for m in sample.media
-        ],
+        "media": image_records(sample.media),
         "extra": dict(sample.extra),
     }
 
@@ -263,30 +262,37 @@ def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
     scorer = parts.make_scorer(config)
     if scorer is None:
         raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
+    if config.reward.judge.send_images:
+        raise ConfigError(
+            "reward.judge.send_images: --rescore has answers only, no pictures; try "
+            "reward.judge.send_images=false"
+        )
     rows = [json.loads(line) for line in samples.read_bytes().split(b"\n") if line]
     with scorer:
-        scored = scorer.score([_reward_sample(row) for row in rows])
-    for row, score in zip(rows, scored, strict=True):
-        row |= {"score": score.outcome, "reward": score.reward, "parts": dict(score.parts)}
-        row |= {"extracted": score.extracted, "reason": score.reason}
-    summary: dict[str, Any] = {}
-    for name in dict.fromkeys(row["set"] for row in rows):
-        mine = [pair for pair in zip(rows, scored, strict=True) if pair[0]["set"] == name]
-        items: dict[str, list[float]] = {}
-        for row, score in mine:
-            if score.outcome is not None:
-                items.setdefault(row["id"], []).append(score.outcome)
-        summary[name] = _accuracy([np.array(values) for values in items.values()]) | {
-            "parse_rate": float(
-                np.mean([parsed(score.extracted, score.reason) for _, score in mine])
-            ),
-            "error_rate": float(np.mean([score.status == "error" for _, score in mine])),
-            "abstain_rate": float(np.mean([score.status == "abstain" for _, score in mine])),
+        summary = {
+            name: _rescored([row for row in rows if row["set"] == name], scorer)
+            for name in dict.fromkeys(row["set"] for row in rows)
         }
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     (folder / "samples.jsonl").write_text(text, encoding="utf-8")
     (folder / RESULTS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
+
+
+def _rescored(rows: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float]:
+    scored = scorer.score([_reward_sample(row) for row in rows])
+    items: dict[str, list[float]] = {}
+    for row, score in zip(rows, scored, strict=True):
+        row |= {"score": score.outcome, "reward": score.reward, "parts": dict(score.parts)}
+        row |= {"extracted": score.extracted, "reason": score.reason}
+        if score.outcome is not None:
+            items.setdefault(row["id"], []).append(score.outcome)
+    metrics = _accuracy([np.array(values) for values in items.values()]) | {
+        "parse_rate": float(np.mean([parsed(s.extracted, s.reason) for s in scored])),
+        "error_rate": float(np.mean([s.status == "error" for s in scored])),
+        "abstain_rate": float(np.mean([s.status == "abstain" for s in scored])),
+    }
+    return metrics | scorer.judge_metrics()
 
 
 def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
@@ -303,6 +309,7 @@ def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
     return RewardSample(
         **{name: row[name] for name in names},
         answer=row["gold"],
+        images=row["media"],
         turns=(row["response"],),
         length=row["tokens"],
         truncated=row["status"] == "truncated",

@@ -72,7 +72,7 @@ def run(config: Any) -> dict[str, Any]:
                     progress=console.progress,
                 )
             if scorer is not None or gives_rewards(config.env):
-                groups = stream.attach(groups)
+                groups = stream.attach(groups, console.progress)
             if config.generate.select == "correct":
                 _teach(path.parent / "coldstart", groups, done)
             for group in groups:
@@ -82,7 +82,7 @@ def run(config: Any) -> dict[str, Any]:
                 )
             file.flush()
             done |= {group.sample.id for group in groups}
-        if spent := expenses(engine):
+        for spent in expenses(engine, scorer):
             console.note(spent)
     return {"path": str(path), "rows": len(todo), "skipped": skipped}
 

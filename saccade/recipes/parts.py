@@ -222,12 +222,19 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
     if not (reward.terms or reward.preset or reward.by_source):
         return None
     penalty = algorithm.overlong if algorithm is not None else None
-    return Scorer(
+    scorer = Scorer(
         reward,
         prompt_format=config.prompt.format,
         max_tokens=config.rollout.max_tokens,
         overlong=(penalty.buffer, penalty.factor, penalty.max_tokens) if penalty else None,
     )
+    if algorithm is not None and scorer.judge is None and reward.judge.model_fields_set:
+        scorer.close()
+        raise ConfigError(
+            f"reward.judge.{min(reward.judge.model_fields_set)}: has no effect without a term that "
+            "asks; add judge or hybrid to reward.terms, or remove it"
+        )
+    return scorer
 
 
 def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample]) -> None:
@@ -238,6 +245,7 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
     if config.reward.self_test != "off":
         result = self_test(scorer, samples, format=config.prompt.format)
         require(result, config.reward.self_test)
+    scorer.judge_metrics()  # those of the test belong to no step
 
 
 def check_algorithm(

@@ -114,13 +114,15 @@ def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:
         progress=run.watch,
     )
     with run.console.phase("reward_wait"):
-        groups = rewards.attach(groups)
+        groups = rewards.attach(groups, run.watch)
     check_errors(groups, config)
     return groups
 
 
 def _rollout_metrics(scored: Sequence[Group], actors: Actors, metrics: Metrics) -> None:
     for name, value in group_metrics(scored, actors.algorithm.exclude_status).items():
+        metrics.add(name, value)
+    for name, value in (actors.scorer.judge_metrics() if actors.scorer else {}).items():
         metrics.add(name, value)
     trajectories = [t for group in scored for t in group.trajectories]
     greedy = [group.greedy for group in scored if group.greedy is not None]

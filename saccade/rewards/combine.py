@@ -18,7 +18,10 @@ from typing import Any, Literal
 
 from saccade.types import Score
 
-__all__ = ["COMBINATIONS", "Recipe", "Scored", "Term", "combine"]
+__all__ = ["COMBINATIONS", "DROP_GROUP", "TIMES_OUTCOME", "Recipe", "Scored", "Term", "combine"]
+
+DROP_GROUP = "drop_group"  # kind of a reason that excludes the other members of a group, too
+TIMES_OUTCOME = "times_outcome"  # in a score's info: its value counts as far as the answer does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,7 @@ class Term:
     needs_answer: bool
     args: Mapping[str, Any]
     function: Callable[..., Score] | None
+    judged: bool = False  # what it leaves open goes to the judge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +49,14 @@ class Recipe:
     renormalise: bool = False
 
     @cached_property
-    def isolated(self) -> bool:
-        return any(term.function is None for term in self.terms)
+    def waits(self) -> bool:
+        """Whether a term is scored elsewhere, by a worker or a judge."""
+        return any(term.function is None or term.judged for term in self.terms)
 
     @cached_property
     def knows_limit(self) -> bool:
         """Whether a term looks at the token limit of the episode."""
-        return self.isolated or any(term.kind == "shaping" for term in self.terms)
+        return self.waits or any(term.kind == "shaping" for term in self.terms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +93,11 @@ COMBINATIONS: dict[str, Callable[[Weighted], float]] = {
 def combine(recipe: Recipe, scores: Sequence[Score]) -> Scored:
     """An error of any term is an error; next comes an abstention, unless renormalised."""
     outcome = scores[recipe.outcome]
-    raw = outcome.parts.get("accuracy", outcome.value) if outcome.kind == "value" else None
-    pairs = list(zip(recipe.terms, scores, strict=True))
+    raw = _accuracy(outcome) if outcome.kind == "value" else None
+    pairs = [
+        (term, replace(score, value=score.value * (raw or 0.0)) if _follows(score) else score)
+        for term, score in zip(recipe.terms, scores, strict=True)
+    ]
     parts = {term.name: score.value for term, score in pairs if score.kind == "value"}
     if len(parts) == len(scores):
         reward: float | None = _reward(recipe, pairs)
@@ -111,7 +119,16 @@ def combine(recipe: Recipe, scores: Sequence[Score]) -> Scored:
     )
 
 
+def _accuracy(score: Score) -> float:
+    names = (name for name in ("accuracy", "accuracy_normalized") if name in score.parts)
+    return score.parts.get(next(names, ""), score.value)
+
+
 Pairs = Sequence[tuple[Term, Score]]
+
+
+def _follows(score: Score) -> bool:
+    return bool(score.info) and TIMES_OUTCOME in score.info
 
 
 def _reward(recipe: Recipe, pairs: Pairs) -> float:

@@ -16,16 +16,26 @@ from typing import Literal
 from saccade.rewards.letters import letters_in
 from saccade.rewards.sample import RewardSample
 
-__all__ = ["EXTRACTORS", "Scope", "answer_of", "answer_scope", "extract", "has_think", "last_boxed"]
+__all__ = [
+    "EXTRACTORS",
+    "Scope",
+    "answer_of",
+    "answer_scope",
+    "extract",
+    "fenced",
+    "has_think",
+    "last_boxed",
+]
 
 Scope = Literal["after_think", "all"]
 
 NUMBER = re.compile(
-    r"(?<![\w.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
-    r"|(?<![\w.])[-+\u2212]?\.\d+"
+    r"(?<![a-zA-Z0-9_.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
+    r"|(?<![a-zA-Z0-9_.])[-+\u2212]?\.\d+"
 )
 ANSWER_LINE = re.compile(
-    r"^[\s*_>-]*(?:the\s+)?(?:final\s+)?answer\s*\**\s*[:\uff1a]\s*\**\s*(.*?)\s*\**\s*$",
+    r"^[\s*_>-]*(?:(?:the\s+)?(?:final\s+)?answer|答案)\s*\**\s*"
+    r"(?:[:\uff1a]|(?<=案)[是为])\s*\**\s*(.*?)\s*\**\s*$",
     re.IGNORECASE | re.MULTILINE,
 )
 ANSWER_LINE_WINDOW = 300
@@ -94,6 +104,15 @@ def last_boxed(text: str) -> str | None:
     return None if best is None else text[best[0] : best[1]]
 
 
+def fenced(text: str) -> str | None:
+    """The content of the last complete block between triple backticks, its language left out."""
+    pieces = text.split("```")
+    if len(pieces) < 3:
+        return None
+    body = pieces[len(pieces) - 2 if len(pieces) % 2 else len(pieces) - 3]
+    return re.sub(r"\A[a-zA-Z]+(?=\s)", "", body).strip()
+
+
 def _answer_tag(text: str, choices: Sequence[str]) -> str | None:
     close = text.rfind("</answer>")
     open_ = text.rfind("<answer>", 0, close) if close >= 0 else -1
@@ -134,6 +153,7 @@ EXTRACTORS: dict[str, Callable[[str, Sequence[str]], str | None]] = {
     "boxed": lambda text, choices: last_boxed(text),
     "answer_line": _answer_line,
     "hash": _hash,
+    "fenced": lambda text, choices: fenced(text),
     "letter": _letter,
     "last_number": _last_number,
     "whole": _whole,

@@ -10,10 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from saccade.rewards.extract import ANSWER_LINE, NUMBER, answer_scope, last_boxed
+from saccade.rewards.boxes import read_boxes
+from saccade.rewards.extract import (
+    ANSWER_LINE,
+    ANSWER_LINE_WINDOW,
+    NUMBER,
+    answer_scope,
+    last_boxed,
+)
 from saccade.rewards.letters import single_letter
 from saccade.rewards.sample import RewardSample
 
@@ -32,32 +39,55 @@ def check_think_answer(sample: RewardSample, *, gap: Literal["space", "none"] = 
     """Thought, then answer, each tag once, nothing before, between or after them, no blank body."""
     if gap not in ("space", "none"):
         raise ValueError(f"gap is 'space' or 'none', not {gap!r}")
-    text = sample.text.strip()
-    if not (text.startswith("<think>") and text.endswith("</answer>")):
+    return _thought_then("answer", sample.text, gap)
+
+
+def check_grounding(sample: RewardSample) -> bool:
+    """Every turn thinks, then calls once; the last one answers."""
+    turns = [
+        f"<think>{turn}" if sample.think_prefilled else turn
+        for turn in sample.turns or (sample.response,)
+    ]
+    return _thought_then("answer", turns[-1]) and all(
+        _thought_then("grounding", turn) and "answer>" not in turn for turn in turns[:-1]
+    )
+
+
+def _thought_then(tag: str, text: str, gap: str = "space") -> bool:
+    """`<think>…</think><tag>…</tag>`, each once, both filled, nothing else."""
+    first, opening, last = "<think>", f"<{tag}>", f"</{tag}>"
+    text = text.strip()
+    if not (text.startswith(first) and text.endswith(last)):
         return False
-    inner = text[len("<think>") : -len("</answer>")]
-    thought, closed, rest = inner.partition("</think>")
-    between, opened, answer = rest.partition("<answer>")
+    thought, closed, rest = text[len(first) : -len(last)].partition("</think>")
+    between, opened, body = rest.partition(opening)
     if not (closed and opened) or (between if gap == "none" else between.strip()):
         return False
-    if "<think>" in inner or "</answer>" in inner or "</think>" in answer:
-        return False
-    return not ("<answer>" in thought or "<answer>" in answer) and bool(
-        thought.strip() and answer.strip()
-    )
+    tags = (first, "</think>", opening, last)
+    return all(text.count(each) == 1 for each in tags) and bool(thought.strip() and body.strip())
 
 
 def check_think_boxed(sample: RewardSample, *, lenient: bool = False) -> bool:
     r"""One thought first, a balanced, filled `\boxed{}` after it."""
     text = sample.text.strip()
     if lenient:
-        text = re.sub(r"<\s*(/?)\s*think\s*>", r"<\1think>", text)
+        text = re.sub(r"<\s*(?:(/)\s*)?think\s*>", r"<\1think>", text)
     if text.count("<think>") != 1 or text.count("</think>") != 1:
         return False
     if not text.startswith("<think>"):
         return False
     thought, _, rest = text[len("<think>") :].partition("</think>")
     return bool(thought.strip() and (last_boxed(rest) or "").strip())
+
+
+def check_boxes_json(sample: RewardSample) -> bool:
+    """A fenced JSON list of boxes with labels, then as `think_boxed`."""
+    fence, think, rest = sample.response.strip().partition("<think>")
+    block = re.fullmatch(r"```json\n(.*)\n```\s*", fence, re.DOTALL)
+    found = read_boxes(block[1]) if block else None
+    if found is None or not all(item.label for item in found):
+        return False
+    return check_think_boxed(replace(sample, response=think + rest, think_prefilled=False))
 
 
 def check_boxed(sample: RewardSample) -> bool:
@@ -67,7 +97,8 @@ def check_boxed(sample: RewardSample) -> bool:
 
 def check_answer_line(sample: RewardSample) -> bool:
     """The last line is `Answer: …`."""
-    match = ANSWER_LINE.fullmatch(_last_line(sample))
+    line = _last_line(sample)
+    match = ANSWER_LINE.fullmatch(line) if len(line) <= ANSWER_LINE_WINDOW else None
     return match is not None and bool(match[1].strip())
 
 
@@ -116,6 +147,20 @@ FORMATS: dict[str, ResponseFormat] = {
     "hash": ResponseFormat(order=("hash",), check=check_hash, render=lambda gold: f"#### {gold}"),
     "letter": ResponseFormat(
         order=("answer_tag", "letter"), check=check_letter, render=lambda gold: gold
+    ),
+    # The words that ask for a call are those of the environment.
+    "grounding": ResponseFormat(
+        order=("answer_tag",),
+        check=check_grounding,
+        stop=("</grounding>", "</answer>"),
+        render=lambda gold: f"{THOUGHT}\n<answer>{gold}</answer>",
+    ),
+    "boxes_json": ResponseFormat(
+        order=("boxed",),
+        check=check_boxes_json,
+        render=lambda gold: (
+            f"```json\n{gold if read_boxes(gold) else []}\n```\n{THOUGHT} \\boxed{{{gold}}}"
+        ),
     ),
     "direct": ResponseFormat(order=("whole",), render=lambda gold: gold),
     # The instruction is the user's own, so every common place is searched.

@@ -14,17 +14,24 @@ import re
 from collections.abc import Sequence
 from string import ascii_uppercase
 
+from saccade.rewards.spelling import NARROW, TEXT
+
 __all__ = ["letters_in", "single_letter"]
 
 UNLISTED = "ABCDEFGHIJ"  # options of a row that does not list them
 
 ALONE = re.compile(r"\(?([A-Za-z])\s*[.):]?")
-SEVERAL = re.compile(r"\(?[A-Z]\)?(?:\s*(?:,|;|&|\band\b|\s)\s*\(?[A-Z]\)?)+|[A-Z]{2,}")
+SEVERAL = re.compile(r"\(?[A-Z]\)?(?:[\s,;&和]+(?:and\s+)?\(?[A-Z]\)?)+|[A-Z]{2,}")
 NAMED = re.compile(
-    r"\(([A-Za-z])\)"  # (B)
+    r"(?<!not )\(([A-Za-z])\)"  # (B)
     r"|(?<![\w(])([A-Z])[.):](?=\s|$)"  # B. cat
-    r"|\b(?:answer|option|choice)(?:\s+is)?\s*:?\s+([A-Z])\b(?!['\u2019])"  # the answer is B
-    r"(?!\s+(?!because|since|as\b)[a-z])"  # not: the answer is A cat
+    r"|(?<!not )\b(?i:answer|option|choice)s?(?:\s+(?:is|are))?\s*:?\s+"  # the answer is B
+    r"([A-Z](?:(?:\s*[,;&]\s*|\s+and\s+)[A-Z])*)\b"
+    r"(?!['\u2019]|\s*[/,;&]\s*\(?[A-Z]\b|\s+(?!because|since|as\b)[a-z])"  # not: is A cat
+    r"|\A([A-Z])(?=\s+(?:because|since)\b)"
+    # The same in Chinese: answer, option, choose; neither "not" before nor "or" behind.
+    r"|(?<!不)(?:答案|选项|选择|选)[是为]?\s*:?\s*([A-Z])"
+    r"(?![A-Za-z]|\s*[或和与,/])"
 )
 
 
@@ -37,15 +44,17 @@ def single_letter(text: str, choices: Sequence[str]) -> str | None:
 
 def letters_in(text: str, choices: Sequence[str]) -> set[str]:
     """The options that a text names: by letter, or by the exact words of one of them."""
+    text = re.sub(r"\s+", " ", TEXT.sub(r"\1", text.translate(NARROW)))
     text = text.strip().strip("$*").strip()
     only = single_letter(text, choices) or _by_words(text, choices)
     if only:
         return {only}
     allowed = set(_letters(choices))
     if SEVERAL.fullmatch(text):
-        listed = set(re.findall(r"[A-Z]", text))
-        return listed if listed <= allowed else set()
-    return {"".join(groups).upper() for groups in NAMED.findall(text)} & allowed
+        listed = re.findall(r"[A-Z]", text)
+        return set(listed) if set(listed) <= allowed and len({*listed}) == len(listed) else set()
+    named = "".join("".join(groups) for groups in NAMED.findall(text))
+    return set(named.replace("and", "").upper()) & allowed
 
 
 def _letters(choices: Sequence[str]) -> str:

@@ -34,10 +34,11 @@ from saccade.rewards.spelling import (
 from saccade.rewards.units import PERCENT, Unit, split_unit
 from saccade.types import Score
 
-__all__ = ["equivalent", "math"]
+__all__ = ["equivalent", "math", "spelling"]
 
 MATH_ORDER = ("answer_tag", "boxed", "answer_line")
 DECIMAL_TOLERANCE = Fraction(1, 10**6)
+DOLLARS = re.compile(r"\A\s*\\?\$\s*(\d[\d.,]*)\s*\Z")  # not $12$
 HUNDREDTH = Unit(dimensions=(), factor=Fraction(1, 100))
 
 
@@ -67,8 +68,8 @@ def equivalent(answer: str, gold: str, *, formulas: bool = True) -> bool:
 
 def _verdict(answer: str, gold: str, formulas: bool = True) -> str:
     """right | wrong | unparseable | too_large | gold_unparseable"""
-    spelled = _spelling(gold)
-    if spelled and _spelling(answer) == spelled:
+    spelled = spelling(gold)
+    if spelled and spelling(answer) == spelled:
         return "right"
     gold_read = _read_gold(gold, formulas)
     if gold_read is None:
@@ -81,7 +82,7 @@ def _verdict(answer: str, gold: str, formulas: bool = True) -> str:
         return "unparseable"
 
 
-def _spelling(text: str) -> str:
+def spelling(text: str) -> str:
     text = _unboxed(text)
     if len(text) > LONGEST:
         return text
@@ -103,7 +104,8 @@ class _Reading:
 
 
 def _read(text: str) -> _Reading:
-    value, unit = split_unit(tidy(_unboxed(text)))
+    text = DOLLARS.sub(r"\1 dollars", _unboxed(text))
+    value, unit = split_unit(tidy(text))
     decimal = re.search(r"\.\d", value) is not None
     return _Reading(tree=read(unwrap_text(value)), unit=unit, decimal=decimal)
 

@@ -13,7 +13,9 @@ from functools import lru_cache
 from typing import Literal
 
 from saccade.rewards.extract import NUMBER, Scope, answer_of
+from saccade.rewards.reading import rational
 from saccade.rewards.sample import RewardSample, graded, no_gold
+from saccade.rewards.spelling import NARROW, TooLarge, normalise
 from saccade.types import Score
 
 __all__ = ["count", "gsm8k", "number", "single_number", "to_number"]
@@ -29,6 +31,11 @@ WORDS = {
 }  # fmt: skip
 NUMBER_OR_WORD = re.compile(
     rf"{NUMBER.pattern}|\b(?:{'|'.join(sorted(WORDS, key=len, reverse=True))})\b", re.IGNORECASE
+)
+# One number in these is not their value.
+FORMULA = re.compile(
+    r"\\(?:sqrt|pi|log|ln|sin|cos|tan|exp)|[\u221a\u03c0\u00b2\u00b3\u00b9\u2070-\u209f]"
+    r"|[\u00bc-\u00be\u2150-\u215e]"
 )
 LONGEST_NUMBER = 64  # characters; what is longer is no answer
 LARGEST_EXPONENT = 300
@@ -87,8 +94,19 @@ def gsm8k(
 
 def single_number(text: str) -> Number | None:
     """The number in a text that holds exactly one."""
+    text = text.translate(NARROW)
     hits = NUMBER_OR_WORD.findall(text)
-    return to_number(hits[0]) if len(hits) == 1 else None
+    if len(hits) == 1 and not FORMULA.search(text):
+        return to_number(hits[0])
+    return _rational(text) if len(text) <= LONGEST_NUMBER else None
+
+
+def _rational(text: str) -> Number | None:
+    """A text that is one fraction, mixed number or power of ten, and nothing else."""
+    try:
+        return rational(normalise(text))
+    except TooLarge:
+        return None
 
 
 def to_number(text: str) -> Number | None:

@@ -29,9 +29,14 @@ class Node:
 
     @property
     def name(self) -> str | None:
-        """The variable that an equation gives a value to: x of x = 5, f of f(x) = 2x."""
-        match = NAME.fullmatch(self.items[0].text) if self.kind == "=" else None
-        return match[1] if match else None
+        """What an equation gives a value to: x of x = 5, f of f(x) = 2x, x,y of (x, y) = (1, 2)."""
+        if self.kind != "=":
+            return None
+        left = self.items[0]
+        names = [
+            NAME.fullmatch(item.text) for item in (left.items if left.kind == "()" else [left])
+        ]
+        return ",".join(match[1] for match in names if match) if all(names) else None
 
     def leaves(self) -> Iterator[str]:
         if self.kind == "leaf":
@@ -51,7 +56,7 @@ FRACTION = re.compile(r"\\frac\{\s*([^{}]*?)\s*\}\{\s*([^{}]*?)\s*\}")
 TEN = re.compile(r"\s*(?:\\times|\\cdot|\*)\s*10\s*\^\{\s*([^{}]*?)\s*\}")
 TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|[a-zA-Z]+|\d+|\S|\s+")
 OPENING, CLOSING = {"(", "[", "{", r"\{", r"\begin"}, {")", "]", "}", r"\}", r"\end"}
-COMMAS = {",", ";", "or", "and"}
+COMMAS = {",", ";", "or", "and", "或", "和"}  # the last two mean or, and
 RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\in"}
 MIRROR = {">": "<", r"\ge": r"\le"}
 BRACKETED = re.compile(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})")
@@ -87,6 +92,10 @@ def read(text: str) -> Node:
     items = _items(text)
     if not items:
         raise Unparseable("nothing to read")
+    parts, marks = _split(text, COMMAS)
+    ranges = all({*_split(part, RELATIONS)[1]} - {"=", r"\in"} for part in parts)
+    if marks and ranges and {*marks} <= {"or", "或"}:  # x < -2 or x > 2
+        return Node("union", items)
     return items[0] if len(items) == 1 else Node("list", items)
 
 

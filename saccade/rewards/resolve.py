@@ -129,6 +129,7 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
         needs_answer=verifier.needs_answer,
         args=args,
         function=None if verifier.isolated else verifier.function,
+        judged=verifier.judged,
     )
 
 

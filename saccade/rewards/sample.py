@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from saccade.types import Message, Sample, Score
+from saccade.types import Media, Message, Sample, Score
 
-__all__ = ["RewardSample", "graded", "no_gold", "reward_sample"]
+__all__ = ["RewardSample", "graded", "image_records", "no_gold", "reward_sample"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class RewardSample:
     length: int = 0  # sampled tokens
     truncated: bool = False
     end_reason: str = "answered"
-    images: Sequence[Mapping[str, Any]] = ()  # {"hash", "path", "size"}
+    images: Sequence[Mapping[str, Any]] = ()  # {"hash", "path", "size", "pixels": (least, most)}
     observations: Sequence[str] = ()
     answer: str | Sequence[str] | None = None
     references: Sequence[str] = ()  # further answers that count as right
@@ -43,6 +43,7 @@ class RewardSample:
     step: int = 0
     think_prefilled: bool = False  # the template already opened <think>
     max_tokens: int = 0  # 0: the limit of the run
+    media: Sequence[Media] = field(default=(), repr=False)  # of the question; stays in this process
 
     @property
     def golds(self) -> tuple[str, ...]:
@@ -68,7 +69,7 @@ def no_gold(sample: RewardSample) -> Score:
 
 
 _BULKY = frozenset({"prompt", "messages", "turns", "token_ids", "observations", "images", "extra"})
-_FIELDS = tuple(field.name for field in fields(RewardSample))
+_FIELDS = tuple(field.name for field in fields(RewardSample) if field.name != "media")
 _BRIEF_FIELDS = tuple(name for name in _FIELDS if name not in _BULKY)
 
 
@@ -89,10 +90,6 @@ def _plain(value: Any) -> Any:
 def reward_sample(sample: Sample, response: str, **known: Any) -> RewardSample:
     """A response to a row of data; `known` adds what the rollout knows (length, truncated, …)."""
     messages = [{"role": m.role, "content": _content(m)} for m in sample.messages]
-    images = [
-        {"hash": media.hash, "path": media.path, "size": [media.width, media.height]}
-        for media in sample.media
-    ]
     row = {
         "id": sample.id,
         "response": response,
@@ -100,12 +97,25 @@ def reward_sample(sample: Sample, response: str, **known: Any) -> RewardSample:
         "prompt": "\n".join(message["content"] for message in messages),
         "messages": messages,
         "turns": (response,),
-        "images": images,
+        "images": image_records(sample.media),
+        "media": sample.media,
         "answer": sample.answer,
         "choices": sample.choices,
         "extra": sample.extra,
     }
     return RewardSample(**(row | known))
+
+
+def image_records(media: Sequence[Media]) -> list[dict[str, Any]]:
+    return [
+        {
+            "hash": each.hash,
+            "path": each.path,
+            "size": [each.width, each.height],
+            "pixels": [each.min_pixels, each.max_pixels],
+        }
+        for each in media
+    ]
 
 
 def _content(message: Message) -> str:

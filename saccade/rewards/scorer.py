@@ -1,4 +1,4 @@
-"""Scores episodes as they finish: cheap terms in place, the others in worker processes.
+"""Scores episodes as they finish: cheap terms in place, others in workers or by a judge.
 
 Everything that can be wrong with `reward:` is refused when the scorer is built.
 
@@ -14,14 +14,16 @@ Everything that can be wrong with `reward:` is refused when the scorer is built.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from saccade.config import RewardConfig
 from saccade.errors import ConfigError
 from saccade.rewards.combine import Recipe, Scored, Term, combine
 from saccade.rewards.custom import split_name
+from saccade.rewards.judge import Judge
 from saccade.rewards.pool import WorkerPool
 from saccade.rewards.resolve import resolve_recipes, unknown
 from saccade.rewards.sample import RewardSample
@@ -49,7 +51,17 @@ class Scorer:
             config, prompt_format=prompt_format, max_tokens=max_tokens, overlong=overlong
         )
         everything = [*self.recipes.values(), *filter(None, [self.default])]
-        isolated = [term for recipe in everything for term in recipe.terms if not term.function]
+        terms = [term for recipe in everything for term in recipe.terms]
+        isolated = [term for term in terms if not term.function]
+        judged = {term.verifier for term in terms if term.judged}
+        if "judge" in judged and config.judge.on_failure == "rule":
+            raise ConfigError(
+                "reward.judge.on_failure=rule: the term judge has no rule; use hybrid, or try "
+                "reward.judge.on_failure=abstain"
+            )
+        self.judge = Judge(config.judge) if judged else None
+        if self.judge is not None:
+            self.judge.check()
         self.pool = WorkerPool(config.workers, config.deadline) if isolated else None
         for term in isolated:
             self._check_custom(term)
@@ -61,8 +73,13 @@ class Scorer:
         self.close()
 
     def close(self) -> None:
-        if self.pool is not None:
-            self.pool.close()
+        for part in (self.pool, self.judge):
+            if part is not None:
+                part.close()
+
+    def judge_metrics(self) -> dict[str, float]:
+        """What the judge did since this was last called; nothing without one."""
+        return self.judge.metrics() if self.judge is not None else {}
 
     def recipe(self, data_source: str) -> Recipe:
         found = self.recipes.get(data_source, self.default)
@@ -116,18 +133,27 @@ class Scorer:
         recipe = self.recipe(sample.data_source)
         if not sample.max_tokens and recipe.knows_limit:
             sample = replace(sample, max_tokens=self.max_tokens)
-        if not recipe.isolated:
+        if not recipe.waits:
             return combine(recipe, [_in_place(term, sample) for term in recipe.terms])
-        assert self.pool is not None
-        asked = [
-            None if term.function else self.pool.submit(term.verifier, sample, term.args)
-            for term in recipe.terms
-        ]
+        asked = [self._elsewhere(term, sample) for term in recipe.terms]
         scores = [
             _in_place(term, sample) if future is None else None
             for term, future in zip(recipe.terms, asked, strict=True)
         ]
         return _when_all(recipe, scores, asked)
+
+    def _elsewhere(self, term: Term, sample: RewardSample) -> Future[Score] | None:
+        """By a worker, a judge, or one after the other; None where the term is scored in place."""
+        working = None
+        if term.function is None:
+            assert self.pool is not None
+            working = self.pool.submit(term.verifier, sample, term.args)
+        if not term.judged:
+            return working
+        assert self.judge is not None
+        if working is None:
+            return self.judge.submit(sample, _in_place(term, sample))
+        return _then(working, partial(self.judge.submit, sample))
 
     def _check_custom(self, term: Term) -> None:
         if split_name(term.verifier) is None:
@@ -145,6 +171,17 @@ def _in_place(term: Term, sample: RewardSample) -> Score:
         return term.function(sample, **term.args)
     except Exception as error:  # one odd response must not end a run
         return Score(kind="error", reason=f"raised: {type(error).__name__}: {error}")
+
+
+def _then(first: Future[Score], second: Callable[[Score], Future[Score]]) -> Future[Score]:
+    """What the second makes of the first, both as futures that hold no exception."""
+    result: Future[Score] = Future()
+
+    def go_on(done: Future[Score]) -> None:
+        second(done.result()).add_done_callback(lambda last: result.set_result(last.result()))
+
+    first.add_done_callback(go_on)
+    return result
 
 
 def _when_all(

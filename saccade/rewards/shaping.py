@@ -1,4 +1,4 @@
-"""Terms that shape a reward without judging the answer: length limits and repetition.
+"""Terms that shape a reward without judging the answer: length limits, repetition, tool use.
 
 >>> overlong(RewardSample(id="a", response="", length=1792, max_tokens=2048), buffer=512).value
 -0.5
@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
+from saccade.rewards.combine import TIMES_OUTCOME
 from saccade.rewards.sample import RewardSample
 from saccade.types import Score
 
-__all__ = ["length", "overlong", "repetition"]
+__all__ = ["length", "overlong", "repetition", "tool_use"]
 
 # Scripts written without spaces: a character is a word.
 WORD = re.compile(
@@ -52,3 +54,24 @@ def length(
         return Score(kind="value", value=float(low <= sample.length <= high))
     assert target is not None
     return Score(kind="value", value=min(1.0, sample.length / target))
+
+
+def tool_use(
+    sample: RewardSample,
+    *,
+    penalty: float = 0.1,
+    mode: Literal["once", "per_call"] = "once",
+    bonus: float = 0.0,
+    only_if_correct: bool = True,
+) -> Score:
+    """-penalty for calling tools at all, or for every call; +bonus where a call succeeded. With
+    `only_if_correct` both are multiplied by the outcome.
+    """
+    if mode not in ("once", "per_call"):
+        raise ValueError(f"mode is once or per_call, not {mode!r}")
+    calls = len(sample.tool_calls)
+    succeeded = any(
+        call.get("ok", True) if isinstance(call, Mapping) else True for call in sample.tool_calls
+    )
+    value = bonus * succeeded - penalty * (min(calls, 1) if mode == "once" else calls)
+    return Score(kind="value", value=value, info={TIMES_OUTCOME: True} if only_if_correct else {})

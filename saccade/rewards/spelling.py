@@ -7,13 +7,26 @@ r"""One spelling for mathematical text that looks the same; only characters chan
 from __future__ import annotations
 
 import re
+import unicodedata
 
-__all__ = ["BRACED", "TooLarge", "Unparseable", "compact", "normalise", "tidy", "unwrap_text"]
+__all__ = [
+    "BRACED",
+    "CJK",
+    "NARROW",
+    "TEXT",
+    "TooLarge",
+    "Unparseable",
+    "compact",
+    "normalise",
+    "tidy",
+    "unwrap_text",
+]
 
 LONGEST = 2000  # characters
 BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 ROUND = r"\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)"
 END = r"(?![a-zA-Z])"
+CJK = r"\u4e00-\u9fff"  # for the inside of a character class
 
 
 class TooLarge(ValueError):
@@ -24,26 +37,32 @@ class Unparseable(ValueError):
     """The text is not mathematics that we read."""
 
 
-SIGNS = str.maketrans(
+# Full-width signs, letters and digits, and Chinese punctuation.
+NARROW = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | str.maketrans(
+    {"\u3000": " ", "\u3001": ",", "\u3002": ".", "\uff1a": ": "}
+)
+SIGNS = NARROW | str.maketrans(
     {
         "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ", "\u00f7": "/", "\u00b7": r"\cdot ",
         "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u221e": r"\infty ",
         "\u03c0": r"\pi ", "\u222a": r"\cup ", "\u2208": r"\in ", "\u00b1": r"\pm ",
-        "\u00b2": "^2", "\u00b3": "^3", "\u00b0": r"^\circ ", "\u2032": "'", "\u00a0": " ",
-        "\u3000": " ", "\u2205": r"\emptyset ", "\u221a": r"\sqrt ", "\u03b8": r"\theta ",
-        "\u2044": "/", "\uff0c": ",", "\uff0e": ".", "\uff08": "(", "\uff09": ")",
-        "\uff1d": "=", "\uff0d": "-", "\uff0b": "+", "\uff05": "%",
-        **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
+        "\u00b0": r"^\circ ", "\u2032": "'", "\u00a0": " ", "\u2205": r"\emptyset ",
+        "\u221a": r"\sqrt ", "\u03b8": r"\theta ", "\u2044": "/", "\u03a9": r"\Omega ",
     }
 )  # fmt: skip
+RAISED = re.compile("[\u00b2\u00b3\u00b9\u2070\u2074-\u207b]+")  # superscripts
+LOWERED = re.compile("[\u2080-\u2089]+")
+VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")  # one half as one character
 REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         (r"(\d)(?:,\\!|\{,\}|\\,)\s*(?=\d{3})", r"\1"),
-        (r"\\\$|\$|\\[()](?!\w)", ""),
+        (r"\\\$|\$|(?<!\\)\\[()]", ""),
         (rf"\\(?:left|right|[bB]igg?[lr]?|displaystyle){END}\.?", ""),
         (rf"(?<!\\)\\[!,;:> ]|\\q?quad{END}|~", " "),
         (r"\\%", "%"),
+        (r"(?<=[\d\s])\\Omega\s*$", " ohm"),
+        (r"^\s*\{(?!\d{1,3}(?:,\d{3})+\})([^{}]*[,;][^{}]*)\}\s*$", r"\\{\1\\}"),  # a set
         (rf"\\[dtc](frac|binom){END}", r"\\\1"),
         (rf"\\leq?{END}|<=", r"\\le "),
         (rf"\\geq?{END}|>=", r"\\ge "),
@@ -76,12 +95,18 @@ def tidy(text: str) -> str:
     r"""Everything but \text{}, which still says where words begin."""
     if len(text) > LONGEST:
         raise TooLarge(f"{len(text)} characters")
-    text = text.translate(SIGNS)
+    text = RAISED.sub(lambda run: f"^{{{_plain(run[0])}}}", text)
+    text = LOWERED.sub(lambda run: f"_{{{_plain(run[0])}}}", text)
+    text = VULGAR.sub(lambda sign: f" {_plain(sign[0])}", text).translate(SIGNS)
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
     if not re.search(r"[(\[]|\\\{", text):  # inside brackets a comma separates items
         text = THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     return _trim(text)
+
+
+def _plain(signs: str) -> str:
+    return unicodedata.normalize("NFKC", signs)
 
 
 def unwrap_text(text: str) -> str:

@@ -14,6 +14,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from saccade.rewards.spelling import CJK
+
 __all__ = ["PERCENT", "Unit", "split_unit"]
 
 
@@ -30,17 +32,26 @@ PERCENT = Unit(dimensions=(("percent", 1),))
 
 # Factor to the base unit, then its words; a plural s is understood.
 TABLE = {
-    "length": "1e-9 nm, 1e-6 um micrometer micron, 1e-3 mm millimeter millimetre, 1000 km "
-    "kilometer kilometre, 0.01 cm centimeter centimetre, 0.1 dm decimeter, 1 m meter metre, "
+    "length": "1e-9 nm, 1e-6 um micrometer micron, 1e-3 mm millimeter millimetre 毫米, 1000 km "
+    "kilometer kilometre 千米 公里, 0.01 cm centimeter centimetre 厘米, "
+    "0.1 dm decimeter 分米, 1 m meter metre 米, "
     "0.0254 in inch inches, 0.3048 ft foot feet, 0.9144 yd yard, 1609.344 mi mile",
-    "mass": "1e-3 mg milligram, 1 g gram, 1000 kg kilogram, 1e6 t ton tonne, 453.59237 lb pound, "
-    "28.349523125 oz ounce",
-    "time": "1e-3 ms millisecond, 1 s sec second, 60 min minute, 3600 h hr hour, 86400 day, "
-    "604800 week",
-    "months": "1 month, 12 year yr",
-    "angle": "1 deg degree, 180 rad radian",
-    "volume": "1e-3 ml milliliter, 1 L l liter litre",
+    "mass": "1e-3 mg milligram 毫克, 1 g gram 克, 1000 kg kilogram 千克 公斤, "
+    "1e6 t ton tonne 吨, 453.59237 lb pound, 28.349523125 oz ounce",
+    "time": "1e-3 ms millisecond, 1 s sec second 秒, 60 min minute 分钟, "
+    "3600 h hr hour 小时, 86400 day 天, 604800 week 周",
+    "months": "1 month 个月, 12 year yr 年",
+    "angle": "1 deg degree 度, 180 rad radian 弧度",
+    "volume": "1e-3 ml milliliter 毫升, 1 L l liter litre 升",
     "money": "0.01 cent, 1 dollar USD",
+    "force": "1 N newton, 1000 kN",
+    "energy": "1 J joule, 1000 kJ kilojoule",
+    "power": "1 W watt, 1000 kW kilowatt",
+    "voltage": "1e-3 mV millivolt, 1 V volt",
+    "current": "1e-3 mA milliampere, 1 A amp ampere",
+    "resistance": "1 ohm, 1000 kohm",
+    "frequency": "1 Hz hertz, 1000 kHz kilohertz",
+    "pressure": "1 Pa pascal, 1000 kPa kilopascal",
     "unit": "1 unit",
 }
 UNITS = {
@@ -49,17 +60,26 @@ UNITS = {
     for entry in entries.split(",")
     for word in entry.split()[1:]
 }
-QUANTITY_WORDS = {"or", "and", "to", "million", "thousand", "billion", "hundred", "dozen", "half"}
-POWERS = {None: 1, "square": 2, "sq": 2, "cubic": 3}
+# Words that make another number of the one before them.
+QUANTITY = re.compile(
+    r"\b(?:or|and|to|not|is|half|halves|third|quarter|fifth|\w+ths?|hundred|thousand|[mbtr]+illion"
+    r"|dozen|score|pair|squared|cubed|factorial|times|plus|minus|over|base|more|less|wrong)s?\b"
+    r"|[万亿千百十半多或和到至不]"
+)
+BARE_NOUN = re.compile(r"(?=.*[aeiouy])[A-Za-z]{4,}")
+POWERS = {None: 1, "square": 2, "sq": 2, "cubic": 3, "平方": 2, "立方": 3}
 
 POWER = r"(?:\s*\^\{\s*[23]\s*\})?"
 UNIT = re.compile(
     r"(?P<value>.*?(?:[^A-Za-z\s\\]|\\pi|[\d}].*[A-Za-z](?=\s*\\text)))(?P<space>\s*)"
     r"(?P<text>\\(?:text|mbox|textrm|mathrm|rm|textbf)\s*\{)?\s*"
-    rf"(?P<words>[A-Za-z][A-Za-z ]*{POWER}(?:\s*/\s*[A-Za-z]+{POWER})?)"
+    rf"(?P<words>[A-Za-z{CJK}][A-Za-z{CJK} ]*{POWER}(?:\s*/\s*[A-Za-z{CJK}]+{POWER})?)"
     rf"(?(text)\s*\}}(?P<power>{POWER}))"
 )
-SINGLE = re.compile(r"(?:(square|sq|cubic)\s+)?([A-Za-z]+)(?:\s*\^\{\s*([23])\s*\})?")
+SINGLE = re.compile(
+    r"(?:(square|sq|cubic)\s+|(平方|立方))?"
+    rf"([A-Za-z]+|[{CJK}]+)(?:\s*\^\{{\s*([23])\s*\}})?"
+)
 PLAIN_NUMBER = re.compile(r"[-+]?[\d.,]+(?:\s*/\s*\d+)?")
 DEGREES = re.compile(r"\s*\^\\circ\s*")
 
@@ -77,8 +97,9 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
     match = UNIT.fullmatch(text)
     if match:
         words, named = match["words"], bool(match["text"])
-        unit = _unit(words + (match["power"] or "")) or (_own_unit(words) if named else None)
-        plain = match["space"] and PLAIN_NUMBER.fullmatch(match["value"])
+        plain = PLAIN_NUMBER.fullmatch(match["value"]) and (match["space"] or not words.isascii())
+        noun = named or not words.isascii() or (plain and BARE_NOUN.fullmatch(words))
+        unit = _unit(words + (match["power"] or "")) or (_own_unit(words) if noun else None)
         if unit and (named or plain or len(words) > 1):
             return match["value"], unit
     return text, None
@@ -90,10 +111,10 @@ def _unit(words: str) -> Unit | None:
     factor, per_pi = Fraction(1), 0
     for index, text in enumerate(re.sub(r"\s+per\s+", "/", words).split("/", 1)):
         match = SINGLE.fullmatch(text.strip())
-        entry = _entry(match[2]) if match else None
+        entry = _entry(match[3]) if match else None
         if match is None or entry is None:
             return None
-        power = int(match[3] or POWERS[match[1]]) * (-1 if index else 1)
+        power = int(match[4] or POWERS[match[1] or match[2]]) * (-1 if index else 1)
         dimensions[entry[0]] = dimensions.get(entry[0], 0) + power
         factor *= entry[1] ** power
         per_pi += power * (entry == UNITS["rad"])
@@ -107,5 +128,8 @@ def _entry(word: str) -> tuple[str, Fraction] | None:
 
 def _own_unit(words: str) -> Unit | None:
     """Any other noun, such as `students`, is a unit that converts into nothing."""
-    noun = 2 <= len(words) <= 40 and not set(words.lower().split()) & QUANTITY_WORDS
-    return Unit(dimensions=((words.lower(), 1),)) if noun else None
+    words = words.lower()
+    short = len(words) < (2 if words.isascii() else 1) or len(words) > 40
+    if short or QUANTITY.search(words):
+        return None
+    return Unit(dimensions=((words, 1),))

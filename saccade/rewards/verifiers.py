@@ -9,27 +9,31 @@ place.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal
 
 from saccade.rewards import symbolic
 from saccade.rewards.choice import choice
-from saccade.rewards.extract import Scope, answer_of
 from saccade.rewards.formats import FORMATS, check_think_boxed
+from saccade.rewards.grounding import iou, point, right_boxes, right_point
+from saccade.rewards.hybrid import hybrid, judge
+from saccade.rewards.labels import joined, labels_f1, labels_recall, token_f1, token_recall
 from saccade.rewards.maths import math
+from saccade.rewards.medical import medical
 from saccade.rewards.numbers import count, gsm8k, number
-from saccade.rewards.sample import RewardSample, graded, no_gold
-from saccade.rewards.shaping import length, overlong, repetition
+from saccade.rewards.phrases import avqa, dapo_math, digit, right_verdict, verdict
+from saccade.rewards.sample import RewardSample
+from saccade.rewards.shaping import length, overlong, repetition, tool_use
+from saccade.rewards.sokoban import sokoban
+from saccade.rewards.texts import contains_one_of, exact, regex
 from saccade.types import Score
 
 __all__ = ["VERIFIERS", "Verifier"]
 
 MATH_DEADLINE = 3.0  # seconds
-TEXT_ORDER = ("answer_tag",)
-SHORTEST = 2  # characters; a shorter gold is found in almost any text
+PATTERN_DEADLINE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,58 +42,11 @@ class Verifier:
     isolated: bool = False
     kind: Literal["outcome", "format", "shaping"] = "outcome"
     needs_answer: bool = True
+    judged: bool = False  # what it leaves open goes to the judge
     deadline: float | None = None  # seconds, where it is shorter than reward.deadline
     prepare: Callable[[], object] | None = None  # slow imports, before the deadline counts
-
-
-def exact(
-    sample: RewardSample,
-    *,
-    order: Sequence[str] = TEXT_ORDER,
-    scope: Scope = "after_think",
-    ignore_case: bool = True,
-) -> Score:
-    """The same text as the gold, up to white space, a final period and case."""
-    golds = {_plain(gold, ignore_case) for gold in sample.golds} - {""}
-    found = answer_of(sample, order, scope)
-    return graded(found, _plain(found or "", ignore_case) in golds) if golds else no_gold(sample)
-
-
-def contains_one_of(
-    sample: RewardSample,
-    *,
-    order: Sequence[str] = TEXT_ORDER,
-    scope: Scope = "after_think",
-    ignore_case: bool = True,
-) -> Score:
-    """The answer holds one of the golds, not as a part of a longer word or number."""
-    golds = [_plain(gold, ignore_case) for gold in sample.golds]
-    if min(map(len, golds), default=0) < SHORTEST:
-        return no_gold(sample)
-    found = answer_of(sample, order, scope)
-    either = rf"(?<![a-zA-Z0-9])(?:{'|'.join(map(re.escape, golds))})(?![a-zA-Z0-9])"
-    return graded(found, re.search(either, _plain(found or "", ignore_case)) is not None)
-
-
-def regex(
-    sample: RewardSample,
-    *,
-    pattern: str,
-    order: Sequence[str] = TEXT_ORDER,
-    scope: Scope = "after_think",
-) -> Score:
-    """The pattern is found in the answer."""
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"pattern {pattern!r}: {error}") from None
-    found = answer_of(sample, order, scope)
-    return graded(found, compiled.search(found or "") is not None)
-
-
-def _plain(text: str, ignore_case: bool) -> str:
-    text = re.sub(r"\s+", " ", text).strip().removesuffix(".").strip()
-    return text.casefold() if ignore_case else text
+    graded: bool = False  # an answer may be partly right
+    right: Callable[..., str] | None = None  # the best answer to a row, where it is not its gold
 
 
 def geo3k(sample: RewardSample) -> Score:
@@ -118,22 +75,41 @@ def _format(check: Callable[..., bool]) -> Verifier:
     return Verifier(function=verify, kind="format", needs_answer=False)
 
 
-def _mathematics(function: Callable[..., Score]) -> Verifier:
-    return Verifier(function=function, isolated=True, deadline=MATH_DEADLINE, prepare=symbolic.load)
+def _mathematics(function: Callable[..., Score], **more: Any) -> Verifier:
+    return Verifier(
+        function=function, isolated=True, deadline=MATH_DEADLINE, prepare=symbolic.load, **more
+    )
 
 
 VERIFIERS: dict[str, Verifier] = {
     "math": _mathematics(math),
-    "choice": Verifier(function=choice),
+    "choice": Verifier(function=choice, right=joined),
     "count": Verifier(function=count),
     "number": Verifier(function=number),
     "gsm8k": Verifier(function=gsm8k),
     "geo3k": _mathematics(geo3k),
     "exact": Verifier(function=exact),
     "contains_one_of": Verifier(function=contains_one_of),
-    "regex": Verifier(function=regex, isolated=True, needs_answer=False),  # a pattern may hang
+    "regex": Verifier(  # a pattern may hang
+        function=regex, isolated=True, needs_answer=False, deadline=PATTERN_DEADLINE
+    ),
+    "digit": Verifier(function=digit),
+    "dapo_math": Verifier(function=dapo_math),
+    "avqa": Verifier(function=avqa),
+    "verdict": Verifier(function=verdict, right=right_verdict),
+    "labels_f1": Verifier(function=labels_f1, graded=True, right=joined),
+    "labels_recall": Verifier(function=labels_recall, graded=True, right=joined),
+    "token_f1": Verifier(function=token_f1, graded=True),
+    "token_recall": Verifier(function=token_recall, graded=True),
+    "medical": Verifier(function=medical, graded=True, right=joined),
+    "iou": Verifier(function=iou, graded=True, right=right_boxes),
+    "point": Verifier(function=point, graded=True, right=right_point),
+    "sokoban": Verifier(function=sokoban, needs_answer=False),
+    "judge": Verifier(function=judge, judged=True),
+    "hybrid": _mathematics(hybrid, judged=True),
     **{f"format:{name}": _format(form.check) for name, form in FORMATS.items() if form.check},
     "overlong": Verifier(function=overlong, kind="shaping", needs_answer=False),
     "repetition": Verifier(function=repetition, kind="shaping", needs_answer=False),
     "length": Verifier(function=length, kind="shaping", needs_answer=False),
+    "tool_use": Verifier(function=tool_use, kind="shaping", needs_answer=False),
 }

@@ -6,17 +6,20 @@ groups = stream.attach(collect(..., on_finish=stream.submit))
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from math import isfinite
 from typing import Protocol
 
 from saccade.models.families import Family
-from saccade.rewards.combine import Scored
+from saccade.rewards.combine import DROP_GROUP, Scored
 from saccade.rewards.extract import has_think
 from saccade.rewards.sample import RewardSample, reward_sample
-from saccade.types import Group, Message, Sample, Trajectory
+from saccade.types import ALWAYS_EXCLUDED, Group, Message, Sample, Trajectory
+
+GLANCE = 0.25  # seconds between two looks at rewards that are still out
+Progress = Callable[[int, int], None]  # done, all
 
 
 class Scores(Protocol):
@@ -40,12 +43,18 @@ class RewardStream:
             seen = seen_by_reward(question, trajectory, self.family)
             self._pending[trajectory.key] = self.scorer.submit(seen)
 
-    def attach(self, groups: Sequence[Group]) -> list[Group]:
+    def attach(self, groups: Sequence[Group], progress: Progress | None = None) -> list[Group]:
+        """Waits for the rewards that are still out; `progress` hears of it and may raise."""
+        out = set(self._pending.values()) if progress is not None else set()
+        while progress is not None and (out := wait(out, timeout=GLANCE).not_done):
+            progress(len(self._pending) - len(out), len(self._pending))
         return [
-            replace(
-                group,
-                trajectories=tuple(self._scored(t) for t in group.trajectories),
-                greedy=None if group.greedy is None else self._scored(group.greedy),
+            _dropped_together(
+                replace(
+                    group,
+                    trajectories=tuple(self._scored(t) for t in group.trajectories),
+                    greedy=None if group.greedy is None else self._scored(group.greedy),
+                )
             )
             for group in groups
         ]
@@ -82,6 +91,22 @@ class RewardStream:
         )
 
 
+def _dropped_together(group: Group) -> Group:
+    """Where a reward failed that costs the whole group, nobody else is compared either."""
+    everybody = [*group.trajectories, *filter(None, [group.greedy])]
+    if not any(t.reason.startswith(f"{DROP_GROUP}:") for t in everybody):
+        return group
+
+    def out(t: Trajectory) -> Trajectory:
+        if t.status in ALWAYS_EXCLUDED:
+            return t
+        why = f"{DROP_GROUP}: another member could not be scored"
+        return replace(t, status="abstain", reward=None, outcome=None, reason=why)
+
+    members = tuple(out(t) for t in group.trajectories)
+    return replace(group, trajectories=members, greedy=out(group.greedy) if group.greedy else None)
+
+
 def parsed(extracted: str | None, reason: str) -> bool:
     """Whether an answer was found; a reward that looks for none gives no reason either."""
     return extracted is not None or not reason
@@ -106,7 +131,7 @@ def seen_by_reward(question: RewardSample, trajectory: Trajectory, family: Famil
         length=trajectory.response_length,
         truncated=trajectory.status == "truncated",
         end_reason=trajectory.end_reason,
-        tool_calls=tuple(trajectory.info.get("tool_calls", ())),
+        tool_calls=tuple(trajectory.info.get("tool_calls") or ()),
         think_prefilled=family.chat.think_prefilled,
     )
 

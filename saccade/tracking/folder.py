@@ -30,9 +30,14 @@ from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 CONFIG, MANIFEST, METRICS, LOG = "config.resolved.yaml", "manifest.json", "metrics.jsonl", "log.txt"
 TRAJECTORIES, CHECKPOINTS, LOCK = "trajectories", "checkpoints", ".lock"
 
-# What a resumed run may change: how long it goes on, and what watches it. Name and place of the
-# folder are where it was found, so they cannot contradict it.
-MAY_DIFFER = ("run.max_steps", "run.max_hours", "run.resume", "run.name", "run.out", "run.trace")
+# What a resumed run may change: how long it goes on, what watches it, and where its judge is. Name
+# and place of the folder are where it was found, so they cannot contradict it.
+MAY_DIFFER = (
+    *("run.max_steps", "run.max_hours", "run.resume", "run.name", "run.out", "run.trace"),
+    *("reward.judge.url", "reward.judge.key", "reward.judge.cache", "reward.judge.price"),
+    *("reward.judge.concurrency", "reward.judge.per_minute", "reward.judge.retries"),
+    *("reward.judge.timeout", "reward.judge.deadline"),
+)
 MAY_DIFFER_SECTIONS = ("val.", "save.", "track.")
 REFUSALS = (2, 3)  # exit codes of a run that was refused before it began
 PINNED = ("data", "template")  # keys of the manifest that a resumed run must find unchanged

@@ -141,6 +141,19 @@ def test_odd_line_breaks_in_a_response_are_no_lines(
     assert lines(tmp_path / "eval" / "samples.jsonl")[0]["extracted"] == "3"
 
 
+def test_boxes_are_scored_again_in_the_frame_of_their_picture(
+    tmp_path: Path, judged: Make, four: tuple[Any, Path]
+) -> None:
+    row = lines(four[1] / "samples.jsonl")[0]
+    width, height = row["media"][0]["size"]
+    row |= {"gold": f"[0,0,{width},{height / 2}]", "response": "<answer>[0,0,1000,500]</answer>"}
+    (tmp_path / "boxes.jsonl").write_text(json.dumps(row) + "\n")
+    terms = [{"verifier": "iou", "args": {"answer_frame": "milli"}}]
+    config = judged(tmp_path, reward__terms=terms)
+    result = evaluate.run(config, out=tmp_path / "eval", rescore=tmp_path / "boxes.jsonl")
+    assert result["val"]["accuracy"] == 1
+
+
 def test_rewards_that_fail_are_counted_beside_the_accuracy(
     tmp_path: Path, judged: Make, four: tuple[Any, Path]
 ) -> None:

@@ -174,10 +174,26 @@ def test_components_need_a_plain_sum_of_several(config: dict[str, Any], problem:
         ("easyr1_math", r"<think>a</think>\boxed{7}", 1.0),
         ("lightrft", r"\boxed{7}", 0.9),
         ("gsm8k", "#### 7", 1.0),
+        ("easyr1_r1v", RIGHT, 1.0),
+        ("medical_safe", "<answer>7</answer>", 0.5 / 0.6),
+        ("lmmr1_sokoban", "<think>a</think><answer>right</answer>", 11.45),
     ],
 )
 def test_presets(preset: str, response: str, reward: float) -> None:
-    assert one(scorer(preset=preset, workers=1), response).reward == pytest.approx(reward)
+    level = {"level": "#####\n#@$.#\n#####"}
+    scored = one(scorer(preset=preset, workers=1), response, extra=level)
+    assert scored.reward == pytest.approx(reward)
+
+
+def test_the_normalised_accuracy_is_the_outcome() -> None:
+    wrong = one(scorer(terms=["dapo_math"], form="answer_line"), "Answer: 8")
+    assert (wrong.reward, wrong.outcome) == (-1, 0)
+
+
+def test_frames_are_checked_before_the_first_sample() -> None:
+    args = {"answer_frame": "pixel_resized"}
+    with pytest.raises(ConfigError, match=r"iou with .* pixel_resized needs `unit`"):
+        scorer(terms=[{"verifier": "iou", "args": args}])
 
 
 def test_the_prompt_format_tells_where_to_look() -> None:

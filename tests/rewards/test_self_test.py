@@ -14,7 +14,7 @@ from saccade.config import RewardConfig
 from saccade.errors import SelfTestError
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.self_test import SelfTest, require, self_test
-from saccade.types import Message, Sample
+from saccade.types import Media, Message, Sample
 
 
 def rows(*answers: Any, **known: Any) -> list[Sample]:
@@ -46,11 +46,42 @@ def result_of(samples: list[Sample], terms: list[Any], form: str = "think_answer
         ("contains_one_of", "think_answer", ("a red cube", "a ball")),
         ("choice", "letter", ("A", "B")),
         ("choice", "think_answer", (("A", "C"), ("B",))),
+        ("digit", "direct", ("1", "2")),
+        ("dapo_math", "answer_line", ("12", "13")),
+        ("avqa", "think_answer", ("rain", "wind")),
+        ("verdict", "think_answer", ("A", "B", "tie")),
+        ("labels_f1", "think_boxed", (("edema", "effusion"), "edema")),
+        ("token_recall", "think_answer", ("left lobe", "right lobe")),
+        ("medical", "boxes_json", ("edema", "edema, effusion")),
+        ("iou", "think_answer", ("[0,0,10,10]", "[5,0,15,10]")),
+        ("point", "think_answer", ("[0,0,10,10]", "[20,20,30,30]")),
     ],
 )
 def test_built_in_verifiers_pass(verifier: str, form: str, answers: tuple[Any, ...]) -> None:
     result = result_of(rows(*answers), [verifier], form)
     assert (result.passed, result.rows, result.failures) == (True, len(answers), ())
+
+
+def test_gold_boxes_are_written_in_the_frame_that_is_asked_for() -> None:
+    picture = Media(hash="a", path="a.png", width=200, height=100)
+    question = (Message(role="user", parts=("Where is it?", picture)),)
+    boxes = ("[100,0,150,30]", "[13,17,61,83]")
+    samples = [Sample(id=box, messages=question, answer=box) for box in boxes]
+    for frame in ({"answer_frame": "milli"}, {"answer_frame": "pixel_resized", "unit": 28}):
+        for args in (frame, frame | {"layout": "xywh"}):
+            assert result_of(samples, [{"verifier": "iou", "args": args}]).failures == ()
+        assert result_of(samples, [{"verifier": "point", "args": frame}]).failures == ()
+    fenced = {"verifier": "iou", "args": {"order": ["fenced"], "scope": "all"}}
+    assert result_of(samples, [fenced], "boxes_json").passed
+    assert not result_of(rows("on the left", "on the right"), ["iou"]).passed
+    masked = result_of(rows("edema"), [{"verifier": "iou", "args": {"mode": "mask"}}])
+    assert masked.skipped == ("iou (default): no row has an answer",)
+
+
+def test_places_may_be_right_for_a_few_other_rows_but_not_for_all() -> None:
+    everywhere = rows(*(f"[0,0,{side},{side}]" for side in (10, 11, 12)))
+    assert not result_of(everywhere, ["point"]).passed
+    assert result_of(rows("[0,0,10,10]", "[2,2,30,30]", "[50,50,60,60]"), ["point"]).passed
 
 
 def test_shaping_and_format_play_no_part() -> None:

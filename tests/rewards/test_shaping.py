@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from saccade.config import RewardConfig
 from saccade.rewards.sample import RewardSample
-from saccade.rewards.shaping import length, overlong, repetition
+from saccade.rewards.scorer import Scorer
+from saccade.rewards.shaping import length, overlong, repetition, tool_use
 from saccade.rewards.verifiers import VERIFIERS
 
 
@@ -73,3 +77,35 @@ def test_exact() -> None:
     sample = RewardSample(id="a", response="<answer> True. </answer>", answer="true")
     assert verify(sample).value == 1
     assert verify(sample, ignore_case=False).value == 0
+
+
+CALLS = [{"turn": n, "name": "zoom", "ok": n > 1, "reason": ""} for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("args", "calls", "answer", "reward"),
+    [
+        ({}, [], "7", 1.0),
+        ({}, CALLS, "7", 0.9),
+        ({"mode": "per_call"}, CALLS, "7", 0.7),
+        ({}, CALLS, "8", 0.0),
+        ({"only_if_correct": False}, CALLS, "8", -0.1),
+        ({"penalty": 0.0, "bonus": 0.5}, CALLS, "7", 1.5),
+        ({"penalty": 0.0, "bonus": 0.5}, CALLS, "8", 0.0),
+        ({"penalty": 0.0, "bonus": 0.5}, CALLS[:1], "7", 1.0),
+        ({"penalty": 0.0, "bonus": 0.5}, [{"name": "zoom"}], "7", 1.5),
+    ],
+)
+def test_tool_use(args: Any, calls: Any, answer: str, reward: float) -> None:
+    config = RewardConfig(terms=["count", {"verifier": "tool_use", "args": args}])
+    with Scorer(config, prompt_format="direct", max_tokens=64) as scorer:
+        sample = RewardSample(id="a", response=answer, answer="7", tool_calls=calls)
+        (scored,) = scorer.score([sample])
+    assert scored.reward == pytest.approx(reward)
+    assert scored.outcome == float(answer == "7")
+    assert scored.parts["tool_use"] == pytest.approx(reward - scored.outcome)
+
+
+def test_tool_use_knows_two_modes() -> None:
+    with pytest.raises(ValueError, match="once or per_call"):
+        tool_use(of_length(1), mode="twice")  # type: ignore[arg-type]

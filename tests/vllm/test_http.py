@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from saccade.endpoint.client import ChatClient
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.engines.http import HttpEngine
-from saccade.engines.http.client import ChatClient
 from saccade.errors import ConfigError
 from saccade.models.families.endpoint import endpoint_family
 from saccade.schema import HttpConfig

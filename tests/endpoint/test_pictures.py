@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from saccade.engines.http.pictures import Pictures, encode
+from saccade.endpoint.pictures import Pictures, encode
 from saccade.types import Media
 
 

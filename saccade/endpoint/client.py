@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import random
+import ssl
 import threading
 import time
 import urllib.request
@@ -23,16 +25,17 @@ from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
 
-from saccade.engines.http.apis import APIS, Answer
-from saccade.engines.http.cache import AnswerCache, key_of
-from saccade.engines.http.pictures import Pictures
-from saccade.engines.opener import opener_for
+from saccade.endpoint.apis import APIS, Answer
+from saccade.endpoint.cache import AnswerCache, key_of
+from saccade.endpoint.opener import opener_for
+from saccade.endpoint.pictures import Pictures
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.schema import HttpConfig
 from saccade.types import Media, Message, Sampling
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another attempt
 LONGEST_HOLD = 300.0  # that an endpoint may ask for
+PIECE = 1 << 16  # bytes of a reply between two looks at the clock
 PASSING = (408, 409, 425, 429)
 QUOTED = 500  # characters of what a server says
 OFF = "off"  # in the place of a cache's folder
@@ -97,7 +100,15 @@ class ChatClient:
         self._opener = opener_for(http.url)
         self.model = http.model or self._only_model()
 
-    def ask(self, messages: Sequence[Message], sampling: Sampling, seed: int) -> Answer:
+    def ask(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        seed: int,
+        *,
+        until: float = math.inf,
+    ) -> Answer:
+        """`until` is when all attempts and pauses must be over, on the monotonic clock."""
         asked = self._body(messages, sampling, seed, _named)
         asked = {"url": self.http.url, "api": self.http.api, "seed": seed, "body": asked}
         key = key_of(asked)
@@ -106,7 +117,9 @@ class ChatClient:
             self._count(cached=1)
             return answer
         body = self._body(messages, sampling, seed, self._pictures)
-        answer = self._send("POST", self._api.path, body, lambda r: self._api.answer(r, sampling))
+        answer = self._send(
+            "POST", self._api.path, body, lambda r: self._api.answer(r, sampling), until
+        )
         usage = answer.usage
         self._count(
             prompt_tokens=usage.prompt,
@@ -140,13 +153,18 @@ class ChatClient:
     # -- sending --
 
     def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, read: Callable[[Any], T]
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        read: Callable[[Any], T],
+        until: float = math.inf,
     ) -> T:
         data = None if body is None else json.dumps(body).encode()
         for attempt in range(self.http.retries + 1):
-            self._turn()
+            self._turn(until)
             self._count(sent=1, repeated=int(attempt > 0))
-            reply = self._exchange(method, path, data)
+            reply = self._exchange(method, path, data, until)
             problem = f"status {reply.status}" if reply.status else "no reply"
             if reply.status == 200:
                 try:
@@ -156,21 +174,23 @@ class ChatClient:
             elif 0 < reply.status < 500 and reply.status not in PASSING:
                 raise self._refusal(reply)
             if attempt < self.http.retries:
-                self._pause(attempt, reply.hold)
+                self._pause(attempt, reply.hold, until)
         raise EnvironmentProblem(
             f"{self.section}.url: {self.http.url} gave no answer in {self.http.retries + 1} "
             f"attempts, at last {problem}: {self._quoted(reply.text)}; see that it runs, or raise "
             f"{self.section}.retries or {self.section}.timeout"
         )
 
-    def _exchange(self, method: str, path: str, data: bytes | None) -> Reply:
+    def _exchange(self, method: str, path: str, data: bytes | None, until: float) -> Reply:
         headers = {"Content-Type": "application/json", **self._api.headers(self._key)}
         request = urllib.request.Request(
             self.http.url.rstrip("/") + path, data=data, headers=headers, method=method
         )
+        now = time.monotonic()
+        until = min(until, now + self.http.timeout)
         try:
-            with self._opener.open(request, timeout=self.http.timeout) as response:
-                text = response.read().decode("utf-8", "replace")
+            with self._opener.open(request, timeout=max(until - now, 0.001)) as response:
+                text = _content(response, until).decode("utf-8", "replace")
                 hold = _seconds(response.headers.get("Retry-After"))
                 return Reply(response.status, text, hold)
         except (OSError, http.client.HTTPException) as error:
@@ -191,20 +211,26 @@ class ChatClient:
 
     # -- time --
 
-    def _turn(self) -> None:
+    def _turn(self, until: float) -> None:
         gap = 60 / self.http.per_minute if self.http.per_minute else 0.0
         with self._lock:
             start = max(time.monotonic(), self._next)
-            self._next = start + gap
-        self._wait(start - time.monotonic())
+            if start < until:  # else nothing is sent
+                self._next = start + gap
+        self._wait(start - time.monotonic(), until)
 
-    def _pause(self, attempt: int, hold: float) -> None:
+    def _pause(self, attempt: int, hold: float, until: float) -> None:
         with self._lock:  # a hold is asked of everybody, not only of this thread
             self._next = max(self._next, time.monotonic() + min(hold, LONGEST_HOLD))
         longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt)
-        self._wait(longest * random.uniform(0.5, 1))
+        self._wait(longest * random.uniform(0.5, 1), until)
 
-    def _wait(self, seconds: float) -> None:
+    def _wait(self, seconds: float, until: float) -> None:
+        if time.monotonic() + seconds >= until:
+            raise EnvironmentProblem(
+                f"{self.section}.url: {self.http.url} gave no answer in time; see that it runs, or "
+                f"raise {self.section}.deadline"
+            )
         if self._stopped.wait(max(0.0, seconds)):
             raise EnvironmentProblem(f"{self.section}.url: stopped before it was asked")
 
@@ -223,6 +249,16 @@ def key_from(http: HttpConfig, section: str = "rollout.http") -> str:
             f"that holds the key, such as {section}.key=OPENAI_API_KEY"
         )
     return os.environ[http.key].strip()
+
+
+def _content(response: Any, until: float) -> bytes:
+    """All of a reply. The timeout of a socket starts anew with every byte, this one does not."""
+    pieces = []
+    while piece := response.read1(PIECE):
+        pieces.append(piece)
+        if time.monotonic() > until:
+            raise TimeoutError("the reply took too long")
+    return b"".join(pieces)
 
 
 def _named(media: Media) -> tuple[str, str]:

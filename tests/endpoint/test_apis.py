@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.engines.http.apis import APIS
-from saccade.engines.http.pictures import Pictures, encode
+from saccade.endpoint.apis import APIS
+from saccade.endpoint.pictures import Pictures, encode
 from saccade.errors import ConfigError
 from saccade.images import crop, decode, open_media
 from saccade.models.chat import PLAIN_TEMPLATE

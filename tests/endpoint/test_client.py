@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from saccade.engines.http import client as http_client
-from saccade.engines.http.client import ChatClient
+from saccade.endpoint import client as http_client
+from saccade.endpoint.client import ChatClient
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.schema import HttpConfig
 from saccade.types import Media, Message, Sampling
@@ -92,6 +95,33 @@ def test_it_gives_up_after_all_retries_with_the_last_words() -> None:
             asking.ask(QUESTION, GREEDY, 0)
     with pytest.raises(EnvironmentProblem, match="Connection refused"):  # it is gone now
         client(endpoint, retries=0).ask(QUESTION, GREEDY, 0)
+
+
+def test_a_deadline_ends_attempts_and_pauses() -> None:
+    for trouble in (Says(body={}, after=30), Says(status=429, headers=(("Retry-After", "30"),))):
+        with scripted([trouble] * 9) as endpoint:
+            asking = client(endpoint)
+            with pytest.raises(EnvironmentProblem, match="no answer in time"):
+                asking.ask(QUESTION, GREEDY, 0, until=time.monotonic() + 0.5)
+
+
+def test_an_answer_that_trickles_is_given_up() -> None:
+    """Every byte would start the timeout of a socket anew."""
+    done = threading.Event()
+
+    def trickle(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n")
+        while not done.wait(0.05):
+            connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: trickle(server.accept()[0]), daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        asking = ChatClient(HttpConfig(url=url, model="m", retries=0, timeout=0.3))
+        with pytest.raises(EnvironmentProblem, match="took too long"):
+            asking.ask(QUESTION, GREEDY, 0)
+        done.set()
 
 
 def test_a_refusal_is_not_repeated_and_names_the_field() -> None:

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from saccade.endpoint.apis import Answer
+from saccade.endpoint.client import ChatClient
 from saccade.engines import Capabilities
-from saccade.engines.http.apis import Answer
-from saccade.engines.http.client import ChatClient
 from saccade.errors import ConfigError, SaccadeError
 from saccade.models.families import Family
 from saccade.types import Completion, Request

@@ -1,0 +1,140 @@
+"""Answers that are several labels, or free words: overlap of sets and of multisets.
+
+A list as gold means all of its labels for `labels_*`, and alternatives for `token_*`.
+
+    >>> sample = RewardSample(id="a", response="<answer>edema</answer>", answer="edema, effusion")
+    >>> round(labels_f1(sample).value, 3), labels_recall(sample).value
+    (0.667, 0.5)
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from string import punctuation
+from typing import Any
+
+from saccade.rewards.extract import Scope, extract
+from saccade.rewards.sample import RewardSample, graded, no_gold
+from saccade.types import Score
+
+__all__ = [
+    "joined",
+    "labels_f1",
+    "labels_in",
+    "labels_recall",
+    "set_f1",
+    "token_f1",
+    "token_recall",
+]
+
+LABEL_ORDER = ("answer_tag", "boxed")
+BETWEEN = re.compile(r"[,;/\n&\uff0c\uff1b\u3001]|\s+and\s+", re.IGNORECASE)
+OUTSIDE = punctuation + " \t\r\u3002\u201c\u201d"
+TOKEN = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|(?:(?![\u3040-\u30ff\u3400-\u9fff])[^\W_])+")
+ARTICLES = {"a", "an", "the"}
+
+Labels = frozenset[str]
+
+
+def labels_f1(
+    sample: RewardSample,
+    *,
+    synonyms: Mapping[str, str] | None = None,
+    order: Sequence[str] = LABEL_ORDER,
+    scope: Scope = "after_think",
+) -> Score:
+    """2·|found and gold| / (|found| + |gold|); 1 where both are empty."""
+    return _labels(sample, set_f1, synonyms, order, scope)
+
+
+def labels_recall(
+    sample: RewardSample,
+    *,
+    synonyms: Mapping[str, str] | None = None,
+    order: Sequence[str] = LABEL_ORDER,
+    scope: Scope = "after_think",
+) -> Score:
+    """|found and gold| / |gold|; 1 where both are empty."""
+    return _labels(sample, _set_recall, synonyms, order, scope)
+
+
+def token_f1(
+    sample: RewardSample, *, order: Sequence[str] = LABEL_ORDER, scope: Scope = "after_think"
+) -> Score:
+    """F1 of words, without articles, each as often as it stands there; the best of the golds."""
+    return _tokens(sample, lambda shared, found, gold: 2 * shared / (found + gold), order, scope)
+
+
+def token_recall(
+    sample: RewardSample, *, order: Sequence[str] = LABEL_ORDER, scope: Scope = "after_think"
+) -> Score:
+    """The share of the gold's words that the answer holds; the best of the golds."""
+    return _tokens(sample, lambda shared, found, gold: shared / gold, order, scope)
+
+
+def labels_in(text: str, synonyms: Mapping[str, str] | None = None) -> Labels:
+    same = {_plain(word): _plain(label) for word, label in (synonyms or {}).items()}
+    text = re.sub(r"[^\S\n]+", " ", text)  # long gaps would be searched again and again
+    plain = {_plain(part) for part in BETWEEN.split(text)} - {""}
+    return frozenset(same.get(label, label) for label in plain)
+
+
+def set_f1(found: Labels, gold: Labels) -> float:
+    return 2 * len(found & gold) / (len(found) + len(gold)) if found or gold else 1.0
+
+
+def joined(sample: RewardSample, **args: Any) -> str:
+    """The right answer where a list means all of its entries."""
+    return ", ".join(sample.golds)
+
+
+def _set_recall(found: Labels, gold: Labels) -> float:
+    return len(found & gold) / len(gold) if gold else float(not found)
+
+
+def _plain(label: str) -> str:
+    return re.sub(r"\s+", " ", label).strip(OUTSIDE).casefold()
+
+
+def _labels(
+    sample: RewardSample,
+    value: Callable[[Labels, Labels], float],
+    synonyms: Mapping[str, str] | None,
+    order: Sequence[str],
+    scope: Scope,
+) -> Score:
+    if sample.answer is None:
+        return no_gold(sample)
+    gold = labels_in(", ".join(sample.golds), synonyms)
+    text = extract(sample.response, order, scope=scope, think_prefilled=sample.think_prefilled)
+    if text is None:
+        return graded(None, False)
+    return _part(text, value(labels_in(text, synonyms), gold))
+
+
+def _tokens(
+    sample: RewardSample,
+    value: Callable[[int, int, int], float],
+    order: Sequence[str],
+    scope: Scope,
+) -> Score:
+    golds = [words for gold in sample.golds if (words := _words(gold))]
+    if not golds:
+        return no_gold(sample)
+    text = extract(sample.response, order, scope=scope, think_prefilled=sample.think_prefilled)
+    if not text:
+        return graded(None, False)
+    found = _words(text)
+    return _part(
+        text, max(value((found & gold).total(), found.total(), gold.total()) for gold in golds)
+    )
+
+
+def _words(text: str) -> Counter[str]:
+    return Counter(word for word in TOKEN.findall(text.lower()) if word not in ARTICLES)
+
+
+def _part(text: str, value: float) -> Score:
+    return Score(kind="value", value=value, reason="" if value else "wrong", extracted=text)

@@ -1,0 +1,125 @@
+"""Short answers with rules of their own: a digit, DAPO's answer line, audio questions, verdicts.
+
+>>> dapo_math(RewardSample(id="a", response="Answer: 12", answer="12")).value
+1.0
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from saccade.rewards.extract import Scope, answer_of
+from saccade.rewards.formats import check_think_answer
+from saccade.rewards.letters import letters_in
+from saccade.rewards.maths import spelling
+from saccade.rewards.sample import RewardSample, graded, no_gold
+from saccade.types import Score
+
+__all__ = ["VERDICTS", "avqa", "dapo_math", "digit", "right_verdict", "verdict"]
+
+SHORT_ORDER = ("answer_tag",)
+
+# What a judge of two items may say, for prompts: first, second, neither.
+VERDICTS = {
+    medium: (
+        f"{medium.capitalize()} 1 is better",
+        f"{medium.capitalize()} 2 is better",
+        f"Both {plural} are equally good",
+    )
+    for medium, plural in (("image", "images"), ("video", "videos"), ("audio", "audios"))
+}
+BETTER = re.compile(
+    r"\b(?:image|video|audio|text|answer|response|item)\s*([12ab])\s+is\s+(?:the\s+)?better\b"
+    r"|\b(both\s+\w+\s+are\s+equally\s+good|tie)\b",
+    re.IGNORECASE,
+)
+SIDES = {"a": 0, "1": 0, "b": 1, "2": 1, "c": 2, "0": 2, "tie": 2, "equal": 2, "both": 2}
+
+
+def digit(
+    sample: RewardSample,
+    *,
+    allowed: Sequence[str] = "0123456789",
+    order: Sequence[str] = SHORT_ORDER,
+    scope: Scope = "after_think",
+) -> Score:
+    """The answer is an allowed digit, or the first that stands in it is the gold."""
+    digits = [str(one) for one in allowed]
+    golds = {gold.strip() for gold in sample.golds} & set(digits)
+    if not digits or any(len(one) != 1 for one in digits):
+        raise ValueError(f"allowed are single digits, such as [0, 1, 2], not {allowed!r}")
+    if not golds:
+        return no_gold(sample)
+    found = answer_of(sample, order, scope)
+    first = next((sign for sign in found or "" if sign in digits), None)
+    return graded(found, first in golds, "wrong" if first else "unparseable")
+
+
+def dapo_math(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
+    """+1 when the last line `Answer: …` is spelled like the gold, else -1."""
+    if not any(map(str.strip, sample.golds)):
+        return no_gold(sample)
+    found = answer_of(sample, ("answer_line",), scope)
+    right = found is not None and spelling(found) in map(spelling, sample.golds)
+    return Score(
+        kind="value",
+        value=1.0 if right else -1.0,
+        reason=graded(found, right).reason,
+        parts={"accuracy_normalized": float(right)},
+        extracted=found,
+    )
+
+
+def avqa(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
+    """1 for the option in the answer tag, by text, letter or index from 0; 1 for the shape."""
+    if not any(map(str.strip, sample.golds)):
+        return no_gold(sample)
+    found = answer_of(sample, SHORT_ORDER, scope)
+    gold = {_option(gold, sample.choices) for gold in sample.golds}
+    return _two(sample, found, found is not None and _option(found, sample.choices) in gold)
+
+
+def verdict(
+    sample: RewardSample, *, order: Sequence[str] = SHORT_ORDER, scope: Scope = "after_think"
+) -> Score:
+    """1 for naming the better of two items, or a tie, in words of `VERDICTS`; 1 for the shape."""
+    sides = [_side(gold) for gold in sample.golds]
+    if not sides or None in sides:
+        return no_gold(sample)
+    found = answer_of(sample, order, scope)
+    said = {SIDES[item.lower()] if item else 2 for item, _ in BETTER.findall(found or "")}
+    return _two(sample, found, len(said) == 1 and said <= set(sides))
+
+
+def right_verdict(sample: RewardSample, **args: Any) -> str:
+    side = _side(next(iter(sample.golds), ""))
+    return "" if side is None else VERDICTS["image"][side]
+
+
+def _side(gold: str) -> Literal[0, 1, 2] | None:
+    named = BETTER.search(gold)
+    word = (named[1] or "tie") if named else gold.strip()
+    return SIDES.get(word.lower())  # type: ignore[return-value]
+
+
+def _option(text: str, choices: Sequence[str]) -> str:
+    """The letter of an option, or the plain words where it is none."""
+    letters = letters_in(text, choices) if choices else set()
+    if len(letters) == 1:
+        return letters.pop()
+    text = text.strip().rstrip(".")
+    index = int(text) if text.isascii() and text.isdigit() and len(text) < 3 else len(choices)
+    return chr(65 + index) if index < len(choices) else re.sub(r"\s+", " ", text).casefold()
+
+
+def _two(sample: RewardSample, found: str | None, right: bool) -> Score:
+    shape = float(check_think_answer(sample))
+    return Score(
+        kind="value",
+        value=float(right) + shape,
+        reason=graded(found, right).reason,
+        parts={"accuracy": float(right), "format": shape},
+        extracted=found,
+    )

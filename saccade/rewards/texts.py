@@ -1,0 +1,69 @@
+"""Verifiers that compare texts: the same, one inside the other, a pattern.
+
+>>> exact(RewardSample(id="a", response="<answer>Paris.</answer>", answer="paris")).value
+1.0
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from saccade.rewards.extract import Scope, answer_of
+from saccade.rewards.sample import RewardSample, graded, no_gold
+from saccade.types import Score
+
+__all__ = ["contains_one_of", "exact", "regex"]
+
+TEXT_ORDER = ("answer_tag",)
+SHORTEST = 2  # characters; a shorter gold is found in almost any text
+
+
+def exact(
+    sample: RewardSample,
+    *,
+    order: Sequence[str] = TEXT_ORDER,
+    scope: Scope = "after_think",
+    ignore_case: bool = True,
+) -> Score:
+    """The same text as the gold, up to white space, a final period and case."""
+    golds = {_plain(gold, ignore_case) for gold in sample.golds} - {""}
+    found = answer_of(sample, order, scope)
+    return graded(found, _plain(found or "", ignore_case) in golds) if golds else no_gold(sample)
+
+
+def contains_one_of(
+    sample: RewardSample,
+    *,
+    order: Sequence[str] = TEXT_ORDER,
+    scope: Scope = "after_think",
+    ignore_case: bool = True,
+) -> Score:
+    """The answer holds one of the golds, not as a part of a longer word or number."""
+    golds = [_plain(gold, ignore_case) for gold in sample.golds]
+    if min(map(len, golds), default=0) < SHORTEST:
+        return no_gold(sample)
+    found = answer_of(sample, order, scope)
+    either = rf"(?<![a-zA-Z0-9])(?:{'|'.join(map(re.escape, golds))})(?![a-zA-Z0-9])"
+    return graded(found, re.search(either, _plain(found or "", ignore_case)) is not None)
+
+
+def regex(
+    sample: RewardSample,
+    *,
+    pattern: str,
+    order: Sequence[str] = TEXT_ORDER,
+    scope: Scope = "after_think",
+) -> Score:
+    """The pattern is found in the answer."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r}: {error}") from None
+    found = answer_of(sample, order, scope)
+    return graded(found, compiled.search(found or "") is not None)
+
+
+def _plain(text: str, ignore_case: bool) -> str:
+    text = re.sub(r"\s+", " ", text).strip().removesuffix(".").strip()
+    return text.casefold() if ignore_case else text

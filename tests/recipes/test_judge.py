@@ -1,0 +1,188 @@
+"""Training and evaluating with a judge: one that knows, one that rambles, one that dies."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.checks import check
+from saccade.config import load as load_config
+from saccade.endpoint import client as endpoint_client
+from saccade.errors import ConfigError, EnvironmentProblem, RewardError, SelfTestError
+from saccade.models.families import load_family
+from saccade.recipes import evaluate, rl
+from saccade.tracking.loggers import read_metrics
+from tests.endpoints import TOKEN, Endpoint, Says, fair_judge, scripted, serving
+
+Make = Callable[..., dict[str, Any]]
+NAMES = "samples by_rule calls cache_hit_rate latency_p50 latency_p95 tokens cost failures"
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_client, "FIRST_PAUSE", 0.01)
+
+
+@pytest.fixture
+def fair() -> Iterator[Endpoint]:
+    with scripted(fair_judge) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def judged(rl_config: Make) -> Make:
+    """Two steps in which `judge` or `hybrid` looks at the last number of an answer."""
+
+    def config(out: Path, url: str, verifier: str = "judge", **changes: Any) -> dict[str, Any]:
+        term = {"verifier": verifier, "args": {"order": ["last_number", "whole"]}}
+        judge = {"url": url, "model": "m", "retries": 1, "price": [1.0, 2.0]}
+        named = {f"reward.judge.{name}": value for name, value in judge.items()}
+        return rl_config(out) | named | {"reward.terms": [term], "run.max_steps": 2} | changes
+
+    return config
+
+
+def test_two_steps_with_a_judge(tmp_path: Path, judged: Make, fair: Endpoint) -> None:
+    rl.run(judged(tmp_path, fair.url))
+    steps = read_metrics(tmp_path / "run")
+    assert len(steps) == 2
+    for step in steps:
+        assert {f"judge/{name}" for name in NAMES.split()} <= step.keys()
+        assert step["judge/samples"] + step["judge/by_rule"] == 16
+        assert 0 < step["judge/calls"] <= step["judge/samples"] and step["judge/failures"] == 0
+        assert step["reward/judge"] == step["reward/accuracy"]
+        assert step["judge/tokens"] == 107 * step["judge/calls"]
+
+
+def test_two_steps_with_a_hybrid(tmp_path: Path, judged: Make, fair: Endpoint) -> None:
+    """Where golds and answers are numbers the judge is asked about words only."""
+    rl.run(judged(tmp_path, fair.url, "hybrid"))
+    steps = read_metrics(tmp_path / "run")
+    assert sum(step["judge/by_rule"] for step in steps) > 0
+    for step in steps:
+        assert step["judge/samples"] + step["judge/by_rule"] == 16
+        assert step["reward/hybrid"] == step["reward/accuracy"]
+
+
+def test_a_second_run_sends_nothing_and_learns_the_same(
+    tmp_path: Path, judged: Make, fair: Endpoint, same_weights: Callable[..., bool]
+) -> None:
+    cache = {"reward.judge.cache": str(tmp_path / "verdicts")}
+    asked = []
+    for name in ("a", "b"):
+        rl.run(judged(tmp_path, fair.url) | cache | {"run.name": name})
+        asked.append(len(fair.asked))
+    assert asked[1] == asked[0] > 0
+    last = read_metrics(tmp_path / "b")[-1]
+    assert (last["judge/calls"], last["judge/cost"], last["judge/cache_hit_rate"]) == (0, 0, 1)
+    a, b = (tmp_path / name / "checkpoints" / "step-2" for name in ("a", "b"))
+    assert same_weights(a, b)
+    with scripted(fair_judge) as moved:  # the judge may stand elsewhere when a run goes on
+        further = {"run.name": "b", "run.resume": "auto", "run.max_steps": 3}
+        rl.run(judged(tmp_path, moved.url) | cache | further)
+    assert len(read_metrics(tmp_path / "b")) == 3
+
+
+def dying(questions: int) -> Callable[[dict[str, Any]], Says]:
+    """Fair for so many questions, then out of order."""
+    left, lock = [None] * questions, threading.Lock()
+
+    def script(body: dict[str, Any]) -> Says:
+        with lock:
+            alive = bool(left) and left.pop() is None
+        return fair_judge(body) if alive else Says(status=503, body="out of order")
+
+    return script
+
+
+@pytest.mark.parametrize("on_failure", ["error", "abstain", "drop_group"])
+def test_a_judge_that_dies_in_the_middle(on_failure: str, tmp_path: Path, judged: Make) -> None:
+    changes = {"reward.self_test": "off", "reward.judge.on_failure": on_failure}
+    changes |= {"reward.max_error_rate": 1.0, "run.max_steps": 3}
+    with scripted(dying(20)) as endpoint:
+        rl.run(judged(tmp_path, endpoint.url) | changes)
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["judge/failures"] > 0
+    assert (last["reward/error_rate"] == 0) == (on_failure == "abstain")
+    assert (last["reward/abstain_rate"] == 0) == (on_failure == "error")
+
+
+def test_a_judge_that_dies_ends_the_run_at_the_limit(tmp_path: Path, judged: Make) -> None:
+    stops = pytest.raises(RewardError, match=r"judge.*out of order.*max_error_rate")
+    with scripted(dying(20)) as endpoint, stops:
+        rl.run(judged(tmp_path, endpoint.url) | {"reward.self_test": "off", "run.max_steps": 9})
+
+
+def test_a_tiny_model_is_a_bad_judge(
+    tmp_path: Path, judged: Make, word_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind `saccade chat --serve`: it is reached, it says no verdict, the test before step 1
+    fails; all answers abstain where that is only a warning.
+    """
+    import torch
+
+    from saccade.models.load import load_model
+
+    monkeypatch.setenv("SACCADE_TEST_KEY", TOKEN)
+    family = load_family(word_model)
+    model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+    changes = {"reward.judge.key": "SACCADE_TEST_KEY", "reward.judge.max_tokens": 8}
+    changes |= {"reward.judge.retries": 0, "data.max_samples": 4, "reward.judge.model": ""}
+    with serving(model, family) as endpoint:
+        with pytest.raises(SelfTestError, match="no verdict"):
+            rl.run(judged(tmp_path / "strict", endpoint.url) | changes)
+        changes |= {"reward.self_test": "off", "reward.judge.on_failure": "abstain"}
+        rl.run(judged(tmp_path, endpoint.url) | changes | {"run.max_steps": 1})
+        asked = len(endpoint.asked)
+        monkeypatch.setenv("SACCADE_TEST_KEY", "wrong")
+        with pytest.raises(ConfigError, match=r"reward\.judge\.key.*status 401"):
+            rl.run(judged(tmp_path / "locked", endpoint.url) | changes)
+    (step,) = read_metrics(tmp_path / "run")
+    assert step["judge/failures"] == step["judge/samples"] > 0 and asked > step["judge/calls"]
+    assert step["reward/abstain_rate"] == step["judge/samples"] / 16
+
+
+def test_evaluation_and_rescoring(
+    tmp_path: Path, judged: Make, fair: Endpoint, scenes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = judged(tmp_path, fair.url) | {"data.val": str(scenes / "val.jsonl")}
+    result = evaluate.run(config, out=tmp_path / "eval")["val"]
+    assert result["judge/samples"] + result["judge/by_rule"] == 8
+    assert "judge: " in capsys.readouterr().out
+    written = json.loads((tmp_path / "eval" / "results.json").read_text())
+    assert written["val"]["judge/calls"] == result["judge/calls"]
+    samples = tmp_path / "eval" / "samples.jsonl"
+    again = evaluate.run(config, out=tmp_path / "again", rescore=samples)["val"]
+    assert again["accuracy"] == result["accuracy"]
+    assert again["judge/samples"] == result["judge/samples"]
+    with pytest.raises(ConfigError, match=r"send_images: --rescore"):
+        evaluate.run(
+            config | {"reward.judge.send_images": True}, out=tmp_path / "x", rescore=samples
+        )
+
+
+def test_what_is_refused_before_a_run(tmp_path: Path, judged: Make, rl_config: Make) -> None:
+    def problems(**options: Any) -> str:
+        named = {f"reward.judge.{name}": value for name, value in options.items()}
+        try:
+            check(load_config(judged(tmp_path, "http://127.0.0.1:9/v1") | named), "rl")
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert problems() == ""
+    assert "try reward.judge.url=http://127" in problems(url="localhost:8000")
+    assert "would be logged" in problems(url="http://me:pw@host/v1")
+    said = problems(key="sk-123-456")
+    assert "reward.judge.key=OPENAI_API_KEY" in said and "sk-123" not in said
+    assert "does not exist" in problems(template="nowhere.jinja")
+    assert "reward.judge.api=chat" in problems(api="completions", send_images=True)
+    with pytest.raises(EnvironmentProblem, match="Connection refused"):
+        rl.run(judged(tmp_path, "http://127.0.0.1:9/v1"))
+    with pytest.raises(ConfigError, match=r"reward\.judge\.url: has no effect"):
+        rl.run(rl_config(tmp_path) | {"reward.judge.url": "http://127.0.0.1:9/v1"})

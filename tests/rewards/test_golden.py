@@ -1,0 +1,36 @@
+"""Answers that people would call right or wrong, and what the verifiers call them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from saccade.rewards.sample import RewardSample
+from saccade.rewards.verifiers import VERIFIERS
+
+ROWS = [
+    json.loads(line)
+    for line in Path(__file__).with_name("golden_answers.jsonl").read_text("utf-8").splitlines()
+]
+
+
+def right(row: dict[str, Any]) -> bool:
+    sample = RewardSample(
+        id="a", response=row["response"], answer=row["gold"], choices=row.get("choices", ())
+    )
+    score = VERIFIERS[row["verifier"]].function(sample, **row.get("args", {}))
+    return score.kind == "value" and score.value == 1
+
+
+def test_no_wrong_answer_passes_and_hardly_a_right_one_fails() -> None:
+    verdicts = [(row, right(row)) for row in ROWS]
+    assert [row for row, passed in verdicts if passed and not row["right"]] == []
+    missed = [row for row, passed in verdicts if row["right"] and not passed]
+    assert len(missed) < 0.02 * sum(row["right"] for row in ROWS), missed
+
+
+def test_the_file_asks_both_questions() -> None:
+    shares = [row["right"] for row in ROWS]
+    assert len(shares) >= 300 and 0.4 < sum(shares) / len(shares) < 0.6
+    assert {row["verifier"] for row in ROWS} == {"math", "choice", "number"}

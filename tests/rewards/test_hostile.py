@@ -1,0 +1,79 @@
+"""Responses that are written to hang, to overflow or to be executed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from saccade.rewards import symbolic
+from saccade.rewards.pool import WorkerPool
+from saccade.rewards.sample import RewardSample
+from saccade.rewards.verifiers import VERIFIERS
+
+N = 100_000
+BODIES = {
+    "braces": "{" * N,
+    "boxes": r"\boxed{" * (N // 7),
+    "balanced": "{" * N + "}" * N,
+    "brackets": "[" * N + "]" * N,
+    "objects": '{"objects_of_interest":[' * 900 + "[0,0,1,1]" + "]}" * 900,
+    "many boxes": json.dumps([[i % 13, i % 7, i % 13 + 5, i % 7 + 9] for i in range(199)]),
+    "power": "9**9**9",
+    "tower": "9^{9^{9^9}}",
+    "exponent": "1e" + "9" * N,
+    "digits": "9" * N,
+    "commas": "1," * N,
+    "gap": "answer" + " " * N + "!",
+    "letters": "A, " * N + "!",
+    "fences": "```json\n[\n" * (N // 10),
+    "tags": "<answer><think>" * (N // 15),
+    "spaced tag": "<" + " " * N,
+    "moves": "left," * N,
+    "raised": "2" + "\u00b2" * N,
+    "code": "__import__('pathlib').Path('executed').touch()",
+}
+GOLDS = {"iou": "[0,0,10,10]", "point": "[0,0,10,10]", "verdict": "A", "medical": "edema"}
+ARGS = {
+    "regex": {"pattern": "a+b"},
+    "overlong": {"buffer": 1, "limit": 4},
+    "length": {"target": 3},
+    "iou": {"mode": "set"},
+    "sokoban": {"mode": "lmmr1"},
+    "format:think_boxed": {"lenient": True},
+}
+ROW = {"level": "#####\n#@$.#\n#####", "bbox": [0, 0, 10, 10]}
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_every_response_is_scored_within_a_second(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    symbolic.load()
+    for body in BODIES.values():
+        sample = RewardSample(
+            id="a",
+            response=f"<think>a</think>\\boxed{{{body}}}<answer>{body}</answer>",
+            answer=GOLDS.get(name, "5"),
+            extra=ROW,
+            choices=("a", "b"),
+        )
+        start = time.process_time()
+        score = VERIFIERS[name].function(sample, **ARGS.get(name, {}))
+        assert time.process_time() - start < 1
+        assert score.kind in ("value", "abstain")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pattern_that_explodes_costs_its_sample_only() -> None:
+    bomb = RewardSample(id="a", response=f"<answer>{'a' * 60}!</answer>")
+    harmless = RewardSample(id="b", response="<answer>aaa</answer>")
+    with WorkerPool(workers=1, deadline=10) as pool:
+        scores = [
+            pool.submit("regex", sample, {"pattern": "^(a+)+$"}) for sample in (bomb, harmless)
+        ]
+        assert scores[0].result().reason == "timeout: no result after 1 s"
+        assert scores[1].result().value == 1

@@ -1,0 +1,310 @@
+"""Scoring with a judge that is right, wrong, slow, rude or gone."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.config import RewardConfig
+from saccade.endpoint import client as endpoint_client
+from saccade.errors import ConfigError, EnvironmentProblem, SelfTestError
+from saccade.rewards.combine import Scored
+from saccade.rewards.sample import RewardSample
+from saccade.rewards.scorer import Scorer
+from saccade.rewards.self_test import require, self_test
+from saccade.types import Media, Message, Sample
+from tests.endpoints import Endpoint, Says, chat_answer, fair_judge, scripted, shown_to_judge
+
+Script = Callable[[dict[str, Any]], Says]
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_client, "FIRST_PAUSE", 0.01)
+
+
+def scorer(url: str, terms: Any = ("judge",), **options: Any) -> Scorer:
+    judge = {"url": url, "model": "m", "retries": 1} | options
+    config = RewardConfig(terms=list(terms), judge=judge, workers=1)
+    return Scorer(config, prompt_format="think_answer", max_tokens=64)
+
+
+def said(*answers: str, gold: str = "red", **known: Any) -> list[RewardSample]:
+    return [
+        RewardSample(id=str(n), response=f"<answer>{a}</answer>", prompt="?", answer=gold, **known)
+        for n, a in enumerate(answers)
+    ]
+
+
+def besides(script: Script) -> Script:
+    """For everything but the small question at the start, which any judge gets right."""
+    return lambda body: (
+        chat_answer("Score: 1") if "1 + 1" in str(body["messages"]) else script(body)
+    )
+
+
+@pytest.fixture
+def fair() -> Iterator[Endpoint]:
+    with scripted(fair_judge) as endpoint:
+        yield endpoint
+
+
+def values(scored: list[Scored]) -> list[float | None]:
+    return [score.outcome for score in scored]
+
+
+def test_verdicts_become_rewards(fair: Endpoint) -> None:
+    with scorer(fair.url, price=(1.0, 2.0)) as scoring:
+        scoring.judge_metrics()
+        scored = scoring.score(said("RED", "blue", "", "red"))
+        metrics = scoring.judge_metrics()
+        assert scoring.judge_metrics()["judge/calls"] == 0
+    assert values(scored) == [1, 0, 0, 1]
+    assert scored[1].reason == "judged: They differ." and scored[1].extracted == "blue"
+    assert scored[2].reason == "no_answer"
+    assert metrics["judge/calls"] == metrics["judge/samples"] == 3
+    assert (metrics["judge/by_rule"], metrics["judge/failures"]) == (1, 0)
+    assert metrics["judge/tokens"] == 3 * 107 and metrics["judge/cost"] == pytest.approx(342e-6)
+    assert 0 < metrics["judge/latency_p50"] <= metrics["judge/latency_p95"]
+    body = fair.asked[-1]["body"]
+    assert (body["temperature"], body["max_tokens"], body["model"]) == (0, 1024, "m")
+
+
+def test_a_hybrid_asks_only_where_the_rule_is_unsure(fair: Endpoint) -> None:
+    with scorer(fair.url, ["hybrid"]) as scoring:
+        scoring.judge_metrics()
+        scored = scoring.score([*said("red", "blue", ""), *said("7", "8", gold="7")])
+        metrics = scoring.judge_metrics()
+    assert values(scored) == [1, 0, 0, 1, 0]
+    assert (metrics["judge/samples"], metrics["judge/by_rule"], metrics["judge/calls"]) == (1, 4, 1)
+
+
+def test_recipes_by_source(fair: Endpoint) -> None:
+    config = RewardConfig(
+        by_source={"probe": "hybrid_mc", "default": ["count"]},
+        judge={"url": fair.url, "model": "m"},
+        workers=1,
+    )
+    with Scorer(config, prompt_format="think_answer", max_tokens=64) as scoring:
+        asked = len(fair.asked)
+        probe = said("crimson", data_source="probe")
+        assert values(scoring.score([*probe, *said("7", gold="7")])) == [0, 1]
+    assert len(fair.asked) - asked == 1
+
+
+def test_the_same_answer_is_judged_once() -> None:
+    with (
+        scripted(lambda body: replace(fair_judge(body), after=0.2)) as endpoint,
+        scorer(endpoint.url) as scoring,
+    ):
+        scoring.judge_metrics()
+        assert values(scoring.score(said(*["blue"] * 8))) == [0] * 8
+        metrics = scoring.judge_metrics()
+    assert (metrics["judge/calls"], metrics["judge/cache_hit_rate"]) == (1, 7 / 8)
+
+
+def test_a_cache_outlives_the_process_and_the_endpoint(tmp_path: Path, fair: Endpoint) -> None:
+    samples = [*said("red", "blue"), *said("red", gold="blue")]
+    options = {"cache": str(tmp_path)}
+    with scorer(fair.url, **options) as scoring:
+        first = values(scoring.score(samples))
+    asked = len(fair.asked)
+    with scripted([]) as dead, scorer(dead.url, **options) as scoring:
+        assert values(scoring.score(samples)) == first == [1, 0, 0]
+        metrics = scoring.judge_metrics()
+    assert dead.asked == [] and asked == 4  # the check at the start is one
+    assert (metrics["judge/calls"], metrics["judge/cache_hit_rate"]) == (0, 1)
+    for change in ({"model": "other"}, {"scale": 5}):
+        with scorer(fair.url, **options | change) as scoring:
+            scoring.score(samples)
+        asked += 4
+        assert len(fair.asked) >= asked
+
+
+def test_a_reply_without_a_verdict_is_asked_again_warmer() -> None:
+    replies = iter(["Score: 1 or 0?", "I like it", "Fine.\nScore: 1"])
+
+    @besides
+    def script(body: dict[str, Any]) -> Says:
+        return chat_answer(next(replies))
+
+    with scripted(script) as endpoint, scorer(endpoint.url, retries=2) as scoring:
+        assert values(scoring.score(said("blue"))) == [1]
+    assert [asked["body"]["temperature"] for asked in endpoint.asked[1:]] == [0, 0.2, 0.4]
+
+
+GARBAGE = chat_answer("I would rather talk about the weather.")
+CUT = Says(
+    body={"choices": [{"message": {"content": "Score: 1"}, "finish_reason": "length"}]},
+)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        (GARBAGE, "no verdict \\(attempts: 2\\).*about the weather"),
+        (CUT, "no verdict \\(attempts: 2\\)"),
+        (Says(status=503, body="out of cheese"), "2 attempts.*out of cheese"),
+        (Says(status=400, body="too long"), "status 400.*too long"),
+        (Says(body=chat_answer("Score: 1").body, after=2), "2 attempts.*no reply"),
+        (Says(status=429, headers=(("Retry-After", "60"),)), "raise reward.judge.deadline"),
+    ],
+    ids=["garbage", "cut", "503", "400", "hang", "429"],
+)
+def test_what_has_no_verdict_is_an_error_of_its_own(trouble: Says, reason: str) -> None:
+    script = besides(lambda body: trouble if "bad" in str(body) else fair_judge(body))
+    options = {"timeout": 0.3, "deadline": 5.0}
+    with scripted(script) as endpoint, scorer(endpoint.url, **options) as scoring:
+        good = scoring.score(said("red"))
+        scored = scoring.score(said("bad"))
+        metrics = scoring.judge_metrics()
+    assert values(good) == [1]
+    assert scored[0].status == "error" and re.search(f"^judge: judge: .*{reason}", scored[0].reason)
+    assert metrics["judge/failures"] == 1
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "terms", "status", "outcome"),
+    [
+        ("error", ["judge"], "error", None),
+        ("abstain", ["judge"], "abstain", None),
+        ("drop_group", ["judge"], "error", None),
+        ("rule", ["hybrid"], "ok", 0.0),
+    ],
+)
+def test_what_a_failure_becomes(
+    on_failure: str, terms: list[str], status: str, outcome: float | None
+) -> None:
+    script = besides(lambda body: GARBAGE)
+    options = {"on_failure": on_failure}
+    with scripted(script) as endpoint, scorer(endpoint.url, terms, **options) as scoring:
+        (scored,) = scoring.score(said("2x + y", gold="3x - y"))
+    assert (scored.status, scored.outcome) == (status, outcome)
+    assert scored.reason_kind == {"drop_group": "drop_group", "rule": "wrong"}.get(
+        on_failure, "judge"
+    )
+
+
+def test_other_rewards_do_not_wait() -> None:
+    free = threading.Event()
+
+    @besides
+    def script(body: dict[str, Any]) -> Says:
+        free.wait(10)
+        return fair_judge(body)
+
+    config = {"probe": ["judge"], "default": ["count"]}
+    with scripted(script) as endpoint:
+        reward = RewardConfig(by_source=config, judge={"url": endpoint.url, "model": "m"})
+        with Scorer(reward, prompt_format="think_answer", max_tokens=64) as scoring:
+            (slow,) = (scoring.submit(s) for s in said("blue", data_source="probe"))
+            assert all(scoring.submit(s).done() for s in said(*"777", gold="7"))
+            assert not slow.done()
+            free.set()
+            assert slow.result(10).outcome == 0
+
+
+def test_many_at_once_and_never_more_than_allowed() -> None:
+    now, most, lock, full = 0, 0, threading.Lock(), threading.Event()
+
+    @besides
+    def script(body: dict[str, Any]) -> Says:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+            if now >= 20:
+                full.set()
+        full.wait(10)
+        with lock:
+            now -= 1
+        return fair_judge(body)
+
+    samples = said(*(f"colour {n}" for n in range(200)), gold="colour 7")
+    with scripted(script) as endpoint, scorer(endpoint.url, concurrency=20) as scoring:
+        scored = scoring.score(samples)
+    assert sum(v == 1 for v in values(scored)) == 1 and len(scored) == 200
+    assert most == 20
+
+
+def test_a_judge_that_hangs_costs_its_deadline_once() -> None:
+    script = besides(lambda body: Says(body=chat_answer("Score: 1").body, after=60))
+    options = {"concurrency": 2, "timeout": 60, "deadline": 0.5}
+    with scripted(script) as endpoint, scorer(endpoint.url, **options) as scoring:
+        scored = scoring.score(said(*(f"colour {n}" for n in range(40))))
+    assert {score.status for score in scored} == {"error"}  # 20 rounds of a minute otherwise
+
+
+def test_a_judge_that_is_killed_costs_what_it_had_not_judged() -> None:
+    with scripted(fair_judge) as endpoint:
+        scoring = scorer(endpoint.url)
+        assert values(scoring.score(said("red", "blue"))) == [1, 0]
+    with scoring:
+        scored = scoring.score(said("red", "blue", ""))
+    assert [score.status for score in scored] == ["error", "error", "ok"]
+    assert "Connection refused" in scored[0].reason
+
+
+def test_closing_leaves_nobody_waiting() -> None:
+    script = besides(lambda body: Says(body=chat_answer("Score: 1").body, after=60))
+    with scripted(script) as endpoint:
+        scoring = scorer(endpoint.url, concurrency=1)
+        futures = [scoring.submit(sample) for sample in said("a", "b", "c")]
+        scoring.close()
+        assert [future.result(1).status for future in futures] == ["error"] * 3
+        assert scoring.submit(said("d")[0]).result(1).status == "error"
+
+
+def test_pictures_reach_the_judge(fair: Endpoint, image: Callable[..., Media]) -> None:
+    for send in (False, True):
+        with scorer(fair.url, send_images=send) as scoring:
+            scoring.score(said("blue", media=(image(),)))
+        content = fair.asked[-1]["body"]["messages"][0]["content"]
+        kinds = [part["type"] for part in content] if send else content
+        assert kinds == ["image_url", "text"] if send else isinstance(kinds, str)
+
+
+# -- before a run ----------------------------------------------------------------------------------
+
+
+def test_an_endpoint_that_cannot_be_reached_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.judge\.url: .*try reward\.judge\.url=http"):
+        scorer("")
+    with scripted([]) as gone:
+        pass
+    with pytest.raises(EnvironmentProblem, match=r"reward\.judge\.url: .*Connection refused"):
+        scorer(gone.url)
+    refusal = Says(status=404, body={"error": {"message": "no such model"}})
+    with scripted([refusal]) as endpoint, pytest.raises(ConfigError, match="no such model"):
+        scorer(endpoint.url)
+    with pytest.raises(ConfigError, match=r"on_failure=rule: the term judge has no rule"):
+        scorer("http://127.0.0.1:9/v1", on_failure="rule")
+
+
+def rows(*answers: str) -> list[Sample]:
+    return [Sample(id=a, messages=(Message(role="user", parts=("?",)),), answer=a) for a in answers]
+
+
+def test_the_self_test_tells_a_judge_from_a_yes_man(fair: Endpoint) -> None:
+    samples = rows(*(f"colour {n}" for n in range(12)))
+    with scorer(fair.url) as scoring:
+        assert self_test(scoring, samples, format="think_answer").passed
+    lenient = besides(
+        lambda body: (
+            chat_answer("Score: 1") if shown_to_judge(body)[1] == "colour 3" else fair_judge(body)
+        )
+    )
+    with scripted(lenient) as endpoint, scorer(endpoint.url) as scoring:
+        assert self_test(scoring, samples, format="think_answer").passed  # one of twelve
+    yes = chat_answer("Score: 1")
+    with scripted(lambda body: yes) as endpoint, scorer(endpoint.url) as scoring:
+        result = self_test(scoring, samples, format="think_answer")
+    assert {failure.case for failure in result.failures} == {"foreign"}
+    with pytest.raises(SelfTestError, match="foreign response"):
+        require(result, "strict")

@@ -1,0 +1,83 @@
+"""Rewards onto groups: what one member's failure means for the others, and waiting for the last."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade.models.families import Family
+from saccade.rewards.combine import Scored
+from saccade.rewards.sample import RewardSample
+from saccade.rollout.scoring import RewardStream
+from saccade.types import Group, Message, Sample, Trajectory
+
+GOOD = Scored(status="ok", reward=1.0, outcome=1.0, extracted="7")
+SAMPLE = Sample(id="s", messages=(Message(role="user", parts=("?",)),), answer="7")
+
+
+class Given:
+    """Scores in the order in which they are asked for."""
+
+    def __init__(self, *scored: Scored) -> None:
+        self.left = list(scored)
+        self.last: Future[Scored] = Future()
+
+    def submit(self, sample: RewardSample) -> Future[Scored]:
+        self.last = Future()
+        if self.left:
+            self.last.set_result(self.left.pop(0))
+        return self.last
+
+
+@pytest.fixture
+def group(grow: Callable[..., Group], family_of: Callable[[str], Family]) -> Group:
+    grown = grow(np.random.default_rng(0), family_of("qwen2_5_vl"), size=3, images=0)
+    return replace(grown, sample=SAMPLE)
+
+
+def stream(scores: Given, group: Group, family: Any) -> RewardStream:
+    made = RewardStream(scores, family)
+    for trajectory in group.trajectories:
+        made.submit(group.sample, trajectory)
+    return made
+
+
+def statuses(members: tuple[Trajectory, ...]) -> list[tuple[str, float | None]]:
+    return [(member.status, member.outcome) for member in members]
+
+
+@pytest.mark.parametrize(
+    ("reason", "others"),
+    [("judge: down", ("ok", 1.0)), ("drop_group: judge: down", ("abstain", None))],
+)
+def test_a_failure_may_cost_the_whole_group(
+    reason: str, others: Any, group: Group, family_of: Callable[[str], Family]
+) -> None:
+    scores = Given(GOOD, Scored(status="error", reason=reason), GOOD)
+    (scored,) = stream(scores, group, family_of("qwen2_5_vl")).attach([group])
+    assert statuses(scored.trajectories) == [others, ("error", None), others]
+
+
+def test_whoever_waits_hears_of_it_and_may_give_up(
+    group: Group, family_of: Callable[[str], Family]
+) -> None:
+    scores, heard = Given(GOOD, GOOD), []
+    waiting = stream(scores, group, family_of("qwen2_5_vl"))
+
+    def progress(done: int, total: int) -> None:
+        heard.append((done, total))
+        if len(heard) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        waiting.attach([group], progress)
+    assert heard == [(2, 3)] * 2
+    threading.Timer(0.05, scores.last.set_result, [GOOD]).start()
+    (scored,) = waiting.attach([group], lambda *_: None)
+    assert statuses(scored.trajectories) == [("ok", 1.0)] * 3
