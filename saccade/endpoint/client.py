@@ -15,7 +15,6 @@ import json
 import math
 import os
 import random
-import ssl
 import threading
 import time
 import urllib.request

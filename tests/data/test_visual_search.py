@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ def test_nothing_of_an_object_survives_shrinking(name: str, shrink: int) -> None
 def test_a_target_is_read_after_zooming_and_by_chance_before(
     level: str, zoom: str, kind: str
 ) -> None:
-    """The matcher is told where the target is. 60 guesses at p leave p + 3 deviations once in 700."""
+    """The matcher knows where the target is. 60 guesses at p leave p + 3 deviations once in 700."""
     rows = search_split(60, seed=5, level=level, kind=kind)
     found = readability(rows)
     chance = 1 / len(KINDS[kind].objects)
@@ -74,7 +75,7 @@ def test_a_row_says_where_its_target_is(level: str, side: int) -> None:
     assert (row.media[0].width, row.media[0].max_pixels) == (side, 56 * 56)
     assert row.data_source == f"visual_search_{level}" and row.extra["level"] == level
     x0, y0, x1, y1 = row.extra["box"]
-    assert (x1 - x0, y1 - y0) == (TILE, TILE) and 0 <= min(x0, y0) and max(x1, y1) <= side
+    assert (x1 - x0, y1 - y0) == (TILE, TILE) and min(x0, y0) >= 0 and max(x1, y1) <= side
     assert pixels(row)[y0:y1, x0:x1].std() > 10  # something is drawn there
     assert (row.extra["box"] in row.extra["framed"]) is (level == "hard")
 
@@ -124,5 +125,5 @@ def test_a_searcher_goes_on_row_by_row() -> None:
     for seed in range(10):
         turns = demonstration(row, np.random.default_rng(seed), turns=6, mistakes=0.0)
         places = [next(i for i, box in enumerate(boxes) if box in turn) for turn in turns[:-1]]
-        assert all((b - a) % 16 == 1 for a, b in zip(places, places[1:], strict=False))
+        assert all((b - a) % 16 == 1 for a, b in pairwise(places))
         assert turns[-1].endswith(f"<answer>{row.answer}</answer>")

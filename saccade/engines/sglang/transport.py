@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
+from saccade.endpoint.opener import opener_for
 from saccade.engines.build import INSTALL as INSTALLS
 from saccade.engines.build import Settings
-from saccade.endpoint.opener import opener_for
 from saccade.engines.weights import in_folder
 from saccade.errors import EnvironmentProblem
 from saccade.models.families import Family
