@@ -26,7 +26,7 @@ LEVELS = (
     ("engines", "backends"),
     ("rollout", "checkpoint", "tracking", "serving"),
     ("recipes", "export", "checks", "smoke", "plan", "estimate", "doctor"),
-    ("cli", "__init__", "__main__"),
+    ("cli", "cli_data", "__init__", "__main__"),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 OPTIONAL = (
