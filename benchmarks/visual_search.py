@@ -23,14 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-LIMITS = (1, 2, 4, 6, 8, 12, 16, 32)
-ARMS = {
-    "sft": "cold start",
-    "masked": "RL with tools, over-turn masking",
-    "unmasked": "RL with tools, no masking",
-    "direct": "RL without tools",
-}
+from search_curves import LIMITS, picture, summary, table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +38,13 @@ class Size:
     depth: int = 6
     vision_width: int = 192
     vision_depth: int = 4
-    readings: int = 4000  # chats about pictures, to learn reading from
+    # One picture, one answer; then chats about many pictures; then the cold start; then RL.
     read_steps: int = 300
-    read_rows: int = 32
+    read_rows: int = 128
     read_lr: float = 1e-3
+    chat_steps: int = 100
+    chat_rows: int = 32
+    chat_lr: float = 5e-4
     demonstrations: int = 6000
     scenes: int = 12000
     items: int = 256  # of the evaluation
@@ -71,10 +67,12 @@ TINY = Size(
     depth=3,
     vision_width=64,
     vision_depth=2,
-    readings=1000,
-    read_steps=200,
-    read_rows=24,
+    read_steps=130,
+    read_rows=64,
     read_lr=2e-3,
+    chat_steps=40,
+    chat_rows=8,
+    chat_lr=1e-3,
     demonstrations=600,
     scenes=1500,
     items=64,
@@ -109,7 +107,8 @@ def run_seed(out: Path, size: Size, seed: int, memory: float | None) -> dict[str
         seconds[name] = time.monotonic() - start
         return _last_checkpoint(out / name)
 
-    base = timed("reading", sft, sft_config(common, "reading", model, data["reading"], size))
+    base = timed("read", sft, sft_config(common, "read", model, data["read"], size))
+    base = timed("chat", sft, sft_config(common, "chat", base, data["chat"], size))
     models = {"sft": timed("sft", sft, sft_config(common, "sft", base, data["cold"], size))}
     start = timed("sft_direct", sft, sft_config(common, "sft_direct", base, data["plain"], size))
     for arm in ("masked", "unmasked"):
@@ -147,7 +146,8 @@ def draw_data(folder: Path, size: Size, seed: int) -> dict[str, str]:
         )
         return write_search(rows, folder, name=name)
 
-    reading = draw_reading(folder, size, 1000 * seed + 4)
+    read = draw_reading(folder, size, "read", 1000 * seed + 4, most=1)
+    chat = draw_reading(folder, size, "chat", 1000 * seed + 5, most=max(LIMITS))
     shown = scenes(size.demonstrations, "shown", 1)
     config = load({"env": _crop(size), "run": {"seed": seed}})
     coldstart.run(
@@ -165,7 +165,8 @@ def draw_data(folder: Path, size: Size, seed: int) -> dict[str, str]:
             ]
             file.write(json.dumps(row) + "\n")
     return {
-        "reading": str(reading),
+        "read": str(read),
+        "chat": str(chat),
         "cold": str(folder / "cold" / "train.jsonl"),
         "plain": str(plain),
         "train": str(scenes(size.scenes, "train", 2)),
@@ -173,9 +174,9 @@ def draw_data(folder: Path, size: Size, seed: int) -> dict[str, str]:
     }
 
 
-def draw_reading(folder: Path, size: Size, seed: int) -> Path:
-    """Chats about one place after the other, up to as many as an evaluation has turns: what a
-    pretrained model would bring along. Nobody searches in them, nobody calls a tool.
+def draw_reading(folder: Path, size: Size, name: str, seed: int, *, most: int) -> Path:
+    """Chats about one place after the other: what a pretrained model would bring along. Nobody
+    searches in them, nobody calls a tool.
     """
     from saccade.data.dialogues import dialogue_row
     from saccade.data.visual_search import search_split
@@ -183,8 +184,9 @@ def draw_reading(folder: Path, size: Size, seed: int) -> Path:
     from saccade.types import Message
 
     rng = np.random.default_rng(seed)
+    rows = getattr(size, f"{name}_steps") * getattr(size, f"{name}_rows")
     pool = search_split(
-        min(size.readings, 2000),
+        min(rows, 1000),
         seed=seed,
         level=size.level,
         kind=size.kind,
@@ -192,25 +194,24 @@ def draw_reading(folder: Path, size: Size, seed: int) -> Path:
         view=size.view,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "reading.jsonl"
+    path = folder / f"{name}.jsonl"
     with path.open("w") as file:
-        for index in range(size.readings):
+        for index in range(min(rows, 4 * len(pool))):
             messages = []
-            for number in range(1, int(max(LIMITS) ** rng.random()) + 1):  # short ones teach first
+            for number in range(1, int(most ** rng.random()) + 1):
                 scene = pool[int(rng.integers(len(pool)))]
                 side = scene.media[0].width // size.grid
                 x, y = (v // side * side for v in scene.extra["box"][:2])
                 said = f"It reads {scene.answer}."
                 if rng.random() < 0.5:
-                    others = [o * side for o in range(size.grid) if o * side != x]
-                    x, said = int(rng.choice(others)), "Not here."
+                    x, said = (x + side) % (size.grid * side), "Not here."
                 picture = crop(scene.media[0], (x, y, x + side, y + side))
                 asked = scene.messages[0].text if number == 1 else f"Picture {number}:\n"
                 messages += [
                     Message(role="user", parts=(asked, picture)),
                     Message(role="assistant", parts=(f"<think>{said}</think>",)),
                 ]
-            sample = replace(scene, id=f"reading-{index}", messages=tuple(messages), extra={})
+            sample = replace(scene, id=f"{name}-{index}", messages=tuple(messages), extra={})
             file.write(json.dumps(dialogue_row(sample, folder)) + "\n")
     return path
 
@@ -220,7 +221,7 @@ def build_model(folder: Path, data: Mapping[str, str], size: Size, seed: int) ->
 
     texts = [
         turn["value"]
-        for name in ("cold", "reading")
+        for name in ("cold", "chat")
         for line in Path(data[name]).read_text().splitlines()
         for turn in json.loads(line)["conversations"]
     ]
@@ -289,7 +290,7 @@ def _with(common: Mapping[str, Any], name: str, **sections: Mapping[str, Any]) -
 def sft_config(
     common: Mapping[str, Any], name: str, model: str, rows: str, size: Size
 ) -> dict[str, Any]:
-    stage = "read" if name == "reading" else "sft"
+    stage = name.partition("_")[0]
     steps = getattr(size, f"{stage}_steps")
     return _with(
         common,
@@ -390,3 +391,73 @@ def _last_checkpoint(run: Path) -> str:
     from saccade.checkpoint import complete_steps
 
     return str(run / "checkpoints" / f"step-{complete_steps(run / 'checkpoints')[-1]}")
+
+
+# -- all seeds -------------------------------------------------------------------------------------
+
+
+def run_all(out: Path, size: Size, seeds: Sequence[int], jobs: int, memory: float | None) -> None:
+    """Each seed as a process; a seed that is done already is not run again."""
+    out.mkdir(parents=True, exist_ok=True)
+    waiting, running = list(seeds), dict[int, subprocess.Popen[bytes]]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            seed = waiting.pop(0)
+            if not (out / f"seed-{seed}" / "result.json").is_file():
+                running[seed] = _start(out, size, seed, jobs, memory)
+        for seed, process in list(running.items()):
+            if process.poll() is not None:
+                del running[seed]
+                log = out / f"seed-{seed}.log"
+                assert process.returncode == 0, f"seed {seed} failed; see {log}"
+                print(f"seed {seed} is done", flush=True)
+        time.sleep(0.5)
+    results = [json.loads((out / f"seed-{seed}" / "result.json").read_text()) for seed in seeds]
+    found = summary(results, asdict(size))
+    (out / "results.json").write_text(json.dumps(found, indent=2) + "\n")
+    (out / "visual_search.svg").write_text(picture(found))
+    print(table(found))
+
+
+def _start(
+    out: Path, size: Size, seed: int, jobs: int, memory: float | None
+) -> subprocess.Popen[bytes]:
+    options = [f"--{name}={value}" for name, value in asdict(size).items()]
+    options += [f"--memory={memory}"] if memory else []
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    with (out / f"seed-{seed}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, __file__, f"--out={out}", f"--one={seed}", *options],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/visual_search"))
+    parser.add_argument("--tiny", action="store_true", help="small enough for two cores")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=3, help="seeds that run at once")
+    parser.add_argument("--memory", type=float, help="GiB of the GPU for each process")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    for field in fields(Size):
+        kind = type(field.default)
+        reader = (lambda text: text == "True") if kind is bool else kind
+        parser.add_argument(f"--{field.name}", type=reader)
+    given = vars(parser.parse_args())
+    changes = {f.name: given[f.name] for f in fields(Size) if given[f.name] is not None}
+    size = replace(TINY if given["tiny"] else Size(), **changes)
+    if given["one"] is not None:
+        folder = given["out"] / f"seed-{given['one']}"
+        result = run_seed(folder, size, given["one"], given["memory"])
+        (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    else:
+        run_all(given["out"], size, range(given["seeds"]), given["jobs"], given["memory"])
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 TILE = 28  # side of an object
-MARGIN = 2  # shrunk pixels around an object inside its window
+MARGIN = 4  # shrunk pixels around an object inside its window, where its overshoot fades
 STEPS = 30  # after so many, less than a thousandth of a grey level survives shrinking
 
 # Rows of five bits, top to bottom.
@@ -73,7 +73,7 @@ def ink(name: str) -> np.ndarray:
         ring = (radius < 12) & (radius > 7.5) & ~opening
         return np.rot90(ring, TURNS.get(value, 0)).astype(float)
     drawn = {
-        "spots": (np.arange(TILE)[:, None] % 6 < 3) & (np.arange(TILE) % 6 < 3),
+        "spots": ((x + 10.5) % 6 < 3) & ((y + 10.5) % 6 < 3) & (square < 11),
         "plus": ((abs(x) < 2) | (abs(y) < 2)) & (square < 11),
         "dots": (abs(abs(x) - 6) < 2.5) & (abs(abs(y) - 6) < 2.5),
         "bars": (np.floor(x / 3) % 2 == 0) & (square < 11),

@@ -24,6 +24,7 @@ import hashlib
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,7 @@ class _Canvas:
     """Grey, with a border into which the windows of objects at the edge reach."""
 
     def __init__(self, side: int, grid: int) -> None:
-        self.border = 8 * grid
+        self.border = 16 * grid
         whole = side + 2 * self.border
         self._all = np.full((whole, whole, 3), GREY, np.float32)
         self._drawn = np.zeros((whole, whole, 1), bool)
@@ -224,9 +225,7 @@ def _refuse_unknown(level: str, kind: str, grid: int, view: int) -> None:
         if value not in known:
             raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
     if not 4 <= grid <= 16:
-        raise ConfigError(
-            f"grid {grid}: less than 4 can be read at once, above 16 not drawn; try 4"
-        )
+        raise ConfigError(f"grid {grid}: must be from 4 to 16; try 4")
     if view < 2 * TILE or view % (2 * TILE):
         raise ConfigError(f"view {view}: must be a multiple of {2 * TILE}; try 112")
 
@@ -297,14 +296,18 @@ def write_search(samples: Sequence[Sample], folder: Path, *, name: str = "train"
 
 def readability(samples: Sequence[Sample]) -> dict[str, float]:
     """Share of right readings by a matcher that is told where the target is: in the whole picture
-    at the model's input resolution, in a zoom on its place, and in a zoom on its quarter of it.
+    at the model's input resolution, in a zoom on its place, in hard scenes also in a zoom on its
+    quarter of the place.
     """
-    right = {"whole": 0, "place": 0, "quarter": 0}
+    right: Counter[str] = Counter()
     for sample in samples:
         image = np.asarray(Image.open(io.BytesIO(sample.media[0].data or b"")))
         x, y = sample.extra["box"][:2]
         place = len(image) // sample.extra["grid"]
-        for name, side in (("whole", len(image)), ("place", place), ("quarter", place // 2)):
+        sides = {"whole": len(image), "place": place}
+        if sample.extra["framed"]:
+            sides["quarter"] = place // 2
+        for name, side in sides.items():
             found = _read(image, (x // side * side, y // side * side, side), sample.extra)
             right[name] += found == sample.answer
     return {name: count / len(samples) for name, count in right.items()}
@@ -312,23 +315,19 @@ def readability(samples: Sequence[Sample]) -> dict[str, float]:
 
 def _read(image: np.ndarray, window: tuple[int, int, int], extra: Mapping[str, Any]) -> str:
     """The answer whose drawing, seen through the same window, is most like what is seen."""
-    level, kind = LEVELS[extra["level"]], KINDS[extra["kind"]]
+    level, kind, view = LEVELS[extra["level"]], KINDS[extra["kind"]], extra["view"]
     x0, y0, side = window
-    x, y = extra["box"][:2]
-    left, top = ((v - o) * extra["view"] // side for v, o in ((x, x0), (y, y0)))
-    reach = math.ceil(TILE * extra["view"] / side) + 1
+    x, y = extra["box"][0] - x0, extra["box"][1] - y0
+    left, top, reach = x * view // side, y * view // side, math.ceil(TILE * view / side) + 1
 
     def seen(pixels: np.ndarray) -> np.ndarray:
-        part = pixels[y0 : y0 + side, x0 : x0 + side]
-        spot = resized(part, extra["view"])[top : top + reach, left : left + reach]
-        return np.broadcast_to(spot.reshape(*spot.shape[:2], -1), (*spot.shape[:2], 3)) - float(
-            GREY
-        )
+        spot = resized(pixels, view)[top : top + reach, left : left + reach]
+        return spot.reshape(*spot.shape[:2], -1) * np.ones(3)
 
-    shown = seen(image)
+    shown = seen(image[y0 : y0 + side, x0 : x0 + side])
     distances = {}
     for answer, name in kind.objects.items():
-        canvas = _Canvas(len(image), extra["grid"])
+        canvas = _Canvas(side, extra["grid"])
         canvas.add(name, x, y, 2 if level.nested else extra["grid"])
         if level.nested:
             canvas.add(FRAME, x, y, 2 * extra["grid"])

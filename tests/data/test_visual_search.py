@@ -12,7 +12,7 @@ from PIL import Image
 
 from saccade.config import DataConfig, DataSource
 from saccade.data import datasets
-from saccade.data.optotypes import TILE, detail, resized
+from saccade.data.optotypes import MARGIN, TILE, detail, resized
 from saccade.data.search_expert import demonstration, place_boxes
 from saccade.data.visual_search import (
     KINDS,
@@ -31,20 +31,26 @@ def pixels(sample) -> np.ndarray:
 @pytest.mark.parametrize("name", ["7", "A", "ring:up", "spots:red", "bars", "frame"])
 @pytest.mark.parametrize("shrink", [2, 4, 8])
 def test_nothing_of_an_object_survives_shrinking(name: str, shrink: int) -> None:
-    drawn = detail(name, 2 * shrink + 1, 2 * shrink, shrink)
-    assert abs(resized(drawn, len(drawn) // shrink)).max() < 1e-5
+    drawn = np.pad(detail(name, MARGIN * shrink + 1, MARGIN * shrink, shrink), 4 * shrink)
+    assert abs(resized(drawn, len(drawn) // shrink)).max() < 0.0015  # a tenth of a grey level
     assert drawn.max() - drawn.min() > 0.5  # and yet it is there
 
 
 @pytest.mark.parametrize(
-    ("level", "zoom"), [("easy", "place"), ("medium", "place"), ("hard", "quarter")]
+    ("level", "kind", "zoom"),
+    [
+        ("easy", "digit", "place"),
+        ("medium", "digit", "place"),
+        ("medium", "orientation", "place"),
+        ("medium", "colour", "place"),
+        ("hard", "letter", "quarter"),
+    ],
 )
-@pytest.mark.parametrize("kind", ["digit", "orientation", "colour"])
 def test_a_target_is_read_after_zooming_and_by_chance_before(
-    level: str, zoom: str, kind: str
+    level: str, kind: str, zoom: str
 ) -> None:
-    """The matcher knows where the target is. 60 guesses at p leave p + 3 deviations once in 700."""
-    rows = search_split(60, seed=5, level=level, kind=kind)
+    """Although the matcher is told where the target is; 3 deviations above p are no guess."""
+    rows = search_split(40, seed=5, level=level, kind=kind, view=56)
     found = readability(rows)
     chance = 1 / len(KINDS[kind].objects)
     lucky = chance + 3 * (chance * (1 - chance) / len(rows)) ** 0.5
@@ -59,7 +65,7 @@ def test_only_an_easy_place_shows_in_the_whole_picture() -> None:
         (row,) = search_split(1, seed=3, level=level)
         whole = resized(pixels(row), 112).astype(float)
         x, y = (v * 112 // row.media[0].width for v in row.extra["box"][:2])
-        assert (abs(whole[y + 1 : y + 3, x + 1 : x + 3] - 128).max() > 40) is (level == "easy")
+        assert (abs(whole[y + 1 : y + 3, x + 1 : x + 3] - 128).mean() > 30) == (level == "easy")
 
 
 def test_rows_depend_on_seed_and_index_alone() -> None:

@@ -93,7 +93,17 @@ def test_fields_of_a_sample(four: tuple[dict[str, float], Path]) -> None:
     row = lines(four[1] / "samples.jsonl")[0]
     assert set(row) == {
         *("set", "id", "repeat", "data_source", "prompt", "response", "think_prefilled"),
-        *("extracted", "gold", "choices", "score", "reward", "parts", "tokens", "end_reason"),
+        *(
+            "extracted",
+            "gold",
+            "choices",
+            "score",
+            "reward",
+            "parts",
+            "tokens",
+            "turns",
+            "end_reason",
+        ),
         *("status", "reason", "media", "extra"),
     }
     assert row["set"] == "val" and row["data_source"] == "counting" and len(row["media"]) == 1

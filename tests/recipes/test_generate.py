@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import saccade
+from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.recipes import generate
+from saccade.recipes import generate, parts
 
 Make = Callable[..., dict[str, Any]]
 
@@ -90,3 +91,35 @@ def test_answers_of_two_models_or_settings_never_mix(config: Make, tmp_path: Pat
         saccade.generate(config(tmp_path) | few | {"rollout.max_tokens": 4})
     how = {"rollout.memory_share": 0.3, "rollout.parity_max": 1.0, "rollout.max_sequences": 7}
     assert saccade.generate(config(tmp_path) | few | how)["skipped"] == 2
+    assert saccade.generate(config(tmp_path) | few)["skipped"] == 2
+
+
+def test_right_episodes_become_conversations_to_learn_from(tmp_path: Path, config: Make) -> None:
+    chosen = config(tmp_path, generate__select="correct", rollout__stop=list("23456"))
+    path = Path(generate.run(chosen)["path"])
+    right = [
+        (row["id"], repeat, response["text"])
+        for row in rows_of(path)
+        for repeat, response in enumerate(row["responses"])
+        if response["score"] == 1 and response["end_reason"] == "answered"
+    ]
+    taught = path.parent / "coldstart" / "train.jsonl"
+    rows = rows_of(taught)
+    assert len(rows) > 3
+    assert [(row["id"], row["conversations"][-1]["value"]) for row in rows] == [
+        (f"{id}/{repeat}", text) for id, repeat, text in right
+    ]
+    learn = load({"model.path": chosen["model.path"], "data.train": str(taught)})
+    family = parts.family_of(learn, learn.model.path)
+    samples = parts.load_dialogues(learn, learn.data.train, family).samples
+    assert [sample.messages[-1].role for sample in samples] == ["assistant"] * len(rows)
+
+    whole, made = path.read_bytes(), taught.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    generate.run(chosen)
+    assert (path.read_bytes(), taught.read_bytes()) == (whole, made)
+
+
+def test_right_episodes_need_a_reward(tmp_path: Path, config: Make) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.terms: nothing scores"):
+        generate.run(config(tmp_path, generate__select="correct", reward__terms=[]))

@@ -1,0 +1,183 @@
+"""Cold-start rows: played in the environment, read back to the tokens that an episode has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from saccade.config import load
+from saccade.data.search_expert import call, demonstration
+from saccade.data.visual_search import search_split, write_search
+from saccade.errors import ConfigError, DataError
+from saccade.models import tiny
+from saccade.models.families import Family, load_family
+from saccade.recipes import coldstart, parts
+from saccade.recipes.sft import dialogue
+from saccade.rollout.episode import Limits, episode
+from saccade.types import Completion, Request, Sampling, Source
+
+ENV = ["env.name=crop", "env.min_pixels=3136", "env.max_pixels=3136"]
+LEVELS = ("easy", "medium", "hard")
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return load_family(tiny.build("qwen2_5_vl", tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("scenes")
+    return {
+        level: write_search(search_split(6, seed=1, level=level, view=56), folder, name=level)
+        for level in LEVELS
+    }
+
+
+def written(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("stops", [True, False], ids=["stop string", "end of turn"])
+def test_sft_and_rl_read_the_same_tokens(
+    level: str, stops: bool, scenes: dict[str, Path], family: Family, tmp_path: Path
+) -> None:
+    """What `saccade sft` trains on is, id by id, what the episode loop makes of the same turns."""
+    options = [*ENV, f"data.train={scenes[level]}"]
+    coldstart.run(load(None, options), scenes[level], tmp_path / "cold", mistakes=0.4)
+    sft = load(
+        None, [*ENV, f"data.train={tmp_path / 'cold' / 'train.jsonl'}", "sft.max_tokens=4000"]
+    )
+    demonstrated = parts.load_dialogues(sft, sft.data.train, family).samples
+    asked = parts.load_prompts(load(None, options), load(None, options).data.train, family).samples
+    assert len(demonstrated) == len(asked) == 6
+    failures = 0
+    for question, row in zip(asked, demonstrated, strict=True):
+        texts = [m.text for m in row.messages if m.role == "assistant"]
+        lived = run_episode(question, texts, family, sft, stops=stops)
+        (taught,) = dialogue(row, family, "assistant").trajectories
+        assert lived.end_reason == "answered" and lived.turns == len(texts)
+        np.testing.assert_array_equal(taught.ids, lived.ids)
+        assert [(s.start, s.length, s.grid) for s in taught.media] == [
+            (s.start, s.length, s.grid) for s in lived.media
+        ]
+        # An end of turn behind a stop string is the template's in RL; nothing else differs.
+        differs = taught.sources != lived.sources
+        assert set(lived.sources[differs]) <= {int(Source.TEMPLATE)}
+        assert differs.sum() == (len(texts) - 1 if stops else 0)
+        failures += lived.info["tool_counts"]["failed"]
+    assert failures > 0  # wrong calls and their error observations are among them
+
+
+def run_episode(sample, texts, family, config, *, stops):
+    """The episode loop with a policy that writes these turns."""
+    steps = episode(
+        sample,
+        0,
+        uid=sample.id,
+        seed="0",
+        environment=parts.environments_of(config, family)(),
+        family=family,
+        sampling=Sampling(max_tokens=400),
+        limits=Limits(max_turns=6, max_images=12, max_total_tokens=4000),
+    )
+    reply = None
+    for text in texts:
+        request = steps.send(reply)
+        assert isinstance(request, Request)
+        ids = family.chat.tokenizer.encode(text, add_special_tokens=False)
+        if not (stops and text.endswith("</grounding>")):
+            ids.append(family.chat.end_of_turn)
+        zeros = np.zeros(len(ids))
+        reply = Completion(
+            key=request.key,
+            ids=np.array(ids),
+            logprobs=zeros.astype(np.float32),
+            versions=zeros.astype(np.int32),
+            finish="stop",
+        )
+    with pytest.raises(StopIteration) as end:
+        steps.send(reply)
+    return end.value.value
+
+
+def test_a_crop_is_stored_as_the_model_sees_it(
+    scenes: dict[str, Path], family: Family, tmp_path: Path
+) -> None:
+    from saccade.images import decode
+
+    config = load(None, ENV)
+    coldstart.run(config, scenes["hard"], tmp_path / "cold", mistakes=0.0)
+    rows = load(None, [f"data.train={tmp_path / 'cold' / 'train.jsonl'}", "sft.max_tokens=4000"])
+    for row in parts.load_dialogues(rows, rows.data.train, family).samples:
+        picture = decode(row.media[0])
+        x0, y0, x1, y1 = row.extra["box"]
+        target = picture[y0:y1, x0:x1]
+        crop = decode(row.media[-1])  # the quarter of the place that holds the target
+        x, y = x0 % len(crop), y0 % len(crop)
+        np.testing.assert_array_equal(crop[y : y + y1 - y0, x : x + x1 - x0], target)
+
+
+def test_trajectories_of_others_are_played_again(scenes: dict[str, Path], tmp_path: Path) -> None:
+    first = coldstart.run(load(None, ENV), scenes["medium"], tmp_path / "a", verifier="exact")
+    assert first == {"written": 6}
+    again = coldstart.run(load(None, ENV), tmp_path / "a" / "train.jsonl", tmp_path / "b")
+    assert again == {"written": 6}
+    assert written(tmp_path / "a" / "train.jsonl") == written(tmp_path / "b" / "train.jsonl")
+
+
+def test_what_must_not_be_taught_is_set_aside(scenes: dict[str, Path], tmp_path: Path) -> None:
+    look = f"<think>Small.</think>{call((0, 0, 0.5, 0.5), 'original_image')}"
+    answer = "<think>Now.</think><answer>{}</answer>"
+    turns = {
+        "written": [look, answer],
+        "wrong": [look, answer.format("none")],
+        "no_answer": [look, "<think>Now.</think>"],
+        "answer_before_the_end": [answer, look],
+        "too_many_turns": [look] * 6 + [answer],
+    }
+    rows = []
+    for question, texts in zip(written(scenes["easy"]), turns.values(), strict=False):
+        said = [{"from": "human", "value": question.pop("problem")}]
+        for text in texts:
+            said += (
+                [{"from": "gpt", "value": text.format(question["answer"])}]
+                if "{}" in text
+                else [{"from": "gpt", "value": text}]
+            )
+            said.append({"from": "human", "value": "seen"})
+        image = question["images"][0] | {
+            "path": str(scenes["easy"].parent / question["images"][0]["path"])
+        }
+        rows.append(question | {"conversations": said[:-1], "images": [image]})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = coldstart.run(load(None, ENV), path, tmp_path / "cold", verifier="exact")
+    assert counts == dict.fromkeys(turns, 1)
+
+
+def test_rows_without_turns_must_be_scenes(tmp_path: Path, scenes: dict[str, Path]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "2+2?", "answer": "4"}) + "\n")
+    with pytest.raises(DataError, match="no visual-search scene"):
+        coldstart.run(load(None, ENV), path, tmp_path / "cold")
+    with pytest.raises(ConfigError, match="--verifier taste"):
+        coldstart.run(load(None, ENV), scenes["easy"], tmp_path / "x", verifier="taste")
+
+
+def test_a_searcher_finds_what_it_looks_for() -> None:
+    """Every demonstration ends with a look at the target."""
+    for level in LEVELS:
+        for row in search_split(10, seed=2, level=level, view=56):
+            turns = demonstration(row, np.random.default_rng(1), turns=6, mistakes=0.2)
+            config = load(None, ENV)
+            make = coldstart.hosting.environments(config.env, order=("answer_tag",))
+            played, reason = coldstart.play(row, turns, make(), most=6)
+            assert reason == ""
+            x0, y0, x1, y1 = played.media[-1].box
+            tx0, ty0, tx1, ty1 = row.extra["box"]
+            assert x0 <= tx0 and y0 <= ty0 and tx1 <= x1 and ty1 <= y1
