@@ -14,11 +14,15 @@ the accuracy under every smaller limit, exactly.
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
