@@ -1,5 +1,5 @@
 """Batch inference: responses of a model to a file, one JSON line each; rows that are there already
-are skipped.
+are skipped. With rewards, the best of them become rows to train on.
 
 saccade generate run.yaml generate.n=4
 """
@@ -19,6 +19,7 @@ from saccade.environments import environment_factory
 from saccade.errors import ConfigError
 from saccade.recipes import parts
 from saccade.recipes.engines import answering_engine, answering_family, expenses
+from saccade.recipes.selection import write_selected
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream
 from saccade.tracking.console import Console
@@ -71,7 +72,15 @@ def run(config: Any) -> dict[str, Any]:
             file.flush()
         if spent := expenses(engine):
             console.note(spent)
-    return {"path": str(path), "rows": len(todo), "skipped": len(done)}
+    result: dict[str, Any] = {"path": str(path), "rows": len(todo), "skipped": len(done)}
+    chosen = config.generate
+    if chosen.select != "all":
+        selected, count = write_selected(
+            path, data.samples, select=chosen.select, threshold=chosen.threshold
+        )
+        print(f"{count} rows to train on in {selected}")
+        result |= {"selected": str(selected), "selected_rows": count}
+    return result
 
 
 def _row(group: Group, family: Any) -> dict[str, Any]:
@@ -101,7 +110,8 @@ def _made_by(config: Config) -> dict[str, str]:
     model = f"{http.model} at {http.url}" if rollout.engine == "http" else config.model.path
     # How an endpoint is reached changes no answer, nor do copies of the engine.
     rollout = rollout.model_copy(update={"http": http.api, "replicas": 0})
-    chosen = [config.prompt, rollout, config.env, config.generate, config.run.seed]
+    made = (config.generate.output, config.generate.n)  # what is selected changes no response
+    chosen = [config.prompt, rollout, config.env, made, config.run.seed]
     text = repr(chosen).encode()
     return {
         "model": model,

@@ -6,6 +6,8 @@ from saccade.config import Config
 from saccade.data.datasets import Dataset
 from saccade.engines import Engine, WeightSource
 from saccade.models.families import Family
+from saccade.recipes import parts
+from saccade.recipes.engines import make_engine
 from saccade.recipes.evaluate import describe, evaluate_sets
 from saccade.recipes.run import Run, Stopping
 from saccade.rewards.scorer import Scorer
@@ -57,3 +59,22 @@ class Validation:
             self.run.console.note(f"step {step}  {describe(result)}")
         self.run.note_validation(metrics, step)
         return metrics
+
+
+def answering(
+    run: Run,
+    config: Config,
+    policy: parts.Policy,
+    weights: WeightSource,
+    sets: dict[str, Dataset],
+) -> Validation:
+    """For training that samples nothing itself: engine and rewards only where there are sets."""
+    if not sets:
+        return Validation(run, config, policy.family, None, weights, None, sets)
+    scorer = parts.make_scorer(config)
+    run.close_at_end(scorer)
+    for dataset in sets.values():
+        parts.test_rewards(config, scorer, dataset.samples)
+    engine = make_engine(config, policy, logs=run.folder.path, say=run.console.note)
+    run.close_at_end(engine)
+    return Validation(run, config, policy.family, engine, weights, scorer, sets)
