@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "check_data",
+    "dpo",
     "evaluate",
     "export",
     "generate",
@@ -52,6 +53,11 @@ def rl(config: Source, *overrides: str) -> dict[str, Any]:
 def sft(config: Source, *overrides: str) -> dict[str, Any]:
     """Train on demonstrations; returns the summary of the run."""
     return _recipe("sft").run(load_config(config, *overrides))
+
+
+def dpo(config: Source, *overrides: str) -> dict[str, Any]:
+    """Train on preferences; returns the summary of the run."""
+    return _recipe("dpo").run(load_config(config, *overrides))
 
 
 def evaluate(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from saccade import checks_offline as offline
 from saccade import environments
 from saccade.config import ADAPTED, Config, Section
 from saccade.data.sources import parse_address
@@ -34,22 +35,28 @@ SHORTEST_ANSWER = {
 }
 TOWERS = ("vision", "projector", "llm")
 
-# Options and sections that a training command does not read. Eval and generate take the file of a
+SUPERVISED = {
+    "algorithm": "only `saccade rl` reads it",
+    "prompt.permute_choices": "rows name the letters that they were written with",
+    "data.demonstrations": "only `saccade rl` reads it",
+    "train.ptx_coef": "only `saccade rl` reads it",
+    "train.samples_per_prompt": "nothing is sampled",
+    "train.updates_per_step": "a step is one update",
+    "train.epochs_per_batch": "a step is one update",
+}
+
+# Options and sections that a training command does not read. `generate` makes rows for sft and dpo,
+# so one file may hold both. Eval and generate take the file of a
 # training run as it is, so there nothing is refused.
 WITHOUT_EFFECT = {
     "rl": {
         "sft": "only `saccade sft` reads it",
+        "dpo": "only `saccade dpo` reads it",
         "generate": "only `saccade generate` reads it",
         "rollout.http": "an endpoint only evaluates",
     },
-    "sft": {
-        "algorithm": "only `saccade rl` reads it",
-        "generate": "only `saccade generate` reads it",
-        "prompt.permute_choices": "demonstrations name the letters that they were written with",
-        "train.samples_per_prompt": "nothing is sampled",
-        "train.updates_per_step": "a step is one update",
-        "train.epochs_per_batch": "a step is one update",
-    },
+    "sft": SUPERVISED | {"dpo": "only `saccade dpo` reads it"},
+    "dpo": SUPERVISED | {"sft": "only `saccade sft` reads it"},
 }
 
 
@@ -85,9 +92,8 @@ def _model(config: Config) -> Iterator[str]:
         yield (
             "model.path: no model; give a Hugging Face model folder, or model.path=tiny:qwen2_5_vl"
         )
-    elif not path.startswith("tiny:") and not (Path(path) / "config.json").is_file():
-        reason = "has no config.json" if Path(path).is_dir() else "is not a folder"
-        yield f"model.path: {path} {reason}; give a Hugging Face model folder that is on this disk"
+    else:
+        yield from offline.folder("model.path", path)
     frozen = train.removeprefix("freeze:")
     if train not in ("full", *ADAPTED) and (frozen == train or not frozen.strip(", ")):
         yield (
@@ -216,8 +222,8 @@ def _some_data(config: Config) -> Iterator[str]:
 
 def _data_files(config: Config) -> Iterator[str]:
     data = config.data
-    for name, sources in (("train", data.train), ("val", data.val)):
-        for source in sources:
+    for name in ("train", "val", "demonstrations"):
+        for source in getattr(data, name):
             path = parse_address(source.path).path
             if not data.allow_network and not Path(path).exists():
                 yield (
@@ -291,6 +297,8 @@ def _optimizer(config: Config) -> Iterator[str]:
     train, steps = config.train, config.run.max_steps
     if train.schedule == "constant" and "min_lr" in train.model_fields_set:
         yield "train.min_lr: has no effect with train.schedule=constant; try train.schedule=linear"
+    if train.ema and config.model.train in ADAPTED:
+        yield f"train.ema: averages whole weights; with model.train={config.model.train} use 0"
     if steps is not None and train.warmup >= max(1, steps):
         yield (
             f"train.warmup: {train.warmup:g} steps in a run of {steps} never reach the full "
@@ -377,6 +385,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *TRAINING,
         _critic,
         _critic_warmup,
+        offline.demonstrations,
         _lora_dropout,
         _sampling,
         _response_length,
@@ -384,7 +393,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _reward,
         _environment,
     ),
-    "sft": TRAINING,
+    "sft": (*TRAINING, offline.imitation),
+    "dpo": (*TRAINING, offline.preferences),
     "eval": (_answering_model, _val_data, *READING, _response_length, _validation, _environment),
     "generate": (
         _answering_model,
@@ -393,6 +403,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _response_length,
         _environment,
         _selection,
+        offline.selection,
     ),
     "chat": (_answering_model, _pixels, _prompt_files),
     "estimate": (_model, _own_weights, _lora, _pixels, _optimizer, _batch),

@@ -160,6 +160,18 @@ def sft(
     _run("sft", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
 
 
+@command("dpo", panel="Train", example="saccade dpo run.yaml data.train=pairs.jsonl dpo.beta=0.1")
+def dpo(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    smoke: Smoke = False,
+    seed: Seed = None,
+    out: Out = None,
+) -> None:
+    """Train on preferences: pairs of responses, or responses called good or bad (dpo.loss=kto)."""
+    _run("dpo", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+
+
 # -- use -------------------------------------------------------------------------------------------
 
 
@@ -378,7 +390,7 @@ app.add_typer(
 # -- how a config command runs ---------------------------------------------------------------------
 
 LISTED = 20  # bad rows on the screen
-MODULES = {"rl": "rl", "sft": "sft", "eval": "evaluate", "generate": "generate"}
+MODULES = {"rl": "rl", "sft": "sft", "dpo": "dpo", "eval": "evaluate", "generate": "generate"}
 
 
 def _run(

@@ -27,6 +27,7 @@ from saccade.schema import (
     Config,
     DataConfig,
     DataSource,
+    DpoConfig,
     EnvConfig,
     EnvLimits,
     FilterConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DataSource",
+    "DpoConfig",
     "EnvConfig",
     "EnvLimits",
     "FilterConfig",
@@ -93,13 +95,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "train.schedule": "cosine_with_min_lr",
         "train.warmup": 0.03,
     },
+    "dpo": {
+        "train.lr": 1e-5,
+        "train.schedule": "cosine_with_min_lr",
+        "train.warmup": 0.03,
+        "dpo.max_tokens": 512,
+    },
     "chat": {"rollout.temperature": 0.7, "rollout.top_p": 0.95, "rollout.max_tokens": 4096},
 }
+KTO = {"dpo.beta": 0.01, "dpo.max_tokens": 2048}
 
 
 def defaults_for(command: str, config: Config) -> Config:
     """The config with the command's own defaults where the user set nothing."""
-    for key, value in DEFAULTS.get(command, {}).items():
+    own = KTO if command == "dpo" and config.dpo.loss == "kto" else {}
+    for key, value in (DEFAULTS.get(command, {}) | own).items():
         name, leaf = key.split(".")
         part: Section = getattr(config, name)
         if leaf not in part.model_fields_set or getattr(part, leaf) is None:
@@ -204,7 +214,7 @@ def _full_key(key: str) -> str:
         return key
     # Not deeper ones: `lr` is the policy's, whatever else has a learning rate.
     homes = [name for name in known if name.count(".") == 1 and name.endswith(f".{key}")]
-    if len(homes) == 1:
+    if len(homes) == 1 and key not in ELSEWHERE:
         return homes[0]
     if homes:
         homes += [ELSEWHERE[key]] if key in ELSEWHERE else []

@@ -45,19 +45,24 @@ class _Tree:
 
 
 def pack(
-    groups: Sequence[Group], *, positions: Positions, micro_tokens: int, ends: bool = False
+    groups: Sequence[Group],
+    *,
+    positions: Positions,
+    micro_tokens: int,
+    ends: bool = False,
+    whole: bool = False,
 ) -> list[Batch]:
     """Forests of at most `micro_tokens` tokens, whole groups where they fit, in the order of the
     groups.
 
     Trajectories that are not `trained`, or have no sampled token, are left out. A group over the
-    budget repeats its trunk; a sequence over it is a forest of its own. With `ends` the last
-    sampled token of each sequence, at which nothing is predicted, is packed too.
+    budget repeats its trunk, or with `whole` is a forest of its own, as a sequence over it is. With
+    `ends` the last sampled token of each sequence, at which nothing is predicted, is packed too.
     """
     batches: list[Batch] = []
     waiting: list[_Tree] = []
     size = 0
-    for tree in _trees(groups, micro_tokens, ends):
+    for tree in _trees(groups, None if whole else micro_tokens, ends):
         if waiting and size + tree.tokens > micro_tokens:
             batches.append(_batch(waiting, positions, ends))
             waiting, size = [], 0
@@ -109,8 +114,19 @@ def select(batch: Batch, sequences: Sequence[int]) -> Batch:
         else tuple(ids for ids, keep in zip(batch.support, reads, strict=True) if keep),
         ends=None if ends is None else new_token[ends],
         last_values=None if batch.last_values is None else batch.last_values[wanted],
+        ref_totals=None if batch.ref_totals is None else batch.ref_totals[wanted],
         **cut,
     )
+
+
+def halves(batch: Batch, *, whole: bool) -> tuple[Batch, Batch] | None:
+    """Two parts of about as many sequences; `whole`: no group is divided. None: it is one."""
+    count = len(batch.keys)
+    cuts = np.flatnonzero(np.diff(batch.groups)) + 1 if whole else np.arange(1, count)
+    if not len(cuts):
+        return None
+    middle = int(cuts[np.abs(cuts - count / 2).argmin()])
+    return select(batch, range(middle)), select(batch, range(middle, count))
 
 
 def has_media(batch: Batch) -> np.ndarray:
@@ -131,13 +147,13 @@ def _node_of(batch: Batch, tokens: np.ndarray) -> np.ndarray:
 # -- trees -----------------------------------------------------------------------------------------
 
 
-def _trees(groups: Sequence[Group], budget: int, ends: bool) -> Iterator[_Tree]:
+def _trees(groups: Sequence[Group], budget: int | None, ends: bool) -> Iterator[_Tree]:
     for index, group in enumerate(groups):
         members = [t for t in group.trajectories if t.trained and t.response_length]
         while members:
             taken = len(members)
             tree = _tree(members, index, ends)
-            while tree.tokens > budget and taken > 1:
+            while budget is not None and tree.tokens > budget and taken > 1:
                 taken = max(1, min(taken - 1, taken * budget // tree.tokens))
                 tree = _tree(members[:taken], index, ends)
             yield tree

@@ -24,7 +24,7 @@ def plan(
     """(quantity, value) rows for `saccade COMMAND --dry-run`."""
     if command == "rl":
         return _rl(config, samples_per_prompt, updates_per_step)
-    return {"sft": _sft, "eval": _eval, "generate": _generate}[command](config)
+    return {"sft": _sft, "dpo": _dpo, "eval": _eval, "generate": _generate}[command](config)
 
 
 def _rl(config: Config, samples: int, updates: int) -> list[tuple[str, str]]:
@@ -52,6 +52,16 @@ def _sft(config: Config) -> list[tuple[str, str]]:
         ("rows per step", str(config.train.prompts_per_step)),
         *_steps(config, config.train.prompts_per_step),
         ("longest row", f"{config.sft.max_tokens} tokens"),
+        ("token budget of a micro-batch", f"{config.train.micro_tokens} tokens"),
+    ]
+
+
+def _dpo(config: Config) -> list[tuple[str, str]]:
+    what = "responses" if config.dpo.loss == "kto" else "pairs"
+    return [
+        (f"{what} per step", str(config.train.prompts_per_step)),
+        *_steps(config, config.train.prompts_per_step),
+        ("longest prompt with a response", f"{config.dpo.max_tokens} tokens"),
         ("token budget of a micro-batch", f"{config.train.micro_tokens} tokens"),
     ]
 

@@ -78,7 +78,7 @@ ADAPTED = ("lora", "qlora")  # values of model.train that leave the weights alon
 class LoraConfig(Section):
     rank: int = option(64, "Rank of the adapters.", ge=1)
     alpha: int = option(16, "Adapters are scaled by alpha / rank.", ge=1)
-    dropout: float = option(0.0, "Dropout before the adapters; sft only.", ge=0, lt=1)
+    dropout: float = option(0.0, "Dropout before the adapters; sft and dpo only.", ge=0, lt=1)
     targets: str = option(
         "all-linear",
         "Linear layers with an adapter: all-linear (those of the language model), or PATTERNS as "
@@ -128,11 +128,18 @@ class DataSource(Section):
 class DataConfig(Section):
     train: tuple[DataSource, ...] = option((), "Training sets; a plain path also works.")
     val: tuple[DataSource, ...] = option((), "Validation sets, each reported under its name.")
+    demonstrations: tuple[DataSource, ...] = option(
+        (), "Conversations that rl also learns from, by train.ptx_coef."
+    )
     keys: dict[str, str] = option(
-        {}, "Column names by role: prompt, answer, images, id, data_source, choices, system."
+        {},
+        "Column names by role: prompt, answer, images, id, data_source, choices, system, chosen, "
+        "rejected, output, label.",
     )
     format: str = option(
-        "auto", "Record format: auto | messages | r1v | easyr1 | minio3 | lightrft | qa | sharegpt."
+        "auto",
+        "Record format: auto | messages | r1v | easyr1 | minio3 | lightrft | qa | sharegpt | "
+        "pairs | labels.",
     )
     placeholder: Literal["strict", "prepend"] = option(
         "prepend",
@@ -161,7 +168,7 @@ class DataConfig(Section):
     allow_network: bool = option(False, "Fetch http(s) images and hub data sets.")
     allow_outside: bool = option(False, "Allow relative image paths that leave their folder.")
 
-    @field_validator("train", "val", mode="before")
+    @field_validator("train", "val", "demonstrations", mode="before")
     @classmethod
     def _paths(cls, value: Any) -> Any:
         return _entries(value, "path")
@@ -652,7 +659,7 @@ class AlgorithmConfig(Section):
 
 
 class TrainConfig(Section):
-    prompts_per_step: int = option(128, "Prompts (rl) or rows (sft) of one step.", ge=1)
+    prompts_per_step: int = option(128, "Prompts (rl) or rows (sft, dpo) of one step.", ge=1)
     samples_per_prompt: int | None = option(
         None, "Rollouts of each prompt; empty: the preset's.", ge=1
     )
@@ -669,14 +676,16 @@ class TrainConfig(Section):
         16_384, "Tokens of one forward and backward, media tokens included.", ge=1
     )
     lr: float | None = option(
-        None, "Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft), filled in before a run.", gt=0
+        None,
+        "Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft), 1e-5 (dpo), filled in before a run.",
+        gt=0,
     )
     lr_scale: dict[str, float] = option({}, "Factors per tower: vision, projector, llm.")
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
-        "constant", "Shape of the learning rate; sft: cosine_with_min_lr unless set."
+        "constant", "Shape of the learning rate; sft, dpo: cosine_with_min_lr unless set."
     )
     warmup: float = option(
-        0.0, "Warm-up steps, or a share of all steps when below 1; sft: 0.03 unless set.", ge=0
+        0.0, "Warm-up steps, or a share of all steps when below 1; sft, dpo: 0.03 unless set.", ge=0
     )
     min_lr: float = option(
         0.0,
@@ -696,13 +705,78 @@ class TrainConfig(Section):
         "skip", "A non-finite loss or gradient: skip the update, or stop."
     )
     max_bad_updates: int = option(3, "Stop after this many skipped updates in a row.", ge=1)
+    ptx_coef: float = option(
+        0.0,
+        "rl: weight of the supervised loss on data.demonstrations in every update, on as many rows "
+        "as it has prompts.",
+        ge=0,
+    )
+    ema: float = option(
+        0.0,
+        "Keep an average of the weights beside them, in state/ema of a checkpoint: the share of "
+        "the old average at each update, such as 0.992; 0: none.",
+        ge=0,
+        lt=1,
+    )
 
 
 class SftConfig(Section):
-    loss_on: Literal["assistant", "last_turn", "all"] = option(
-        "assistant", "Trained tokens; 'all' is plain pretraining."
+    mode: Literal["chat", "pretrain"] = option(
+        "chat",
+        "chat: conversations; pretrain: documents of a text column, every token of them trained.",
     )
-    max_tokens: int = option(2048, "Longest row; longer ones follow data.overlong.", ge=1)
+    loss_on: Literal["assistant", "last_turn", "all"] = option(
+        "assistant", "Trained tokens of a conversation."
+    )
+    max_tokens: int = option(
+        2048,
+        "Longest row; longer ones follow data.overlong, documents are cut into pieces.",
+        ge=1,
+    )
+    teacher: str | None = option(
+        None, "Model folder of a teacher whose distribution is learned beside the tokens."
+    )
+    kd_coef: float = option(0.4, "Share of the teacher's term in the loss.", ge=0, le=1)
+    reward_tag: str | None = option(
+        None,
+        "Text with {reward} after the question, filled from the row's reward (or label); "
+        "validation asks for the best of the training rows.",
+    )
+
+
+class DpoConfig(Section):
+    loss: Literal[
+        "dpo",
+        "cdpo",
+        "robust",
+        "ipo",
+        "ipo_sum",
+        "dpo_norm",
+        "reference_free",
+        "hinge",
+        "simpo",
+        "kto",
+    ] = option("dpo", "Loss on pairs or, kto, on responses that were labelled one by one.")
+    beta: float | None = option(
+        None, "Scale of the log-ratios; empty: 0.1, simpo 2, kto 0.01.", gt=0
+    )
+    label_smoothing: float | None = option(
+        None, "cdpo, robust: share of labels that are taken to be wrong; empty: 0.1.", ge=0, lt=0.5
+    )
+    gamma: float | None = option(None, "simpo: margin to be ahead by; empty: 1.", ge=0)
+    desirable_weight: float | None = option(None, "kto: weight of good responses; empty: 1.", ge=0)
+    undesirable_weight: float | None = option(None, "kto: weight of bad ones; empty: 1.", ge=0)
+    nll_coef: float = option(0.0, "Weight of the mean -log p of the tokens of chosen.", ge=0)
+    reference: Literal["precompute", "compute"] = option(
+        "precompute",
+        "Score all rows with the start model once, before it is freed; or keep it and score every "
+        "step.",
+    )
+    max_tokens: int | None = option(
+        None,
+        "Longest prompt with a response; longer ones follow data.overlong. Empty: 512, kto 2048.",
+        ge=1,
+    )
 
 
 class ValConfig(Section):
@@ -727,11 +801,13 @@ class GenerateConfig(Section):
         "File of responses inside the run folder; rows already there are skipped.",
     )
     n: int = option(1, "Responses per prompt.", ge=1)
-    select: Literal["all", "correct"] = option(
+    select: Literal["all", "correct", "best", "best_worst", "threshold"] = option(
         "all",
-        "correct: episodes that earned the full outcome are also written as conversations for sft, "
-        "into coldstart/ of the run folder.",
+        "Also write rows to train on. By reward, to OUTPUT.SELECT.jsonl: the best response of each "
+        "prompt (sft), pairs of best and worst (dpo), or every response from the threshold on. "
+        "correct: episodes that earned the full outcome, all turns and pictures, to coldstart/.",
     )
+    threshold: float | None = option(None, "Least reward of a response that is learned from.")
 
 
 class SaveConfig(Section):
@@ -762,6 +838,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "How rewards become an update.")
     train: TrainConfig = section(TrainConfig, "Batch arithmetic and optimizer.")
     sft: SftConfig = section(SftConfig, "Supervised fine-tuning only.")
+    dpo: DpoConfig = section(DpoConfig, "Preference training only.")
     val: ValConfig = section(ValConfig, "Validation during training, and eval.")
     generate: GenerateConfig = section(GenerateConfig, "Batch inference only.")
     save: SaveConfig = section(SaveConfig, "Checkpoints.")

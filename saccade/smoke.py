@@ -52,6 +52,10 @@ def smoke(config: Config, command: str) -> Config:
         "save.every": 0,
         "track.wandb": False,
     }
+    if command == "sft" and config.sft.teacher:
+        changes["sft.teacher"] = changes["model.path"]
+    if command == "generate":
+        changes["generate.n"] = min(config.generate.n, 2)
     if command == "rl":
         changes["train.samples_per_prompt"] = min(train.samples_per_prompt or 2, 2)
         if train.updates_per_step is not None:

@@ -149,10 +149,21 @@ class Sample:
     data_source: str = "default"
     choices: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    candidates: tuple[
+        tuple[Message, ...], ...
+    ] = ()  # how it may go on: chosen and rejected, or one
+    desirable: bool | None = None  # what was said of a single candidate
 
     @property
     def media(self) -> tuple[Media, ...]:
+        """What the question shows."""
         return tuple(media for message in self.messages for media in message.media)
+
+    @property
+    def every_media(self) -> tuple[Media, ...]:
+        """Those of its candidates, too."""
+        turns = (message for candidate in self.candidates for message in candidate)
+        return (*self.media, *(media for message in turns for media in message.media))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +383,7 @@ class Batch:
     values: np.ndarray | None = None  # of the critic, before the update
     returns: np.ndarray | None = None  # what the critic learns
     last_values: np.ndarray | None = None  # [sequences] of the critic, after the last token
+    ref_totals: np.ndarray | None = None  # [sequences] log-prob of all reads under the reference
 
     def __post_init__(self) -> None:
         tokens, reads = len(self.ids), len(self.reads)
@@ -380,7 +392,9 @@ class Batch:
         assert reads == len(self.targets) == len(self.sequence) and len(self.groups) == len(
             self.keys
         )
-        assert self.ends is None or len(self.ends) == len(self.keys)
+        for name in ("ends", "last_values", "ref_totals"):
+            column = getattr(self, name)
+            assert column is None or len(column) == len(self.keys), name
         for name in READ_COLUMNS:
             column = getattr(self, name)
             assert column is None or len(column) == reads, name

@@ -74,7 +74,7 @@ def test_what_rl_refuses(rows: Path, override: str, field: str, remedy: str) -> 
         "algorithm.preset=rloo",
         "algorithm.kl.coef=0.1",
         "train.updates_per_step=2",
-        "generate.n=2",
+        "dpo.beta=0.2",
         "prompt.permute_choices=true",
     ],
 )

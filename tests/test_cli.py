@@ -37,6 +37,7 @@ COMMANDS = {
     "check-data",
     "algorithms",
     "doctor",
+    "dpo",
     "report",
 }
 

@@ -29,13 +29,31 @@ TINY = {
     "minio3_rl": "qwen2_5_vl",
     "minio3_eval": "qwen2_5_vl",
     "minio3_small": "qwen2_5_vl",
+    "dpo": "qwen2_5_vl",
+    "kto": "qwen2_vl",
+    "rejection_sampling": "qwen2_5_vl",
+    "iter_dpo": "qwen2_vl",
+    "kd": "qwen2_5_vl",
+    "continue_pretrain": "qwen2",
 }
 CALL = '<grounding>{"bbox_2d": [0, 0, 0.5, 0.5], "source": "original_image"}</grounding>'
+COMMANDS = {
+    "minio3_sft": "sft",
+    "minio3_eval": "eval",
+    "sft_demonstrations": "sft",
+    "dpo": "dpo",
+    "kto": "dpo",
+    "rejection_sampling": "sft",
+    "iter_dpo": "dpo",
+    "kd": "sft",
+    "continue_pretrain": "sft",
+}
+SHOWN = {"rl": "reward/mean", "sft": "sft/loss", "dpo": "dpo/loss"}
 SUMS = [(n, n + 3) for n in range(8)]
 
 
 def command_of(name: str) -> str:
-    return next((word for word in ("sft", "eval") if word in name.split("_")), "rl")
+    return COMMANDS.get(name, "rl")
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -80,6 +98,27 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             "images": [i, i],
         },
         "minio3_small": lambda q, a, i: {"problem": f"<image>{q}", "answer": a, "images": [i]},
+        "dpo": lambda q, a, i: {
+            "prompt": f"<image>{q}",
+            "images": [i],
+            "chosen": a,
+            "rejected": "none",
+        },
+        "kto": lambda q, a, i: {"input": q, "images": [i], "output": a, "label": int(a) % 4 // 2},
+        "rejection_sampling": lambda q, a, i: {
+            "messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}],
+            "answer": a,
+        },
+        "iter_dpo": lambda q, a, i: {
+            "prompt": [{"role": "user", "content": q}],
+            "chosen": [{"role": "assistant", "content": a}],
+            "rejected": [{"role": "assistant", "content": "none"}],
+            "answer": a,
+        },
+        "kd": lambda q, a, i: {
+            "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]
+        },
+        "continue_pretrain": lambda q, a, i: {"text": f"{q} {a}."},
     }
     for name in ("minio3_rl", "minio3_eval"):
         layouts[name] = lambda q, a, i: {
@@ -102,6 +141,8 @@ def runnable(name: str, rows: dict[str, str], out: Path) -> Config:
         changes.append(f"data.train={rows[name]}")
     if config.data.val:
         changes.append(f"data.val={rows[name]}")
+    if config.sft.teacher:
+        changes.append(f"sft.teacher=tiny:{TINY[name]}")
     return defaults_for(command_of(name), load(config, changes))
 
 
@@ -136,5 +177,13 @@ def test_a_recipe_runs(name: str, rows: dict[str, str], tmp_path: Path) -> None:
     if command == "eval":
         assert all(0 <= found["accuracy"] <= 1 for found in last.values())
         return
-    assert math.isfinite(last["sft/loss" if command == "sft" else "reward/mean"])
+    assert math.isfinite(last[SHOWN[command]])
     assert (tmp_path / config.run.name / "checkpoints" / "step-2" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["rejection_sampling", "iter_dpo"])
+def test_a_recipe_of_rounds_makes_its_rows(name: str, rows: dict[str, str], tmp_path: Path) -> None:
+    config = smoke(runnable(name, rows, tmp_path), "generate")
+    check(config, "generate")
+    result = import_module("saccade.recipes.generate").run(config)
+    assert result["rows"] == 8 and Path(result["selected"]).is_file()

@@ -105,7 +105,7 @@ def test_a_forest_reproduces_every_member(grow, family, seed, ends):
 
 def test_every_column_of_reads_is_cut_and_checked(grow, family):
     optional = tuple(f.name for f in fields(Batch) if f.type == "np.ndarray | None")
-    assert optional == ("ends", *READ_COLUMNS, "last_values")
+    assert optional == ("ends", *READ_COLUMNS, "last_values", "ref_totals")
     groups = random_groups(grow, family, 0)
     (batch,) = pack(groups, positions=family.positions, micro_tokens=10_000)
     marks = np.arange(len(batch.reads), dtype=np.float32)

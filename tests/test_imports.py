@@ -25,7 +25,7 @@ LEVELS = (
     ("algorithms", "rewards", "environments", "models", "data"),
     ("engines", "backends"),
     ("rollout", "checkpoint", "tracking", "serving"),
-    ("recipes", "export", "checks", "smoke", "plan", "estimate", "doctor"),
+    ("recipes", "export", "checks", "checks_offline", "smoke", "plan", "estimate", "doctor"),
     ("cli", "cli_data", "__init__", "__main__"),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}

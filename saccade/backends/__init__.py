@@ -18,6 +18,7 @@ from saccade.types import Batch, Metrics
 
 if TYPE_CHECKING:
     from saccade.algorithms.algorithm import Algorithm
+    from saccade.algorithms.comparison import Comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,9 @@ class Scoring:
 
     temperature: float = 1.0
     ban: bool = True  # remove the ids that are never sampled
+
+
+OWN = Scoring(ban=False)  # of the model itself, for what it did not sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,15 @@ class Backend(Protocol):
         self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring, *, lr: float
     ) -> Update:
         """One optimizer step on all batches together; their scales already hold the global
-        denominators.
+        denominators. A batch without advantages is imitated.
+        """
+        ...
+
+    def train_comparison(
+        self, batches: Sequence[Batch], comparison: Comparison, *, lr: float
+    ) -> Update:
+        """One optimizer step on whole groups, whose members are compared; `comparison` already
+        holds the global denominators.
         """
         ...
 

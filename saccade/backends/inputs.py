@@ -1,4 +1,5 @@
-"""What a forward reads, on the device; made one forest ahead in a thread, while the device works.
+"""What a forward and a loss read, on the device. The former is made one forest ahead, in a thread,
+while the device works.
 
 inputs = Ahead(lambda batch: inputs_of(batch, family, device, dtype, pixels=True))
 inputs.begin(following)
@@ -17,7 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.algorithms.objective import Columns
 from saccade.attention import AttentionPlan, forest_plan
+from saccade.forest import has_media
 from saccade.models.families import Family
 from saccade.models.load import media_inputs
 from saccade.transfer import to_device
@@ -44,6 +47,35 @@ def inputs_of(
         places=to_device(np.concatenate(spans), device) if spans else None,
         media=media_inputs(family, batch.media, device) if spans and pixels else None,
     )
+
+
+def columns_of(batch: Batch, family: Family, like: Tensor) -> Columns:
+    """What is known of each read, where the log-probs `like` are and as wide."""
+
+    def optional(values: np.ndarray | None, dtype: torch.dtype | None = None) -> Tensor | None:
+        return None if values is None else column(values, like, dtype)
+
+    sees = family.spec.image_token is not None
+    return Columns(
+        advantages=column(batch.advantages, like),
+        scales=column(batch.scales, like),
+        sequence=column(batch.sequence, like, torch.int64),
+        sequences=len(batch.keys),
+        old=optional(batch.old_logprobs),
+        rollout=optional(batch.rollout_logprobs),
+        ref=optional(batch.ref_logprobs),
+        keep=optional(batch.keep),
+        weights=optional(batch.weights),
+        rewards=optional(batch.rewards),
+        selected=optional(batch.selected, torch.bool),
+        stale=optional(batch.stale, torch.bool),
+        images=column(has_media(batch)[batch.sequence], like, torch.bool) if sees else None,
+    )
+
+
+def column(values: np.ndarray | None, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    assert values is not None, "the batch was not given what its loss reads"
+    return to_device(values, like.device).to(dtype or like.dtype)
 
 
 class Ahead:

@@ -10,7 +10,7 @@ or files other than its own state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -20,16 +20,31 @@ import torch
 from torch import Tensor, nn
 
 from saccade.algorithms.algorithm import Algorithm
-from saccade.algorithms.objective import Columns, Stats, objective, to_metrics
+from saccade.algorithms.comparison import (
+    Comparison,
+    ComparisonStats,
+    comparison_metrics,
+    comparison_objective,
+    sides_of,
+)
+from saccade.algorithms.imitation import ImitationStats, imitation_metrics, imitation_objective
+from saccade.algorithms.objective import Stats, objective, to_metrics
 from saccade.algorithms.value import ValueStats, value_metrics, value_objective
-from saccade.backends import Scoring, Update
+from saccade.backends import OWN, Scoring, Update
+from saccade.backends.distil import read_taught
 from saccade.backends.features import FeatureCache
-from saccade.backends.inputs import Ahead, Inputs, inputs_of
+from saccade.backends.inputs import Ahead, Inputs, column, columns_of, inputs_of
 from saccade.backends.memory import Recompute
 from saccade.backends.optimizer import Optimizer
+from saccade.backends.state import (
+    draws,
+    random_state,
+    require_same,
+    restore_random_state,
+    save_tensors,
+)
 from saccade.config import TrainConfig
-from saccade.errors import EnvironmentProblem
-from saccade.forest import has_media, select
+from saccade.forest import halves
 from saccade.logprobs import read_logprobs
 from saccade.models import lora
 from saccade.models.families import Family
@@ -64,6 +79,7 @@ class LocalBackend:
         self._inputs = Ahead(self._make_inputs)
         self.optimizer: Optimizer | None = None
         self.averages: dict[str, Tensor] = {}  # of `blend`, fp32
+        self._follower: tuple[LocalBackend, float] | None = None
         if train is None:
             model.requires_grad_(False)
             return
@@ -164,37 +180,82 @@ class LocalBackend:
     def train_step(
         self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring, *, lr: float
     ) -> Update:
-        stats = self.accumulate(batches, algorithm, scoring)
-        return self._update("policy", to_metrics(algorithm, stats), lr)
+        found = self.accumulate(batches, algorithm, scoring)
+        metrics = to_metrics(algorithm, [one for one in found if isinstance(one, Stats)])
+        _, shown = imitation_metrics([one for one in found if isinstance(one, ImitationStats)])
+        metrics.merge(shown)
+        return self._update("policy", metrics, lr)
 
     def accumulate(
         self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring
-    ) -> list[Stats]:
+    ) -> list[Stats | ImitationStats]:
         """The first half of a step: the gradients, summed in the optimizer."""
 
-        def loss_of(batch: Batch) -> tuple[Tensor, Stats]:
+        def loss_of(batch: Batch) -> tuple[Tensor, Stats | ImitationStats]:
             asked, spare = algorithm.entropy.coef != 0, self.recompute.spare
+            if batch.advantages is None:  # a demonstration, beside what was sampled
+                new, _ = self._read(batch, OWN, spare=spare)
+                return imitation_objective(
+                    -new, {"policy/ptx_loss": -new}, column(batch.scales, new)
+                )
             new, entropy = self._read(batch, scoring, entropy_gradient=asked, spare=spare)
-            return objective(algorithm, new, entropy, self._columns(batch, new.dtype))
+            return objective(algorithm, new, entropy, columns_of(batch, self.family, new))
 
         return self._accumulate(batches, loss_of)
 
     def train_values(self, batches: Sequence[Batch], *, clip: float, lr: float) -> Update:
         def loss_of(batch: Batch) -> tuple[Tensor, ValueStats]:
             new = self._values(batch, batch.reads)
-            old, returns, scales = (
-                self._column(column, new.dtype)
-                for column in (batch.values, batch.returns, batch.scales)
-            )
-            assert old is not None and returns is not None and scales is not None
-            return value_objective(new, old, returns, scales, clip=clip)
+            old, returns = column(batch.values, new), column(batch.returns, new)
+            return value_objective(new, old, returns, column(batch.scales, new), clip=clip)
 
         return self._update("critic", value_metrics(self._accumulate(batches, loss_of)), lr)
 
+    def train_comparison(
+        self, batches: Sequence[Batch], comparison: Comparison, *, lr: float
+    ) -> Update:
+        def loss_of(batch: Batch) -> tuple[Tensor, ComparisonStats]:
+            new, _ = self._read(batch, OWN, spare=self.recompute.spare)
+            return comparison_objective(comparison, new, sides_of(batch, new))
+
+        stats = self._accumulate(batches, loss_of, whole=comparison.paired)
+        return self._update("policy", comparison_metrics(stats), lr)
+
+    def train_distilled(
+        self, batches: Sequence[Batch], teacher: LocalBackend, *, kd_coef: float, lr: float
+    ) -> Update:
+        """One optimizer step on demonstrations and on what the teacher thinks of every token."""
+        teacher.model.eval()
+
+        def loss_of(batch: Batch) -> tuple[Tensor, ImitationStats]:
+            with torch.no_grad():
+                taught = teacher._hidden(batch, batch.reads)
+            losses, terms = read_taught(
+                self._hidden(batch, batch.reads),
+                self.model.lm_head,  # type: ignore[arg-type]
+                taught,
+                teacher.model.lm_head,  # type: ignore[arg-type]
+                self._tensor(batch.targets),
+                kd_coef=kd_coef,
+                vocabulary=self.family.vocabulary,
+            )
+            shown = {f"sft/{name}": values for name, values in terms.items()}
+            return imitation_objective(losses, shown, column(batch.scales, losses))
+
+        loss, metrics = imitation_metrics(self._accumulate(batches, loss_of))
+        metrics.add("policy/loss", loss)
+        return self._update("policy", metrics, lr)
+
     def _accumulate(
-        self, batches: Sequence[Batch], loss_of: Callable[[Batch], tuple[Tensor, S]]
+        self,
+        batches: Sequence[Batch],
+        loss_of: Callable[[Batch], tuple[Tensor, S]],
+        *,
+        whole: bool = False,
     ) -> list[S]:
-        """The gradients of all batches, summed in the optimizer; what `loss_of` reports of each."""
+        """The gradients of all batches, summed in the optimizer; what `loss_of` reports of each.
+        `whole`: the members of a group are compared, so they stay together.
+        """
         assert self.optimizer is not None, "this backend only scores"
         self.model.train()
         self.optimizer.begin()
@@ -209,7 +270,7 @@ class LocalBackend:
                 self._inputs.begin(following.pop(id(batch)))
             return found
 
-        return [stats for batch in batches for stats in self._micro_step(batch, forward)]
+        return [s for batch in batches for s in self._micro_step(batch, forward, whole=whole)]
 
     def _micro_step(
         self,
@@ -217,6 +278,7 @@ class LocalBackend:
         loss_of: Callable[[Batch], tuple[Tensor, S]],
         added: frozenset[str] = frozenset(),
         *,
+        whole: bool,
         cautious: bool = False,
     ) -> list[S]:
         """Forward and backward of one forest. Out of memory: once more with every layer recomputed,
@@ -231,7 +293,8 @@ class LocalBackend:
         except torch.OutOfMemoryError:
             added = self.optimizer.drop_micro_batch()
             planned = self.recompute.failed() and not cautious
-            if len(batch.keys) < 2 and not planned:
+            parts = halves(batch, whole=whole)
+            if parts is None and not planned:
                 raise
         else:
             self.optimizer.end_micro_batch()
@@ -239,14 +302,13 @@ class LocalBackend:
             return [stats]
         torch.cuda.empty_cache()
         if planned:
-            return self._micro_step(batch, loss_of, added, cautious=True)
+            return self._micro_step(batch, loss_of, added, whole=whole, cautious=True)
         self.oom_splits += 1
-        middle = len(batch.keys) // 2
-        halves = (select(batch, range(middle)), select(batch, range(middle, len(batch.keys))))
+        assert parts is not None
         return [
             stats
-            for half in halves
-            for stats in self._micro_step(half, loss_of, added, cautious=cautious)
+            for half in parts
+            for stats in self._micro_step(half, loss_of, added, whole=whole, cautious=cautious)
         ]
 
     def _update(self, role: str, metrics: Metrics, lr: float) -> Update:
@@ -262,34 +324,14 @@ class LocalBackend:
         finite = bool(np.isfinite([norm.item(), metrics.means().get(f"{role}/loss", 0.0)]).all())
         if finite:
             self.optimizer.step(lr, norm=norm)
+            if self._follower is not None:
+                average, share = self._follower
+                average.blend(self.weights(), share)
         else:
             self.optimizer.clear()
         metrics.add("guard/nonfinite", not finite)
         metrics.add(f"{role}/update_skipped", not finite)
         return Update(metrics=metrics, skipped=not finite)
-
-    def _columns(self, batch: Batch, dtype: torch.dtype) -> Columns:
-        advantages, scales = (self._column(c, dtype) for c in (batch.advantages, batch.scales))
-        assert advantages is not None and scales is not None
-        sees = self.family.spec.image_token is not None
-        return Columns(
-            advantages=advantages,
-            scales=scales,
-            sequence=self._tensor(batch.sequence),
-            sequences=len(batch.keys),
-            old=self._column(batch.old_logprobs, dtype),
-            rollout=self._column(batch.rollout_logprobs, dtype),
-            ref=self._column(batch.ref_logprobs, dtype),
-            keep=self._column(batch.keep, dtype),
-            weights=self._column(batch.weights, dtype),
-            rewards=self._column(batch.rewards, dtype),
-            selected=self._column(batch.selected, torch.bool),
-            stale=self._column(batch.stale, torch.bool),
-            images=self._tensor(has_media(batch)[batch.sequence]) if sees else None,
-        )
-
-    def _column(self, values: np.ndarray | None, dtype: torch.dtype) -> Tensor | None:
-        return None if values is None else self._tensor(values).to(dtype)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)
@@ -307,12 +349,16 @@ class LocalBackend:
             yield name
         self._seen.clear()
 
+    def follow_with(self, average: LocalBackend, share: float) -> None:
+        """After every update `average` blends in these weights."""
+        self._follower = (average, share)
+
     @torch.no_grad()
     def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:
         assert self.optimizer is None, "a model that trains follows its optimizer"
         assert 0 < share <= 1, share
         mine, theirs = dict(self.weights()), dict(source)
-        _require_same("the weights to follow", mine, theirs)
+        require_same("the weights to follow", mine, theirs)
         for name, weight in mine.items():
             target = theirs[name].detach().to(weight.device)
             if share == 1:
@@ -342,7 +388,7 @@ class LocalBackend:
 
     def save_weights(self, folder: Path) -> None:
         averages = {f"{AVERAGE}{name}": average for name, average in self.averages.items()}
-        _save(folder / WEIGHTS, dict(self.weights()) | averages)
+        save_tensors(folder / WEIGHTS, dict(self.weights()) | averages)
 
     @torch.no_grad()
     def load_weights(self, folder: Path) -> None:
@@ -351,7 +397,7 @@ class LocalBackend:
         stored = load_file(folder / WEIGHTS)
         averages = {name: stored.pop(name) for name in list(stored) if name.startswith(AVERAGE)}
         mine = dict(self.weights())
-        _require_same(str(folder / WEIGHTS), mine, stored)
+        require_same(str(folder / WEIGHTS), mine, stored)
         for name, weight in mine.items():
             weight.copy_(stored[name])
         self._seen.clear()
@@ -364,9 +410,9 @@ class LocalBackend:
         if self._weights_are_state:
             self.save_weights(folder)
         if self.optimizer is not None:
-            _save(folder / OPTIMIZER, self.optimizer.state())
-            if _draws(self.model):
-                _save(folder / RANDOM, _random_state(self.device))
+            save_tensors(folder / OPTIMIZER, self.optimizer.state())
+            if draws(self.model):
+                save_tensors(folder / RANDOM, random_state(self.device))
 
     def load_state(self, folder: Path) -> None:
         from safetensors.torch import load_file
@@ -375,8 +421,8 @@ class LocalBackend:
             self.load_weights(folder)
         if self.optimizer is not None:
             self.optimizer.load(load_file(folder / OPTIMIZER))
-            if _draws(self.model):
-                _restore_random_state(load_file(folder / RANDOM), self.device)
+            if draws(self.model):
+                restore_random_state(load_file(folder / RANDOM), self.device)
 
     @property
     def _weights_are_state(self) -> bool:
@@ -389,44 +435,3 @@ def _backward(loss_of: Callable[[Batch], tuple[Tensor, S]], batch: Batch) -> S:
     loss, stats = loss_of(batch)
     loss.backward()
     return stats
-
-
-def _draws(model: nn.Module) -> bool:
-    """Whether a training step depends on torch's random numbers."""
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path)
-
-
-def _require_same(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    """Names and shapes, both ways: a tensor left out or stretched would train another model."""
-    problems = {
-        "missing": mine.keys() - theirs.keys(),
-        "unexpected": theirs.keys() - mine.keys(),
-        "of another shape": {
-            n for n in mine.keys() & theirs.keys() if mine[n].shape != theirs[n].shape
-        },
-    }
-    if any(problems.values()):
-        listed = (f"{k}: {', '.join(sorted(names)[:3])}" for k, names in problems.items() if names)
-        raise EnvironmentProblem(
-            f"{what}: not those of this model ({'; '.join(listed)}); use the same model.path"
-        )

@@ -93,6 +93,18 @@ def read_chat(prompt: Any) -> Turns:
     return turns
 
 
+def read_reply(reply: Any) -> Turns:
+    """What an assistant answers: text, content items, or messages (also as JSON text)."""
+    if isinstance(reply, str) and JSON_LIST.match(reply):
+        reply = parse_json(reply, "the list of messages")
+    items = reply if isinstance(reply, list | tuple) else [reply]
+    if not items or any(item is None for item in items):
+        raise RowError("there is no reply where one is expected")
+    if all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in items):
+        return [_turn(message) for message in items]
+    return [("assistant", [_piece(item) for item in items])]
+
+
 def _turn(message: Any) -> tuple[str, list[Piece]]:
     if not isinstance(message, Mapping):
         raise RowError(f"a message must be a record with role and content, not {_short(message)}")

@@ -24,7 +24,7 @@ import numpy as np
 from saccade import images
 from saccade.config import Config, DataConfig, DataSource
 from saccade.data.datasets import BadRow, Dataset, load
-from saccade.data.formats import plain, to_row
+from saccade.data.records import plain, to_row
 from saccade.errors import DataError
 from saccade.types import Media, Sample
 
@@ -80,7 +80,10 @@ def check_data(
     if not sets:
         raise DataError("no data to check: set data.train or data.val")
     every_image = {
-        media.key[:2]: media for data in sets.values() for s in data.samples for media in s.media
+        media.key[:2]: media
+        for data in sets.values()
+        for s in data.samples
+        for media in s.every_media
     }
     broken = {} if headers_only else _broken(every_image, workers)
     good = {
@@ -140,7 +143,8 @@ def _broken(every_image: Mapping[Any, Media], workers: int) -> dict[Any, str]:
 
 
 def _problem(sample: Sample, broken: Mapping[Any, str]) -> str | None:
-    return next((broken[media.key[:2]] for media in sample.media if media.key[:2] in broken), None)
+    keys = (media.key[:2] for media in sample.every_media)
+    return next((broken[key] for key in keys if key in broken), None)
 
 
 def _damaged(data: Dataset, broken: Mapping[Any, str]) -> Iterable[BadRow]:

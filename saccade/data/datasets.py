@@ -15,21 +15,22 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import accumulate, chain, compress, islice
 from pathlib import Path
 from typing import Any
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
-from saccade.data.formats import OpenImage, content_hash, detect, read_row, row_id
+from saccade.data.formats import OpenImage, detect, read_row, row_id
 from saccade.data.overlong import POLICIES
+from saccade.data.records import content_hash
 from saccade.data.sources import Row, open_source
 from saccade.data.stream import Stream
 from saccade.errors import ConfigError, DataError
 from saccade.images import ImageError, open_media, source_kind
 from saccade.types import Media, Sample
 
-__all__ = ["BadRow", "Dataset", "Part", "Stream", "load"]
+__all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
 
 DETECTION_ROWS = 100
 
@@ -129,6 +130,20 @@ def load(
         media_kinds=dict(reader.kinds),
         row_numbers=tuple(reader.row_numbers),
         hash=_hash(samples),
+    )
+
+
+def keep(dataset: Dataset, wanted: Callable[[Sample], bool]) -> Dataset:
+    """Without the samples that are not wanted; they are neither bad nor overlong."""
+    flags = [wanted(sample) for sample in dataset.samples]
+    before = [0, *accumulate(flags)]
+    moved = (replace(p, start=before[p.start], stop=before[p.stop]) for p in dataset.parts)
+    return replace(
+        dataset,
+        samples=tuple(compress(dataset.samples, flags)),
+        lengths=tuple(compress(dataset.lengths, flags)),
+        row_numbers=tuple(compress(dataset.row_numbers, flags)),
+        parts=tuple(moved),
     )
 
 

@@ -11,18 +11,19 @@ cannot be read is a `RowError` with the reason, never a guess.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
 from saccade.config import DataConfig
-from saccade.data.chats import Picture, RowError, Turns, arrange, escape, parse_json, read_chat
+from saccade.data.chats import Picture, RowError, Turns, arrange, parse_json, read_chat
+from saccade.data.comparisons import read_candidates, read_label
+from saccade.data.records import WRITTEN, content_hash, plain
 from saccade.errors import ConfigError, DataError
 from saccade.types import Media, Message, Sample
 
@@ -65,6 +66,8 @@ class Format:
     gold: Callable[[str], str] = as_given
     data_source: tuple[str, ...] = ("data_source", "datasource")
     thinking: tuple[str, ...] = ()
+    candidates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # columns by role
+    label: tuple[str, ...] = ()  # of a single candidate
 
 
 FORMATS: Mapping[str, Format] = {
@@ -123,6 +126,23 @@ FORMATS: Mapping[str, Format] = {
             prompt=("conversations",),
             answer=("answer", "solution"),
         ),
+        Format(
+            name="pairs",
+            matches=lambda columns: {"chosen", "rejected"} <= set(columns),
+            prompt=("prompt", "question", "problem", "input", "messages", "conversations"),
+            answer=("answer", "solution"),
+            candidates={"chosen": ("chosen",), "rejected": ("rejected",)},
+        ),
+        Format(
+            name="labels",
+            matches=lambda columns: (
+                "label" in columns and ("output" in columns or "completion" in columns)
+            ),
+            prompt=("input", "prompt", "question", "problem", "messages", "conversations"),
+            answer=("answer", "solution"),
+            candidates={"output": ("output", "completion")},
+            label=("label",),
+        ),
     )
 }
 SHARED_COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -131,7 +151,8 @@ SHARED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "choices": ("choices", "options"),
     "system": ("system",),
 }
-ROLES = ("prompt", "answer", "images", "id", "data_source", "choices", "system")
+COMPARED = ("chosen", "rejected", "output", "label")
+ROLES = ("prompt", "answer", "images", "id", "data_source", "choices", "system", *COMPARED)
 UNREAD_MEDIA = ("video", "videos", "audio", "audios")
 
 
@@ -143,6 +164,8 @@ def columns_of(format: Format, keys: Mapping[str, str]) -> dict[str, tuple[str, 
         "answer": format.answer,
         "data_source": format.data_source,
         "thinking": format.thinking,
+        "label": format.label,
+        **format.candidates,
     }
     return columns | {role: (column,) if column else () for role, column in keys.items()}
 
@@ -161,8 +184,12 @@ def detect(columns: Collection[str], config: DataConfig, name: str = "data") -> 
                 f"data.format={config.format}: unknown; choose auto, {', '.join(FORMATS)}"
             )
         return FORMATS[config.format]
-    found = [format for format in FORMATS.values() if format.matches(columns)]
-    if prompt := config.keys.get("prompt"):
+    named = {role for role in COMPARED if config.keys.get(role)}
+    found = [format for format in FORMATS.values() if format.matches({*columns, *named})]
+    comparing = [format for format in found if format.candidates]
+    if comparing:  # whatever else its columns could be
+        found = comparing
+    elif prompt := config.keys.get("prompt"):
         found = [format for format in found if prompt in format.prompt] or [FORMATS["easyr1"]]
     if (answer := config.keys.get("answer")) and len(found) > 1:
         found = [format for format in found if answer in format.answer] or found
@@ -200,19 +227,25 @@ def read_row(
     for name in UNREAD_MEDIA:
         if _filled(row.get(name)):
             raise RowError(f"column {name!r} is filled, but only images and text can be read")
-    if values["prompt"] is None:
+    if values["prompt"] is None and not format.candidates:
         names = columns_of(format, config.keys)["prompt"]
         raise RowError(f"no prompt in column {' or '.join(names)}")
     pictures = _pictures(row, values["images"], fields["images"][0])
-    turns = arrange(_turns(values), pictures, prepend=config.placeholder == "prepend")
+    asked, candidates = _turns(values, format)
+    turns = [*asked, *(turn for candidate in candidates for turn in candidate)]
+    turns = arrange(turns, pictures, prepend=config.placeholder == "prepend")
     count = sum(isinstance(piece, Picture) for _, pieces in turns for piece in pieces)
     if count > config.max_images:
         raise RowError(f"{count} images, data.max_images is {config.max_images}")
     choices = _choices(values["choices"])
     used = {column for column, _ in fields.values()}
+    messages = [_message(role, pieces, open_image) for role, pieces in turns]
+    ends = np.cumsum([len(asked), *(len(candidate) for candidate in candidates)]).tolist()
     sample = Sample(
         id="" if values["id"] is None else str(values["id"]),
-        messages=tuple(_message(role, pieces, open_image) for role, pieces in turns),
+        messages=tuple(messages[: len(asked)]),
+        candidates=tuple(tuple(messages[a:b]) for a, b in pairwise(ends)),
+        desirable=read_label(values["label"]) if format.label else None,
         answer=_gold(values["answer"], format.gold, choices),
         data_source=values["data_source"] or default_source,
         choices=choices,
@@ -260,16 +293,23 @@ def _pictures(row: Mapping[str, Any], value: Any, column: str) -> list[Picture]:
     return [Picture.of(source) for source in sources]
 
 
-def _turns(values: Mapping[str, Any]) -> Turns:
-    """The chat of a row with its system column and, where it shows its reasoning, its answer."""
-    turns = read_chat(values["prompt"])
+def _turns(values: Mapping[str, Any], format: Format) -> tuple[Turns, list[Turns]]:
+    """The chat of a row with its system column and, where it shows its reasoning, its answer; and
+    the candidates that go on from there.
+    """
+    candidates: list[Turns] = []
+    if format.candidates:
+        replies = [values[role] for role in format.candidates]
+        turns, candidates = read_candidates(values["prompt"], replies)
+    else:
+        turns = read_chat(values["prompt"])
     if values["thinking"]:
         turns.append(("assistant", [_worked(values["thinking"], values["answer"])]))
     if values["system"] is not None:
         if any(role == "system" for role, _ in turns):
             raise RowError("a system column beside a system message in the chat; keep one of them")
         turns.insert(0, ("system", [str(values["system"])]))
-    return turns
+    return turns, candidates
 
 
 def _worked(thinking: Any, solution: Any) -> str:
@@ -316,68 +356,7 @@ def _gold(
 def _extra(row: Mapping[str, Any], used: Collection[str], format: Format) -> dict[str, Any]:
     extra = {name: value for name, value in row.items() if name not in used}
     nested = extra.get("extra")
-    if format.name == "messages" and isinstance(nested, Mapping):  # as `to_row` writes it
+    if format.name in WRITTEN and isinstance(nested, Mapping):  # as `to_row` writes it
         del extra["extra"]
         extra |= nested
     return extra
-
-
-# -- back to plain data ----------------------------------------------------------------------------
-
-
-def plain(value: Any) -> Any:
-    """JSON data that stands for any value, for hashes and reports; bytes become their hash."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
-    if isinstance(value, bytes):
-        return f"sha256:{hashlib.sha256(value).hexdigest()}"
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    return value.isoformat() if hasattr(value, "isoformat") else f"<{type(value).__name__}>"
-
-
-def to_row(sample: Sample) -> dict[str, Any]:
-    """The canonical record of a sample, which the `messages` format reads back."""
-    return {
-        "id": sample.id,
-        "data_source": sample.data_source,
-        "messages": [
-            {"role": message.role, "content": [_item(part) for part in message.parts]}
-            for message in sample.messages
-        ],
-        "answer": sample.answer,
-        "choices": sample.choices,
-        "extra": dict(sample.extra),
-    }
-
-
-def _item(part: str | Media) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": escape(part)}
-    assert part.box is None, "a data set holds whole images"
-    source = part.path or "data:;base64," + base64.b64encode(part.data or b"").decode()
-    return {
-        "type": "image",
-        "image": source,
-        "width": part.width,
-        "height": part.height,
-        "hash": part.hash,
-        "min_pixels": part.min_pixels,
-        "max_pixels": part.max_pixels,
-    }
-
-
-def content_hash(sample: Sample, *, everything: bool = False) -> str:
-    """Hash of prompt, gold and choices; with `everything` also of id, source and extra columns."""
-    content: list[Any] = [
-        [[m.role, [p if isinstance(p, str) else p.key for p in m.parts]] for m in sample.messages],
-        sample.answer,
-        sample.choices,
-    ]
-    if everything:
-        content += [sample.id, sample.data_source, plain(sample.extra)]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -9,7 +9,7 @@ that fits or None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from saccade.types import Media, Message, Sample
@@ -24,10 +24,11 @@ def drop(sample: Sample, length: Length, limit: int) -> Sample | None:
 
 def shrink(sample: Sample, length: Length, limit: int) -> Sample | None:
     """Lower the pixel budget of the row, which shrinks its largest images first, to min_pixels."""
-    if not sample.media:
+    media = sample.every_media
+    if not media:
         return None
-    budget = max(min(media.max_pixels, media.width * media.height) for media in sample.media)
-    floor = min(media.min_pixels for media in sample.media)
+    budget = max(min(one.max_pixels, one.width * one.height) for one in media)
+    floor = min(one.min_pixels for one in media)
     while budget > floor:
         budget = max(floor, int(budget * SHRINK_STEP))
         smaller = _with_budget(sample, budget)
@@ -42,8 +43,14 @@ def _with_budget(sample: Sample, budget: int) -> Sample:
             return part
         return replace(part, max_pixels=max(part.min_pixels, min(part.max_pixels, budget)))
 
-    messages = (replace(m, parts=tuple(fit(part) for part in m.parts)) for m in sample.messages)
-    return replace(sample, messages=tuple(messages))
+    def smaller(messages: Iterable[Message]) -> tuple[Message, ...]:
+        return tuple(replace(m, parts=tuple(fit(part) for part in m.parts)) for m in messages)
+
+    return replace(
+        sample,
+        messages=smaller(sample.messages),
+        candidates=tuple(smaller(candidate) for candidate in sample.candidates),
+    )
 
 
 def drop_turns(sample: Sample, length: Length, limit: int) -> Sample | None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 TEXTS_FILE = Path(__file__).with_name("prompts.yaml")
+WORDED = "worded"  # a column that is true where a row holds its prompt as it was asked
 MARK = re.compile("\0(\\d+)\0")  # stands for an image while a template handles the text
 
 
@@ -61,6 +62,8 @@ def apply(
     """The sample with all that the config adds to its prompt; `choices_seed` draws the order of
     options where it wants them permuted.
     """
+    if sample.extra.get(WORDED):
+        return sample
     if config.permute_choices:
         sample = permute_choices(sample, choices_seed)
     first = next(index for index, message in enumerate(sample.messages) if message.role == "user")

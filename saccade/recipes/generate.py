@@ -1,5 +1,5 @@
 """Batch inference: responses of a model to a file, one JSON line each; rows that are there already
-are skipped.
+are skipped. With rewards, the best of them become rows to train on.
 
 With `generate.select=correct` a model teaches by example: its right episodes, all their turns and
 pictures, are written as conversations to learn from.
@@ -24,6 +24,7 @@ from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.recipes import parts
 from saccade.recipes.engines import answering_engine, answering_family, expenses
+from saccade.recipes.selection import SELECT, write_selected
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream
 from saccade.tracking.console import Console
@@ -84,7 +85,15 @@ def run(config: Any) -> dict[str, Any]:
             done |= {group.sample.id for group in groups}
         for spent in expenses(engine, scorer):
             console.note(spent)
-    return {"path": str(path), "rows": len(todo), "skipped": skipped}
+    result: dict[str, Any] = {"path": str(path), "rows": len(todo), "skipped": skipped}
+    chosen = config.generate
+    if chosen.select in SELECT:
+        selected, count = write_selected(
+            path, data.samples, select=chosen.select, threshold=chosen.threshold
+        )
+        print(f"{count} rows to train on in {selected}")
+        result |= {"selected": str(selected), "selected_rows": count}
+    return result
 
 
 def _teach(folder: Path, groups: Sequence[Group], done: Set[str]) -> None:
@@ -130,7 +139,9 @@ def _made_by(config: Config) -> dict[str, str]:
     rollout, http = config.rollout, config.rollout.http
     model = f"{http.model} at {http.url}" if rollout.engine == "http" else config.model.path
     asked = rollout.model_dump(exclude=set(HOW)) | {"api": http.api}
-    chosen = [config.prompt, asked, config.env, config.generate, config.run.seed]
+    generate = config.generate  # other selections are made from the file and change no response
+    made = (generate.output, generate.n, generate.select == "correct")
+    chosen = [config.prompt, asked, config.env, made, config.run.seed]
     text = repr(chosen).encode()
     return {
         "model": model,

@@ -1,15 +1,19 @@
-"""What happens when an update could not be made."""
+"""What happens when an update could not be made, or engine and trainer mean different policies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from saccade.algorithms.algorithm import Algorithm
 from saccade.backends import Update
 from saccade.config import TrainConfig
 from saccade.errors import TrainingError
 from saccade.recipes.parts import save_batches
 from saccade.recipes.run import Run
-from saccade.types import Batch
+from saccade.types import Batch, Metrics
+
+LARGEST_MISMATCH = 1.05  # mean of exp|old - rollout|: beyond it the engine samples another policy
+MOST_UNSCORED = 0.01  # share of tokens that an engine may leave without a log-prob
 
 
 def guard(
@@ -30,4 +34,23 @@ def guard(
         raise TrainingError(
             f"{counts[who]} {whose}updates in a row were not finite (train.on_nonfinite="
             f"{train.on_nonfinite}); lower train.lr, and look at {where}"
+        )
+
+
+def check_mismatch(metrics: Metrics, algorithm: Algorithm) -> None:
+    """Before anything has drifted, the engine and the trainer must mean the same policy."""
+    found = metrics.means()
+    error = found.get("mismatch/mult_prob_error", 1.0)
+    if error > LARGEST_MISMATCH and not algorithm.corrections:
+        raise TrainingError(
+            f"engine and trainer disagree: mean exp|log-prob gap| is {error:.3f}, above "
+            f"{LARGEST_MISMATCH}; compare temperature, banned ids and weights of both, use "
+            "model.dtype=float32, or weigh the gap with algorithm.correct=[tis.token]"
+        )
+    unscored = found.get("mismatch/unscored_frac", 0.0)
+    if unscored > MOST_UNSCORED:
+        raise TrainingError(
+            f"the engine gave no log-prob for {unscored:.1%} of its tokens, more than "
+            f"{MOST_UNSCORED:.0%}; use an engine that returns log-probs, such as "
+            "rollout.engine=embedded"
         )

@@ -33,7 +33,7 @@ def remembered(
     render: Callable[[Sequence[Message]], Rendered],
 ) -> Iterator[Length]:
     """`ask` words a row as the model reads it, `render` (named by `kind`) makes its tokens."""
-    path = Path(config.run.out) / ".cache" / f"{kind}-lengths-{_renderer(family)}.json"
+    path = Path(config.run.out) / ".cache" / f"{kind}-lengths-{renderer(family)}.json"
     known: dict[str, int] = json.loads(path.read_text()) if path.is_file() else {}
     before = len(known)
 
@@ -52,7 +52,8 @@ def remembered(
         temporary.replace(path)
 
 
-def _renderer(family: Family) -> str:
+def renderer(family: Family) -> str:
+    """A name for how messages become tokens."""
     tokenizer = Path(family.path) / "tokenizer.json"
     digest = hashlib.blake2b(digest_size=12)
     digest.update(f"{family.name}\0{family.chat.template}\0".encode())

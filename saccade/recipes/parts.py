@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -56,10 +57,15 @@ def quiet_libraries() -> None:
 
 
 def start_folder(config: Config) -> str:
-    """The model folder that the config names; a tiny model is built beside the runs first."""
-    if not config.model.path.startswith("tiny:"):
-        return config.model.path
-    kind = config.model.path.removeprefix("tiny:")
+    """The model folder that the config names."""
+    return model_folder(config, config.model.path)
+
+
+def model_folder(config: Config, path: str) -> str:
+    """A tiny model is built beside the runs first."""
+    if not path.startswith("tiny:"):
+        return path
+    kind = path.removeprefix("tiny:")
     folder = Path(config.run.out) / ".tiny" / f"{kind}-{config.run.seed}"
     if not (folder / "model.safetensors").is_file():
         tiny.build(kind, folder, seed=config.run.seed)
@@ -111,12 +117,12 @@ def load_policy(
 
 
 def load_reference(
-    config: Config, family: Family, algorithm: Algorithm, policy: LocalBackend
+    config: Config, family: Family, algorithm: Algorithm | None, policy: LocalBackend
 ) -> Reference:
     """The model that the policy started from: another copy, or the policy without its adapters."""
     if config.model.train not in ADAPTED:
         return LocalBackend(load_policy(config, family).model, family)
-    if algorithm.kl.update == "ema":
+    if algorithm is not None and algorithm.kl.update == "ema":
         raise ConfigError(
             "algorithm.kl.update=ema: a blend of weights is no adapter; with "
             f"model.train={config.model.train} use algorithm.kl.update=copy, or none"
@@ -136,6 +142,22 @@ def load_critic(
     return LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
 
 
+def load_teacher(config: Config, family: Family) -> LocalBackend | None:
+    """A model that reads the same tokens and only scores."""
+    path = config.sft.teacher
+    if path is None:
+        return None
+    folder = model_folder(config, path)
+    theirs = load_family(folder, trust_remote_code=config.model.trust_remote_code)
+    vocabularies = [each.chat.tokenizer.get_vocab() for each in (family, theirs)]
+    if theirs.spec is not family.spec or vocabularies[0] != vocabularies[1]:
+        raise ConfigError(
+            f"sft.teacher={path}: a {theirs.name} with other tokens than the {family.name} that "
+            "learns; give a model of the same family and tokenizer"
+        )
+    return LocalBackend(load_policy(config, theirs, train="full").model, theirs)
+
+
 def use_checkpointing(config: Config) -> bool | Literal["auto"]:
     wanted = config.model.checkpointing
     return "auto" if wanted == "auto" else wanted == "on"
@@ -144,7 +166,7 @@ def use_checkpointing(config: Config) -> bool | Literal["auto"]:
 # -- data ------------------------------------------------------------------------------------------
 
 
-def _instruction(config: Config) -> str:
+def instruction_of(config: Config) -> str:
     """How to answer, then which tools there are."""
     own = config.prompt.instruction
     answering = prompts.instruction_for(config.prompt.format) if own is None else own
@@ -153,7 +175,7 @@ def _instruction(config: Config) -> str:
 
 def asker(config: Config) -> Callable[[Sample], Sample]:
     """A row as the model is asked it. A demonstration at its end is no part of the question."""
-    instruction = _instruction(config)
+    instruction = instruction_of(config)
 
     def ask(sample: Sample) -> Sample:
         messages = list(sample.messages)
@@ -171,27 +193,78 @@ def load_prompts(config: Config, sources: Sequence[DataSource], family: Family) 
     """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
     ask = asker(config)
     with remembered(config, family, "prompt", ask, family.render) as length:
-        return _map(datasets.load(sources, config.data, length=length), ask)
+        return worded(datasets.load(sources, config.data, length=length), ask)
 
 
 def load_dialogues(
     config: Config, sources: Sequence[DataSource], family: Family
 ) -> datasets.Dataset:
-    """Conversations to learn from, the question worded as in RL."""
-    instruction = _instruction(config)
+    """Conversations to learn from, the question worded as in RL; of candidates the best one."""
+    instruction, tag = instruction_of(config), config.sft.reward_tag
 
     def word(sample: Sample) -> Sample:
+        if sample.desirable is False and tag is None:
+            raise RowError("labelled as bad; sft learns from such rows with sft.reward_tag")
+        for candidate in sample.candidates[:1]:
+            sample = replace(sample, messages=(*sample.messages, *candidate), candidates=())
         roles = [message.role for message in sample.messages]
         if "assistant" not in roles or roles[0] == "assistant":
             raise RowError("no assistant turn that answers something; sft reads conversations")
-        return prompts.apply(sample, config.prompt, instruction=instruction)
+        sample = prompts.apply(sample, config.prompt, instruction=instruction)
+        return sample if tag is None else _tagged(sample, tag, reward_of(sample))
 
     limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": config.sft.max_tokens})
     with remembered(config, family, "dialogue", word, family.render_dialogue) as length:
-        return _map(datasets.load(sources, limits, length=length), word)
+        return worded(datasets.load(sources, limits, length=length), word)
 
 
-def _map(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:
+def load_documents(
+    config: Config, sources: Sequence[DataSource], family: Family
+) -> datasets.Dataset:
+    """Plain texts to learn from, as they are; their length counts characters."""
+
+    def length(sample: Sample) -> int:
+        if sample.media:
+            raise RowError("a document with an image; conversations show images (sft.mode=chat)")
+        return sum(len(message.text) for message in sample.messages)
+
+    data = config.data
+    changes = {"keys": {"prompt": "text", **data.keys}, "max_prompt_tokens": sys.maxsize}
+    changes["format"] = "messages" if data.format == "auto" else data.format
+    return datasets.load(sources, data.model_copy(update=changes), length=length)
+
+
+def reward_of(sample: Sample) -> float:
+    """What the row says of its answer."""
+    value = sample.desirable
+    for column in ("reward", "label"):
+        value = sample.extra.get(column) if value is None else value
+    if not isinstance(value, bool | int | float):
+        raise RowError("no number in the column reward or label, which sft.reward_tag shows")
+    return float(value)
+
+
+def _tagged(sample: Sample, tag: str, reward: float) -> Sample:
+    """The reward after the question, which is the last one that is answered."""
+    messages = list(sample.messages)
+    last = max(index for index, message in enumerate(messages) if message.role == "user")
+    text = tag.format(reward=reward)
+    messages[last] = replace(messages[last], parts=(*messages[last].parts, text))
+    return replace(sample, messages=tuple(messages))
+
+
+def asking_for_the_best(
+    config: Config, data: datasets.Dataset, sets: dict[str, datasets.Dataset]
+) -> dict[str, datasets.Dataset]:
+    """Where answers were learned with their reward, questions name the highest one."""
+    tag = config.sft.reward_tag
+    if tag is None or not sets:
+        return sets
+    best = max(reward_of(sample) for sample in data.samples)
+    return {name: worded(part, lambda s: _tagged(s, tag, best)) for name, part in sets.items()}
+
+
+def worded(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:
     return replace(dataset, samples=tuple(change(sample) for sample in dataset.samples))
 
 

@@ -25,23 +25,21 @@ from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.engines import Engine
-from saccade.errors import ConfigError, TrainingError
+from saccade.errors import ConfigError
 from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps
-from saccade.recipes import parity, parts
+from saccade.recipes import average, parity, parts
+from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.engines import make_engine, require_support
-from saccade.recipes.guard import guard
+from saccade.recipes.guard import check_mismatch, guard
 from saccade.recipes.rollouts import Rollouts, Surplus, look_ahead, sample_groups
 from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation
 from saccade.recipes.work import rl_work
 from saccade.rewards.scorer import Scorer
 from saccade.types import Batch, Group, Metrics
-
-LARGEST_MISMATCH = 1.05  # mean of exp|old - rollout|: beyond it the engine samples another policy
-MOST_UNSCORED = 0.01  # share of tokens that an engine may leave without a log-prob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +57,7 @@ class Actors:
     stream: Stream
     surplus: Surplus
     validation: Validation
+    demonstrations: Demonstrations | None
 
     @property
     def scoring(self) -> Scoring:
@@ -79,7 +78,8 @@ def run(config: Any) -> dict[str, Any]:
         this.console.note(describe(algorithm))
         actors = _actors(config, algorithm, family, data, this)
         total = total_steps(config, actors.stream.rows_per_epoch)
-        this.begin(total, actors.policy, family, parts=_parts_with_state(actors))
+        averages = average.kept(config, family, actors.policy, this.start)
+        this.begin(total, actors.policy, family, parts=_parts_with_state(actors) | averages)
         parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
         return _train(this, actors)
 
@@ -238,6 +238,8 @@ def train_policy(
     train = actors.config.train
     assert train.lr is not None, "the defaults of the command are filled in"
     batches = select_tokens(run, actors, algorithm, batches)
+    if actors.demonstrations is not None:
+        batches = [*batches, *actors.demonstrations.batches(run)]
     lr = train.lr * learning_rate(run, actors)
     update = actors.policy.train_step(batches, algorithm, actors.scoring, lr=lr)
     if "policy/loss" not in metrics.sums and not update.skipped:  # the first update of the step
@@ -294,25 +296,6 @@ def refresh_reference(actors: Actors, step: int) -> None:
         actors.reference.blend(actors.policy.weights(), share)
 
 
-def check_mismatch(metrics: Metrics, algorithm: Algorithm) -> None:
-    """Before anything has drifted, the engine and the trainer must mean the same policy."""
-    found = metrics.means()
-    error = found.get("mismatch/mult_prob_error", 1.0)
-    if error > LARGEST_MISMATCH and not algorithm.corrections:
-        raise TrainingError(
-            f"engine and trainer disagree: mean exp|log-prob gap| is {error:.3f}, above "
-            f"{LARGEST_MISMATCH}; compare temperature, banned ids and weights of both, use "
-            "model.dtype=float32, or weigh the gap with algorithm.correct=[tis.token]"
-        )
-    unscored = found.get("mismatch/unscored_frac", 0.0)
-    if unscored > MOST_UNSCORED:
-        raise TrainingError(
-            f"the engine gave no log-prob for {unscored:.1%} of its tokens, more than "
-            f"{MOST_UNSCORED:.0%}; use an engine that returns log-probs, such as "
-            "rollout.engine=embedded"
-        )
-
-
 def finish_step(
     run: Run,
     actors: Actors,
@@ -325,6 +308,8 @@ def finish_step(
     """Here the step becomes part of what a checkpoint stores."""
     config = actors.config
     run.progress["stream"] = actors.stream.state()
+    if actors.demonstrations is not None:
+        run.progress["demonstrations"] = actors.demonstrations.stream.state()
     run.progress["memory"] = memory.to_json(known)
     actors.surplus.groups = rollouts.surplus
     metrics.add("data/epoch", actors.stream.epoch)
@@ -374,6 +359,9 @@ def _actors(
         reference = parts.load_reference(config, family, algorithm, backend)
     if algorithm.needs_critic:
         critic = parts.load_critic(config, family, algorithm, checkpointing=checkpointing)
+    demonstrations = None
+    if config.train.ptx_coef:
+        demonstrations = Demonstrations(config, family, updates=algorithm.updates_per_step)
     actors = Actors(
         config=config,
         algorithm=algorithm,
@@ -388,10 +376,13 @@ def _actors(
         validation=Validation(
             run, config, family, engine, backend, scorer, sets, training_follows=False
         ),
+        demonstrations=demonstrations,
     )
     if run.start is not None:
         backend.load_state(run.start / "state")
         stream.restore(run.progress["stream"])
+        if demonstrations is not None:
+            demonstrations.stream.restore(run.progress["demonstrations"])
         for name, part in _parts_with_state(actors).items():
             part.load_state(run.start / "state" / name)
     engine.update_weights(backend, version=run.step)  # its own copy may be of another checkpoint

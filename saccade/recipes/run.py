@@ -244,7 +244,7 @@ class Run:
         taken: list[Sample] = []
         while len(taken) < count:
             for sample in stream.take(count - len(taken)):
-                problem = _damage(sample)
+                problem = damage(sample)
                 if problem is None:
                     taken.append(sample)
                 else:
@@ -296,9 +296,9 @@ def speeds(metrics: Mapping[str, float], times: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _damage(sample: Sample) -> str | None:
+def damage(sample: Sample) -> str | None:
     """Why an image of the row cannot be shown. What is decoded here is what the model will see."""
-    for media in sample.media:
+    for media in sample.every_media:
         try:
             DECODED.get(media)
         except ImageError as error:

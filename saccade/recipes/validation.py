@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from saccade.backends.local import LocalBackend
 from saccade.config import Config
 from saccade.data.datasets import Dataset
-from saccade.engines import Engine, WeightSource
+from saccade.engines import Engine
 from saccade.models.families import Family
+from saccade.recipes import parity, parts
+from saccade.recipes.engines import make_engine
 from saccade.recipes.evaluate import describe, evaluate_sets
 from saccade.recipes.run import Run, Stopping
 from saccade.rewards.scorer import Scorer
@@ -20,7 +23,7 @@ class Validation:
         config: Config,
         family: Family,
         engine: Engine | None,  # where there are sets
-        weights: WeightSource,
+        weights: LocalBackend,
         scorer: Scorer | None,
         sets: dict[str, Dataset],
         *,
@@ -31,7 +34,14 @@ class Validation:
         self.training_follows = training_follows
 
     def before(self) -> None:
-        """The score of the start, for the comparison."""
+        """The score of the start, for the comparison; before it, whether engine and trainer mean
+        the same model, where no rollout asks.
+        """
+        if self.engine is not None and self.training_follows:
+            samples = [s for dataset in self.sets.values() for s in dataset.samples]
+            self.engine.update_weights(self.weights, version=self.run.step)
+            parity.check(self.run, self.config, self.engine, self.weights, samples)
+            self.engine.sleep()
         if self.sets and self.config.val.before and self.run.step == 0:
             self.run.loggers.log(self.metrics(step=0), 0)
 
@@ -62,3 +72,26 @@ class Validation:
             self.run.console.note(f"step {step}  {describe(result)}")
         self.run.note_validation(metrics, step)
         return metrics
+
+
+def answering(
+    run: Run,
+    config: Config,
+    policy: parts.Policy,
+    weights: LocalBackend,
+    sets: dict[str, Dataset],
+) -> Validation:
+    """For training that samples nothing itself: engine and rewards only where there are sets."""
+    if not sets:
+        return Validation(
+            run, config, policy.family, None, weights, None, sets, training_follows=True
+        )
+    scorer = parts.make_scorer(config)
+    run.close_at_end(scorer)
+    for dataset in sets.values():
+        parts.test_rewards(config, scorer, dataset.samples)
+    engine = make_engine(config, policy, logs=run.folder.path, say=run.console.note)
+    run.close_at_end(engine)
+    return Validation(
+        run, config, policy.family, engine, weights, scorer, sets, training_follows=True
+    )

@@ -84,6 +84,12 @@ CHARTS: tuple[Chart, ...] = (
         percent=True,
     ),
     Chart(title="SFT loss", metrics={"sft/loss": "loss"}),
+    Chart(title="Preference loss", metrics={"dpo/loss": "loss"}),
+    Chart(title="Pairs in the right order", metrics={"dpo/accuracy": "accuracy"}),
+    Chart(
+        title="Rewards of preferences",
+        metrics={"dpo/reward_chosen": "chosen", "dpo/reward_rejected": "rejected"},
+    ),
     Chart(
         title="Response tokens",
         metrics={"length/response_mean": "mean", "length/response_p95": "95th percentile"},

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from saccade.config import DataConfig
 from saccade.data.chats import RowError
-from saccade.data.formats import FORMATS, content_hash, detect, read_row, to_row
+from saccade.data.formats import FORMATS, detect, read_row
+from saccade.data.records import content_hash, to_row
 from saccade.errors import ConfigError, DataError
 from saccade.images import ImageError, open_media
 from saccade.types import Media
@@ -83,6 +84,14 @@ ROWS = {
         ],
         "images": ["bus.jpg", "crop.jpg"],
     },
+    "pairs": {
+        "prompt": "<image>Describe.",
+        "images": ["a.png"],
+        "chosen": "A red cube.",
+        "rejected": "A dog.",
+        "margin": 0.5,
+    },
+    "labels": {"input": "2+2?", "output": "4", "label": 1},
 }
 READ = {
     "messages": ([("user", "*|Find x.")], "$42$", "file"),
@@ -101,6 +110,8 @@ READ = {
         None,
         "file",
     ),
+    "pairs": ([("user", "*|Describe.")], None, "file"),
+    "labels": ([("user", "2+2?")], None, "file"),
 }
 
 
@@ -152,7 +163,7 @@ def test_unknown_columns_formats_and_roles_are_refused():
     with pytest.raises(DataError, match=r"data.keys.answer=y is no column; there are question"):
         detect({"question"}, DataConfig(keys={"answer": "y"}))
     with pytest.raises(DataError, match="no known format"):
-        detect({"prompt", "chosen", "rejected"}, DataConfig())
+        detect({"prefix", "chosen"}, DataConfig())
 
 
 def test_columns_can_be_renamed(read):
@@ -310,11 +321,12 @@ JSON_VALUES = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(
     format=st.sampled_from(list(FORMATS.values())),
-    values=st.lists(JSON_VALUES, min_size=8, max_size=8),
+    values=st.lists(JSON_VALUES, min_size=9, max_size=9),
 )
 def test_any_row_is_a_sample_or_a_reason(format, values):
     names = [format.prompt[0], format.answer[0], "images", "id", "data_source", "choices", "system"]
-    row = dict(zip([*names, *format.thinking], values, strict=False))
+    names += [*format.thinking, *(columns[0] for columns in format.candidates.values())]
+    row = dict(zip([*names, *format.label], values, strict=False))
     try:
         assert read_row(row, format, DataConfig(), open_image=open_media).id
     except (RowError, ImageError) as reason:

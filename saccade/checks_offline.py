@@ -1,0 +1,75 @@
+"""What a config alone can say against learning from rows that exist, or making them.
+
+Rules as those of `checks.py`, which calls them: demonstrations, preferences, selected responses.
+
+    >>> list(preferences(load(None, ["dpo.gamma=1"])))
+    ['dpo.gamma: has no effect with dpo.loss=dpo; remove it']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from saccade.algorithms.preference import PREFERENCES, WITHOUT_REFERENCE
+from saccade.config import Config
+
+
+def folder(field: str, path: str) -> Iterator[str]:
+    if not path.startswith("tiny:") and not (Path(path) / "config.json").is_file():
+        reason = "has no config.json" if Path(path).is_dir() else "is not a folder"
+        yield f"{field}: {path} {reason}; give a Hugging Face model folder that is on this disk"
+
+
+def imitation(config: Config) -> Iterator[str]:
+    sft = config.sft
+    if sft.teacher is not None:
+        yield from folder("sft.teacher", sft.teacher)
+    elif "kd_coef" in sft.model_fields_set:
+        yield "sft.kd_coef: has no effect without sft.teacher; name a teacher, or remove it"
+    if sft.reward_tag is not None and not _shows_reward(sft.reward_tag):
+        yield (
+            f"sft.reward_tag: {sft.reward_tag!r} does not show a reward; "
+            "try sft.reward_tag='<reward {reward:.1f}>'"
+        )
+    for name in ("loss_on", "reward_tag") if sft.mode == "pretrain" else ():
+        if name in sft.model_fields_set:
+            yield f"sft.{name}: has no effect with sft.mode=pretrain; remove it"
+
+
+def _shows_reward(tag: str) -> bool:
+    try:
+        return tag.format(reward=0.25) != tag.format(reward=100.0)
+    except (LookupError, ValueError, AttributeError):
+        return False
+
+
+def preferences(config: Config) -> Iterator[str]:
+    dpo = config.dpo
+    read = {"loss", "nll_coef", "max_tokens", *PREFERENCES[dpo.loss].options}
+    for name in sorted(dpo.model_fields_set - read):
+        looks = name == "reference" and dpo.loss not in WITHOUT_REFERENCE
+        if getattr(dpo, name) is not None and not looks:
+            yield f"dpo.{name}: has no effect with dpo.loss={dpo.loss}; remove it"
+
+
+def selection(config: Config) -> Iterator[str]:
+    generate = config.generate
+    if generate.select in ("all", "correct"):
+        if generate.threshold is not None:
+            yield "generate.threshold: has no effect without generate.select; try select=threshold"
+        return
+    if config.env.name != "single_turn":
+        yield "generate.select: keeps single replies; try select=correct, or env.name=single_turn"
+    if generate.select == "threshold" and generate.threshold is None:
+        yield "generate.threshold: generate.select=threshold needs it; try generate.threshold=1"
+    if generate.select in ("best", "best_worst") and generate.n < 2:
+        yield f"generate.n: {generate.n} response has no better one; try generate.n=4"
+
+
+def demonstrations(config: Config) -> Iterator[str]:
+    rows, coef = config.data.demonstrations, config.train.ptx_coef
+    if coef and not rows:
+        yield "data.demonstrations: train.ptx_coef needs some; try data.demonstrations=shown.jsonl"
+    if rows and not coef:
+        yield "data.demonstrations: has no effect with train.ptx_coef=0; try train.ptx_coef=0.05"

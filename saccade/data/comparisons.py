@@ -1,0 +1,71 @@
+"""Candidates of a row: what stands in `chosen` and `rejected`, or in `output` beside a label.
+
+A candidate is a reply, or the whole conversation that ends in it; what whole conversations have in
+common is the prompt. Knows nothing of columns, files or pixels.
+
+    >>> read_candidates("How many?", ["three", "a dog"])[1][0]
+    [('assistant', ['three'])]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from saccade.data.chats import RowError, Turns, read_chat, read_reply
+
+# One text for a whole conversation, as the helpful-harmless sets write it.
+SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+LABELS = {"1": True, "true": True, "0": False, "false": False}
+
+
+def read_candidates(prompt: Any, replies: Sequence[Any]) -> tuple[Turns, list[Turns]]:
+    """The question, and how each candidate goes on from it."""
+    asked = [] if prompt is None else read_chat(prompt)
+    sides = [_spoken(reply) if prompt is None else read_reply(reply) for reply in replies]
+    repeats = [side[0][0] != "assistant" for side in sides]
+    if any(repeats):
+        if not all(repeats):
+            raise RowError("one candidate repeats the prompt and the other does not")
+        shared = _shared(sides)
+        if asked and shared[-len(asked) :] != asked:
+            raise RowError("the candidates are whole conversations, and not of this prompt")
+        asked, sides = shared, [side[len(shared) :] for side in sides]
+    if not asked:
+        raise RowError("no prompt, and the candidates do not begin with one")
+    for side in sides:
+        if side[-1][0] != "assistant":
+            raise RowError(f"a candidate ends with a {side[-1][0]} message, not with a reply")
+        if not any(piece for role, pieces in side if role == "assistant" for piece in pieces):
+            raise RowError("a candidate is empty")
+    return asked, sides
+
+
+def read_label(value: Any) -> bool:
+    text = f"{value:g}" if isinstance(value, float) else str(value).strip().lower()
+    if text not in LABELS:
+        raise RowError(f"a label is 1 (good) or 0 (bad), not {value!r}")
+    return LABELS[text]
+
+
+def _spoken(reply: Any) -> Turns:
+    """A text without a prompt beside it names its speakers."""
+    if not isinstance(reply, str) or not SPEAKER.match(reply):
+        return read_reply(reply)
+    _, *pieces = SPEAKER.split(reply)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [
+        (roles[who], [text.strip()]) for who, text in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
+
+
+def _shared(sides: Sequence[Turns]) -> Turns:
+    """The longest common beginning after which every side goes on with a reply."""
+    length = min(len(side) for side in sides) - 1
+    while length and not (
+        all(side[:length] == sides[0][:length] for side in sides)
+        and all(side[length][0] == "assistant" for side in sides)
+    ):
+        length -= 1
+    return list(sides[0][:length])

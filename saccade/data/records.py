@@ -1,0 +1,91 @@
+"""Samples as plain data: the canonical record of a row, hashes of its content.
+
+A record is JSON that the formats of `WRITTEN` read back as the same sample. Knows nothing of other
+formats or of files.
+
+    >>> read_row(to_row(sample), FORMATS["messages"], DataConfig(), open_image=open_media) == sample
+    True
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from saccade.data.chats import escape
+from saccade.types import Media, Message, Sample
+
+WRITTEN = ("messages", "pairs", "labels")
+
+
+def plain(value: Any) -> Any:
+    """JSON data that stands for any value, for hashes and reports; bytes become their hash."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, bytes):
+        return f"sha256:{hashlib.sha256(value).hexdigest()}"
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return value.isoformat() if hasattr(value, "isoformat") else f"<{type(value).__name__}>"
+
+
+def to_row(sample: Sample) -> dict[str, Any]:
+    """The canonical record of a sample, which the formats of `WRITTEN` read back."""
+    row: dict[str, Any] = {
+        "id": sample.id,
+        "data_source": sample.data_source,
+        "messages": _items(sample.messages),
+        "answer": sample.answer,
+        "choices": sample.choices,
+        "extra": dict(sample.extra),
+    }
+    if sample.candidates:
+        roles = ("chosen", "rejected") if sample.desirable is None else ("output",)
+        row |= {r: _items(c) for r, c in zip(roles, sample.candidates, strict=True)}
+    return row if sample.desirable is None else row | {"label": int(sample.desirable)}
+
+
+def _items(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    return [
+        {"role": message.role, "content": [_item(part) for part in message.parts]}
+        for message in messages
+    ]
+
+
+def _item(part: str | Media) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": escape(part)}
+    assert part.box is None, "a data set holds whole images"
+    source = part.path or "data:;base64," + base64.b64encode(part.data or b"").decode()
+    return {
+        "type": "image",
+        "image": source,
+        "width": part.width,
+        "height": part.height,
+        "hash": part.hash,
+        "min_pixels": part.min_pixels,
+        "max_pixels": part.max_pixels,
+    }
+
+
+def content_hash(sample: Sample, *, everything: bool = False) -> str:
+    """Hash of prompt, gold and choices; with `everything` also of id, source and extra columns."""
+    content: list[Any] = [_content(sample.messages), sample.answer, sample.choices]
+    if sample.candidates:
+        content += [[_content(candidate) for candidate in sample.candidates], sample.desirable]
+    if everything:
+        content += [sample.id, sample.data_source, plain(sample.extra)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _content(messages: Iterable[Message]) -> list[Any]:
+    return [[m.role, [p if isinstance(p, str) else p.key for p in m.parts]] for m in messages]

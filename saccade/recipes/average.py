@@ -1,0 +1,42 @@
+"""An average of the weights that follows the policy slowly, kept as a model folder of its own.
+
+average = b * average + (1 - b) * weights, after every update; b = train.ema
+
+this.begin(total, backend, family, parts=kept(config, family, backend, this.start))
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from saccade.backends.local import LocalBackend
+from saccade.checkpoint import copy_processor
+from saccade.config import Config
+from saccade.models.families import Family
+from saccade.recipes import parts
+
+FOLDER = "ema"
+
+
+class Average:
+    def __init__(self, backend: LocalBackend) -> None:
+        self.backend = backend
+
+    def save_state(self, folder: Path) -> None:
+        """What it goes on from, in fp32 if it is kept so, and what can be loaded."""
+        self.backend.save_state(folder)
+        self.backend.save_model(folder)
+        copy_processor(self.backend.family, folder)
+
+
+def kept(
+    config: Config, family: Family, policy: LocalBackend, start: Path | None
+) -> dict[str, Average]:
+    """Nothing, unless the config wants an average; `start` is the checkpoint to go on from."""
+    if not config.train.ema:
+        return {}
+    average = LocalBackend(parts.load_policy(config, family).model, family)
+    if start is not None:
+        average.load_state(start / "state" / FOLDER)
+    policy.follow_with(average, 1 - config.train.ema)
+    return {FOLDER: Average(average)}

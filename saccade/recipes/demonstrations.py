@@ -1,0 +1,40 @@
+"""Demonstrations that reinforcement learning also learns from: a second stream, the same updates.
+
+    loss of an update + train.ptx_coef * mean of -log p over the tokens of its demonstrations
+
+demonstrations = Demonstrations(config, family, updates=algorithm.updates_per_step)
+backend.train_step([*batches, *demonstrations.batches(run)], algorithm, scoring, lr=lr)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from saccade.config import Config
+from saccade.data.datasets import Stream
+from saccade.forest import pack
+from saccade.models.families import Family
+from saccade.recipes import parts
+from saccade.recipes.dialogues import dialogue
+from saccade.recipes.run import Run
+from saccade.types import Batch
+
+
+class Demonstrations:
+    def __init__(self, config: Config, family: Family, *, updates: int) -> None:
+        self.config, self.family = config, family
+        self.rows = math.ceil(config.train.prompts_per_step / updates)
+        data = parts.load_dialogues(config, config.data.demonstrations, family)
+        self.stream = Stream(data, seed=config.run.seed, config=config.data)
+
+    def batches(self, run: Run) -> list[Batch]:
+        """The next rows. Without advantages they are imitated."""
+        rows = run.take(self.stream, self.rows)
+        groups = [dialogue(row, self.family, "assistant") for row in rows]
+        train = self.config.train
+        batches = pack(groups, positions=self.family.positions, micro_tokens=train.micro_tokens)
+        scale = train.ptx_coef / sum(len(batch.reads) for batch in batches)
+        return [replace(b, scales=np.full(len(b.reads), scale, np.float32)) for b in batches]

@@ -1,0 +1,98 @@
+"""Rows that somebody else has written, as trajectories: which of their tokens are trained.
+
+dialogue(sample, family, "assistant")      # a conversation
+document(sample, family, max_tokens=2048)  # plain text, in pieces
+compared(sample, family)                   # a question with its candidates
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from saccade.algorithms.comparison import CHOSEN, REJECTED
+from saccade.models.families import Family
+from saccade.types import Group, Message, Rendered, Sample, Source, Trajectory
+
+
+def dialogue(sample: Sample, family: Family, loss_on: str) -> Group:
+    rendered = family.render_dialogue(sample.messages)
+    sources = TRAINED[loss_on](rendered.sources, rendered.ids != family.chat.placeholder)
+    return _group(sample, [_written(sample, 0, rendered, sources, sample.messages)])
+
+
+def document(sample: Sample, family: Family, max_tokens: int) -> Group:
+    """Pieces of at most `max_tokens`; the last one ends with an end of text."""
+    ids = family.chat.encode_document("".join(message.text for message in sample.messages))
+    starts = range(0, max(1, len(ids) - 1), max_tokens)  # a piece of one token predicts nothing
+    pieces = [ids[start : start + max_tokens] for start in starts]
+    sources = [np.full(len(piece), Source.POLICY, np.int8) for piece in pieces]
+    rendered = [Rendered(ids=i, sources=s) for i, s in zip(pieces, sources, strict=True)]
+    return _group(
+        sample,
+        [
+            _written(sample, n, r, _all(r.sources, np.ones(len(r), bool)), sample.messages)
+            for n, r in enumerate(rendered)
+        ],
+    )
+
+
+def compared(sample: Sample, family: Family) -> Group:
+    """The candidates of a sample, which share its prompt; their repeat is the side they are on."""
+    sides = [CHOSEN, REJECTED]
+    if sample.desirable is not None:
+        sides = [CHOSEN if sample.desirable else REJECTED]
+    earlier = sum(message.role == "assistant" for message in sample.messages)
+    members = []
+    for side, candidate in zip(sides, sample.candidates, strict=True):
+        messages = (*sample.messages, *candidate)
+        rendered = family.render_dialogue(messages)
+        sources = from_turn(rendered.sources, earlier)
+        members.append(_written(sample, side, rendered, sources, messages))
+    return _group(sample, members)
+
+
+def _written(
+    sample: Sample,
+    repeat: int,
+    rendered: Rendered,
+    sources: np.ndarray,
+    messages: tuple[Message, ...],
+) -> Trajectory:
+    """As if somebody else had sampled it."""
+    return Trajectory(
+        sample_id=sample.id,
+        repeat=repeat,
+        ids=rendered.ids,
+        sources=sources,
+        logprobs=np.full(len(rendered), np.nan, np.float32),
+        versions=np.full(len(rendered), -1, np.int32),
+        media=rendered.media,
+        messages=messages,
+    )
+
+
+def _group(sample: Sample, trajectories: Sequence[Trajectory]) -> Group:
+    return Group(sample=sample, uid=sample.id, trajectories=tuple(trajectories))
+
+
+def from_turn(sources: np.ndarray, first: int) -> np.ndarray:
+    """Trained from the assistant's turn number `first` on; negative ones count from the end."""
+    policy = np.flatnonzero(sources == Source.POLICY)
+    starts = policy[np.diff(policy, prepend=-2) > 1]
+    earlier = (sources == Source.POLICY) & (np.arange(len(sources)) < starts[first])
+    return np.where(earlier, Source.PROMPT, sources)
+
+
+def _all(sources: np.ndarray, is_text: np.ndarray) -> np.ndarray:
+    trained = is_text.copy()
+    trained[0] = False  # nothing stands before it to predict it from
+    return np.where(trained, Source.POLICY, Source.PROMPT)
+
+
+TRAINED = {
+    "assistant": lambda sources, is_text: sources,
+    "last_turn": lambda sources, is_text: from_turn(sources, -1),
+    "all": _all,
+}

@@ -1,0 +1,161 @@
+"""Preference training: pairs (or labelled responses), forests, reference, update, again.
+
+saccade dpo run.yaml data.train=pairs.jsonl dpo.loss=ipo
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from saccade import checks
+from saccade.algorithms.comparison import Comparison, from_config
+from saccade.backends.local import LocalBackend
+from saccade.backends.schedule import rate
+from saccade.config import Config, defaults_for, load
+from saccade.data.datasets import Dataset, Stream, keep
+from saccade.errors import DataError
+from saccade.models.families import Family
+from saccade.models.load import describe_trained
+from saccade.plan import total_steps
+from saccade.recipes import average, pairs, parts
+from saccade.recipes.guard import guard
+from saccade.recipes.pairs import Comparer
+from saccade.recipes.run import Run, damage
+from saccade.recipes.validation import Validation, answering
+from saccade.recipes.work import sft_work
+from saccade.types import Metrics, Sample, replace
+
+
+def run(config: Any) -> dict[str, Any]:
+    """Train until the steps are over; returns the metrics of the last step."""
+    config = defaults_for("dpo", load(config))
+    checks.check(config, "dpo")
+    parts.quiet_libraries()
+    row = from_config(config.dpo)
+    family = parts.family_of(config, parts.start_folder(config))
+    data = pairs.load_pairs(config, config.data.train, family, paired=row.paired)
+    held, asked = _validation_sets(config, family, row)
+    with Run(config, "dpo", parts.manifest(family, data, config)) as this:
+        this.console.note(data.summary)
+        every = [sample for dataset in (data, *held.values()) for sample in dataset.samples]
+        strange = {} if row.paired else pairs.strangers(every)
+        totals = None
+        if row.needs_reference and config.dpo.reference == "precompute":
+            totals = pairs.precomputed(this, config, family, [*every, *strange.values()])
+        policy = parts.load_policy(config, family, folder=str(this.start) if this.start else None)
+        this.console.note(describe_trained(policy.model, family))
+        checkpointing = parts.use_checkpointing(config)
+        backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
+        if row.needs_reference and config.dpo.reference == "compute":
+            reference = parts.load_reference(config, family, None, backend)
+            totals = partial(pairs.computed, reference)
+        comparer = Comparer(config=config, family=family, row=row, totals=totals, strange=strange)
+        stream = Stream(data, seed=config.run.seed, config=config.data)
+        this.progress.setdefault("stream", stream.state())
+        if this.start is not None:
+            backend.load_state(this.start / "state")
+            stream.restore(this.progress["stream"])
+        answers = answering(this, config, policy, backend, asked)
+        validation = HeldOut(this, comparer, backend, held, answers)
+        averages = average.kept(config, family, backend, this.start)
+        total = total_steps(config, stream.rows_per_epoch)
+        this.begin(total, backend, family, parts=averages)
+        parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
+        return _train(this, comparer, backend, stream, validation)
+
+
+def _train(
+    run: Run, comparer: Comparer, backend: LocalBackend, stream: Stream, validation: HeldOut
+) -> dict[str, Any]:
+    train, last = comparer.config.train, dict[str, Any]()
+    assert train.lr is not None, "the defaults of the command are filled in"
+    validation.before()
+    for step in run.steps():
+        with run.phase("data"):
+            rows = run.take(stream, train.prompts_per_step)
+        with run.phase("logp_ref"):
+            batches, row = comparer.prepare(rows, backend)
+        lr = rate(
+            step - 1,
+            total=run.total,
+            lr=train.lr,
+            schedule=train.schedule,
+            warmup=train.warmup,
+            min_lr=train.min_lr,
+        )
+        with run.phase("update"):
+            update = backend.train_comparison(batches, row, lr=lr)
+            guard(run, train, batches, update)
+        run.progress["stream"] = stream.state()
+        values = _metrics(update.metrics, row, stream) | sft_work(backend, batches)
+        if validation.due(step):
+            values |= validation.metrics(step=step)
+        last = run.finish_step(values)
+    return last
+
+
+def _metrics(update: Metrics, row: Comparison, stream: Stream) -> dict[str, float]:
+    found = update.means()
+    z = {} if row.paired else {"dpo/z": row.z}
+    return found | pairs.named(found, "dpo") | z | {"data/epoch": stream.epoch}
+
+
+class HeldOut:
+    """Pairs that are not trained on, beside questions whose answers are scored."""
+
+    def __init__(
+        self,
+        run: Run,
+        comparer: Comparer,
+        backend: LocalBackend,
+        sets: Mapping[str, Dataset],
+        answers: Validation,
+    ) -> None:
+        self.run, self.comparer, self.backend = run, comparer, backend
+        self.sets, self.answers = sets, answers
+
+    def before(self) -> None:
+        wanted = (self.sets or self.answers.sets) and self.comparer.config.val.before
+        if wanted and self.run.step == 0:
+            self.run.loggers.log(self.metrics(step=0), 0)
+
+    def due(self, step: int) -> bool:
+        every = self.comparer.config.val.every
+        wanted = bool((self.sets or self.answers.sets) and every)
+        return wanted and (step % every == 0 or step == self.run.total)
+
+    def metrics(self, *, step: int) -> dict[str, float]:
+        values: dict[str, float] = {}
+        with self.run.phase("validation"):
+            for name, dataset in self.sets.items():
+                found = self.comparer.measure(dataset.samples, self.backend)
+                values |= pairs.named(found, f"val/{name}")
+        if values:
+            shown = {n: v for n, v in values.items() if n.endswith(("/accuracy", "/margin"))}
+            text = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
+            self.run.console.note(f"step {step}  {text}")
+            self.run.note_validation(values, step)
+        return values | (self.answers.metrics(step=step) if self.answers.sets else {})
+
+
+def _validation_sets(
+    config: Config, family: Family, row: Comparison
+) -> tuple[dict[str, Dataset], dict[str, Dataset]]:
+    """Sets to compare candidates of, and sets of questions to be answered."""
+    sets = parts.validation_sets(config, family) if config.val.every else {}
+    held: dict[str, Dataset] = {}
+    for (name, dataset), source in zip(sets.items(), config.data.val, strict=False):
+        if any(sample.candidates for sample in dataset.samples):
+            found = pairs.load_pairs(config, [source], family, paired=row.paired)
+            found = keep(found, lambda sample: not damage(sample))
+            if not found.samples:
+                raise DataError(f"data.val: {source.path} has no usable row:\n{found.summary}")
+            # Ids that no training row has.
+            held[name] = parts.worded(found, partial(_under, name))
+    return held, {name: dataset for name, dataset in sets.items() if name not in held}
+
+
+def _under(name: str, sample: Sample) -> Sample:
+    return replace(sample, id=f"{name}/{sample.id}")

@@ -1,0 +1,237 @@
+"""Rows with candidates, made ready to be compared: rendered, packed, beside the reference.
+
+The reference is the model that a run starts from. What it thinks of a response is one number, so it
+is computed once for all rows and kept beside the runs, or in every step by a model that stays.
+
+    comparer = Comparer(config=config, family=family, row=row, totals=..., strange={})
+    batches, row = comparer.prepare(samples, backend)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from saccade.algorithms.comparison import (
+    Comparison,
+    comparison_metrics,
+    comparison_objective,
+    of_step,
+    sides_of,
+)
+from saccade.backends import OWN, Reference
+from saccade.backends.local import LocalBackend
+from saccade.config import Config, DataConfig, DataSource
+from saccade.data import datasets, prompts
+from saccade.data.chats import RowError
+from saccade.data.records import content_hash
+from saccade.errors import DataError
+from saccade.forest import pack
+from saccade.models.families import Family
+from saccade.models.load import pick_dtype
+from saccade.recipes import parts
+from saccade.recipes.dialogues import compared
+from saccade.recipes.lengths import remembered, renderer
+from saccade.recipes.run import Run, damage
+from saccade.types import Batch, Group, Sample
+
+BLOCK = 1024  # rows between two writes of the reference's totals
+Totals = Callable[[Sequence[Batch], Sequence[Group]], list[np.ndarray]]  # [sequences] per batch
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+def load_pairs(
+    config: Config, sources: Sequence[DataSource], family: Family, *, paired: bool
+) -> datasets.Dataset:
+    """Candidates of questions that are worded as in RL. Ties are left out: they prefer nothing."""
+    instruction = parts.instruction_of(config)
+
+    def word(sample: Sample) -> Sample:
+        if not sample.candidates:
+            raise RowError("nothing to compare; dpo reads chosen and rejected, or output and label")
+        if paired and len(sample.candidates) < 2:
+            raise RowError("one labelled response; dpo.loss=kto learns from such rows")
+        turns = [message for candidate in sample.candidates for message in candidate]
+        if any(message.media for message in turns if message.role == "assistant"):
+            raise RowError("a reply holds an image, and the model writes text only")
+        return prompts.apply(sample, config.prompt, instruction=instruction)
+
+    limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": config.dpo.max_tokens})
+    with remembered(config, family, "dialogue", word, family.render_dialogue) as length:
+
+        def longest(sample: Sample) -> int:
+            whole = [replace(sample, messages=(*sample.messages, *c)) for c in sample.candidates]
+            return max(length(one) for one in whole or [sample])
+
+        data = datasets.load(sources, limits, length=longest)
+    return datasets.keep(parts.worded(data, word), lambda sample: not _is_tie(sample))
+
+
+def _is_tie(sample: Sample) -> bool:
+    alike = len(sample.candidates) == 2 and sample.candidates[0] == sample.candidates[1]
+    return alike or bool(sample.extra.get("tie"))
+
+
+def strangers(samples: Sequence[Sample]) -> dict[str, Sample]:
+    """By id: the question of each sample with a response to another one, the next in the data."""
+    found = {}
+    for index, sample in enumerate(samples):
+        others = (samples[(index + step) % len(samples)] for step in range(1, len(samples)))
+        other = next((o for o in others if o.messages != sample.messages and not damage(o)), None)
+        if other is None:
+            raise DataError(
+                "dpo.loss=kto compares with responses to other questions, and all rows ask the "
+                "same one; add rows"
+            )
+        found[sample.id] = replace(
+            sample, id=f"{sample.id}~", candidates=other.candidates[:1], desirable=True
+        )
+    return found
+
+
+# -- the reference ---------------------------------------------------------------------------------
+
+
+def scored(model: Reference, batches: Sequence[Batch]) -> list[np.ndarray]:
+    """Log-probs of whole responses."""
+    found = model.logprobs(batches, OWN)
+    return [
+        np.bincount(batch.sequence, weights=new.astype(np.float64), minlength=len(batch.keys))
+        for batch, (new, _) in zip(batches, found, strict=True)
+    ]
+
+
+def computed(
+    reference: Reference, batches: Sequence[Batch], groups: Sequence[Group]
+) -> list[np.ndarray]:
+    return scored(reference, batches)
+
+
+def precomputed(run: Run, config: Config, family: Family, samples: Iterable[Sample]) -> Totals:
+    """Every sample is scored once and for all; the reference is loaded only if one is missing."""
+    path = Path(config.run.out) / ".cache" / f"reference-{_reference_id(config, family)}.json"
+    known: dict[str, list[float]] = json.loads(path.read_text()) if path.is_file() else {}
+    # A row with a damaged image is set aside when its turn comes.
+    missing = {k: s for s in samples if (k := content_hash(s)) not in known and not damage(s)}
+    if missing:
+        _score_all(run, config, family, missing, known, path)
+
+    def totals(batches: Sequence[Batch], groups: Sequence[Group]) -> list[np.ndarray]:
+        found = {
+            member.key: total
+            for group in groups
+            for member, total in zip(
+                group.trajectories, known[content_hash(group.sample)], strict=True
+            )
+        }
+        return [np.array([found[key] for key in batch.keys]) for batch in batches]
+
+    return totals
+
+
+def _score_all(
+    run: Run,
+    config: Config,
+    family: Family,
+    missing: Mapping[str, Sample],
+    known: dict[str, list[float]],
+    path: Path,
+) -> None:
+    """In blocks, each written before the next: a run that is killed here goes on where it was."""
+    reference = LocalBackend(parts.load_policy(config, family).model, family)
+    keys = list(missing)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with run.phase("logp_ref"):
+        for start in range(0, len(keys), BLOCK):
+            block = keys[start : start + BLOCK]
+            groups = [compared(missing[key], family) for key in block]
+            batches = _packed(groups, config, family)
+            flat = iter(np.concatenate(scored(reference, batches)).tolist())
+            known |= {
+                key: [next(flat) for _ in group.trajectories]
+                for key, group in zip(block, groups, strict=True)
+            }
+            temporary = path.with_name(f"{path.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(known))
+            temporary.replace(path)
+            run.console.progress(min(start + BLOCK, len(keys)), len(keys))
+
+
+def _reference_id(config: Config, family: Family) -> str:
+    """What a total depends on beside the row: the weights, how they compute, how rows are rendered.
+    Weights are told apart by the names, sizes and times of their files.
+    """
+    files = sorted(path for path in Path(family.path).iterdir() if path.suffix != ".jinja")
+    weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    dtype = pick_dtype(config.model.dtype, parts.device_of(config))
+    what = [weights, str(dtype), config.model.train == "qlora", renderer(family)]
+    return hashlib.blake2b(repr(what).encode(), digest_size=12).hexdigest()
+
+
+# -- one step --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparer:
+    """Makes rows into what `train_comparison` takes."""
+
+    config: Config
+    family: Family
+    row: Comparison
+    totals: Totals | None  # None: the loss looks at no reference
+    strange: Mapping[str, Sample]  # of kto, by id
+
+    def prepare(
+        self, samples: Sequence[Sample], policy: LocalBackend
+    ) -> tuple[list[Batch], Comparison]:
+        batches = self._batches(samples)
+        z = 0.0 if self.row.paired else self._z(samples, policy)
+        return batches, of_step(self.row, batches, z=z)
+
+    def measure(self, samples: Sequence[Sample], policy: LocalBackend) -> dict[str, float]:
+        """What training on these rows would report, without it."""
+        import torch
+
+        batches, row = self.prepare(samples, policy)
+        stats = []
+        for batch, (new, _) in zip(batches, policy.logprobs(batches, OWN), strict=True):
+            logprobs = torch.from_numpy(new)
+            stats.append(comparison_objective(row, logprobs, sides_of(batch, logprobs))[1])
+        return comparison_metrics(stats).means()
+
+    def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
+        groups = [compared(sample, self.family) for sample in samples]
+        batches = _packed(groups, self.config, self.family)
+        if self.totals is None:
+            return batches
+        found = self.totals(batches, groups)
+        return [replace(b, ref_totals=t) for b, t in zip(batches, found, strict=True)]
+
+    def _z(self, samples: Sequence[Sample], policy: LocalBackend) -> float:
+        """How much likelier than before responses to other questions have become on average."""
+        batches = self._batches([self.strange[sample.id] for sample in samples])
+        now, before = scored(policy, batches), [batch.ref_totals for batch in batches]
+        gaps = np.concatenate(now) - np.concatenate(before)  # type: ignore[arg-type]
+        return max(0.0, float(gaps.mean()))
+
+
+def _packed(groups: Sequence[Group], config: Config, family: Family) -> list[Batch]:
+    micro_tokens = config.train.micro_tokens
+    return pack(groups, positions=family.positions, micro_tokens=micro_tokens, whole=True)
+
+
+def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """What a comparison reports, under a prefix; without pairs the margin is that of the means."""
+    values = {n.removeprefix("dpo/"): value for n, value in found.items() if n.startswith("dpo/")}
+    values["loss"] = found.get("policy/loss", float("nan"))
+    if "margin" not in values and {"reward_chosen", "reward_rejected"} <= values.keys():
+        values["margin"] = values["reward_chosen"] - values["reward_rejected"]
+    return {f"{prefix}/{name}": value for name, value in values.items()}

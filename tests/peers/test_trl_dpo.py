@@ -1,0 +1,140 @@
+"""DPO on pictures: loss and gradient of TRL's own trainer on the same tiny vision model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+# TRL's name, its further options, ours.
+CASES = {
+    "dpo": ("sigmoid", {}, {}),
+    "robust": ("robust", {"label_smoothing": 0.1}, {"label_smoothing": 0.1}),
+    "cdpo": ("sigmoid", {"label_smoothing": 0.0}, {"label_smoothing": 0.0}),
+    "ipo": ("ipo", {}, {}),
+    "hinge": ("hinge", {}, {}),
+    "dpo_norm": ("sigmoid_norm", {}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def trainer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    rows = {"prompt": ["how many ?"], "chosen": ["3"], "rejected": ["red"]}
+
+    def make(path: str, loss: str, **options: Any) -> Any:
+        arguments = DPOConfig(
+            output_dir=str(tmp_path_factory.mktemp("trl")),
+            use_cpu=True,
+            bf16=False,
+            loss_type=loss,
+            beta=0.1,
+            gradient_checkpointing=False,
+            report_to=[],
+            **options,
+        )
+        trainer = DPOTrainer(
+            model=path,
+            args=arguments,
+            train_dataset=Dataset.from_dict(rows),
+            processing_class=AutoTokenizer.from_pretrained(path),
+        )
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1  # as its loop sets it
+        return trainer
+
+    return make
+
+
+def bend(model: Any) -> None:
+    """Another model, so that policy and reference differ."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if "language_model" in name and name.endswith("norm.weight"):
+                parameter.mul_(1.3)
+
+
+def theirs_of(family: Any, groups: list[Any]) -> dict[str, Any]:
+    """Our pairs as their padded rows: all chosen, then all rejected."""
+    import torch
+
+    members = [group.trajectories[side] for side in (0, 1) for group in groups]
+    ids = torch.zeros(len(members), max(len(t.ids) for t in members), dtype=torch.long)
+    mask, trained = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, t in enumerate(members):
+        ids[row, : len(t.ids)], mask[row, : len(t.ids)] = torch.from_numpy(t.ids), 1
+        trained[row, : len(t.ids)] = torch.from_numpy(t.policy_mask.astype(np.int64))
+    spans = [span for t in members for span in t.media]
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "completion_mask": trained,
+        "mm_token_type_ids": (ids == family.chat.placeholder).long(),
+        **family.vision(spans, torch.device("cpu"), torch.float32),
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_are_those_of_trl(
+    name: str, scenes: Path, word_model: str, trainer_of: Callable[..., Any]
+) -> None:
+    import torch
+
+    from saccade.algorithms.comparison import Comparison, of_step
+    from saccade.backends.local import LocalBackend
+    from saccade.config import DataConfig, DataSource, TrainConfig
+    from saccade.data.datasets import load
+    from saccade.forest import pack
+    from saccade.models.families import load_family
+    from saccade.models.load import load_model
+    from saccade.recipes.dialogues import compared
+    from saccade.recipes.pairs import scored
+    from saccade.types import Message, replace
+
+    family = load_family(word_model)
+    samples = load([DataSource(path=str(scenes / "val.jsonl"))], DataConfig()).samples[:3]
+    replies = [("3 objects", "red"), ("blue", "2 3 4"), ("4", "how many")]
+    sides = [tuple((Message(role="assistant", parts=(r,)),) for r in pair) for pair in replies]
+    pairs = [replace(s, candidates=c) for s, c in zip(samples, sides, strict=True)]
+    groups = [compared(sample, family) for sample in pairs]
+
+    loss_type, options, own = CASES[name]
+    trainer = trainer_of(word_model, loss_type, **options)
+    bend(trainer.ref_model)
+    wanted = trainer.compute_loss(trainer.model, theirs_of(family, groups))
+    wanted.backward()
+
+    models = [load_model(family, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)]
+    bend(models[1])
+    backend, reference = (
+        LocalBackend(models[0], family, TrainConfig()),
+        LocalBackend(models[1], family),
+    )
+    batches = pack(groups, positions=family.positions, micro_tokens=30, whole=True)
+    assert len(batches) > 1
+    totals = scored(reference, batches)
+    batches = [replace(b, ref_totals=t) for b, t in zip(batches, totals, strict=True)]
+    row = of_step(Comparison(loss=name, options={"beta": 0.1, **own}), batches)
+    seen: dict[str, Any] = {}
+    assert backend.optimizer is not None
+    backend.optimizer.step = lambda lr, norm: seen.update(backend.optimizer.gradients)  # type: ignore
+    found = backend.train_comparison(batches, row, lr=0.0).metrics.means()
+
+    assert abs(found["dpo/margin"]) > 1e-3  # the reference is another model
+    assert found["policy/loss"] == pytest.approx(wanted.item(), rel=1e-5)
+    gradients = {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
+    assert seen.keys() == gradients.keys()
+    total = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    gap = torch.stack([(seen[n] - gradients[n]).norm() for n in gradients]).norm().item()
+    assert total > 1e-3 and gap < 1e-5 * total

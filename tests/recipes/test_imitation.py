@@ -1,0 +1,264 @@
+"""Learning from what others wrote: a teacher, whole documents, answers with their reward,
+demonstrations beside reinforcement learning, and an average of the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade.algorithms.distillation import kd
+from saccade.config import load
+from saccade.errors import ConfigError
+from saccade.models.families import load_family
+from saccade.recipes import parts, rl, sft
+from saccade.recipes.dialogues import document
+from saccade.types import Message, Sample
+
+Make = Callable[..., dict[str, Any]]
+Read = Callable[[Path], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from saccade.models.tiny import build
+    from saccade.recipes.quickstart import WORDS
+
+    return build("qwen2_5_vl", tmp_path_factory.mktemp("teacher"), words=WORDS, seed=7)
+
+
+# -- a teacher -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows_of_logits", [None, 3])
+def test_the_loss_beside_a_teacher(
+    tmp_path: Path,
+    sft_config: Make,
+    teacher: str,
+    word_model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    rows_of_logits: int | None,
+) -> None:
+    """Against stock transformers, row by row, also where logits come in chunks of three."""
+    import torch
+    import transformers
+
+    from saccade.backends import distil
+
+    family = load_family(word_model)
+    if rows_of_logits:
+        monkeypatch.setattr(distil, "CHUNK_ELEMENTS", rows_of_logits * family.vocabulary)
+    config = sft_config(tmp_path, run__max_steps=1, sft__teacher=teacher, sft__kd_coef=0.3)
+    row = sft.run(config)
+
+    resolved = load(config)
+    data = parts.load_dialogues(resolved, resolved.data.train, family)
+    order = sft.Stream(data, seed=resolved.run.seed, config=resolved.data).take(4)
+    auto = getattr(transformers, family.spec.auto_class)
+    models = [auto.from_pretrained(path, dtype=torch.float32) for path in (word_model, teacher)]
+    total, count = torch.zeros(()), 0
+    for sample in order:
+        (member,) = sft.dialogue(sample, family, "assistant").trajectories
+        ids = torch.from_numpy(member.ids)[None]
+        vision = family.vision(member.media, torch.device("cpu"), torch.float32)
+        kinds = torch.from_numpy((member.ids == family.chat.placeholder).astype(np.int64))[None]
+        logits = [m(input_ids=ids, mm_token_type_ids=kinds, **vision).logits[0] for m in models]
+        places = np.flatnonzero(member.policy_mask)
+        losses, _ = kd(logits[0][places - 1], logits[1][places - 1], ids[0][places], kd_coef=0.3)
+        total, count = total + losses.sum(), count + len(places)
+    loss = total / count
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in models[0].parameters()]).norm()
+    assert row["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert row["policy/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert row["sft/teacher"] > 0 and row["sft/ppl"] != pytest.approx(np.exp(row["sft/loss"]))
+
+
+def test_a_teacher_with_other_tokens_is_refused(
+    tmp_path: Path, sft_config: Make, family_of: Callable[..., Any]
+) -> None:
+    for other in ("qwen3", "qwen2_5_vl"):
+        with pytest.raises(ConfigError, match=r"sft.teacher=.*same family and tokenizer"):
+            sft.run(sft_config(tmp_path, sft__teacher=family_of(other).path))
+    with pytest.raises(ConfigError, match=r"sft.kd_coef: has no effect without sft.teacher"):
+        sft.run(sft_config(tmp_path, sft__kd_coef=0.2))
+
+
+# -- documents -------------------------------------------------------------------------------------
+
+
+def test_every_token_of_a_document_is_trained_in_pieces(word_model: str) -> None:
+    family = load_family(word_model)
+    sample = Sample(id="d", messages=(Message(role="user", parts=("red blue 3 how many",)),))
+    end = family.chat.tokenizer.eos_token_id
+    (whole,) = document(sample, family, 100).trajectories
+    assert whole.ids[-1] == end and whole.response_length == len(whole.ids) - 1 == 5
+    pieces = document(sample, family, 4).trajectories
+    assert [len(piece.ids) for piece in pieces] == [4, 2]
+    assert np.concatenate([p.ids for p in pieces]).tolist() == whole.ids.tolist()
+
+
+def test_pretraining_learns_a_text_by_heart(
+    tmp_path: Path, sft_config: Make, numbers: Read
+) -> None:
+    path = tmp_path / "documents.jsonl"
+    rows = [{"text": "red blue red blue 3 2 1"}, {"text": "how many objects ? 5 6"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"sft.mode": "pretrain", "train.prompts_per_step": 2, "train.lr": 1e-2}
+    sft.run(sft_config(tmp_path, data__train=str(path), run__max_steps=12) | options)
+    found = numbers(tmp_path / "run")
+    assert found[0]["sft/tokens"] == 7 + 6
+    assert found[-1]["sft/loss"] < 0.4 * found[0]["sft/loss"]
+    with pytest.raises(ConfigError, match=r"sft.loss_on: has no effect with sft.mode=pretrain"):
+        sft.run(sft_config(tmp_path, data__train=str(path), sft__loss_on="all") | options)
+
+
+# -- answers with their reward ---------------------------------------------------------------------
+
+
+def test_the_reward_stands_after_the_question(
+    tmp_path: Path, sft_config: Make, word_model: str
+) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "how many ?"}], "reward": 9},
+        {"prompt": "how many ?", "chosen": "red", "rejected": "blue", "reward": 0.25},
+        {"input": "how many ?", "output": "blue", "label": 0},
+    ]
+    rows[0]["messages"].append({"role": "assistant", "content": "3"})  # type: ignore[attr-defined]
+    family, found = load_family(word_model), []
+    for number, row in enumerate(rows):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        changes = {"sft.reward_tag": " reward {reward:.1f}", "data.max_bad_fraction": 1}
+        config = load(sft_config(tmp_path, data__train=str(path)) | changes)
+        (sample,) = parts.load_dialogues(config, config.data.train, family).samples
+        found.append([message.text for message in sample.messages])
+    assert found == [
+        ["how many ? reward 9.0", "3"],
+        ["how many ? reward 0.2", "red"],
+        ["how many ? reward 0.0", "blue"],
+    ]
+    data = parts.load_dialogues(config, config.data.train, family)
+    (asked,) = parts.asking_for_the_best(config, data, {"val": data})["val"].samples
+    assert asked.messages[0].text.endswith("reward 0.0 reward 0.0")
+    for tag in ("reward", "{score}", "{reward"):
+        with pytest.raises(ConfigError, match=r"sft.reward_tag: .* does not show a reward"):
+            sft.run(sft_config(tmp_path, sft__reward_tag=tag))
+
+
+def test_one_model_learns_good_and_bad_answers_apart(
+    tmp_path: Path, sft_config: Make, numbers: Read, scenes: Path
+) -> None:
+    """Asked for the best, it gives the answers that were called good."""
+    rows = [
+        {"prompt": "how many ?", "completion": "red" if good else "blue", "label": int(good)}
+        for good in (True, False)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "val.jsonl").write_text(
+        json.dumps({"prompt": "how many ?", "reference": "red"}) + "\n"
+    )
+    options = {
+        "data.val": str(tmp_path / "val.jsonl"),
+        "sft.reward_tag": " {reward:.0f}",
+        "train.prompts_per_step": 2,
+        "train.lr": 1e-2,
+        "reward.terms": ["exact"],
+        "reward.self_test": "off",
+        "prompt.format": "direct",
+        "rollout.max_tokens": 3,
+        "val.every": 15,
+    }
+    config = sft_config(tmp_path, data__train=str(tmp_path / "rows.jsonl"), run__max_steps=15)
+    row = sft.run(config | options)
+    assert row["sft/loss"] < 0.2 and row["val/val/accuracy"] == 1
+
+
+# -- demonstrations beside reinforcement learning --------------------------------------------------
+
+
+def test_demonstrations_are_part_of_the_same_update(
+    tmp_path: Path, rl_config: Make, scenes: Path, numbers: Read, same_weights: Callable[..., bool]
+) -> None:
+    shown = str(scenes / "shown.jsonl")
+    for name, coef in (("without", 0.0), ("with", 1.0)):
+        more = {"train.ptx_coef": coef, "data.demonstrations": shown} if coef else {}
+        rl.run(rl_config(tmp_path, run__name=name) | more)
+    without, both = numbers(tmp_path / "without"), numbers(tmp_path / "with")
+    # The rollouts of the first step are the same, so its own loss is, too.
+    assert both[0]["policy/loss"] == without[0]["policy/loss"]
+    assert both[0]["policy/grad_norm"] != without[0]["policy/grad_norm"]
+    assert both[-1]["policy/ptx_loss"] < 0.8 * both[0]["policy/ptx_loss"]
+    assert "policy/ptx_loss" not in without[0]
+
+    options = rl_config(tmp_path, run__name="parts") | more
+    rl.run(options | {"run.max_steps": 2})
+    rl.run(options | {"run.resume": "auto"})
+    assert numbers(tmp_path / "parts") == both
+    ends = (tmp_path / name / "checkpoints" / "step-4" for name in ("with", "parts"))
+    assert same_weights(*ends)
+    with pytest.raises(ConfigError, match=r"data.demonstrations: train.ptx_coef needs some"):
+        rl.run(rl_config(tmp_path, train__ptx_coef=0.1))
+
+
+def test_the_gradients_of_both_terms_add_up(word_model: str, scenes: Path) -> None:
+    import torch
+
+    from saccade.algorithms import stages
+    from saccade.backends import OWN
+    from saccade.backends.local import LocalBackend
+    from saccade.config import DataConfig, DataSource, TrainConfig
+    from saccade.data.datasets import load as read
+    from saccade.forest import pack
+    from saccade.models.load import load_model
+    from saccade.types import replace
+
+    family = load_family(word_model)
+    samples = read([DataSource(path=str(scenes / "shown.jsonl"))], DataConfig()).samples[:4]
+    groups = [sft.dialogue(sample, family, "assistant") for sample in samples]
+    batches = pack(groups, positions=family.positions, micro_tokens=60)
+    supervised = stages.write_supervision(batches)
+    imitated = [replace(batch, advantages=None) for batch in supervised]
+    norms, metrics = [], []
+    for step in (supervised, imitated, [*supervised, *imitated]):
+        model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+        backend = LocalBackend(model, family, TrainConfig())
+        found = backend.train_step(step, sft.SUPERVISED, OWN, lr=0.0).metrics.means()
+        norms.append(found["policy/grad_norm"])
+        metrics.append(found)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert norms[2] == pytest.approx(2 * norms[0], rel=1e-5)
+    assert metrics[2]["policy/ptx_loss"] == pytest.approx(metrics[0]["policy/loss"], rel=1e-5)
+
+
+# -- an average of the weights ---------------------------------------------------------------------
+
+
+def test_an_average_follows_the_weights_and_resumes(
+    tmp_path: Path,
+    sft_config: Make,
+    word_model: str,
+    tensors: Callable[..., dict[str, Any]],
+    same_weights: Callable[..., bool],
+) -> None:
+    config = sft_config(tmp_path, run__max_steps=3, save__every=1, train__ema=0.75)
+    sft.run(config | {"run.name": "whole"})
+    folders = [tmp_path / "whole/checkpoints" / f"step-{n}" for n in (1, 2, 3)]
+    average = tensors(word_model)
+    for folder in folders:
+        weights = tensors(folder)
+        average = {name: 0.75 * old + 0.25 * weights[name] for name, old in average.items()}
+    kept = tensors(folders[-1] / "state" / "ema")
+    assert max(float((kept[name] - average[name]).abs().max()) for name in average) < 1e-6
+    load_family(str(folders[-1] / "state" / "ema"))  # a model folder of its own
+    sft.run(config | {"run.name": "parts", "run.max_steps": 2})
+    sft.run(config | {"run.name": "parts", "run.resume": "auto"})
+    ends = (tmp_path / name / "checkpoints/step-3/state/ema" for name in ("whole", "parts"))
+    assert same_weights(*ends)
+    with pytest.raises(ConfigError, match=r"train.ema: averages whole weights"):
+        sft.run(config | {"model.train": "lora"})
