@@ -14,7 +14,7 @@ import numpy as np
 
 LIMITS = (1, 2, 4, 6, 8, 12, 16, 32)
 ARMS = {
-    "sft": "cold start",
+    "cold": "cold start",
     "masked": "RL with tools, over-turn masking",
     "unmasked": "RL with tools, no masking",
     "direct": "RL without tools",
@@ -34,37 +34,38 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, max(0.0, mean - half), min(1.0, mean + half)
 
 
-def summary(results: Sequence[Mapping[str, Any]], size: Mapping[str, Any]) -> dict[str, Any]:
+def summary(
+    jobs: Mapping[str, Mapping[str, Any]], size: Mapping[str, Any], seeds: Sequence[int]
+) -> dict[str, Any]:
     """Accuracy by arm and limit over the seeds, gains that are paired by seed, seconds."""
+    found = {arm: [jobs[f"{arm}-{seed}"] for seed in seeds] for arm in ARMS}
     at = {
         arm: {
-            limit: [r["evaluations"][arm]["accuracy"][str(limit)] for r in results]
+            limit: [job["evaluation"]["accuracy"][str(limit)] for job in found[arm]]
             for limit in LIMITS
         }
         for arm in ARMS
     }
     gains = {  # (arm, limit) minus (arm, limit)
-        "RL with tools over cold start": (("masked", 32), ("sft", 32)),
+        "RL with tools over cold start": (("masked", 32), ("cold", 32)),
         "RL with tools over RL without": (("masked", 32), ("direct", 32)),
         "32 turns over 6, masked": (("masked", 32), ("masked", size["turns"])),
         "32 turns over 6, unmasked": (("unmasked", 32), ("unmasked", size["turns"])),
     }
-    differences = {
-        name: np.subtract(at[a][m], at[b][n]).tolist() for name, ((a, m), (b, n)) in gains.items()
-    }
     return {
         "size": dict(size),
-        "parameters": results[0]["parameters"],
+        "parameters": jobs["base"]["parameters"],
         "accuracy": {
             arm: {limit: interval(values) for limit, values in limits.items()}
             for arm, limits in at.items()
         },
-        "gains": differences,
-        "seconds": {
-            stage: float(np.mean([r["seconds"][stage] for r in results]))
-            for stage in results[0]["seconds"]
+        "gains": {
+            name: np.subtract(at[a][m], at[b][n]).tolist()
+            for name, ((a, m), (b, n)) in gains.items()
         },
-        "seeds": list(results),
+        "seconds": {name: job["seconds"] for name, job in jobs.items()},
+        "curves": {arm: [job["curve"] for job in found[arm]] for arm in ARMS},
+        "evaluations": {arm: [job["evaluation"] for job in found[arm]] for arm in ARMS},
     }
 
 
@@ -76,11 +77,11 @@ def table(found: Mapping[str, Any]) -> str:
         )
         lines.append(f"{arm:<9}" + "".join(f"{cell:>16}" for cell in cells))
     lines += [f"{name}: {np.round(values, 3)}" for name, values in found["gains"].items()]
-    lines += [f"{stage} {seconds:.0f} s" for stage, seconds in found["seconds"].items()]
+    lines.append(", ".join(f"{job} {took:.0f} s" for job, took in found["seconds"].items()))
     return "\n".join(lines)
 
 
-COLOURS = {"masked": "#1b6ca8", "unmasked": "#d1495b", "sft": "#7a7a7a", "direct": "#e0a030"}
+COLOURS = {"masked": "#1b6ca8", "unmasked": "#d1495b", "cold": "#7a7a7a", "direct": "#e0a030"}
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 640, 380, 56, 24, 16, 96
 
 

@@ -116,16 +116,17 @@ def test_rows_have_the_length_that_the_work_asks_for(tmp_path: Path) -> None:
 
 def test_accuracy_under_a_limit_counts_who_answered_within_it() -> None:
     from search_curves import LIMITS, interval, picture, summary
-    from visual_search import by_limit, phrases
+    from search_stages import by_limit, phrases
 
     rows = [{"score": 1, "turns": 2}, {"score": 1, "turns": 9}, {"score": 0, "turns": 3}]
     found = by_limit([*rows, {"score": 0, "turns": 32}])
     assert [found[str(limit)] for limit in LIMITS] == [0, *[0.25] * 4, *[0.5] * 3]
     assert interval([0.4, 0.5, 0.6]) == pytest.approx((0.5, 0.2517, 0.7483), abs=1e-4)
 
-    arms = {arm: {"accuracy": found} for arm in ("sft", "masked", "unmasked", "direct")}
-    seeds = [{"parameters": 5, "seconds": {"rl": 1.0}, "evaluations": arms}] * 3
-    over_seeds = summary(seeds, {"turns": 6})
+    job = {"evaluation": {"accuracy": found}, "curve": [], "seconds": 1.0}
+    arms = ("cold", "masked", "unmasked", "direct")
+    jobs = {f"{arm}-{seed}": job for arm in arms for seed in range(3)}
+    over_seeds = summary(jobs | {"base": {"parameters": 5, "seconds": 1.0}}, {"turns": 6}, range(3))
     assert over_seeds["gains"]["32 turns over 6, masked"] == [0.25] * 3
     assert over_seeds["accuracy"]["masked"][32] == (0.5, 0.5, 0.5)
     assert picture(over_seeds).count("<path") == 8
