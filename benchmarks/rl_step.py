@@ -2,11 +2,13 @@
 
     python benchmarks/rl_step.py --work W1 --steps 3
     python benchmarks/rl_step.py --work W1,samples=64,new=128 model.checkpointing=on
-    python benchmarks/rl_step.py --work W1 rollout.engine=vllm rollout.memory_share=0.4
+    python benchmarks/rl_step.py --work W1 --exact rollout.engine=vllm rollout.memory_share=0.4
 
 The works are those of works.py, the model has the shape of Qwen2.5-VL-3B unless --model names a
 folder. No checkpoint is written. "Used" is what the device has given away when a phase ends, to
-whomever: an engine that sleeps has given its part back, though torch still counts it as peak.
+whomever: an engine that sleeps has given its part back, though torch still counts it as peak. With
+--exact the first step also says how far the log-probs of engine and trainer are from those that
+float32 gives, so that rounding can be told from an error.
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ from model import build
 from works import WORKS, Work, parse, sequences, write_result, write_rows
 
 import saccade
+from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
+from saccade.models.load import load_model
 from saccade.recipes.run import Run
 from saccade.tracking.loggers import read_metrics
+from saccade.types import Batch
 
 __all__ = ["WORKS"]  # other benchmarks read it here
 REWARD = "def score(sample):\n    return float(sum(sample.token_ids) % 7)\n"
@@ -62,7 +67,9 @@ def config(folder: Path, model: str, data: Path, work: Work, steps: int) -> dict
     }
 
 
-def run(settings: dict[str, Any], overrides: Sequence[str]) -> list[dict[str, Any]]:
+def run(
+    settings: dict[str, Any], overrides: Sequence[str], *, exact: bool = False
+) -> list[dict[str, Any]]:
     """The metrics of every step, with what it trained on."""
     trained: list[dict[str, Any]] = []
     used: dict[str, float] = {}
@@ -71,6 +78,8 @@ def run(settings: dict[str, Any], overrides: Sequence[str]) -> list[dict[str, An
     def counted(backend: LocalBackend, batches: Any, *rest: Any, **more: Any) -> Any:
         images = {span.media.key for batch in batches for span in batch.media}
         tokens = sum(int(np.count_nonzero(batch.scales)) for batch in batches)
+        if exact and not trained:
+            print(json.dumps(gaps(backend, batches[0])), flush=True)
         trained.append({"trained": tokens, "images": len(images), "used": used})
         return train_step(backend, batches, *rest, **more)
 
@@ -89,6 +98,23 @@ def run(settings: dict[str, Any], overrides: Sequence[str]) -> list[dict[str, An
     saccade.rl(settings, *overrides)
     rows = [r for r in read_metrics(Path(settings["run.out"]) / "run") if "time/update" in r]
     return [row | counts for row, counts in zip(rows, trained, strict=True)]
+
+
+def gaps(trainer: LocalBackend, batch: Batch) -> dict[str, float]:
+    """Mean |difference| of log-probs between engine, trainer and float32, before any update."""
+    scoring, family = Scoring(temperature=1.0), trainer.family
+    model = load_model(family, dtype=torch.float32, device=trainer.device)
+    (whole, _), (own, _) = (
+        backend.logprobs([batch], scoring)[0] for backend in (LocalBackend(model, family), trainer)
+    )
+    engine = batch.rollout_logprobs
+    assert engine is not None
+    pairs = {
+        "engine_trainer": (engine, own),
+        "engine_exact": (engine, whole),
+        "trainer_exact": (own, whole),
+    }
+    return {name: float(np.abs(a - b).mean()) for name, (a, b) in pairs.items()}
 
 
 def gib_used() -> float:
@@ -150,6 +176,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="rows that works.py wrote, instead of new ones")
     parser.add_argument("--out", type=Path, help="file for the metrics of all steps")
     parser.add_argument("--result", type=Path, help="file for the result")
+    parser.add_argument("--exact", action="store_true", help="compare with float32, too")
     parser.add_argument("overrides", nargs="*", help="options such as train.micro_tokens=32768")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -160,7 +187,8 @@ def main() -> None:
             build(model, args.size)
             print(f"built {model} in {time.time() - began:.1f} s", flush=True)
         data = args.data or write_rows(folder / "data", str(model), args.work, args.steps)
-        rows = run(config(folder, str(model), data, args.work, args.steps), args.overrides)
+        settings = config(folder, str(model), data, args.work, args.steps)
+        rows = run(settings, args.overrides, exact=args.exact)
     if args.out:
         args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     steps = [summary(row) for row in rows]
