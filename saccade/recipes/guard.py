@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from saccade.algorithms.algorithm import Algorithm
@@ -37,14 +38,17 @@ def guard(
         )
 
 
-def check_mismatch(metrics: Metrics, algorithm: Algorithm) -> None:
-    """Before anything has drifted, the engine and the trainer must mean the same policy."""
+def check_mismatch(metrics: Metrics, algorithm: Algorithm, parity_max: float | None) -> None:
+    """Before anything has drifted, the engine and the trainer must mean the same policy. Who
+    allows the engine a larger gap at the start allows it here.
+    """
     found = metrics.means()
     error = found.get("mismatch/mult_prob_error", 1.0)
-    if error > LARGEST_MISMATCH and not algorithm.corrections:
+    limit = max(LARGEST_MISMATCH, math.exp(parity_max or 0.0))
+    if error > limit and not algorithm.corrections:
         raise TrainingError(
             f"engine and trainer disagree: mean exp|log-prob gap| is {error:.3f}, above "
-            f"{LARGEST_MISMATCH}; compare temperature, banned ids and weights of both, use "
+            f"{limit:.4g}; compare temperature, banned ids and weights of both, use "
             "model.dtype=float32, or weigh the gap with algorithm.correct=[tis.token]"
         )
     unscored = found.get("mismatch/unscored_frac", 0.0)

@@ -243,7 +243,7 @@ def train_policy(
     lr = train.lr * learning_rate(run, actors)
     update = actors.policy.train_step(batches, algorithm, actors.scoring, lr=lr)
     if "policy/loss" not in metrics.sums and not update.skipped:  # the first update of the step
-        check_mismatch(update.metrics, algorithm)
+        check_mismatch(update.metrics, algorithm, actors.config.rollout.parity_max)
     metrics.merge(update.metrics)
     guard(run, train, batches, update)
     return not update.skipped

@@ -17,11 +17,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from types import FrameType
 from typing import Any
 
+import torch
+
 from saccade import checkpoint, devices
 from saccade.backends import Backend
 from saccade.config import Config
 from saccade.data.stream import Stream
-from saccade.errors import DataError, Interrupted
+from saccade.errors import DataError, EnvironmentProblem, Interrupted
 from saccade.images import DECODED, ImageError
 from saccade.models.families import Family
 from saccade.models.load import gpu_peak_gb
@@ -95,6 +97,15 @@ class Run:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and self.step > (self._saved or 0) and not self._updating:
             self.save()  # what failed had not touched the weights of the last finished step
+        if isinstance(error, torch.OutOfMemoryError):
+            asked = str(error).partition(". GPU")[0]
+            message = (
+                f"{asked} after step {self.step}; `saccade estimate` shows what takes the memory "
+                "and which option lifts it: try train.optimizer=adamw_bf16, or model.train=lora"
+            )
+            self.console.note(message)
+            self._services.__exit__(kind, error, trace)
+            raise EnvironmentProblem(message) from error
         self._services.__exit__(kind, error, trace)
 
     def close_at_end(self, part: Any) -> None:

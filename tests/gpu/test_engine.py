@@ -14,8 +14,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 from saccade.backends import Scoring  # noqa: E402
 from saccade.backends.local import LocalBackend  # noqa: E402
 from saccade.engines import embedded, generate  # noqa: E402
-from saccade.engines.embedded import EmbeddedEngine  # noqa: E402
+from saccade.engines.embedded import EmbeddedEngine, graphs  # noqa: E402
 from saccade.engines.embedded import rows as fields  # noqa: E402
+from saccade.engines.embedded.paged import PAGE  # noqa: E402
 from saccade.engines.embedded.sampler import sample  # noqa: E402
 from saccade.forest import pack  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
@@ -330,6 +331,18 @@ def test_graphs_outlive_the_pool_and_follow_the_weights(family, asked):
     engine.update_weights(None, version=2)
     assert not engine.graphs._captured
     assert alike(generate(engine, asked), fresh) > 0.9
+
+
+def test_graphs_are_captured_again_for_longer_sequences(model, family, asked, monkeypatch):
+    monkeypatch.setattr(graphs, "COLUMNS", 2)
+    engine = EmbeddedEngine(model, family)
+    lengths = (2, 8, 200, 8)
+    for length in lengths:
+        requests = [replace(r, sampling=replace(FREE, max_tokens=length)) for r in asked]
+        got = generate(engine, requests)
+        assert all(len(c.ids) == length for c in got)
+    assert engine.graphs.table.shape[1] >= 200 // PAGE
+    assert alike(got, on_slots(model, family, requests, monkeypatch)) > 0.5
 
 
 def test_memory_stays_constant(model, family, asked):

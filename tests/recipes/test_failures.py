@@ -13,11 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from saccade.algorithms.build import resolve
+from saccade.backends.local import LocalBackend
 from saccade.checkpoint import complete_steps
-from saccade.errors import DataError, Interrupted, RewardError
+from saccade.config import AlgorithmConfig
+from saccade.errors import (
+    DataError,
+    EnvironmentProblem,
+    Interrupted,
+    RewardError,
+    TrainingError,
+)
 from saccade.recipes import rl
+from saccade.recipes.guard import check_mismatch
 from saccade.tracking.loggers import read_metrics
+from saccade.types import Metrics
 
 Make = Callable[..., dict[str, Any]]
 
@@ -92,3 +104,28 @@ def test_a_signal_ends_a_long_rollout_before_any_response_is_finished(
         rl.run(rl_config(tmp_path) | long | {"train.prompts_per_step": 2})
     assert time.monotonic() - began < 30
     assert complete_steps(tmp_path / "run" / "checkpoints") == [0]
+
+
+def test_a_larger_gap_is_allowed_by_its_option() -> None:
+    algorithm = resolve(AlgorithmConfig(preset="grpo"), max_tokens=4)
+    found = Metrics()
+    found.add("mismatch/mult_prob_error", 1.116)
+    with pytest.raises(TrainingError, match=r"1\.116, above 1\.05"):
+        check_mismatch(found, algorithm, None)
+    with pytest.raises(TrainingError, match=r"above 1\.105"):
+        check_mismatch(found, algorithm, 0.1)
+    check_mismatch(found, algorithm, 0.2)
+
+
+def test_a_full_gpu_says_what_makes_room(
+    rl_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 260 MiB. GPU 0 has")
+
+    monkeypatch.setattr(LocalBackend, "train_step", full)
+    with pytest.raises(
+        EnvironmentProblem, match="Tried to allocate 260 MiB after step 0.*estimate"
+    ):
+        rl.run(rl_config(tmp_path))
+    assert "Tried to allocate 260 MiB" in (tmp_path / "run" / "log.txt").read_text()

@@ -33,6 +33,7 @@ FAR = 64  # of them where no row can end before
 # multiprocessor of a large GPU busy.
 ROW_PROGRAMS, FAMILY_PROGRAMS = 256, 256
 MOST_ROW_SPLITS, MOST_FAMILY_SPLITS = 32, 4
+COLUMNS = 256  # pages of a sequence; longer ones have graphs captured again
 
 
 class Graphs:
@@ -60,7 +61,7 @@ class Graphs:
         self.logprobs = torch.zeros((FAR, count), dtype=torch.float32, device=self.device)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         if self.device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool = torch.cuda.graph_pool_handle()  # shared by all that are captured
             self._aside = torch.cuda.Stream()  # one for all: libraries keep memory per stream
         self._addresses: tuple[int, ...] = ()
         self._launched = (0, 0)
@@ -127,13 +128,19 @@ class Graphs:
     def check_weights(self) -> None:
         """Forget the graphs when a weight lies elsewhere now."""
         if self._captured and self._addresses != _addresses(self.model):
-            self._captured.clear()
+            self._forget()
 
     def _widen(self, columns: int) -> None:
         if columns > self.table.shape[1]:
-            wider = max(256, 1 << (columns - 1).bit_length())
+            wider = max(COLUMNS, 1 << (columns - 1).bit_length())
             self.table = self.table.new_zeros((self.table.shape[0], wider))
-            self._captured.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._captured.clear()
+        self.hidden = None
+        if self.device.type == "cuda":  # a pool dies with the last graph that was captured in it
+            self._pool = torch.cuda.graph_pool_handle()
 
     def _step_of(self, count: int) -> Callable[[], None]:
         if self.device.type != "cuda":
