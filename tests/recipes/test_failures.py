@@ -125,7 +125,7 @@ def test_a_full_gpu_says_what_makes_room(
 
     monkeypatch.setattr(LocalBackend, "train_step", full)
     with pytest.raises(
-        EnvironmentProblem, match="Tried to allocate 260 MiB after step 0.*estimate"
+        EnvironmentProblem, match=r"Tried to allocate 260 MiB after step 0.*estimate"
     ):
         rl.run(rl_config(tmp_path))
     assert "Tried to allocate 260 MiB" in (tmp_path / "run" / "log.txt").read_text()
