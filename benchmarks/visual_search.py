@@ -49,8 +49,8 @@ class Size:
     chat_steps: int = 100
     chat_rows: int = 32
     chat_lr: float = 5e-4
-    demonstrations: int = 6000
-    scenes: int = 12000
+    demonstrations: int = 2000
+    scenes: int = 3200
     items: int = 256  # of the evaluation
     k: int = 8  # samples of each item
     turns: int = 6  # in the cold start and in RL
@@ -58,8 +58,8 @@ class Size:
     sft_rows: int = 128
     sft_lr: float = 1e-3
     rl_steps: int = 100
-    rl_prompts: int = 64
-    rl_samples: int = 16
+    rl_prompts: int = 32
+    rl_samples: int = 8
     rl_lr: float = 2e-4
     mistakes: float = 0.03
     baseline: bool = True  # excluded members stay in the group's baseline, as in Mini-o3

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from saccade import environments
 from saccade.config import ADAPTED, Config, Section
+from saccade.data import suites
 from saccade.data.sources import parse_address
 from saccade.errors import ConfigError
 from saccade.schema import HttpConfig
@@ -40,11 +41,13 @@ WITHOUT_EFFECT = {
     "rl": {
         "sft": "only `saccade sft` reads it",
         "generate": "only `saccade generate` reads it",
+        "eval": "only `saccade eval` reads it",
         "rollout.http": "an endpoint only evaluates",
     },
     "sft": {
         "algorithm": "only `saccade rl` reads it",
         "generate": "only `saccade generate` reads it",
+        "eval": "only `saccade eval` reads it",
         "prompt.permute_choices": "demonstrations name the letters that they were written with",
         "train.samples_per_prompt": "nothing is sampled",
         "train.updates_per_step": "a step is one update",
@@ -205,8 +208,9 @@ def _train_data(config: Config) -> Iterator[str]:
 
 
 def _val_data(config: Config) -> Iterator[str]:
-    if not config.data.val:
+    if not config.data.val and not config.eval.suites:
         yield "data.val: nothing to evaluate; try data.val=test.jsonl"
+    yield from suites.problems(config.eval)
 
 
 def _some_data(config: Config) -> Iterator[str]:
@@ -329,6 +333,7 @@ def _validation(config: Config) -> Iterator[str]:
         yield (
             f"val.n: {val.n} greedy responses are all the same; try val.temperature=1 or val.n=1"
         )
+    yield from environments.sweep_problems(config.env, val.turns)
 
 
 def _selection(config: Config) -> Iterator[str]:

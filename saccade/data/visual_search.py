@@ -124,7 +124,7 @@ def draw_scene(
     rng: np.random.Generator, *, level: Level, kind: str, answer: str, grid: int, view: int
 ) -> Scene:
     """The answer in one of `grid`² places, distractors in all of them."""
-    canvas = _Canvas(grid * _place(level, view), grid)
+    canvas = _Canvas(grid * _place(level, view), grid, coloured=kind == "colour")
     shrinks = (2 if level.nested else grid, 2 * grid)  # of objects, of frames
     home = int(rng.integers(grid * grid))
     target: Box = (0, 0, 0, 0)
@@ -146,7 +146,7 @@ def draw_scene(
                 framed.append(box)
     if level.hinted:
         canvas.pixels[target[1] : target[3], target[0] : target[2]] += LIGHT
-    canvas.add_grain(rng, shrinks[0], channels=3 if kind == "colour" else 1)
+    canvas.add_grain(rng, shrinks[0])
     return Scene(image=canvas.image(), target=target, framed=tuple(framed))
 
 
@@ -171,10 +171,10 @@ def _slots(
 class _Canvas:
     """Grey, with a border into which the windows of objects at the edge reach."""
 
-    def __init__(self, side: int, grid: int) -> None:
-        self.border = 16 * grid
+    def __init__(self, side: int, grid: int, *, coloured: bool) -> None:
+        self.border, self.channels = 16 * grid, 3 if coloured else 1
         whole = side + 2 * self.border
-        self._all = np.full((whole, whole, 3), GREY, np.float32)
+        self._all = np.full((whole, whole, self.channels), GREY, np.float32)
         self._drawn = np.zeros((whole, whole, 1), bool)
         self.pixels = self._all[self.border : -self.border, self.border : -self.border]
 
@@ -183,18 +183,20 @@ class _Canvas:
         drawn = detail(name, x % shrink + margin, y % shrink + margin, shrink)
         left, top = (v // shrink * shrink - margin + self.border for v in (x, y))
         window = (slice(top, top + len(drawn)), slice(left, left + len(drawn)))
-        self._all[window] += drawn[:, :, None] * tint(name) * CONTRAST
+        self._all[window] += drawn[:, :, None] * tint(name)[: self.channels] * CONTRAST
         self._drawn[window] = True
 
-    def add_grain(self, rng: np.random.Generator, block: int, channels: int) -> None:
+    def add_grain(self, rng: np.random.Generator, block: int) -> None:
         """Noise around all objects; elsewhere the picture stays flat, and its file small."""
         blocks = len(self._all) // block
-        grain = rng.uniform(-GRAIN, GRAIN, size=(blocks, blocks, channels)).astype(np.float32)
+        size = (blocks, blocks, self.channels)
+        grain = rng.uniform(-GRAIN, GRAIN, size=size).astype(np.float32)
         self._all += grain.repeat(block, axis=0).repeat(block, axis=1) * self._drawn
 
     def image(self) -> np.ndarray:
+        """[side, side] or [side, side, 3]."""
         pixels = np.clip(np.rint(self.pixels), 0, 255).astype(np.uint8)
-        return pixels[:, :, 0] if (pixels == pixels[:, :, :1]).all() else pixels
+        return pixels if self.channels == 3 else pixels[:, :, 0]
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -242,7 +244,7 @@ def _sample(
         view=view,
     )
     file = io.BytesIO()
-    Image.fromarray(scene.image).save(file, "PNG", compress_level=6)
+    Image.fromarray(scene.image).save(file, "PNG", compress_level=4)
     data = file.getvalue()
     side = len(scene.image)
     media = Media(
@@ -322,12 +324,12 @@ def _read(image: np.ndarray, window: tuple[int, int, int], extra: Mapping[str, A
 
     def seen(pixels: np.ndarray) -> np.ndarray:
         spot = resized(pixels, view)[top : top + reach, left : left + reach]
-        return spot.reshape(*spot.shape[:2], -1) * np.ones(3)
+        return spot.astype(float)
 
     shown = seen(image[y0 : y0 + side, x0 : x0 + side])
     distances = {}
     for answer, name in kind.objects.items():
-        canvas = _Canvas(side, extra["grid"])
+        canvas = _Canvas(side, extra["grid"], coloured=extra["kind"] == "colour")
         canvas.add(name, x, y, 2 if level.nested else extra["grid"])
         if level.nested:
             canvas.add(FRAME, x, y, 2 * extra["grid"])
