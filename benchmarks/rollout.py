@@ -17,7 +17,6 @@ from works import gpu_peak_gib, parse, write_result
 
 from saccade.config import load
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.environments import environment_factory
 from saccade.recipes import parts
 from saccade.rollout.collect import collect
 
@@ -46,7 +45,7 @@ def main() -> None:
                 engine,
                 data.samples[work["prompts"] * step :][: work["prompts"]],
                 repeats=work["samples"],
-                environment=environment_factory(loaded.env.name),
+                environment=parts.environments_of(loaded, family),
                 family=family,
                 sampling=parts.rollout_sampling(loaded),
                 limits=parts.limits_of(loaded),

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from saccade import checks_offline as offline
 from saccade import environments
 from saccade.config import ADAPTED, Config, Section
+from saccade.data import suites
 from saccade.data.sources import parse_address
 from saccade.errors import ConfigError
 from saccade.schema import HttpConfig
@@ -37,6 +38,7 @@ TOWERS = ("vision", "projector", "llm")
 
 SUPERVISED = {
     "algorithm": "only `saccade rl` reads it",
+    "eval": "only `saccade eval` reads it",
     "prompt.permute_choices": "rows name the letters that they were written with",
     "data.demonstrations": "only `saccade rl` reads it",
     "train.ptx_coef": "only `saccade rl` reads it",
@@ -53,6 +55,7 @@ WITHOUT_EFFECT = {
         "sft": "only `saccade sft` reads it",
         "dpo": "only `saccade dpo` reads it",
         "generate": "only `saccade generate` reads it",
+        "eval": "only `saccade eval` reads it",
         "rollout.http": "an endpoint only evaluates",
     },
     "sft": SUPERVISED | {"dpo": "only `saccade dpo` reads it"},
@@ -211,8 +214,9 @@ def _train_data(config: Config) -> Iterator[str]:
 
 
 def _val_data(config: Config) -> Iterator[str]:
-    if not config.data.val:
+    if not config.data.val and not config.eval.suites:
         yield "data.val: nothing to evaluate; try data.val=test.jsonl"
+    yield from suites.problems(config.eval)
 
 
 def _some_data(config: Config) -> Iterator[str]:
@@ -337,6 +341,7 @@ def _validation(config: Config) -> Iterator[str]:
         yield (
             f"val.n: {val.n} greedy responses are all the same; try val.temperature=1 or val.n=1"
         )
+    yield from environments.sweep_problems(config.env, val.turns)
 
 
 def _selection(config: Config) -> Iterator[str]:

@@ -372,11 +372,14 @@ def algorithms(
 
 
 @command("report", panel="Look", example="saccade report runs/quickstart")
-def report(folder: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
-    """Write the report of a run as one HTML file."""
-    if not (folder / "config.resolved.yaml").is_file():
+def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an eval.")]) -> None:
+    """Write the report of a run or an eval as one HTML file, its episodes as another."""
+    if (folder / "config.resolved.yaml").is_file():
+        print(import_module("saccade.tracking.report").from_run(folder))
+    elif (folder / "results.json").is_file():
+        print(import_module("saccade.tracking.eval_report").write_eval_report(folder))
+    else:
         raise ConfigError(f"{folder} is not a run folder; give one such as runs/NAME")
-    print(import_module("saccade.tracking.report").from_run(folder))
 
 
 # -- data -----------------------------------------------------------------------------------------

@@ -790,9 +790,23 @@ class ValConfig(Section):
     temperature: float | None = option(None, "Empty: 0 for n = 1, else 1.", ge=0)
     top_p: float = option(1.0, "Nucleus of validation sampling.", gt=0, le=1)
     max_tokens: int | None = option(None, "Longest response; empty: rollout.max_tokens.", ge=1)
+    turns: tuple[int, ...] = option(
+        (),
+        "Limits of turns to report accuracy under, such as [1,2,4,6,8,12,16,32]; the largest is "
+        "that of the episodes, in place of env.eval.max_turns.",
+    )
     log_generations: int = option(
         16, "Responses of each set that are stored with their pictures.", ge=0
     )
+
+
+class EvalConfig(Section):
+    suites: tuple[str, ...] = option(
+        (),
+        "Public sets to measure on: vstar | visualprobe_easy | visualprobe_medium | "
+        "visualprobe_hard | hrbench4k | hrbench8k.",
+    )
+    folder: str = option("data", "Folder that holds them, each as it is downloaded.")
 
 
 class GenerateConfig(Section):
@@ -840,6 +854,7 @@ class Config(Section):
     sft: SftConfig = section(SftConfig, "Supervised fine-tuning only.")
     dpo: DpoConfig = section(DpoConfig, "Preference training only.")
     val: ValConfig = section(ValConfig, "Validation during training, and eval.")
+    eval: EvalConfig = section(EvalConfig, "What eval measures on besides data.val.")
     generate: GenerateConfig = section(GenerateConfig, "Batch inference only.")
     save: SaveConfig = section(SaveConfig, "Checkpoints.")
     track: TrackConfig = section(TrackConfig, "Loggers and stored rollouts.")

@@ -57,7 +57,7 @@ def parse(level: str | Sequence[Any]) -> State:
     """A level as text, rows of text, or rows of integers. Raises ValueError when it is none."""
     rows = level.strip("\n").split("\n") if isinstance(level, str) else list(level)
     if rows and not isinstance(rows[0], str):
-        rows = ["".join(MARKS[int(cell)] for cell in row) for row in rows]
+        rows = ["".join(_mark(cell) for cell in row) for row in rows]
     cells = {(r, c): mark for r, row in enumerate(rows) for c, mark in enumerate(row)}
     strange = sorted(set(cells.values()) - set(MARKS))
     if strange:
@@ -77,6 +77,12 @@ def parse(level: str | Sequence[Any]) -> State:
         boxes=boxes,
         player=next(iter(players)),
     )
+
+
+def _mark(number: Any) -> str:
+    if isinstance(number, bool) or number not in range(len(MARKS)):
+        raise ValueError(f"a level has no cells {number!r}; integers are 0 to {len(MARKS) - 1}")
+    return MARKS[int(number)]
 
 
 def read_moves(text: str) -> tuple[list[str], str]:

@@ -16,6 +16,7 @@ from saccade.checks import check
 from saccade.cli import MODULES
 from saccade.config import Config, defaults_for, load
 from saccade.smoke import smoke
+from tests.public_sets import write_all
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 FILES = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
@@ -62,7 +63,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def rows(tmp_path_factory: pytest.TempPathFactory, image: Any) -> dict[str, str]:
     """A small file in the layout that each recipe describes."""
     from PIL import Image
 
@@ -120,14 +121,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         },
         "continue_pretrain": lambda q, a, i: {"text": f"{q} {a}."},
     }
-    for name in ("minio3_rl", "minio3_eval"):
-        layouts[name] = lambda q, a, i: {
-            "doc_id": i,
-            "problem": f"<image>{q}",
-            "solution": a,
-            "images": [i],
-        }
-    return {
+    layouts["minio3_rl"] = lambda q, a, i: {
+        "doc_id": i,
+        "problem": f"<image>{q}",
+        "solution": a,
+        "images": [i],
+    }
+    write_all(folder, image)
+    return {"public": str(folder)} | {
         name: write_rows(folder / f"{name}.jsonl", [layout(*row) for row in asked])
         for name, layout in layouts.items()
     }
@@ -143,6 +144,8 @@ def runnable(name: str, rows: dict[str, str], out: Path) -> Config:
         changes.append(f"data.val={rows[name]}")
     if config.sft.teacher:
         changes.append(f"sft.teacher=tiny:{TINY[name]}")
+    if config.eval.suites:
+        changes.append(f"eval.folder={rows['public']}")
     return defaults_for(command_of(name), load(config, changes))
 
 

@@ -109,10 +109,13 @@ def load(
     config: DataConfig,
     *,
     length: Callable[[Sample], int] | None = None,
+    change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> Dataset:
-    """Read the sources. `length` counts tokens; prompts over the limit follow `config.overlong`."""
+    """Read the sources. `length` counts tokens; prompts over the limit follow `config.overlong`.
+    `change` makes rows of a layout of its own into rows of a known format.
+    """
     _check(sources, config)
-    reader = _Reader(config, length)
+    reader = _Reader(config, length, change)
     parts: list[Part] = []
     for source in sources:
         limit = _limit(source, sources, config, rows=sum(part.rows for part in parts))
@@ -179,8 +182,13 @@ def _limit(
 class _Reader:
     """Collects rows over all sources: the good, the bad, the overlong."""
 
-    def __init__(self, config: DataConfig, length: Callable[[Sample], int] | None) -> None:
-        self.config, self.length = config, length
+    def __init__(
+        self,
+        config: DataConfig,
+        length: Callable[[Sample], int] | None,
+        change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.config, self.length, self.change = config, length, change
         self.samples: list[Sample] = []
         self.row_numbers: list[int] = []
         self.lengths: list[int] = []
@@ -192,7 +200,7 @@ class _Reader:
     def read(self, source: DataSource, limit: int | None) -> Part:
         container = open_source(source, allow_network=self.config.allow_network)
         name, start, number = source.name or container.stem, len(self.samples), 0
-        rows = islice(container.rows, limit)
+        rows = map(self._changed, islice(container.rows, limit))
         first = list(islice(rows, DETECTION_ROWS))
         columns = {column for row in first if not isinstance(row, RowError) for column in row}
         if not columns and limit != 0:
@@ -222,6 +230,14 @@ class _Reader:
             rows=number,
             weight=source.weight,
         )
+
+    def _changed(self, row: Row) -> Row:
+        if self.change is None or isinstance(row, RowError):
+            return row
+        try:
+            return self.change(row)
+        except RowError as error:
+            return error
 
     def _opener(self, folder: Path | None) -> OpenImage:
         """Opens images of one source, each file once."""

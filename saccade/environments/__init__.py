@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ __all__ = [
     "load_own",
     "problems",
     "stop_strings",
+    "sweep_problems",
     "texts_hash",
 ]
 
@@ -132,6 +133,20 @@ def problems(env: EnvConfig) -> Iterator[str]:
         yield f"env.args: has no effect with env.name={env.name}; remove it"
     if env.min_pixels > env.max_pixels:
         yield f"env.min_pixels: is above env.max_pixels; try env.min_pixels={env.max_pixels}"
+
+
+def sweep_problems(env: EnvConfig, turns: Sequence[int]) -> Iterator[str]:
+    """What speaks against `val.turns`."""
+    most, own = max(turns, default=0), env.eval.max_turns
+    if turns and min(turns) < 1:
+        yield "val.turns: a limit is at least one turn; try val.turns=[1,2,4,6,8,12]"
+    if most > 1 and env.name == "single_turn":
+        yield "val.turns: has no effect with env.name=single_turn; remove it"
+    if most and own not in (None, most):
+        yield (
+            f"env.eval.max_turns: {own} is not the largest of val.turns; "
+            f"try env.eval.max_turns={most}"
+        )
 
 
 def load_own(env: EnvConfig) -> Own:

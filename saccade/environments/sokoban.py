@@ -20,6 +20,7 @@ from saccade.types import Media, Message, Sample, replace
 
 MOST_MOVES = 50  # of one turn
 MOST_STEPS = 120  # of an episode
+LONGEST_WORD = 40  # that is repeated of what is no move
 
 
 class SokobanStep:
@@ -43,10 +44,11 @@ class SokobanStep:
         if not answer:
             return Step((), None, True, self._info(end_reason="eos_no_answer"))
         moves, strange = sokoban.read_moves(answer)
-        noted = {"turn": self.turn, "name": "move", "args": {"moves": moves[:MOST_MOVES]}}
+        written = [move[:LONGEST_WORD] for move in moves[:MOST_MOVES]]
+        noted = {"turn": self.turn, "name": "move", "args": {"moves": written}}
         if strange or len(moves) > MOST_MOVES:
             reason = "moves" if strange else "many_moves"
-            text = words(reason, word=strange[:40], count=len(moves), most=MOST_MOVES)
+            text = words(reason, word=strange[:LONGEST_WORD], count=len(moves), most=MOST_MOVES)
             self.calls.append(noted | {"ok": False, "reason": reason})
             error = Message(role="user", parts=said("error", k=self.turn, reason=text))
             return Step((error,), -self.env.invalid_call_penalty, False, self._info())

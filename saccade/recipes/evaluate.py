@@ -12,30 +12,45 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from saccade import checks, statistics
+from saccade import checks
 from saccade.config import Config, load
 from saccade.data.datasets import Dataset
+from saccade.data.suites import with_rewards
 from saccade.engines import Engine
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
+from saccade.images import DECODED
 from saccade.models.families import Family
 from saccade.recipes import parts
+from saccade.recipes.accuracy import (
+    Cuts,
+    Table,
+    accuracy,
+    by_category,
+    by_limit,
+    by_turns,
+    group_accuracy,
+)
 from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.rewards.sample import RewardSample, image_records
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
+from saccade.rollout.episode import Limits
 from saccade.rollout.scoring import RewardStream, parsed, thinks
 from saccade.tracking.console import Console
-from saccade.types import ALWAYS_EXCLUDED, Group, Trajectory
+from saccade.tracking.eval_report import RESULTS, table_lines, write_eval_report
+from saccade.tracking.metrics import episode_metrics
+from saccade.tracking.trajectories import TrajectoryWriter
+from saccade.types import Group, Trajectory
 
 Progress = Callable[[int, int], None]
-RESULTS, ANSWERS = "results.json", "answers"
+ANSWERS = "answers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,24 +60,29 @@ class Result:
     name: str
     groups: tuple[Group, ...]
     metrics: Mapping[str, float]  # without the val/<set>/ prefix
+    tables: Mapping[str, Table] = field(default_factory=dict)  # by_limit, by_turns, by_category
 
 
 def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) -> dict[str, Any]:
-    """Every set of `data.val`; writes results.json and samples.jsonl into `out`."""
+    """Every set of `data.val` and `eval.suites`; writes results.json, samples.jsonl and report.html
+    into `out`.
+    """
     config = load(config)
     checks.check(config, "eval")
+    config = config.model_copy(update={"reward": with_rewards(config.reward, config.eval)})
     parts.quiet_libraries()
     folder, answers = _places(config, out)
     folder.mkdir(parents=True, exist_ok=True)
     if rescore is not None:
         return _rescore(config, Path(rescore), folder)
     family = answering_family(config)
-    sets = parts.validation_sets(config, family)
+    sets = parts.validation_sets(config, family) | parts.suite_sets(config, family)
     scorer = parts.make_scorer(config)
     engine = answering_engine(config, family, logs=folder, answers=answers)
     with (
         scorer or nullcontext(),
         closing(engine),
+        TrajectoryWriter(folder) as writer,
         Console(None, "eval", name=folder.name) as console,
     ):
         for dataset in sets.values():
@@ -74,10 +94,30 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
                     evaluate_set(engine, family, scorer, name, dataset, config, console.progress)
                 )
             console.note(describe(results[-1]))
+            for line in table_lines(name, results[-1].tables):
+                console.note(line)
+            _store(writer, results[-1], config, family)
+            if dataset.overlong or dataset.quarantined:  # a score of the rest is another score
+                console.note(f"{name}: {dataset.summary}")
         for spent in expenses(engine, scorer):
             console.note(spent)
-        console.note(f"results.json and samples.jsonl are in {folder}")
-    return write_results(folder, results, family)
+        summary = write_results(folder, results, family)
+        writer.flush()
+        write_eval_report(folder)
+        console.note(f"results.json, samples.jsonl and report.html are in {folder}")
+    return summary
+
+
+def _store(writer: TrajectoryWriter, result: Result, config: Config, family: Family) -> None:
+    writer.write(
+        0,
+        result.groups[: config.val.log_generations],
+        decode_text=family.decode,
+        image_bytes=DECODED.get,
+        version=0,
+        kind=f"val/{result.name}",
+        unit=family.unit,
+    )
 
 
 def evaluate_sets(
@@ -107,6 +147,8 @@ def evaluate_set(
     progress: Progress | None = None,
 ) -> Result:
     stream = RewardStream(scorer, family)
+    limits = parts.limits_of(config, evaluation=True)
+    cuts = Cuts(sorted(limits.marks), lambda: RewardStream(scorer, family))
     groups = collect(
         engine,
         dataset.samples,
@@ -114,15 +156,30 @@ def evaluate_set(
         environment=parts.environments_of(config, family),
         family=family,
         sampling=parts.validation_sampling(config),
-        limits=parts.limits_of(config, evaluation=True),
+        limits=limits,
         seed=f"{config.run.seed}/val",
         on_finish=stream.submit,
+        on_mark=cuts.submit,
         progress=progress,
     )
+    tables: dict[str, Table] = {}
     if scorer is not None or gives_rewards(config.env):  # else nobody has judged anything
         groups = stream.attach(groups, progress)
+        tables = _tables(groups, cuts, limits)
     metrics = set_metrics(groups, family) | (scorer.judge_metrics() if scorer else {})
-    return Result(name=name, groups=tuple(groups), metrics=metrics)
+    for limit, row in tables.get("by_limit", {}).items():
+        if "accuracy" in row:
+            metrics[f"accuracy_within_{limit}_turns"] = row["accuracy"]
+    return Result(name=name, groups=tuple(groups), metrics=metrics, tables=tables)
+
+
+def _tables(groups: Sequence[Group], cuts: Cuts, limits: Limits) -> dict[str, Table]:
+    tables = {"by_category": by_category(groups)}
+    if limits.max_turns > 1:
+        tables["by_turns"] = by_turns(groups)
+    if limits.marks:
+        tables["by_limit"] = by_limit({**cuts.attach(groups), limits.max_turns: groups})
+    return {name: table for name, table in tables.items() if table}
 
 
 def set_metrics(groups: Sequence[Group], family: Family) -> dict[str, float]:
@@ -130,8 +187,7 @@ def set_metrics(groups: Sequence[Group], family: Family) -> dict[str, float]:
     cut-off answers.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    judged = [_outcomes(group) for group in groups]
-    metrics = _accuracy([values for values in judged if len(values)])
+    metrics = group_accuracy(groups)
     rewards = [t.reward for t in trajectories if t.reward is not None]
     if rewards:
         metrics["reward"] = float(np.mean(rewards))
@@ -146,38 +202,7 @@ def set_metrics(groups: Sequence[Group], family: Family) -> dict[str, float]:
         "error_rate": float(np.mean([t.status == "error" for t in trajectories])),
         "abstain_rate": float(np.mean([t.status == "abstain" for t in trajectories])),
     }
-    return metrics
-
-
-def _outcomes(group: Group) -> np.ndarray:
-    live = [t for t in group.trajectories if t.status not in ALWAYS_EXCLUDED]
-    return np.array([t.outcome for t in live if t.outcome is not None], dtype=np.float64)
-
-
-def _accuracy(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
-    """Of the items that were judged at all; nothing is claimed when there are none."""
-    metrics = {"items": float(len(outcomes))}
-    if outcomes:
-        low, high = statistics.mean_interval(outcomes)
-        accuracy = float(np.mean([values.mean() for values in outcomes]))
-        metrics |= {"accuracy": accuracy, "ci_low": low, "ci_high": high}
-        metrics |= _at_k(outcomes)
-    return metrics
-
-
-def _at_k(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
-    """avg@k, and the unbiased pass@k where every outcome is right or wrong; an item that lost a
-    sample to an error is left out of both, so that the name keeps its meaning.
-    """
-    k = max(len(values) for values in outcomes)
-    whole = [values for values in outcomes if len(values) == k]
-    if k < 2:
-        return {}
-    metrics = {f"avg@{k}": float(np.mean([values.mean() for values in whole]))}
-    if all(set(values.tolist()) <= {0.0, 1.0} for values in whole):
-        passes = [statistics.pass_at_k(k, int(values.sum()), k) for values in whole]
-        metrics[f"pass@{k}"] = float(np.mean(passes))
-    return metrics
+    return metrics | episode_metrics(trajectories)
 
 
 def describe(result: Result) -> str:
@@ -214,7 +239,7 @@ def _places(config: Config, out: Path | None) -> tuple[Path, Path]:
 
 
 def write_results(folder: Path, results: Sequence[Result], family: Family) -> dict[str, Any]:
-    summary = {result.name: dict(result.metrics) for result in results}
+    summary = {result.name: {**result.metrics, **result.tables} for result in results}
     rows = [
         _row(result.name, group, t, family)
         for result in results
@@ -287,7 +312,7 @@ def _rescored(rows: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float
         row |= {"extracted": score.extracted, "reason": score.reason}
         if score.outcome is not None:
             items.setdefault(row["id"], []).append(score.outcome)
-    metrics = _accuracy([np.array(values) for values in items.values()]) | {
+    metrics = accuracy([np.array(values) for values in items.values()]) | {
         "parse_rate": float(np.mean([parsed(s.extracted, s.reason) for s in scored])),
         "error_rate": float(np.mean([s.status == "error" for s in scored])),
         "abstain_rate": float(np.mean([s.status == "abstain" for s in scored])),

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from saccade.backends import Reference
 from saccade.backends.local import LocalBackend
 from saccade.backends.reference import AdapterReference
 from saccade.config import ADAPTED, Config, DataConfig, DataSource
-from saccade.data import datasets, prompts
+from saccade.data import datasets, prompts, suites
 from saccade.data.chats import RowError
 from saccade.devices import limit_memory
 from saccade.environments import Environment, stop_strings, texts_hash
@@ -189,11 +189,16 @@ def asker(config: Config) -> Callable[[Sample], Sample]:
     return ask
 
 
-def load_prompts(config: Config, sources: Sequence[DataSource], family: Family) -> datasets.Dataset:
+def load_prompts(
+    config: Config,
+    sources: Sequence[DataSource],
+    family: Family,
+    change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> datasets.Dataset:
     """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
     ask = asker(config)
     with remembered(config, family, "prompt", ask, family.render) as length:
-        return worded(datasets.load(sources, config.data, length=length), ask)
+        return worded(datasets.load(sources, config.data, length=length, change=change), ask)
 
 
 def load_dialogues(
@@ -279,11 +284,27 @@ def write_quarantine(path: Path, data: datasets.Dataset) -> None:
 def validation_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:
     sets: dict[str, datasets.Dataset] = {}
     for source in config.data.val:
-        dataset = load_prompts(config, [source], family)
-        if not dataset.samples:
-            raise DataError(f"data.val: {source.path} has no usable row:\n{dataset.summary}")
+        dataset = _not_empty(load_prompts(config, [source], family), f"data.val: {source.path}")
         name = source.name or dataset.parts[0].name
         sets[name if name not in sets else f"{name}-{len(sets)}"] = dataset
+    return sets
+
+
+def _not_empty(dataset: datasets.Dataset, where: str) -> datasets.Dataset:
+    if not dataset.samples:
+        raise DataError(f"{where} has no usable row:\n{dataset.summary}")
+    return dataset
+
+
+def suite_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:
+    """The sets of `eval.suites`, whatever the config says about columns of its own rows."""
+    plain: dict[str, Any] = {"format": "auto", "keys": {}}
+    config = config.model_copy(update={"data": config.data.model_copy(update=plain)})
+    sets = {}
+    for name in config.eval.suites:
+        source, change = suites.suite_source(name, config.eval), suites.SUITES[name].row
+        loaded = load_prompts(config, [source], family, change)
+        sets[name] = _not_empty(loaded, f"eval.suites: {source.path}")
     return sets
 
 
@@ -376,7 +397,11 @@ def validation_sampling(config: Config) -> Sampling:
 def limits_of(config: Config, *, evaluation: bool = False) -> Limits:
     env = config.env
     counted: dict[str, Any] = env.limits(evaluation=evaluation)
-    return Limits(timeout=env.timeout, step_timeout=env.step_timeout, **counted)
+    turns = frozenset(config.val.turns if evaluation else ())
+    if turns:
+        counted["max_turns"] = max(turns)
+    marks = turns - {counted["max_turns"]}
+    return Limits(timeout=env.timeout, step_timeout=env.step_timeout, marks=marks, **counted)
 
 
 def environments_of(config: Config, family: Family) -> Callable[[], Environment]:

@@ -234,6 +234,7 @@ class Run:
             image_bytes=DECODED.get,
             version=step - (kind == "train"),  # its samples are older than its update
             kind=kind,
+            unit=self._family.unit,
         )
 
     def watch(self, done: int, total: int) -> None:

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from saccade.engines import Engine
@@ -39,10 +40,12 @@ def collect(
     seed: str,
     greedy: bool = False,
     on_finish: OnFinish | None = None,
+    on_mark: OnFinish | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Group]:
     """`seed` names the noise of this call; a sample that occurs twice gets other noise the second
-    time. With `greedy` each group also gets one rollout at temperature 0, its baseline.
+    time. With `greedy` each group also gets one rollout at temperature 0, its baseline. `on_mark`
+    gets episodes as a limit of turns among `limits.marks` would have ended them.
     """
     settings = dict.fromkeys(range(repeats), sampling)
     if greedy:
@@ -69,6 +72,7 @@ def collect(
                 family=family,
                 sampling=own,
                 limits=limits,
+                on_mark=None if on_mark is None else partial(on_mark, sample),
             )
     done: dict[tuple[int, int], Trajectory] = {}
 

@@ -9,7 +9,8 @@ other episodes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,6 +47,7 @@ class Limits:
     max_tool_errors: int | None = None
     timeout: float = 600.0  # seconds of the environment over a whole episode
     step_timeout: float = 60.0
+    marks: frozenset[int] = frozenset()  # smaller limits of turns that are of interest as well
 
 
 @dataclass(kw_only=True)
@@ -106,6 +108,21 @@ class _Tape:
         self.support += completion.support or ()
         self.sampled += len(completion.ids)
 
+    def so_far(self) -> _Tape:
+        """As it is now: what is on it never changes."""
+        copied = copy(self)
+        for name in ("ids", "sources", "logprobs", "versions", "media", "support"):
+            setattr(copied, name, list(getattr(self, name)))
+        return copied
+
+    def columns(self) -> dict[str, Any]:
+        """Those of a trajectory."""
+        names = ("ids", "sources", "logprobs", "versions")
+        return {name: np.concatenate(getattr(self, name)) for name in names} | {
+            "media": tuple(self.media),
+            "support": tuple(self.support) or None,
+        }
+
     def _append(
         self, ids: np.ndarray, sources: np.ndarray, logprobs: np.ndarray, versions: np.ndarray
     ) -> None:
@@ -136,8 +153,13 @@ def episode(
     family: Family,
     sampling: Sampling,
     limits: Limits,
+    on_mark: Callable[[Trajectory], None] | None = None,
 ) -> Generator[Request | Pending, Any, Trajectory]:
-    """Runs until the environment is done or a limit strikes; the reason is always recorded."""
+    """Runs until the environment is done or a limit strikes; the reason is always recorded.
+
+    Nobody is told the limit of turns, so an episode under a smaller one is the beginning of this
+    one. `on_mark` gets it as it would have ended, for each of `limits.marks` that would have.
+    """
     key = episode_key(uid, repeat)
     noise = noise_key(seed, key)
     world = _World(environment=environment, limits=limits)
@@ -148,6 +170,25 @@ def episode(
     context = len(messages)
     tape.read(family.render(messages))
     longest = limits.max_turn_tokens or sampling.max_tokens
+
+    def ended(
+        tape: _Tape, messages: Sequence[Message], reason: str, *, turns: int, pending: bool
+    ) -> Trajectory:
+        waiting = reason == "token_budget" and pending
+        return Trajectory(
+            sample_id=uid,
+            repeat=repeat,
+            messages=tuple(messages),
+            context=context,
+            end_reason=reason,
+            status=STATUS_OF_END[f"{reason}_pending" if waiting else reason],
+            turns=turns,
+            trained=repeat != GREEDY,
+            turn_rewards=tuple(world.rewards),
+            info=dict(world.info),
+            **tape.columns(),
+        )
+
     while not reason:
         turn += 1
         budget = min(limits.max_total_tokens, family.max_positions) - tape.length
@@ -176,28 +217,14 @@ def episode(
         elif completion.finish == "length":
             reason = "turn_length" if allowed == longest else "token_budget"
         else:
+            marked = turn in limits.marks and on_mark is not None
+            said, written = (list(messages), tape.so_far()) if marked else ([], tape)
             reason, pending = yield from _answer(world, reply, messages, tape, turn, family)
+            if marked and on_mark is not None and (pending or not reason):
+                on_mark(ended(written, said, "max_turns", turns=turn, pending=True))
     closed = yield from world.ask(environment.close)
     world.failure(closed)  # noted, but the episode is over
-    status = STATUS_OF_END[f"{reason}_pending" if reason == "token_budget" and pending else reason]
-    return Trajectory(
-        sample_id=uid,
-        repeat=repeat,
-        ids=np.concatenate(tape.ids),
-        sources=np.concatenate(tape.sources),
-        logprobs=np.concatenate(tape.logprobs),
-        versions=np.concatenate(tape.versions),
-        media=tuple(tape.media),
-        messages=tuple(messages),
-        context=context,
-        end_reason=reason,
-        status=status,
-        turns=turn,
-        trained=repeat != GREEDY,
-        support=tuple(tape.support) or None,
-        turn_rewards=tuple(world.rewards),
-        info=world.info,
-    )
+    return ended(tape, messages, reason, turns=turn, pending=pending)
 
 
 def _answer(

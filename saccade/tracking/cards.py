@@ -32,18 +32,15 @@ def _card(records: list[Record], pictures: Path | None) -> str:
     files = {image["name"]: image for record in records for image in record["images"]}
     prompt = [one["image"] for one in _prompt_segments(first) if "image" in one]
     shown = "".join(_picture(files[name], pictures) for name in dict.fromkeys(prompt))
-    gold = first["gold"]
-    golds = " or ".join(gold) if isinstance(gold, list) else gold
+    gold = golds(first)
     expected = (
-        f"<p class='small'><span class='dim'>expected</span> {escape(str(golds))}</p>"
-        if golds
-        else ""
+        f"<p class='small'><span class='dim'>expected</span> {escape(gold)}</p>" if gold else ""
     )
     answers = "".join(_answer(record, files, pictures) for record in records)
     return (
         f'<article class="card rollout{"" if shown else " text"}">'
         + (f'<div class="pictures">{shown}</div>' if shown else "")
-        + f'<div><div class="question">{escape(_question(first))}</div>{expected}'
+        + f'<div><div class="question">{escape(question(first))}</div>{expected}'
         f'<div class="answers">{answers}</div></div></article>'
     )
 
@@ -57,13 +54,19 @@ def _first_policy(record: Record) -> int:
     return next((i for i, one in enumerate(segments) if one["source"] == "policy"), len(segments))
 
 
-def _question(record: Record) -> str:
+def question(record: Record) -> str:
     texts = []
     for message in record["messages"]:
         if message["role"] == "assistant":
             break
         texts += [part["text"] for part in message["content"] if part["type"] == "text"]
-    return _shortened("\n".join(texts).strip())
+    return shortened("\n".join(texts).strip())
+
+
+def golds(record: Record) -> str:
+    """Every answer that counts as right."""
+    gold = record["gold"]
+    return " or ".join(gold) if isinstance(gold, list) else str(gold or "")
 
 
 def _answer(record: Record, files: Record, pictures: Path | None) -> str:
@@ -98,7 +101,7 @@ def _chips(record: Record) -> str:
         )
     if record["extracted"] is not None:
         chips.append(
-            f'<span class="chip">read as {escape(_shortened(record["extracted"], 60))}</span>'
+            f'<span class="chip">read as {escape(shortened(record["extracted"], 60))}</span>'
         )
     if status != "ok":
         chips.append(
@@ -142,12 +145,10 @@ def _picture(image: Record, pictures: Path | None) -> str:
 
 def _marked(text: str) -> str:
     """Escaped text with its tags set apart."""
-    return re.sub(
-        r"(&lt;/?\|?\w+\|?&gt;)", r'<span class="tag">\1</span>', escape(_shortened(text))
-    )
+    return re.sub(r"(&lt;/?\|?\w+\|?&gt;)", r'<span class="tag">\1</span>', escape(shortened(text)))
 
 
-def _shortened(text: str, longest: int = LONGEST_TEXT) -> str:
+def shortened(text: str, longest: int = LONGEST_TEXT) -> str:
     return (
         text
         if len(text) <= longest

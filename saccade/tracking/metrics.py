@@ -52,6 +52,14 @@ def group_metrics(
     )
 
 
+def episode_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns and tools of a validation set; nothing where a question gets one answer."""
+    if not any(t.turns > 1 or "tool_calls" in t.info for t in everyone):
+        return {}
+    turns = {k: v for k, v in _turn_metrics(list(everyone)).items() if k.startswith("turns/")}
+    return turns | tool_metrics(everyone, RIGHT)
+
+
 def _members(group: Group) -> list[Trajectory]:
     return [t for t in group.trajectories if t.trained] or list(group.trajectories)
 

@@ -27,6 +27,7 @@ from saccade.statistics import Interval, independent_difference
 from saccade.tracking import charts
 from saccade.tracking.cards import rollout_cards
 from saccade.tracking.charts import Point, Series
+from saccade.tracking.episodes import write_episodes
 from saccade.tracking.folder import CONFIG, MANIFEST, TRAJECTORIES
 from saccade.tracking.loggers import read_metrics
 from saccade.tracking.trajectories import read_trajectories, stored_steps
@@ -142,15 +143,22 @@ def write_report(
     pictures: Path | None = None,
     notes: Sequence[str] = (),
     appendix: Mapping[str, str] | None = None,
+    links: Mapping[str, Path | None] | None = None,
 ) -> Path:
     """Write the page and return its path.
 
     `curves`: points by name, or rows of metrics. `rollouts`: records of `trajectories`, those of
     one sample in a row share a card. `pictures`: the folder that the files of these records are
-    relative to. `facts`: tiles at the top. `appendix`: long texts, folded away.
+    relative to. `facts`: tiles at the top. `appendix`: long texts, folded away. `links`: other
+    pages beside this one.
     """
     body = [
         f"<header><h1>{escape(title)}</h1><p class='dim'>{escape(subtitle)}</p></header>",
+        *(
+            f'<p><a href="{page.name}">{escape(n)}</a></p>'
+            for n, page in (links or {}).items()
+            if page
+        ),
         _tiles(facts or {}),
         _notes(notes),
         *(_table(table) for table in tables),
@@ -186,6 +194,7 @@ def from_run(folder: Path) -> Path:
         tables=before_after(rows),
         rollouts=sample_rollouts(folder),
         pictures=folder / TRAJECTORIES,
+        links={"Episodes turn by turn": episodes_of(folder)},
         appendix={
             "Configuration": (folder / CONFIG).read_text(encoding="utf-8"),
             "Manifest": json.dumps(manifest, indent=2, ensure_ascii=False),
@@ -290,6 +299,13 @@ def sample_rollouts(folder: Path, samples: int = 8, members: int = 4) -> list[di
         groups = [list(group) for _, group in groupby(records, key=lambda record: record["group"])]
         chosen += [record for group in groups[: max(1, samples // 2)] for record in group[:members]]
     return chosen
+
+
+def episodes_of(folder: Path) -> Path | None:
+    """The page of the stored episodes, those of each set and of training at their last step."""
+    stored = stored_steps(folder)
+    records = (r for kind in stored for r in read_trajectories(folder, kind, stored[kind][-1]))
+    return write_episodes(folder / "episodes.html", records, folder / TRAJECTORIES)
 
 
 def _first_and_last(rows: Rows, name: str) -> tuple[float, float]:

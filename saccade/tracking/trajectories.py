@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from saccade.images import resized_size
 from saccade.tracking.folder import TRAJECTORIES, RunFolder
 from saccade.tracking.loggers import complain
 from saccade.types import ALWAYS_EXCLUDED, Group, Media, Message, Source, Trajectory
@@ -32,15 +33,16 @@ ImageBytes = Callable[[Media], np.ndarray]  # upright RGB, [height, width, 3] ui
 
 IMAGES = "images"
 LARGEST_SIDE = 512
+LARGEST_SEEN = 1024  # as the model saw it
 FEW_COLOURS = 256  # drawings with so few stay sharp as PNG; photographs are smaller as JPEG
 
 
 class TrajectoryWriter:
     """Writes groups in the background until it is closed."""
 
-    def __init__(self, folder: RunFolder, say: Callable[[str], object] = complain) -> None:
-        self._run = folder.path.name
-        self._root = folder.trajectories
+    def __init__(self, folder: RunFolder | Path, say: Callable[[str], object] = complain) -> None:
+        path = folder if isinstance(folder, Path) else folder.path
+        self._run, self._root = path.name, path / TRAJECTORIES
         self._say = say
         self._said = False
         self._images: dict[str, str | None] = {}  # name of a picture -> its file
@@ -56,9 +58,11 @@ class TrajectoryWriter:
         image_bytes: ImageBytes,
         version: int,
         kind: str = "train",
+        unit: int | None = None,
     ) -> None:
         """Queue the groups of a step; `kind` is train or val/SET. The same step and kind replaces
-        its file.
+        its file. `unit`, the side of what the model sees as one token, says at which size it saw
+        pictures; those of several turns are also stored as it saw them.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="trajectories", daemon=True)
@@ -73,8 +77,9 @@ class TrajectoryWriter:
                     record |= record_of(group, trajectory, decode_text)
                     record["images"] = [
                         _image_facts(span.media, span.start, span.length)
-                        | {"file": self._stored(span.media, image_bytes)}
-                        for span in trajectory.media
+                        | view
+                        | self._files(span.media, image_bytes, unit, trajectory.turns > 1)
+                        for span, view in zip(trajectory.media, views_of(trajectory), strict=True)
                     ]
                     lines.append(json.dumps(record, ensure_ascii=False, default=str))
             _write_whole(_file_of(self._root, kind, step), "".join(line + "\n" for line in lines))
@@ -118,16 +123,32 @@ class TrajectoryWriter:
             self._said = True
             self._say(text)
 
-    def _stored(self, media: Media, image_bytes: ImageBytes) -> str | None:
+    def _files(
+        self, media: Media, image_bytes: ImageBytes, unit: int | None, several: bool
+    ) -> dict[str, Any]:
+        """A small copy of the picture, and how the model saw it."""
+        files: dict[str, Any] = {"file": self._stored(media, image_bytes), "seen": None}
+        if unit is None or media.kind != "image":
+            return files
+        budget = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
+        height, width = resized_size(media.width, media.height, unit=unit, **budget)
+        files["seen"] = [width, height]
+        if several and max(width, height) <= LARGEST_SEEN:
+            files["seen_file"] = self._stored(media, image_bytes, (width, height))
+        return files
+
+    def _stored(
+        self, media: Media, image_bytes: ImageBytes, size: tuple[int, int] | None = None
+    ) -> str | None:
         """File of a picture relative to trajectories/, made on first sight; None when it cannot be
         made.
         """
-        name = picture_name(media)
+        name = picture_name(media) + ("" if size is None else f"-seen-{size[0]}x{size[1]}")
         if media.kind != "image":
             return None
         if name not in self._images:
             try:
-                self._images[name] = _store_picture(self._root, name, image_bytes(media))
+                self._images[name] = _store_picture(self._root, name, image_bytes(media), size)
             except Exception as error:
                 self._images[name] = None
                 self._report(f"picture {name} could not be stored: {type(error).__name__}: {error}")
@@ -289,13 +310,34 @@ def _image_facts(media: Media, start: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def _store_picture(root: Path, name: str, pixels: np.ndarray) -> str:
+def views_of(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Each picture as its episode calls it, which one it was cut from, and where in that one."""
+    calls = trajectory.info.get("tool_calls") or ()
+    shown = {call.get("observation"): call for call in calls}
+    asked = sum(span.start < trajectory.prompt_length for span in trajectory.media)
+    views: list[dict[str, Any]] = []
+    for number in range(1, len(trajectory.media) + 1):
+        call = shown.get(number - asked, {}) if number > asked else {}
+        name = f"observation_{number - asked}" if call else f"image_{number}"
+        if number <= asked:
+            name = "original_image" if asked == 1 else f"original_image_{number}"
+        where = {"source": call.get("source"), "place": call.get("box")}
+        views.append({"view": name, **where, "lineage": list(call.get("lineage") or ())})
+    return views
+
+
+def _store_picture(
+    root: Path, name: str, pixels: np.ndarray, size: tuple[int, int] | None = None
+) -> str:
     for suffix in (".png", ".jpg"):
         if (root / IMAGES / (name + suffix)).exists():
             return f"{IMAGES}/{name}{suffix}"
     picture = Image.fromarray(np.ascontiguousarray(pixels, dtype=np.uint8)).convert("RGB")
     drawing = picture.getcolors(FEW_COLOURS) is not None or max(picture.size) <= 128
-    picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+    if size is None:
+        picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+    else:
+        picture = picture.resize(size, Image.Resampling.BICUBIC)
     file = root / IMAGES / (name + (".png" if drawing else ".jpg"))
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(file.name + ".tmp")

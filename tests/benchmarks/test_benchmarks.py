@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -138,3 +139,31 @@ def test_accuracy_under_a_limit_counts_who_answered_within_it() -> None:
         *("<think>", "Not here.", "</think>", "<grounding>", '{"bbox_2d": ', "[0, 0.5, 1, 1]"),
         *(', "source": "x"}', "</grounding>", "user\n", "assistant\n"),
     }
+
+
+def test_turns_are_the_same_with_and_without_the_cache_of_those_before(tmp_path: Path) -> None:
+    import torch
+    from model import build
+    from multi_turn import compare
+    from works import parse
+
+    from saccade.engines.embedded import EmbeddedEngine
+    from saccade.images import open_media
+    from saccade.models.families import load_family
+    from saccade.models.load import load_model
+    from saccade.types import Message, Sample
+
+    family = load_family(build(tmp_path / "model", "tiny"))
+    engine = EmbeddedEngine(
+        load_model(family, dtype=torch.float32, device=torch.device("cpu")), family
+    )
+    noise = np.random.default_rng(0).integers(0, 255, (112, 112, 3), dtype=np.uint8)
+    asked = Message(role="user", parts=(open_media(noise), "How many"))
+    work = parse("T2,prompts=1,samples=2,new=8")
+    found = compare(engine, family, [Sample(id="a", messages=(asked,))], work, 3, repeats=1)
+    on, off = found["reuse"], found["no_reuse"]
+    assert found["same_episodes"] == 1
+    assert on["turns"] == off["turns"] == on["images"] == 6 and on["generated"] == off["generated"]
+    assert 0 < on["occupancy"] <= 1
+    # With the cache: the prompt once for both, then what is new in each turn.
+    assert off["prefilled"] > 2 * on["prefilled"]

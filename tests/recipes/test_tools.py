@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from saccade.checks import check
 from saccade.config import load
+from saccade.errors import ConfigError
 from saccade.recipes import evaluate, parts, rl
 from saccade.tracking.loggers import read_metrics
 from saccade.tracking.trajectories import read_trajectories
 from saccade.types import Message, Sample
+from tests.public_sets import write_all
 
 
 def call(box: list[float], source: str) -> str:
@@ -127,6 +130,66 @@ def test_evaluation_has_limits_of_its_own(
     lines = (tmp_path / "run-eval" / "samples.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 64 and {row["end_reason"] for row in rows} >= {"answered", "max_turns"}
+
+
+def test_one_evaluation_gives_every_limit_of_turns(
+    config: dict[str, Any], tmp_path: Path, scenes: Path
+) -> None:
+    """Accuracy under a limit is that of an evaluation with this limit, to the last digit."""
+    limits = (1, 2, 3, 5)
+    del config["env.eval.max_turns"]
+    val = {"data.val": str(scenes / "val.jsonl"), "val.n": 4, "val.temperature": 1.0}
+    found = evaluate.run(config | val | {"val.turns": limits}, out=tmp_path / "all")["val"]
+    alone = {
+        limit: evaluate.run(
+            config | val | {"env.eval.max_turns": limit}, out=tmp_path / str(limit)
+        )["val"]
+        for limit in limits
+    }
+    assert list(found["by_limit"]) == [str(limit) for limit in limits]
+    for limit, one in alone.items():
+        row = found["by_limit"][str(limit)]
+        shared = {"items", "accuracy", "ci_low", "ci_high", "avg@4", "pass@4"}
+        assert shared <= row.keys() and {k: row[k] for k in shared} == {k: one[k] for k in shared}
+        assert row["accuracy"] == found[f"accuracy_within_{limit}_turns"]
+        assert row["overturn_frac"] == one["turns/end/max_turns"]
+        assert row["turns_mean"] == one["turns/mean"]
+    assert found["accuracy"] == found["by_limit"]["5"]["accuracy"]
+    assert found["by_limit"]["1"]["overturn_frac"] > found["by_limit"]["5"]["overturn_frac"] > 0
+    used = found["by_turns"]
+    assert sum(row["episodes"] for row in used.values()) == 32 and used.keys() <= set("12345")
+    right = sum(row["episodes"] * row["accuracy"] for row in used.values())
+    assert right / 32 == pytest.approx(found["accuracy"])
+    assert found["tool/calls_per_sample"] > 0 and "tool/acc_with_call" in found
+    page = (tmp_path / "all" / "report.html").read_text()
+    assert "Accuracy by limit of turns" in page and "episodes.html" in page
+    assert (tmp_path / "all" / "episodes.html").is_file()
+
+
+def test_suites(config: dict[str, Any], tmp_path: Path, image: Any) -> None:
+    names = ["vstar", "visualprobe_hard", "hrbench4k"]
+    public = {"eval.suites": names, "eval.folder": str(write_all(tmp_path, image))}
+    own = {"val.n": 2, "val.temperature": 1.0, "data.max_pixels": 12544, "data.format": "qa"}
+    found = evaluate.run(config | own | public, out=tmp_path / "eval")
+    assert list(found) == names
+    assert found["vstar"]["by_category"].keys() == {"direct_attributes", "relative_position"}
+    assert found["hrbench4k"]["by_category"].keys() == {"cross", "single"}
+    assert found["hrbench4k"]["items"] == 8 and 0 <= found["hrbench4k"]["all_rotations"] <= 1
+    rows = [json.loads(line) for line in (tmp_path / "eval" / "samples.jsonl").open()]
+    asked = next(row for row in rows if row["set"] == "vstar")
+    assert "(A) rubber\n(B) cotton" in asked["prompt"] and "letter" not in asked["prompt"]
+    assert {row["data_source"] for row in rows} == set(names)
+
+
+def test_limits_that_contradict_are_refused(config: dict[str, Any], scenes: Path) -> None:
+    val = {"data.val": str(scenes / "val.jsonl")}
+    for changes, said in (
+        ({"val.turns": [2, 4]}, r"env.eval.max_turns: 5 is not the largest of val.turns"),
+        ({"val.turns": [0, 5]}, r"val.turns: a limit is at least one turn"),
+        ({"val.turns": [2, 5], "env.name": "single_turn"}, r"val.turns: has no effect"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check(load(config | val | changes), "eval")
 
 
 def test_the_prompt_says_how_to_answer_and_how_to_zoom(config: dict[str, Any]) -> None:

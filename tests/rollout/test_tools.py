@@ -4,7 +4,7 @@ says what it is told to, and ends where a real one would.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 import numpy as np
@@ -20,7 +20,16 @@ from saccade.models.families import Family
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.rollout.hosting import environments
-from saccade.types import STATUS_OF_END, Completion, Message, Request, Sample, Sampling, Source
+from saccade.types import (
+    STATUS_OF_END,
+    Completion,
+    Message,
+    Request,
+    Sample,
+    Sampling,
+    Source,
+    Trajectory,
+)
 
 CROP = {"name": "crop", "min_pixels": 3136, "max_pixels": 28 * 28 * 16}
 
@@ -79,7 +88,15 @@ def question(image) -> Sample:
 @pytest.fixture(scope="module")
 def play(family, question) -> Callable:
     def played(
-        replies, *, env=CROP, max_tokens=120, engine=None, samples=None, repeats=1, **limits
+        replies,
+        *,
+        env=CROP,
+        max_tokens=120,
+        engine=None,
+        samples=None,
+        repeats=1,
+        on_mark=None,
+        **limits,
     ):
         config = EnvConfig(**env)
         engine = engine or Script(family, replies)
@@ -92,6 +109,7 @@ def play(family, question) -> Callable:
             sampling=Sampling(max_tokens=max_tokens, stop=stop_strings(config)),
             limits=Limits(**{"max_turns": 8} | limits),
             seed="0",
+            on_mark=on_mark,
         )
         return engine, groups
 
@@ -242,6 +260,25 @@ def test_random_episodes_keep_prefix_chain_mask_and_images(play, family, replies
             media = made[c["observation"]]
             source = int(c["source"].rpartition("_")[2]) if "observation" in c["source"] else 0
             assert media.parent == made[source].hash and list(media.box) == c["pixels"]
+
+
+@settings(deadline=None, max_examples=15)
+@given(replies=st.lists(REPLIES, min_size=1, max_size=6), limits=LIMITS)
+def test_an_episode_under_a_smaller_limit_is_the_beginning_of_a_longer_one(play, replies, limits):
+    """Every field is that of an episode which was played with the smaller limit."""
+    marked = {}
+    marks = frozenset(range(1, limits["max_turns"]))
+    _, (group,) = play(
+        replies, on_mark=lambda _, t: marked.setdefault(t.turns, t), **limits, marks=marks
+    )
+    (whole,) = group.trajectories
+    assert marked.keys() <= marks
+    for turns in marks:
+        _, (alone,) = play(replies, **limits | {"max_turns": turns})
+        (wanted,) = alone.trajectories
+        found = marked.get(turns, whole)
+        for each in fields(Trajectory):
+            np.testing.assert_equal(getattr(found, each.name), getattr(wanted, each.name))
 
 
 # -- over a real engine ----------------------------------------------------------------------------

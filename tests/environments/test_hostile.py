@@ -1,0 +1,145 @@
+"""A policy that means harm: nothing that it writes is executed, and what it costs is bounded by
+what it may write in a turn.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from saccade.config import EnvConfig
+from saccade.environments import Setting, build
+from saccade.environments.calls import LONGEST
+from saccade.environments.texts import words
+from saccade.rewards.extract import extract
+from saccade.types import Message, Sample
+
+SETTING = Setting(answer=lambda text: extract(text, ["answer_tag"]) or None)
+FORBIDDEN = ("exec", "compile", "open", "os.system", "os.exec", "os.fork", "os.posix_spawn")
+FORBIDDEN += ("subprocess.Popen", "socket.connect", "ctypes.dlopen", "pickle.find_class")
+CODE = "__import__('os').system('touch owned')"
+watching: list[list[str]] = []
+
+
+def _audit(event: str, arguments: tuple) -> None:
+    if watching and event in FORBIDDEN:
+        watching[-1].append(f"{event} {arguments!r:.80}")
+
+
+@pytest.fixture(scope="module")
+def audited() -> None:
+    """A hook stays for good, so it looks only while something is watched."""
+    sys.addaudithook(_audit)
+
+
+@pytest.fixture
+def seen(audited) -> Iterator[list[str]]:
+    events: list[str] = []
+    yield events
+    assert not watching
+
+
+def played(text: str, seen: list[str], image, **options):
+    environment = build(EnvConfig(**{"name": "crop"} | options), SETTING)
+    picture = image(200, 100, 3)
+    sample = Sample(
+        id="s", messages=(Message(role="user", parts=(picture, "?")),), extra={"level": "@$."}
+    )
+    environment.reset(sample, 0)
+    words("json")  # reads the texts
+    watching.append(seen)
+    step = environment.step(Message(role="assistant", parts=(text,)))
+    watching.pop()
+    assert seen == []
+    return step
+
+
+def grounding(body: str) -> str:
+    return f"<grounding>{body}</grounding>"
+
+
+ORIGINAL = '"source": "original_image"'
+HOSTILE = {
+    "code in the box": (grounding(f'{{"bbox_2d": {CODE}, {ORIGINAL}}}'), "json"),
+    "code as a text": (grounding(f'{{"bbox_2d": "{CODE}", {ORIGINAL}}}'), "box"),
+    "code for each edge": (grounding(f'{{"bbox_2d": ["{CODE}", 0, 1, 1], {ORIGINAL}}}'), "box"),
+    "code instead of a call": (grounding(CODE), "json"),
+    "a format string": (grounding(f'{{"bbox_2d": "{{0.__class__}}", {ORIGINAL}}}'), "box"),
+    "ten million digits": (grounding(f'{{"bbox_2d": [{"9" * 10**7}], {ORIGINAL}}}'), "too_long"),
+    "four thousand digits": (grounding(f'{{"bbox_2d": [{"9" * 4000}], {ORIGINAL}}}'), "number"),
+    "an exponent of 10^9": (
+        grounding(f'{{"bbox_2d": [1e999999999, 0, 1, 1], {ORIGINAL}}}'),
+        "number",
+    ),
+    "tiny exponents": (
+        grounding(f'{{"bbox_2d": [0, 0, 1e-999999999, 1], {ORIGINAL}}}'),
+        "too_small",
+    ),
+    "a path as source": (grounding('{"bbox_2d": [0, 0, 1, 1], "source": "/etc/passwd"}'), "source"),
+    "an address as source": (
+        grounding('{"bbox_2d": [0, 0, 1, 1], "source": "http://127.0.0.1/"}'),
+        "source",
+    ),
+    "a list as source": (grounding('{"bbox_2d": [0, 0, 1, 1], "source": [["x"]]}'), "source"),
+    "an observation to come": (
+        grounding('{"bbox_2d": [0, 0, 1, 1], "source": "observation_999999999999"}'),
+        "source",
+    ),
+    "brackets in brackets": (grounding("[" * 10**6), "too_long"),
+    "a million openings": ("<grounding>" * 10**6 + "</grounding>", "json"),
+    "nothing closed": ("<grounding>" + "{" * 10**6, "unclosed"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_call_is_refused_and_answered_in_a_line(name, seen, image):
+    text, reason = HOSTILE[name]
+    step = played(text, seen, image)
+    (noted,) = step.info["tool_calls"]
+    assert (noted["ok"], noted["reason"], noted["observation"]) == (False, reason, None)
+    assert len(noted["text"]) <= LONGEST and not step.done
+    (message,) = step.messages
+    assert message.media == () and len(message.text) < 250
+
+
+@pytest.mark.parametrize(("allowed", "answered"), [(1, 1), (8, 8)])
+def test_ten_thousand_calls_in_one_turn(allowed, answered, seen, image):
+    """As many are answered as are allowed; the others are not even read."""
+    call = '<tool_call>{"name": "zoom", "arguments": {"bbox_2d": [0, 0, 0.5, 1], %s}}</tool_call>'
+    options = {"call": "tool_call", "parallel_calls": allowed}
+    step = played(call % ORIGINAL * 10_000, seen, image, **options)
+    assert len(step.info["tool_calls"]) == len(step.messages[0].media) == answered
+    broken = played("<tool_call>{}</tool_call>" * 10_000, seen, image, **options)
+    assert len(broken.info["tool_calls"]) == answered and len(broken.messages[0].text) < 1000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [f'{{"expression": "{CODE}"}}', '{"expression": "9^9^9^9^9"}', '{"expression": "((((1"}', "7"],
+)
+def test_a_calculator_calculates_and_nothing_else(arguments, seen, image):
+    text = f'<tool_call>{{"name": "calculate", "arguments": {arguments}}}</tool_call>'
+    step = played(text, seen, image, name="calculator")
+    assert not step.info["tool_calls"][0]["ok"] and len(step.messages[0].text) < 250
+
+
+def test_unknown_tools_have_no_names_to_look_up(seen, image):
+    for name in ("os.system", "__import__", "zoom.__globals__", "x" * 4000):
+        text = f'<tool_call>{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>'
+        step = played(text, seen, image, call="tool_call")
+        assert step.info["tool_calls"][0]["reason"] == "unknown_tool"
+        assert len(step.messages[0].text) < 250
+        seen.clear()
+
+
+@pytest.mark.parametrize("answer", ["up, " * 10**6, f"up, {CODE}", "up" * 10**6])
+def test_a_game_reads_moves_and_nothing_else(answer, seen, image):
+    step = played(f"<answer>{answer}</answer>", seen, image, name="sokoban_step")
+    noted = step.info["tool_calls"][-1]
+    assert not noted["ok"] and len(str(noted)) < 1000 and len(step.messages[0].text) < 250
+
+
+@pytest.mark.parametrize("piece", ["<answer>", "</answer>", "<answer></answer>", "<think>"])
+def test_a_megabyte_of_tags_is_an_answer_or_none(piece, seen, image):
+    step = played(piece * 10**5, seen, image)
+    assert step.done and step.info["end_reason"] in ("answered", "eos_no_answer")
