@@ -39,6 +39,7 @@ ANSWER_LINE = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 ANSWER_LINE_WINDOW = 300
+CALL = re.compile(r"<(grounding|tool_call)>.*?(?:</\1>|(?=<answer>)|\Z)", re.DOTALL)
 
 
 def extract(
@@ -63,9 +64,11 @@ def extract(
 
 
 def answer_of(sample: RewardSample, order: Sequence[str], scope: Scope) -> str | None:
-    """The answer of an episode, from its last turn; None also when it is there but empty."""
+    """The answer of an episode, from its last turn; None also when it is there but empty. What
+    stands in a call to a tool is no answer: an episode may end before its calls are answered.
+    """
     prefilled, choices = sample.think_prefilled, sample.choices
-    text = sample.turns[-1] if len(sample.turns) > 1 else sample.response
+    text = CALL.sub("", sample.turns[-1] if len(sample.turns) > 1 else sample.response)
     found = extract(text, order, scope=scope, think_prefilled=prefilled, choices=choices)
     return found or None
 

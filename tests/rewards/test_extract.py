@@ -89,3 +89,26 @@ def test_an_answer_of_several_turns_stands_in_the_last_one():
         assert answer_of(sample, ["answer_tag"], "after_think") == found
         sent = RewardSample(**json.loads(to_json(sample, brief=True)))
         assert answer_of(sent, ["answer_tag"], "after_think") == found
+
+
+@pytest.mark.parametrize(
+    ("last", "found"),
+    [
+        ('<think>Look.</think><grounding>{"bbox_2d": [0, 0.5, 1, 1]}</grounding>', None),
+        ('<tool_call>{"name": "calculator", "arguments": {"expression": "3*4"}}</tool_call>', None),
+        ('<grounding>{"bbox_2d": [0, 0.5', None),
+        ("<grounding>[1]</grounding> so it is 12", "12"),
+        ("<grounding>[1] <answer>7</answer>", "7"),
+    ],
+)
+def test_a_call_is_no_answer(last: str, found: str | None) -> None:
+    for turns in ((last,), ("I see 99.", last)):
+        sample = RewardSample(id="a", response="\n".join(turns), turns=turns)
+        assert answer_of(sample, ("answer_tag", "last_number"), "after_think") == found
+
+
+def test_many_open_calls_are_read_in_one_pass() -> None:
+    began = time.monotonic()
+    text = "<grounding>" * 200_000
+    sample = RewardSample(id="a", response=text, turns=(text,))
+    assert answer_of(sample, MATH, "all") is None and time.monotonic() - began < 2
