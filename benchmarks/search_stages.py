@@ -60,17 +60,17 @@ TINY = Size(
     depth=3,
     vision_width=64,
     vision_depth=2,
-    read_steps=130,
+    read_steps=320,
     read_rows=64,
-    read_lr=2e-3,
-    chat_steps=40,
-    chat_rows=8,
+    read_lr=1.5e-3,
+    chat_steps=200,
+    chat_rows=16,
     chat_lr=1e-3,
     demonstrations=600,
     scenes=1500,
     items=64,
     k=4,
-    sft_steps=60,
+    sft_steps=100,
     sft_rows=32,
     sft_lr=2e-3,
     rl_steps=40,
@@ -144,23 +144,26 @@ def write_scenes(folder: Path, size: Size, name: str, shard: int, n: int) -> Pat
 
 
 def draw_reading(folder: Path, size: Size, name: str, scenes: Path) -> Path:
-    """Chats about one place after the other: what a pretrained model would bring along. Nobody
-    searches in them, nobody calls a tool.
+    """Chats about one place after the other: what a pretrained model would bring along. In long
+    ones the assistant counts on through the boxes of a grid. Nobody searches in them: what is shown
+    does not follow from what is said; nobody calls a tool.
     """
     from saccade.config import DataConfig, DataSource
     from saccade.data.datasets import load
     from saccade.data.dialogues import dialogue_row
+    from saccade.data.search_expert import call, place_boxes
     from saccade.images import crop
     from saccade.types import Message
 
     most = 1 if name == "read" else max(LIMITS)
     pool = load([DataSource(path=str(scenes))], DataConfig()).samples
     rng = np.random.default_rng(most)
+    boxes = [re.findall(r"\[.*?\]", call(box, ""))[0] for box in place_boxes(size.grid)]
     rows = getattr(size, f"{name}_steps") * getattr(size, f"{name}_rows")
     path = folder / f"{name}.jsonl"
     with path.open("w") as file:
         for index in range(min(rows, 8 * len(pool))):
-            messages = []
+            messages, place = [], int(rng.integers(len(boxes)))
             for number in range(1, int(most ** rng.random()) + 1):
                 scene = pool[int(rng.integers(len(pool)))]
                 side = scene.media[0].width // size.grid
@@ -170,9 +173,10 @@ def draw_reading(folder: Path, size: Size, name: str, scenes: Path) -> Path:
                     x, said = (x + side) % (size.grid * side), "Not here."
                 picture = crop(scene.media[0], (x, y, x + side, y + side))
                 asked = scene.messages[0].text if number == 1 else f"Picture {number}:\n"
+                counted = boxes[(place + number) % len(boxes)] if most > 1 else ""
                 messages += [
                     Message(role="user", parts=(asked, picture)),
-                    Message(role="assistant", parts=(f"<think>{said}</think>",)),
+                    Message(role="assistant", parts=(f"<think>{said}</think>{counted}",)),
                 ]
             sample = replace(scene, id=f"{name}-{index}", messages=tuple(messages), extra={})
             file.write(json.dumps(dialogue_row(sample, folder)) + "\n")
