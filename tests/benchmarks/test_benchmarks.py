@@ -137,3 +137,13 @@ def test_accuracy_under_a_limit_counts_who_answered_within_it() -> None:
         *("<think>", "Not here.", "</think>", "<grounding>", '{"bbox_2d": ', "[0, 0.5, 1, 1]"),
         *(', "source": "x"}', "</grounding>", "user\n", "assistant\n"),
     }
+
+
+def test_a_killed_worker_of_the_reward_service_loses_and_doubles_nothing() -> None:
+    from reward_service import measure
+
+    results = measure(80, workers=2)
+    for way in ("one request per sample", "batching client"):
+        assert results[way]["right"] == 80 and results[way]["killed"] == 1
+    assert results["scored"] == {"asked": 176, "logged": 176}
+    assert results["workers_replaced"] == 2 and results["errors"] == 0
