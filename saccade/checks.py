@@ -152,10 +152,7 @@ def _judge(config: Config) -> Iterator[str]:
     if judge.api == "completions" and judge.send_images:
         yield ("reward.judge.send_images: completions take text only; try reward.judge.api=chat")
     if judge.template is not None and not Path(judge.template).is_file():
-        yield (
-            f"reward.judge.template: file {judge.template} does not exist; give a Jinja file, or "
-            "remove it"
-        )
+        yield f"reward.judge.template: {judge.template} does not exist; give a Jinja file"
 
 
 def _own_weights(config: Config) -> Iterator[str]:
@@ -413,4 +410,5 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "chat": (_answering_model, _pixels, _prompt_files),
     "estimate": (_model, _own_weights, _lora, _pixels, _optimizer, _batch),
     "check-data": (_some_data, *READING),
+    "serve-reward": (_pixels, _judge, _reward),
 }

@@ -260,6 +260,24 @@ def chat(
         recipe.talk(config, greedy=greedy)
 
 
+@command("serve-reward", panel="Use", example="saccade serve-reward run.yaml reward.workers=8")
+def serve_reward(
+    arguments: Arguments = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Its port; 0: any free one.", min=0, max=65535)] = 8400,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Serve whoever asks on this machine.")
+    ] = False,
+) -> None:
+    """Score responses for other runs over HTTP, with the rewards of a config.
+
+    Clients are asked for a token, which is printed; the environment variable SACCADE_TOKEN sets
+    one. Clients of OpenRLHF and LMM-R1 send none: --no-token serves them on this machine.
+    """
+    recipe = import_module("saccade.recipes.serve_reward")
+    recipe.serve(_config(arguments or []), host=host, port=port, token=not no_token)
+
+
 @command(
     "export", panel="Use", example="saccade export runs/run/checkpoints/step-100 --out my-model"
 )

@@ -371,7 +371,7 @@ class EnvConfig(Section):
 class RewardTerm(Section):
     verifier: str = option(
         ...,
-        "Built-in verifier (math, choice, count, judge, hybrid, format:think_answer …) or "
+        "Built-in verifier (math, choice, count, judge, remote, format:think_answer …) or "
         "file.py:name.",
     )
     name: str | None = option(None, "Name in metrics; empty: the verifier's.")
@@ -408,6 +408,46 @@ class JudgeConfig(HttpConfig):
     )
 
 
+class RemoteConfig(Section):
+    url: tuple[str, ...] = option(
+        (),
+        "Address of a reward service, such as http://127.0.0.1:8400/get_reward; several share the "
+        "work.",
+    )
+    token: str = option("", "Environment variable that holds the token; empty: none is sent.")
+    batch: int = option(64, "Most samples in one request.", ge=1)
+    concurrency: int = option(8, "Requests under way at once.", ge=1)
+    retries: int = option(4, "Further attempts after an error that may pass.", ge=0)
+    timeout: float = option(180.0, "Seconds before an attempt is given up.", gt=0)
+    deadline: float = option(
+        600.0, "Seconds for a request in all, also while a busy service asks to wait.", gt=0
+    )
+    send_images: bool = option(False, "Send the pictures of the question, too.")
+    template: Literal["chatml", "llama3", "deepseek", "base", "plain"] = option(
+        "chatml", "How prompt and response are joined in `query`, which old services read."
+    )
+    on_failure: Literal["error", "abstain"] = option(
+        "error", "What a sample is that the service did not score."
+    )
+
+
+class ServeConfig(Section):
+    queue: int = option(
+        4096, "Samples that wait or are scored; who sends more is told when to come back.", ge=1
+    )
+    max_body_mb: int = option(256, "Largest request.", ge=1)
+    response_after: str = option(
+        "",
+        "Text before the response in a `query` whose client sends no `responses`; empty: the marks "
+        "of known chat templates.",
+    )
+    unscored: float | None = option(
+        None,
+        "What an old client gets for a sample without a score; empty: null, at which it stops.",
+    )
+    log: str | None = option(None, "JSONL file that gets a line for every sample.")
+
+
 class RewardConfig(Section):
     terms: tuple[RewardTerm, ...] = option((), "What is scored; a plain verifier name also works.")
     preset: str | None = option(
@@ -435,6 +475,10 @@ class RewardConfig(Section):
         False, "An abstaining term is dropped and the other weights rescaled."
     )
     judge: JudgeConfig = section(JudgeConfig, "The endpoint of judge and hybrid terms.")
+    remote: RemoteConfig = section(
+        RemoteConfig, "The service of remote terms; a term's args override it."
+    )
+    serve: ServeConfig = section(ServeConfig, "What `saccade serve-reward` takes.")
     workers: int = option(2, "Killable processes for verifiers that may hang or are yours.", ge=1)
     deadline: float = option(
         10.0, "Seconds for one sample; then the worker is killed and the sample is an error.", gt=0

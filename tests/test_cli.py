@@ -33,6 +33,7 @@ COMMANDS = {
     "eval",
     "generate",
     "chat",
+    "serve-reward",
     "export",
     "check-data",
     "algorithms",

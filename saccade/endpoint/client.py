@@ -1,8 +1,5 @@
-"""Asks an endpoint and waits for its answer, from any thread: paced, retried, cached, counted.
-
-What may pass (429, 5xx, no connection, no answer in time, an answer that cannot be read) is tried
-again with growing, random pauses; what may not (any other 4xx) is raised with the server's own
-words. Knows nothing of engines or episodes, so a judge can use it as it is.
+"""Asks an endpoint and waits for its answer, from any thread: sent and retried by a `Sender`,
+cached, counted. Knows nothing of engines or episodes, so a judge can use it as it is.
 
     client = ChatClient(HttpConfig(url="http://127.0.0.1:8000/v1"))
     client.ask([Message(role="user", parts=("2 + 2?",))], Sampling(temperature=0), seed=0).text
@@ -10,49 +7,22 @@ words. Knows nothing of engines or episodes, so a judge can use it as it is.
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
 import os
-import random
 import threading
-import time
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from saccade.endpoint.apis import APIS, Answer
 from saccade.endpoint.cache import AnswerCache, key_of
-from saccade.endpoint.opener import opener_for
 from saccade.endpoint.pictures import Pictures
-from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.endpoint.sender import Sender
+from saccade.errors import ConfigError
 from saccade.schema import HttpConfig
 from saccade.types import Media, Message, Sampling
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another attempt
-LONGEST_HOLD = 300.0  # that an endpoint may ask for
-PIECE = 1 << 16  # bytes of a reply between two looks at the clock
-PASSING = (408, 409, 425, 429)
-QUOTED = 500  # characters of what a server says
 OFF = "off"  # in the place of a cache's folder
-T = TypeVar("T")
-
-# What a refusal tells of our own options, and what would help.
-MENDS: Mapping[int, tuple[str, str]] = {
-    401: ("key", "let it name an environment variable that holds a valid key"),
-    403: ("key", "let it name an environment variable whose key may use this model"),
-    404: ("url", "give the address up to /v1, and in model a name that the endpoint lists"),
-    413: ("url", "the request is too large there; lower data.max_pixels"),
-}
-
-
-class Reply(NamedTuple):
-    status: int  # 0: there was none
-    text: str
-    hold: float = 0.0  # seconds that the endpoint wants to be left alone
 
 
 @dataclass(kw_only=True)
@@ -94,9 +64,16 @@ class ChatClient:
         self._pictures = Pictures()
         self._cache = AnswerCache(http.cache) if http.cache not in (None, "", OFF) else None
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        self._next = 0.0  # when the next request may start
-        self._opener = opener_for(http.url)
+        self._sender = Sender(
+            [http.url],
+            section=section,
+            retries=http.retries,
+            timeout=http.timeout,
+            per_minute=http.per_minute,
+            key=self._key,
+            headers=self._api.headers(self._key),
+            on_send=lambda again: self._count(sent=1, repeated=int(again)),
+        )
         self.model = http.model or self._only_model()
 
     def ask(
@@ -116,7 +93,7 @@ class ChatClient:
             self._count(cached=1)
             return answer
         body = self._body(messages, sampling, seed, self._pictures)
-        answer = self._send(
+        answer = self._sender.send(
             "POST", self._api.path, body, lambda r: self._api.answer(r, sampling), until
         )
         usage = answer.usage
@@ -131,14 +108,14 @@ class ChatClient:
 
     def stop(self) -> None:
         """Whoever waits for a turn or for another attempt gives up."""
-        self._stopped.set()
+        self._sender.stop()
 
     def _body(self, messages: Any, sampling: Sampling, seed: int, picture: Any) -> dict[str, Any]:
         body = {"model": self.model, **self._api.body(messages, sampling, seed, picture)}
         return {name: v for name, v in (body | self._fields).items() if v is not None}
 
     def models(self) -> list[str]:
-        return self._send("GET", "/models", None, lambda r: [m["id"] for m in r["data"]])
+        return self._sender.send("GET", "/models", None, lambda r: [m["id"] for m in r["data"]])
 
     def _only_model(self) -> str:
         names = self.models()
@@ -148,90 +125,6 @@ class ChatClient:
                 "name one of them"
             )
         return names[0]
-
-    # -- sending --
-
-    def _send(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        read: Callable[[Any], T],
-        until: float = math.inf,
-    ) -> T:
-        data = None if body is None else json.dumps(body).encode()
-        for attempt in range(self.http.retries + 1):
-            self._turn(until)
-            self._count(sent=1, repeated=int(attempt > 0))
-            reply = self._exchange(method, path, data, until)
-            problem = f"status {reply.status}" if reply.status else "no reply"
-            if reply.status == 200:
-                try:
-                    return read(json.loads(reply.text))
-                except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-                    problem = f"an answer that cannot be read ({error!r})"
-            elif 0 < reply.status < 500 and reply.status not in PASSING:
-                raise self._refusal(reply)
-            if attempt < self.http.retries:
-                self._pause(attempt, reply.hold, until)
-        raise EnvironmentProblem(
-            f"{self.section}.url: {self.http.url} gave no answer in {self.http.retries + 1} "
-            f"attempts, at last {problem}: {self._quoted(reply.text)}; see that it runs, or raise "
-            f"{self.section}.retries or {self.section}.timeout"
-        )
-
-    def _exchange(self, method: str, path: str, data: bytes | None, until: float) -> Reply:
-        headers = {"Content-Type": "application/json", **self._api.headers(self._key)}
-        request = urllib.request.Request(
-            self.http.url.rstrip("/") + path, data=data, headers=headers, method=method
-        )
-        now = time.monotonic()
-        until = min(until, now + self.http.timeout)
-        try:
-            with self._opener.open(request, timeout=max(until - now, 0.001)) as response:
-                text = _content(response, until).decode("utf-8", "replace")
-                hold = _seconds(response.headers.get("Retry-After"))
-                return Reply(response.status, text, hold)
-        except (OSError, http.client.HTTPException) as error:
-            return Reply(0, f"{type(error).__name__}: {error}")
-
-    def _refusal(self, reply: Reply) -> ConfigError:
-        words, field = _words(reply.text)
-        option, mend = MENDS.get(reply.status, ("url", "change what it names"))
-        about = f" about {field!r}" if field else ""
-        return ConfigError(
-            f"{self.section}.{option}: {self.http.url} refuses the request with status "
-            f"{reply.status}{about}: {self._quoted(words)}; {mend}"
-        )
-
-    def _quoted(self, text: str) -> str:
-        """Some servers repeat the key in what they say."""
-        return (text.replace(self._key, "***") if self._key else text)[:QUOTED]
-
-    # -- time --
-
-    def _turn(self, until: float) -> None:
-        gap = 60 / self.http.per_minute if self.http.per_minute else 0.0
-        with self._lock:
-            start = max(time.monotonic(), self._next)
-            if start < until:  # else nothing is sent
-                self._next = start + gap
-        self._wait(start - time.monotonic(), until)
-
-    def _pause(self, attempt: int, hold: float, until: float) -> None:
-        with self._lock:  # a hold is asked of everybody, not only of this thread
-            self._next = max(self._next, time.monotonic() + min(hold, LONGEST_HOLD))
-        longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt)
-        self._wait(longest * random.uniform(0.5, 1), until)
-
-    def _wait(self, seconds: float, until: float) -> None:
-        if time.monotonic() + seconds >= until:
-            raise EnvironmentProblem(
-                f"{self.section}.url: {self.http.url} gave no answer in time; see that it runs, or "
-                f"raise {self.section}.deadline"
-            )
-        if self._stopped.wait(max(0.0, seconds)):
-            raise EnvironmentProblem(f"{self.section}.url: stopped before it was asked")
 
     def _count(self, **added: int) -> None:
         with self._lock:
@@ -250,45 +143,5 @@ def key_from(http: HttpConfig, section: str = "rollout.http") -> str:
     return os.environ[http.key].strip()
 
 
-def _content(response: Any, until: float) -> bytes:
-    """All of a reply. The timeout of a socket starts anew with every byte, this one does not."""
-    pieces = []
-    while piece := response.read1(PIECE):
-        pieces.append(piece)
-        if time.monotonic() > until:
-            raise TimeoutError("the reply took too long")
-    return b"".join(pieces)
-
-
 def _named(media: Media) -> tuple[str, str]:
     return "image", "/".join(map(str, media.key))
-
-
-def _words(text: str) -> tuple[str, str]:
-    """What a server says and the field that it names, whatever form it gives them."""
-    try:
-        said: Any = json.loads(text)
-    except ValueError:
-        return text, ""
-    error = said.get("error", said) if isinstance(said, dict) else said
-    if not isinstance(error, dict):
-        return str(error), ""
-    words = error.get("message") or error.get("detail") or error
-    return str(words), str(error.get("param") or "")
-
-
-def _seconds(header: str | None) -> float:
-    """Of Retry-After: a number of seconds, or a date."""
-    if not header:
-        return 0.0
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        moment = parsedate_to_datetime(header)
-    except ValueError:
-        return 0.0
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=timezone.utc)
-    return max(0.0, (moment - datetime.now(timezone.utc)).total_seconds())

@@ -8,8 +8,6 @@ saccade chat models/Qwen2.5-VL-3B-Instruct --serve
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import signal
 import sys
 import threading
@@ -30,8 +28,9 @@ from saccade.recipes import parts
 from saccade.recipes.engines import answering_engine, answering_family, model_name, room
 from saccade.rollout.episode import noise_key
 from saccade.serving.fields import Served
+from saccade.serving.http import make_token
 from saccade.serving.hub import Hub
-from saccade.serving.server import LOOPBACK, Service, open_server
+from saccade.serving.server import Service, open_server
 from saccade.serving.text import TextStream
 from saccade.types import Completion, Media, Message, Request, Sampling
 
@@ -300,11 +299,7 @@ def serve(
 ) -> None:
     """Until it is interrupted. The engine runs in this thread, clients wait in others."""
     say = say or _print
-    if not token and host not in LOOPBACK:
-        raise ConfigError(
-            f"--no-token: {host} can be reached from other machines; leave the option out, or use "
-            "--host 127.0.0.1"
-        )
+    secret = make_token(host, wanted=token)
     with _opened(config) as (family, engine):
         served = Served(
             family=family,
@@ -313,7 +308,6 @@ def serve(
             data=config.data,
             logprobs=engine.capabilities().logprobs,
         )
-        secret = (os.environ.get("SACCADE_TOKEN") or secrets.token_urlsafe(24)) if token else ""
         hub = Hub(engine)
         server = open_server(Service(hub=hub, served=served, token=secret), host, port)
         address = f"http://{host}:{server.server_address[1]}"

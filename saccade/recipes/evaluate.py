@@ -47,7 +47,7 @@ from saccade.tracking.console import Console
 from saccade.tracking.eval_report import RESULTS, table_lines, write_eval_report
 from saccade.tracking.metrics import episode_metrics
 from saccade.tracking.trajectories import TrajectoryWriter
-from saccade.types import Group, Trajectory
+from saccade.types import Group, Media, Trajectory
 
 Progress = Callable[[int, int], None]
 ANSWERS = "answers"
@@ -253,7 +253,7 @@ def write_results(folder: Path, results: Sequence[Result], family: Family) -> di
 
 
 def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dict[str, Any]:
-    sample = group.sample
+    sample, added = group.sample, trajectory.messages[trajectory.context :]
     return {
         "set": name,
         "id": sample.id,
@@ -270,6 +270,8 @@ def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dic
         "parts": dict(trajectory.parts),
         "tokens": trajectory.response_length,
         "turns": trajectory.turns,
+        "said": [m.text for m in added if m.role == "assistant"],
+        "tool_calls": trajectory.info.get("tool_calls") or [],
         "end_reason": trajectory.end_reason,
         "status": trajectory.status,
         "reason": trajectory.reason,
@@ -287,13 +289,9 @@ def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
     scorer = parts.make_scorer(config)
     if scorer is None:
         raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
-    if config.reward.judge.send_images:
-        raise ConfigError(
-            "reward.judge.send_images: --rescore has answers only, no pictures; try "
-            "reward.judge.send_images=false"
-        )
     rows = [json.loads(line) for line in samples.read_bytes().split(b"\n") if line]
     with scorer:
+        _require_pictures(config, rows)
         summary = {
             name: _rescored([row for row in rows if row["set"] == name], scorer)
             for name in dict.fromkeys(row["set"] for row in rows)
@@ -335,7 +333,35 @@ def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
         **{name: row[name] for name in names},
         answer=row["gold"],
         images=row["media"],
-        turns=(row["response"],),
+        media=tuple(_media(record) for record in row["media"] if record["path"]),
+        turns=row.get("said") or (row["response"],),
+        tool_calls=row.get("tool_calls", ()),
         length=row["tokens"],
         truncated=row["status"] == "truncated",
     )
+
+
+def _media(record: Mapping[str, Any]) -> Media:
+    (width, height), (least, most) = record["size"], record["pixels"]
+    return Media(
+        hash=record["hash"],
+        path=record["path"],
+        width=width,
+        height=height,
+        min_pixels=least,
+        max_pixels=most,
+    )
+
+
+def _require_pictures(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Where a judge or a service looks at them, each must still be where it was."""
+    if not (config.reward.judge.send_images or config.reward.remote.send_images):
+        return
+    records = [record for row in rows for record in row["media"]]
+    gone = [r for r in records if not (r["path"] and Path(r["path"]).is_file())]
+    if gone:
+        raise ConfigError(
+            f"reward.judge.send_images: {len(gone)} of {len(records)} pictures are in no file any "
+            f"more, such as {gone[0]['path'] or gone[0]['hash'][:12]}; restore them, or try "
+            "send_images=false"
+        )

@@ -322,12 +322,16 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
         max_tokens=config.rollout.max_tokens,
         overlong=(penalty.buffer, penalty.factor, penalty.max_tokens) if penalty else None,
     )
-    if algorithm is not None and scorer.judge is None and reward.judge.model_fields_set:
-        scorer.close()
-        raise ConfigError(
-            f"reward.judge.{min(reward.judge.model_fields_set)}: has no effect without a term that "
-            "asks; add judge or hybrid to reward.terms, or remove it"
-        )
+    idle = {"judge": scorer.judge is None, "remote": not scorer.elsewhere}
+    for name, unused in idle.items():
+        given = getattr(reward, name).model_fields_set
+        if algorithm is not None and unused and given:
+            scorer.close()
+            who = "judge or hybrid" if name == "judge" else name
+            raise ConfigError(
+                f"reward.{name}.{min(given)}: has no effect without a term that asks; "
+                f"add {who} to reward.terms, or remove it"
+            )
     return scorer
 
 

@@ -36,6 +36,7 @@ class Term:
     args: Mapping[str, Any]
     function: Callable[..., Score] | None
     judged: bool = False  # what it leaves open goes to the judge
+    elsewhere: bool = False  # scored by one of SCORERS, a service or a model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 One thread per process hands it chunks of samples and watches the clock. JSON lines travel both
 ways, never pickle. When a sample hangs, its process group is ended, the sample becomes an error,
-and the rest of its chunk goes to a new process.
+and the rest of its chunk goes to a new process. When a process dies, the sample at work is tried
+once more, alone: who died may have been ended from outside.
 
     >>> from saccade.rewards.sample import RewardSample
     >>> with WorkerPool(workers=1, deadline=10) as pool:
@@ -37,6 +38,7 @@ __all__ = ["WorkerPool"]
 START_LIMIT = 120.0  # seconds for a process to start and to import the function
 GRACE = 1.0  # beyond the deadline, where the worker keeps it itself
 LARGEST_CHUNK = 32
+CRASHED = "crashed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class _Job:
     future: Future[Score]
     sample: str | None = None  # JSON; None only asks whether the function loads
     alone: bool = False
+    survived: bool = False  # the end of a process; a second one is its own fault
 
     def fail(self, reason: str) -> None:
         self.future.set_result(Score(kind="error", reason=reason))
@@ -67,6 +70,7 @@ class WorkerPool:
         self._closed = False
         self._workers = workers
         self._processes: set[_Process] = set()
+        self.replaced = 0  # processes that hung or died
         self._threads = [
             threading.Thread(target=self._serve, name=f"reward-worker-{index}", daemon=True)
             for index in range(workers)
@@ -84,8 +88,13 @@ class WorkerPool:
     def submit(
         self, verifier: str, sample: RewardSample, args: Mapping[str, Any] | None = None
     ) -> Future[Score]:
-        builtin = verifier in VERIFIERS
-        return self._enqueue(verifier, args or {}, to_json(sample, brief=builtin))
+        brief = verifier in VERIFIERS and VERIFIERS[verifier].isolated
+        return self._enqueue(verifier, args or {}, to_json(sample, brief=brief))
+
+    def alive(self) -> int:
+        """Processes that run; they are started when there is work for them."""
+        with self._changed:
+            return len(self._processes)
 
     def check(self, verifier: str, args: Mapping[str, Any] | None = None) -> str | None:
         """Why a function cannot be loaded or called with these arguments; None when it can."""
@@ -172,6 +181,7 @@ class WorkerPool:
     def _end(self, process: _Process) -> None:
         with self._changed:
             self._processes.discard(process)
+            self.replaced += not self._closed
         process.dispose()
 
     def _run(self, process: _Process, chunk: list[_Job]) -> bool:
@@ -188,8 +198,12 @@ class WorkerPool:
             self._put(chunk)
             return False
         if "ready" not in reply:
+            trouble = reply.get("failed") or process.trouble(START_LIMIT)
+            if not reply and trouble.startswith(CRASHED):
+                self._blame(chunk, True, trouble)
+                return False
             for job in chunk:
-                job.fail(f"load: {reply.get('failed') or process.trouble(START_LIMIT)}")
+                job.fail(f"load: {trouble}")
             return "failed" in reply
         process.proven = True
         for job in chunk:
@@ -205,8 +219,7 @@ class WorkerPool:
         while waiting:
             reply = process.receive(end)
             if not reply:
-                reason = process.trouble(deadline)
-                self._blame(list(waiting.values()), together, reason)
+                self._blame(list(waiting.values()), together, process.trouble(deadline))
                 return False
             if "index" in reply:
                 waiting.pop(reply["index"]).future.set_result(Score(**reply["score"]))
@@ -217,13 +230,13 @@ class WorkerPool:
 
     def _blame(self, waiting: list[_Job], together: bool, reason: str) -> None:
         """The sample at work is at fault. Several at work at once: each is tried again alone."""
-        if together and len(waiting) > 1:
-            for job in waiting:
-                job.alone = True
-            self._put(waiting)
-        else:
-            waiting[0].fail(reason)
-            self._put(waiting[1:])
+        suspects = waiting if together else waiting[:1]
+        died = reason.startswith(CRASHED)
+        for job in suspects:
+            if len(suspects) == 1 and (job.survived or not died):
+                job.fail(reason)
+            job.alone, job.survived = True, job.survived or died
+        self._put([job for job in waiting if not job.future.done()])
 
 
 class _Process:
@@ -275,7 +288,7 @@ class _Process:
             code = self.process.wait(timeout=0.05)
         except subprocess.TimeoutExpired:
             return f"timeout: no result after {limit:g} s"
-        return f"crashed: the worker ended with code {code}"
+        return f"{CRASHED}: the worker ended with code {code}"
 
     def kill(self) -> None:
         if self.process.poll() is None:

@@ -22,6 +22,7 @@ from saccade.rewards.custom import DEFAULT_NAME, split_name
 from saccade.rewards.formats import FORMATS
 from saccade.rewards.presets import PRESETS
 from saccade.rewards.sample import RewardSample
+from saccade.rewards.scorers import SCORERS
 from saccade.rewards.verifiers import VERIFIERS, Verifier
 
 __all__ = ["resolve_recipes", "unknown"]
@@ -113,10 +114,21 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
             args=row.args,
             function=None,
         )
+    if row.verifier in SCORERS:
+        return Term(
+            name=row.name or row.verifier,
+            verifier=row.verifier,
+            weight=row.weight,
+            kind="shaping" if row.shaping else "outcome",
+            needs_answer=False,
+            args=row.args,
+            function=None,
+            elsewhere=True,
+        )
     verifier = VERIFIERS.get(row.verifier)
     if verifier is None:
         raise ConfigError(
-            f"{where}: {unknown('verifier', row.verifier, VERIFIERS)} "
+            f"{where}: {unknown('verifier', row.verifier, [*VERIFIERS, *SCORERS])} "
             "A function of your own is path/file.py:name."
         )
     args = _arguments(where, row, verifier, prompt_format, max_tokens)

@@ -16,7 +16,7 @@ from typing import Any
 
 from saccade.types import Media, Message, Sample, Score
 
-__all__ = ["RewardSample", "graded", "image_records", "no_gold", "reward_sample"]
+__all__ = ["RewardSample", "graded", "image_records", "no_gold", "plain", "reward_sample"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +74,13 @@ _BRIEF_FIELDS = tuple(name for name in _FIELDS if name not in _BULKY)
 
 
 def to_json(sample: RewardSample, *, brief: bool = False) -> str:
-    """`brief` leaves out what no built-in verifier reads."""
+    """`brief` leaves out what no isolated built-in verifier reads."""
     several = ("turns",) if len(sample.turns) > 1 else ()
     names = (*_BRIEF_FIELDS, *several) if brief else _FIELDS
-    return json.dumps({name: getattr(sample, name) for name in names}, default=_plain)
+    return json.dumps({name: getattr(sample, name) for name in names}, default=plain)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Arrays become lists; what JSON has no word for arrives as its text."""
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -13,6 +13,7 @@ Everything that can be wrong with `reward:` is refused when the scorer is built.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,6 +28,7 @@ from saccade.rewards.judge import Judge
 from saccade.rewards.pool import WorkerPool
 from saccade.rewards.resolve import resolve_recipes, unknown
 from saccade.rewards.sample import RewardSample
+from saccade.rewards.scorers import SCORERS, TermScorer
 from saccade.types import Score
 
 __all__ = ["Scorer"]
@@ -42,17 +44,23 @@ class Scorer:
         prompt_format: str,
         max_tokens: int,
         overlong: tuple[int, float, int] | None = None,
+        isolate: bool = False,
     ) -> None:
-        """`overlong` is (buffer, factor, limit) of algorithm.overlong; a buffer of 0 means none."""
+        """`overlong` is (buffer, factor, limit) of algorithm.overlong; a buffer of 0 means none.
+        `isolate` puts every rule into the worker processes, also those that need not be there.
+        """
         self.max_tokens = max_tokens
         self.recipes: Mapping[str, Recipe]
         self.default: Recipe | None
         self.recipes, self.default = resolve_recipes(
             config, prompt_format=prompt_format, max_tokens=max_tokens, overlong=overlong
         )
+        if isolate:
+            self.recipes = {source: _isolated(recipe) for source, recipe in self.recipes.items()}
+            self.default = self.default and _isolated(self.default)
         everything = [*self.recipes.values(), *filter(None, [self.default])]
         terms = [term for recipe in everything for term in recipe.terms]
-        isolated = [term for term in terms if not term.function]
+        isolated = [term for term in terms if not term.function and not term.elsewhere]
         judged = {term.verifier for term in terms if term.judged}
         if "judge" in judged and config.judge.on_failure == "rule":
             raise ConfigError(
@@ -63,8 +71,11 @@ class Scorer:
         if self.judge is not None:
             self.judge.check()
         self.pool = WorkerPool(config.workers, config.deadline) if isolated else None
+        self.elsewhere: dict[str, tuple[str, TermScorer]] = {}  # and the name of its first term
         for term in isolated:
             self._check_custom(term)
+        for term in terms:
+            self._open_elsewhere(term, config)
 
     def __enter__(self) -> Scorer:
         return self
@@ -73,13 +84,16 @@ class Scorer:
         self.close()
 
     def close(self) -> None:
-        for part in (self.pool, self.judge):
+        for part in (self.pool, self.judge, *(scorer for _, scorer in self.elsewhere.values())):
             if part is not None:
                 part.close()
 
     def judge_metrics(self) -> dict[str, float]:
-        """What the judge did since this was last called; nothing without one."""
-        return self.judge.metrics() if self.judge is not None else {}
+        """What the judge, services and models did since this was last called."""
+        metrics = self.judge.metrics() if self.judge is not None else {}
+        for name, scorer in self.elsewhere.values():
+            metrics |= {f"service/{name}/{key}": v for key, v in scorer.metrics().items()}
+        return metrics
 
     def recipe(self, data_source: str) -> Recipe:
         found = self.recipes.get(data_source, self.default)
@@ -143,7 +157,11 @@ class Scorer:
         return _when_all(recipe, scores, asked)
 
     def _elsewhere(self, term: Term, sample: RewardSample) -> Future[Score] | None:
-        """By a worker, a judge, or one after the other; None where the term is scored in place."""
+        """By a worker, a judge, one after the other, or by whoever is named; None where the term
+        is scored in place.
+        """
+        if term.elsewhere:
+            return self.elsewhere[_key(term)][1].submit(sample)
         working = None
         if term.function is None:
             assert self.pool is not None
@@ -163,6 +181,26 @@ class Scorer:
         if problem:
             self.close()
             raise ConfigError(f"reward.terms: {term.verifier} cannot be used: {problem}")
+
+    def _open_elsewhere(self, term: Term, config: RewardConfig) -> None:
+        if not term.elsewhere or _key(term) in self.elsewhere:
+            return
+        try:
+            scorer = SCORERS[term.verifier](config, term.args)
+            self.elsewhere[_key(term)] = (term.name, scorer)
+            scorer.check()
+        except BaseException:
+            self.close()
+            raise
+
+
+def _key(term: Term) -> str:
+    """Terms that are alike share whoever scores them."""
+    return json.dumps([term.verifier, term.args], sort_keys=True, default=str)
+
+
+def _isolated(recipe: Recipe) -> Recipe:
+    return replace(recipe, terms=tuple(replace(term, function=None) for term in recipe.terms))
 
 
 def _in_place(term: Term, sample: RewardSample) -> Score:

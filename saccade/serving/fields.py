@@ -19,6 +19,7 @@ from saccade.config import DataConfig
 from saccade.errors import SaccadeError
 from saccade.images import decode, open_media
 from saccade.models.families import Family
+from saccade.serving.http import BadRequest
 from saccade.types import Media, Message, Request, Sampling
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -40,14 +41,6 @@ NEUTRAL: Mapping[str, Any] = {
     "tools": [],
     "response_format": {"type": "text"},
 }
-
-
-class BadRequest(Exception):
-    def __init__(
-        self, field: str | None, reason: str, *, status: int = 400, code: str = ""
-    ) -> None:
-        super().__init__(f"{field}: {reason}" if field else reason)
-        self.field, self.status, self.code = field, status, code
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,3 +167,13 @@ def test_turns_are_the_same_with_and_without_the_cache_of_those_before(tmp_path:
     assert 0 < on["occupancy"] <= 1
     # With the cache: the prompt once for both, then what is new in each turn.
     assert off["prefilled"] > 2 * on["prefilled"]
+
+
+def test_a_killed_worker_of_the_reward_service_loses_and_doubles_nothing() -> None:
+    from reward_service import measure
+
+    results = measure(80, workers=2)
+    for way in ("one request per sample", "batching client"):
+        assert results[way]["right"] == 80 and results[way]["killed"] == 1
+    assert results["scored"] == {"asked": 176, "logged": 176}
+    assert results["workers_replaced"] == 2 and results["errors"] == 0

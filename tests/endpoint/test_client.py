@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from saccade.endpoint import client as http_client
+from saccade.endpoint import sender as http_client
 from saccade.endpoint.client import ChatClient
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.schema import HttpConfig

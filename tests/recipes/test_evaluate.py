@@ -164,6 +164,21 @@ def test_boxes_are_scored_again_in_the_frame_of_their_picture(
     assert result["val"]["accuracy"] == 1
 
 
+def test_turns_are_scored_again_turn_by_turn(
+    tmp_path: Path, judged: Make, four: tuple[Any, Path]
+) -> None:
+    row = lines(four[1] / "samples.jsonl")[0]
+    call = "<think>a</think><grounding>{}</grounding>"
+    said = [call, "<think>b</think><answer>3</answer>"]
+    rows = [row | {"said": said, "response": "".join(said)}, row | {"said": said[:1]}]
+    file = tmp_path / "turns.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    config = judged(tmp_path, reward__terms=["count", "format:grounding"])
+    evaluate.run(config, out=tmp_path / "eval", rescore=file)
+    parts = [each["parts"]["format"] for each in lines(tmp_path / "eval" / "samples.jsonl")]
+    assert parts == [1.0, 0.0]
+
+
 def test_rewards_that_fail_are_counted_beside_the_accuracy(
     tmp_path: Path, judged: Make, four: tuple[Any, Path]
 ) -> None:

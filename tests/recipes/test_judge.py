@@ -12,7 +12,7 @@ import pytest
 
 from saccade.checks import check
 from saccade.config import load as load_config
-from saccade.endpoint import client as endpoint_client
+from saccade.endpoint import sender as endpoint_client
 from saccade.errors import ConfigError, EnvironmentProblem, RewardError, SelfTestError
 from saccade.models.families import load_family
 from saccade.recipes import evaluate, rl
@@ -160,10 +160,17 @@ def test_evaluation_and_rescoring(
     again = evaluate.run(config, out=tmp_path / "again", rescore=samples)["val"]
     assert again["accuracy"] == result["accuracy"]
     assert again["judge/samples"] == result["judge/samples"]
-    with pytest.raises(ConfigError, match=r"send_images: --rescore"):
-        evaluate.run(
-            config | {"reward.judge.send_images": True}, out=tmp_path / "x", rescore=samples
-        )
+    shown = config | {"reward.judge.send_images": True, "reward.judge.cache": None}
+    fair.asked.clear()
+    seen = evaluate.run(shown, out=tmp_path / "x", rescore=samples)["val"]
+    assert seen["accuracy"] == result["accuracy"]
+    pictures = [r["body"]["messages"][0]["content"] for r in fair.asked[1:]]
+    assert pictures and all(parts[0]["type"] == "image_url" for parts in pictures)
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    rows[0]["media"][0]["path"] = str(tmp_path / "gone.png")
+    samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"send_images: 1 of 8 pictures .*gone\.png"):
+        evaluate.run(shown, out=tmp_path / "y", rescore=samples)
 
 
 def test_what_is_refused_before_a_run(tmp_path: Path, judged: Make, rl_config: Make) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from saccade.config import RewardConfig
-from saccade.endpoint import client as endpoint_client
+from saccade.endpoint import sender as endpoint_client
 from saccade.errors import ConfigError, EnvironmentProblem, SelfTestError
 from saccade.rewards.combine import Scored
 from saccade.rewards.sample import RewardSample

@@ -33,6 +33,13 @@ async def waiting_batch(samples):
     await asyncio.sleep(0.01)
     return [s.length for s in samples]
 def child(sample): return os.getppid()
+def once(sample):
+    mark = sample.extra["folder"] + "/" + sample.id
+    if sample.response == "killed" and not os.path.exists(mark):
+        open(mark, "w").close()
+        os.kill(os.getpid(), 9)
+    return float(sample.id)
+def once_together(samples): return [once(s) for s in samples]
 def dies_later(sample):
     import threading
     threading.Timer(0.2, os._exit, [7]).start()
@@ -156,3 +163,20 @@ def test_a_pattern_that_hangs_costs_its_sample_only() -> None:
         quick = RewardSample(id="b", response="<answer>aaa</answer>")
         asked = [pool.submit("regex", s, {"pattern": "^(a+)+$"}) for s in (slow, quick)]
         assert [f.result().reason.partition(":")[0] for f in asked] == ["timeout", ""]
+
+
+@pytest.mark.parametrize("name", ["once", "once_together"])
+def test_a_worker_that_is_killed_from_outside_costs_nothing(
+    functions: str, tmp_path: Path, name: str
+) -> None:
+    """The sample at work is scored by the next process, and every other one is scored, too."""
+    extra = {"folder": str(tmp_path)}
+    samples = [
+        RewardSample(id=str(n), response="killed" if n in (5, 21) else "ok", extra=extra)
+        for n in range(40)
+    ]
+    with WorkerPool(workers=2, deadline=20) as pool:
+        futures = [pool.submit(f"{functions}:{name}", sample) for sample in samples]
+        found = [future.result(timeout=60) for future in futures]
+        assert pool.replaced == 2 and pool.alive() <= 2
+    assert [score.value for score in found] == [float(n) for n in range(40)]

@@ -1,0 +1,62 @@
+"""`saccade serve-reward`: the rewards of a config for runs on this machine or on others.
+
+saccade serve-reward run.yaml reward.workers=8
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from saccade import checks
+from saccade.config import load
+from saccade.rewards.scorer import Scorer
+from saccade.serving.http import make_token
+from saccade.serving.reward_server import PATH, open_server
+from saccade.serving.rewards import RewardService
+
+GLANCE = 0.2  # seconds between two looks at whether to stop
+GRACE = 30.0  # seconds for what is under way when the service is told to stop
+
+
+def serve(
+    config: Any,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8400,
+    token: bool = True,
+    say: Callable[[str], Any] = lambda line: print(line, flush=True),
+) -> None:
+    """Until SIGTERM or Ctrl-C; what clients wait for by then is still answered."""
+    config = load(config)
+    checks.check(config, "serve-reward")
+    secret = make_token(host, wanted=token)
+    scorer = Scorer(
+        config.reward,
+        prompt_format=config.prompt.format,
+        max_tokens=config.rollout.max_tokens,
+        isolate=True,
+    )
+    service = RewardService(scorer, config.reward.serve, config.data)
+    try:
+        server = open_server(service, host, port, token=secret)
+        stops: list[int] = []  # a list, because a handler must not wait for a lock
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: stops.append(number))
+        threading.Thread(target=server.serve_forever, name="clients", daemon=True).start()
+        say(f"rewards at http://{host}:{server.server_address[1]}{PATH}")
+        if secret:
+            say(f"token: {secret}")
+        while not stops:
+            time.sleep(GLANCE)
+        say("stopping")
+        left = not service.drain(GRACE)
+        server.shutdown()
+        server.server_close()
+        if left:
+            say(f"some samples were not scored after {GRACE:g} s; their clients get no reply")
+    finally:
+        service.close()

@@ -1,0 +1,260 @@
+"""The client of a reward service: ours, or any that speaks like those of OpenRLHF and LMM-R1.
+
+Samples are gathered into requests and sent by a few threads; each future gets the score of its own
+sample. A request that is sent again has the same id, so our service scores it once. What a service
+does not score, or not in time, is an error (or an abstention), never 0.
+
+    remote = Remote(RemoteConfig(url=("http://127.0.0.1:8400",)))
+    remote.submit(sample).result()
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from pydantic import ValidationError
+
+from saccade.endpoint.pictures import Pictures
+from saccade.endpoint.sender import Sender
+from saccade.errors import ConfigError
+from saccade.rewards.protocol import PROTOCOL, read_reply, request_for
+from saccade.rewards.sample import RewardSample, plain
+from saccade.schema import RemoteConfig, RewardConfig
+from saccade.types import Media, Score
+
+__all__ = ["Remote", "open_remote"]
+
+SECTION = "reward.remote"
+PATH = "/get_reward"
+GATHER = 0.02  # seconds that a request waits for more samples
+LARGEST = 128 * 2**20  # characters of pictures in one request
+QUOTED = 500
+MENDS = {
+    401: ("token", "let it name an environment variable that holds the service's token"),
+    403: ("url", "this service answers its own machine only, unless it asks for a token"),
+    404: ("url", "give the whole address, such as http://127.0.0.1:8400/get_reward"),
+    413: ("batch", "the request is too large there; lower it"),
+}
+
+
+def open_remote(reward: RewardConfig, args: Mapping[str, Any]) -> Remote:
+    """The service of a term: `reward.remote`, and what the term says otherwise."""
+    known = reward.remote.model_dump(exclude_unset=True)
+    try:
+        return Remote(RemoteConfig.model_validate(known | dict(args)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        fields = ", ".join(RemoteConfig.model_fields)
+        raise ConfigError(
+            f"reward.terms: remote: {name}: {first['msg']}; arguments are {fields}"
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Job:
+    sample: RewardSample
+    future: Future[Score] = field(default_factory=Future)
+
+
+@dataclass(kw_only=True)
+class _Tally:
+    samples: int = 0
+    requests: int = 0
+    repeated: int = 0
+    failures: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+
+class Remote:
+    """`submit` from any thread; `metrics` tells what happened since it was last called."""
+
+    def __init__(self, config: RemoteConfig) -> None:
+        if not config.url:
+            raise ConfigError(
+                f"{SECTION}.url: remote asks a service, and none is named; "
+                f"try {SECTION}.url=http://127.0.0.1:8400"
+            )
+        for url in map(urlsplit, config.url):
+            if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query:
+                raise ConfigError(
+                    f"{SECTION}.url: takes http://HOST:PORT/PATH, without a password or a query; "
+                    f"try {SECTION}.url=http://127.0.0.1:8400"
+                )
+        self.config = config
+        token = _token(config)
+        self._sender = Sender(
+            [_address(url) for url in config.url],
+            section=SECTION,
+            retries=config.retries,
+            timeout=config.timeout,
+            key=token,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            mends=MENDS,
+            patient=True,
+            on_send=self._sent,
+        )
+        self._pictures = Pictures()
+        self._waiting: deque[_Job] = deque()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0  # threads without a request
+        self._closed = False
+        self._refers = False  # whether each picture crosses once, and is named where it comes again
+        self._tally = _Tally()
+
+    def check(self) -> None:
+        """Every service is there and takes the token. Old ones answer nothing but a POST."""
+        ours = []
+        for url in self._sender.urls:
+            reply = self._sender.reach(url, time.monotonic() + self.config.timeout)
+            if reply.status in (401, 403, 404):
+                raise self._sender.refusal(url, reply)
+            ours.append(reply.status == 200 and f'"protocol": {PROTOCOL}' in reply.text)
+        self._refers = all(ours)
+
+    def submit(self, sample: RewardSample) -> Future[Score]:
+        job = _Job(sample=sample)
+        job.future.set_running_or_notify_cancel()
+        with self._changed:
+            closed = self._closed
+            if not closed:
+                self._waiting.append(job)
+                self._tally.samples += 1
+                busy = len(self._waiting) > self._idle * self.config.batch
+                if busy and len(self._threads) < self.config.concurrency:
+                    # Daemons: what still waits must not keep an interrupted run alive.
+                    self._threads.append(threading.Thread(target=self._work, daemon=True))
+                    self._threads[-1].start()
+                self._changed.notify()
+        if closed:
+            job.future.set_result(self._failed("the client is closed"))
+        return job.future
+
+    def metrics(self) -> dict[str, float]:
+        with self._changed:
+            tally, self._tally = self._tally, _Tally()
+        metrics: dict[str, float] = {
+            "samples": tally.samples,
+            "requests": tally.requests,
+            "repeated": tally.repeated,
+            "failures": tally.failures,
+        }
+        if tally.seconds:
+            middle, slow = np.percentile(tally.seconds, [50, 95])
+            metrics |= {"latency_p50": float(middle), "latency_p95": float(slow)}
+        return metrics
+
+    def close(self) -> None:
+        """Whoever still waits gets a failure; replies under way are not waited for."""
+        with self._changed:
+            self._closed = True
+            left = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+        self._sender.stop()
+        for job in left:
+            job.future.set_result(self._failed("the client was closed first"))
+
+    # -- in threads --
+
+    def _work(self) -> None:
+        while not self._closed:
+            jobs = self._take()  # none where another thread was faster
+            try:
+                if jobs:
+                    self._ask(jobs)
+            except Exception as error:  # whatever happens here, nobody may wait for ever
+                failure = self._failed(str(error) or type(error).__name__, len(jobs))
+                for job in jobs:
+                    if not job.future.done():
+                        job.future.set_result(failure)
+
+    def _take(self) -> list[_Job]:
+        """The next request's worth, after a moment in which it may grow."""
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._changed.wait_for(
+                lambda: len(self._waiting) >= self.config.batch or self._closed, GATHER
+            )
+            self._idle -= 1
+            count = min(self.config.batch, len(self._waiting))
+            return [self._waiting.popleft() for _ in range(count)]
+
+    def _ask(self, jobs: Sequence[_Job]) -> None:
+        images = self._images([job.sample for job in jobs]) if self.config.send_images else []
+        if len(jobs) > 1 and sum(len(image) for own in images for image in own) > LARGEST:
+            middle = len(jobs) // 2
+            self._ask(jobs[:middle])
+            self._ask(jobs[middle:])
+            return
+        samples = [job.sample for job in jobs]
+        body = request_for(samples, request_id=uuid.uuid4().hex, template=self.config.template)
+        body |= {"images": images} if images else {}
+        began = time.monotonic()
+        scores = self._sender.send(
+            "POST",
+            "",
+            json.dumps(body, default=plain).encode(),
+            lambda reply: read_reply(reply, len(jobs)),
+            began + self.config.deadline,
+        )
+        with self._changed:
+            self._tally.seconds.append(time.monotonic() - began)
+        for job, score in zip(jobs, scores, strict=True):
+            job.future.set_result(score)
+
+    def _images(self, samples: Sequence[RewardSample]) -> list[list[Any]]:
+        """Base64, or `{"ref": [sample, image]}` where an earlier sample has the same picture."""
+        places: dict[Any, list[int]] = {}
+
+        def image(media: Media, here: list[int]) -> Any:
+            place = places.setdefault(media.key, here)
+            return {"ref": place} if self._refers and place != here else self._pictures(media)[1]
+
+        return [
+            [image(media, [index, number]) for number, media in enumerate(sample.media)]
+            for index, sample in enumerate(samples)
+        ]
+
+    def _failed(self, why: str, count: int = 1) -> Score:
+        with self._changed:
+            first = not self._tally.failures
+            self._tally.failures += count
+        if first:  # the others are in the metrics
+            logging.getLogger("saccade").warning("samples were not scored: %s", why)
+        return Score(kind=self.config.on_failure, reason=f"remote: {why[:QUOTED]}")
+
+    def _sent(self, again: bool) -> None:
+        with self._changed:
+            self._tally.requests += 1
+            self._tally.repeated += again
+
+
+def _address(url: str) -> str:
+    """With the path that services have, where none is given."""
+    return url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH
+
+
+def _token(config: RemoteConfig) -> str:
+    if not config.token:
+        return ""
+    if not os.environ.get(config.token):  # its value may be a token by mistake: not repeated
+        raise ConfigError(
+            f"{SECTION}.token: no environment variable of that name is set; give the name of one "
+            f"that holds the token, such as {SECTION}.token=SACCADE_TOKEN"
+        )
+    return os.environ[config.token].strip()

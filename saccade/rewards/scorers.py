@@ -1,0 +1,41 @@
+"""Terms that neither a rule nor a judge scores: a service, or a learned model. By name.
+
+What stands in `SCORERS` is a verifier for every config: `reward.terms=[{verifier: NAME, args: …}]`
+opens it with the reward section and the arguments of the term, once for all terms that are alike.
+A reward model is added by whoever builds it (`SCORERS["scalar"] = open_scalar`), since nothing here
+may know of models.
+
+    SCORERS["remote"](config.reward, {"url": "http://127.0.0.1:8400"}).submit(sample).result()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from saccade.rewards.remote import open_remote
+from saccade.rewards.sample import RewardSample
+from saccade.schema import RewardConfig
+from saccade.types import Score
+
+__all__ = ["SCORERS", "TermScorer"]
+
+
+class TermScorer(Protocol):
+    def check(self) -> None:
+        """Before the first sample: raises what would fail for all of them."""
+
+    def submit(self, sample: RewardSample) -> Future[Score]:
+        """From any thread. The future holds a score, never an exception."""
+
+    def metrics(self) -> dict[str, float]:
+        """What happened since this was last called."""
+
+    def close(self) -> None:
+        """Whoever still waits gets an error."""
+
+
+SCORERS: dict[str, Callable[[RewardConfig, Mapping[str, Any]], TermScorer]] = {
+    "remote": open_remote,
+}

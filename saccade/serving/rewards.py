@@ -1,0 +1,282 @@
+"""Rewards for whoever asks over HTTP: a bounded queue before a `Scorer`, and each request once.
+
+A request that comes again under its id, because its first reply was lost, waits for the scores of
+the first. When too many samples wait, clients are told when to come back. Knows nothing of HTTP
+but the status of a refusal; the rules run in the scorer's processes, so none can hold up the rest.
+
+    service = RewardService(scorer, config.reward.serve, config.data)
+    service.answer({"query": ["<answer>7</answer>"], "labels": ["7"]}, digest="")["rewards"]
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import tempfile
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from saccade import __version__
+from saccade.errors import ConfigError, SaccadeError
+from saccade.images import open_media
+from saccade.rewards.combine import Scored
+from saccade.rewards.protocol import PROTOCOL, read_samples, reply_to
+from saccade.rewards.sample import RewardSample, image_records
+from saccade.rewards.scorer import Scorer
+from saccade.schema import DataConfig, ServeConfig
+from saccade.serving.http import BadRequest
+from saccade.types import Media
+
+KEPT = 512  # finished requests whose scores can still be asked for
+LATENCIES = 2048  # requests that quantiles look back on
+LONGEST_HOLD = 30.0  # seconds that a client is sent away
+LONGEST_ID = 128  # characters
+STATUSES = ("ok", "abstain", "error")
+
+
+class RewardService:
+    """`answer` from any thread."""
+
+    def __init__(self, scorer: Scorer, serve: ServeConfig, data: DataConfig) -> None:
+        self.scorer, self.serve, self.data = scorer, serve, data
+        self.draining = False
+        self.started = time.time()
+        self._changed = threading.Condition()
+        self._pending = 0  # samples
+        self._replies = 0  # that clients wait for
+        self._requests: OrderedDict[str, Future[list[Scored]]] = OrderedDict()
+        self._rate = 0.0  # samples a second, lately
+        self._counts = dict.fromkeys(("requests", "repeated", "busy", "refused", *STATUSES), 0)
+        self._seconds: deque[float] = deque(maxlen=LATENCIES)
+        self._log: TextIO | None = None
+        if serve.log:
+            Path(serve.log).parent.mkdir(parents=True, exist_ok=True)
+            self._log = open(serve.log, "a", encoding="utf-8")  # noqa: SIM115
+
+    def answer(self, body: Mapping[str, Any], *, digest: str) -> dict[str, Any]:
+        """The reply. `digest` of the request's bytes tells apart what shares an id by mistake."""
+        name = body.get("request_id")
+        if name is not None and (not isinstance(name, str) or len(name) > LONGEST_ID):
+            raise BadRequest("request_id", f"takes a text of at most {LONGEST_ID} characters")
+        scored = self._once(body, f"{name}/{digest}" if name else "")
+        ours = body.get("protocol") == PROTOCOL
+        return reply_to(scored, ours=ours, unscored=self.serve.unscored)
+
+    def info(self) -> dict[str, Any]:
+        recipes = {**self.scorer.recipes, **({"default": d} if (d := self.scorer.default) else {})}
+        return {
+            "protocol": PROTOCOL,
+            "version": __version__,
+            "rewards": {
+                source: {term.name: term.verifier for term in recipe.terms}
+                for source, recipe in recipes.items()
+            },
+        }
+
+    def health(self) -> dict[str, Any]:
+        with self._changed:
+            status = "draining" if self.draining else "ok"
+            return {"status": status, "pending": self._pending, "queue": self.serve.queue}
+
+    def metrics(self) -> str:
+        """In the format that Prometheus reads."""
+        with self._changed:
+            counts, seconds = dict(self._counts), list(self._seconds)
+            gauges: dict[str, float] = {"pending": self._pending, "queue": self.serve.queue}
+        pool = self.scorer.pool
+        if pool is not None:
+            gauges |= {"workers": pool.alive(), "workers_replaced": pool.replaced}
+        gauges |= {"uptime_seconds": time.time() - self.started}
+        lines = [
+            f'saccade_reward_samples_total{{status="{kind}"}} {counts.pop(kind)}'
+            for kind in STATUSES
+        ]
+        lines += [f"saccade_reward_{name}_total {value}" for name, value in counts.items()]
+        lines += [f"saccade_reward_{name} {value:g}" for name, value in gauges.items()]
+        if seconds:
+            lines += [
+                f'saccade_reward_request_seconds{{quantile="{q / 100:g}"}} {value:.6f}'
+                for q, value in zip((50, 95), np.percentile(seconds, [50, 95]), strict=True)
+            ]
+        return "\n".join(lines) + "\n"
+
+    def drain(self, seconds: float) -> bool:
+        """Take no more, and wait for what is there; False when some is left."""
+        with self._changed:
+            self.draining = True
+            return self._changed.wait_for(lambda: not self._replies, seconds)
+
+    @contextmanager
+    def replying(self) -> Iterator[None]:
+        """Until a client has its reply; draining waits for that."""
+        with self._changed:
+            self._replies += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._replies -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        self.scorer.close()
+        if self._log is not None:
+            self._log.close()
+
+    # -- one request --
+
+    def _once(self, body: Mapping[str, Any], key: str) -> list[Scored]:
+        with self._changed:
+            self._counts["requests"] += 1
+            first = self._requests.get(key) if key else None
+            self._counts["repeated"] += first is not None
+            mine: Future[list[Scored]] = Future()
+            if first is None and key:
+                self._requests[key] = mine
+        if first is not None:
+            return first.result()
+        try:
+            scored = self._score(body)
+        except BaseException as problem:
+            with self._changed:
+                self._requests.pop(key, None)  # who was sent away may come back
+            mine.set_exception(problem)
+            raise
+        mine.set_result(scored)
+        with self._changed:
+            while len(self._requests) > KEPT and next(iter(self._requests.values())).done():
+                self._requests.popitem(last=False)
+        return scored
+
+    def _score(self, body: Mapping[str, Any]) -> list[Scored]:
+        began = time.monotonic()
+        with self._understood():
+            samples = read_samples(body, response_after=self.serve.response_after)
+            self.scorer.check_sources(sample.data_source for sample in samples)
+        self._admit(len(samples))
+        try:
+            with ExitStack() as files:
+                if images := body.get("images", body.get("raw_images")):
+                    with self._understood():
+                        samples = self._with_images(samples, images, files)
+                scored = self.scorer.score(samples)
+        finally:
+            with self._changed:
+                self._pending -= len(samples)
+        seconds = time.monotonic() - began
+        with self._changed:
+            self._seconds.append(seconds)
+            recent = len(samples) / max(seconds, 1e-3)
+            self._rate = recent if not self._rate else 0.9 * self._rate + 0.1 * recent
+            for each in scored:
+                self._counts[each.status] += 1
+            if self._log is not None:
+                self._log.writelines(map(_line, samples, scored))
+                self._log.flush()
+        return scored
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, ConfigError) as problem:
+            with self._changed:
+                self._counts["refused"] += 1
+            raise BadRequest(None, str(problem)) from None
+
+    def _admit(self, count: int) -> None:
+        if count > self.serve.queue:
+            raise BadRequest(
+                None, f"{count} samples, at most {self.serve.queue} are taken at once", status=413
+            )
+        with self._changed:
+            full = self._pending + count > self.serve.queue
+            if self.draining or full:
+                self._counts["busy"] += 1
+                hold = min(LONGEST_HOLD, max(1.0, self._pending / (self._rate or 1.0)))
+                why = "it is shutting down" if self.draining else f"{self._pending} samples wait"
+                status = 503 if self.draining else 429
+                raise BadRequest(None, f"come back later: {why}", status=status, hold=hold)
+            self._pending += count
+
+    # -- images --
+
+    def _with_images(
+        self, samples: Sequence[RewardSample], images: Any, files: ExitStack
+    ) -> list[RewardSample]:
+        """Rewards find them where they always do: in files, which live as long as the request."""
+        if not isinstance(images, list) or len(images) != len(samples):
+            raise ValueError(f"images: not {len(samples)} entries")
+        folder = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="saccade-reward-")))
+        known: dict[tuple[int, int], Media] = {}
+        most = self.data.max_images
+        for index, own in enumerate(images):
+            if not isinstance(own, list) or len(own) > most:
+                raise ValueError(
+                    f"images[{index}]: give a list of at most {most} (data.max_images)"
+                )
+            for number, image in enumerate(own):
+                where = f"images[{index}][{number}]"
+                if isinstance(image, dict):
+                    known[index, number] = _earlier(image.get("ref"), known, where)
+                else:
+                    known[index, number] = self._media(image, where, folder)
+        return [
+            _showing(sample, tuple(known[index, number] for number in range(len(images[index]))))
+            for index, sample in enumerate(samples)
+        ]
+
+    def _media(self, text: Any, where: str, folder: Path) -> Media:
+        if not isinstance(text, str):
+            raise ValueError(f"{where}: give base64 of a PNG or JPEG")
+        head, comma, tail = text.partition(",")
+        try:
+            data = base64.b64decode(tail if comma else head, validate=True)
+            media = open_media(data, limits=self.data)
+        except (binascii.Error, SaccadeError) as error:
+            raise ValueError(f"{where}: {error}") from None
+        path = folder / media.hash
+        if not path.exists():
+            path.write_bytes(data)
+        return replace(media, path=str(path), data=None)
+
+
+def _earlier(ref: Any, known: Mapping[tuple[int, int], Media], where: str) -> Media:
+    if not (isinstance(ref, list) and all(type(part) is int for part in ref)):
+        raise ValueError(f"{where}: give base64, or ref: [sample, image] of an earlier one")
+    if tuple(ref) not in known:
+        raise ValueError(f"{where}: there is no image {ref} before it")
+    return known[ref[0], ref[1]]
+
+
+def _showing(sample: RewardSample, media: tuple[Media, ...]) -> RewardSample:
+    # Records know the size before it was shrunk for the way, which answers refer to.
+    known = list(sample.images) if len(sample.images) == len(media) else image_records(media)
+    records = [{**record, "path": m.path} for record, m in zip(known, media, strict=True)]
+    return replace(sample, media=media, images=records)
+
+
+def _line(sample: RewardSample, scored: Scored) -> str:
+    row = {
+        "time": time.time(),
+        "id": sample.id,
+        "data_source": sample.data_source,
+        "response": sample.response,
+        "gold": sample.answer,
+        "status": scored.status,
+        "reward": scored.reward,
+        "parts": dict(scored.parts),
+        "extracted": scored.extracted,
+        "reason": scored.reason,
+    }
+    return json.dumps(row) + "\n"

@@ -1,0 +1,241 @@
+"""What crosses the wire: our own words, and those of the programs that were there before."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade.rewards.combine import Scored
+from saccade.rewards.protocol import read_reply, read_samples, reply_to, request_for, split_query
+from saccade.rewards.sample import RewardSample
+
+MESSAGES = [{"role": "system", "content": "Think."}, {"role": "user", "content": "<image>2+2?"}]
+FULL = RewardSample(
+    id="row-1",
+    response="<think>easy</think><answer>4</answer>",
+    data_source="sums",
+    prompt="Think.\n<image>2+2?",
+    messages=MESSAGES,
+    turns=("<think>easy</think>", "<answer>4</answer>"),
+    length=9,
+    truncated=True,
+    end_reason="turn_length",
+    images=({"hash": "h", "path": None, "size": [4, 5], "pixels": [1, 9]},),
+    observations=("seen",),
+    answer="4",
+    references=("four",),
+    choices=("3", "4"),
+    extra={"level": ["#@#"], "weight": 0.5},
+    tool_calls=({"name": "crop", "ok": True},),
+    step=7,
+    think_prefilled=True,
+    max_tokens=64,
+)
+
+
+def sent(samples: list[RewardSample], **options: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(request_for(samples, request_id="r", **options)))
+
+
+def test_a_sample_arrives_whole_but_for_its_token_ids() -> None:
+    (back,) = read_samples(sent([FULL]))
+    listed = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in vars(FULL).items()
+        if name != "media"
+    }
+    assert {name: value for name, value in vars(back).items() if name != "media"} == {
+        **listed,
+        "token_ids": (),
+    }
+
+
+def test_no_gold_an_empty_gold_and_several_golds_stay_what_they_are() -> None:
+    samples = [
+        RewardSample(id="a", response="x"),
+        RewardSample(id="b", response="x", answer=""),
+        RewardSample(id="c", response="x", answer=("1", "2")),
+    ]
+    body = sent(samples)
+    assert body["labels"] == ["", "", ["1", "2"]]  # old services want no null
+    assert [s.answer for s in read_samples(body)] == [None, "", ["1", "2"]]
+
+
+@pytest.mark.parametrize(
+    ("template", "query"),
+    [
+        (
+            "chatml",
+            "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<answer>4</answer><|im_end|>",
+        ),
+        ("deepseek", "<｜User｜>2+2?<｜Assistant｜><answer>4</answer><｜end▁of▁sentence｜>"),  # noqa: RUF001
+        ("base", "User: 2+2?\n\nAssistant: <answer>4</answer>"),
+        ("plain", "2+2?<answer>4</answer>"),
+    ],
+)
+def test_prompt_and_response_are_joined_as_old_services_split_them(
+    template: str, query: str
+) -> None:
+    sample = RewardSample(id="a", response="<answer>4</answer>", prompt="2+2?")
+    assert sent([sample], template=template)["query"] == [query]
+
+
+# -- requests of others ----------------------------------------------------------------------------
+
+CHATML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        # OpenRLHF's remote_rm_fn at first, then with prompts and labels; LMM-R1 sends the latter,
+        # its prompts being JSON of messages.
+        '{"query": ["' + CHATML.format("2+2?", "<answer>4</answer>").replace("\n", "\\n") + '"]}',
+        '{"query": ["2+2?<answer>4</answer>"], "prompts": ["2+2?"], "labels": ["4"]}',
+        json.dumps(
+            {
+                "query": [CHATML.format("<image>2+2?", "<answer>4</answer>")],
+                "prompts": [
+                    '[{"role": "user", "content": [{"type": "image", "image": "file:///a.png"}, '
+                    '{"type": "text", "text": "2+2?"}]}]'
+                ],
+                "labels": ["4"],
+            }
+        ),
+        '{"queries": ["<answer>4</answer>"], "references": ["4"]}',  # LightRFT
+        '{"query": "<answer>4</answer>", "labels": [4]}',
+    ],
+)
+def test_requests_of_older_programs_are_understood(body: str) -> None:
+    (sample,) = read_samples(json.loads(body))
+    assert (sample.response, sample.data_source) == ("<answer>4</answer>", "default")
+    assert sample.answer in ("4", None)
+    assert sample.messages == () or sample.messages[0]["content"] == "<image>2+2?"
+
+
+@pytest.mark.parametrize(
+    ("query", "prompt", "response"),
+    [
+        (CHATML.format("hi", "yes"), None, "yes"),
+        # The first turn after the prompt's own: what the policy writes cannot move it.
+        (
+            CHATML.format("hi", "no <|im_start|>assistant\nyes"),
+            None,
+            "no <|im_start|>assistant\nyes",
+        ),
+        (
+            CHATML.format("a", "b") + "\n" + CHATML.format("c", "d"),
+            '[{"role":"user","content":"a"},{"role":"assistant","content":"b"},'
+            '{"role":"user","content":"c"}]',
+            "d",
+        ),
+        ("<|start_header_id|>assistant<|end_header_id|>\n\nyes<|eot_id|>", None, "yes"),
+        ("no marks at all", None, "no marks at all"),
+        ("User: hi\n\nAssistant: yes", None, "User: hi\n\nAssistant: yes"),
+    ],
+)
+def test_where_a_response_begins(query: str, prompt: str | None, response: str) -> None:
+    assert split_query(query, prompt) == response
+
+
+def test_a_mark_of_ones_own() -> None:
+    assert split_query("User: hi\n\nAssistant: yes", None, "Assistant: ") == "yes"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "query: missing"),
+        ({"query": []}, "query: give a list"),
+        ({"query": [3]}, r"query\[0\]: int"),
+        ({"query": ["a", "b"], "labels": ["1"]}, "labels: 1 entries for 2 samples"),
+        ({"query": ["a"], "labels": [{"$ref": 1}]}, r"labels\[0\]: dict"),
+        ({"query": ["a"], "extras": ["__import__('os')"]}, r"extras\[0\]: str"),
+        ({"protocol": 2, "query": ["a"]}, "responses: missing"),
+        ({"query": ["a"], "lengths": [True]}, r"lengths\[0\]: bool"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(body: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_samples(body)
+
+
+# -- replies ---------------------------------------------------------------------------------------
+
+SCORED = [
+    Scored(status="ok", reward=1.5, outcome=1.0, parts={"math": 1.0, "format": 1.0}, extracted="4"),
+    Scored(status="abstain", reason="gold_unparseable: math: ?"),
+    Scored(status="error", reason="timeout: math: no result after 3 s"),
+]
+
+
+def test_our_own_reply_keeps_values_abstentions_and_errors_apart() -> None:
+    reply = json.loads(json.dumps(reply_to(SCORED, ours=True, unscored=0.0)))
+    assert reply["rewards"] == [1.5, None, None]
+    value, abstention, error = read_reply(reply, 3)
+    assert (value.value, value.extracted, value.parts["accuracy"]) == (1.5, "4", 1.0)
+    assert (abstention.kind, abstention.reason) == ("abstain", "gold_unparseable: math: ?")
+    assert (error.kind, error.reason[:7]) == ("error", "timeout")
+
+
+def test_an_older_client_gets_lists_of_numbers_and_nothing_else() -> None:
+    """LMM-R1 makes a tensor of every value of the reply, OpenRLHF reads `rewards` and `scores`."""
+    reply = reply_to(SCORED[:1] * 2, ours=False, unscored=None)
+    arrays = {name: np.array(values, dtype=np.float32) for name, values in reply.items()}
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "rewards": [1.5, 1.5],
+        "scores": [1.0, 1.0],
+        "math_rewards": [1.0, 1.0],
+        "format_rewards": [1.0, 1.0],
+    }
+    assert reply_to(SCORED, ours=False, unscored=None) == {"rewards": [1.5, None, None]}
+    assert reply_to(SCORED, ours=False, unscored=-1.0) == {"rewards": [1.5, -1.0, -1.0]}
+
+
+@pytest.mark.parametrize(
+    ("reply", "accuracy"),
+    [
+        ('{"rewards": [1.5, 0.0]}', None),  # math_verifier of LMM-R1, serve_rm of OpenRLHF
+        (
+            '{"rewards": [1.5, 0.0], "accuracy_rewards": [1.0, 0.0], "format_rewards": [0.5, 0]}',
+            [1.0, 0.0],
+        ),
+        ('{"rewards": [1.5, 0.0], "acc_rewards": [1.0, 0.0]}', [1.0, 0.0]),
+        (
+            '{"rewards": [1.5, 0.0], "scores": [0.75, 0.0], '
+            '"extra_logs": {"dummy_scores": [1.5, 0.0]}}',
+            [0.75, 0.0],
+        ),
+        ('{"rewards": [1.5, 0], "local_rank": 3}', None),
+    ],
+)
+def test_replies_of_older_services(reply: str, accuracy: list[float] | None) -> None:
+    scores = read_reply(json.loads(reply), 2)
+    assert [score.value for score in scores] == [1.5, 0.0]
+    found = [score.parts.get("accuracy") for score in scores]
+    assert found == (accuracy or [None, None])
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"score": [1.0, 0.0]},
+        {"rewards": [1.0]},
+        {"rewards": [1.0, "0"]},
+        {"rewards": [1.0, True]},
+        {"rewards": [[1.0], [0.0]]},
+        {"rewards": 1.0},
+        {"rewards": [1.0, 0.0], "parts": {"math": [1.0]}},
+    ],
+)
+def test_a_reply_of_the_wrong_shape_is_no_reward(reply: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, KeyError)):
+        read_reply(reply, 2)
+
+
+def test_numbers_that_are_none_are_errors_of_their_sample_alone() -> None:
+    scores = read_reply(json.loads('{"rewards": [NaN, 1.0, Infinity, null]}'), 4)
+    assert [score.kind for score in scores] == ["error", "value", "error", "abstain"]

@@ -1,0 +1,260 @@
+"""The client against services that are old, busy, broken or gone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from saccade.config import RewardConfig
+from saccade.endpoint import sender
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.rewards import remote
+from saccade.rewards.remote import Remote
+from saccade.rewards.sample import RewardSample
+from saccade.rewards.scorer import Scorer
+from saccade.schema import RemoteConfig
+from saccade.types import Media, Score
+from tests.endpoints import Endpoint, Says, scripted
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote, "GATHER", 20.0)  # requests are full, however slow the machine
+
+
+def samples(count: int) -> list[RewardSample]:
+    return [
+        RewardSample(
+            id=str(n),
+            response=f"<think>a</think><answer>{n}</answer>",
+            prompt="?",
+            answer=str(n % 3),
+            data_source="digits",
+        )
+        for n in range(count)
+    ]
+
+
+def asked(config: RemoteConfig, given: list[RewardSample]) -> tuple[list[Score], dict[str, float]]:
+    said = {name: getattr(config, name) for name in config.model_fields_set}
+    client = Remote(RemoteConfig(**{"batch": len(given), **said}))
+    try:
+        futures = [client.submit(sample) for sample in given]
+        return [future.result(timeout=30) for future in futures], client.metrics()
+    finally:
+        client.close()
+
+
+def to(*services: Endpoint, **options: Any) -> RemoteConfig:
+    return RemoteConfig(url=tuple(service.url for service in services), **options)
+
+
+def lmm_r1(body: dict[str, Any]) -> Says:
+    """As its math verifier: two lists of texts, the response found by its chat mark, one number."""
+    if not body:
+        return Says(status=405, body={"detail": "Method Not Allowed"})
+    query, prompts = body.get("query"), body.get("prompts")
+    if not all(isinstance(column, list) and column for column in (query, prompts)):
+        return Says(status=400, body={"detail": "Both queries and prompts are required"})
+    if not all(isinstance(text, str) for text in (*query, *prompts)):
+        return Says(status=422, body={"detail": [{"msg": "Input should be a valid string"}]})
+    rewards = []
+    for text, label in zip(query, body["labels"], strict=True):
+        found = re.search(r"<\|im_start\|>assistant\n", text)
+        response = text[found.end() :] if found else text
+        response = response.replace("<|im_end|>", "").strip()
+        shaped = re.match(r"^<think>(?:(?!</think>).)*</think><answer>.*</answer>\Z", response)
+        rewards.append(0.5 * bool(shaped) + float(f"<answer>{label}</answer>" in response))
+    return Says(body={"rewards": rewards})
+
+
+def test_an_old_service_scores_as_it_always_did() -> None:
+    with scripted(lmm_r1) as service:
+        Remote(to(service)).check()
+        scores, metrics = asked(to(service, batch=4), samples(12))
+    assert [score.value for score in scores] == [1.5] * 3 + [0.5] * 9
+    assert (metrics["samples"], metrics["requests"]) == (12, 3)
+
+
+def test_old_reward_functions_with_parts_give_the_accuracy() -> None:
+    def service(body: dict[str, Any]) -> Says:
+        count = len(body.get("query", "x"))
+        return Says(body={"rewards": [1.5] * count, "accuracy_rewards": [1.0] * count})
+
+    with scripted(service) as endpoint:
+        config = RewardConfig(
+            terms=[
+                {"verifier": "remote", "weight": 2.0, "args": {"url": endpoint.url, "batch": 4}},
+                {"verifier": "count", "weight": 10},
+            ]
+        )
+        with Scorer(config, prompt_format="think_answer", max_tokens=8) as scorer:
+            scored = scorer.score(samples(4))
+            metrics = scorer.judge_metrics()
+    assert [s.reward for s in scored] == [13.0, 13.0, 13.0, 3.0]
+    assert [s.outcome for s in scored] == [1.0] * 4  # of the first term: its accuracy
+    assert scored[3].parts == {"remote": 1.5, "count": 0.0}
+    assert metrics["service/remote/samples"] == 4 and metrics["service/remote/failures"] == 0
+
+
+def test_a_request_is_sent_again_under_the_same_id_until_it_is_answered() -> None:
+    replies = iter(
+        [Says(status=500, body={}), Says(body=b"<html>"), Says(body={"rewards": [1, 0]})]
+    )
+    with scripted(lambda body: next(replies)) as service:
+        scores, metrics = asked(to(service), samples(2))
+    assert [score.value for score in scores] == [1, 0]
+    assert (metrics["requests"], metrics["repeated"]) == (3, 2)
+    assert len({request["body"]["request_id"] for request in service.asked}) == 1
+
+
+def test_a_busy_service_is_waited_for_and_costs_no_attempt() -> None:
+    busy = Says(status=429, body={"error": "busy"}, headers=(("Retry-After", "0.05"),))
+    with scripted([*[busy] * 6, Says(body={"rewards": [1.0]})]) as service:
+        scores, _ = asked(to(service, retries=0), samples(1))
+    assert scores[0].value == 1.0
+    times = [request["at"] for request in service.asked]
+    assert all(later - earlier >= 0.05 for earlier, later in itertools.pairwise(times))
+
+
+def test_but_not_for_ever() -> None:
+    busy = Says(status=503, body={"error": "busy"}, headers=(("Retry-After", "0.2"),))
+    with scripted(lambda body: busy) as service:
+        scores, metrics = asked(to(service, deadline=0.5), samples(2))
+    assert {score.kind for score in scores} == {"error"} and metrics["failures"] == 2
+    assert "gave no answer in time" in scores[0].reason
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        (Says(status=500, body={}), "status 500"),
+        (Says(body={"rewards": [1.0]}), "cannot be read.*not 2 entries"),
+        (Says(body={"rewards": ["a", "b"]}), "an entry is no number"),
+        (Says(status=422, body={"detail": "bad"}), "status 422"),
+        (Says(status=401, body={"error": "wrong or missing token"}), "remote.token"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["error", "abstain"])
+def test_what_is_not_scored_is_never_0(says: Says, words: str, kind: str) -> None:
+    with scripted(lambda body: says) as service:
+        scores, metrics = asked(to(service, retries=1, on_failure=kind), samples(2))
+    assert [score.kind for score in scores] == [kind, kind] and metrics["failures"] == 2
+    assert re.search(words, scores[0].reason), scores[0].reason
+
+
+def test_null_is_an_abstention_and_an_error_has_its_reason() -> None:
+    reply = {"rewards": [None, None, 1.0], "errors": {"1": "raised: ZeroDivisionError"}}
+    with scripted([Says(body=reply)]) as service:
+        scores, metrics = asked(to(service), samples(3))
+    assert [score.kind for score in scores] == ["abstain", "error", "value"]
+    assert scores[1].reason == "raised: ZeroDivisionError" and metrics["failures"] == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_several_services_share_the_work_and_one_that_is_gone_is_left_out() -> None:
+    both = threading.Barrier(2, timeout=20)
+
+    def first(body: dict[str, Any]) -> Says:
+        both.wait()  # neither is done before the other has begun
+        return lmm_r1(body)
+
+    with scripted(first) as one, scripted(first) as two:
+        scores, _ = asked(to(one, two, batch=1), samples(2))
+        assert len(one.asked) == len(two.asked) == 1
+    assert all(score.kind == "value" for score in scores)
+    with scripted(lmm_r1) as left:
+        gone = f"http://127.0.0.1:{free_port()}/get_reward"
+        scores, _ = asked(RemoteConfig(url=(gone, left.url), batch=1, concurrency=2), samples(8))
+        assert len(left.asked) == 8
+    assert [score.value for score in scores] == [1.5] * 3 + [0.5] * 5
+
+
+def test_pictures_are_sent_where_they_are_asked_for(image: Callable[..., Media]) -> None:
+    media = image(32, 24)
+    shown = [RewardSample(id="a", response="x", media=(media,)), RewardSample(id="b", response="y")]
+    service = Says(body={"rewards": [1, 1]})
+    with scripted([service] * 2) as endpoint:
+        asked(to(endpoint), shown)
+        asked(to(endpoint, send_images=True), shown)
+    without, with_pictures = (request["body"] for request in endpoint.asked)
+    assert "images" not in without
+    assert [len(own) for own in with_pictures["images"]] == [1, 0]
+    assert with_pictures["images"][0][0].startswith("iVBOR")  # a PNG in base64
+
+
+def test_rows_that_json_has_no_words_for_travel_as_their_text() -> None:
+    odd = RewardSample(id="a", response="x", extra={"labels": {"b"}, "path": print})
+    with scripted([Says(body={"rewards": [1]})]) as service:
+        scores, _ = asked(to(service), [odd])
+    assert scores[0].value == 1 and service.asked[0]["body"]["extras"][0]["labels"] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, r"reward\.remote\.url: .*none is named; try reward\.remote\.url=http"),
+        ({"url": "127.0.0.1:8400"}, r"reward\.remote\.url: takes http://HOST"),
+        ({"url": "http://me:pass@host"}, r"without a password"),
+        ({"url": "http://127.0.0.1:1", "token": "NO_SUCH_VARIABLE"}, r"reward\.remote\.token"),
+        ({"urls": "http://127.0.0.1:1"}, r"remote: urls: .*arguments are url, token"),
+        ({"url": "http://127.0.0.1:1", "batch": 0}, r"remote: batch: "),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_sent(
+    options: dict[str, Any], words: str
+) -> None:
+    config = RewardConfig(terms=[{"verifier": "remote", "args": options}])
+    with pytest.raises(ConfigError, match=words):
+        Scorer(config, prompt_format="think_answer", max_tokens=8)
+
+
+def test_a_service_that_is_gone_or_closed_to_us_stops_a_run_before_it_starts() -> None:
+    config = RemoteConfig(url=(f"http://127.0.0.1:{free_port()}",), retries=1)
+    with pytest.raises(EnvironmentProblem, match=r"reward\.remote\.url: .*no answer in 2 attempts"):
+        Remote(config).check()
+    with scripted([Says(status=401, body={"error": "no"})]) as service:
+        terms = [{"verifier": "remote", "args": {"url": service.url}}]
+        with pytest.raises(ConfigError, match=r"reward\.remote\.token: .*status 401"):
+            Scorer(RewardConfig(terms=terms), prompt_format="think_answer", max_tokens=8)
+
+
+def test_closing_leaves_nobody_waiting() -> None:
+    hold = threading.Event()
+
+    def slow(body: dict[str, Any]) -> Says:
+        hold.wait(20)
+        return Says(status=500, body={})
+
+    with scripted(slow) as service:
+        client = Remote(to(service, batch=1, concurrency=1))
+        futures = [client.submit(sample) for sample in samples(3)]
+        client.close()
+        hold.set()
+        scores = [future.result(timeout=20) for future in futures]
+    assert {score.kind for score in scores} == {"error"}
+    assert client.submit(samples(1)[0]).result().kind == "error"
+
+
+def test_the_token_goes_into_the_header_and_into_no_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OF_THE_SERVICE", "sesame")
+    echo = Says(status=400, body={"error": "you sent Bearer sesame"})
+    with scripted([echo]) as service:
+        scores, _ = asked(to(service, token="OF_THE_SERVICE"), samples(1))
+    assert service.asked[0]["headers"]["Authorization"] == "Bearer sesame"
+    assert "sesame" not in scores[0].reason and "sesame" not in json.dumps(service.asked[0]["body"])

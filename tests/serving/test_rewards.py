@@ -1,0 +1,400 @@
+"""The reward service, spoken to over sockets; its rules run in real processes."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.config import DataConfig, RewardConfig
+from saccade.rewards.remote import Remote
+from saccade.rewards.sample import RewardSample
+from saccade.rewards.scorer import Scorer
+from saccade.schema import RemoteConfig, ServeConfig
+from saccade.serving.reward_server import open_server
+from saccade.serving.rewards import RewardService
+from saccade.types import Media
+from tests.endpoints import fair_judge, scripted
+
+TOKEN = "sesame"
+COMMAND = (sys.executable, "-m", "saccade", "serve-reward")
+OWN = """
+import os, time
+
+def hurt(sample):
+    word = sample.response
+    if word == "die": os._exit(9)
+    if word == "hang": time.sleep(60)
+    if word == "raise": raise ValueError("boom")
+    if word.startswith("wait"):
+        while not os.path.exists(word[5:]): time.sleep(0.01)
+    if sample.extra.get("calls"):
+        with open(sample.extra["calls"], "a") as file: file.write(word + "\\n")
+    return float(len(word))
+
+def sized(sample):
+    from PIL import Image
+    return float(sum(Image.open(image["path"]).width for image in sample.images))
+"""
+
+
+@dataclass(frozen=True)
+class Running:
+    service: RewardService
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        status, _, text = self.whole(method, path, body, **headers)
+        return status, json.loads(text)
+
+    def whole(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        known = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        known |= {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, data, {k: v for k, v in known.items() if v})
+        reply = connection.getresponse()
+        return reply.status, reply.headers, reply.read()
+
+    def score(self, *responses: str, **columns: Any) -> tuple[int, Any]:
+        return self.call("POST", "/get_reward", {"query": list(responses), **columns})
+
+
+@contextmanager
+def serving(
+    *terms: Any, token: str = TOKEN, judge: Any = None, **options: Any
+) -> Iterator[Running]:
+    deadline = options.pop("deadline", 10)
+    config = RewardConfig(
+        terms=list(terms), workers=2, deadline=deadline, **({"judge": judge} if judge else {})
+    )
+    scorer = Scorer(config, prompt_format="think_answer", max_tokens=64, isolate=True)
+    service = RewardService(scorer, ServeConfig(**options), DataConfig(max_images=2))
+    server = open_server(service, "127.0.0.1", 0, token=token)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield Running(service, server.server_address[1])
+    finally:
+        server.shutdown()
+        server.server_close()
+        service.close()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def rules() -> Iterator[Running]:
+    with serving("math", {"verifier": "format:think_answer", "weight": 0.5}) as running:
+        yield running
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return str(tmp_path / "own.py")
+
+
+GOOD = "<think>a</think><answer>{}</answer>"
+
+
+def test_an_older_client_is_served_as_it_is(rules: Running) -> None:
+    query = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n" + GOOD.format("1/2")
+    status, reply = rules.score(query + "<|im_end|>", "no", prompts=["?", "?"], labels=["0.5", "1"])
+    assert status == 200 and reply == {
+        "rewards": [1.5, 0.0],
+        "scores": [1.0, 0.0],
+        "math_rewards": [1.0, 0.0],
+        "format_rewards": [1.0, 0.0],
+    }
+
+
+def test_our_own_client_gets_back_what_the_rules_said_in_order(rules: Running) -> None:
+    os.environ["SACCADE_TEST_TOKEN"] = TOKEN
+    remote = Remote(RemoteConfig(url=(rules.url,), token="SACCADE_TEST_TOKEN", batch=16))
+    remote.check()
+    given = [
+        RewardSample(id=str(n), response=GOOD.format(n), answer=str(n // 2 * 2)) for n in range(50)
+    ]
+    futures = [
+        remote.submit(sample) for sample in [*given, RewardSample(id="x", response=GOOD.format(7))]
+    ]
+    scores = [future.result(timeout=60) for future in futures]
+    remote.close()
+    assert [score.value for score in scores[:50]] == [1.5, 0.5] * 25
+    assert scores[7].parts == {"math": 0.0, "format": 1.0, "accuracy": 0.0}
+    assert scores[7].extracted == "7" and scores[7].reason == "wrong"
+    assert scores[50].kind == "abstain" and "gold_unparseable" in scores[50].reason
+
+
+def test_who_may_ask(rules: Running) -> None:
+    assert rules.call("GET", "/info", Authorization="")[0] == 401
+    assert rules.call("POST", "/get_reward", {"query": ["a"]}, Authorization="Bearer x")[0] == 401
+    status, health = rules.call("GET", "/health", Authorization="")
+    assert (status, health["status"]) == (200, "ok")
+    with serving("count", token="") as open_one:
+        assert open_one.call("GET", "/info", Authorization="")[0] == 200
+        assert open_one.call("GET", "/info", Authorization="", Host="evil.example")[0] == 403
+
+
+def test_information_and_metrics(rules: Running) -> None:
+    info = rules.call("GET", "/info")[1]
+    assert info == rules.call("GET", "/get_reward")[1] and info["protocol"] == 2
+    assert info["rewards"] == {"default": {"math": "math", "format": "format:think_answer"}}
+    before = rules.whole("GET", "/metrics")[2].decode()
+    rules.score(GOOD.format(1), labels=["1"])
+    after = rules.whole("GET", "/metrics")[2].decode()
+
+    def count(text: str) -> int:
+        return int(text.split('samples_total{status="ok"} ')[1].split()[0])
+
+    assert count(after) == count(before) + 1
+    assert 'request_seconds{quantile="0.95"}' in after
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        ([], 400, "must be a record"),
+        ({}, 400, "query: missing"),
+        ({"query": ["a", "b"], "labels": ["1"]}, 400, "labels: 1 entries for 2 samples"),
+        ({"query": ["a"], "request_id": 3}, 400, "request_id"),
+        ({"query": ["a"], "images": [["not base64!"]]}, 400, "images[0][0]"),
+        ({"query": ["a"], "images": [["/etc/passwd"]]}, 400, "images[0][0]"),
+        ({"query": ["a"], "images": [["", "", ""]]}, 400, "at most 2"),
+        ({"query": ["a"], "images": [[{"ref": [0, 0]}]]}, 400, "no image [0, 0] before it"),
+        ({"query": ["a"], "images": [[{"ref": ["a", {}]}]]}, 400, "ref: [sample, image]"),
+        ({"query": ["a"] * 5000}, 413, "5000 samples, at most 4096"),
+    ],
+)
+def test_what_is_refused(rules: Running, body: Any, status: int, words: str) -> None:
+    got, reply = rules.call("POST", "/get_reward", body)
+    assert got == status and words in reply["error"]
+
+
+def test_sizes_types_and_paths_are_bounded(rules: Running) -> None:
+    head = {"Content_Length": str(300 * 2**20)}
+    assert rules.call("POST", "/get_reward", b"", **head)[0] == 413
+    assert rules.call("POST", "/get_reward", {"query": ["a"]}, Content_Type="text/plain")[0] == 415
+    assert rules.call("POST", "/other", {})[0] == 404
+
+
+def test_sources_have_rewards_of_their_own_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
+    config = RewardConfig(by_source={"a": "count", "b": "exact"}, workers=1)
+    scorer = Scorer(config, prompt_format="think_answer", max_tokens=64, isolate=True)
+    service = RewardService(scorer, ServeConfig(), DataConfig())
+    body = {"query": ["<answer>7</answer>", "<answer>red</answer>"], "labels": ["7", "red"]}
+    reply = service.answer(body | {"data_sources": ["a", "b"]}, digest="")
+    with pytest.raises(Exception, match="unknown data_source 'c'"):
+        service.answer(body | {"data_sources": ["a", "c"]}, digest="")
+    service.close()
+    assert reply["rewards"] == [1.0, 1.0]
+
+
+def test_code_that_dies_hangs_or_raises_costs_its_own_sample(own: str) -> None:
+    words = ["ok", "die", "fine", "hang", "raise", "good"]
+    with serving(f"{own}:hurt", deadline=1.5) as running:
+        body = {"protocol": 2, "query": words, "responses": words}
+        status, reply = running.call("POST", "/get_reward", body)
+        assert running.score("still here")[1]["rewards"] == [10.0]
+    assert status == 200 and reply["rewards"] == [2.0, None, 4.0, None, None, 4.0]
+    reasons = {index: text.split(":")[0] for index, text in reply["errors"].items()}
+    assert reasons == {"1": "crashed", "3": "timeout", "4": "raised"}
+
+
+def test_a_request_that_comes_again_is_scored_once(own: str, tmp_path: Path) -> None:
+    calls, go = tmp_path / "calls", tmp_path / "go"
+    word = f"wait {go}"
+    body = {"protocol": 2, "request_id": "one", "query": [word], "responses": [word]}
+    body |= {"extras": [{"calls": str(calls)}]}
+    with serving(f"{own}:hurt") as running, ThreadPoolExecutor(3) as threads:
+        asked = [threads.submit(running.call, "POST", "/get_reward", body) for _ in range(2)]
+        while running.call("GET", "/health")[1]["pending"] != 1:
+            time.sleep(0.01)
+        go.touch()
+        replies = [reply.result() for reply in asked]
+        replies.append(running.call("POST", "/get_reward", body))  # also when it is done
+        other = body | {"labels": ["another body"]}
+        running.call("POST", "/get_reward", other)  # the same id by mistake
+        metrics = running.whole("GET", "/metrics")[2].decode()
+    assert replies[0] == replies[1] == replies[2] and replies[0][0] == 200
+    assert calls.read_text().splitlines() == [word] * 2  # once for each body
+    assert "saccade_reward_repeated_total 2" in metrics
+
+
+def test_when_too_many_wait_clients_are_told_when_to_come_back(own: str, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    word = f"wait {go}"
+    os.environ["SACCADE_TEST_TOKEN"] = TOKEN
+    with serving(f"{own}:hurt", queue=2) as running, ThreadPoolExecutor(2) as threads:
+        first = threads.submit(running.score, word, word)
+        while running.call("GET", "/health")[1]["pending"] != 2:
+            time.sleep(0.01)
+        status, headers, text = running.whole("POST", "/get_reward", {"query": ["a"]})
+        assert status == 429 and int(headers["Retry-After"]) >= 1 and b"come back later" in text
+        # A client that listens gets through in the end, without using up its one attempt.
+        remote = Remote(RemoteConfig(url=(running.url,), token="SACCADE_TEST_TOKEN", retries=0))
+        patient = remote.submit(RewardSample(id="a", response="abc"))
+        while remote._tally.requests < 1:
+            time.sleep(0.01)
+        go.touch()
+        assert patient.result(timeout=30).value == 3.0
+        assert first.result()[1]["rewards"] == [float(len(word))] * 2
+        remote.close()
+
+
+def test_pictures_are_files_for_rewards_while_they_are_scored(
+    own: str, image: Callable[..., Media]
+) -> None:
+    pictures = [base64.b64encode(image(width, 28).data or b"").decode() for width in (28, 56)]
+    shown = [[pictures[0], f"data:image/png;base64,{pictures[1]}"], []]
+    with serving(f"{own}:sized") as running:
+        assert running.score("a", "b", images=shown)[1]["rewards"] == [84.0, 0.0]
+        assert running.score("a", raw_images=[[pictures[0]]])[1]["rewards"] == [28.0]
+
+
+def test_a_picture_of_a_group_crosses_once(own: str, image: Callable[..., Media]) -> None:
+    os.environ["SACCADE_TEST_TOKEN"] = TOKEN
+    shown = [
+        RewardSample(id=str(n), response="a", media=(image(28, 28), image(56, 28, n % 2)))
+        for n in range(4)
+    ]
+    with serving(f"{own}:sized") as running:
+        options = {"token": "SACCADE_TEST_TOKEN", "send_images": True, "batch": 4}
+        remote = Remote(RemoteConfig(url=(running.url,), **options))
+        remote.check()
+        kinds = [[type(entry) for entry in row] for row in remote._images(shown)]
+        scores = [future.result(timeout=30) for future in [*map(remote.submit, shown)]]
+        remote.close()
+    assert kinds == [[str, str], [dict, str], [dict, dict], [dict, dict]]
+    assert [score.value for score in scores] == [84.0] * 4
+
+
+def test_a_judge_behind_the_service_sees_the_pictures(image: Callable[..., Media]) -> None:
+    picture = base64.b64encode(image(28, 28).data or b"").decode()
+    with scripted(fair_judge) as endpoint:
+        judge = {"url": endpoint.url, "model": "m", "send_images": True}
+        with serving("judge", judge=judge) as running:
+            reply = running.score(
+                "<answer>RED</answer>",
+                "<answer>blue</answer>",
+                labels=["red"] * 2,
+                images=[[picture]] * 2,
+            )[1]
+        assert reply["rewards"] == [1.0, 0.0]
+        parts = endpoint.asked[-1]["body"]["messages"][0]["content"]
+    assert parts[0]["image_url"]["url"] == f"data:image/png;base64,{picture}"
+
+
+def test_a_learned_model_is_a_scorer_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever has the four methods; here one that counts letters."""
+    from concurrent.futures import Future
+
+    from saccade.rewards.scorers import SCORERS
+    from saccade.types import Score
+
+    class Letters:
+        closed = False
+
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+
+        def check(self) -> None:
+            assert self.scale > 0
+
+        def submit(self, sample: RewardSample) -> Future[Score]:
+            done: Future[Score] = Future()
+            done.set_result(Score(kind="value", value=self.scale * len(sample.response)))
+            return done
+
+        def metrics(self) -> dict[str, float]:
+            return {"samples": 1.0}
+
+        def close(self) -> None:
+            self.closed = True
+
+    made = Letters(2.0)
+    monkeypatch.setitem(SCORERS, "letters", lambda reward, args: made if args else Letters(0.0))
+    with serving({"verifier": "letters", "args": {"scale": 2}}, "format:boxed") as running:
+        assert running.score("abc")[1]["letters_rewards"] == [6.0]
+        assert running.service.scorer.judge_metrics() == {"service/letters/samples": 1.0}
+    assert made.closed
+
+
+def test_old_clients_get_the_number_that_was_chosen_for_them(own: str, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "scored.jsonl"
+    with serving(f"{own}:hurt", unscored=-1.0, log=str(log)) as running:
+        assert running.score("raise", "ab")[1] == {"rewards": [-1.0, 2.0]}
+        assert running.score("\ud800")[1]["rewards"] == [1.0]  # half a character
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["error", "ok", "ok"] and "boom" in rows[0]["reason"]
+
+
+@pytest.fixture
+def command(own: str) -> Iterator[tuple[subprocess.Popen[str], Running]]:
+    process = subprocess.Popen(
+        [*COMMAND, f"reward.terms=[{own}:hurt]", "reward.workers=1", "--port", "0"],
+        env={**os.environ, "SACCADE_TOKEN": TOKEN},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    port = int(process.stdout.readline().rpartition(":")[2].partition("/")[0])
+    yield process, Running(None, port)  # type: ignore[arg-type]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_sigterm_answers_who_waits_then_ends(
+    command: tuple[subprocess.Popen[str], Running], tmp_path: Path
+) -> None:
+    process, running = command
+    go = tmp_path / "go"
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(running.score, f"wait {go}")
+        while running.call("GET", "/health")[1]["pending"] != 1:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        while running.call("GET", "/health")[0] != 503:
+            time.sleep(0.01)
+        status, headers, _ = running.whole("POST", "/get_reward", {"query": ["a"]})
+        assert status == 503 and int(headers["Retry-After"]) >= 1
+        go.touch()
+        assert waiting.result()[1]["rewards"] == [float(len(f"wait {go}"))]
+    assert process.wait(timeout=30) == 0
+
+
+def test_no_token_is_for_this_machine_only() -> None:
+    done = subprocess.run(
+        [*COMMAND, "reward.terms=[count]", "--no-token", "--host", "0.0.0.0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "--no-token: 0.0.0.0 can be reached" in done.stderr
+
+
+def test_the_service_does_not_import_torch() -> None:
+    code = "import sys, saccade.recipes.serve_reward; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
