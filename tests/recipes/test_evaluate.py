@@ -102,6 +102,8 @@ def test_fields_of_a_sample(four: tuple[dict[str, float], Path]) -> None:
             "parts",
             "tokens",
             "turns",
+            "said",
+            "tool_calls",
             "end_reason",
         ),
         *("status", "reason", "media", "extra"),
