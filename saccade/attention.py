@@ -66,7 +66,9 @@ def register() -> None:
 
 
 def use_in(model: torch.nn.Module) -> None:
-    if not getattr(model, "_supports_attention_backend", False):
+    # A model of several parts may leave it to its decoder to say so.
+    parts = (model, getattr(model.base_model, "language_model", None))
+    if not any(getattr(part, "_supports_attention_backend", False) for part in parts):
         raise EnvironmentProblem(
             f"{type(model).__name__} computes its own attention, so packed rows would leak into "
             "each other; use a model whose class sets _supports_attention_backend"
@@ -91,6 +93,10 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     _refuse_unknown(module, kwargs)
+    if attention_plan is None and cu_seq_lens_q is None and not getattr(module, "is_causal", True):
+        # An encoder of padded rows, such as an audio tower: every row looks at what its mask shows.
+        out = sdpa(query, key, value, attn_mask=attention_mask, scale=scaling)
+        return out.transpose(1, 2), None
     # Not x[0]: its gradient would be copied into zeros.
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

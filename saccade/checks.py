@@ -34,7 +34,7 @@ SHORTEST_ANSWER = {
     "answer_line": 2,
     "hash": 2,
 }
-TOWERS = ("vision", "projector", "llm")
+TOWERS = ("vision", "projector", "llm", "audio")
 
 SUPERVISED = {
     "algorithm": "only `saccade rl` reads it",

@@ -86,7 +86,7 @@ def open_media(
 ) -> Media:
     """A reference to the image in `source`; relative paths start from `base` and stay inside it."""
     name, data, path = READERS[source_kind(source, base)](source, base, limits)
-    with _open(data, name) as image:
+    with opened(data, name) as image:
         pixels = image.width * image.height
         if pixels > limits.max_megapixels * 1e6:
             raise ImageError(
@@ -140,15 +140,21 @@ def _is_base64(text: str, base: Path | None) -> bool:
 
 
 def _from_path(source: str | Path, base: Path | None, limits: DataConfig) -> Encoded:
-    name = str(source)[:200]
+    return _from_file(located(source, base, limits), str(source)[:200])
+
+
+def located(source: str | Path, base: Path | None, limits: DataConfig) -> Path:
+    """A relative path starts from `base` and stays inside it."""
     if Path(source).is_absolute():
-        return _from_file(Path(source), name)
+        return Path(source)
     folder = os.path.abspath(base or Path())
     path = os.path.normpath(os.path.join(folder, source))
     # Compared as text: links inside the folder were put there by its owner and may point anywhere.
     if os.path.commonpath([folder, path]) != folder and not limits.allow_outside:
-        raise ImageError(f"{name}: leaves the folder {folder}; data.allow_outside=true accepts it")
-    return _from_file(Path(path), name)
+        raise ImageError(
+            f"{str(source)[:200]}: leaves the folder {folder}; data.allow_outside=true accepts it"
+        )
+    return Path(path)
 
 
 def _from_file(path: Path, name: str) -> Encoded:
@@ -222,7 +228,7 @@ def _from_pil(source: Image.Image, base: Path | None, limits: DataConfig) -> Enc
     name = f"{source.mode} image of {source.width}x{source.height}"
     try:
         turn = UPRIGHT.get(source.getexif().get(ORIENTATION, 1))
-        upright = _rgb(source) if turn is None else _rgb(source).transpose(turn)
+        upright = as_rgb(source) if turn is None else as_rgb(source).transpose(turn)
     except Exception as error:  # an opened file is decoded here, see `decode`
         raise ImageError(f"{name}: cannot be decoded: {error}") from None
     buffer = io.BytesIO()
@@ -272,7 +278,7 @@ def _readable() -> tuple[str, ...]:
     return tuple(name for name in READABLE if name in Image.OPEN)
 
 
-def _open(data: bytes, name: str) -> Image.Image:
+def opened(data: bytes, name: str) -> Image.Image:
     if not data:
         raise ImageError(f"{name}: empty file")
     try:
@@ -333,11 +339,17 @@ ENDS: dict[str, Callable[[bytes], bool]] = {
 
 
 def decode(media: Media) -> np.ndarray:
-    """Upright RGB pixels, uint8 [height, width, 3]: first frame, alpha on white, box cut out."""
+    """Upright RGB pixels, uint8 [height, width, 3]: first frame, alpha on white, box cut out. Of a
+    video its frames, of a sound its samples.
+    """
+    if media.kind != "image":
+        from saccade import sounds, videos
+
+        return (videos if media.kind == "video" else sounds).decode(media)
     name = media.path or f"image {media.hash[:12]}"
     data = media.data if media.path is None else _from_file(Path(media.path), name).data
     assert data is not None
-    with _open(data, name) as image:
+    with opened(data, name) as image:
         size = _padded_size(*_upright_size(image, data, name))
         wanted = media.box[2:] if media.box else (media.width, media.height)
         fits = size[0] >= wanted[0] and size[1] >= wanted[1]
@@ -345,7 +357,7 @@ def decode(media: Media) -> np.ndarray:
             raise ImageError(f"{name}: is {size[0]}x{size[1]} now, so it changed after it was read")
         try:
             turn = UPRIGHT.get(_orientation(image, data, name))
-            rgb = _rgb(image) if turn is None else _rgb(image).transpose(turn)
+            rgb = as_rgb(image) if turn is None else as_rgb(image).transpose(turn)
         except Exception as error:  # broken files make Pillow raise almost anything
             raise ImageError(f"{name}: cannot be decoded: {error}") from None
     if rgb.size != size:
@@ -358,7 +370,7 @@ def decode(media: Media) -> np.ndarray:
     return pixels
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def as_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16-bit grey: 65535 / 257 = 255
         grey = np.clip(np.asarray(image), 0, 65535).astype(np.int32)
         return Image.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")

@@ -121,7 +121,10 @@ class DataSource(Section):
     split: str | None = option(None, "Split of a data set that has several.")
     max_samples: int | None = option(None, "Use only the first rows.", ge=1)
     image_dir: str | None = option(
-        None, "Folder that relative image paths start from; empty: the file's own folder."
+        None, "Folder that relative media paths start from; empty: the file's own folder."
+    )
+    mapping: str | None = option(
+        None, "Mapping of this set's preference rows; empty: data.mapping; none: as they are."
     )
 
 
@@ -133,13 +136,26 @@ class DataConfig(Section):
     )
     keys: dict[str, str] = option(
         {},
-        "Column names by role: prompt, answer, images, id, data_source, choices, system, chosen, "
-        "rejected, output, label.",
+        "Column names by role: prompt, answer, images, videos, audios, id, data_source, choices, "
+        "system, chosen, rejected, output, label.",
     )
     format: str = option(
         "auto",
         "Record format: auto | messages | r1v | easyr1 | minio3 | lightrft | qa | sharegpt | "
-        "pairs | labels.",
+        "pairs | sides | labels.",
+    )
+    mapping: str | None = option(
+        None,
+        "How preference rows of other people are read: hpdv3, imagerewarddb and others that are "
+        "shipped, or FILE.yaml[:NAME].",
+    )
+    compare: Literal["apart", "verdict"] = option(
+        "apart",
+        "Rows with two candidates: apart keeps them (dpo, reward models), verdict shows both in "
+        "one prompt that asks for the better one (sft, rl, eval).",
+    )
+    side_seed: int = option(
+        0, "Draws for each compared pair which candidate is shown first; stored in the record."
     )
     placeholder: Literal["strict", "prepend"] = option(
         "prepend",
@@ -147,7 +163,16 @@ class DataConfig(Section):
     )
     min_pixels: int = option(3136, "Images below are scaled up.", ge=1)
     max_pixels: int = option(1_003_520, "Images above are scaled down.", ge=1)
-    max_images: int = option(64, "Most images in one prompt; rows with more are bad rows.", ge=0)
+    max_images: int = option(
+        64, "Most images and other media in one prompt; rows with more are bad rows.", ge=0
+    )
+    fps: float = option(2.0, "Frames per second that are taken from a video.", gt=0)
+    min_frames: int = option(4, "Fewest frames of a video, where it has as many.", ge=2)
+    max_frames: int = option(768, "Most frames of a video; their number is always even.", ge=2)
+    max_frame_pixels: int = option(602_112, "Frames of videos above are scaled down.", ge=1)
+    long_audio: Literal["truncate", "reject"] = option(
+        "truncate", "Sound of more than 30 seconds: keep the first 30, or a bad row."
+    )
     max_prompt_tokens: int = option(4096, "Longest prompt, media tokens included.", ge=1)
     overlong: Literal["drop", "shrink", "drop_turns", "truncate_text", "error"] = option(
         "drop", "What happens to a longer prompt. No policy ever cuts inside a media span."
@@ -724,7 +749,7 @@ class TrainConfig(Section):
         "Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft), 1e-5 (dpo), filled in before a run.",
         gt=0,
     )
-    lr_scale: dict[str, float] = option({}, "Factors per tower: vision, projector, llm.")
+    lr_scale: dict[str, float] = option({}, "Factors per tower: vision, projector, llm, audio.")
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
         "constant", "Shape of the learning rate; sft, dpo: cosine_with_min_lr unless set."
     )

@@ -19,6 +19,7 @@ DEFAULT_FAMILY = "qwen2_5_vl"
 TOKENS = 16
 PROMPT_TOKENS = 4000  # tiny models have 4096 positions
 IMAGE_PIXELS = 112 * 112
+FRAMES = 4
 ROWS = 8
 
 
@@ -34,6 +35,9 @@ def smoke(config: Config, command: str) -> Config:
         "model.family": None,
         "data.max_pixels": min(data.max_pixels, IMAGE_PIXELS),
         "data.min_pixels": min(data.min_pixels, IMAGE_PIXELS),
+        "data.max_frame_pixels": min(data.max_frame_pixels, IMAGE_PIXELS),
+        "data.max_frames": min(data.max_frames, FRAMES),
+        "data.min_frames": min(data.min_frames, FRAMES),
         "data.max_samples": min(data.max_samples or ROWS, ROWS),
         "data.val": [
             {**source.model_dump(exclude_unset=True), "max_samples": 2} for source in data.val

@@ -71,11 +71,14 @@ STATUS_OF_END: Mapping[str, Status] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
-    """A reference to an image: a content hash, where to get it, its upright size, its pixel budget.
+    """A reference to an image, a video or a sound: a content hash, where to get it, its upright
+    size, its pixel budget.
 
     The encoded file is either at `path` or in `data`. A crop keeps the file of its root and adds
     `box`, in upright pixels of the root, so a derived image can be made again from its reference
-    alone; `parent` is for display.
+    alone; `parent` is for display. A video says which `frames` of its file are shown; one that is
+    no file has them in `pictures`. Its budget is that of a frame. A sound is as wide as it has
+    samples at 16 kHz, and 1 high. The hash covers what is shown, not the rest of the file.
     """
 
     hash: str
@@ -88,12 +91,15 @@ class Media:
     max_pixels: int = 1_003_520
     box: tuple[int, int, int, int] | None = None
     parent: str | None = field(default=None, compare=False)
+    frames: tuple[int, ...] = field(default=(), repr=False)  # an even number of them
+    fps: float = 0.0  # frames that are shown per second
+    pictures: tuple[Media, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert self.width > 0 and self.height > 0, f"media {self.hash}: empty size"
-        assert (self.path is None) != (self.data is None), (
-            f"media {self.hash}: needs a path or data"
-        )
+        places = (self.path is not None, self.data is not None, bool(self.pictures))
+        assert sum(places) == 1, f"media {self.hash}: needs a path, data or pictures"
+        assert self.kind != "video" or (self.frames and len(self.frames) % 2 == 0 and self.fps > 0)
 
     def __hash__(self) -> int:
         return hash(
@@ -141,7 +147,14 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One row of a data set in canonical form."""
+    """One row of a data set in canonical form.
+
+    Two candidates are the chosen and the rejected one, in this order, unless `extra["labels"]` is
+    there: then they are A and B, and it says for each named head which is better ("C": neither),
+    such as {"preference": "B", "coherence": "C"}. A head that a row does not label is not in it.
+    `extra["sides"]` tells how the order was drawn, `extra["critique"]` what somebody wrote about
+    the two. A candidate may be text or media; it is an assistant turn in both cases.
+    """
 
     id: str
     messages: tuple[Message, ...]

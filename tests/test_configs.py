@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import wave
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +37,9 @@ TINY = {
     "iter_dpo": "qwen2_vl",
     "kd": "qwen2_5_vl",
     "continue_pretrain": "qwen2",
+    "lightrft_aqa": "qwen2_audio",
+    "lightrft_grm_sft": "qwen2_5_vl",
+    "lightrft_grm_rl": "qwen2_vl",
 }
 CALL = '<grounding>{"bbox_2d": [0, 0, 0.5, 0.5], "source": "original_image"}</grounding>'
 COMMANDS = {
@@ -48,6 +52,7 @@ COMMANDS = {
     "iter_dpo": "dpo",
     "kd": "sft",
     "continue_pretrain": "sft",
+    "lightrft_grm_sft": "sft",
 }
 SHOWN = {"rl": "reward/mean", "sft": "sft/loss", "dpo": "dpo/loss"}
 SUMS = [(n, n + 3) for n in range(8)]
@@ -70,6 +75,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory, image: Any) -> dict[str, str]
     folder = tmp_path_factory.mktemp("rows")
     for n, _ in SUMS:
         Image.new("RGB", (56 + 28 * n, 84), (20 * n, 90, 120)).save(folder / f"{n}.png")
+        with wave.open(str(folder / f"{n}.png.wav"), "wb") as sound:
+            sound.setparams((1, 2, 16000, 0, "NONE", ""))
+            sound.writeframes(bytes(range(256)) * (25 + n))
     asked = [(f"{a} + {b}?", str(a + b), f"{a}.png") for a, b in SUMS]
     layouts: dict[str, Callable[[str, str, str], dict[str, Any]]] = {
         "geo3k_grpo": lambda q, a, i: {"problem": f"<image>{q}", "answer": a, "images": [i]},
@@ -120,6 +128,37 @@ def rows(tmp_path_factory: pytest.TempPathFactory, image: Any) -> dict[str, str]
             "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]
         },
         "continue_pretrain": lambda q, a, i: {"text": f"{q} {a}."},
+        "lightrft_aqa": lambda q, a, i: {
+            "prompt": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "audio", "audio": f"{i}.wav"},
+                        {"type": "text", "text": q},
+                    ],
+                }
+            ],
+            "reference": a,
+            "choices": [a, "none"],
+            "label": "avqa_rule",
+        },
+        "lightrft_grm_sft": lambda q, a, i: {
+            "conversations": [
+                {"from": "human", "value": f"<image>\n<image>\nCompare them for: {q}"},
+                {
+                    "from": "gpt",
+                    "value": f"<think>It shows {a}.</think>"
+                    f"<answer>Image {int(a) % 4 // 2 + 1} is better</answer>",
+                },
+            ],
+            "images": [i, "0.png"],
+        },
+        "lightrft_grm_rl": lambda q, a, i: {
+            "prompt": q,
+            "path1": i,
+            "path2": "0.png",
+            "confidence": 0.99,
+        },
     }
     layouts["minio3_rl"] = lambda q, a, i: {
         "doc_id": i,

@@ -21,6 +21,9 @@ LEVELS = (
         "transfer",
         "endpoint",
         "sokoban",
+        "videos",
+        "sounds",
+        "verdicts",
     ),
     ("algorithms", "rewards", "environments", "models", "data"),
     ("engines", "backends"),
@@ -39,6 +42,8 @@ OPTIONAL = (
     "deepspeed",
     "sglang",
     "trl",
+    "cv2",
+    "soundfile",
 )
 # Imported by the library itself, by name.
 INSIDE = ("engines/vllm/worker.py",)

@@ -1,8 +1,9 @@
-"""Conversations of a row: roles, content items, and where each image stands in the text.
+"""Conversations of a row: roles, content items, and where each medium stands in the text.
 
-A piece is text or a `Picture` (an image source that is not opened yet). Placeholders `<image>`
-and `<image2>` take the row's images in order or by number; `\\<image>` is plain text. Knows
-nothing of columns, files or pixels.
+A piece is text or a `Picture` (an image, video or audio source that is not opened yet).
+Placeholders `<image>` and `<image2>` take the row's images in order or by number; `\\<image>` is
+plain text. `<video>` and `<audio>` do the same where the row has such media. Knows nothing of
+columns, files or pixels.
 
     >>> arrange(read_chat("<image>How many?"), [Picture.of("a.png")], prepend=True)[0][1][1]
     'How many?'
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 ROLES = {
@@ -26,9 +27,21 @@ ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-PLACEHOLDER = re.compile(r"(\\?)<image ?(\d*)>")
+PLACEHOLDER = re.compile(r"(\\?)<(image|video|audio) ?(\d*)>")
 JSON_LIST = re.compile(r"\s*\[\s*\{")
 IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
+# Where a content item of each kind keeps its source.
+MEDIA_KEYS = {
+    "image": IMAGE_KEYS,
+    "video": ("video", "video_url", *IMAGE_KEYS[2:]),
+    "audio": ("audio", "audio_url", "input_audio", *IMAGE_KEYS[2:]),
+}
+# What a row may say about a medium, beside where it is.
+OPTIONS = {
+    "image": ("min_pixels", "max_pixels"),
+    "video": ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames", "frames"),
+    "audio": (),
+}
 
 
 class RowError(ValueError):
@@ -37,27 +50,38 @@ class RowError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """An image source with the pixel budget that the row asks for."""
+    """A source with the pixel budget that the row asks for, and what else it says of a video."""
 
     source: Any
     min_pixels: int | None = None
     max_pixels: int | None = None
+    kind: str = "image"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def of(source: Any, item: Mapping[str, Any] | None = None) -> Picture:
-        budget = item if item is not None else source if isinstance(source, Mapping) else {}
-        limits = {name: budget.get(name) for name in ("min_pixels", "max_pixels")}
-        for name, value in limits.items():
-            if value is not None and not (isinstance(value, int) and value > 0):
-                raise RowError(f"{name} of an image must be a positive integer, not {value!r}")
-        return Picture(source=source, **limits)
+    def of(source: Any, item: Mapping[str, Any] | None = None, kind: str = "image") -> Picture:
+        said = item if item is not None else source if isinstance(source, Mapping) else {}
+        given = {name: said[name] for name in OPTIONS[kind] if said.get(name) is not None}
+        for name, value in given.items():
+            if name == "frames":
+                good = isinstance(value, list) and bool(value) and all(_counts(v, 0) for v in value)
+            else:
+                good = _counts(value, 1) or (
+                    name == "fps" and isinstance(value, float) and value > 0
+                )
+            if not good:
+                what = "a list of numbers" if name == "frames" else "a positive integer"
+                raise RowError(f"{name} of {ARTICLES[kind]} must be {what}, not {value!r}")
+        budget = {name: given.pop(name, None) for name in ("min_pixels", "max_pixels")}
+        return Picture(source=source, kind=kind, options=given, **budget)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for one of the row's images; number 0 takes the next one."""
+    """A place for one of the row's media of its kind; number 0 takes the next one."""
 
     number: int = 0
+    kind: str = "image"
 
 
 Piece = str | Picture | Slot
@@ -123,17 +147,21 @@ def _piece(item: Any) -> Piece:
         return item
     if not isinstance(item, Mapping):
         raise RowError(f"a content item must be text or a record with a type, not {_short(item)}")
-    kind = item.get("type") or next((key for key in ("text", *IMAGE_KEYS) if item.get(key)), None)
+    named = ("text", "video", "audio", *IMAGE_KEYS)
+    kind = item.get("type") or next((key for key in named if item.get(key)), None)
     if kind == "text":
         if not isinstance(item.get("text"), str):
             raise RowError("a text item without text")
         return item["text"]
-    if kind not in IMAGE_KEYS:
-        raise RowError(f"content of type {kind!r} cannot be read, only text and image")
-    source = next((item[key] for key in IMAGE_KEYS if item.get(key) is not None), None)
-    if isinstance(source, Mapping) and "url" in source:
-        source = source["url"]
-    return Slot() if source is None else Picture.of(source, item)
+    medium = next((name for name, keys in MEDIA_KEYS.items() if kind in keys), None)
+    if medium is None:
+        raise RowError(f"content of type {kind!r} cannot be read: text, image, video, audio can")
+    source = next((item[key] for key in MEDIA_KEYS[medium] if item.get(key) is not None), None)
+    if isinstance(source, Mapping) and (
+        "url" in source or (medium == "audio" and "data" in source)
+    ):
+        source = source.get("url") or source["data"]
+    return Slot(kind=medium) if source is None else Picture.of(source, item, medium)
 
 
 def _short(value: Any) -> str:
@@ -145,34 +173,41 @@ def _short(value: Any) -> str:
 
 
 def arrange(turns: Turns, pictures: Sequence[Picture], *, prepend: bool) -> Turns:
-    """Placeholders become the row's pictures; without any, pictures open the first user turn."""
+    """Placeholders become the row's media; without any, they open the first user turn."""
     placed = any(isinstance(piece, Picture) for _, pieces in turns for piece in pieces)
+    given = {picture.kind for picture in pictures}
     # Where the chat itself places its images, a placeholder in the text is something that the
-    # author talks about.
-    literal = placed and not pictures
-    turns = [(role, _split(pieces, literal=literal)) for role, pieces in turns]
+    # author talks about; so are marks of media that the row does not have.
+    marks = given if placed else given | {"image"}
+    turns = [(role, _split(pieces, marks)) for role, pieces in turns]
     slots = [piece for _, pieces in turns for piece in pieces if isinstance(piece, Slot)]
-    if pictures and not slots:
-        if not prepend:
+    filled: dict[str, Iterator[Picture]] = {}
+    first: list[Piece] = []
+    for kind in MEDIA_KEYS:
+        places = [slot for slot in slots if slot.kind == kind]
+        shown = [picture for picture in pictures if picture.kind == kind]
+        if shown and not places and prepend:
+            first += shown
+        elif shown and not places:
             raise RowError(
-                f"{_count(pictures)} but no <image> in the text, and data.placeholder is strict"
+                f"{_count(shown, kind)} but no <{kind}> in the text, and data.placeholder is strict"
             )
-        first = next(index for index, (role, _) in enumerate(turns) if role == "user")
-        turns[first] = ("user", [*pictures, *turns[first][1]])
-    elif len(slots) != len(pictures):
-        raise RowError(f"{len(slots)} <image> placeholder(s) but {_count(pictures)}")
-    else:
-        ordered = iter(_ordered(slots, pictures))
-        turns = [
-            (role, [next(ordered) if isinstance(piece, Slot) else piece for piece in pieces])
-            for role, pieces in turns
-        ]
+        elif len(places) != len(shown):
+            raise RowError(f"{len(places)} <{kind}> placeholder(s) but {_count(shown, kind)}")
+        filled[kind] = iter(_ordered(places, shown, kind))
+    turns = [
+        (role, [next(filled[p.kind]) if isinstance(p, Slot) else p for p in pieces])
+        for role, pieces in turns
+    ]
+    if first:
+        asked = next(index for index, (role, _) in enumerate(turns) if role == "user")
+        turns[asked] = ("user", [*first, *turns[asked][1]])
     if not any(piece for _, pieces in turns for piece in pieces):
         raise RowError("the prompt is empty")
     return turns
 
 
-def _split(pieces: Sequence[Piece], *, literal: bool) -> list[Piece]:
+def _split(pieces: Sequence[Piece], marks: Collection[str]) -> list[Piece]:
     parts: list[Piece] = []
     for piece in pieces:
         if not isinstance(piece, str):
@@ -182,27 +217,35 @@ def _split(pieces: Sequence[Piece], *, literal: bool) -> list[Piece]:
         for found in PLACEHOLDER.finditer(piece):
             text += piece[start : found.start()]
             start = found.end()
-            if found[1] or literal:
+            if found[1] or found[2] not in marks:
                 text += found[0].removeprefix("\\")
             else:
-                parts += [text, Slot(int(found[2] or 0))] if text else [Slot(int(found[2] or 0))]
+                slot = Slot(int(found[3] or 0), found[2])
+                parts += [text, slot] if text else [slot]
                 text = ""
         if text + piece[start:]:
             parts.append(text + piece[start:])
     return parts
 
 
-def _ordered(slots: Sequence[Slot], pictures: Sequence[Picture]) -> list[Picture]:
+def _ordered(slots: Sequence[Slot], pictures: Sequence[Picture], kind: str) -> list[Picture]:
     numbers = [slot.number for slot in slots]
     if not any(numbers):
         return list(pictures)
     if sorted(numbers) != list(range(1, len(pictures) + 1)):
-        names = ", ".join(f"<image{number or ''}>" for number in numbers)
+        names = ", ".join(f"<{kind}{number or ''}>" for number in numbers)
         raise RowError(
-            f"placeholders {names} must name each of {_count(pictures)} once, from <image1>"
+            f"placeholders {names} must name each of {_count(pictures, kind)} once, from <{kind}1>"
         )
     return [pictures[number - 1] for number in numbers]
 
 
-def _count(pictures: Sequence[Picture]) -> str:
-    return f"{len(pictures)} image{'' if len(pictures) == 1 else 's'}"
+def _count(pictures: Sequence[Picture], kind: str) -> str:
+    return f"{len(pictures)} {kind}{'' if len(pictures) == 1 else 's'}"
+
+
+def _counts(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+ARTICLES = {"image": "an image", "video": "a video", "audio": "a sound"}

@@ -10,13 +10,16 @@ common is the prompt. Knows nothing of columns, files or pixels.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from saccade.data.chats import RowError, Turns, read_chat, read_reply
+from saccade.types import Sample
 
 # One text for a whole conversation, as the helpful-harmless sets write it.
 SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+OTHER = {"A": "B", "B": "A", "C": "C"}  # what a label says once the sides are swapped
 LABELS = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -47,6 +50,30 @@ def read_label(value: Any) -> bool:
     if text not in LABELS:
         raise RowError(f"a label is 1 (good) or 0 (bad), not {value!r}")
     return LABELS[text]
+
+
+def check_labels(labels: Any) -> None:
+    good = isinstance(labels, Mapping) and labels and all(side in OTHER for side in labels.values())
+    if not good:
+        raise RowError(
+            f'labels must say A, B or C for each head, not {labels!r}; write {{"preference": "A"}}'
+        )
+
+
+def label_of(sample: Sample, head: str = "preference") -> str | None:
+    """The better candidate, A or B, or C for a tie. Rows without labels have it first."""
+    if "labels" not in sample.extra:
+        return "C" if sample.extra.get("tie") else "A"
+    return sample.extra["labels"].get(head)
+
+
+def chosen_first(sample: Sample) -> Sample:
+    """With the better candidate first; ties as they are."""
+    if label_of(sample) != "B":
+        return sample
+    labels = {head: OTHER[side] for head, side in sample.extra["labels"].items()}
+    candidates, extra = sample.candidates[::-1], {**sample.extra, "labels": labels}
+    return replace(sample, candidates=candidates, extra=extra)
 
 
 def _spoken(reply: Any) -> Turns:

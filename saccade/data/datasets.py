@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, compress, islice
 from pathlib import Path
@@ -21,18 +21,27 @@ from typing import Any
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
-from saccade.data.formats import OpenImage, detect, read_row, row_id
+from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id
+from saccade.data.judging import judged
+from saccade.data.mappings import apply, load_mapping, tables_of
 from saccade.data.overlong import POLICIES
 from saccade.data.records import content_hash
 from saccade.data.sources import Row, open_source
 from saccade.data.stream import Stream
 from saccade.errors import ConfigError, DataError
 from saccade.images import ImageError, open_media, source_kind
+from saccade.sounds import open_sound
 from saccade.types import Media, Sample
+from saccade.videos import open_video
 
 __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
 
 DETECTION_ROWS = 100
+OPENERS: Mapping[str, Callable[..., Media]] = {
+    "image": open_media,
+    "video": open_video,
+    "audio": open_sound,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +78,7 @@ class Dataset:
     quarantined: tuple[BadRow, ...] = ()
     overlong: tuple[BadRow, ...] = ()
     shortened: int = 0
+    filtered: int = 0  # rows that their mapping leaves out
     lengths: tuple[int, ...] = ()  # tokens of each sample, where a length function was given
     duplicate_ids: tuple[str, ...] = ()  # repeats got a suffix: id, id#2, id#3
     media_kinds: Mapping[str, int] = field(default_factory=dict)
@@ -99,6 +109,7 @@ class Dataset:
             "bad rows set aside": len(self.quarantined),
             "rows over data.max_prompt_tokens left out": len(self.overlong),
             "rows shortened": self.shortened,
+            "rows left out by keep_if of the mapping": self.filtered,
             "ids made unique": len(self.duplicate_ids),
         }
         return "\n".join(lines + [f"{count} {what}" for what, count in counts.items() if count])
@@ -128,6 +139,7 @@ def load(
         quarantined=tuple(reader.bad),
         overlong=tuple(reader.overlong),
         shortened=reader.shortened,
+        filtered=reader.filtered,
         lengths=tuple(reader.lengths),
         duplicate_ids=duplicates,
         media_kinds=dict(reader.kinds),
@@ -179,6 +191,18 @@ def _limit(
 # -- rows ------------------------------------------------------------------------------------------
 
 
+class _Counted:
+    """Rows with their numbers from 1, and how many were read so far."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows, self.rows = rows, 0
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        for row in self._rows:
+            self.rows += 1
+            yield self.rows, row
+
+
 class _Reader:
     """Collects rows over all sources: the good, the bad, the overlong."""
 
@@ -194,40 +218,45 @@ class _Reader:
         self.lengths: list[int] = []
         self.bad: list[BadRow] = []
         self.overlong: list[BadRow] = []
-        self.shortened = 0
+        self.shortened = self.filtered = 0
         self.kinds: Counter[str] = Counter()
 
     def read(self, source: DataSource, limit: int | None) -> Part:
         container = open_source(source, allow_network=self.config.allow_network)
-        name, start, number = source.name or container.stem, len(self.samples), 0
+        name, start = source.name or container.stem, len(self.samples)
         rows = map(self._changed, islice(container.rows, limit))
         first = list(islice(rows, DETECTION_ROWS))
         columns = {column for row in first if not isinstance(row, RowError) for column in row}
         if not columns and limit != 0:
             reason = f"no row can be read: {first[0]}" if first else "it holds no rows"
             raise DataError(f"{source.path}: {reason}")
-        format = detect(columns, self.config, name) if columns else None
         options: dict[str, Any] = {
             "open_image": self._opener(container.folder),
             "default_source": container.stem,
         }
-        for number, row in enumerate(chain(first, rows), start=1):
-            assert format is not None
+        counted = _Counted(chain(first, rows))
+        format, numbered = self._format(source, container.folder, counted, columns, name)
+        for number, row in numbered:
+            if row is None:
+                self.filtered += 1
+                continue
             try:
                 if isinstance(row, RowError):
                     raise row
                 sample = read_row(row, format, self.config, **options)
                 if source.data_source is not None:
                     sample = replace(sample, data_source=source.data_source)
+                if self.config.compare == "verdict":
+                    sample = judged(sample, seed=self.config.side_seed)
                 self._keep(sample, name, number)
             except (RowError, ImageError) as error:
                 self._set_aside(row, name, number, str(error))
         return Part(
             name=name,
-            format=format.name if format else "none",
+            format=format.name,
             start=start,
             stop=len(self.samples),
-            rows=number,
+            rows=counted.rows,
             weight=source.weight,
         )
 
@@ -239,18 +268,38 @@ class _Reader:
         except RowError as error:
             return error
 
+    def _format(
+        self,
+        source: DataSource,
+        folder: Path | None,
+        rows: _Counted,
+        columns: set[str],
+        name: str,
+    ) -> tuple[Format, Iterator[tuple[int, Row | None]]]:
+        """How the rows are read, and the rows: as they are, or as a mapping makes them."""
+        wanted = source.mapping or self.config.mapping
+        if wanted in (None, "none"):
+            return detect(columns, self.config, name) if columns else FORMATS["qa"], iter(rows)
+        mapping, seed = load_mapping(wanted), self.config.side_seed
+        return FORMATS["sides"], apply(mapping, rows, tables=tables_of(mapping, folder), seed=seed)
+
     def _opener(self, folder: Path | None) -> OpenImage:
-        """Opens images of one source, each file once."""
+        """Opens media of one source, each file once."""
         known: dict[Any, Media] = {}
 
-        def open_image(source: Any, *, min_pixels: int | None, max_pixels: int | None) -> Media:
-            self.kinds[source_kind(source, folder)] += 1
-            key = (source, min_pixels, max_pixels) if isinstance(source, str) else None
-            if key in known:
+        def open_image(
+            source: Any, *, min_pixels: int | None, max_pixels: int | None, **more: Any
+        ) -> Media:
+            kind = more.pop("kind", "image")
+            self.kinds[source_kind(source, folder) if kind == "image" else kind] += 1
+            key = (source, min_pixels, max_pixels, kind, repr(more))
+            hashable = isinstance(source, str)
+            if hashable and key in known:
                 return known[key]
-            budget = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-            media = open_media(source, base=folder, limits=self.config, **budget)
-            return known.setdefault(key or media.key, media)  # equal bytes are kept once
+            if kind != "audio":
+                more |= {"min_pixels": min_pixels, "max_pixels": max_pixels}
+            media = OPENERS[kind](source, base=folder, limits=self.config, **more)
+            return known.setdefault(key if hashable else media.key, media)  # equal bytes once
 
         return open_image
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from saccade.config import DataConfig
 from saccade.data.chats import Picture, RowError, Turns, arrange, parse_json, read_chat
-from saccade.data.comparisons import read_candidates, read_label
+from saccade.data.comparisons import check_labels, read_candidates, read_label
 from saccade.data.records import WRITTEN, content_hash, plain
 from saccade.errors import ConfigError, DataError
 from saccade.types import Media, Message, Sample
@@ -31,7 +31,11 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class OpenImage(Protocol):
-    def __call__(self, source: Any, *, min_pixels: int | None, max_pixels: int | None) -> Media: ...
+    """Opens an image; `more` is `kind` and options of other media."""
+
+    def __call__(
+        self, source: Any, *, min_pixels: int | None, max_pixels: int | None, **more: Any
+    ) -> Media: ...
 
 
 # -- golds -----------------------------------------------------------------------------------------
@@ -134,6 +138,15 @@ FORMATS: Mapping[str, Format] = {
             candidates={"chosen": ("chosen",), "rejected": ("rejected",)},
         ),
         Format(
+            name="sides",
+            matches=lambda columns: (
+                {"a", "b"} <= set(columns) and ("labels" in columns or "extra" in columns)
+            ),
+            prompt=("prompt", "question", "messages"),
+            answer=("answer",),
+            candidates={"a": ("a",), "b": ("b",)},
+        ),
+        Format(
             name="labels",
             matches=lambda columns: (
                 "label" in columns and ("output" in columns or "completion" in columns)
@@ -148,12 +161,14 @@ FORMATS: Mapping[str, Format] = {
 SHARED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "id": ("id", "doc_id", "unique_id", "question_id"),
     "images": ("images", "image"),
+    "videos": ("videos", "video"),
+    "audios": ("audios", "audio"),
     "choices": ("choices", "options"),
     "system": ("system",),
 }
 COMPARED = ("chosen", "rejected", "output", "label")
-ROLES = ("prompt", "answer", "images", "id", "data_source", "choices", "system", *COMPARED)
-UNREAD_MEDIA = ("video", "videos", "audio", "audios")
+KINDS = {"images": "image", "videos": "video", "audios": "audio"}  # roles of media columns
+ROLES = ("prompt", "answer", *KINDS, "id", "data_source", "choices", "system", *COMPARED)
 
 
 def columns_of(format: Format, keys: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -224,13 +239,14 @@ def read_row(
         for role, names in columns_of(format, config.keys).items()
     }
     values = {role: value for role, (_, value) in fields.items()}
-    for name in UNREAD_MEDIA:
-        if _filled(row.get(name)):
-            raise RowError(f"column {name!r} is filled, but only images and text can be read")
     if values["prompt"] is None and not format.candidates:
         names = columns_of(format, config.keys)["prompt"]
         raise RowError(f"no prompt in column {' or '.join(names)}")
-    pictures = _pictures(row, values["images"], fields["images"][0])
+    pictures = [
+        picture
+        for role, kind in KINDS.items()
+        for picture in _pictures(row, values[role], fields[role][0], kind)
+    ]
     asked, candidates = _turns(values, format)
     turns = [*asked, *(turn for candidate in candidates for turn in candidate)]
     turns = arrange(turns, pictures, prepend=config.placeholder == "prepend")
@@ -251,6 +267,8 @@ def read_row(
         choices=choices,
         extra=_extra(row, used, format),
     )
+    if format.name == "sides":
+        check_labels(sample.extra.get("labels"))
     return sample if sample.id else replace(sample, id=content_hash(sample)[:16])
 
 
@@ -277,20 +295,21 @@ def _filled(value: Any) -> bool:
     return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
 
 
-def _pictures(row: Mapping[str, Any], value: Any, column: str) -> list[Picture]:
-    other = {"images": "image", "image": "images"}.get(column, "")
+def _pictures(row: Mapping[str, Any], value: Any, column: str, kind: str) -> list[Picture]:
+    other = {f"{kind}s": kind, kind: f"{kind}s"}.get(column, "")
     if _filled(value) and _filled(row.get(other)):
         raise RowError(
-            "columns 'image' and 'images' are both filled; choose with data.keys.images=images"
+            f"columns '{kind}' and '{kind}s' are both filled; choose with data.keys.{kind}s={kind}s"
         )
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_json(value, f"column {column!r}")
     if not _filled(value):
         return []
-    sources = value if isinstance(value, list | tuple) else [value]
+    frames = column == "video" and isinstance(value, list) and isinstance(value[0], str)
+    sources = value if isinstance(value, list | tuple) and not frames else [value]
     if any(source is None for source in sources):
         raise RowError(f"column {column!r} holds an empty entry")
-    return [Picture.of(source) for source in sources]
+    return [Picture.of(source, kind=kind) for source in sources]
 
 
 def _turns(values: Mapping[str, Any], format: Format) -> tuple[Turns, list[Turns]]:
@@ -320,12 +339,15 @@ def _worked(thinking: Any, solution: Any) -> str:
 
 def _message(role: Any, pieces: list[Any], open_image: OpenImage) -> Message:
     parts = tuple(
-        open_image(piece.source, min_pixels=piece.min_pixels, max_pixels=piece.max_pixels)
-        if isinstance(piece, Picture)
-        else piece
-        for piece in pieces
+        _open(piece, open_image) if isinstance(piece, Picture) else piece for piece in pieces
     )
     return Message(role=role, parts=parts)
+
+
+def _open(piece: Picture, open_image: OpenImage) -> Media:
+    more = {} if piece.kind == "image" else {"kind": piece.kind, **piece.options}
+    budget = {"min_pixels": piece.min_pixels, "max_pixels": piece.max_pixels}
+    return open_image(piece.source, **budget, **more)
 
 
 def _choices(value: Any) -> tuple[str, ...]:

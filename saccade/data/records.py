@@ -20,7 +20,7 @@ import numpy as np
 from saccade.data.chats import escape
 from saccade.types import Media, Message, Sample
 
-WRITTEN = ("messages", "pairs", "labels")
+WRITTEN = ("messages", "pairs", "sides", "labels")
 
 
 def plain(value: Any) -> Any:
@@ -49,7 +49,8 @@ def to_row(sample: Sample) -> dict[str, Any]:
         "extra": dict(sample.extra),
     }
     if sample.candidates:
-        roles = ("chosen", "rejected") if sample.desirable is None else ("output",)
+        sides = ("a", "b") if "labels" in sample.extra else ("chosen", "rejected")
+        roles = sides if sample.desirable is None else ("output",)
         row |= {r: _items(c) for r, c in zip(roles, sample.candidates, strict=True)}
     return row if sample.desirable is None else row | {"label": int(sample.desirable)}
 
@@ -65,16 +66,19 @@ def _item(part: str | Media) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": escape(part)}
     assert part.box is None, "a data set holds whole images"
-    source = part.path or "data:;base64," + base64.b64encode(part.data or b"").decode()
-    return {
-        "type": "image",
-        "image": source,
-        "width": part.width,
-        "height": part.height,
-        "hash": part.hash,
-        "min_pixels": part.min_pixels,
-        "max_pixels": part.max_pixels,
-    }
+    item = {"type": part.kind, part.kind: _source(part), "hash": part.hash}
+    if part.kind == "audio":
+        return item
+    item |= {name: getattr(part, name) for name in ("width", "height", "min_pixels", "max_pixels")}
+    if part.kind == "image":
+        return item
+    return item | ({"fps": part.fps} if part.pictures else {"frames": list(part.frames)})
+
+
+def _source(media: Media) -> Any:
+    if media.pictures:
+        return [_source(media.pictures[frame]) for frame in media.frames]
+    return media.path or "data:;base64," + base64.b64encode(media.data or b"").decode()
 
 
 def content_hash(sample: Sample, *, everything: bool = False) -> str:

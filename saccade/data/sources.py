@@ -111,6 +111,8 @@ def _json_rows(path: Path) -> Iterator[Row]:
             rows = json.load(file)
     except (ValueError, OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: not a JSON file: {error}") from None
+    if isinstance(rows, dict) and rows and all(isinstance(row, dict) for row in rows.values()):
+        rows = [{"id": name, **row} for name, row in rows.items()]
     if not isinstance(rows, list):
         raise DataError(f"{path}: a JSON file must hold a list of rows, not {type(rows).__name__}")
     yield from map(_record, rows)

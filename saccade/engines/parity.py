@@ -21,6 +21,7 @@ from saccade.errors import EnvironmentProblem
 from saccade.forest import pack
 from saccade.images import DECODED, open_media
 from saccade.models.families import Family
+from saccade.sounds import open_sound
 from saccade.types import (
     Batch,
     Completion,
@@ -33,6 +34,7 @@ from saccade.types import (
     Source,
     Trajectory,
 )
+from saccade.videos import open_video
 
 PROMPTS, NEW_TOKENS = 2, 16
 LIMITS = {"float32": 1e-4, "bfloat16": 0.05}  # mean |gap| by the type that computes
@@ -308,8 +310,14 @@ def _with_pictures(prompt: Rendered, bits: int) -> Rendered:
 
 
 def _turned(media: Media, bits: int) -> Media:
-    pixels = DECODED.get(media) ^ np.uint8(bits)
-    return open_media(pixels, min_pixels=media.min_pixels, max_pixels=media.max_pixels)
+    made = DECODED.get(media)
+    if media.kind == "audio":
+        return open_sound(np.roll(made, bits * 100))
+    turned = made ^ np.uint8(bits)
+    low, high = media.min_pixels, media.max_pixels
+    if media.kind == "video":
+        return open_video(turned, fps=media.fps, min_pixels=low, max_pixels=high)
+    return open_media(turned, min_pixels=low, max_pixels=high)
 
 
 def _unseen(prompt: Rendered) -> Rendered:

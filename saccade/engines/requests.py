@@ -29,6 +29,12 @@ def content_of(request: Request) -> Any:
 
 def collapsed(request: Request) -> list[int]:
     """Ids with one placeholder per image, for an engine that expands it again."""
+    for span in request.media:
+        if span.media.kind != "image":
+            raise ConfigError(
+                f"request {request.key}: a prompt with {span.media.kind}, and this engine is sent "
+                "images only; use rollout.engine=embedded"
+            )
     keep = np.ones(len(request.ids), dtype=bool)
     for span in request.media:
         keep[span.start + 1 : span.end] = False

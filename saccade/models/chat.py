@@ -11,7 +11,7 @@ caller gives.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -37,6 +37,12 @@ THINK = "<think>"
 _QUESTION = Message(role="user", parts=("x",))
 _REPLY = Message(role="assistant", parts=(PROBE,))
 
+# A content item of each kind; templates look at its type or for a key.
+SHOWN = {
+    "image": {"type": "image"},
+    "video": {"type": "video", "video": ""},
+    "audio": {"type": "audio", "audio": "", "audio_url": ""},
+}
 Grid = tuple[int, int, int]
 Measure = Callable[
     [Media], tuple[Grid, int]
@@ -49,11 +55,19 @@ class Chat:
 
     tokenizer: Any
     template: str
-    placeholder: int | None  # id that stands for an image before it is expanded; None: text only
+    placeholders: Mapping[str, int]  # kind of media → id that stands for it before it is expanded
     reserved: tuple[str, ...]  # special tokens that text must not smuggle in
     end_of_turn: int | None
     eos_ids: frozenset[int]
     think_prefilled: bool  # the generation prompt already opens <think>
+
+    @property
+    def placeholder(self) -> int | None:
+        """Of images; None: it sees none."""
+        return self.placeholders.get("image")
+
+    def is_text(self, ids: np.ndarray) -> np.ndarray:
+        return ~np.isin(ids, list(self.placeholders.values()))
 
     def render(
         self, messages: Sequence[Message], measure: Measure, *, generation: bool
@@ -165,7 +179,8 @@ class Chat:
         """
         if message.media:
             raise ConfigError(
-                "an assistant turn holds an image; only a user or a tool shows images"
+                "an assistant turn holds an image or another medium; only a user or a tool shows "
+                "one"
             )
         lead, tail, opened = frame
         text = self._guard(message.text)
@@ -214,7 +229,7 @@ class Chat:
         content = [
             {"type": "text", "text": self._guard(part)}
             if isinstance(part, str)
-            else {"type": part.kind}
+            else SHOWN[part.kind]
             for part in message.parts
         ]
         return {"role": message.role, "content": content}
@@ -242,16 +257,13 @@ class Chat:
         self, ids: np.ndarray, sources: np.ndarray, messages: Sequence[Message], measure: Measure
     ) -> Rendered:
         media = [m for message in messages for m in message.media]
-        places = (
-            np.flatnonzero(ids == self.placeholder)
-            if self.placeholder is not None
-            else np.empty(0, np.int64)
-        )
-        if len(places) != len(media):
+        places = np.flatnonzero(~self.is_text(ids))
+        if ids[places].tolist() != [self.placeholders.get(m.kind) for m in media]:
+            kinds = " and ".join(sorted({f"{m.kind}s" for m in media})) or "images"
+            wanted = "an audio" if any(m.kind == "audio" for m in media) else "a vision"
             raise ConfigError(
-                f"the chat template shows {len(places)} of {len(media)} images; this model or "
-                "template "
-                "cannot take them all: use a vision model, or prompt.chat_template=FILE"
+                f"the chat template shows {len(places)} of {len(media)} {kinds}; this model or "
+                f"template cannot take them all: use {wanted} model, or prompt.chat_template=FILE"
             )
         if not media:
             return Rendered(ids=ids, sources=sources)
@@ -269,7 +281,7 @@ class Chat:
 def load_chat(
     path: str,
     *,
-    placeholder: int | None,
+    placeholders: Mapping[str, int],
     template: str | None = None,
     eos_ids: Sequence[int] = (),
     trust_remote_code: bool = False,
@@ -287,7 +299,7 @@ def load_chat(
     probe = Chat(
         tokenizer=tokenizer,
         template=template,
-        placeholder=placeholder,
+        placeholders=placeholders,
         reserved=reserved,
         end_of_turn=None,
         eos_ids=frozenset(),
@@ -302,7 +314,7 @@ def load_chat(
     return Chat(
         tokenizer=tokenizer,
         template=template,
-        placeholder=placeholder,
+        placeholders=placeholders,
         reserved=reserved,
         end_of_turn=end_of_turn,
         eos_ids=frozenset(int(i) for i in known),

@@ -100,15 +100,16 @@ def hidden_states(
     """ids [T], positions [axes, T] → last hidden states [T, E]. One call for every family, text or
     vision.
 
-    `places` are the tokens that stand for media: found on the device, which waits for it, unless
-    given. `features` are what replaces them: computed from `media` unless given.
+    `places` are the tokens that stand for media: those of the spans, unless given. `features` are
+    what replaces them: computed from `media` unless given.
     """
     options: dict[str, Any] = {"input_ids": ids[None]}
     if media:
         if features is None:
             features = family.features(model, media_inputs(family, media, ids.device))
         if places is None:
-            places = ids.eq(family.chat.placeholder).nonzero()[:, 0]  # type: ignore[arg-type]
+            spans = [np.arange(span.start, span.end) for span in media]
+            places = to_device(np.concatenate(spans), ids.device)
         embedded = model.get_input_embeddings()(ids)  # type: ignore[operator]
         embedded = embedded.index_copy(0, places, features.to(embedded.dtype))
         options = {"inputs_embeds": embedded[None]}

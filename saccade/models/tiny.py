@@ -26,10 +26,13 @@ SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+HEARD = ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")  # more of them, where a model hears
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif c['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif c['type'] == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>"
     "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -65,14 +68,15 @@ def build(
 
     if family not in CONFIGS:
         raise ConfigError(f"tiny:{family} is not known; known are {', '.join(CONFIGS)}")
-    if words is not None and family == "qwen2":
+    if words is not None and family in ("qwen2", "qwen2_audio"):
         # transformers reads whatever tokenizer lies beside a qwen2 config as its own byte-level
         # one.
-        raise ConfigError("tiny:qwen2 has no closed vocabulary; use qwen3, or no words")
+        raise ConfigError(f"tiny:{family} has no closed vocabulary; use qwen3, or no words")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(words, phrases)
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
+    special = (*SPECIAL, *HEARD) if family == "qwen2_audio" else SPECIAL
+    tokenizer = make_tokenizer(words, phrases, special)
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in special}
     vocabulary = (len(tokenizer) // 8 + 1) * 8
     settings = CONFIGS[family](
         ids, TEXT | {"vocab_size": vocabulary} | dict(text or {}), dict(vision or {})
@@ -80,7 +84,7 @@ def build(
     config = AutoConfig.for_model(family, **settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = _auto_class(family).from_config(config)
+        model = _from_config(family, config)
     model.generation_config = GenerationConfig(
         eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]], pad_token_id=ids["<|endoftext|>"]
     )
@@ -89,10 +93,14 @@ def build(
     if "vision_config" in settings:
         processor = PROCESSOR | {"patch_size": settings["vision_config"]["patch_size"]}
         (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+    if "audio_config" in settings:
+        (folder / "preprocessor_config.json").write_text(json.dumps(EXTRACTOR, indent=2) + "\n")
     return str(folder)
 
 
-def make_tokenizer(words: Sequence[str] | None, phrases: Sequence[str] = ()) -> Any:
+def make_tokenizer(
+    words: Sequence[str] | None, phrases: Sequence[str] = (), special: Sequence[str] = SPECIAL
+) -> Any:
     """Word-level for a closed vocabulary, else byte-level; both with the chat template inside."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -115,7 +123,7 @@ def make_tokenizer(words: Sequence[str] | None, phrases: Sequence[str] = ()) -> 
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        additional_special_tokens=list(SPECIAL),
+        additional_special_tokens=list(special),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         model_max_length=TEXT["max_position_embeddings"],
@@ -124,13 +132,13 @@ def make_tokenizer(words: Sequence[str] | None, phrases: Sequence[str] = ()) -> 
     )
 
 
-def _auto_class(family: str) -> Any:
+def _from_config(family: str, config: Any) -> Any:
     import transformers
 
-    multimodal = family.endswith("_vl")
-    return getattr(
-        transformers, "AutoModelForImageTextToText" if multimodal else "AutoModelForCausalLM"
-    )
+    if family == "qwen2_audio":
+        return transformers.Qwen2AudioForConditionalGeneration(config)
+    kind = "AutoModelForImageTextToText" if family.endswith("_vl") else "AutoModelForCausalLM"
+    return getattr(transformers, kind).from_config(config)
 
 
 def _text_config(
@@ -199,12 +207,45 @@ def _qwen2_vl(
     return _vl_config(ids, text, vision, tower)
 
 
+def _qwen2_audio(
+    ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
+) -> dict[str, Any]:
+    text = _text_config(ids, text, vision)
+    text.pop("head_dim")
+    # The head is a layer of its own.
+    return {
+        "text_config": {"model_type": "qwen2", **text, "tie_word_embeddings": False},
+        "audio_config": {
+            "model_type": "qwen2_audio_encoder",
+            "d_model": 64,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 128,
+            "initializer_range": text["initializer_range"],
+        },
+        "audio_token_index": ids["<|AUDIO|>"],
+        "tie_word_embeddings": False,
+    }
+
+
 CONFIGS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
+    "qwen2_audio": _qwen2_audio,
     "qwen2": _text_config,
     "qwen3": _text_config,
     "llama": _text_config,
+}
+EXTRACTOR = {
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "processor_class": "Qwen2AudioProcessor",
+    "feature_size": 128,
+    "sampling_rate": 16000,
+    "hop_length": 160,
+    "n_fft": 400,
+    "chunk_length": 30,
+    "padding_value": 0.0,
+    "return_attention_mask": True,
 }
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",

@@ -19,6 +19,7 @@ from typing import Any
 
 from saccade.config import Config
 from saccade.data.chats import Picture, RowError, arrange, read_chat
+from saccade.data.datasets import OPENERS
 from saccade.data.prompts import text_or_file
 from saccade.engines import Engine, generate, progress
 from saccade.errors import ConfigError, SaccadeError
@@ -254,7 +255,7 @@ def _conversation(item: Any, where: str, folder: Path, config: Config) -> tuple[
     def part(piece: Any) -> str | Media:
         if not isinstance(piece, Picture):
             return piece
-        return open_media(piece.source, base=folder, limits=config.data)
+        return OPENERS[piece.kind](piece.source, base=folder, limits=config.data, **piece.options)
 
     messages = [
         Message(role=role, parts=tuple(part(piece) for piece in pieces))  # type: ignore[arg-type]
@@ -269,7 +270,7 @@ def _transcript(messages: Sequence[Message]) -> list[dict[str, Any]]:
     def part(item: str | Media) -> dict[str, str]:
         if isinstance(item, str):
             return {"type": "text", "text": item}
-        return {"type": "image", "image": item.path or f"sha256:{item.hash}"}
+        return {"type": item.kind, item.kind: item.path or f"sha256:{item.hash}"}
 
     return [
         {"role": m.role, "content": [part(p) for p in m.parts] if m.media else m.text}

@@ -18,7 +18,7 @@ from saccade.types import Group, Message, Rendered, Sample, Source, Trajectory
 
 def dialogue(sample: Sample, family: Family, loss_on: str) -> Group:
     rendered = family.render_dialogue(sample.messages)
-    sources = TRAINED[loss_on](rendered.sources, rendered.ids != family.chat.placeholder)
+    sources = TRAINED[loss_on](rendered.sources, family.chat.is_text(rendered.ids))
     return _group(sample, [_written(sample, 0, rendered, sources, sample.messages)])
 
 

@@ -93,7 +93,9 @@ def _first_rows(data: Path) -> tuple[str, list[Sample]]:
     return format.name, samples
 
 
-def _leave_unopened(source: Any, *, min_pixels: int | None, max_pixels: int | None) -> Media:
+def _leave_unopened(
+    source: Any, *, min_pixels: int | None, max_pixels: int | None, **more: Any
+) -> Media:
     return UNOPENED
 
 

@@ -30,6 +30,7 @@ from saccade.backends.local import LocalBackend
 from saccade.config import Config, DataConfig, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
+from saccade.data.comparisons import chosen_first, label_of
 from saccade.data.records import content_hash
 from saccade.errors import DataError
 from saccade.forest import pack
@@ -62,6 +63,7 @@ def load_pairs(
         turns = [message for candidate in sample.candidates for message in candidate]
         if any(message.media for message in turns if message.role == "assistant"):
             raise RowError("a reply holds an image, and the model writes text only")
+        sample = chosen_first(sample)
         return prompts.apply(sample, config.prompt, instruction=instruction)
 
     limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": config.dpo.max_tokens})
@@ -77,7 +79,7 @@ def load_pairs(
 
 def _is_tie(sample: Sample) -> bool:
     alike = len(sample.candidates) == 2 and sample.candidates[0] == sample.candidates[1]
-    return alike or bool(sample.extra.get("tie"))
+    return alike or label_of(sample) == "C"
 
 
 def strangers(samples: Sequence[Sample]) -> dict[str, Sample]:

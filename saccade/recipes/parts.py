@@ -24,6 +24,7 @@ from saccade.backends.reference import AdapterReference
 from saccade.config import ADAPTED, Config, DataConfig, DataSource
 from saccade.data import datasets, prompts, suites
 from saccade.data.chats import RowError
+from saccade.data.comparisons import chosen_first
 from saccade.devices import limit_memory
 from saccade.environments import Environment, stop_strings, texts_hash
 from saccade.errors import ConfigError, DataError
@@ -210,7 +211,9 @@ def load_dialogues(
     def word(sample: Sample) -> Sample:
         if sample.desirable is False and tag is None:
             raise RowError("labelled as bad; sft learns from such rows with sft.reward_tag")
-        for candidate in sample.candidates[:1]:
+        for candidate in chosen_first(sample).candidates[:1]:
+            if any(message.media for message in candidate):
+                raise RowError("candidates are media; data.compare=verdict teaches to judge them")
             sample = replace(sample, messages=(*sample.messages, *candidate), candidates=())
         roles = [message.role for message in sample.messages]
         if "assistant" not in roles or roles[0] == "assistant":

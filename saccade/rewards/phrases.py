@@ -16,20 +16,12 @@ from saccade.rewards.letters import letters_in
 from saccade.rewards.maths import spelling
 from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.types import Score
+from saccade.verdicts import VERDICTS
 
 __all__ = ["VERDICTS", "avqa", "dapo_math", "digit", "right_verdict", "verdict"]
 
 SHORT_ORDER = ("answer_tag",)
 
-# What a judge of two items may say, for prompts: first, second, neither.
-VERDICTS = {
-    medium: (
-        f"{medium.capitalize()} 1 is better",
-        f"{medium.capitalize()} 2 is better",
-        f"Both {plural} are equally good",
-    )
-    for medium, plural in (("image", "images"), ("video", "videos"), ("audio", "audios"))
-}
 BETTER = re.compile(
     r"\b(?:image|video|audio|text|answer|response|item)\s*([12ab])\s+is\s+(?:the\s+)?better\b"
     r"|\b(both\s+\w+\s+are\s+equally\s+good|tie)\b",

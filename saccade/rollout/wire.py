@@ -73,12 +73,16 @@ def sample_of(row: Mapping[str, Any]) -> Sample:
 def _plain_media(media: Media, known: Known) -> dict[str, Any]:
     row = {name: getattr(media, name) for name in FIELDS}
     if (root := root_hash(media)) in known:
-        return row | {"path": None, "data": None, "known": root}
-    return row | {"data": media.data and base64.b64encode(media.data).decode()}
+        return row | {"path": None, "data": None, "pictures": (), "known": root}
+    pictures = [_plain_media(picture, NOTHING) for picture in media.pictures]
+    data = media.data and base64.b64encode(media.data).decode()
+    return row | {"data": data, "pictures": pictures}
 
 
 def _media(row: Mapping[str, Any], known: Known) -> Media:
-    row = {**row, "box": row["box"] and tuple(row["box"])}
+    row = {**row, "box": row["box"] and tuple(row["box"]), "frames": tuple(row["frames"])}
     if (root := row.pop("known", None)) is not None:
-        return Media(**row | {"path": known[root].path, "data": known[root].data})
-    return Media(**row | {"data": row["data"] and base64.b64decode(row["data"])})
+        return Media(**row | {n: getattr(known[root], n) for n in ("path", "data", "pictures")})
+    pictures = tuple(_media(picture, NOTHING) for picture in row["pictures"])
+    data = row["data"] and base64.b64decode(row["data"])
+    return Media(**row | {"data": data, "pictures": pictures})

@@ -21,7 +21,7 @@ from saccade.types import Media
 def read(tmp_path):
     """Reads a row in the format that its columns show; any image name opens a small image."""
 
-    def open_image(source, *, min_pixels, max_pixels):
+    def open_image(source, *, min_pixels, max_pixels, **more):
         size = sum(map(ord, str(source))) % 50 + 10  # a size of its own for every name
         pixels = np.zeros((size, size, 3), np.uint8)
         return open_media(pixels, min_pixels=min_pixels, max_pixels=max_pixels)
@@ -91,6 +91,7 @@ ROWS = {
         "rejected": "A dog.",
         "margin": 0.5,
     },
+    "sides": {"prompt": "2+2?", "a": "5", "b": "4", "labels": {"preference": "B"}},
     "labels": {"input": "2+2?", "output": "4", "label": 1},
 }
 READ = {
@@ -111,6 +112,7 @@ READ = {
         "file",
     ),
     "pairs": ([("user", "*|Describe.")], None, "file"),
+    "sides": ([("user", "2+2?")], None, "file"),
     "labels": ([("user", "2+2?")], None, "file"),
 }
 
@@ -285,7 +287,8 @@ def test_all_turns_and_the_system_message_are_kept(read):
         ([{"role": "king", "content": "x"}], "unknown role 'king'"),
         ([{"role": "user"}], "no content"),
         ([{"role": "assistant", "content": "x"}], "no user message"),
-        ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "'video'"),
+        ([{"role": "user", "content": [{"type": "smell", "smell": "a.sm"}]}], "'smell'"),
+        ([{"role": "user", "content": [{"type": "video", "video": "a", "fps": 0}]}], "fps of a v"),
         ([{"role": "user", "content": [{"type": "text", "text": None}]}], "without text"),
         (["x"], "a record with role and content"),
         ([{"role": "user", "content": ""}], "empty"),
@@ -297,8 +300,7 @@ def test_chats_that_cannot_be_read(read, prompt, reason):
 
 
 def test_media_that_cannot_be_read_are_not_dropped(read):
-    with pytest.raises(RowError, match="column 'videos' is filled"):
-        read(row("?") | {"videos": ["a.mp4"]})
+    assert shape(read(row("?") | {"videos": ["a.mp4"], "audio": "b.wav"})) == [("user", "*|*|?")]
     assert read(row("?") | {"videos": []}).answer == "1"
     with pytest.raises(RowError, match="both filled"):
         read(row("?", "1") | {"image": "2"})

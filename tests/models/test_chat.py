@@ -195,7 +195,7 @@ def test_private_use_characters_of_a_text_are_kept(family):
 
 
 def chat(family, template: str):
-    return load_chat(family.path, placeholder=family.chat.placeholder, template=template)
+    return load_chat(family.path, placeholders=family.chat.placeholders, template=template)
 
 
 def as_an_episode(chat, family, messages) -> list[int]:
@@ -328,7 +328,7 @@ def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path):
     tokenizer = make_tokenizer(None)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    plain = load_chat(str(tmp_path), placeholder=None)
+    plain = load_chat(str(tmp_path), placeholders={})
     rendered = plain.render([user("Hi")], lambda media: ((1, 1, 1), 1), generation=True)
     assert plain.decode(rendered.ids) == "user: Hi\nassistant:"
     assert plain.end_of_turn == tokenizer.eos_token_id

@@ -86,10 +86,9 @@ def test_banned_ids(family_of):
         family = family_of(name)
         tokenizer = family.chat.tokenizer
         banned = set(np.flatnonzero(family.banned).tolist())
-        modal = {
-            tokenizer.convert_tokens_to_ids(f"<|{t}|>")
-            for t in ("image_pad", "video_pad", "vision_pad", "vision_start", "vision_end")
-        }
+        marks = ("image_pad", "video_pad", "vision_pad", "vision_start", "vision_end")
+        marks += ("AUDIO", "audio_bos", "audio_eos") if name == "qwen2_audio" else ()
+        modal = {tokenizer.convert_tokens_to_ids(f"<|{mark}|>") for mark in marks}
         assert banned == modal | set(range(len(tokenizer), family.vocabulary))
         assert not banned & family.chat.eos_ids and len(family.banned) == family.vocabulary
         assert family.vocabulary > len(tokenizer)

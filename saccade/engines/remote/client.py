@@ -157,7 +157,8 @@ class RemoteEngine:
         try:
             self._ask("submit", body)
         except wire.MissingFiles as missing:
-            media = (span.media for request in batch for span in request.media)
+            media = [span.media for request in batch for span in request.media]
+            media += [picture for one in media for picture in one.pictures]
             files = {wire.file_name(m): m.data for m in media if m.data is not None}
             for name in missing.args:
                 self._ask(f"media/{quote(name, safe='')}", files[name])

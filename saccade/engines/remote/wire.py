@@ -83,12 +83,9 @@ def encode_requests(requests: Sequence[Request]) -> bytes:
 def decode_requests(body: bytes, *, files: Mapping[str, bytes], vocabulary: int) -> list[Request]:
     """`files`: contents of images by name. Raises `MissingFiles` when some are not there."""
     rows, (ids,) = unpack(body, IDS)
-    missing = {
-        name
-        for row in rows
-        for span in row["media"]
-        if span["media"]["path"] is None and (name := span["file"]) not in files
-    }
+    shown = [span["media"] for row in rows for span in row["media"]]
+    shown += [picture for media in shown for picture in media["pictures"]]
+    missing = {m["file"] for m in shown if m["file"] is not None and m["file"] not in files}
     if missing:
         raise MissingFiles(*sorted(missing))
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
@@ -135,31 +132,43 @@ def file_name(media: Media) -> str:
 
 
 def _span_row(span: MediaSpan) -> dict[str, Any]:
-    media = {name: value for name, value in vars(span.media).items() if name != "data"}
-    media["path"] = None if span.media.path is None else os.path.abspath(span.media.path)
     place = {"start": span.start, "length": span.length, "grid": span.grid}
-    return {"media": media, "file": file_name(span.media), **place}
+    return {"media": _media_row(span.media), **place}
+
+
+def _media_row(media: Media) -> dict[str, Any]:
+    """`file` names what has to be sent beside it."""
+    row = {name: value for name, value in vars(media).items() if name != "data"}
+    row["path"] = None if media.path is None else os.path.abspath(media.path)
+    row["pictures"] = [_media_row(picture) for picture in media.pictures]
+    return row | {"file": None if media.data is None else file_name(media)}
 
 
 def _span(row: Mapping[str, Any], files: Mapping[str, bytes]) -> MediaSpan:
-    media, (frames, rows, columns) = row["media"], map(int, row["grid"])
-    box = media["box"]
+    frames, rows, columns = map(int, row["grid"])
     return MediaSpan(
-        media=Media(
-            hash=_text(media["hash"]),
-            width=int(media["width"]),
-            height=int(media["height"]),
-            kind=media["kind"],
-            path=None if media["path"] is None else _text(media["path"]),
-            data=files[row["file"]] if media["path"] is None else None,
-            min_pixels=int(media["min_pixels"]),
-            max_pixels=int(media["max_pixels"]),
-            box=None if box is None else tuple(map(int, box)),  # type: ignore[arg-type]
-            parent=media["parent"],
-        ),
+        media=_media(row["media"], files),
         start=int(row["start"]),
         length=int(row["length"]),
         grid=(frames, rows, columns),
+    )
+
+
+def _media(row: Mapping[str, Any], files: Mapping[str, bytes]) -> Media:
+    return Media(
+        hash=_text(row["hash"]),
+        width=int(row["width"]),
+        height=int(row["height"]),
+        kind=row["kind"],
+        path=None if row["path"] is None else _text(row["path"]),
+        data=None if row["file"] is None else files[row["file"]],
+        min_pixels=int(row["min_pixels"]),
+        max_pixels=int(row["max_pixels"]),
+        box=None if row["box"] is None else tuple(map(int, row["box"])),  # type: ignore[arg-type]
+        parent=row["parent"],
+        frames=tuple(map(int, row["frames"])),
+        fps=float(row["fps"]),
+        pictures=tuple(_media(picture, files) for picture in row["pictures"]),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 
 from saccade.errors import EnvironmentProblem
 from saccade.models.chat import Chat, Grid, load_chat
-from saccade.models.families import qwen_vl, text
+from saccade.models.families import qwen_audio, qwen_vl, text
 from saccade.types import Media, MediaSpan, Message, Rendered
 
 # Special tokens of other modalities that some text tokenizers carry too.
@@ -34,6 +34,7 @@ PLACEHOLDER_TOKENS = (
     "<|audio_pad|>",
     "<|audio_bos|>",
     "<|audio_eos|>",
+    "<|AUDIO|>",
 )
 
 
@@ -45,8 +46,13 @@ class FamilySpec:
     towers: Mapping[str, str]  # name → prefix of its parameters
     bind: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
     placeholders: tuple[str, ...] = ()  # config keys of ids that are never sampled
-    image_token: str | None = None  # config key of the id that is expanded
+    media_tokens: Mapping[str, str] = field(default_factory=dict)  # kind of media → config key of
+    # the id that is expanded
     prepare: Callable[[Any], None] = lambda model: None
+
+    @property
+    def image_token(self) -> str | None:
+        return self.media_tokens.get("image")
 
 
 _TEXT = FamilySpec(auto_class="AutoModelForCausalLM", towers={"llm": "model."}, bind=text.bind)
@@ -64,12 +70,24 @@ _QWEN_VL = FamilySpec(
         "vision_start_token_id",
         "vision_end_token_id",
     ),
-    image_token="image_token_id",
+    media_tokens={"image": "image_token_id", "video": "video_token_id"},
     prepare=qwen_vl.patch_embedding_as_matrix,
+)
+_QWEN_AUDIO = FamilySpec(
+    auto_class="Qwen2AudioForConditionalGeneration",
+    towers={
+        "projector": "model.multi_modal_projector.",
+        "audio": "model.audio_tower.",
+        "llm": "model.language_model.",
+    },
+    bind=qwen_audio.bind,
+    placeholders=("audio_token_index",),
+    media_tokens={"audio": "audio_token_index"},
 )
 FAMILIES: Mapping[str, FamilySpec] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
+    "qwen2_audio": _QWEN_AUDIO,
     "qwen2": _TEXT,
     "qwen3": _TEXT,
     "llama": _TEXT,
@@ -90,7 +108,8 @@ class Family:
     max_positions: int
     measure: Callable[[Media], tuple[Grid, int]]
     positions: Callable[[int, tuple[MediaSpan, ...]], np.ndarray]
-    picture: Callable[[Media], np.ndarray]  # [height, width, 3] bytes, as large as it is seen
+    picture: Callable[[Media], np.ndarray]  # [height, width, 3] bytes, as large as it is seen;
+    # of a video [frames, height, width, 3]
     untouched: Callable[[int, int], Mapping[str, int]]  # (most tokens, most pixels) → `size` of
     # the model's own processor with which it leaves such pictures as they are
     prefetch: Callable[[Iterable[Media]], Any]  # make their pixels in the background
@@ -144,7 +163,7 @@ def load_family(
     eos = generation.get("eos_token_id", [])
     chat = load_chat(
         path,
-        placeholder=config.get(spec.image_token) if spec.image_token else None,
+        placeholders={kind: config[k] for kind, k in spec.media_tokens.items() if k in config},
         template=chat_template or _processor_template(path),
         eos_ids=eos if isinstance(eos, list) else [eos],
         trust_remote_code=trust_remote_code,

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from saccade.models.chat import Chat
+from saccade.errors import DataError
+from saccade.models.chat import Chat, Grid
 from saccade.models.families import Family, FamilySpec, text
+from saccade.types import Media
 
 MARK = "\ufffc"  # where an image stands
 NOTHING = 0  # the id of a mark, and of a token whose text another one carries
@@ -50,12 +52,18 @@ def _shown(content: str | Sequence[Mapping[str, Any]]) -> str:
     return "".join(_shown(item["text"]) if "text" in item else MARK for item in content)
 
 
+def _measure(media: Media) -> tuple[Grid, int]:
+    if media.kind != "image":
+        raise DataError(f"an endpoint is sent images, but a row holds a {media.kind}")
+    return (1, 1, 1), 1
+
+
 def endpoint_family(url: str) -> Family:
     """It sets no limit to prompts: the endpoint knows its own."""
     chat = Chat(
         tokenizer=Texts(),
         template="",
-        placeholder=NOTHING,
+        placeholders=dict.fromkeys(("image", "video", "audio"), NOTHING),
         reserved=(),
         end_of_turn=None,
         eos_ids=frozenset(),
@@ -69,5 +77,5 @@ def endpoint_family(url: str) -> Family:
         vocabulary=0,
         banned=np.zeros(0, dtype=bool),
         max_positions=1 << 30,
-        **{**text.bind({}, {}), "measure": lambda media: ((1, 1, 1), 1)},
+        **{**text.bind({}, {}), "measure": _measure},
     )

@@ -1,9 +1,9 @@
 """Qwen2-VL and Qwen2.5-VL: grids of patches, three position axes, one placeholder token per merged
-patch.
+patch. Two frames of a video are one layer of its grid; an image is a layer of its own.
 
-An image becomes patches once per (content, pixel budget): they are kept as bytes and normalised on
+A medium becomes patches once per (content, pixel budget): they are kept as bytes and normalised on
 the device, so the engine and the trainer read the same pixels. Legend: P patch side, M merge side,
-N patches.
+N patches, F frames in a patch (of an image 1, which is seen F times).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from saccade.errors import DataError
 from saccade.images import DECODED, ImageCache, resized_size
 from saccade.types import Media, MediaSpan
 
@@ -31,22 +32,25 @@ CACHE_BYTES = 2 << 30
 def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
     vision = config["vision_config"]
     patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
-    measured = partial(measure, patch=patch, merge=merge)
+    frames = int(vision.get("temporal_patch_size", 2))
+    measured = partial(measure, patch=patch, merge=merge, frames=frames)
+    newer = "fullatt_block_indexes" in vision  # Qwen2.5-VL: windows, and positions by the clock
+    pace = vision.get("tokens_per_second", 4) if newer else None
     kept = ImageCache(
         CACHE_BYTES,
-        make=lambda media: patches(picture(media, measured(media)[0], patch), patch, merge),
+        make=lambda media: patches(picture(media, measured(media)[0], patch), patch, merge, frames),
         key=lambda media: media.key,
     )
     pixels = partial(
         pixel_values,
-        frames=int(vision.get("temporal_patch_size", 2)),
+        frames=frames,
         mean=tuple(processor.get("image_mean", CLIP_MEAN)),
         std=tuple(processor.get("image_std", CLIP_STD)),
     )
     return {
         "axes": 3,
         "measure": measured,
-        "positions": partial(positions, merge=merge),
+        "positions": partial(positions, merge=merge, pace=pace and pace * frames),
         "picture": lambda media: picture(media, measured(media)[0], patch),
         "untouched": lambda tokens, pixels: {
             "shortest_edge": (patch * merge) ** 2,
@@ -58,16 +62,22 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
             cache=kept,
             merge=merge,
             patch=patch,
-            window=vision.get("window_size", 112) if "fullatt_block_indexes" in vision else None,
+            window=vision.get("window_size", 112) if newer else None,
         ),
         "features": partial(features, pixels=pixels),
-        "vision": partial(forward_arguments, cache=kept, pixels=pixels),
+        "vision": partial(
+            forward_arguments, cache=kept, pixels=pixels, seconds=frames if pace else None
+        ),
         "unit": patch * merge,
     }
 
 
-def measure(media: Media, *, patch: int, merge: int) -> tuple[tuple[int, int, int], int]:
+def measure(
+    media: Media, *, patch: int, merge: int, frames: int
+) -> tuple[tuple[int, int, int], int]:
     """Grid and placeholder count from the header alone."""
+    if media.kind == "audio":
+        raise DataError(f"this model hears nothing, but a row holds a sound ({media.path})")
     height, width = resized_size(
         media.width,
         media.height,
@@ -76,44 +86,59 @@ def measure(media: Media, *, patch: int, merge: int) -> tuple[tuple[int, int, in
         max_pixels=media.max_pixels,
     )
     rows, columns = height // patch, width // patch
-    return (1, rows, columns), rows * columns // merge**2
+    layers = max(1, len(media.frames) // frames)
+    return (layers, rows, columns), layers * rows * columns // merge**2
 
 
-def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int) -> np.ndarray:
+def positions(
+    length: int, media: tuple[MediaSpan, ...], *, merge: int, pace: float | None
+) -> np.ndarray:
     """[3, length] M-RoPE: text counts on all axes at once, a medium on (time, row, column) from
-    where it starts.
+    where it starts, and text goes on behind the largest of them. `pace` / fps is how far apart in
+    time layers of a video are; None: 1.
     """
     result = np.empty((3, length), dtype=np.int64)
     token, place = 0, 0
     for span in media:
         result[:, token : span.start] = np.arange(place, place + span.start - token)
         place += span.start - token
-        frames, rows, columns = span.grid[0], span.grid[1] // merge, span.grid[2] // merge
-        result[:, span.start : span.end] = (
-            np.indices((frames, rows, columns)).reshape(3, -1) + place
-        )
-        place += max(rows, columns)
+        layers, rows, columns = span.grid[0], span.grid[1] // merge, span.grid[2] // merge
+        axes = np.indices((layers, rows, columns)).reshape(3, -1)
+        if span.media.kind == "video" and pace is not None:  # in the precision of transformers
+            axes[0] = axes[0].astype(np.float32) * np.float32(pace / span.media.fps)
+        result[:, span.start : span.end] = axes + place
+        place += int(axes.max()) + 1
         token = span.end
     result[:, token:] = np.arange(place, place + length - token)
     return result
 
 
 def picture(media: Media, grid: tuple[int, int, int], patch: int) -> np.ndarray:
-    """[rows · P, columns · P, 3] uint8."""
+    """[rows · P, columns · P, 3] uint8; of a video one for each frame."""
     size = (grid[2] * patch, grid[1] * patch)
     pixels = DECODED.get(media)
-    if pixels.shape[1::-1] == size:
+    if pixels.shape[-2:-4:-1] == size:
         return pixels
+    if media.kind == "video":
+        return np.stack([_resized(frame, size) for frame in pixels])
+    return _resized(pixels, size)
+
+
+def _resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
 
 
-def patches(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:
-    """[N, 3, P, P] uint8 in the order of the tower: merge blocks row by row, patches row by row
-    inside a block.
+def patches(pixels: np.ndarray, patch: int, merge: int, frames: int) -> np.ndarray:
+    """[N, 3, F, P, P] uint8 in the order of the tower: layers, in them merge blocks row by row,
+    patches row by row inside a block.
     """
-    rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
-    blocks = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
-    return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, 3, patch, patch)
+    film = pixels[None, None] if pixels.ndim == 3 else pixels.reshape(-1, frames, *pixels.shape[1:])
+    layers, inside, rows, columns = *film.shape[:2], film.shape[2] // patch, film.shape[3] // patch
+    blocks = film.reshape(
+        layers, inside, rows // merge, merge, patch, columns // merge, merge, patch, 3
+    )
+    ordered = np.ascontiguousarray(blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7))
+    return ordered.reshape(-1, 3, inside, patch, patch)
 
 
 # -- tensors ---------------------------------------------------------------------------------------
@@ -131,7 +156,7 @@ def host_media(
     grids = torch.tensor([span.grid for span in spans])
     segments = vision_utils.get_vision_cu_seqlens(grids)
     made = {
-        "patches": torch.from_numpy(np.concatenate(cache.get_all([span.media for span in spans]))),
+        "patches": _all_patches(spans, cache),
         "grid_thw": grids,
         "position_ids": vision_utils.get_vision_position_ids(grids, merge),
         "cu_seqlens": segments,
@@ -163,17 +188,33 @@ def forward_arguments(
     *,
     cache: ImageCache,
     pixels: Callable[..., Tensor],
+    seconds: int | None,
 ) -> Mapping[str, Any]:
-    """pixel_values and image_grid_thw [images, 3] of transformers' own forward; nothing for a batch
-    of text.
+    """Pixels and grids [media, 3] of transformers' own forward, of images and of videos; nothing
+    for a batch of text.
     """
     import torch
 
-    if not spans:
-        return {}
-    flat = torch.from_numpy(np.concatenate(cache.get_all([span.media for span in spans])))
-    grids = torch.tensor([span.grid for span in spans], device=device)
-    return {"pixel_values": pixels(flat.to(device), dtype), "image_grid_thw": grids}
+    made: dict[str, Any] = {}
+    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        shown = [span for span in spans if span.media.kind == kind]
+        if shown:
+            made[name] = pixels(_all_patches(shown, cache).to(device), dtype)
+            made[f"{kind}_grid_thw"] = torch.tensor([span.grid for span in shown], device=device)
+    rates = [span.media.fps for span in spans if span.media.kind == "video"]
+    if rates and seconds is not None:
+        made["second_per_grid_ts"] = torch.tensor([seconds / rate for rate in rates], device=device)
+    return made
+
+
+def _all_patches(spans: Sequence[MediaSpan], cache: ImageCache) -> Tensor:
+    """[N, 3, F, P, P]. Images beside a video are repeated here, else on the device."""
+    import torch
+
+    made = cache.get_all([span.media for span in spans])
+    inside = max(each.shape[2] for each in made)
+    same = [np.broadcast_to(each, (*each.shape[:2], inside, *each.shape[3:])) for each in made]
+    return torch.from_numpy(np.concatenate(same))
 
 
 def pixel_values(
@@ -184,10 +225,10 @@ def pixel_values(
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> Tensor:
-    """[N, 3, P, P] bytes → [N, 3·frames·P·P] normalised."""
+    """[N, 3, F, P, P] bytes → [N, 3·frames·P·P] normalised."""
     centre, spread = _constants(mean, flat.device), _constants(std, flat.device)
     values = (flat.float() * (1 / 255) - centre) / spread
-    values = values[:, :, None].expand(-1, -1, frames, -1, -1).reshape(len(flat), -1)
+    values = values.expand(-1, -1, frames, -1, -1).reshape(len(flat), -1)
     return values.to(dtype)
 
 
@@ -196,7 +237,7 @@ def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
     """On the device once: to copy them is to wait for it."""
     import torch
 
-    return torch.tensor(values, device=device).view(1, 3, 1, 1)
+    return torch.tensor(values, device=device).view(1, 3, 1, 1, 1)
 
 
 def patch_embedding_as_matrix(model: Any) -> None:

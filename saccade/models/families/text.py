@@ -10,6 +10,8 @@ import numpy as np
 from saccade.errors import DataError
 from saccade.types import Media, MediaSpan
 
+ARTICLES = {"image": "an image", "video": "a video", "audio": "a sound"}
+
 
 def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
@@ -32,7 +34,8 @@ def positions(length: int, media: tuple[MediaSpan, ...]) -> np.ndarray:
 
 def _refuse(media: Media) -> NoReturn:
     raise DataError(
-        f"this model reads text only, but a row holds an image ({media.path or media.hash[:12]})"
+        f"this model reads text only, but a row holds {ARTICLES[media.kind]} "
+        f"({media.path or media.hash[:12]})"
     )
 
 

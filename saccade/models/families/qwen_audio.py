@@ -1,0 +1,116 @@
+"""Qwen2-Audio: half a minute of sound as 3,000 mel frames, one placeholder token per four of them.
+
+A sound becomes mel frames once per content; the tower always sees half a minute, silence at its end
+masked. Legend: N sounds, B mel bins, F mel frames of half a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from saccade.errors import DataError
+from saccade.images import DECODED, ImageCache
+from saccade.models.families.text import ARTICLES, positions
+from saccade.types import Media, MediaSpan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+HOP = 160  # samples between two mel frames
+CACHE_BYTES = 1 << 30  # about 700 sounds
+
+
+def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
+    kept = ImageCache(
+        CACHE_BYTES,
+        make=partial(mel_frames, settings=processor),
+        key=lambda media: media.key,
+    )
+    return {
+        "axes": 1,
+        "measure": measure,
+        "positions": positions,
+        "picture": _no_picture,
+        "untouched": lambda tokens, pixels: {},
+        "prefetch": kept.prefetch,
+        "media": partial(host_media, cache=kept),
+        "features": features,
+        "vision": partial(forward_arguments, cache=kept),
+        "unit": 1,
+    }
+
+
+def measure(media: Media) -> tuple[tuple[int, int, int], int]:
+    """(1, 1, mel frames), and the tokens that convolution and pooling leave of them."""
+    if media.kind != "audio":
+        raise DataError(
+            f"this model hears and does not see, but a row holds {ARTICLES[media.kind]} "
+            f"({media.path or media.hash[:12]})"
+        )
+    frames = -(-media.width // HOP)
+    return (1, 1, frames), (_convolved(frames) - 2) // 2 + 1
+
+
+def _convolved(frames: int) -> int:
+    return (frames - 1) // 2 + 1
+
+
+def mel_frames(media: Media, *, settings: Mapping[str, Any]) -> np.ndarray:
+    """[B, F] float32."""
+    from transformers import WhisperFeatureExtractor
+
+    extractor: Any = WhisperFeatureExtractor.from_dict(dict(settings))
+    samples = DECODED.get(media)
+    made = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="np")
+    return np.array(made["input_features"][0], np.float32)
+
+
+def _no_picture(media: Media) -> NoReturn:
+    raise AssertionError("no picture is made of a sound")
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def host_media(spans: Sequence[MediaSpan], *, cache: ImageCache) -> Mapping[str, Any]:
+    """Mel frames, what the tower may attend to, and which rows of its output are tokens."""
+    import torch
+
+    mels = np.stack(cache.get_all([span.media for span in spans]))
+    half = _convolved(mels.shape[-1])
+    heard = np.array([_convolved(span.grid[2]) for span in spans])
+    rows = [np.arange(span.length) + number * (half // 2) for number, span in enumerate(spans)]
+    return {
+        "mels": torch.from_numpy(mels),
+        "mask": torch.from_numpy(np.arange(half) < heard[:, None])[:, None, None],  # [N, 1, 1, F/2]
+        "rows": torch.from_numpy(np.concatenate(rows)),
+    }
+
+
+def features(model: Any, media: Mapping[str, Any]) -> Tensor:
+    """[media tokens, hidden size] of what `host_media` made, once it is on the model's device."""
+    inner = model.base_model
+    heard = inner.audio_tower(media["mels"], attention_mask=media["mask"]).last_hidden_state
+    return inner.multi_modal_projector(heard.flatten(0, 1)[media["rows"]])
+
+
+def forward_arguments(
+    spans: Sequence[MediaSpan], device: torch.device, dtype: torch.dtype, *, cache: ImageCache
+) -> Mapping[str, Any]:
+    """input_features [N, B, F] and their mask of transformers' own forward; nothing for text."""
+    import torch
+
+    if not spans:
+        return {}
+    mels = torch.from_numpy(np.stack(cache.get_all([span.media for span in spans])))
+    frames = torch.tensor([span.grid[2] for span in spans])
+    mask = torch.arange(mels.shape[-1]) < frames[:, None]
+    return {
+        "input_features": mels.to(device, dtype),
+        "feature_attention_mask": mask.long().to(device),
+    }

@@ -1,0 +1,162 @@
+"""Sounds as references, and as what every model here hears: one channel, 16,000 samples a second.
+
+WAV files of integers are read by the standard library; other files (FLAC, OGG, MP3, WAV of floats)
+by the package soundfile where that is installed, and this is the only file that knows it. Opening
+reads headers; `decode` makes samples. Knows nothing of models.
+
+    >>> open_sound({"array": [0.0] * 8000, "sampling_rate": 8000}).width    # one second
+    16000
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import wave
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from saccade import images
+from saccade.config import DataConfig
+from saccade.errors import EnvironmentProblem
+from saccade.images import DEFAULT_LIMITS, Encoded, ImageError
+from saccade.types import Media
+
+RATE = 16_000
+LONGEST = 30 * RATE
+SHORTEST = RATE // 20  # what gives a model at least one token
+# Sample width in bytes → type, and what is full scale. 24-bit samples are shifted into 32.
+WIDTHS = {1: ("u1", 128.0), 2: ("<i2", 2.0**15), 3: ("<i4", 2.0**31), 4: ("<i4", 2.0**31)}
+
+
+class Header(NamedTuple):
+    samples: int
+    rate: int
+
+
+def open_sound(
+    source: Any, *, base: Path | None = None, limits: DataConfig = DEFAULT_LIMITS
+) -> Media:
+    """A reference to the sound in `source`; of a long one the first 30 seconds."""
+    name, data, path = _encoded(source, base, limits)
+    header = probe(data, name)
+    length = round(header.samples * RATE / header.rate)
+    if length < SHORTEST:
+        raise ImageError(f"{name}: {length / RATE:.3f} seconds of sound are too short")
+    if length > LONGEST and limits.long_audio == "reject":
+        raise ImageError(
+            f"{name}: {length / RATE:.1f} seconds; data.long_audio=truncate keeps the first 30"
+        )
+    kept = min(length, LONGEST)
+    content = hashlib.sha256(data).hexdigest()
+    return Media(
+        kind="audio",
+        hash=hashlib.sha256(f"{content} {kept}".encode()).hexdigest(),
+        width=kept,
+        height=1,
+        path=path,
+        data=data if path is None else None,
+    )
+
+
+def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
+    if isinstance(source, Mapping) and source.get("array") is not None:
+        samples = np.asarray(source["array"], np.float32)
+        return _as_wav(samples, int(source.get("sampling_rate") or RATE))
+    if isinstance(source, np.ndarray):
+        return _as_wav(source, RATE)
+    return images.READERS[images.source_kind(source, base)](source, base, limits)
+
+
+def _as_wav(samples: np.ndarray, rate: int) -> Encoded:
+    name = f"array {list(samples.shape)}"
+    if samples.ndim not in (1, 2) or not samples.size or samples.dtype.kind != "f":
+        raise ImageError(f"{name}: a sound is float [samples] or [channels, samples] within -1..1")
+    mono = samples if samples.ndim == 1 else samples.mean(0)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(rate)
+        writer.writeframes((np.clip(mono, -1, 1) * 32767).round().astype("<i2").tobytes())
+    return Encoded(name, file.getvalue())
+
+
+def probe(data: bytes, name: str) -> Header:
+    reader = _wave(data)
+    if reader is not None:
+        with reader:
+            return Header(reader.getnframes(), reader.getframerate())
+    with _soundfile(data, name) as file:
+        return Header(file.frames, file.samplerate)
+
+
+def decode(media: Media) -> np.ndarray:
+    """float32 [samples] at 16 kHz within -1..1."""
+    name = media.path or f"sound {media.hash[:12]}"
+    data = Path(media.path).read_bytes() if media.path else media.data
+    assert data is not None
+    samples, rate = _samples(data, name)
+    # Cut first: what comes after the end is not heard in it.
+    mono = resampled(samples.mean(1)[: -(-media.width * rate // RATE)], rate)
+    if len(mono) < media.width:
+        raise ImageError(f"{name}: shorter than when it was read")
+    return np.ascontiguousarray(mono[: media.width], dtype=np.float32)
+
+
+def _samples(data: bytes, name: str) -> tuple[np.ndarray, int]:
+    """[samples, channels] and their rate."""
+    reader = _wave(data)
+    if reader is None:
+        with _soundfile(data, name) as file:
+            return file.read(dtype="float32", always_2d=True), file.samplerate
+    with reader:
+        width, channels, rate = reader.getsampwidth(), reader.getnchannels(), reader.getframerate()
+        raw = reader.readframes(reader.getnframes())
+    if width == 3:
+        padded = np.zeros((len(raw) // 3, 4), np.uint8)
+        padded[:, 1:] = np.frombuffer(raw[: len(raw) // 3 * 3], np.uint8).reshape(-1, 3)
+        raw = padded.tobytes()
+    kind, scale = WIDTHS[width]
+    values = np.frombuffer(raw, kind).astype(np.float32)
+    values = (values - 128 if width == 1 else values) / scale
+    return values[: len(values) // channels * channels].reshape(-1, channels), rate
+
+
+def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
+    """At 16 kHz, by its spectrum: frequencies that the new rate cannot hold go."""
+    if rate == RATE:
+        return samples
+    length = round(len(samples) * RATE / rate)
+    spectrum = np.fft.rfft(samples)
+    kept = np.zeros(length // 2 + 1, spectrum.dtype)
+    common = min(len(kept), len(spectrum))
+    kept[:common] = spectrum[:common]
+    return np.fft.irfft(kept, length) * (length / len(samples))
+
+
+def _wave(data: bytes) -> wave.Wave_read | None:
+    """The standard library's reader, if it reads such a file."""
+    try:
+        reader = wave.open(io.BytesIO(data))  # noqa: SIM115, who asks closes it
+    except (wave.Error, EOFError):
+        return None
+    return reader if reader.getsampwidth() in WIDTHS and reader.getframerate() > 0 else None
+
+
+def _soundfile(data: bytes, name: str) -> Any:
+    if importlib.util.find_spec("soundfile") is None:
+        raise EnvironmentProblem(
+            f"{name}: only WAV files of whole numbers are read without the package soundfile: "
+            "pip install soundfile"
+        )
+    import soundfile
+
+    try:
+        return soundfile.SoundFile(io.BytesIO(data))
+    except soundfile.LibsndfileError as error:
+        raise ImageError(f"{name}: no sound that can be read: {error}") from None

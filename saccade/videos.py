@@ -1,0 +1,263 @@
+"""Videos as references: which frames of which file are shown, at how many per second.
+
+A video is a film file, an animation, a folder or list of pictures, or a uint8 array of frames. An
+animation (GIF, WebP, PNG) and pictures need Pillow alone; a film file is read by OpenCV where that
+is installed, and this is the only file that knows it. Opening reads headers; `decode` makes pixels.
+
+    >>> sampled(300, rate=30.0, fps=2.0, least=4, most=768)[:3]    # ten seconds: 20 frames
+    (0, 15, 30)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from saccade import images
+from saccade.config import DataConfig
+from saccade.errors import EnvironmentProblem
+from saccade.images import DEFAULT_LIMITS, ImageError
+from saccade.types import Media
+
+PAIR = 2  # frames that a model sees as one
+DEFAULT_DURATION = 100  # milliseconds of a frame that says nothing
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+
+class Film(NamedTuple):
+    """What the header of a file says."""
+
+    frames: int
+    rate: float  # frames per second
+    width: int
+    height: int
+
+
+def open_video(
+    source: Any,
+    *,
+    base: Path | None = None,
+    limits: DataConfig = DEFAULT_LIMITS,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    fps: float | None = None,
+    min_frames: int | None = None,
+    max_frames: int | None = None,
+    frames: Sequence[int] | None = None,
+) -> Media:
+    """A reference to the video in `source`. Of a file, `fps` frames per second are chosen, unless
+    `frames` names them; pictures are taken to be chosen already, `fps` of them in a second.
+    """
+    wanted = fps or limits.fps
+    least, most = min_frames or limits.min_frames, max_frames or limits.max_frames
+    budget: dict[str, Any] = {
+        "min_pixels": min_pixels or limits.min_pixels,
+        "max_pixels": max_pixels or max(limits.max_frame_pixels, limits.min_pixels),
+    }
+    listed = _pictures(source, base, limits)
+    if listed is not None:
+        return _from_pictures(listed, wanted, most, limits, base, budget)
+    name, data, path = images.READERS[images.source_kind(source, base)](source, base, limits)
+    film = probe(data, path, name)
+    if film.width * film.height > limits.max_megapixels * 1e6:
+        raise ImageError(
+            f"{name}: frames of {film.width}x{film.height}, data.max_megapixels is "
+            f"{limits.max_megapixels:g}"
+        )
+    chosen = tuple(
+        frames or sampled(film.frames, rate=film.rate, fps=wanted, least=least, most=most)
+    )
+    if max(chosen) >= film.frames or len(chosen) % PAIR:
+        raise ImageError(
+            f"{name}: frames must be an even number of indices below {film.frames}, not {chosen}"
+        )
+    shown = len(chosen) / film.frames * film.rate
+    return Media(
+        kind="video",
+        hash=_name(hashlib.sha256(data).hexdigest(), chosen, shown),
+        width=film.width,
+        height=film.height,
+        path=path,
+        data=data if path is None else None,
+        frames=chosen,
+        fps=shown,
+        **budget,
+    )
+
+
+def sampled(total: int, *, rate: float, fps: float, least: int, most: int) -> tuple[int, ...]:
+    """An even number of frames, evenly spread: `fps` per second, within the limits and the file."""
+    wanted = min(max(total / rate * fps, least), most, total)
+    count = max(PAIR, int(wanted) // PAIR * PAIR)
+    return tuple(int(index * total / count) for index in range(count))
+
+
+def seconds(media: Media) -> tuple[float, ...]:
+    """When each frame that is shown stands in the video."""
+    return tuple(index / media.fps for index in range(len(media.frames)))
+
+
+def _name(content: str, frames: Sequence[int], fps: float) -> str:
+    return hashlib.sha256(f"{content} {list(frames)} {fps!r}".encode()).hexdigest()
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+
+def _pictures(source: Any, base: Path | None, limits: DataConfig) -> list[Any] | None:
+    """The frames of a source that is no file."""
+    if isinstance(source, np.ndarray):
+        if source.ndim != 4:
+            raise ImageError(f"array {list(source.shape)}: a video is [frames, height, width, 3]")
+        return list(source)
+    if isinstance(source, list | tuple):
+        return list(source)
+    if isinstance(source, str | Path) and not str(source).startswith(tuple(images.SCHEMES)):
+        folder = images.located(source, base, limits) if len(str(source)) < 1024 else None
+        if folder is not None and folder.is_dir():
+            return sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
+    return None
+
+
+def _from_pictures(
+    listed: Sequence[Any],
+    fps: float,
+    most: int,
+    limits: DataConfig,
+    base: Path | None,
+    budget: Mapping[str, Any],
+) -> Media:
+    if not listed:
+        raise ImageError("a video without a frame")
+    count = min(len(listed), max(PAIR, most // PAIR * PAIR))
+    kept = [listed[int(index * len(listed) / count)] for index in range(count)]
+    opened = [images.open_media(one, base=base, limits=limits) for one in kept]
+    sizes = {(one.width, one.height) for one in opened}
+    if len(sizes) > 1:
+        raise ImageError(f"frames of one video differ in size: {sorted(sizes)[:3]}")
+    frames = tuple(range(count)) + ((count - 1,) if count % PAIR else ())
+    shown = fps * count / len(listed)
+    content = " ".join(one.hash for one in opened)
+    return Media(
+        kind="video",
+        hash=_name(content, frames, shown),
+        width=opened[0].width,
+        height=opened[0].height,
+        pictures=tuple(opened),
+        frames=frames,
+        fps=shown,
+        **budget,
+    )
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def decode(media: Media) -> np.ndarray:
+    """The frames that are shown, uint8 [frames, height, width, 3]."""
+    if media.pictures:
+        return np.stack([images.decode(media.pictures[frame]) for frame in media.frames])
+    name = media.path or f"video {media.hash[:12]}"
+    data = Path(media.path).read_bytes() if media.path else media.data
+    assert data is not None
+    made: dict[int, np.ndarray] = {}
+    for index, frame in _reader(data)(data, media.path, name, frozenset(media.frames)):
+        made[index] = frame
+    if missing := set(media.frames) - set(made):
+        raise ImageError(f"{name}: frame {min(missing)} cannot be decoded")
+    pixels = np.stack([made[index] for index in media.frames])
+    if pixels.shape[1:3] != (media.height, media.width):
+        raise ImageError(f"{name}: changed after it was read")
+    return pixels
+
+
+def probe(data: bytes, path: str | None, name: str) -> Film:
+    if not _is_animation(data):
+        return _probe_film(data, path, name)
+    with images.opened(data, name) as image:
+        try:
+            image.load()  # WebP tells the duration of a frame with its pixels
+            frames = getattr(image, "n_frames", 1)
+        except Exception as error:  # broken files make Pillow raise almost anything
+            raise ImageError(f"{name}: cannot be decoded: {error}") from None
+        duration = image.info.get("duration") or DEFAULT_DURATION
+        return Film(frames, 1000 / duration, *image.size)
+
+
+def _is_animation(data: bytes) -> bool:
+    return data[:4] in (b"GIF8", b"\x89PNG") or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")
+
+
+def _reader(data: bytes) -> Callable[..., Iterator[tuple[int, np.ndarray]]]:
+    return _animation_frames if _is_animation(data) else _film_frames
+
+
+def _animation_frames(
+    data: bytes, path: str | None, name: str, wanted: frozenset[int]
+) -> Iterator[tuple[int, np.ndarray]]:
+    with images.opened(data, name) as image:
+        for index in sorted(wanted):
+            try:
+                image.seek(index)
+                yield index, np.array(images.as_rgb(image))
+            except Exception as error:  # broken files make Pillow raise almost anything
+                raise ImageError(f"{name}: frame {index} cannot be decoded: {error}") from None
+
+
+def _probe_film(data: bytes, path: str | None, name: str) -> Film:
+    with _captured(data, path, name) as (cv2, capture):
+        film = Film(
+            frames=int(capture.get(cv2.CAP_PROP_FRAME_COUNT)),
+            rate=float(capture.get(cv2.CAP_PROP_FPS)),
+            width=int(capture.get(cv2.CAP_PROP_FRAME_WIDTH)),
+            height=int(capture.get(cv2.CAP_PROP_FRAME_HEIGHT)),
+        )
+    if film.frames < 1 or not film.rate > 0 or film.width < 1:
+        raise ImageError(f"{name}: no film that can be read")
+    return film
+
+
+def _film_frames(
+    data: bytes, path: str | None, name: str, wanted: frozenset[int]
+) -> Iterator[tuple[int, np.ndarray]]:
+    with _captured(data, path, name) as (_, capture):
+        for index in range(max(wanted) + 1):
+            if not capture.grab():
+                return
+            if index in wanted:
+                good, frame = capture.retrieve()
+                if not good:
+                    return
+                yield index, np.ascontiguousarray(frame[:, :, ::-1])
+
+
+@contextmanager
+def _captured(data: bytes, path: str | None, name: str) -> Iterator[tuple[Any, Any]]:
+    """OpenCV with the film open; it reads files only."""
+    if importlib.util.find_spec("cv2") is None:
+        raise EnvironmentProblem(
+            f"{name}: a film file needs OpenCV: pip install opencv-python-headless; animated GIF "
+            "and WebP, folders and lists of pictures are read without it"
+        )
+    import cv2
+
+    file = path
+    if file is None:
+        handle, file = tempfile.mkstemp(suffix=".mp4")
+        with os.fdopen(handle, "wb") as copy:
+            copy.write(data)
+    capture = cv2.VideoCapture(file)
+    try:
+        yield cv2, capture
+    finally:
+        capture.release()
+        if path is None:
+            os.unlink(file)

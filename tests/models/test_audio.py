@@ -1,0 +1,202 @@
+"""Sound: files and rates, and the Qwen2-Audio family against transformers."""
+
+from __future__ import annotations
+
+import io
+import wave
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from saccade import sounds
+from saccade.backends import OWN
+from saccade.backends.local import LocalBackend
+from saccade.config import DataConfig, TrainConfig
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.errors import ConfigError, DataError, EnvironmentProblem
+from saccade.forest import pack
+from saccade.images import ImageError, decode, open_media
+from saccade.models import tiny
+from saccade.models.families import load_family
+from saccade.models.load import load_model
+from saccade.recipes.dialogues import compared, dialogue
+from saccade.types import Media, Message, Request, Sample, Sampling
+
+CPU = torch.device("cpu")
+RATE = 16_000
+
+
+def tone(seconds: float, pitch: float = 440.0, rate: int = RATE) -> np.ndarray:
+    return (0.5 * np.sin(np.arange(round(seconds * rate)) * 2 * np.pi * pitch / rate)).astype("f4")
+
+
+def noise(seconds: float, seed: int = 0) -> Media:
+    samples = np.random.default_rng(seed).normal(size=round(seconds * RATE)) * 0.1
+    return sounds.open_sound(samples.astype("f4"))
+
+
+def wav(samples: np.ndarray, rate: int, width: int) -> bytes:
+    """[samples, channels] within -1..1."""
+    file = io.BytesIO()
+    whole = np.round(samples * (2.0 ** (8 * width - 1) - 1)).astype("<i8")
+    whole = whole + 128 if width == 1 else whole
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(samples.shape[1])
+        writer.setsampwidth(width)
+        writer.setframerate(rate)
+        raw = whole.reshape(-1, 1).view("u1").reshape(-1, 8)[:, :width]
+        writer.writeframes(raw.tobytes())
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny.build("qwen2_audio", tmp_path_factory.mktemp("models") / "qwen2_audio")
+
+
+@pytest.fixture(scope="module")
+def family(folder):
+    return load_family(folder)
+
+
+def ask(*parts: str | Media) -> tuple[Message, ...]:
+    return (Message(role="user", parts=parts),)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_wav_files_of_every_width_are_heard_in_one_channel(width):
+    left = tone(0.5)
+    both = np.stack([left, np.zeros_like(left)], 1)
+    media = sounds.open_sound(wav(both, RATE, width))
+    assert (media.kind, media.width, media.height) == ("audio", 8000, 1)
+    assert np.abs(decode(media) - left / 2).max() < (0.01 if width == 1 else 1e-4)
+
+
+@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 48_000])
+def test_other_rates_become_16_khz(rate):
+    media = sounds.open_sound(wav(tone(1.0, rate=rate)[:, None], rate, 2))
+    assert media.width == RATE
+    assert np.abs(decode(media) - tone(1.0))[400:-400].max() < 2e-3
+
+
+def test_what_the_new_rate_cannot_hold_goes():
+    media = sounds.open_sound({"array": tone(0.5, 12_000.0, 48_000), "sampling_rate": 48_000})
+    assert np.abs(decode(media))[400:-400].max() < 1e-3
+
+
+def test_half_a_minute_is_kept_or_longer_sound_is_refused(family):
+    long = {"array": tone(31.0, rate=8_000), "sampling_rate": 8_000}
+    media = sounds.open_sound(long)
+    assert media.width == 480_000 and len(decode(media)) == 480_000
+    assert family.measure(media) == ((1, 1, 3000), 750)
+    with pytest.raises(ImageError, match=r"31\.0 seconds; data\.long_audio=truncate"):
+        sounds.open_sound(long, limits=DataConfig(long_audio="reject"))
+    with pytest.raises(ImageError, match="too short"):
+        sounds.open_sound(tone(0.01))
+
+
+def test_other_files_need_soundfile():
+    if sounds.importlib.util.find_spec("soundfile") is None:
+        with pytest.raises(EnvironmentProblem, match="pip install soundfile"):
+            sounds.open_sound(b"fLaC\0\0\0\x22")
+    with pytest.raises(ImageError, match="a sound is float"):
+        sounds.open_sound(np.zeros(100, np.int16))
+
+
+# -- the family ------------------------------------------------------------------------------------
+
+
+def test_features_and_tokens_are_those_of_transformers(family):
+    from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
+
+    heard = [noise(1.5), noise(0.73, seed=1), noise(29.99, seed=2)]
+    extractor = WhisperFeatureExtractor.from_pretrained(family.path)
+    template = family.chat.template
+    processor = Qwen2AudioProcessor(extractor, family.chat.tokenizer, chat_template=template)
+    rendered = family.render(ask(*heard, "which?"))
+    text = family.chat.text_of(ask(*heard, "which?"), generation=True)
+    theirs = processor(
+        text=text, audio=[decode(m) for m in heard], sampling_rate=RATE, return_tensors="pt"
+    )
+    assert theirs["input_ids"][0].tolist() == rendered.ids.tolist()
+    ours = family.vision(rendered.media, CPU, torch.float32)
+    assert torch.equal(ours["feature_attention_mask"], theirs["feature_attention_mask"].long())
+    assert torch.allclose(ours["input_features"], theirs["input_features"], atol=1e-6)
+    assert [span.length for span in rendered.media] == [37, 18, 750]
+
+
+def test_greedy_answers_are_those_of_transformers(family):
+    from transformers import Qwen2AudioForConditionalGeneration
+
+    load = Qwen2AudioForConditionalGeneration.from_pretrained
+    reference = load(family.path, dtype=torch.float32)
+    asked = [ask(noise(1.0), "a"), ask("x", noise(0.4, 1), "y", noise(2.2, 2)), ask("text only")]
+    prompts = [family.render(messages) for messages in asked]
+    engine = EmbeddedEngine(load_model(family, dtype=torch.float32, device=CPU), family)
+    for n, prompt in enumerate(prompts):
+        sampling = Sampling(temperature=0.0, max_tokens=8)
+        engine.submit(Request(key=str(n), ids=prompt.ids, media=prompt.media, sampling=sampling))
+    answers = {}
+    while len(answers) < len(prompts):
+        answers |= {done.key: done for done in engine.poll()}
+    for n, prompt in enumerate(prompts):
+        ids = torch.from_numpy(prompt.ids)[None]
+        theirs = reference.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=8,
+            suppress_tokens=np.flatnonzero(family.banned).tolist(),
+            **family.vision(prompt.media, CPU, torch.float32),
+        )
+        assert answers[str(n)].ids.tolist() == theirs[0, len(prompt) :].tolist()
+
+
+def test_rows_with_sound_train_in_forests_and_reach_the_tower(family):
+    model = load_model(family, dtype=torch.float32, device=CPU)
+    replies = [(Message(role="assistant", parts=(text,)),) for text in ("rain", "a bell")]
+    sample = Sample(id="s", messages=ask(noise(0.5), "what?"), candidates=tuple(replies))
+    (forest,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
+    assert len(forest.media) == 1 and len(forest.keys) == 2
+    scoring = LocalBackend(model, family)
+    ((together, _),) = scoring.logprobs([forest], OWN)
+    apart = []
+    for reply in replies:
+        row = dialogue(replace(sample, messages=(*sample.messages, *reply)), family, "assistant")
+        batches = pack([row], positions=family.positions, micro_tokens=4096)
+        apart.append(scoring.logprobs(batches, OWN)[0][0])
+    assert np.abs(together - np.concatenate(apart)).max() < 1e-5
+
+    from saccade.algorithms import stages
+    from saccade.recipes.sft import SUPERVISED
+
+    learning = load_model(family, dtype=torch.float32, device=CPU)
+    before = learning.base_model.audio_tower.conv1.weight.detach().clone()
+    backend = LocalBackend(learning, family, TrainConfig(lr=1e-3))
+    losses = []
+    for _ in range(6):
+        update = backend.train_step(stages.write_supervision(batches), SUPERVISED, OWN, lr=1e-2)
+        losses.append(update.metrics.means()["policy/loss"])
+    assert losses[-1] < losses[0] - 0.5
+    assert not torch.equal(before, learning.base_model.audio_tower.conv1.weight)
+
+
+def test_what_it_does_not_hear_is_refused(family):
+    picture = open_media(np.zeros((56, 56, 3), np.uint8))
+    with pytest.raises(DataError, match="does not see, but a row holds an image"):
+        family.measure(picture)
+    with pytest.raises(ConfigError, match="0 of 1 images"):
+        family.render(ask(picture, "x"))
+    banned = family.chat.tokenizer.convert_tokens_to_ids(["<|AUDIO|>", "<|audio_bos|>"])
+    assert family.banned[banned].all()
+
+
+def test_typed_marks_of_sound_stay_text(family):
+    rendered = family.render(ask(noise(0.5), "write <|AUDIO|> here"))
+    assert len(rendered.media) == 1
+    assert (~family.chat.is_text(rendered.ids)).sum() == rendered.media[0].length

@@ -1,0 +1,297 @@
+"""Video in the Qwen-VL families: tokens, positions, pixels, answers are those of transformers."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from saccade import videos
+from saccade.backends import OWN
+from saccade.backends.local import LocalBackend
+from saccade.config import DataConfig
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.remote import wire
+from saccade.errors import DataError, EnvironmentProblem
+from saccade.forest import pack
+from saccade.images import ImageError, decode, open_media
+from saccade.models import tiny
+from saccade.models.families import load_family
+from saccade.models.load import load_model
+from saccade.recipes.dialogues import compared, dialogue
+from saccade.rollout.wire import messages_of, plain_messages
+from saccade.types import Media, Message, Request, Sample, Sampling
+
+CPU = torch.device("cpu")
+NAMES = ("qwen2_vl", "qwen2_5_vl")
+
+
+def film(frames: int, height: int = 84, width: int = 112, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 255, (frames, height, width, 3), np.uint8)
+
+
+def animation(pixels: np.ndarray, duration: int = 250) -> bytes:
+    file = io.BytesIO()
+    first, *rest = (Image.fromarray(frame) for frame in pixels)
+    first.save(
+        file,
+        "WEBP",
+        save_all=True,
+        append_images=rest,
+        duration=duration,
+        lossless=True,
+        exact=True,
+    )
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    home = tmp_path_factory.mktemp("models")
+    return {name: tiny.build(name, home / name) for name in NAMES}
+
+
+def ask(*parts: str | Media) -> tuple[Message, ...]:
+    return (Message(role="user", parts=parts),)
+
+
+# -- references ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "rate", "fps", "least", "most", "frames"),
+    [
+        (300, 30.0, 2.0, 4, 768, 20),
+        (300, 30.0, 2.0, 4, 8, 8),
+        (300, 30.0, 0.1, 4, 768, 4),
+        (7, 30.0, 30.0, 4, 768, 6),
+        (3, 10.0, 2.0, 4, 768, 2),
+        (1, 10.0, 2.0, 4, 768, 2),
+        (90, 30.0, 2.4, 4, 768, 6),
+    ],
+)
+def test_frames_are_an_even_number_within_the_limits(total, rate, fps, least, most, frames):
+    chosen = videos.sampled(total, rate=rate, fps=fps, least=least, most=most)
+    assert len(chosen) == frames and max(chosen) < total and list(chosen) == sorted(chosen)
+
+
+def test_an_animation_is_opened_from_its_header_and_shows_the_frames_it_names():
+    pixels = film(12)
+    media = videos.open_video(animation(pixels), fps=2.0)  # three seconds at 4 per second
+    assert (media.frames, media.fps) == ((0, 2, 4, 6, 8, 10), 2.0)
+    assert (media.width, media.height, media.kind) == (112, 84, "video")
+    assert np.array_equal(decode(media), pixels[::2])
+    named = videos.open_video(animation(pixels), frames=[0, 11])
+    assert np.array_equal(decode(named), pixels[[0, 11]]) and named.hash != media.hash
+    assert videos.seconds(media) == (0.0, 0.5, 1.0, 1.5, 2.0, 2.5)
+
+
+def test_pictures_are_a_video_too(tmp_path: Path):
+    pixels = film(5)
+    for n, frame in enumerate(pixels):
+        Image.fromarray(frame).save(tmp_path / f"{n}.png")
+    listed = videos.open_video([f"{n}.png" for n in range(5)], base=tmp_path)
+    folder = videos.open_video(tmp_path.name, base=tmp_path.parent)
+    array = videos.open_video(pixels, fps=1.0)
+    assert listed == folder and listed.fps == 2.0 and array.fps == 1.0
+    for media in (listed, array):
+        assert media.frames == (0, 1, 2, 3, 4, 4)  # the last one twice: an even number
+        assert np.array_equal(decode(media), pixels[[0, 1, 2, 3, 4, 4]])
+    few = videos.open_video(pixels, max_frames=2)
+    assert np.array_equal(decode(few), pixels[[0, 2]]) and few.fps == pytest.approx(0.8)
+
+
+def test_what_is_no_video_is_refused(tmp_path: Path):
+    with pytest.raises(ImageError, match="differ in size"):
+        videos.open_video([film(1)[0], film(1, 56, 56)[0]])
+    with pytest.raises(ImageError, match=r"\[frames, height, width, 3\]"):
+        videos.open_video(film(1)[0])
+    with pytest.raises(ImageError, match="even number of indices below 12"):
+        videos.open_video(animation(film(12)), frames=[0, 12])
+    with pytest.raises(ImageError, match="megapixels"):
+        videos.open_video(animation(film(2)), limits=DataConfig(max_megapixels=0.001))
+
+
+def test_a_film_file_needs_opencv_or_is_read(tmp_path: Path):
+    path = tmp_path / "a.mp4"
+    path.write_bytes(b"\0\0\0\x18ftypmp42")
+    if videos.importlib.util.find_spec("cv2") is None:
+        with pytest.raises(EnvironmentProblem, match="pip install opencv-python-headless"):
+            videos.open_video(path)
+        return
+    import cv2
+
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), 10, (64, 48))
+    for n in range(30):
+        writer.write(np.full((48, 64, 3), (n * 8, 0, 255 - n * 8), np.uint8))
+    writer.release()
+    media = videos.open_video(path)
+    assert media.frames == (0, 5, 10, 15, 20, 25)
+    assert np.abs(decode(media)[:, 20, 20, 2] - np.arange(0, 30, 5) * 8.0).max() < 8
+
+
+# -- tokens, positions, pixels ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_and_positions_are_those_of_transformers(name, folders):
+    family = load_family(folders[name])
+    media = videos.open_video(animation(film(8, 84, 140)), fps=4.0)
+    picture = open_media(film(1, 56, 84)[0])
+    rendered = family.render(ask(picture, "see", media, "what?"))
+    spans = rendered.media
+    assert [span.grid for span in spans] == [(1, 4, 6), (4, 6, 10)]
+    assert [span.length for span in spans] == [6, 60]
+    video_id = family.chat.placeholders["video"]
+    assert (rendered.ids[spans[1].start : spans[1].end] == video_id).all()
+    kinds = np.zeros(len(rendered), np.int64)
+    for kind, span in enumerate(spans, start=1):
+        kinds[span.start : span.end] = kind
+    model = load_model(family, dtype=torch.float32, device=CPU)
+    vision = dict(family.vision(spans, CPU, torch.float32))
+    grids = {key: value for key, value in vision.items() if "pixel" not in key}
+    wanted, _ = model.model.get_rope_index(
+        torch.from_numpy(rendered.ids)[None], torch.from_numpy(kinds)[None], **grids
+    )
+    # transformers goes on behind the rows and columns of a video, Qwen's own code behind its time
+    # as well: the two agree up to there.
+    ours = family.positions(len(rendered), spans)
+    end = spans[1].end
+    assert np.array_equal(ours[:, :end], wanted[:, 0].numpy()[:, :end])
+    assert ours[0, end] == ours[:, spans[1].start : end].max() + 1
+
+
+def test_the_clock_spaces_the_layers_of_qwen2_5(folders):
+    family = load_family(folders["qwen2_5_vl"])
+    pace = 4  # tokens per second of the config
+    for fps, step in ((1.0, 2 * pace), (2.0, pace), (4.0, pace // 2)):
+        media = videos.open_video(film(6, 56, 56), fps=fps)
+        (span,) = family.render(ask(media)).media
+        times = family.positions(200, (span,))[0, span.start : span.end] - span.start
+        assert np.unique(times).tolist() == [0, step, 2 * step]
+
+
+def test_patches_hold_two_frames_in_the_order_of_the_tower(folders):
+    family = load_family(folders["qwen2_5_vl"])
+    pixels = film(4, 56, 84)
+    video, picture = videos.open_video(pixels), open_media(pixels[0])
+    still = videos.open_video(np.stack([pixels[0], pixels[0]]))
+    spans = [family.render(ask(media)).media[0] for media in (video, picture, still)]
+    made = [family.vision([span], CPU, torch.float32) for span in spans]
+    flat = made[0]["pixel_values_videos"].reshape(2, 24, 3, 2, 14, 14)
+    centre = torch.tensor([0.48145466, 0.4578275, 0.40821073])
+    spread = torch.tensor([0.26862954, 0.26130258, 0.27577711])
+    first = (torch.from_numpy(pixels[2, :14, :14]) / 255 - centre) / spread  # layer 1, top left
+    assert torch.allclose(flat[1, 0, :, 0].permute(1, 2, 0), first, atol=1e-5)
+    # An image is a video of one frame twice.
+    assert torch.equal(made[1]["pixel_values"], made[2]["pixel_values_videos"])
+
+
+def test_a_frame_has_a_budget_of_its_own(folders):
+    family = load_family(folders["qwen2_vl"])
+    limits = DataConfig(max_frame_pixels=56 * 56)
+    media = videos.open_video(film(4, 224, 224), limits=limits)
+    assert family.measure(media) == ((2, 4, 4), 8)
+    assert family.measure(replace(media, max_pixels=112 * 112)) == ((2, 8, 8), 32)
+
+
+def test_a_video_family_hears_nothing(folders):
+    family = load_family(folders["qwen2_vl"])
+    sound = Media(hash="s", kind="audio", width=16000, height=1, data=b"x")
+    with pytest.raises(DataError, match="hears nothing"):
+        family.measure(sound)
+
+
+# -- forward and generation ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_answers_are_those_of_transformers(name, folders):
+    from transformers import AutoModelForImageTextToText
+
+    family = load_family(folders[name])
+    reference = AutoModelForImageTextToText.from_pretrained(folders[name], dtype=torch.float32)
+    # As many layers as rows, at a step of one: there transformers and Qwen count alike.
+    video = videos.open_video(film(6, 84, 112, seed=1), fps=8.0 if name == "qwen2_5_vl" else 2.0)
+    other = videos.open_video(animation(film(4, 56, 84, seed=2), 125), fps=8.0)
+    picture = open_media(film(1, 56, 56)[0])
+    asked = [ask(video, "a"), ask("x", picture, other, "why"), ask(other, video, picture), ask("a")]
+    prompts = [family.render(messages) for messages in asked]
+    requests = [
+        Request(
+            key=str(n), ids=p.ids, media=p.media, sampling=Sampling(temperature=0.0, max_tokens=8)
+        )
+        for n, p in enumerate(prompts)
+    ]
+    engine = EmbeddedEngine(load_model(family, dtype=torch.float32, device=CPU), family)
+    for request in requests:
+        engine.submit(request)
+    answers = {}
+    while len(answers) < len(requests):
+        answers |= {done.key: done for done in engine.poll()}
+    banned = np.flatnonzero(family.banned).tolist()
+    for request, prompt in zip(requests, prompts, strict=True):
+        ids = torch.from_numpy(prompt.ids)[None]
+        kinds = torch.zeros_like(ids)
+        for span in prompt.media:
+            kinds[:, span.start : span.end] = 1 if span.media.kind == "image" else 2
+        vision = dict(family.vision(prompt.media, CPU, torch.float32))
+        theirs = reference.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=8,
+            suppress_tokens=banned,
+            **vision,
+            **({"mm_token_type_ids": kinds} if vision else {}),
+        )
+        assert answers[request.key].ids.tolist() == theirs[0, len(prompt) :].tolist()
+
+
+def test_rows_with_videos_train_in_forests(folders):
+    """SFT and DPO rows: the video stands in the trunk once, the loss is that of single rows."""
+    family = load_family(folders["qwen2_5_vl"])
+    model = load_model(family, dtype=torch.float32, device=CPU)
+    video = videos.open_video(film(4, 56, 84))
+    reply = Message(role="assistant", parts=("a cat",))
+    other = Message(role="assistant", parts=("dogs",))
+    sample = Sample(id="s", messages=ask(video, "what?"), candidates=((reply,), (other,)))
+    pair = compared(sample, family)
+    (forest,) = pack([pair], positions=family.positions, micro_tokens=4096)
+    assert len(forest.media) == 1 and len(forest.keys) == 2
+    backend = LocalBackend(model, family)
+    ((together, _),) = backend.logprobs([forest], OWN)
+    apart = []
+    for candidate in sample.candidates:
+        row = dialogue(
+            replace(sample, messages=(*sample.messages, *candidate)), family, "assistant"
+        )
+        batches = pack([row], positions=family.positions, micro_tokens=4096)
+        ((found, _),) = backend.logprobs(batches, OWN)
+        apart.append(found)
+    assert np.abs(together - np.concatenate(apart)).max() < 1e-5
+
+
+# -- across processes ------------------------------------------------------------------------------
+
+
+def test_a_video_travels_to_engines_and_environments(folders):
+    family = load_family(folders["qwen2_vl"])
+    for media in (videos.open_video(film(4)), videos.open_video(animation(film(4)))):
+        prompt = family.render(ask(media, "x"))
+        body = wire.encode_requests([Request(key="a", ids=prompt.ids, media=prompt.media)])
+        sent = [*media.pictures, media]
+        files = {wire.file_name(one): one.data for one in sent if one.data is not None}
+        with pytest.raises(wire.MissingFiles) as missing:
+            wire.decode_requests(body, files={}, vocabulary=family.vocabulary)
+        assert sorted(missing.value.args) == sorted(set(files))
+        (back,) = wire.decode_requests(body, files=files, vocabulary=family.vocabulary)
+        assert back.media == prompt.media
+        assert np.array_equal(decode(back.media[0].media), decode(media))
+        (message,) = messages_of(plain_messages(ask(media, "x")))
+        assert np.array_equal(decode(message.media[0]), decode(media))

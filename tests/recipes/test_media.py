@@ -1,0 +1,102 @@
+"""Rows with videos and sounds run through every training command, and are checked and counted."""
+
+from __future__ import annotations
+
+import json
+import math
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from saccade.config import DataConfig, DataSource, load
+from saccade.data.check import check_data
+from saccade.data.datasets import load as load_data
+from saccade.data.records import to_row
+from saccade.recipes import dpo, rl, sft
+
+TINY = {"video": "tiny:qwen2_5_vl", "audio": "tiny:qwen2_audio"}
+SHOWN = {"sft": "sft/loss", "dpo": "dpo/loss", "rl": "reward/mean"}
+RECIPES = {"sft": sft.run, "dpo": dpo.run, "rl": rl.run}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("media")
+    for n in range(4):
+        frames = [Image.new("RGB", (56, 56), (60 * n, 50 * m, 9)) for m in range(4)]
+        frames[0].save(home / f"{n}.gif", save_all=True, append_images=frames[1:], duration=250)
+        frames[0].save(home / f"{n}.png")
+        with wave.open(str(home / f"{n}.wav"), "wb") as sound:
+            sound.setparams((1, 2, 16000, 0, "NONE", ""))
+            values = np.sin(np.arange(4000) * (n + 1) / 9) * 9000
+            sound.writeframes(values.astype("<i2").tobytes())
+    return home
+
+
+def rows(folder: Path, kind: str, command: str) -> str:
+    """A picture beside every video."""
+    listed = []
+    for n in range(4):
+        media = {"videos": [f"{n}.gif"], "images": [f"{n}.png"]}
+        media = media if kind == "video" else {"audios": [f"{n}.wav"]}
+        mark = "<image>Like <video>" if kind == "video" else "<audio>"
+        row: dict[str, Any] = {"id": str(n), "problem": f"{mark}What is {n}?", **media}
+        if command == "dpo":
+            row |= {"chosen": "red", "rejected": "green"}
+        elif command == "sft":
+            text = row.pop("problem")
+            said = [{"from": "human", "value": text}, {"from": "gpt", "value": "red"}]
+            row["conversations"] = said
+        else:
+            row["answer"] = "red"
+        listed.append(row)
+    path = folder / f"{kind}-{command}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in listed))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"), [("video", "sft"), ("video", "dpo"), ("video", "rl"), ("audio", "sft")]
+)
+def test_a_command_trains_on_it(folder: Path, kind: str, command: str) -> None:
+    name, out = f"{kind}-{command}", str(folder / "runs")
+    options: dict[str, Any] = {
+        "run": {"name": name, "out": out, "max_steps": 1, "device": "cpu"},
+        "model": {"path": TINY[kind]},
+        "data": {"train": rows(folder, kind, command), "max_frame_pixels": 3136},
+        "train": {"prompts_per_step": 2, "lr": 1e-3},
+        "save": {"every": 0},
+        "track": {"tensorboard": False},
+    }
+    if command == "rl":
+        options |= {"rollout": {"max_tokens": 6}, "reward": {"terms": ["exact"]}}
+        options["train"]["samples_per_prompt"] = 2
+    last = RECIPES[command](load(options))
+    assert math.isfinite(last[SHOWN[command]])
+
+
+def test_data_is_checked_and_rewritten(folder: Path) -> None:
+    for kind, other in (("video", "image"), ("audio", "audio")):
+        config = load({"data": {"train": rows(folder, kind, "rl")}})
+        report = check_data(config)
+        assert report.good == 4 and report.media_kinds[kind] == 4
+        data = load_data(config.data.train, config.data)
+        path = folder / f"{kind}-again.jsonl"
+        path.write_text("".join(json.dumps(to_row(sample)) + "\n" for sample in data.samples))
+        again = load_data([DataSource(path=str(path))], DataConfig())
+        assert [s.messages for s in again.samples] == [s.messages for s in data.samples]
+        assert {m.kind for s in data.samples for m in s.media} == {kind, other}
+
+
+def test_a_broken_medium_is_a_bad_row(folder: Path) -> None:
+    (folder / "broken.gif").write_bytes((folder / "0.gif").read_bytes()[:60])
+    (folder / "broken.wav").write_bytes((folder / "0.wav").read_bytes()[:60])
+    for name, column in (("broken.gif", "videos"), ("broken.wav", "audios"), ("no.gif", "videos")):
+        path = folder / "broken.jsonl"
+        path.write_text(json.dumps({"problem": "?", "answer": "1", column: [name]}) + "\n")
+        report = check_data(load({"data": {"train": str(path)}}))
+        assert report.good == 0 and len(report.bad) == 1 and name in report.bad[0].reason
