@@ -38,6 +38,7 @@ COMMANDS = {
     "algorithms",
     "doctor",
     "dpo",
+    "reward-model",
     "report",
 }
 

@@ -35,6 +35,16 @@ TINY = {
     "iter_dpo": "qwen2_vl",
     "kd": "qwen2_5_vl",
     "continue_pretrain": "qwen2",
+    "rm": "qwen2_5_vl",
+    "prm": "qwen2",
+    "lightrft_srm_vl": "qwen2_5_vl",
+    "text_ppo": "llama",
+    "text_grpo": "qwen3",
+    "text_rpp": "qwen2",
+    "text_rpp_baseline": "qwen2",
+    "lightrft_gsm8k": "qwen2",
+    "lightrft_geo3k": "qwen2_5_vl",
+    "lightrft_geo3k_ppo": "qwen2_vl",
 }
 CALL = '<grounding>{"bbox_2d": [0, 0, 0.5, 0.5], "source": "original_image"}</grounding>'
 COMMANDS = {
@@ -47,8 +57,11 @@ COMMANDS = {
     "iter_dpo": "dpo",
     "kd": "sft",
     "continue_pretrain": "sft",
+    "rm": "reward-model",
+    "prm": "reward-model",
+    "lightrft_srm_vl": "reward-model",
 }
-SHOWN = {"rl": "reward/mean", "sft": "sft/loss", "dpo": "dpo/loss"}
+SHOWN = {"rl": "reward/mean", "sft": "sft/loss", "dpo": "dpo/loss", "reward-model": "rm/loss"}
 SUMS = [(n, n + 3) for n in range(8)]
 
 
@@ -119,7 +132,25 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]
         },
         "continue_pretrain": lambda q, a, i: {"text": f"{q} {a}."},
+        "prm": lambda q, a, i: {"input": f"{q} Add. ки\nIt is {a}. ки", "label": ["+", "-"]},
+        "lightrft_srm_vl": lambda q, a, i: {
+            "prompt": q,
+            "images": [i, "0.png"],
+            "chosen": "<image>",
+            "rejected": "<image>",
+        },
     }
+    layouts["rm"] = layouts["dpo"]
+    for name in ("text_ppo", "text_grpo", "text_rpp", "text_rpp_baseline"):
+        layouts[name] = lambda q, a, i: {"prompt": q}
+    layouts["lightrft_gsm8k"] = lambda q, a, i: {"prompt": q, "reference": a, "label": "gsm8k_rule"}
+    for name in ("lightrft_geo3k", "lightrft_geo3k_ppo"):
+        layouts[name] = lambda q, a, i: {
+            "prompt": [{"role": "user", "content": q}],
+            "images": [i],
+            "reference": a,
+            "label": "geo3k_rule",
+        }
     for name in ("minio3_rl", "minio3_eval"):
         layouts[name] = lambda q, a, i: {
             "doc_id": i,
@@ -143,6 +174,9 @@ def runnable(name: str, rows: dict[str, str], out: Path) -> Config:
         changes.append(f"data.val={rows[name]}")
     if config.sft.teacher:
         changes.append(f"sft.teacher=tiny:{TINY[name]}")
+    if any(term.verifier == "model" for term in config.reward.terms):
+        term = {"verifier": "model", "args": {"path": f"tiny:{TINY[name]}"}}
+        changes.append(f"reward.terms={json.dumps([term])}")
     return defaults_for(command_of(name), load(config, changes))
 
 

@@ -30,7 +30,7 @@ from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.rewards.sample import RewardSample, image_records
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
-from saccade.rollout.scoring import RewardStream, parsed, thinks
+from saccade.rollout.scoring import RewardStream, make_room, parsed, thinks
 from saccade.tracking.console import Console
 from saccade.types import ALWAYS_EXCLUDED, Group, Trajectory
 
@@ -119,6 +119,7 @@ def evaluate_set(
         on_finish=stream.submit,
         progress=progress,
     )
+    make_room(engine, scorer)
     if scorer is not None or gives_rewards(config.env):  # else nobody has judged anything
         groups = stream.attach(groups, progress)
     metrics = set_metrics(groups, family) | (scorer.judge_metrics() if scorer else {})
@@ -266,6 +267,11 @@ def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
         raise ConfigError(
             "reward.judge.send_images: --rescore has answers only, no pictures; try "
             "reward.judge.send_images=false"
+        )
+    if scorer.learned is not None:
+        raise ConfigError(
+            "reward.terms: --rescore has answers only, and a reward model reads the whole "
+            "conversation; remove the terms of `model`"
         )
     rows = [json.loads(line) for line in samples.read_bytes().split(b"\n") if line]
     with scorer:

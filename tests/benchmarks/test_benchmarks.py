@@ -137,3 +137,16 @@ def test_accuracy_under_a_limit_counts_who_answered_within_it() -> None:
         *("<think>", "Not here.", "</think>", "<grounding>", '{"bbox_2d": ', "[0, 0.5, 1, 1]"),
         *(', "source": "x"}', "</grounding>", "user\n", "assistant\n"),
     }
+
+
+def test_the_curves_of_a_reward_model_are_a_picture(tmp_path: Path) -> None:
+    from xml.etree import ElementTree
+
+    from reward_model import CURVES, picture, write_rows
+
+    rising = [(step, step / 10) for step in range(0, 11, 5)]
+    drawn = ElementTree.fromstring(picture([dict.fromkeys(CURVES, rising)] * 2))
+    assert len([line for line in drawn.iter() if line.get("stroke-width") == "2.5"]) == 2
+    write_rows(tmp_path, seed=0)
+    pairs = (tmp_path / "held-pairs.jsonl").read_text()
+    assert pairs.count("\n") == 128 and '"answer"' not in pairs

@@ -92,6 +92,7 @@ ROWS = {
         "margin": 0.5,
     },
     "labels": {"input": "2+2?", "output": "4", "label": 1},
+    "steps": {"input": "2+2? 5 !", "label": ["-"]},
 }
 READ = {
     "messages": ([("user", "*|Find x.")], "$42$", "file"),
@@ -112,6 +113,7 @@ READ = {
     ),
     "pairs": ([("user", "*|Describe.")], None, "file"),
     "labels": ([("user", "2+2?")], None, "file"),
+    "steps": ([("user", "2+2? 5 !")], None, "file"),
 }
 
 
