@@ -33,6 +33,7 @@ __all__ = [
     "generate",
     "load_config",
     "quickstart",
+    "reward_model",
     "rl",
     "sft",
 ]
@@ -58,6 +59,11 @@ def sft(config: Source, *overrides: str) -> dict[str, Any]:
 def dpo(config: Source, *overrides: str) -> dict[str, Any]:
     """Train on preferences; returns the summary of the run."""
     return _recipe("dpo").run(load_config(config, *overrides))
+
+
+def reward_model(config: Source, *overrides: str) -> dict[str, Any]:
+    """Train a model that scores; returns the summary of the run."""
+    return _recipe("reward_model").run(load_config(config, *overrides))
 
 
 def evaluate(

@@ -46,20 +46,25 @@ SUPERVISED = {
     "train.updates_per_step": "a step is one update",
     "train.epochs_per_batch": "a step is one update",
 }
+SFT = {"sft": "only `saccade sft` reads it"}
+DPO = {"dpo": "only `saccade dpo` reads it"}
+RATING = {"reward_model": "only `saccade reward-model` reads it"}
 
 # Options and sections that a training command does not read. `generate` makes rows for sft and dpo,
 # so one file may hold both. Eval and generate take the file of a
 # training run as it is, so there nothing is refused.
 WITHOUT_EFFECT = {
     "rl": {
-        "sft": "only `saccade sft` reads it",
-        "dpo": "only `saccade dpo` reads it",
+        **SFT,
+        **DPO,
+        **RATING,
         "generate": "only `saccade generate` reads it",
         "eval": "only `saccade eval` reads it",
         "rollout.http": "an endpoint only evaluates",
     },
-    "sft": SUPERVISED | {"dpo": "only `saccade dpo` reads it"},
-    "dpo": SUPERVISED | {"sft": "only `saccade sft` reads it"},
+    "sft": SUPERVISED | DPO | RATING,
+    "dpo": SUPERVISED | SFT | RATING,
+    "reward-model": SUPERVISED | SFT | DPO | {"reward": "nothing is sampled"},
 }
 
 
@@ -397,6 +402,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "sft": (*TRAINING, offline.imitation),
     "dpo": (*TRAINING, offline.preferences),
+    "reward-model": (*TRAINING, offline.rating),
     "eval": (_answering_model, _val_data, *READING, _response_length, _validation, _environment),
     "generate": (
         _answering_model,

@@ -53,6 +53,21 @@ def preferences(config: Config) -> Iterator[str]:
             yield f"dpo.{name}: has no effect with dpo.loss={dpo.loss}; remove it"
 
 
+def rating(config: Config) -> Iterator[str]:
+    own = config.reward_model
+    scalar = ("loss", "margin", "bounded", "heads", "pooling", "center_coef", "tie_coef")
+    unread = scalar if own.kind == "process" else ("placeholder", "tokens")
+    for name in (name for name in unread if name in own.model_fields_set):
+        yield f"reward_model.{name}: has no effect with reward_model.kind={own.kind}; remove it"
+    for name, loss in {"margin": "bt", "bounded": "hps"}.items():
+        if getattr(own, name) is not None and own.kind == "scalar" and own.loss != loss:
+            yield f"reward_model.{name}: has no effect with loss={own.loss}; try loss={loss}"
+    if not own.heads or not all(weight > 0 for weight in own.heads.values()):
+        yield "reward_model.heads: names with weights above 0; try reward_model.heads=[preference]"
+    if len(set(own.tokens)) < 2 or not own.placeholder.strip():
+        yield "reward_model.tokens: two labels or more, and a placeholder; try tokens=[+,-]"
+
+
 def selection(config: Config) -> Iterator[str]:
     generate = config.generate
     if generate.select in ("all", "correct"):

@@ -172,6 +172,18 @@ def dpo(
     _run("dpo", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
 
 
+@command("reward-model", panel="Train", example="saccade reward-model run.yaml train.lr=9e-6")
+def reward_model(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    smoke: Smoke = False,
+    seed: Seed = None,
+    out: Out = None,
+) -> None:
+    """Train a model that scores: on pairs, or on steps that are labelled one by one."""
+    _run("reward-model", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+
+
 # -- use -------------------------------------------------------------------------------------------
 
 
@@ -411,7 +423,14 @@ app.add_typer(
 # -- how a config command runs ---------------------------------------------------------------------
 
 LISTED = 20  # bad rows on the screen
-MODULES = {"rl": "rl", "sft": "sft", "dpo": "dpo", "eval": "evaluate", "generate": "generate"}
+MODULES = {
+    "rl": "rl",
+    "sft": "sft",
+    "dpo": "dpo",
+    "reward-model": "reward_model",
+    "eval": "evaluate",
+    "generate": "generate",
+}
 
 
 def _run(

@@ -39,6 +39,7 @@ from saccade.schema import (
     OverlongConfig,
     PromptConfig,
     RewardConfig,
+    RewardModelConfig,
     RewardTerm,
     RolloutConfig,
     RunConfig,
@@ -70,6 +71,7 @@ __all__ = [
     "OverlongConfig",
     "PromptConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RewardTerm",
     "RolloutConfig",
     "RunConfig",
@@ -103,14 +105,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "train.warmup": 0.03,
         "dpo.max_tokens": 512,
     },
+    "reward-model": {
+        "train.lr": 9e-6,
+        "train.schedule": "cosine_with_min_lr",
+        "train.warmup": 0.03,
+        "reward_model.max_tokens": 512,
+    },
     "chat": {"rollout.temperature": 0.7, "rollout.top_p": 0.95, "rollout.max_tokens": 4096},
 }
 KTO = {"dpo.beta": 0.01, "dpo.max_tokens": 2048}
+PROCESS = {"train.lr": 1e-6, "reward_model.max_tokens": 2048}
 
 
 def defaults_for(command: str, config: Config) -> Config:
     """The config with the command's own defaults where the user set nothing."""
-    own = KTO if command == "dpo" and config.dpo.loss == "kto" else {}
+    own: dict[str, Any] = KTO if command == "dpo" and config.dpo.loss == "kto" else {}
+    if command == "reward-model" and config.reward_model.kind == "process":
+        own = PROCESS
     for key, value in (DEFAULTS.get(command, {}) | own).items():
         name, leaf = key.split(".")
         part: Section = getattr(config, name)

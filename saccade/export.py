@@ -65,6 +65,7 @@ def _convert(source: Path, out: Path, dtype: str) -> None:
 
     from saccade.checkpoint import copy_processor
     from saccade.models.families import load_family
+    from saccade.models.heads import REWARD_FILE
     from saccade.models.load import DTYPES, load_model
 
     if dtype not in DTYPES:
@@ -73,6 +74,8 @@ def _convert(source: Path, out: Path, dtype: str) -> None:
     model = load_model(family, dtype=DTYPES[dtype], device=torch.device("cpu"))
     model.save_pretrained(out)  # type: ignore[operator]
     copy_processor(family, out)
+    if (source / REWARD_FILE).is_file():
+        shutil.copy2(source / REWARD_FILE, out)
 
 
 def _compare(source: Path, out: Path, *, exact: bool) -> None:

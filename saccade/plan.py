@@ -24,7 +24,8 @@ def plan(
     """(quantity, value) rows for `saccade COMMAND --dry-run`."""
     if command == "rl":
         return _rl(config, samples_per_prompt, updates_per_step)
-    return {"sft": _sft, "dpo": _dpo, "eval": _eval, "generate": _generate}[command](config)
+    other = {"sft": _sft, "dpo": _dpo, "reward-model": _reward_model, "eval": _eval}
+    return (other | {"generate": _generate})[command](config)
 
 
 def _rl(config: Config, samples: int, updates: int) -> list[tuple[str, str]]:
@@ -58,10 +59,19 @@ def _sft(config: Config) -> list[tuple[str, str]]:
 
 def _dpo(config: Config) -> list[tuple[str, str]]:
     what = "responses" if config.dpo.loss == "kto" else "pairs"
+    return _compared(config, what, config.dpo.max_tokens)
+
+
+def _reward_model(config: Config) -> list[tuple[str, str]]:
+    what = "pairs" if config.reward_model.kind == "scalar" else "rows of steps"
+    return _compared(config, what, config.reward_model.max_tokens)
+
+
+def _compared(config: Config, what: str, longest: int | None) -> list[tuple[str, str]]:
     return [
         (f"{what} per step", str(config.train.prompts_per_step)),
         *_steps(config, config.train.prompts_per_step),
-        ("longest prompt with a response", f"{config.dpo.max_tokens} tokens"),
+        ("longest prompt with a response", f"{longest} tokens"),
         ("token budget of a micro-batch", f"{config.train.micro_tokens} tokens"),
     ]
 

@@ -142,7 +142,7 @@ class DataConfig(Section):
     format: str = option(
         "auto",
         "Record format: auto | messages | r1v | easyr1 | minio3 | lightrft | qa | sharegpt | "
-        "pairs | sides | labels.",
+        "pairs | sides | labels | steps.",
     )
     mapping: str | None = option(
         None,
@@ -396,7 +396,7 @@ class EnvConfig(Section):
 class RewardTerm(Section):
     verifier: str = option(
         ...,
-        "Built-in verifier (math, choice, count, judge, remote, format:think_answer …) or "
+        "Built-in verifier (math, choice, count, judge, remote, model, format:think_answer …) or "
         "file.py:name.",
     )
     name: str | None = option(None, "Name in metrics; empty: the verifier's.")
@@ -504,6 +504,9 @@ class RewardConfig(Section):
         RemoteConfig, "The service of remote terms; a term's args override it."
     )
     serve: ServeConfig = section(ServeConfig, "What `saccade serve-reward` takes.")
+    offload: bool = option(
+        True, "Models of `model` terms wait in main memory while others use the GPU."
+    )
     workers: int = option(2, "Killable processes for verifiers that may hang or are yours.", ge=1)
     deadline: float = option(
         10.0, "Seconds for one sample; then the worker is killed and the sample is an error.", gt=0
@@ -728,7 +731,9 @@ class AlgorithmConfig(Section):
 
 
 class TrainConfig(Section):
-    prompts_per_step: int = option(128, "Prompts (rl) or rows (sft, dpo) of one step.", ge=1)
+    prompts_per_step: int = option(
+        128, "Prompts (rl) or rows (sft, dpo, reward-model) of one step.", ge=1
+    )
     samples_per_prompt: int | None = option(
         None, "Rollouts of each prompt; empty: the preset's.", ge=1
     )
@@ -746,15 +751,18 @@ class TrainConfig(Section):
     )
     lr: float | None = option(
         None,
-        "Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft), 1e-5 (dpo), filled in before a run.",
+        "Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft), 1e-5 (dpo), 9e-6 or for processes 1e-6 "
+        "(reward-model), filled in before a run.",
         gt=0,
     )
     lr_scale: dict[str, float] = option({}, "Factors per tower: vision, projector, llm, audio.")
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
-        "constant", "Shape of the learning rate; sft, dpo: cosine_with_min_lr unless set."
+        "constant", "Shape of the learning rate; but for rl cosine_with_min_lr unless set."
     )
     warmup: float = option(
-        0.0, "Warm-up steps, or a share of all steps when below 1; sft, dpo: 0.03 unless set.", ge=0
+        0.0,
+        "Warm-up steps, or a share of all steps when below 1; but for rl 0.03 unless set.",
+        ge=0,
     )
     min_lr: float = option(
         0.0,
@@ -848,6 +856,45 @@ class DpoConfig(Section):
     )
 
 
+class RewardModelConfig(Section):
+    kind: Literal["scalar", "process"] = option(
+        "scalar", "scalar: pairs of responses or media; process: a label for every step."
+    )
+    loss: Literal["bt", "logexp", "hps"] = option(
+        "bt", "scalar: Bradley-Terry with a margin, without one, or with a learned scale."
+    )
+    margin: float | None = option(
+        None, "bt: lead that is asked for where a row has no margin of its own; empty: 0.1.", ge=0
+    )
+    bounded: bool | None = option(None, "hps: compare sigmoids of the scores; empty: false.")
+    heads: dict[str, float] = option(
+        {"preference": 1.0},
+        "scalar: named scores and their weights in the loss; a list of names also works. Rows "
+        "label them in `labels`; chosen and rejected alone label `preference`.",
+    )
+    pooling: Literal["last", "mean", "attention"] = option(
+        "last", "scalar: what is scored: the last token, or an average over the response."
+    )
+    center_coef: float = option(0.0, "scalar: weight of (sum of both scores)^2.", ge=0)
+    tie_coef: float = option(0.01, "scalar: weight of |difference| where a pair is a tie.", ge=0)
+    placeholder: str = option("ки", "process: what stands behind every step of a row.")
+    tokens: tuple[str, ...] = option(
+        ("+", "-"), "process: labels, the best first; a number is the probability of the first."
+    )
+    max_tokens: int | None = option(
+        None,
+        "Longest prompt with a response; longer ones follow data.overlong. Empty: 512, process "
+        "2048.",
+        ge=1,
+    )
+
+    @field_validator("heads", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else value
+        return dict.fromkeys(names, 1.0) if isinstance(names, list | tuple) else names
+
+
 class ValConfig(Section):
     every: int = option(20, "Validate every N steps; 0 never.", ge=0)
     before: bool = option(True, "Validate before the first step.")
@@ -922,6 +969,7 @@ class Config(Section):
     train: TrainConfig = section(TrainConfig, "Batch arithmetic and optimizer.")
     sft: SftConfig = section(SftConfig, "Supervised fine-tuning only.")
     dpo: DpoConfig = section(DpoConfig, "Preference training only.")
+    reward_model: RewardModelConfig = section(RewardModelConfig, "`saccade reward-model` only.")
     val: ValConfig = section(ValConfig, "Validation during training, and eval.")
     eval: EvalConfig = section(EvalConfig, "What eval measures on besides data.val.")
     generate: GenerateConfig = section(GenerateConfig, "Batch inference only.")

@@ -56,6 +56,10 @@ def smoke(config: Config, command: str) -> Config:
         "save.every": 0,
         "track.wandb": False,
     }
+    reward = config.reward.model_dump(exclude_unset=True)
+    for name in ("terms", "by_source"):
+        if name in reward:
+            changes[f"reward.{name}"] = _with_tiny_models(reward[name], changes["model.path"])
     if command == "sft" and config.sft.teacher:
         changes["sft.teacher"] = changes["model.path"]
     if command == "generate":
@@ -67,6 +71,17 @@ def smoke(config: Config, command: str) -> Config:
         if config.algorithm.overlong.buffer:
             changes["algorithm.overlong.buffer"] = TOKENS // 2
     return load(config, [f"{name}={json.dumps(value)}" for name, value in changes.items()])
+
+
+def _with_tiny_models(value: Any, path: str) -> Any:
+    """The same terms, those of reward models with an untrained one."""
+    if isinstance(value, list | tuple):
+        return [_with_tiny_models(item, path) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("verifier") == "model":
+        return value | {"args": value["args"] | {"path": path, "normalise": False}}
+    return {name: _with_tiny_models(item, path) for name, item in value.items()}
 
 
 def model_type(config: Config) -> str:

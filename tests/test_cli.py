@@ -39,6 +39,7 @@ COMMANDS = {
     "algorithms",
     "doctor",
     "dpo",
+    "reward-model",
     "report",
 }
 

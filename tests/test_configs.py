@@ -40,6 +40,16 @@ TINY = {
     "lightrft_aqa": "qwen2_audio",
     "lightrft_grm_sft": "qwen2_5_vl",
     "lightrft_grm_rl": "qwen2_vl",
+    "rm": "qwen2_5_vl",
+    "prm": "qwen2",
+    "lightrft_srm_vl": "qwen2_5_vl",
+    "text_ppo": "llama",
+    "text_grpo": "qwen3",
+    "text_rpp": "qwen2",
+    "text_rpp_baseline": "qwen2",
+    "lightrft_gsm8k": "qwen2",
+    "lightrft_geo3k": "qwen2_5_vl",
+    "lightrft_geo3k_ppo": "qwen2_vl",
 }
 CALL = '<grounding>{"bbox_2d": [0, 0, 0.5, 0.5], "source": "original_image"}</grounding>'
 COMMANDS = {
@@ -53,8 +63,11 @@ COMMANDS = {
     "kd": "sft",
     "continue_pretrain": "sft",
     "lightrft_grm_sft": "sft",
+    "rm": "reward-model",
+    "prm": "reward-model",
+    "lightrft_srm_vl": "reward-model",
 }
-SHOWN = {"rl": "reward/mean", "sft": "sft/loss", "dpo": "dpo/loss"}
+SHOWN = {"rl": "reward/mean", "sft": "sft/loss", "dpo": "dpo/loss", "reward-model": "rm/loss"}
 SUMS = [(n, n + 3) for n in range(8)]
 
 
@@ -159,7 +172,25 @@ def rows(tmp_path_factory: pytest.TempPathFactory, image: Any) -> dict[str, str]
             "path2": "0.png",
             "confidence": 0.99,
         },
+        "prm": lambda q, a, i: {"input": f"{q} Add. ки\nIt is {a}. ки", "label": ["+", "-"]},
+        "lightrft_srm_vl": lambda q, a, i: {
+            "prompt": q,
+            "images": [i, "0.png"],
+            "chosen": "<image>",
+            "rejected": "<image>",
+        },
     }
+    layouts["rm"] = layouts["dpo"]
+    for name in ("text_ppo", "text_grpo", "text_rpp", "text_rpp_baseline"):
+        layouts[name] = lambda q, a, i: {"prompt": q}
+    layouts["lightrft_gsm8k"] = lambda q, a, i: {"prompt": q, "reference": a, "label": "gsm8k_rule"}
+    for name in ("lightrft_geo3k", "lightrft_geo3k_ppo"):
+        layouts[name] = lambda q, a, i: {
+            "prompt": [{"role": "user", "content": q}],
+            "images": [i],
+            "reference": a,
+            "label": "geo3k_rule",
+        }
     layouts["minio3_rl"] = lambda q, a, i: {
         "doc_id": i,
         "problem": f"<image>{q}",
@@ -185,6 +216,9 @@ def runnable(name: str, rows: dict[str, str], out: Path) -> Config:
         changes.append(f"sft.teacher=tiny:{TINY[name]}")
     if config.eval.suites:
         changes.append(f"eval.folder={rows['public']}")
+    if any(term.verifier == "model" for term in config.reward.terms):
+        term = {"verifier": "model", "args": {"path": f"tiny:{TINY[name]}"}}
+        changes.append(f"reward.terms={json.dumps([term])}")
     return defaults_for(command_of(name), load(config, changes))
 
 

@@ -48,7 +48,7 @@ from saccade.forest import halves
 from saccade.logprobs import read_logprobs
 from saccade.models import lora
 from saccade.models.families import Family
-from saccade.models.heads import read_scores
+from saccade.models.heads import RewardHead, read_scores, save_reward, without_reward
 from saccade.models.load import banned_mask, hidden_states, media_inputs, negated
 from saccade.transfer import to_device
 from saccade.types import Batch, Metrics
@@ -377,10 +377,13 @@ class LocalBackend:
     def save_model(self, folder: Path) -> None:
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
         assert self.optimizer is None or trained == self.optimizer.parameters.keys()
-        if lora.is_adapted(self.model):
-            lora.save(self.model, folder)
-        else:
-            self.model.save_pretrained(folder)  # type: ignore[operator]
+        with without_reward(self.model) as head:  # the rest is a model that anybody can load
+            if lora.is_adapted(self.model):
+                lora.save(self.model, folder)
+            else:
+                self.model.save_pretrained(folder)  # type: ignore[operator]
+        if head is not None:
+            save_reward(head, folder)
 
     def saved_bytes(self) -> int:
         state = self.optimizer.state() if self.optimizer is not None else {}
@@ -427,7 +430,8 @@ class LocalBackend:
     @property
     def _weights_are_state(self) -> bool:
         """No model folder holds those of a critic, nor of a reference that moves."""
-        return self.optimizer is None or hasattr(self.model, "score")
+        score = getattr(self.model, "score", None)
+        return self.optimizer is None or not isinstance(score, RewardHead | None)
 
 
 def _backward(loss_of: Callable[[Batch], tuple[Tensor, S]], batch: Batch) -> S:

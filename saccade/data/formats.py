@@ -79,8 +79,9 @@ FORMATS: Mapping[str, Format] = {
     for format in (
         Format(
             name="messages",
-            matches=lambda columns: any(
-                name in columns for name in ("messages", "message", "input")
+            matches=lambda columns: (
+                any(name in columns for name in ("messages", "message", "input"))
+                and not {"input", "label"} <= set(columns)
             ),
             prompt=("messages", "message", "input"),
             answer=("answer", "solution"),
@@ -155,6 +156,14 @@ FORMATS: Mapping[str, Format] = {
             answer=("answer", "solution"),
             candidates={"output": ("output", "completion")},
             label=("label",),
+        ),
+        Format(  # `label`, one entry per step, stays in `extra`
+            name="steps",
+            matches=lambda columns: (
+                {"input", "label"} <= set(columns) and not {"output", "completion"} & set(columns)
+            ),
+            prompt=("input", "prompt", "messages", "conversations"),
+            answer=("answer", "solution"),
         ),
     )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from saccade import footprint
 from saccade.backends.features import MAX_BYTES as FEATURE_BYTES
@@ -11,6 +12,7 @@ from saccade.engines.embedded import CPU_CACHE_BYTES, PREFILL_TOKENS
 from saccade.estimate.plan import Plan
 from saccade.estimate.sizing import Skeleton
 from saccade.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK
+from saccade.rewards.learned import model_terms
 from saccade.types import Batch
 
 GIB = 2**30
@@ -57,7 +59,7 @@ def total(items: Sequence[Item]) -> float:
 
 
 def memory_of(plan: Plan) -> Memory:
-    always = [*_model(plan.policy, plan, ""), *_reference(plan), *_features(plan)]
+    always = [*_model(plan.policy, plan, ""), *_reference(plan), *_features(plan), *_learned(plan)]
     if plan.critic is not None:
         always += _model(plan.critic, plan, " of the critic")
     free = plan.limit - total(always)
@@ -93,6 +95,17 @@ def _reference(plan: Plan) -> list[Item]:
         averaged = update == "ema" and plan.element < 4
         size = plan.whole.weights * (3 if averaged else 1)
     return [Item(name="reference", gib=size / GIB, phase="always")] if size else []
+
+
+def _learned(plan: Plan) -> list[Item]:
+    """Reward models that do not leave the GPU; others come when everything else has gone."""
+    reward = plan.config.reward
+    folders = {Path(args["path"]) for args in model_terms(reward)}
+    files = [file for folder in folders for file in folder.glob("*.safetensors")]
+    size = sum(file.stat().st_size for file in files) / GIB
+    if not size or reward.offload:
+        return []
+    return [Item(name="reward models", gib=size, phase="always")]
 
 
 def _features(plan: Plan) -> list[Item]:

@@ -106,12 +106,16 @@ class Chat:
             np.concatenate(ids), np.concatenate(sources), messages[: turns[-1] + 1], measure
         )
 
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text by itself; special tokens in it are prose."""
+        return self._encode(self._guard(text))
+
     def encode_document(self, text: str) -> np.ndarray:
         """Ids of a text without a template, and an end."""
         end = self.tokenizer.eos_token_id
         end = self.end_of_turn if end is None else end
         ends = [] if end is None else [end]
-        return np.concatenate([self._encode(self._guard(text)), np.array(ends, np.int64)])
+        return np.concatenate([self.encode(text), np.array(ends, np.int64)])
 
     def render_continuation(
         self, messages: Sequence[Message], measure: Measure, *, last_id: int

@@ -7,7 +7,9 @@ this.begin(total, backend, family, parts=kept(config, family, backend, this.star
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from saccade.backends.local import LocalBackend
 from saccade.checkpoint import copy_processor
@@ -30,12 +32,20 @@ class Average:
 
 
 def kept(
-    config: Config, family: Family, policy: LocalBackend, start: Path | None
+    config: Config,
+    family: Family,
+    policy: LocalBackend,
+    start: Path | None,
+    attach: Callable[[Any], object] = lambda model: None,
 ) -> dict[str, Average]:
-    """Nothing, unless the config wants an average; `start` is the checkpoint to go on from."""
+    """Nothing, unless the config wants an average; `start` is the checkpoint to go on from.
+    `attach` gives its model what the policy's has beside the folder's weights.
+    """
     if not config.train.ema:
         return {}
-    average = LocalBackend(parts.load_policy(config, family).model, family)
+    model = parts.load_policy(config, family).model
+    attach(model)
+    average = LocalBackend(model, family)
     if start is not None:
         average.load_state(start / "state" / FOLDER)
     policy.follow_with(average, 1 - config.train.ema)

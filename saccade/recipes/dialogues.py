@@ -13,13 +13,14 @@ import numpy as np
 
 from saccade.algorithms.comparison import CHOSEN, REJECTED
 from saccade.models.families import Family
-from saccade.types import Group, Message, Rendered, Sample, Source, Trajectory
+from saccade.models.rating import from_turn, judged, written
+from saccade.types import Group, Rendered, Sample, Source, Trajectory
 
 
 def dialogue(sample: Sample, family: Family, loss_on: str) -> Group:
     rendered = family.render_dialogue(sample.messages)
     sources = TRAINED[loss_on](rendered.sources, family.chat.is_text(rendered.ids))
-    return _group(sample, [_written(sample, 0, rendered, sources, sample.messages)])
+    return _group(sample, [written(sample.id, 0, rendered, sources, sample.messages)])
 
 
 def document(sample: Sample, family: Family, max_tokens: int) -> Group:
@@ -32,7 +33,7 @@ def document(sample: Sample, family: Family, max_tokens: int) -> Group:
     return _group(
         sample,
         [
-            _written(sample, n, r, _all(r.sources, np.ones(len(r), bool)), sample.messages)
+            written(sample.id, n, r, _all(r.sources, np.ones(len(r), bool)), sample.messages)
             for n, r in enumerate(rendered)
         ],
     )
@@ -43,46 +44,15 @@ def compared(sample: Sample, family: Family) -> Group:
     sides = [CHOSEN, REJECTED]
     if sample.desirable is not None:
         sides = [CHOSEN if sample.desirable else REJECTED]
-    earlier = sum(message.role == "assistant" for message in sample.messages)
-    members = []
-    for side, candidate in zip(sides, sample.candidates, strict=True):
-        messages = (*sample.messages, *candidate)
-        rendered = family.render_dialogue(messages)
-        sources = from_turn(rendered.sources, earlier)
-        members.append(_written(sample, side, rendered, sources, messages))
+    members = [
+        judged(sample.id, side, sample.messages, candidate, family)
+        for side, candidate in zip(sides, sample.candidates, strict=True)
+    ]
     return _group(sample, members)
-
-
-def _written(
-    sample: Sample,
-    repeat: int,
-    rendered: Rendered,
-    sources: np.ndarray,
-    messages: tuple[Message, ...],
-) -> Trajectory:
-    """As if somebody else had sampled it."""
-    return Trajectory(
-        sample_id=sample.id,
-        repeat=repeat,
-        ids=rendered.ids,
-        sources=sources,
-        logprobs=np.full(len(rendered), np.nan, np.float32),
-        versions=np.full(len(rendered), -1, np.int32),
-        media=rendered.media,
-        messages=messages,
-    )
 
 
 def _group(sample: Sample, trajectories: Sequence[Trajectory]) -> Group:
     return Group(sample=sample, uid=sample.id, trajectories=tuple(trajectories))
-
-
-def from_turn(sources: np.ndarray, first: int) -> np.ndarray:
-    """Trained from the assistant's turn number `first` on; negative ones count from the end."""
-    policy = np.flatnonzero(sources == Source.POLICY)
-    starts = policy[np.diff(policy, prepend=-2) > 1]
-    earlier = (sources == Source.POLICY) & (np.arange(len(sources)) < starts[first])
-    return np.where(earlier, Source.PROMPT, sources)
 
 
 def _all(sources: np.ndarray, is_text: np.ndarray) -> np.ndarray:

@@ -42,7 +42,7 @@ from saccade.rewards.sample import RewardSample, image_records
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
-from saccade.rollout.scoring import RewardStream, parsed, thinks
+from saccade.rollout.scoring import RewardStream, make_room, parsed, thinks
 from saccade.tracking.console import Console
 from saccade.tracking.eval_report import RESULTS, table_lines, write_eval_report
 from saccade.tracking.metrics import episode_metrics
@@ -163,6 +163,7 @@ def evaluate_set(
         progress=progress,
     )
     tables: dict[str, Table] = {}
+    make_room(engine, scorer)
     if scorer is not None or gives_rewards(config.env):  # else nobody has judged anything
         groups = stream.attach(groups, progress)
         tables = _tables(groups, cuts, limits)
@@ -289,6 +290,11 @@ def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
     scorer = parts.make_scorer(config)
     if scorer is None:
         raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
+    if scorer.learned is not None:
+        raise ConfigError(
+            "reward.terms: --rescore has answers only, and a reward model reads the whole "
+            "conversation; remove the terms of `model`"
+        )
     rows = [json.loads(line) for line in samples.read_bytes().split(b"\n") if line]
     with scorer:
         _require_pictures(config, rows)

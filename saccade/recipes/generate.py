@@ -26,7 +26,7 @@ from saccade.recipes import parts
 from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.recipes.selection import SELECT, write_selected
 from saccade.rollout.collect import collect
-from saccade.rollout.scoring import RewardStream
+from saccade.rollout.scoring import RewardStream, make_room
 from saccade.tracking.console import Console
 from saccade.types import Group
 
@@ -72,6 +72,7 @@ def run(config: Any) -> dict[str, Any]:
                     on_finish=stream.submit,
                     progress=console.progress,
                 )
+            make_room(engine, scorer)
             if scorer is not None or gives_rewards(config.env):
                 groups = stream.attach(groups, console.progress)
             if config.generate.select == "correct":

@@ -36,11 +36,12 @@ from saccade.errors import DataError
 from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.models.load import pick_dtype
+from saccade.models.rating import judged_length, shows_media
 from saccade.recipes import parts
 from saccade.recipes.dialogues import compared
 from saccade.recipes.lengths import remembered, renderer
 from saccade.recipes.run import Run, damage
-from saccade.types import Batch, Group, Sample
+from saccade.types import Batch, Group, Message, Sample
 
 BLOCK = 1024  # rows between two writes of the reference's totals
 Totals = Callable[[Sequence[Batch], Sequence[Group]], list[np.ndarray]]  # [sequences] per batch
@@ -50,34 +51,50 @@ Totals = Callable[[Sequence[Batch], Sequence[Group]], list[np.ndarray]]  # [sequ
 
 
 def load_pairs(
-    config: Config, sources: Sequence[DataSource], family: Family, *, paired: bool
+    config: Config,
+    sources: Sequence[DataSource],
+    family: Family,
+    *,
+    paired: bool,
+    judge: Callable[[Sample], object] | None = None,
 ) -> datasets.Dataset:
-    """Candidates of questions that are worded as in RL. Ties are left out: they prefer nothing."""
+    """Candidates of questions that are worded as in RL. Ties are left out: they prefer nothing.
+
+    `judge`: a model that scores reads them, refusing what it cannot use. It looks at media in a
+    reply, too, and may want ties.
+    """
     instruction = parts.instruction_of(config)
 
     def word(sample: Sample) -> Sample:
         if not sample.candidates:
-            raise RowError("nothing to compare; dpo reads chosen and rejected, or output and label")
+            raise RowError("nothing to compare; rows need chosen and rejected, or output and label")
         if paired and len(sample.candidates) < 2:
             raise RowError("one labelled response; dpo.loss=kto learns from such rows")
-        turns = [message for candidate in sample.candidates for message in candidate]
-        if any(message.media for message in turns if message.role == "assistant"):
+        if judge is not None:
+            judge(sample)
+        elif any(shows_media(candidate) for candidate in sample.candidates):
             raise RowError("a reply holds an image, and the model writes text only")
         sample = chosen_first(sample)
         return prompts.apply(sample, config.prompt, instruction=instruction)
 
-    limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": config.dpo.max_tokens})
+    longest_row = config.dpo.max_tokens if judge is None else config.reward_model.max_tokens
+    limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": longest_row})
     with remembered(config, family, "dialogue", word, family.render_dialogue) as length:
 
+        def side(sample: Sample, candidate: tuple[Message, ...]) -> int:
+            if shows_media(candidate):
+                return judged_length(word(sample).messages, candidate, family)
+            return length(replace(sample, messages=(*sample.messages, *candidate)))
+
         def longest(sample: Sample) -> int:
-            whole = [replace(sample, messages=(*sample.messages, *c)) for c in sample.candidates]
-            return max(length(one) for one in whole or [sample])
+            return max(side(sample, c) for c in word(sample).candidates)
 
         data = datasets.load(sources, limits, length=longest)
-    return datasets.keep(parts.worded(data, word), lambda sample: not _is_tie(sample))
+    data = parts.worded(data, word)
+    return data if judge else datasets.keep(data, lambda sample: not is_tie(sample))
 
 
-def _is_tie(sample: Sample) -> bool:
+def is_tie(sample: Sample) -> bool:
     alike = len(sample.candidates) == 2 and sample.candidates[0] == sample.candidates[1]
     return alike or label_of(sample) == "C"
 

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ import torch
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.backends import Reference
+from saccade.backends.learned import LearnedReward
 from saccade.backends.local import LocalBackend
 from saccade.backends.reference import AdapterReference
 from saccade.config import ADAPTED, Config, DataConfig, DataSource
@@ -30,7 +32,7 @@ from saccade.environments import Environment, stop_strings, texts_hash
 from saccade.errors import ConfigError, DataError
 from saccade.models import lora, tiny
 from saccade.models.families import Family, load_family
-from saccade.models.heads import attach_score
+from saccade.models.heads import attach_score, start_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
 from saccade.recipes.lengths import remembered
 from saccade.rewards.formats import FORMATS
@@ -140,6 +142,8 @@ def load_critic(
     train = "full" if config.model.train in ADAPTED else None
     policy = load_policy(config, family, folder=algorithm.critic.path, train=train)
     attach_score(policy.model, seed=config.run.seed)
+    if algorithm.critic.path is not None:
+        start_score(policy.model, Path(algorithm.critic.path))
     return LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
 
 
@@ -324,6 +328,7 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
         prompt_format=config.prompt.format,
         max_tokens=config.rollout.max_tokens,
         overlong=(penalty.buffer, penalty.factor, penalty.max_tokens) if penalty else None,
+        load_model=partial(load_learned, config),
     )
     idle = {"judge": scorer.judge is None, "remote": not scorer.elsewhere}
     for name, unused in idle.items():
@@ -336,6 +341,20 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
                 f"add {who} to reward.terms, or remove it"
             )
     return scorer
+
+
+def load_learned(config: Config, path: str) -> LearnedReward:
+    """A reward model of a term; in this process, beside the policy."""
+    device = device_of(config)
+    return LearnedReward.load(
+        model_folder(config, path),
+        device=device,
+        dtype=pick_dtype(config.model.dtype, device),
+        micro_tokens=config.train.micro_tokens,
+        offload=config.reward.offload,
+        trust_remote_code=config.model.trust_remote_code,
+        untrained=path.startswith("tiny:"),
+    )
 
 
 def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample]) -> None:

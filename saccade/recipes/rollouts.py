@@ -19,7 +19,7 @@ from saccade.errors import RewardError, TrainingError
 from saccade.recipes import parts
 from saccade.recipes.run import Run
 from saccade.rollout.collect import collect
-from saccade.rollout.scoring import RewardStream, parsed, thinks
+from saccade.rollout.scoring import RewardStream, make_room, parsed, thinks
 from saccade.rollout.stored import load_groups, save_groups
 from saccade.tracking.metrics import group_metrics
 from saccade.types import Group, Metrics, Sample
@@ -113,6 +113,7 @@ def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:
         on_finish=rewards.submit,
         progress=run.watch,
     )
+    make_room(actors.engine, actors.scorer)
     with run.console.phase("reward_wait"):
         groups = rewards.attach(groups, run.watch)
     check_errors(groups, config)

@@ -9,14 +9,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from saccade import checks
-from saccade.config import load
+from saccade.config import Config, load
 from saccade.rewards.scorer import Scorer
 from saccade.serving.http import make_token
 from saccade.serving.reward_server import PATH, open_server
 from saccade.serving.rewards import RewardService
+
+if TYPE_CHECKING:
+    from saccade.backends.learned import LearnedReward
 
 GLANCE = 0.2  # seconds between two looks at whether to stop
 GRACE = 30.0  # seconds for what is under way when the service is told to stop
@@ -39,6 +43,7 @@ def serve(
         prompt_format=config.prompt.format,
         max_tokens=config.rollout.max_tokens,
         isolate=True,
+        load_model=partial(_load_model, config),
     )
     service = RewardService(scorer, config.reward.serve, config.data)
     try:
@@ -60,3 +65,9 @@ def serve(
             say(f"some samples were not scored after {GRACE:g} s; their clients get no reply")
     finally:
         service.close()
+
+
+def _load_model(config: Config, path: str) -> LearnedReward:
+    from saccade.recipes.parts import load_learned  # torch only where a model scores
+
+    return load_learned(config, path)

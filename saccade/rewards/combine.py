@@ -37,6 +37,7 @@ class Term:
     function: Callable[..., Score] | None
     judged: bool = False  # what it leaves open goes to the judge
     elsewhere: bool = False  # scored by one of SCORERS, a service or a model
+    learned: bool = False  # a model scores it, many samples at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,8 @@ class Recipe:
 
     @cached_property
     def waits(self) -> bool:
-        """Whether a term is scored elsewhere, by a worker or a judge."""
-        return any(term.function is None or term.judged for term in self.terms)
+        """Whether a term is scored elsewhere, by a worker, a judge or a model."""
+        return any(term.function is None or term.judged or term.learned for term in self.terms)
 
     @cached_property
     def knows_limit(self) -> bool:

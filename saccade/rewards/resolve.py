@@ -142,6 +142,7 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
         args=args,
         function=None if verifier.isolated else verifier.function,
         judged=verifier.judged,
+        learned=verifier.learned,
     )
 
 

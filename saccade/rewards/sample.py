@@ -44,12 +44,23 @@ class RewardSample:
     think_prefilled: bool = False  # the template already opened <think>
     max_tokens: int = 0  # 0: the limit of the run
     media: Sequence[Media] = field(default=(), repr=False)  # of the question; stays in this process
+    asked: Sequence[Message] = field(default=(), repr=False)  # the question; it stays, too
+    replied: Sequence[Message] = field(default=(), repr=False)  # all that followed
 
     @property
     def golds(self) -> tuple[str, ...]:
         """Every text that counts as the right answer."""
         own = (self.answer,) if isinstance(self.answer, str) else tuple(self.answer or ())
         return own if not self.references else tuple(dict.fromkeys((*own, *self.references)))
+
+    @property
+    def conversation(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """Question and what followed, with pictures where they were shown. Of a sample that came
+        over a wire both are made from its texts: an <image> stands for the next of its media.
+        """
+        reply = Message(role="assistant", parts=(self.response,))
+        asked = tuple(self.asked) or _messages(self.messages, self.media)
+        return asked, tuple(self.replied) or (reply,)
 
     @property
     def text(self) -> str:
@@ -69,7 +80,8 @@ def no_gold(sample: RewardSample) -> Score:
 
 
 _BULKY = frozenset({"prompt", "messages", "turns", "token_ids", "observations", "images", "extra"})
-_FIELDS = tuple(field.name for field in fields(RewardSample) if field.name != "media")
+_HERE = ("media", "asked", "replied")  # what never leaves this process
+_FIELDS = tuple(field.name for field in fields(RewardSample) if field.name not in _HERE)
 _BRIEF_FIELDS = tuple(name for name in _FIELDS if name not in _BULKY)
 
 
@@ -99,11 +111,28 @@ def reward_sample(sample: Sample, response: str, **known: Any) -> RewardSample:
         "turns": (response,),
         "images": image_records(sample.media),
         "media": sample.media,
+        "asked": sample.messages,
         "answer": sample.answer,
         "choices": sample.choices,
         "extra": sample.extra,
     }
     return RewardSample(**(row | known))
+
+
+def _messages(messages: Sequence[Mapping[str, Any]], media: Sequence[Media]) -> tuple[Message, ...]:
+    left = list(media)
+    found = []
+    for message in messages:
+        parts: list[str | Media] = []
+        for number, text in enumerate(str(message["content"]).split("<image>")):
+            if number:
+                parts.append(left.pop(0) if left else "<image>")
+            if text:
+                parts.append(text)
+        found.append(Message(role=message["role"], parts=tuple(parts)))
+    if left:
+        raise ValueError(f"{len(media)} images but fewer places for them in the messages")
+    return tuple(found)
 
 
 def image_records(media: Sequence[Media]) -> list[dict[str, Any]]:

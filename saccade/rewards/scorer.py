@@ -25,6 +25,7 @@ from saccade.errors import ConfigError
 from saccade.rewards.combine import Recipe, Scored, Term, combine
 from saccade.rewards.custom import split_name
 from saccade.rewards.judge import Judge
+from saccade.rewards.learned import Learned, RewardModel
 from saccade.rewards.pool import WorkerPool
 from saccade.rewards.resolve import resolve_recipes, unknown
 from saccade.rewards.sample import RewardSample
@@ -45,9 +46,11 @@ class Scorer:
         max_tokens: int,
         overlong: tuple[int, float, int] | None = None,
         isolate: bool = False,
+        load_model: Callable[[str], RewardModel] | None = None,
     ) -> None:
         """`overlong` is (buffer, factor, limit) of algorithm.overlong; a buffer of 0 means none.
         `isolate` puts every rule into the worker processes, also those that need not be there.
+        `load_model` makes a folder into what scores; without it terms of models abstain.
         """
         self.max_tokens = max_tokens
         self.recipes: Mapping[str, Recipe]
@@ -60,7 +63,7 @@ class Scorer:
             self.default = self.default and _isolated(self.default)
         everything = [*self.recipes.values(), *filter(None, [self.default])]
         terms = [term for recipe in everything for term in recipe.terms]
-        isolated = [term for term in terms if not term.function and not term.elsewhere]
+        isolated = [t for t in terms if not (t.function or t.elsewhere or t.learned)]
         judged = {term.verifier for term in terms if term.judged}
         if "judge" in judged and config.judge.on_failure == "rule":
             raise ConfigError(
@@ -70,6 +73,11 @@ class Scorer:
         self.judge = Judge(config.judge) if judged else None
         if self.judge is not None:
             self.judge.check()
+        learned = [term for term in terms if term.learned and load_model is not None]
+        self.learned = Learned(load_model) if learned and load_model is not None else None
+        for term in learned:
+            assert self.learned is not None
+            self.learned.prepare(term.args)
         self.pool = WorkerPool(config.workers, config.deadline) if isolated else None
         self.elsewhere: dict[str, tuple[str, TermScorer]] = {}  # and the name of its first term
         for term in isolated:
@@ -139,8 +147,14 @@ class Scorer:
         future.set_result(begun)
         return future
 
+    def flush(self) -> None:
+        """What waits for a model is scored now, in this thread; nothing without models."""
+        if self.learned is not None:
+            self.learned.flush()
+
     def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
         begun = [self._begin(sample) for sample in samples]
+        self.flush()
         return [each.result() if isinstance(each, Future) else each for each in begun]
 
     def _begin(self, sample: RewardSample) -> Scored | Future[Scored]:
@@ -157,9 +171,11 @@ class Scorer:
         return _when_all(recipe, scores, asked)
 
     def _elsewhere(self, term: Term, sample: RewardSample) -> Future[Score] | None:
-        """By a worker, a judge, one after the other, or by whoever is named; None where the term
-        is scored in place.
+        """By a worker, a judge, one after the other, by a model, or by whoever is named; None where
+        the term is scored in place.
         """
+        if term.learned and self.learned is not None:
+            return self.learned.submit(term.args, sample)
         if term.elsewhere:
             return self.elsewhere[_key(term)][1].submit(sample)
         working = None

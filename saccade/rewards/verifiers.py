@@ -20,6 +20,7 @@ from saccade.rewards.formats import FORMATS, check_think_boxed
 from saccade.rewards.grounding import iou, point, right_boxes, right_point
 from saccade.rewards.hybrid import hybrid, judge
 from saccade.rewards.labels import joined, labels_f1, labels_recall, token_f1, token_recall
+from saccade.rewards.learned import model
 from saccade.rewards.maths import math
 from saccade.rewards.medical import medical
 from saccade.rewards.numbers import count, gsm8k, number
@@ -43,6 +44,7 @@ class Verifier:
     kind: Literal["outcome", "format", "shaping"] = "outcome"
     needs_answer: bool = True
     judged: bool = False  # what it leaves open goes to the judge
+    learned: bool = False  # a model scores it, many samples at once
     deadline: float | None = None  # seconds, where it is shorter than reward.deadline
     prepare: Callable[[], object] | None = None  # slow imports, before the deadline counts
     graded: bool = False  # an answer may be partly right
@@ -105,6 +107,7 @@ VERIFIERS: dict[str, Verifier] = {
     "iou": Verifier(function=iou, graded=True, right=right_boxes),
     "point": Verifier(function=point, graded=True, right=right_point),
     "sokoban": Verifier(function=sokoban, needs_answer=False),
+    "model": Verifier(function=model, needs_answer=False, learned=True),
     "judge": Verifier(function=judge, judged=True),
     "hybrid": _mathematics(hybrid, judged=True),
     **{f"format:{name}": _format(form.check) for name, form in FORMATS.items() if form.check},

@@ -12,10 +12,12 @@ from dataclasses import replace
 from math import isfinite
 from typing import Protocol
 
+from saccade.engines import Engine
 from saccade.models.families import Family
 from saccade.rewards.combine import DROP_GROUP, Scored
 from saccade.rewards.extract import has_think
 from saccade.rewards.sample import RewardSample, reward_sample
+from saccade.rewards.scorer import Scorer
 from saccade.types import ALWAYS_EXCLUDED, Group, Message, Sample, Trajectory
 
 GLANCE = 0.25  # seconds between two looks at rewards that are still out
@@ -24,6 +26,10 @@ Progress = Callable[[int, int], None]  # done, all
 
 class Scores(Protocol):
     def submit(self, sample: RewardSample) -> Future[Scored]: ...
+
+    def flush(self) -> None:
+        """Begin with what was kept back to be scored together."""
+        ...
 
 
 class RewardStream:
@@ -45,6 +51,8 @@ class RewardStream:
 
     def attach(self, groups: Sequence[Group], progress: Progress | None = None) -> list[Group]:
         """Waits for the rewards that are still out; `progress` hears of it and may raise."""
+        if self.scorer is not None:
+            self.scorer.flush()
         out = set(self._pending.values()) if progress is not None else set()
         while progress is not None and (out := wait(out, timeout=GLANCE).not_done):
             progress(len(self._pending) - len(out), len(self._pending))
@@ -91,6 +99,12 @@ class RewardStream:
         )
 
 
+def make_room(engine: Engine, scorer: Scorer | None) -> None:
+    """Before learned rewards are scored: the engine's cache and they may not fit together."""
+    if scorer is not None and scorer.learned is not None:
+        engine.sleep()
+
+
 def _dropped_together(group: Group) -> Group:
     """Where a reward failed that costs the whole group, nobody else is compared either."""
     everybody = [*group.trajectories, *filter(None, [group.greedy])]
@@ -126,6 +140,7 @@ def seen_by_reward(question: RewardSample, trajectory: Trajectory, family: Famil
         question,
         response=turns[0] if len(turns) == 1 else family.decode(trajectory.response_ids),
         turns=turns,
+        replied=added,
         observations=tuple(_shown(m) for m in added if m.role != "assistant"),
         token_ids=trajectory.response_ids.tolist(),
         length=trajectory.response_length,

@@ -91,6 +91,12 @@ CHARTS: tuple[Chart, ...] = (
         title="Rewards of preferences",
         metrics={"dpo/reward_chosen": "chosen", "dpo/reward_rejected": "rejected"},
     ),
+    Chart(title="Reward model: loss", metrics={"rm/loss": "loss"}),
+    Chart(title="Reward model: judged right", metrics={"rm/accuracy": "accuracy"}, percent=True),
+    Chart(
+        title="Reward model: scores",
+        metrics={"rm/chosen_mean": "chosen", "rm/rejected_mean": "rejected"},
+    ),
     Chart(
         title="Response tokens",
         metrics={"length/response_mean": "mean", "length/response_p95": "95th percentile"},

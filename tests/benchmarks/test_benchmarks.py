@@ -177,3 +177,16 @@ def test_a_killed_worker_of_the_reward_service_loses_and_doubles_nothing() -> No
         assert results[way]["right"] == 80 and results[way]["killed"] == 1
     assert results["scored"] == {"asked": 176, "logged": 176}
     assert results["workers_replaced"] == 2 and results["errors"] == 0
+
+
+def test_the_curves_of_a_reward_model_are_a_picture(tmp_path: Path) -> None:
+    from xml.etree import ElementTree
+
+    from reward_model import CURVES, picture, write_rows
+
+    rising = [(step, step / 10) for step in range(0, 11, 5)]
+    drawn = ElementTree.fromstring(picture([dict.fromkeys(CURVES, rising)] * 2))
+    assert len([line for line in drawn.iter() if line.get("stroke-width") == "2.5"]) == 2
+    write_rows(tmp_path, seed=0)
+    pairs = (tmp_path / "held-pairs.jsonl").read_text()
+    assert pairs.count("\n") == 128 and '"answer"' not in pairs

@@ -93,6 +93,7 @@ ROWS = {
     },
     "sides": {"prompt": "2+2?", "a": "5", "b": "4", "labels": {"preference": "B"}},
     "labels": {"input": "2+2?", "output": "4", "label": 1},
+    "steps": {"input": "2+2? 5 !", "label": ["-"]},
 }
 READ = {
     "messages": ([("user", "*|Find x.")], "$42$", "file"),
@@ -114,6 +115,7 @@ READ = {
     "pairs": ([("user", "*|Describe.")], None, "file"),
     "sides": ([("user", "2+2?")], None, "file"),
     "labels": ([("user", "2+2?")], None, "file"),
+    "steps": ([("user", "2+2? 5 !")], None, "file"),
 }
 
 

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from saccade.config import DataConfig, RewardConfig
+from saccade.config import DataConfig, load
 from saccade.errors import ConfigError, RewardError
 from saccade.recipes import rl
+from saccade.recipes.parts import load_learned
 from saccade.rewards.scorer import Scorer
 from saccade.schema import ServeConfig
 from saccade.serving.reward_server import open_server
 from saccade.serving.rewards import RewardService
 from saccade.tracking.loggers import read_metrics
-from tests.endpoints import Says, scripted
+from tests.endpoints import Says, fair_judge, scripted
 
 Make = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture
-def address() -> Iterator[str]:
-    config = RewardConfig(terms=["count"], workers=1)
-    scorer = Scorer(config, prompt_format="think_answer", max_tokens=64, isolate=True)
+MODEL = {"verifier": "model", "args": {"path": "tiny:qwen2_vl"}}
+
+
+@contextmanager
+def serving(*terms: Any, folder: Path | None = None) -> Iterator[str]:
+    config = load({"reward.terms": terms, "reward.workers": 1, "run.out": str(folder)})
+    scorer = Scorer(
+        config.reward,
+        prompt_format="think_answer",
+        max_tokens=64,
+        isolate=True,
+        load_model=partial(load_learned, config),
+    )
     service = RewardService(scorer, ServeConfig(), DataConfig())
     server = open_server(service, "127.0.0.1", 0, token="")
     thread = threading.Thread(target=server.serve_forever)
@@ -35,6 +47,12 @@ def address() -> Iterator[str]:
     server.server_close()
     service.close()
     thread.join()
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with serving("count") as url:
+        yield url
 
 
 def test_two_steps_with_a_service(tmp_path: Path, rl_config: Make, address: str) -> None:
@@ -49,6 +67,43 @@ def test_two_steps_with_a_service(tmp_path: Path, rl_config: Make, address: str)
         assert one["reward/mean"] == two_["reward/mean"]
         assert one["reward/count"] == two_["reward/remote"] == two_["reward/accuracy"]
         assert two_["service/remote/samples"] == 16 and two_["service/remote/failures"] == 0
+
+
+def test_a_model_scores_behind_the_service_as_at_home(tmp_path: Path, rl_config: Make) -> None:
+    """Both see the pictures: untrained models of one seed are the same model."""
+    learned = [{**MODEL, "name": "m"}]
+    rl.run(rl_config(tmp_path / "home") | {"run.max_steps": 1, "reward.terms": learned})
+    with serving(MODEL, folder=tmp_path) as url:
+        away = {"reward.terms": [{"verifier": "remote", "name": "m"}], "reward.remote.url": url}
+        away |= {"reward.remote.send_images": True}
+        rl.run(rl_config(tmp_path / "away") | {"run.max_steps": 1} | away)
+    (home,), (other,) = (read_metrics(tmp_path / name / "run") for name in ("home", "away"))
+    assert home["reward/std"] > 1e-3
+    assert other["reward/mean"] == pytest.approx(home["reward/mean"], abs=1e-5)
+    assert other["reward/std"] == pytest.approx(home["reward/std"], abs=1e-5)
+
+
+def test_rule_judge_model_and_service_in_one_run(
+    tmp_path: Path, rl_config: Make, address: str
+) -> None:
+    judge = {"verifier": "judge", "weight": 0.5, "args": {"order": ["last_number", "whole"]}}
+    terms = ["count", judge, {**MODEL, "weight": 0.25}, {"verifier": "remote", "weight": 0.125}]
+    with scripted(fair_judge) as endpoint:
+        config = rl_config(tmp_path) | {
+            "run.max_steps": 2,
+            "reward.by_source": {"counting": terms, "default": "r1v"},
+            "reward.terms": [],
+            "reward.judge.url": endpoint.url,
+            "reward.judge.model": "m",
+            "reward.remote.url": address,
+        }
+        rl.run(config)
+    for row in read_metrics(tmp_path / "run"):
+        parts = {name: row[f"reward/{name}"] for name in ("count", "judge", "model", "remote")}
+        assert parts["count"] == parts["remote"] == row["reward/accuracy"]
+        assert row["judge/calls"] > 0 and row["service/remote/failures"] == 0
+        whole = sum(w * parts[n] for n, w in zip(parts, (1, 0.5, 0.25, 0.125), strict=True))
+        assert row["reward/mean"] == pytest.approx(whole, abs=1e-5)
 
 
 def test_a_service_that_fails_stops_the_run(tmp_path: Path, rl_config: Make) -> None:

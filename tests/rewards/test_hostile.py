@@ -42,6 +42,7 @@ ARGS = {
     "length": {"target": 3},
     "iou": {"mode": "set"},
     "sokoban": {"mode": "lmmr1"},
+    "model": {"path": "tiny:qwen2"},
     "format:think_boxed": {"lenient": True},
 }
 ROW = {"level": "#####\n#@$.#\n#####", "bbox": [0, 0, 10, 10]}

@@ -34,6 +34,9 @@ class Given:
             self.last.set_result(self.left.pop(0))
         return self.last
 
+    def flush(self) -> None:
+        pass
+
 
 @pytest.fixture
 def group(grow: Callable[..., Group], family_of: Callable[[str], Family]) -> Group:

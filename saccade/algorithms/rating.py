@@ -1,0 +1,143 @@
+"""The losses of reward models on one micro-batch: pairs of scored sequences, or judged steps.
+
+    loss = sum over heads of weight * (sum of the losses of its labelled pairs) / labelled pairs
+    loss = sum over steps of the cross-entropy with their labels / steps
+
+`Rating` and `Steps` hold labels and denominators of a whole optimizer step, so micro-losses simply
+add up. A pair is a group of two sequences; its label says for each head whether the first (1), the
+second (-1) or neither (0) is better. NaN: nothing was said, which is no tie. Knows nothing of
+models. Axes: S sequences, P pairs, H heads, R reads, K tokens that name a verdict.
+
+    >>> row = of_pairs(Rating(loss="bt", heads={"preference": 1.0}), ids, labels, margins)
+    >>> loss, stats = rating_objective(row, scores, kappa, batch.keys)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.algorithms.comparison import ComparisonStats
+from saccade.algorithms.reward_model import REWARD_LOSSES, center, reward_metrics, tie
+from saccade.config import RewardModelConfig
+from saccade.types import Batch
+
+Keys = Sequence[tuple[str, int]]
+
+
+# -- pairs -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rating:
+    """A loss on pairs with the labels and counts of its optimizer step, as plain data."""
+
+    loss: str
+    heads: Mapping[str, float]  # name → weight, in the order of the model's scores
+    margin: float = 0.0
+    bounded: bool = False
+    center_coef: float = 0.0
+    tie_coef: float = 0.0
+    labels: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by sample, per head
+    margins: Mapping[str, float] = field(default_factory=dict)  # of samples that have their own
+    counts: tuple[int, ...] = ()  # pairs with a label, per head
+
+
+def from_config(config: RewardModelConfig) -> Rating:
+    own = config.margin if config.margin is not None else 0.1
+    return Rating(
+        loss=config.loss,
+        heads=dict(config.heads),
+        margin=own if config.loss == "bt" else 0.0,
+        bounded=bool(config.bounded),
+        center_coef=config.center_coef,
+        tie_coef=config.tie_coef,
+    )
+
+
+def of_pairs(
+    row: Rating,
+    ids: Sequence[str],
+    labels: Mapping[str, tuple[float, ...]],
+    margins: Mapping[str, float],
+) -> Rating:
+    """With what is known of the samples of an optimizer step."""
+    known = ~np.isnan(np.array([labels[id] for id in ids]).reshape(len(ids), len(row.heads)))
+    counts = tuple(known.sum(0).tolist())
+    return replace(row, labels=labels, margins=margins, counts=counts)
+
+
+def rating_objective(
+    row: Rating, scores: Tensor, kappa: Tensor, keys: Keys
+) -> tuple[Tensor, ComparisonStats]:
+    """scores [S, H], the sides of a pair next to each other."""
+    ids = [id for id, _ in keys[::2]]
+    assert ids == [id for id, _ in keys[1::2]], "the sides of a pair stand next to each other"
+    first, second = scores[0::2].T, scores[1::2].T
+    labels = scores.new_tensor([row.labels[id] for id in ids]).T
+    margins = scores.new_tensor([row.margins.get(id, row.margin) for id in ids])
+    loss, sums = scores.sum() * 0.0, dict[str, tuple[Tensor, Tensor]]()
+    for index, (name, weight) in enumerate(row.heads.items()):
+        label = labels[index]
+        upper = torch.where(label < 0, second[index], first[index])
+        lower = torch.where(label < 0, first[index], second[index])
+        decided, tied = label.abs() == 1, label == 0
+        chosen, rejected = upper[decided], lower[decided]
+        options: dict[str, dict[str, Any]] = {
+            "bt": {"margin": margins[decided]},
+            "hps": {"kappa": kappa, "bounded": row.bounded},
+        }
+        function = REWARD_LOSSES[row.loss].function
+        total = function(chosen, rejected, **options.get(row.loss, {})).sum()
+        if row.center_coef:
+            total = total + row.center_coef * center(chosen, rejected).sum()
+        total = total + row.tie_coef * tie(upper[tied], lower[tied]).sum()
+        loss = loss + weight * total / max(row.counts[index], 1)
+        found = {"accuracy" if n == "acc" else n: v for n, v in _metrics(chosen, rejected).items()}
+        both = scores.detach()[:, index].double()
+        found |= {"mean": both, "square": both**2}
+        sums |= {f"{name}/{what}": _total(values) for what, values in found.items()}
+    return loss, ComparisonStats(loss=loss.detach(), sums=sums)
+
+
+def _metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    return {name: values.double() for name, values in reward_metrics(chosen, rejected).items()}
+
+
+def _total(values: Tensor) -> tuple[Tensor, Tensor]:
+    return values.sum(), torch.tensor(len(values), device=values.device)
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Labels of the steps of an optimizer step's samples: how probable each token should be."""
+
+    labels: Mapping[str, np.ndarray]  # by sample: [steps, K], rows of sum 1
+    count: int
+
+
+def of_steps(ids: Sequence[str], labels: Mapping[str, np.ndarray]) -> Steps:
+    return Steps(labels=labels, count=sum(len(labels[id]) for id in ids))
+
+
+def steps_objective(row: Steps, logits: Tensor, batch: Batch) -> tuple[Tensor, ComparisonStats]:
+    """logits [R, K] of the tokens that name a verdict, at the steps of all sequences in order."""
+    wanted = np.concatenate([row.labels[id] for id, _ in batch.keys]).astype(np.float32)
+    target = torch.from_numpy(wanted).to(logits.device)
+    logprobs = logits.log_softmax(-1)
+    loss = -(target * logprobs).sum() / row.count
+    found = {
+        "accuracy": (logprobs.argmax(-1) == target.argmax(-1)).double(),
+        "good_mean": logprobs[:, 0].detach().exp().double(),
+        "label_mean": target[:, 0].double(),
+    }
+    sums = {f"steps/{what}": _total(values) for what, values in found.items()}
+    return loss, ComparisonStats(loss=loss.detach(), sums=sums)

@@ -1,0 +1,178 @@
+"""A trained reward model that scores responses: its own template, forests, rest between scorings.
+
+Samples of one question share it as a trunk. On a GPU the weights can wait in main memory; they do
+not change, so only the way in is a copy. Also what a reward service hosts.
+
+    model = LearnedReward.load("runs/rm/checkpoints/step-100", device=device, dtype=dtype)
+    model.score([RewardSample(id="a", response="7", messages=[...], media=[...])])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from saccade.backends import rating
+from saccade.backends.local import LocalBackend
+from saccade.errors import ConfigError
+from saccade.forest import pack
+from saccade.models.families import Family, load_family
+from saccade.models.heads import REWARD_FILE, RewardHead, attach_reward, load_reward
+from saccade.models.load import load_model
+from saccade.models.rating import Card, judged, read_card, stepped, verdict_ids, with_marks
+from saccade.rewards.sample import RewardSample
+from saccade.types import Batch, Group, Message, Sample, Trajectory
+
+SUMMARIES: dict[str, Callable[[np.ndarray], float]] = {
+    "mean": lambda values: float(values.mean()),
+    "min": lambda values: float(values.min()),
+    "last": lambda values: float(values[-1]),
+}
+
+
+class LearnedReward:
+    def __init__(
+        self,
+        model: nn.Module,
+        family: Family,
+        card: Card,
+        *,
+        micro_tokens: int = 16_384,
+        offload: bool = False,
+    ) -> None:
+        self.card, self.family, self.micro_tokens = card, family, micro_tokens
+        self.backend = LocalBackend(model, family)
+        self._tokens = verdict_ids(family, card.tokens)
+        self._resting: list[tuple[nn.Parameter, Tensor]] = []
+        if offload and self.backend.device.type == "cuda":
+            pairs = [(p, p.data.to("cpu").pin_memory()) for p in model.parameters()]
+            self._resting = pairs
+            self._rest()
+
+    @staticmethod
+    def load(
+        folder: str | Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        micro_tokens: int = 16_384,
+        offload: bool = False,
+        trust_remote_code: bool = False,
+        untrained: bool = False,
+    ) -> LearnedReward:
+        """`untrained`: a folder without a head gets a random one, to try a config out."""
+        card = read_card(folder)
+        if card is None and not untrained:
+            raise ConfigError(
+                f"{folder} is no reward model: its config.json has no `reward_model`; give a "
+                "checkpoint of `saccade reward-model`"
+            )
+        card = card or Card(kind="scalar", heads=("preference",))
+        family = load_family(str(folder), trust_remote_code=trust_remote_code)
+        model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        if card.kind == "scalar":
+            head = RewardHead(like=model, heads=len(card.heads), pooling=card.pooling, seed=0)
+            if not untrained or (Path(folder) / REWARD_FILE).is_file():
+                load_reward(head, Path(folder))
+            attach_reward(model, head)
+        return LearnedReward(model, family, card, micro_tokens=micro_tokens, offload=offload)
+
+    def check(self, *, head: str | None = None, normalise: bool = False) -> None:
+        heads, where = self.card.heads, self.family.path
+        if head is not None and head not in heads:
+            raise ConfigError(f"reward.terms: {where} has no head {head!r}; it has {heads}")
+        if head is None and len(heads) > 1:
+            raise ConfigError(f"reward.terms: {where} has the heads {heads}; set args.head")
+        if normalise and not self.card.statistics:
+            raise ConfigError(f"reward.terms: {where} knows no mean of its scores; drop normalise")
+
+    def score(
+        self,
+        samples: Sequence[RewardSample],
+        *,
+        head: str | None = None,
+        normalise: bool = False,
+        steps: str = "mean",
+    ) -> list[float]:
+        """One number for each sample, NaN for one longer than the model can read."""
+        groups, keys = self._groups(samples)
+        with self._awake():
+            scalar = self.card.kind == "scalar"
+            found = self._scores(groups, head) if scalar else self._steps(groups, steps)
+        values = [float("nan") if key is None else found[key] for key in keys]
+        if not normalise:
+            return values
+        mean, deviation = self.card.statistics[head or self.card.heads[0]]
+        return [(value - mean) / max(deviation, 1e-6) for value in values]
+
+    def _scores(self, groups: Sequence[Group], head: str | None) -> dict[tuple[str, int], float]:
+        column = self.card.heads.index(head) if head else 0
+        batches = self._packed(groups, ends=True)
+        found = rating.ratings(self.backend, batches)
+        return {
+            key: float(row[column])
+            for batch, rows in zip(batches, found, strict=True)
+            for key, row in zip(batch.keys, rows, strict=True)
+        }
+
+    def _steps(self, groups: Sequence[Group], summary: str) -> dict[tuple[str, int], float]:
+        batches = self._packed(groups, ends=False)
+        values = {}
+        for batch, found in zip(
+            batches, rating.judgements(self.backend, batches, self._tokens), strict=True
+        ):
+            good = np.exp(found[:, 0])
+            for index, key in enumerate(batch.keys):
+                values[key] = SUMMARIES[summary](good[batch.sequence == index])
+        return values
+
+    def _packed(self, groups: Sequence[Group], *, ends: bool) -> list[Batch]:
+        positions = self.family.positions
+        return pack(groups, positions=positions, micro_tokens=self.micro_tokens, ends=ends)
+
+    def _groups(
+        self, samples: Sequence[RewardSample]
+    ) -> tuple[list[Group], list[tuple[str, int] | None]]:
+        """Members of a question together, and the key of each sample; None: it is too long."""
+        members: dict[tuple[Message, ...], list[Trajectory]] = {}
+        keys: list[tuple[str, int] | None] = []
+        for number, sample in enumerate(samples):
+            asked, reply = sample.conversation
+            read = self._read(str(number), asked, reply)
+            fits = len(read.ids) <= self.family.max_positions
+            keys.append(read.key if fits else None)
+            if fits:
+                members.setdefault(asked, []).append(read)
+        question = Sample(id="", messages=())
+        return [Group(sample=question, trajectories=tuple(each)) for each in members.values()], keys
+
+    def _read(
+        self, name: str, asked: tuple[Message, ...], reply: tuple[Message, ...]
+    ) -> Trajectory:
+        if self.card.kind == "scalar":
+            return judged(name, 0, asked, reply, self.family)
+        said = "\n".join(message.text for message in reply if message.role == "assistant")
+        messages = with_marks(asked, said, self.card)
+        return stepped(name, 0, messages, self.family, self.card.placeholder)
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """The weights are where they are used, and leave again."""
+        for parameter, host in self._resting:
+            parameter.data = host.to(self.backend.device, non_blocking=True)
+        try:
+            yield
+        finally:
+            self._rest()
+
+    def _rest(self) -> None:
+        for parameter, host in self._resting:
+            parameter.data = host
+        if self._resting:
+            self.backend._seen.clear()
+            torch.cuda.empty_cache()

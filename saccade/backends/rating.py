@@ -1,0 +1,116 @@
+"""Reward models on forests: scores of whole sequences, probabilities at the steps of a process.
+
+A sequence is packed up to its last token (`pack(..., ends=True)`); a step is read at its mark.
+Knows nothing of data or of what the numbers are used for.
+
+    update = train_ratings(backend, batches, row, lr=9e-6)
+    [scores] = ratings(backend, batches)  # [sequences, heads]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.algorithms.comparison import ComparisonStats, comparison_metrics
+from saccade.algorithms.rating import Rating, Steps, rating_objective, steps_objective
+from saccade.algorithms.reward_model import LARGEST_LOG_KAPPA
+from saccade.backends import Update
+from saccade.backends.local import LocalBackend
+from saccade.models.heads import RewardHead
+from saccade.types import Batch, Metrics
+
+
+def train_ratings(
+    backend: LocalBackend, batches: Sequence[Batch], row: Rating, *, lr: float
+) -> Update:
+    """One optimizer step on whole pairs."""
+    head = head_of(backend)
+
+    def loss_of(batch: Batch) -> tuple[Tensor, ComparisonStats]:
+        scores = _rate(backend, head, batch)
+        return rating_objective(row, scores, head.log_scale.exp(), batch.keys)
+
+    stats = backend._accumulate(batches, loss_of, whole=True)
+    update = backend._update("policy", comparison_metrics(stats), lr)
+    with torch.no_grad():  # not in the loss: there a clamp would stop the gradient for good
+        head.log_scale.clamp_(max=LARGEST_LOG_KAPPA)
+    return update
+
+
+def train_steps(
+    backend: LocalBackend, batches: Sequence[Batch], row: Steps, tokens: Sequence[int], *, lr: float
+) -> Update:
+    """One optimizer step of a process reward model, whose verdicts are `tokens`."""
+
+    def loss_of(batch: Batch) -> tuple[Tensor, ComparisonStats]:
+        return steps_objective(row, _judge(backend, batch, tokens), batch)
+
+    stats = backend._accumulate(batches, loss_of)
+    return backend._update("policy", comparison_metrics(stats), lr)
+
+
+@torch.no_grad()
+def ratings(backend: LocalBackend, batches: Sequence[Batch]) -> list[np.ndarray]:
+    """[sequences, heads] of each batch."""
+    _ready(backend, batches)
+    head = head_of(backend)
+    found = [_rate(backend, head, batch) for batch in batches]
+    return [scores.float().cpu().numpy() for scores in found]
+
+
+@torch.no_grad()
+def judgements(
+    backend: LocalBackend, batches: Sequence[Batch], tokens: Sequence[int]
+) -> list[np.ndarray]:
+    """[reads, tokens]: log-probs of the verdicts among themselves at every step."""
+    _ready(backend, batches)
+    found = [_judge(backend, batch, tokens).log_softmax(-1) for batch in batches]
+    return [logprobs.float().cpu().numpy() for logprobs in found]
+
+
+@torch.no_grad()
+def measured(
+    backend: LocalBackend, batches: Sequence[Batch], row: Rating | Steps, tokens: Sequence[int]
+) -> Metrics:
+    """What training on these batches would report, without it."""
+    stats = []
+    if isinstance(row, Steps):
+        for batch, found in zip(batches, judgements(backend, batches, tokens), strict=True):
+            stats.append(steps_objective(row, torch.from_numpy(found), batch)[1])
+    else:
+        kappa = head_of(backend).log_scale.exp().cpu()
+        for batch, found in zip(batches, ratings(backend, batches), strict=True):
+            stats.append(rating_objective(row, torch.from_numpy(found), kappa, batch.keys)[1])
+    return comparison_metrics(stats)
+
+
+def _ready(backend: LocalBackend, batches: Sequence[Batch]) -> None:
+    backend.model.eval()
+    backend._prefetch(batches)
+
+
+def head_of(backend: LocalBackend) -> RewardHead:
+    head = getattr(backend.model, "score", None)
+    assert isinstance(head, RewardHead), "not a scalar reward model"
+    return head
+
+
+def _rate(backend: LocalBackend, head: RewardHead, batch: Batch) -> Tensor:
+    assert batch.ends is not None, "packed without its last tokens"
+    count = len(batch.keys)
+    places, sequence = batch.ends, np.arange(count)
+    if head.pooling != "last":
+        places = np.concatenate([batch.reads, places])
+        sequence = np.concatenate([batch.sequence, sequence])
+    hidden = backend._hidden(batch, places)
+    return head(hidden, torch.from_numpy(sequence).to(hidden.device), count)
+
+
+def _judge(backend: LocalBackend, batch: Batch, tokens: Sequence[int]) -> Tensor:
+    weight = backend.model.lm_head.weight[list(tokens)]  # type: ignore[union-attr, index]
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return backend._hidden(batch, batch.reads).to(wide) @ weight.to(wide).T

@@ -1,0 +1,167 @@
+"""How a reward model reads a conversation, and what its folder says about it.
+
+A reply is judged in the model's own template, up to its end of turn. A candidate that shows media
+is judged as part of the question: it stands behind it, and the score is read where an answer would
+begin. A process reward model is read at marks, one behind each step.
+
+    judged("a", 0, asked, reply, family)            # a Trajectory; POLICY: what is judged
+    card = read_card("runs/rm/checkpoints/step-100")
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from saccade.errors import ConfigError
+from saccade.models.families import Family
+from saccade.types import Message, Rendered, Source, Trajectory
+
+SECTION = "reward_model"  # of config.json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What config.json says of a reward model."""
+
+    kind: str  # scalar or process
+    heads: tuple[str, ...] = ()
+    pooling: str = "last"
+    statistics: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # (mean, std)
+    placeholder: str = ""  # of a process: the mark behind each step
+    tokens: tuple[str, ...] = ()  # its verdicts, the best first
+    chat: bool = True  # question and steps are turns of a chat; else one text
+
+
+def write_card(model: Any, card: Card) -> None:
+    """Into the model's config, which is saved with it."""
+    setattr(model.config, SECTION, asdict(card))
+
+
+def read_card(folder: str | Path) -> Card | None:
+    path = Path(folder) / "config.json"
+    found = json.loads(path.read_text(encoding="utf-8")).get(SECTION) if path.is_file() else None
+    if found is None:
+        return None
+    lists = {name: tuple(found[name]) for name in ("heads", "tokens")}
+    statistics = {head: tuple(pair) for head, pair in found["statistics"].items()}
+    return Card(**(found | lists | {"statistics": statistics}))
+
+
+# -- whole replies ---------------------------------------------------------------------------------
+
+
+def judged(
+    sample_id: str, repeat: int, asked: Sequence[Message], reply: Sequence[Message], family: Family
+) -> Trajectory:
+    """What is judged is POLICY, so that members of a group share the rest as a trunk."""
+    rendered, sources = _judged(asked, reply, family)
+    return written(sample_id, repeat, rendered, sources, (*asked, *reply))
+
+
+def shows_media(reply: Sequence[Message]) -> bool:
+    """Whether a candidate is a medium rather than a reply."""
+    return any(message.media for message in reply if message.role == "assistant")
+
+
+def judged_length(asked: Sequence[Message], reply: Sequence[Message], family: Family) -> int:
+    return len(_judged(asked, reply, family)[0])
+
+
+def _judged(
+    asked: Sequence[Message], reply: Sequence[Message], family: Family
+) -> tuple[Rendered, np.ndarray]:
+    if not shows_media(reply):
+        rendered = family.render_dialogue((*asked, *reply))
+        earlier = sum(message.role == "assistant" for message in asked)
+        return rendered, from_turn(rendered.sources, earlier)
+    shown = tuple(part for message in reply for part in message.parts)
+    before = asked[-1].parts if asked[-1].role == "user" else ()
+    kept = asked[:-1] if before else asked
+    rendered = family.render((*kept, Message(role="user", parts=(*before, *shown))))
+    first = sum(len(message.media) for message in asked)
+    sources = rendered.sources.copy()
+    sources[rendered.media[first].start :] = Source.POLICY
+    return rendered, sources
+
+
+def from_turn(sources: np.ndarray, first: int) -> np.ndarray:
+    """Trained from the assistant's turn number `first` on; negative ones count from the end."""
+    policy = np.flatnonzero(sources == Source.POLICY)
+    starts = policy[np.diff(policy, prepend=-2) > 1]
+    earlier = (sources == Source.POLICY) & (np.arange(len(sources)) < starts[first])
+    return np.where(earlier, Source.PROMPT, sources)
+
+
+def written(
+    sample_id: str,
+    repeat: int,
+    rendered: Rendered,
+    sources: np.ndarray,
+    messages: tuple[Message, ...],
+) -> Trajectory:
+    """As if somebody else had sampled it."""
+    return Trajectory(
+        sample_id=sample_id,
+        repeat=repeat,
+        ids=rendered.ids,
+        sources=sources,
+        logprobs=np.full(len(rendered), np.nan, np.float32),
+        versions=np.full(len(rendered), -1, np.int32),
+        media=rendered.media,
+        messages=messages,
+    )
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def stepped(
+    sample_id: str, repeat: int, messages: Sequence[Message], family: Family, placeholder: str
+) -> Trajectory:
+    """A read at every placeholder. What it would predict comes behind it, so one id is added."""
+    chat = messages[-1].role == "assistant"
+    rendered = family.render_dialogue(messages) if chat else family.render(messages)
+    ids = np.append(rendered.ids, rendered.ids[-1])
+    sources = np.full(len(ids), Source.PROMPT, np.int8)
+    sources[_marks(rendered.ids, family, placeholder) + 1] = Source.POLICY
+    rendered = Rendered(ids=ids, sources=sources, media=rendered.media)
+    return written(sample_id, repeat, rendered, sources, tuple(messages))
+
+
+def _marks(ids: np.ndarray, family: Family, placeholder: str) -> np.ndarray:
+    """The last id of each placeholder. A tokenizer may write it differently after a blank."""
+    found: set[int] = set()
+    for text in (placeholder, f" {placeholder}"):
+        mark = family.chat.encode(text)
+        if len(mark) <= len(ids):
+            windows = np.lib.stride_tricks.sliding_window_view(ids, len(mark))
+            found |= set((np.flatnonzero((windows == mark).all(1)) + len(mark) - 1).tolist())
+    return np.array(sorted(found), dtype=np.int64)
+
+
+def verdict_ids(family: Family, tokens: Sequence[str]) -> list[int]:
+    """The ids of the words that name a verdict, one each."""
+    found = [family.chat.encode(token).tolist() for token in tokens]
+    for token, ids in zip(tokens, found, strict=True):
+        if len(ids) != 1:
+            raise ConfigError(
+                f"reward_model.tokens: {token!r} is {len(ids)} tokens of this tokenizer, and a "
+                "verdict is one; try reward_model.tokens=[+,-]"
+            )
+    return [ids[0] for ids in found]
+
+
+def with_marks(asked: Sequence[Message], response: str, card: Card) -> tuple[Message, ...]:
+    """A response with a mark behind every line, as the model learned to read it."""
+    lines = [line.rstrip() for line in response.splitlines() if line.strip()] or [response]
+    text = "\n".join(f"{line} {card.placeholder}" for line in lines)
+    if card.chat:
+        return (*asked, Message(role="assistant", parts=(text,)))
+    parts = tuple(part for message in asked for part in message.parts)
+    return (Message(role="user", parts=(*parts, f"\n{text}")),)

@@ -1,0 +1,291 @@
+"""Rows that a reward model learns from, made ready: pairs with a label per head, steps with theirs.
+
+`Pairs` and `Process` answer the same questions, so that one loop trains both.
+
+    task = task_of(config, family)
+    batches, row = task.prepare(samples)
+    update = task.train(backend, batches, row, lr=9e-6)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from saccade.algorithms import rating
+from saccade.algorithms.reward_model import FIRST_LOG_KAPPA
+from saccade.backends import Update
+from saccade.backends import rating as rated
+from saccade.backends.local import LocalBackend
+from saccade.config import Config, DataConfig, DataSource
+from saccade.data import datasets, prompts
+from saccade.data.chats import RowError
+from saccade.errors import ConfigError, DataError
+from saccade.forest import pack
+from saccade.models.families import Family
+from saccade.models.heads import RewardHead, attach_reward, load_reward
+from saccade.models.rating import Card, read_card, stepped, verdict_ids, write_card
+from saccade.recipes import parts
+from saccade.recipes.dialogues import compared
+from saccade.recipes.lengths import remembered
+from saccade.recipes.pairs import is_tie, load_pairs
+from saccade.types import Batch, Group, Metrics, Sample
+
+SIDES = {"A": 1.0, "B": -1.0, "C": 0.0}  # of labels: the first, the second, a tie
+MAIN = "preference"  # the head that chosen and rejected alone speak of
+
+
+class Task(Protocol):
+    """A kind of reward model: its rows, its loss, its folder."""
+
+    def load(self, sources: Sequence[DataSource]) -> datasets.Dataset: ...
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Refuse training rows that cannot teach what the config wants."""
+        ...
+
+    def attach(
+        self, model: torch.nn.Module, stored: Path | None, samples: Sequence[Sample]
+    ) -> Card:
+        """Give the model what it lacks, from a checkpoint or anew."""
+        ...
+
+    def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], Any]: ...
+
+    def train(
+        self, backend: LocalBackend, batches: Sequence[Batch], row: Any, *, lr: float
+    ) -> Update: ...
+
+    def measure(self, backend: LocalBackend, samples: Sequence[Sample]) -> Metrics: ...
+
+
+def task_of(config: Config, family: Family) -> Task:
+    if config.reward_model.kind == "process":
+        tokens = verdict_ids(family, config.reward_model.tokens)
+        return Process(config=config, family=family, tokens=tuple(tokens))
+    return Pairs(config=config, family=family, row=rating.from_config(config.reward_model))
+
+
+# -- pairs -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    config: Config
+    family: Family
+    row: rating.Rating
+
+    def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
+        """Rows that say something about one of the heads."""
+        data = load_pairs(self.config, sources, self.family, paired=True, judge=self._labels)
+        return datasets.keep(data, lambda s: any(isfinite(x) for x in self._labels(s)))
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        labels = np.array([self._labels(sample) for sample in samples])
+        decided = (np.abs(labels) == 1).any(0) if len(samples) else [False] * len(self.row.heads)
+        missing = [name for name, has in zip(self.row.heads, decided, strict=True) if not has]
+        if missing:
+            found = {name for s in samples for name in s.extra.get("labels") or (MAIN,)}
+            raise ConfigError(
+                f"reward_model.heads: no row says which side is better by {', '.join(missing)}; "
+                f"rows label {', '.join(sorted(found)) or 'nothing'}: add labels, or remove it"
+            )
+
+    def attach(self, model: Any, stored: Path | None, samples: Sequence[Sample]) -> Card:
+        own = self.config.reward_model
+        head = RewardHead(
+            like=model,
+            heads=len(own.heads),
+            pooling=own.pooling,
+            seed=self.config.run.seed,
+            first_log_scale=FIRST_LOG_KAPPA if own.loss == "hps" else 0.0,
+        )
+        card = Card(kind="scalar", heads=tuple(own.heads), pooling=own.pooling)
+        if stored is not None:
+            load_reward(head, stored)
+            card = read_card(stored) or card
+        attach_reward(model, head)
+        write_card(model, card)
+        return card
+
+    def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], rating.Rating]:
+        batches = pack(
+            [compared(sample, self.family) for sample in samples],
+            positions=self.family.positions,
+            micro_tokens=self.config.train.micro_tokens,
+            ends=True,
+            whole=True,
+        )
+        labels = {sample.id: self._labels(sample) for sample in samples}
+        own = {s.id: float(m) for s in samples if (m := s.extra.get("margin")) is not None}
+        return batches, rating.of_pairs(self.row, [s.id for s in samples], labels, own)
+
+    def train(
+        self, backend: LocalBackend, batches: Sequence[Batch], row: rating.Rating, *, lr: float
+    ) -> Update:
+        return rated.train_ratings(backend, batches, row, lr=lr)
+
+    def measure(self, backend: LocalBackend, samples: Sequence[Sample]) -> Metrics:
+        batches, row = self.prepare(samples)
+        return rated.measured(backend, batches, row, ())
+
+    def _labels(self, sample: Sample) -> tuple[float, ...]:
+        return labels_of(sample, self.row.heads)
+
+
+def labels_of(sample: Sample, heads: Mapping[str, float]) -> tuple[float, ...]:
+    """Per head 1: the first candidate is better, -1: the second, 0: a tie, NaN: nothing is said."""
+    given = sample.extra.get("labels")
+    if given is None:
+        main = 0.0 if is_tie(sample) else 1.0
+        return tuple(main if name == MAIN else nan for name in heads)
+    if not isinstance(given, Mapping):
+        raise RowError("`labels` must be a record of heads, such as {coherence: A}")
+    said = [given.get(name) for name in heads]
+    for name, side in zip(heads, said, strict=True):
+        if side is not None and side not in SIDES:
+            raise RowError(f"label {name}={side!r}: write A, B, or C for a tie")
+    return tuple(nan if side is None else SIDES[side] for side in said)
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    config: Config
+    family: Family
+    tokens: tuple[int, ...]
+
+    def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
+        """Chats are worded as in RL; a single text is read as it is."""
+        config, family = self.config, self.family
+        instruction = parts.instruction_of(config)
+
+        def word(sample: Sample) -> Sample:
+            self._labels(sample)
+            if not is_chat(sample):
+                return sample
+            return prompts.apply(sample, config.prompt, instruction=instruction)
+
+        render = partial(_render, family)
+        longest = {"max_prompt_tokens": config.reward_model.max_tokens}
+        limits: DataConfig = config.data.model_copy(update=longest)
+        with remembered(config, family, "steps", word, render) as length:
+            return parts.worded(datasets.load(sources, limits, length=length), word)
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        if len({is_chat(sample) for sample in samples}) > 1:
+            raise DataError("some rows are chats and some are single texts; train on one kind")
+        for sample in samples[:1]:
+            self._group(sample)
+
+    def attach(self, model: Any, stored: Path | None, samples: Sequence[Sample]) -> Card:
+        own = self.config.reward_model
+        card = Card(
+            kind="process",
+            placeholder=own.placeholder,
+            tokens=own.tokens,
+            chat=is_chat(samples[0]),
+        )
+        write_card(model, card)
+        return card
+
+    def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], rating.Steps]:
+        batches = pack(
+            [self._group(sample) for sample in samples],
+            positions=self.family.positions,
+            micro_tokens=self.config.train.micro_tokens,
+        )
+        labels = {sample.id: self._labels(sample) for sample in samples}
+        return batches, rating.of_steps([sample.id for sample in samples], labels)
+
+    def train(
+        self, backend: LocalBackend, batches: Sequence[Batch], row: rating.Steps, *, lr: float
+    ) -> Update:
+        return rated.train_steps(backend, batches, row, self.tokens, lr=lr)
+
+    def measure(self, backend: LocalBackend, samples: Sequence[Sample]) -> Metrics:
+        batches, row = self.prepare(samples)
+        return rated.measured(backend, batches, row, self.tokens)
+
+    def _group(self, sample: Sample) -> Group:
+        placeholder = self.config.reward_model.placeholder
+        read = stepped(sample.id, 0, sample.messages, self.family, placeholder)
+        wanted = len(self._labels(sample))
+        if read.response_length != wanted:
+            raise DataError(
+                f"row {sample.id}: the tokenizer shows {read.response_length} of {wanted} "
+                f"placeholders {placeholder!r}; it joins them with their neighbours: put blanks "
+                "around them, or choose another reward_model.placeholder"
+            )
+        return Group(sample=sample, uid=sample.id, trajectories=(read,))
+
+    def _labels(self, sample: Sample) -> np.ndarray:
+        """[steps, tokens]: how probable each verdict should be."""
+        own, given = self.config.reward_model, sample.extra.get("label")
+        if isinstance(given, str) and given.lstrip().startswith("["):
+            given = json.loads(given)
+        marks = sum(message.text.count(own.placeholder) for message in sample.messages)
+        if not isinstance(given, list | tuple | np.ndarray) or not len(given):
+            raise RowError("no list of labels in the column label; process rows have one per step")
+        if marks != len(given):
+            raise RowError(f"{marks} placeholders {own.placeholder!r} but {len(given)} labels")
+        return np.array([_label(value, own.tokens) for value in given])
+
+
+def _label(value: Any, tokens: Sequence[str]) -> list[float]:
+    if isinstance(value, str) and value.strip() in tokens:
+        return [float(token == value.strip()) for token in tokens]
+    soft = isinstance(value, int | float) and len(tokens) == 2 and 0 <= value <= 1
+    if not soft:
+        raise RowError(
+            f"label {value!r}: write one of {', '.join(tokens)}"
+            + (", or a probability" if len(tokens) == 2 else "")
+        )
+    return [float(value), 1.0 - float(value)]
+
+
+def is_chat(sample: Sample) -> bool:
+    return sample.messages[-1].role == "assistant"
+
+
+def _render(family: Family, messages: Any) -> Any:
+    chat = messages[-1].role == "assistant"
+    return family.render_dialogue(messages) if chat else family.render(messages)
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """What the objective reports, under a prefix: by head where there are several."""
+    heads = dict.fromkeys(name.rpartition("/")[0] for name in found if name.endswith("/accuracy"))
+    values = {f"{prefix}/loss": found.get("policy/loss", nan)}
+    for head in heads:
+        inner = f"{prefix}/{head}" if len(heads) > 1 else prefix
+        own = {n.rpartition("/")[2]: v for n, v in found.items() if n.startswith(f"{head}/")}
+        if "square" in own:
+            own["std"] = max(0.0, own.pop("square") - own["mean"] ** 2) ** 0.5
+        values |= {f"{inner}/{name}": value for name, value in own.items()}
+    if len(heads) > 1:
+        values[f"{prefix}/accuracy"] = float(np.mean([found[f"{h}/accuracy"] for h in heads]))
+    return values
+
+
+def statistics(found: Mapping[str, float], card: Card) -> Card:
+    """With mean and deviation of all scores, for whoever wants them on one scale."""
+    pairs = {
+        head: (found[f"{head}/mean"], max(0.0, s - found[f"{head}/mean"] ** 2) ** 0.5)
+        for head in card.heads
+        if (s := found.get(f"{head}/square")) is not None
+    }
+    return replace(card, statistics=pairs) if pairs else card

@@ -1,0 +1,149 @@
+"""Reward models: rows that were judged, forests, update, again.
+
+saccade reward-model run.yaml data.train=pairs.jsonl reward_model.loss=hps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from saccade import checks
+from saccade.backends.local import LocalBackend
+from saccade.backends.schedule import rate
+from saccade.config import Config, defaults_for, load
+from saccade.data.datasets import Dataset, Stream, keep
+from saccade.errors import DataError
+from saccade.models.load import describe_trained
+from saccade.models.rating import Card, write_card
+from saccade.plan import total_steps
+from saccade.recipes import average, parts
+from saccade.recipes.guard import guard
+from saccade.recipes.rated import Task, named, statistics, task_of
+from saccade.recipes.run import Run, damage
+from saccade.recipes.work import sft_work
+from saccade.types import Sample, replace
+
+KEPT = ("policy/grad_norm", "policy/grad_norm_vision", "policy/lr", "guard/nonfinite")
+
+
+def run(config: Any) -> dict[str, Any]:
+    """Train until the steps are over; returns the metrics of the last step."""
+    config = defaults_for("reward-model", load(config))
+    checks.check(config, "reward-model")
+    parts.quiet_libraries()
+    family = parts.family_of(config, parts.start_folder(config))
+    task = task_of(config, family)
+    data = task.load(config.data.train)
+    task.check(data.samples)
+    held = _held_out(config, task)
+    with Run(config, "reward-model", parts.manifest(family, data, config)) as this:
+        this.console.note(data.summary)
+        policy = parts.load_policy(config, family, folder=str(this.start) if this.start else None)
+        card = task.attach(policy.model, this.start, data.samples)
+        this.console.note(describe_trained(policy.model, family))
+        checkpointing = parts.use_checkpointing(config)
+        backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
+        stream = Stream(data, seed=config.run.seed, config=config.data)
+        this.progress.setdefault("stream", stream.state())
+        if this.start is not None:
+            backend.load_state(this.start / "state")
+            stream.restore(this.progress["stream"])
+        attach = partial(task.attach, stored=this.start, samples=data.samples)
+        averages = average.kept(config, family, backend, this.start, attach)
+        validation = HeldOut(this, task, backend, held, card)
+        total = total_steps(config, stream.rows_per_epoch)
+        this.begin(total, backend, family, parts=averages)
+        parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
+        return _train(this, config, task, backend, stream, validation)
+
+
+def _train(
+    run: Run,
+    config: Config,
+    task: Task,
+    backend: LocalBackend,
+    stream: Stream,
+    validation: HeldOut,
+) -> dict[str, Any]:
+    train, last = config.train, dict[str, Any]()
+    assert train.lr is not None, "the defaults of the command are filled in"
+    validation.before()
+    for step in run.steps():
+        with run.phase("data"):
+            batches, row = task.prepare(run.take(stream, train.prompts_per_step))
+        lr = rate(
+            step - 1,
+            total=run.total,
+            lr=train.lr,
+            schedule=train.schedule,
+            warmup=train.warmup,
+            min_lr=train.min_lr,
+        )
+        with run.phase("update"):
+            update = task.train(backend, batches, row, lr=lr)
+            guard(run, train, batches, update)
+        run.progress["stream"] = stream.state()
+        found = update.metrics.means()
+        values = {name: found[name] for name in KEPT if name in found} | named(found, "rm")
+        values |= {"data/epoch": stream.epoch} | sft_work(backend, batches)
+        if not validation.sets:
+            validation.remember(found)
+        elif validation.due(step):
+            values |= validation.metrics(step=step)
+        last = run.finish_step(values)
+    return last
+
+
+class HeldOut:
+    """Rows that are not trained on. Their scores, or without any those of the last step, say where
+    the scores lie; the model's config keeps it.
+    """
+
+    def __init__(
+        self, run: Run, task: Task, backend: LocalBackend, sets: Mapping[str, Dataset], card: Card
+    ) -> None:
+        self.run, self.task, self.backend = run, task, backend
+        self.sets, self.card = sets, card
+
+    def before(self) -> None:
+        if self.sets and self.run.config.val.before and self.run.step == 0:
+            self.run.loggers.log(self.metrics(step=0), 0)
+
+    def due(self, step: int) -> bool:
+        return step % self.run.config.val.every == 0 or step == self.run.total
+
+    def remember(self, found: Mapping[str, float]) -> None:
+        self.card = statistics(found, self.card)
+        write_card(self.backend.model, self.card)
+
+    def metrics(self, *, step: int) -> dict[str, float]:
+        values: dict[str, float] = {}
+        with self.run.phase("validation"):
+            for name, dataset in reversed(list(self.sets.items())):  # the first set is remembered
+                found = self.task.measure(self.backend, dataset.samples).means()
+                self.remember(found)
+                values |= named(found, f"val/{name}")
+        shown = {n: v for n, v in values.items() if n.endswith("/accuracy")}
+        text = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
+        self.run.console.note(f"step {step}  {text}")
+        self.run.note_validation(values, step)
+        return values
+
+
+def _held_out(config: Config, task: Task) -> dict[str, Dataset]:
+    """Rows of data.val, under ids that no training row has."""
+    sets: dict[str, Dataset] = {}
+    for source in config.data.val if config.val.every else ():
+        found = keep(task.load([source]), lambda sample: not damage(sample))
+        if not found.samples:
+            raise DataError(f"data.val: {source.path} has no usable row:\n{found.summary}")
+        name = source.name or found.parts[0].name
+        name = name if name not in sets else f"{name}-{len(sets)}"
+        sets[name] = parts.worded(found, partial(_under, name))
+    return sets
+
+
+def _under(name: str, sample: Sample) -> Sample:
+    return replace(sample, id=f"{name}/{sample.id}")

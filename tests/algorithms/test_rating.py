@@ -1,0 +1,138 @@
+"""The loss of a step of a reward model: denominators, missing labels, ties, margins, sides."""
+
+from __future__ import annotations
+
+from math import log, nan
+
+import numpy as np
+import pytest
+import torch
+from pytest import approx
+
+from saccade.algorithms.comparison import comparison_metrics
+from saccade.algorithms.rating import (
+    Rating,
+    Steps,
+    from_config,
+    of_pairs,
+    of_steps,
+    rating_objective,
+    steps_objective,
+)
+from saccade.algorithms.reward_model import FIRST_LOG_KAPPA
+from saccade.config import RewardModelConfig
+from saccade.types import Batch
+
+IDS = ("a", "b", "c")
+KEYS = tuple((id, side) for id in IDS for side in (0, 1))
+# The golden pairs: chosen 1.2, -0.3, 0.5; rejected 0.7, 0.4, 0.5.
+SCORES = torch.tensor([[1.2], [0.7], [-0.3], [0.4], [0.5], [0.5]], dtype=torch.float64)
+FIRST = dict.fromkeys(IDS, (1.0,))
+
+
+def rated(row: Rating, labels=FIRST, scores=SCORES, margins=(), kappa=1.0):
+    whole = of_pairs(row, IDS, labels, dict(margins))
+    loss, stats = rating_objective(whole, scores, SCORES.new_tensor(kappa), KEYS)
+    return loss.item(), comparison_metrics([stats]).means()
+
+
+def row(loss: str = "bt", **changes) -> Rating:
+    return Rating(loss=loss, heads={"preference": 1.0}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("what", "kappa", "value"),
+    [
+        (row(), 1.0, 0.75680340),
+        (row("logexp"), 1.0, 0.75680340),
+        (row(margin=0.1), 1.0, 0.80950419),
+        (row("hps", bounded=True), 1 / 0.07, 1.15375923),
+        (row("hps", bounded=True), 1.0, 0.70694604),
+    ],
+)
+def test_golden_values(what: Rating, kappa: float, value: float) -> None:
+    assert rated(what, kappa=kappa)[0] == approx(value, abs=1e-7)
+
+
+def test_a_label_says_which_side_is_better() -> None:
+    flipped = SCORES.view(3, 2, 1).flip(1).reshape(6, 1)
+    assert rated(row(), dict.fromkeys(IDS, (-1.0,)), flipped) == rated(row())
+    _, metrics = rated(row())
+    assert metrics["preference/accuracy"] == approx(1 / 3)  # a draw is not right
+    assert metrics["preference/gap"] == approx(-0.2 / 3)
+    assert metrics["preference/mean"] == approx(SCORES.mean().item())
+    assert metrics["preference/square"] == approx((SCORES**2).mean().item())
+
+
+def test_pairs_without_a_label_and_ties_teach_differently() -> None:
+    one = {"a": (1.0,), "b": (nan,), "c": (nan,)}
+    alone = log(1 + np.exp(-0.5))
+    assert rated(row(tie_coef=0.5), one)[0] == approx(alone)
+    tied = {"a": (1.0,), "b": (0.0,), "c": (nan,)}
+    loss, metrics = rated(row(tie_coef=0.5), tied)
+    assert loss == approx((alone + 0.5 * 0.7) / 2)
+    assert metrics["preference/accuracy"] == 1  # of the pairs that were decided
+    assert rated(row(), dict.fromkeys(IDS, (nan,)))[0] == 0
+
+
+def test_a_row_may_have_a_margin_of_its_own() -> None:
+    plain, wide = rated(row(margin=0.1))[0], rated(row(margin=0.1), margins={"b": 2.0})[0]
+    assert wide - plain == approx((log(1 + np.exp(2.7)) - log(1 + np.exp(0.8))) / 3)
+
+
+def test_heads_are_weighed_and_counted_apart() -> None:
+    labels = {"a": (1.0, nan), "b": (1.0, -1.0), "c": (1.0, nan)}
+    scores = torch.cat([SCORES, 2 * SCORES], dim=1)
+    two = Rating(loss="bt", heads={"preference": 1.0, "size": 0.5})
+    loss, metrics = rated(two, labels, scores)
+    assert loss == approx(0.75680340 + 0.5 * log(1 + np.exp(-1.4)), abs=1e-7)
+    assert metrics["size/accuracy"] == 1 and metrics["size/gap"] == approx(1.4)
+
+
+def test_micro_batches_add_up() -> None:
+    whole = of_pairs(row(center_coef=0.01), IDS, FIRST, {})
+    one = torch.tensor(1.0)
+    parts = [
+        rating_objective(whole, SCORES[i : i + 2], one, KEYS[i : i + 2])[0].item()
+        for i in (0, 2, 4)
+    ]
+    assert sum(parts) == approx(rating_objective(whole, SCORES, one, KEYS)[0].item(), abs=1e-12)
+
+
+def test_the_scale_of_hps_learns() -> None:
+    log_kappa = torch.tensor(FIRST_LOG_KAPPA, requires_grad=True)
+    whole = of_pairs(row("hps"), IDS, FIRST, {})
+    loss, _ = rating_objective(whole, SCORES.float(), log_kappa.exp(), KEYS)
+    loss.backward()
+    assert log_kappa.grad is not None and log_kappa.grad.item() != 0
+
+
+def test_options_of_the_config() -> None:
+    assert from_config(RewardModelConfig()).margin == 0.1
+    assert from_config(RewardModelConfig(loss="hps", bounded=True)).margin == 0
+    heads = RewardModelConfig.model_validate({"heads": ["coherence", "style"]}).heads
+    assert heads == {"coherence": 1.0, "style": 1.0}
+
+
+def test_steps_are_a_cross_entropy_with_hard_and_soft_labels() -> None:
+    labels = {"a": np.array([[1.0, 0.0], [0.3, 0.7]]), "b": np.array([[0.0, 1.0]])}
+    logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 0.5]], dtype=torch.float64)
+    batch = Batch(
+        ids=np.zeros(4, np.int64),
+        positions=np.zeros((1, 4), np.int64),
+        node_starts=np.array([0, 4]),
+        parents=np.array([-1]),
+        reads=np.array([0, 1, 2]),
+        targets=np.zeros(3, np.int64),
+        sequence=np.array([0, 0, 1]),
+        keys=(("a", 0), ("b", 0)),
+        groups=np.array([0, 1]),
+    )
+    assert of_steps(["a", "b"], labels) == Steps(labels=labels, count=3)
+    loss, stats = steps_objective(of_steps(["a", "b"], labels), logits, batch)
+    logp = logits.log_softmax(-1).numpy()
+    wanted = -(logp[0, 0] + 0.3 * logp[1, 0] + 0.7 * logp[1, 1] + logp[2, 1]) / 3
+    assert loss.item() == approx(wanted, abs=1e-6)
+    metrics = comparison_metrics([stats]).means()
+    assert metrics["steps/accuracy"] == approx(2 / 3)
+    assert metrics["steps/label_mean"] == approx(1.3 / 3)

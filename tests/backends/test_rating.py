@@ -1,0 +1,167 @@
+"""Scores on forests are those of single rows, read at the last real token, whatever is packed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from saccade.algorithms.rating import Rating, of_pairs
+from saccade.backends.learned import LearnedReward
+from saccade.backends.local import LocalBackend
+from saccade.backends.rating import ratings, train_ratings
+from saccade.config import TrainConfig
+from saccade.forest import pack
+from saccade.models.heads import RewardHead, attach_reward, load_reward, save_reward, without_reward
+from saccade.models.load import hidden_states, load_model
+from saccade.models.rating import Card, judged
+from saccade.recipes.dialogues import compared
+from saccade.rewards.sample import RewardSample, reward_sample
+from saccade.types import Message, Sample
+
+FAMILY = "qwen2_5_vl"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def family(family_of):
+    return family_of(FAMILY)
+
+
+@pytest.fixture(scope="module")
+def samples(image) -> list[Sample]:
+    """A picture in the question, pictures as the candidates, and none."""
+
+    def said(role, *parts):
+        return Message(role=role, parts=parts)
+
+    asked = (said("user", image(), "how many objects?"),)
+    rows = [
+        (asked, (said("assistant", "three of them"),), (said("assistant", "a dog"),)),
+        (
+            (said("user", "a red cube"),),
+            (said("assistant", image(84, 56, 1)),),
+            (said("assistant", image(56, 84, 2)),),
+        ),
+        ((said("user", "2 + 2?"),), (said("assistant", "4"),), (said("assistant", "22, sure"),)),
+    ]
+    return [Sample(id=f"s{n}", messages=q, candidates=(a, b)) for n, (q, a, b) in enumerate(rows)]
+
+
+def model_of(family, pooling: str = "last", heads: int = 2, dtype=torch.float32):
+    model = load_model(family, dtype=dtype, device=CPU)
+    head = RewardHead(like=model, heads=heads, pooling=pooling, seed=1)
+    if pooling == "attention":
+        torch.nn.init.uniform_(head.query, -3, 3, torch.Generator().manual_seed(0))
+    attach_reward(model, head)
+    return model
+
+
+def packed(samples, family, budget: int):
+    groups = [compared(sample, family) for sample in samples]
+    positions = family.positions
+    return pack(groups, positions=positions, micro_tokens=budget, ends=True, whole=True)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "attention"])
+def test_a_forest_scores_as_single_rows_do(family, samples, pooling) -> None:
+    model = model_of(family, pooling)
+    backend = LocalBackend(model, family)
+    together = np.concatenate(ratings(backend, packed(samples, family, 100_000)))
+    apart = np.concatenate(ratings(backend, packed(samples, family, 1)))
+    np.testing.assert_allclose(together, apart, atol=1e-5)
+    # By hand: one row, the hidden states of what is judged.
+    for index, sample in enumerate(samples):
+        read = judged("x", 0, sample.messages, sample.candidates[0], family)
+        [batch] = packed([sample], family, 100_000)
+        [alone] = pack(
+            [
+                compared(
+                    Sample(
+                        id="x",
+                        messages=sample.messages,
+                        candidates=sample.candidates[:1],
+                        desirable=True,
+                    ),
+                    family,
+                )
+            ],
+            positions=family.positions,
+            micro_tokens=100_000,
+            ends=True,
+        )
+        inputs = backend._inputs.get(alone)
+        hidden = hidden_states(
+            model, family, inputs.ids, inputs.positions, alone.media, inputs.plan
+        )
+        assert len(hidden) == len(read.ids)  # up to the very last token
+        first = int(np.flatnonzero(read.policy_mask)[0]) - 1
+        states = hidden[-1:] if pooling == "last" else hidden[first:]
+        weights = torch.full((len(states),), 1 / len(states))
+        if pooling == "attention":
+            weights = (states @ model.score.query / 8).softmax(0)
+        expected = (weights @ states) @ model.score.weight.T
+        np.testing.assert_allclose(together[2 * index], expected.detach().numpy(), atol=1e-5)
+        assert batch.tokens < 2 * len(read.ids)  # the question is packed once
+
+
+def test_gradients_do_not_depend_on_packing(family, samples, keep_float64) -> None:
+    labels = {"s0": (1.0, -1.0), "s1": (-1.0, float("nan")), "s2": (0.0, 1.0)}
+    row = Rating(loss="bt", heads={"a": 1.0, "b": 0.5}, margin=0.1, tie_coef=0.01)
+    row = of_pairs(row, list(labels), labels, {})
+    found = []
+    for budget in (1, 100_000):
+        model = model_of(family, "attention", dtype=torch.float64)
+        keep_float64()
+        backend = LocalBackend(model, family, TrainConfig(lr=1e-3))
+        steps: list = []
+        backend._update = lambda *a, b=backend, s=steps: s.append(  # type: ignore[method-assign]
+            {n: g.clone() for n, g in b.optimizer.gradients.items()}
+        )
+        train_ratings(backend, packed(samples, family, budget), row, lr=1e-3)
+        found.append(steps[0])
+    assert found[0].keys() == found[1].keys() and "score.query" in found[0]
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=1e-6, atol=1e-9)
+
+
+def test_the_head_is_a_file_of_its_own_and_loads_again(family, tmp_path) -> None:
+    model = model_of(family)
+    with without_reward(model) as head:
+        assert not hasattr(model, "score")
+    assert model.score is head
+    save_reward(head, tmp_path)
+    other = RewardHead(like=model, heads=2, pooling="last", seed=9)
+    load_reward(other, tmp_path)
+    assert all(
+        torch.equal(a, b) for a, b in zip(head.parameters(), other.parameters(), strict=True)
+    )
+
+
+def test_learned_rewards_score_alike_alone_or_together(family, samples) -> None:
+    card = Card(kind="scalar", heads=("a", "b"), statistics={"a": (0.5, 2.0)})
+    model = LearnedReward(model_of(family), family, card, micro_tokens=64)
+    replies = [
+        reward_sample(sample, text) for sample in (samples[0], samples[2]) for text in ("a", "b")
+    ]
+    together = model.score(replies, head="a")
+    alone = [model.score([reply], head="a")[0] for reply in replies]
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+    assert len(set(together)) == 4
+    normal = model.score(replies, head="a", normalise=True)
+    np.testing.assert_allclose(normal, (np.array(together) - 0.5) / 2)
+
+
+def test_a_sample_over_a_wire_has_the_same_conversation(family, samples) -> None:
+    """Texts and media instead of messages: what a service gets."""
+    mine = reward_sample(samples[0], "three")
+    wired = RewardSample(id="s0", response="three", messages=mine.messages, media=mine.media)
+    assert wired.conversation == mine.conversation
+    with pytest.raises(ValueError, match="fewer places"):
+        RewardSample(id="s", response="", messages=[], media=mine.media).conversation  # noqa: B018
+
+
+def test_a_response_that_is_too_long_has_no_score(family, samples) -> None:
+    model = LearnedReward(model_of(family, heads=1), family, Card(kind="scalar", heads=("a",)))
+    long = reward_sample(samples[2], "word " * 1500)
+    assert np.isnan(model.score([long])[0])

@@ -1,0 +1,422 @@
+"""Reward models end to end: pairs of pictures are learned, folders score again, RL and eval use
+them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import saccade
+from saccade.backends.learned import LearnedReward
+from saccade.cli import app
+from saccade.config import defaults_for, load
+from saccade.data import synthetic
+from saccade.errors import ConfigError, DataError
+from saccade.models.rating import read_card
+from saccade.recipes import parts, reward_model
+from saccade.recipes.rated import task_of
+from saccade.rewards.sample import reward_sample
+from saccade.types import replace
+
+Make = Callable[..., dict[str, Any]]
+Read = Callable[[Path], list[dict[str, Any]]]
+OTHER = {"red": "blue", "blue": "red"}
+MARK = "black"  # a word of the tiny model that no scene of these shows
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One big shape each. Replies, pictures and steps are judged; some heads have few labels."""
+    folder = tmp_path_factory.mktemp("judged")
+    for split, n in {"train": 32, "held": 12}.items():
+        scenes = synthetic.counting_split(
+            n, seed=n, colours=tuple(OTHER), counts=(1, 1), radius=(16, 20)
+        )
+        drawn = synthetic.write_jsonl(scenes, folder, name="drawn").read_text().splitlines()
+        listed = [json.loads(line) for line in drawn]
+        by = {colour: [r for r in listed if r["colours"] == [colour]] for colour in OTHER}
+        found: dict[str, list[dict[str, Any]]] = {
+            "pairs": [],
+            "media": [],
+            "heads": [],
+            "steps": [],
+        }
+        for number, scene in enumerate(listed):
+            [right] = scene["colours"]
+            wrong = OTHER[right]
+            asked = {"id": scene["id"], "images": scene["images"], "answer": right}
+            asked["prompt"] = "<image>how many objects ?"
+            found["pairs"].append(asked | {"chosen": right, "rejected": wrong})
+            other = by[wrong][number % len(by[wrong])]
+            found["media"].append(
+                {"id": scene["id"], "prompt": right, "images": [*scene["images"], *other["images"]]}
+                | {"chosen": "<image>", "rejected": "<image>"}
+            )
+            said = {"preference": "AB"[number % 2]} | (
+                {"size": "C"} if number % 3 else {"size": "A"}
+            )
+            sides = [right, wrong] if number % 2 == 0 else [wrong, right]
+            found["heads"].append(
+                asked | {"chosen": sides[0], "rejected": sides[1], "labels": said}
+            )
+            steps = [right, wrong] if number % 2 else [wrong, right]
+            labels = ["1" if step == right else "2" for step in steps]
+            found["steps"].append(
+                {"id": scene["id"], "images": scene["images"], "label": labels}
+                | {
+                    "input": [
+                        {"role": "user", "content": "<image>how many objects ?"},
+                        {"role": "assistant", "content": "\n".join(f"{s} {MARK}" for s in steps)},
+                    ]
+                }
+            )
+        for kind, lines in found.items():
+            text = "".join(json.dumps(row) + "\n" for row in lines)
+            (folder / f"{split}-{kind}.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(rows: Path, word_model: str) -> Make:
+    def make(out: Path, kind: str = "pairs", **changes: Any) -> dict[str, Any]:
+        options = {
+            "run.out": str(out),
+            "run.max_steps": 4,
+            "run.device": "cpu",
+            "model.path": word_model,
+            "data.train": str(rows / f"train-{kind}.jsonl"),
+            "prompt.format": "direct",
+            "prompt.instruction": "",
+            "train.prompts_per_step": 8,
+            "train.lr": 3e-3,
+            "train.schedule": "constant",
+            "train.warmup": 0,
+            "track.tensorboard": False,
+        }
+        return options | {name.replace("__", "."): value for name, value in changes.items()}
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, config: Make, rows: Path) -> Path:
+    """The folder of a reward model that knows the colours."""
+    out = tmp_path_factory.mktemp("trained")
+    held = str(rows / "held-pairs.jsonl")
+    saccade.reward_model(config(out, run__max_steps=15, data__val=held, val__every=15))
+    return out / "run" / "checkpoints" / "step-15"
+
+
+def scores_of(folder: Path, config: dict[str, Any], **options: Any) -> np.ndarray:
+    """[pairs, sides] of the training rows."""
+    resolved = defaults_for("reward-model", load(config))
+    task = task_of(resolved, parts.family_of(resolved, resolved.model.path))
+    samples = task.load(resolved.data.train).samples
+    model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
+    replies = [
+        replace(reward_sample(sample, side[-1].text), replied=side)
+        for sample in samples
+        for side in sample.candidates
+    ]
+    return np.array(model.score(replies, **options)).reshape(-1, 2)
+
+
+def test_pairs_of_pictures_are_learned_and_the_folder_scores_again(
+    trained: Path, config: Make, tmp_path: Path, numbers: Read
+) -> None:
+    first, *steps = numbers(trained.parents[1])
+    assert first["val/held-pairs/accuracy"] < 0.8
+    last = steps[-1]
+    assert last["rm/accuracy"] == 1 and last["val/held-pairs/accuracy"] == 1
+    assert last["rm/chosen_mean"] - last["rm/rejected_mean"] == pytest.approx(last["rm/gap"])
+    scores = scores_of(trained, config(tmp_path))
+    assert (scores[:, 0] > scores[:, 1]).all()
+    card = read_card(trained)
+    assert card is not None and card.heads == ("preference",)
+    mean, std = card.statistics["preference"]
+    assert (mean, std) == pytest.approx((last["val/held-pairs/mean"], last["val/held-pairs/std"]))
+    normal = scores_of(trained, config(tmp_path), normalise=True)
+    np.testing.assert_allclose(normal, (scores - mean) / std, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reward_model.loss": "hps", "reward_model.pooling": "attention"},
+        {"reward_model.loss": "logexp", "reward_model.pooling": "mean"},
+    ],
+    ids=["hps", "logexp"],
+)
+def test_other_losses_and_poolings_learn(
+    tmp_path: Path, config: Make, changes: dict[str, Any]
+) -> None:
+    last = reward_model.run(config(tmp_path, run__max_steps=12) | changes)
+    assert last["rm/accuracy"] == 1
+    folder = tmp_path / "run" / "checkpoints" / "step-12"
+    scores = scores_of(folder, config(tmp_path))
+    assert (scores[:, 0] > scores[:, 1]).all()
+    stored = load_file(folder / "reward_head.safetensors")
+    scale, query = stored["score.log_scale"].item(), stored["score.query"].abs().max().item()
+    assert (scale != 0 and query > 0) if "hps" in changes.values() else scale == query == 0
+
+
+def test_candidates_may_be_pictures(tmp_path: Path, config: Make, rows: Path) -> None:
+    held = str(rows / "held-media.jsonl")
+    options = config(tmp_path, "media", run__max_steps=20, data__val=held, val__every=20)
+    last = reward_model.run(options)
+    assert last["val/held-media/accuracy"] >= 0.9
+    scores = scores_of(tmp_path / "run" / "checkpoints" / "step-20", options)
+    assert (scores[:, 0] > scores[:, 1]).mean() >= 0.9
+
+
+def test_heads_learn_what_their_labels_say(tmp_path: Path, config: Make) -> None:
+    both = {"preference": 1.0, "size": 0.5}
+    last = reward_model.run(config(tmp_path, "heads", run__max_steps=15, reward_model__heads=both))
+    assert last["rm/preference/accuracy"] == 1  # whichever side the better one stands on
+    assert {"rm/size/gap", "rm/size/std", "rm/accuracy"} <= last.keys()
+    folder = tmp_path / "run" / "checkpoints" / "step-15"
+    card = read_card(folder)
+    assert card is not None and card.heads == ("preference", "size")
+    model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"set args.head"):
+        model.check()
+    with pytest.raises(ConfigError, match="has no head 'taste'"):
+        model.check(head="taste")
+    two = [scores_of(folder, config(tmp_path), head=head) for head in both]
+    assert not np.allclose(two[0], two[1])
+
+
+def test_a_head_without_labels_is_refused(tmp_path: Path, config: Make) -> None:
+    with pytest.raises(ConfigError, match="no row says which side is better by coherence"):
+        reward_model.run(config(tmp_path, reward_model__heads=["preference", "coherence"]))
+    with pytest.raises(ConfigError, match=r"better by taste; rows label preference, size"):
+        reward_model.run(config(tmp_path, "heads", reward_model__heads=["taste", "size"]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reward_model.loss": "hps", "train.ema": 0.9},
+        {"model.train": "lora", "model.lora.rank": 4},
+    ],
+    ids=["full", "lora"],
+)
+def test_stopped_and_resumed_is_the_same_run(
+    tmp_path: Path,
+    config: Make,
+    numbers: Read,
+    same_weights: Callable[..., bool],
+    changes: dict[str, Any],
+) -> None:
+    options = config(tmp_path, train__prompts_per_step=12, run__max_steps=5) | changes
+    reward_model.run(options | {"run.name": "whole"})  # an epoch ends within the third step
+    reward_model.run(options | {"run.name": "parts", "run.max_steps": 2})
+    reward_model.run(options | {"run.name": "parts", "run.resume": "auto"})
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
+    ends = [tmp_path / name / "checkpoints" / "step-5" for name in ("whole", "parts")]
+    assert same_weights(*ends)
+    assert read_card(ends[0]) == read_card(ends[1])
+    heads = [(end / "reward_head.safetensors") for end in ends]
+    assert heads[0].read_bytes() == heads[1].read_bytes()
+
+
+def test_the_average_is_a_reward_model_of_its_own(tmp_path: Path, config: Make) -> None:
+    reward_model.run(config(tmp_path, train__ema=0.5))
+    folder = tmp_path / "run" / "checkpoints" / "step-4"
+    mine = scores_of(folder, config(tmp_path))
+    average = scores_of(folder / "state" / "ema", config(tmp_path))
+    assert not np.allclose(mine, average)
+
+
+def test_stock_transformers_loads_the_folder_and_export_takes_the_head_along(
+    trained: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    _, info = AutoModelForImageTextToText.from_pretrained(trained, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    out = saccade.export(trained, tmp_path / "out", "bfloat16", verify=False)
+    assert read_card(out) == read_card(trained)
+    kept = [load_file(folder / "reward_head.safetensors") for folder in (trained, out)]
+    assert torch.equal(kept[0]["score.weight"], kept[1]["score.weight"])
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+PROCESS = {
+    "reward_model.kind": "process",
+    "reward_model.placeholder": MARK,
+    "reward_model.tokens": ["1", "2"],
+}
+
+
+def test_steps_are_judged_and_a_response_by_its_steps(
+    tmp_path: Path, config: Make, rows: Path
+) -> None:
+    held = {"data.val": str(rows / "held-steps.jsonl"), "val.every": 40}
+    options = config(tmp_path, "steps", run__max_steps=40) | PROCESS | held
+    last = saccade.reward_model(options)
+    assert last["rm/accuracy"] == 1 and last["val/held-steps/accuracy"] == 1
+    assert last["rm/label_mean"] == pytest.approx(0.5)
+    folder = tmp_path / "run" / "checkpoints" / "step-40"
+    assert not (folder / "reward_head.safetensors").exists()
+    model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
+    resolved = defaults_for("reward-model", load(options))
+    task = task_of(resolved, parts.family_of(resolved, resolved.model.path))
+    for sample in task.load(resolved.data.train).samples[:4]:
+        asked = replace(sample, messages=sample.messages[:1])
+        right = sample.messages[1].text.split()[0 if sample.extra["label"][0] == "1" else 2]
+        two = reward_sample(asked, f"{right}\n{OTHER[right]}")
+        one = reward_sample(asked, right)
+        least, mean, end = (model.score([two], steps=s)[0] for s in ("min", "mean", "last"))
+        assert least < 0.2 and end == least and 0.3 < mean < 0.7 and model.score([one])[0] > 0.8
+
+
+def test_soft_labels_are_probabilities(tmp_path: Path, config: Make) -> None:
+    path = tmp_path / "soft.jsonl"
+    row = {"input": f"red {MARK} blue {MARK}", "label": [0.8, 0.3]}
+    path.write_text("".join(json.dumps(row | {"id": n}) + "\n" for n in range(8)))
+    options = config(tmp_path, data__train=str(path), run__max_steps=40) | PROCESS
+    last = reward_model.run(options)
+    entropy = -sum(p * np.log(p) + (1 - p) * np.log(1 - p) for p in (0.8, 0.3)) / 2
+    assert last["rm/loss"] == pytest.approx(entropy, abs=0.01)
+    assert last["rm/good_mean"] == pytest.approx(0.55, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"input": f"red {MARK}", "label": ["1", "2"]}, "1 placeholders 'black' but 2 labels"),
+        ({"input": f"red {MARK}", "label": ["3"]}, "write one of 1, 2, or a probability"),
+        ({"input": "red", "label": "1"}, "no list of labels"),
+    ],
+)
+def test_rows_of_steps_that_are_set_aside(
+    tmp_path: Path, config: Make, row: dict[str, Any], words: str
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=words):
+        reward_model.run(config(tmp_path, data__train=str(path)) | PROCESS)
+
+
+# -- as rewards ------------------------------------------------------------------------------------
+
+
+def test_ppo_with_a_critic_raises_the_score_of_the_model(
+    tmp_path: Path, config: Make, rows: Path, trained: Path, numbers: Read
+) -> None:
+    """That the true score rises with it is what benchmarks/reward_model.py shows."""
+    learned = {"verifier": "model", "name": "rm", "args": {"path": str(trained), "normalise": True}}
+    saccade.rl(
+        config(tmp_path, run__max_steps=10, train__lr=2e-3)
+        | {
+            "rollout.max_tokens": 2,
+            "reward.terms": [learned, {"verifier": "exact", "weight": 0.0}],
+            "reward.outcome": "exact",  # reported beside it, without a weight
+            "algorithm.preset": "ppo",
+            "algorithm.critic.path": str(trained),
+            "algorithm.critic.lr": 2e-3,
+            "train.samples_per_prompt": 4,
+        }
+    )
+    first, *_, last = numbers(tmp_path / "run")
+    assert last["reward/mean"] > first["reward/mean"] + 0.1
+    assert last["reward/mean"] == pytest.approx(last["reward/rm"])
+    assert 0 <= last["reward/accuracy"] <= 1 and np.isfinite(last["critic/loss"])
+
+
+def test_rules_and_models_by_source_in_one_run(
+    tmp_path: Path, rl_config: Make, trained: Path, scenes: Path, numbers: Read
+) -> None:
+    """Two models, weighed, on one source; a rule on the other."""
+    model = {"verifier": "model", "args": {"path": str(trained)}}
+    terms = [
+        {"verifier": "exact", "weight": 0.0},
+        model | {"name": "raw", "weight": 0.25},
+        model | {"name": "scaled", "args": {"path": str(trained), "normalise": True}},
+    ]
+    lines = (scenes / "train.jsonl").read_text().splitlines()
+    mixed = [json.loads(line) for line in lines[:16]]
+    for number, row in enumerate(mixed):
+        row["data_source"] = ("learned", "ruled")[number % 2]
+        row["images"] = [str(scenes / image) for image in row["images"]]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    options = rl_config(tmp_path, data__train=str(path), run__max_steps=2)
+    options |= {"reward.terms": [], "reward.by_source": {"learned": terms, "ruled": "count"}}
+    options |= {"reward.self_test": "warn", "track.trajectories_every": 1}
+    saccade.rl(options)
+    stored = [
+        json.loads(line)
+        for file in sorted((tmp_path / "run" / "trajectories").glob("*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
+    seen = {row["data_source"]: row["parts"].keys() for row in stored}
+    assert seen["learned"] == {"exact", "raw", "scaled"} and seen["ruled"] == {"count"}
+    card = read_card(trained)
+    assert card is not None
+    mean, std = card.statistics["preference"]
+    for row in (row for row in stored if row["data_source"] == "learned"):
+        parts = row["parts"]
+        assert parts["scaled"] == pytest.approx((parts["raw"] - mean) / std, abs=1e-4)
+        assert row["reward"] == pytest.approx(0.25 * parts["raw"] + parts["scaled"], abs=1e-4)
+
+
+def test_eval_scores_with_a_model_and_rescore_refuses(
+    tmp_path: Path, rl_config: Make, trained: Path, scenes: Path
+) -> None:
+    learned = {"verifier": "model", "args": {"path": str(trained)}}
+    options = rl_config(tmp_path, data__val=str(scenes / "val.jsonl"))
+    options |= {"reward.terms": [learned]}
+    found = saccade.evaluate(options, out=tmp_path / "eval")
+    assert np.isfinite(found["val"]["accuracy"])
+    with pytest.raises(ConfigError, match="remove the terms of `model`"):
+        saccade.evaluate(options, rescore=tmp_path / "eval" / "samples.jsonl", out=tmp_path / "b")
+
+
+def test_a_folder_that_is_no_reward_model(tmp_path: Path, rl_config: Make, word_model: str) -> None:
+    term = {"verifier": "model", "args": {"path": word_model}}
+    with pytest.raises(ConfigError, match="is no reward model"):
+        saccade.rl(rl_config(tmp_path) | {"reward.terms": [term]})
+    with pytest.raises(ConfigError, match=r"path=nowhere has no config.json"):
+        term = {"verifier": "model", "args": {"path": "nowhere"}}
+        saccade.rl(rl_config(tmp_path) | {"reward.terms": [term]})
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("reward_model.bounded=true", "reward_model.bounded: has no effect with loss=bt"),
+        ("reward_model.tokens=[1,2]", "reward_model.tokens: has no effect"),
+        ("dpo.beta=1", "has no effect in `saccade reward-model`"),
+        ("reward.terms=[math]", "has no effect in `saccade reward-model`"),
+        ("reward_model.heads={preference: 0}", "weights above 0"),
+    ],
+)
+def test_what_is_refused(config: Make, tmp_path: Path, override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        reward_model.run(load(config(tmp_path), [override]))
+    assert words in str(caught.value)
+
+
+def test_defaults_and_the_dry_run(config: Make, tmp_path: Path) -> None:
+    plain = defaults_for("reward-model", load(None))
+    assert (plain.train.lr, plain.reward_model.max_tokens) == (9e-6, 512)
+    process = defaults_for("reward-model", load({"reward_model.kind": "process"}))
+    assert (process.train.lr, process.reward_model.max_tokens) == (1e-6, 2048)
+    words = [f"{k}={json.dumps(v)}" for k, v in config(tmp_path).items() if k != "model.path"]
+    shown = CliRunner().invoke(
+        app, ["reward-model", *words, "model.path=tiny:qwen2_5_vl", "--dry-run"]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "pairs per step" in shown.output and "512 tokens" in shown.output
