@@ -43,6 +43,7 @@ TINY = {
     "rm": "qwen2_5_vl",
     "prm": "qwen2",
     "lightrft_srm_vl": "qwen2_5_vl",
+    "lightrft_srm_al": "qwen2_audio",
     "text_ppo": "llama",
     "text_grpo": "qwen3",
     "text_rpp": "qwen2",
@@ -66,6 +67,7 @@ COMMANDS = {
     "rm": "reward-model",
     "prm": "reward-model",
     "lightrft_srm_vl": "reward-model",
+    "lightrft_srm_al": "reward-model",
 }
 SHOWN = {"rl": "reward/mean", "sft": "sft/loss", "dpo": "dpo/loss", "reward-model": "rm/loss"}
 SUMS = [(n, n + 3) for n in range(8)]
@@ -173,6 +175,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory, image: Any) -> dict[str, str]
             "confidence": 0.99,
         },
         "prm": lambda q, a, i: {"input": f"{q} Add. ки\nIt is {a}. ки", "label": ["+", "-"]},
+        "lightrft_srm_al": lambda q, a, i: {
+            "prompt": q,
+            "chosen": {"path": f"{i}.wav"},
+            "rejected": {"path": "0.png.wav"},
+        },
         "lightrft_srm_vl": lambda q, a, i: {
             "prompt": q,
             "images": [i, "0.png"],
