@@ -261,6 +261,13 @@ def chat(
         item if "=" in item or item.endswith((".yaml", ".yml")) else f"model.path={item}"
         for item in arguments or []
     ]
+    serving = {"--host": host != "127.0.0.1", "--port": port != 8000, "--no-token": no_token}
+    for option in [name for name, given in serving.items() if given and not serve]:
+        raise ConfigError(f"{option}: has no effect without --serve; add it, or leave this out")
+    if serve and (batch or out):
+        raise ConfigError("--batch: has no effect with --serve; leave one of them out")
+    if out and not batch:
+        raise ConfigError("--out: has no effect without --batch; /save FILE keeps a conversation")
     config = defaults_for("chat", _config(folders))
     check(config, "chat")
     recipe = import_module("saccade.recipes.chat")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from saccade.config import Config
 from saccade.doctor.finding import Finding, failure, ok, warning
+from saccade.models.files import AGAIN, INDEX, SINGLE, header_of
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-AGAIN = "copy or download it again"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 OPTIONAL = {  # files that may be missing, and what happens then
     "generation_config.json": "generation ends at the tokenizer's own end-of-text token only",
@@ -98,27 +96,6 @@ def _weights(path: Path) -> Iterator[Finding]:
         count, files = len(tensors), len(shards)
         size = sum((path / shard).stat().st_size for shard in shards) / 2**30
         yield ok("model", f"{path}: {count} tensors in {files} files, {size:.2f} GiB")
-
-
-def header_of(path: Path) -> dict[str, Any] | str:
-    """The tensors of a safetensors file, or what is wrong with it. Reads the header alone."""
-    if not path.is_file():
-        return "is missing"
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if length > size - 8:
-            return f"is cut short in its header ({size:,} bytes)"
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            return f"has no valid header: {error}"
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if end != size:
-        return f"has {size:,} bytes, its header asks for {end:,}"
-    return header
 
 
 def _vocabulary(path: Path, tensors: Mapping[str, Any]) -> Iterator[Finding]:

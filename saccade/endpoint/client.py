@@ -23,6 +23,7 @@ from saccade.schema import HttpConfig
 from saccade.types import Media, Message, Sampling
 
 OFF = "off"  # in the place of a cache's folder
+LIMITED_BY = {"rollout.http": "rollout"}  # where answers have their limit, if elsewhere
 
 
 @dataclass(kw_only=True)
@@ -72,6 +73,10 @@ class ChatClient:
             per_minute=http.per_minute,
             key=self._key,
             headers=self._api.headers(self._key),
+            options={
+                "model": f"{section}.model",
+                "max_tokens": f"{LIMITED_BY.get(section, section)}.max_tokens",
+            },
             on_send=lambda again: self._count(sent=1, repeated=int(again)),
         )
         self.model = http.model or self._only_model()

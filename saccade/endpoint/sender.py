@@ -60,15 +60,18 @@ class Sender:
         key: str = "",
         headers: Mapping[str, str] | None = None,
         mends: Mapping[int, tuple[str, str]] = MENDS,
+        options: Mapping[str, str] | None = None,
         patient: bool = False,
         on_send: Callable[[bool], None] = lambda again: None,
     ) -> None:
         """`section` is where errors say that the options stand; `key` is kept out of them.
-        `patient`: who says when to come back uses up no attempt, only the time of a request.
+        `options`: where a field that a server names is set here. `patient`: who says when to come
+        back uses up no attempt, only the time of a request.
         """
         self.urls, self.section, self.retries, self.timeout = tuple(urls), section, retries, timeout
         self._gap = 60 / per_minute if per_minute else 0.0
         self._key, self._mends, self._patient, self._on_send = key, mends, patient, on_send
+        self._options = options or {}
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._openers = {url: opener_for(url) for url in self.urls}
         self._lock = threading.Lock()
@@ -164,9 +167,10 @@ class Sender:
     def refusal(self, url: str, reply: Reply) -> ConfigError:
         words, field = _words(reply.text)
         option, mend = self._mends.get(reply.status, ("url", "change what it names"))
+        where = self._options.get(field, f"{self.section}.{option}")
         about = f" about {field!r}" if field else ""
         return ConfigError(
-            f"{self.section}.{option}: {url} refuses the request with status "
+            f"{where}: {url} refuses the request with status "
             f"{reply.status}{about}: {self._quoted(words)}; {mend}"
         )
 

@@ -22,14 +22,14 @@ from saccade.data.chats import Picture, RowError, arrange, read_chat
 from saccade.data.datasets import OPENERS
 from saccade.data.prompts import text_or_file
 from saccade.engines import Engine, generate, progress
-from saccade.errors import ConfigError, SaccadeError
+from saccade.errors import ConfigError, DataError, SaccadeError
 from saccade.images import open_media
 from saccade.models.families import Family
 from saccade.recipes import parts
 from saccade.recipes.engines import answering_engine, answering_family, model_name, room
 from saccade.rollout.episode import noise_key
 from saccade.serving.fields import Served
-from saccade.serving.http import make_token
+from saccade.serving.http import make_token, shown_token
 from saccade.serving.hub import Hub
 from saccade.serving.server import Service, open_server
 from saccade.serving.text import TextStream
@@ -149,6 +149,8 @@ def _interruptible() -> Iterator[threading.Event]:
 
 
 def _image(state: Talk, path: str) -> str:
+    if not path:
+        raise ConfigError("/image: give a file, such as /image photo.jpg")
     place = Path(path).expanduser().absolute()
     media = open_media(place, limits=state.config.data)
     state.pictures.append(media)
@@ -207,6 +209,8 @@ def answer_file(
     ]
     if out is not None and out.exists():
         raise ConfigError(f"--out {out} exists; give a new file, nothing is overwritten")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: its folder does not exist; try --out {out.name}")
     with _opened(config) as (family, engine):
         sampling = _sampling(config, greedy=greedy)
         requests = [
@@ -255,7 +259,12 @@ def _conversation(item: Any, where: str, folder: Path, config: Config) -> tuple[
     def part(piece: Any) -> str | Media:
         if not isinstance(piece, Picture):
             return piece
-        return OPENERS[piece.kind](piece.source, base=folder, limits=config.data, **piece.options)
+        try:
+            return OPENERS[piece.kind](
+                piece.source, base=folder, limits=config.data, **piece.options
+            )
+        except DataError as error:
+            raise ConfigError(f"{where}: {error}") from None
 
     messages = [
         Message(role=role, parts=tuple(part(piece) for piece in pieces))  # type: ignore[arg-type]
@@ -314,9 +323,10 @@ def serve(
         address = f"http://{host}:{server.server_address[1]}"
         threading.Thread(target=server.serve_forever, name="clients", daemon=True).start()
         say(f"{served.model} at {address}/v1\n")
-        say(f"page:  {address}/{f'#token={secret}' if secret else ''}\n")
+        shown = shown_token(secret)
+        say(f"page:  {address}/{f'#token={shown}' if secret else ''}\n")
         if secret:
-            say(f"token: {secret}\n")
+            say(f"token: {shown}\n")
         try:
             hub.run()
         finally:

@@ -223,20 +223,21 @@ def describe(result: Result) -> str:
 
 
 def _places(config: Config, out: Path | None) -> tuple[Path, Path]:
-    """A folder for the results, and one for the answers of an endpoint. The first of NAME-eval,
-    NAME-eval-2 … that is free: nothing is overwritten. Answers are kept with the evaluations just
-    before it if those were broken off, so that what was answered there is not asked again.
+    """A folder for the results, and one inside for the answers of an endpoint. The first of
+    NAME-eval, NAME-eval-2 … that is free, or was broken off after some answers: those are not asked
+    for again, and nothing that is finished is overwritten.
     """
     if out is not None:
         return Path(out), Path(out) / ANSWERS
     name = f"{config.run.name}-eval"
     names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
-    earlier: list[Path] = []
-    while (folder := Path(config.run.out) / next(names)).exists():
-        earlier.insert(0, folder)
-    broken_off = itertools.takewhile(lambda path: not (path / RESULTS).exists(), earlier)
-    kept = [path / ANSWERS for path in broken_off if (path / ANSWERS).exists()]
-    return folder, kept[0] if kept else folder / ANSWERS
+    folders = (Path(config.run.out) / name for name in names)
+    folder = next(f for f in folders if not f.exists() or _broken_off(f))
+    return folder, folder / ANSWERS
+
+
+def _broken_off(folder: Path) -> bool:
+    return (folder / ANSWERS).exists() and not (folder / RESULTS).exists()
 
 
 def write_results(folder: Path, results: Sequence[Result], family: Family) -> dict[str, Any]:

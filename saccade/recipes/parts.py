@@ -32,6 +32,7 @@ from saccade.environments import Environment, stop_strings, texts_hash
 from saccade.errors import ConfigError, DataError
 from saccade.models import lora, tiny
 from saccade.models.families import Family, load_family
+from saccade.models.files import require_whole
 from saccade.models.heads import attach_score, start_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
 from saccade.recipes.lengths import remembered
@@ -76,6 +77,7 @@ def model_folder(config: Config, path: str) -> str:
 
 
 def family_of(config: Config, folder: str) -> Family:
+    require_whole(Path(folder))
     template = config.prompt.chat_template
     return load_family(
         folder,

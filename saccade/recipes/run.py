@@ -151,6 +151,7 @@ class Run:
         if self.step >= self.total:
             self.console.note(f"step {self.step} is reached already; raise run.max_steps to go on")
         third = min(self.step + TRACED_STEP, self.total) if self.config.run.trace else None
+        self.console.lap()  # loading and the start of an engine belong to no step
         while self.step < self.total:
             with self._traced() if self.step + 1 == third else nullcontext():
                 yield self.step + 1

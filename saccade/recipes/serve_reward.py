@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from saccade import checks
 from saccade.config import Config, load
 from saccade.rewards.scorer import Scorer
-from saccade.serving.http import make_token
+from saccade.serving.http import make_token, shown_token
 from saccade.serving.reward_server import PATH, open_server
 from saccade.serving.rewards import RewardService
 
@@ -54,7 +54,7 @@ def serve(
         threading.Thread(target=server.serve_forever, name="clients", daemon=True).start()
         say(f"rewards at http://{host}:{server.server_address[1]}{PATH}")
         if secret:
-            say(f"token: {secret}")
+            say(f"token: {shown_token(secret)}")
         while not stops:
             time.sleep(GLANCE)
         say("stopping")

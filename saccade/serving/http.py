@@ -24,6 +24,7 @@ from typing import Any
 
 from saccade.errors import ConfigError, EnvironmentProblem
 
+TOKEN = "SACCADE_TOKEN"
 LOOPBACK = ("127.0.0.1", "localhost")
 LOOPBACK_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 PIECE = 2**16
@@ -85,7 +86,12 @@ def make_token(host: str, *, wanted: bool) -> str:
             f"--no-token: {host} can be reached from other machines; leave the option out, or use "
             "--host 127.0.0.1"
         )
-    return (os.environ.get("SACCADE_TOKEN") or secrets.token_urlsafe(24)) if wanted else ""
+    return (os.environ.get(TOKEN) or secrets.token_urlsafe(24)) if wanted else ""
+
+
+def shown_token(token: str) -> str:
+    """For the screen, which may be a log: who chose a token knows it."""
+    return f"${TOKEN}" if token == os.environ.get(TOKEN) else token
 
 
 def open_server(

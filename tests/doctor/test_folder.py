@@ -65,6 +65,12 @@ BROKEN = {
         lambda f: cut(f / "model.safetensors", 100),
         "model.safetensors: is cut short in its header (100 bytes)",
     ),
+    "a Git LFS pointer": (
+        lambda f: (f / "model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1\n"
+        ),
+        "model.safetensors: is a Git LFS pointer instead of weights (run `git lfs pull`",
+    ),
     "an empty file": (lambda f: cut(f / "model.safetensors", 0), "is cut short in its header (0"),
     "a page of an error instead of weights": (
         lambda f: (f / "model.safetensors").write_bytes(b"\x05" + bytes(7) + b"<htm>"),

@@ -133,6 +133,22 @@ def test_a_refusal_is_not_repeated_and_names_the_field() -> None:
     assert asking.counters.sent == 1
 
 
+@pytest.mark.parametrize(
+    ("field", "option"),
+    [
+        ("model", "rollout.http.model"),
+        ("max_tokens", "rollout.max_tokens"),
+        ("n", "rollout.http.url"),
+    ],
+)
+def test_a_refusal_names_the_option_of_the_field(field: str, option: str) -> None:
+    with (
+        scripted([Says(status=400, body={"error": {"message": "no", "param": field}})]) as endpoint,
+        pytest.raises(ConfigError, match=f"^{option}: .* about '{field}': no"),
+    ):
+        client(endpoint).ask(QUESTION, GREEDY, 0)
+
+
 def test_a_redirect_is_not_followed() -> None:
     elsewhere = Says(status=302, body="gone", headers=(("Location", "http://127.0.0.1:9/"),))
     with scripted([elsewhere]) as endpoint, pytest.raises(ConfigError, match="status 302"):

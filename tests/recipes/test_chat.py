@@ -104,6 +104,10 @@ def test_a_file_of_conversations_gets_the_answers_of_the_terminal(
             "[0]: ends",
         ),
         ('["x", [{"role": "judge", "content": "x"}]]', "[1]: unknown role"),
+        (
+            '["x", [{"role": "user", "content": [{"type": "image", "image": "gone.png"}]}]]',
+            "in.json[1]: gone.png: file does not exist",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_answered(
@@ -112,6 +116,30 @@ def test_a_file_that_cannot_be_answered(
     (tmp_path / "in.json").write_text(content)
     result = chat(folder, "--batch", str(tmp_path / "in.json"))
     assert result.exit_code == 2 and problem in result.output.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--serve", "--batch", "in.json"], "--batch: has no effect with --serve"),
+        (["--out", "a.json"], "--out: has no effect without --batch"),
+        (["--port", "8001"], "--port: has no effect without --serve"),
+        (["--no-token"], "--no-token: has no effect without --serve"),
+    ],
+)
+def test_options_that_do_not_go_together(folder: str, options: list[str], problem: str) -> None:
+    result = chat(folder, *options)
+    assert result.exit_code == 2 and problem in result.output.replace("\n", " ")
+
+
+def test_a_folder_for_the_answers_is_looked_for_before_they_are_made(
+    folder: str, tmp_path: Path
+) -> None:
+    (tmp_path / "in.json").write_text('["x"]')
+    result = chat(folder, "--batch", str(tmp_path / "in.json"), "--out", str(tmp_path / "no" / "a"))
+    assert result.exit_code == 2 and "its folder does not exist; try --out a" in " ".join(
+        result.output.split()
+    )
 
 
 def test_ctrl_c_ends_an_answer_between_two_steps(folder: str) -> None:

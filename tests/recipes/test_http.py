@@ -169,6 +169,9 @@ def test_without_a_cache_of_its_own_a_run_keeps_one(
     assert [broken_off(config, n, recipe) for n in (4, 3, 100)] == [3, 2, 8 - 3 - 2]
     again = 8 if recipe is evaluate.run else 0  # generate has its rows in the file
     assert broken_off(config, 100, recipe) == again
+    if recipe is evaluate.run:  # what was broken off has its results where its answers are
+        kept = sorted(path.parent.name for path in tmp_path.rglob("results.json"))
+        assert kept == ["run-eval", "run-eval-2"] and len(list(tmp_path.rglob("answers"))) == 2
     out = {"run.out": str(tmp_path / "off"), "rollout.http.cache": "off"}
     assert [broken_off(config | out, n, recipe) for n in (4, 100)] == [3, 8]
     assert not list((tmp_path / "off").rglob("answers"))

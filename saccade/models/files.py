@@ -1,0 +1,56 @@
+"""Files of weights, judged by their headers: what is missing or cut short. Reads no tensor.
+
+>>> header_of(Path("models/half/model.safetensors"))
+'has 100,000 bytes, its header asks for 1,335,968'
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from saccade.errors import EnvironmentProblem
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+AGAIN = "copy or download it again"
+POINTER = b"version "  # how a Git LFS pointer begins
+
+
+def require_whole(folder: Path) -> None:
+    """Refuse weights that were cut short, before anything is made of them. A folder without any is
+    left to whoever needs some.
+    """
+    shards = {path.name for path in folder.glob("*.safetensors")}
+    if (folder / INDEX).is_file():
+        shards |= set(
+            json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        )
+    for shard in sorted(shards):
+        found = header_of(folder / shard)
+        if isinstance(found, str):
+            raise EnvironmentProblem(f"model.path: {folder / shard} {found}; {AGAIN}")
+
+
+def header_of(path: Path) -> dict[str, Any] | str:
+    """The tensors of a safetensors file, or what is wrong with it. Reads the header alone."""
+    if not path.is_file():
+        return "is missing"
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start == POINTER:
+            return "is a Git LFS pointer instead of weights (run `git lfs pull` in its folder)"
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if length > size - 8:
+            return f"is cut short in its header ({size:,} bytes)"
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            return f"has no valid header: {error}"
+    header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if end != size:
+        return f"has {size:,} bytes, its header asks for {end:,}"
+    return header
