@@ -14,9 +14,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 from saccade.backends import Scoring  # noqa: E402
 from saccade.backends.local import LocalBackend  # noqa: E402
 from saccade.engines import embedded, generate  # noqa: E402
-from saccade.engines.embedded import EmbeddedEngine, graphs  # noqa: E402
+from saccade.engines.embedded import EmbeddedEngine  # noqa: E402
 from saccade.engines.embedded import rows as fields  # noqa: E402
-from saccade.engines.embedded.paged import PAGE  # noqa: E402
 from saccade.engines.embedded.sampler import sample  # noqa: E402
 from saccade.forest import pack  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
@@ -334,6 +333,9 @@ def test_graphs_outlive_the_pool_and_follow_the_weights(family, asked):
 
 
 def test_graphs_are_captured_again_for_longer_sequences(model, family, asked, monkeypatch):
+    from saccade.engines.embedded import graphs
+    from saccade.engines.embedded.paged import PAGE
+
     monkeypatch.setattr(graphs, "COLUMNS", 2)
     engine = EmbeddedEngine(model, family)
     lengths = (2, 8, 200, 8)
