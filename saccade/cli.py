@@ -9,10 +9,7 @@ imported inside the command that needs it, so `saccade --help` is instant.
 from __future__ import annotations
 
 import functools
-import os
-import shutil
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -21,13 +18,11 @@ import typer
 
 from saccade import __version__
 from saccade.cli_data import data_commands
+from saccade.cli_run import data_as_override, print_report, read_config, run_recipe, show_error
 from saccade.errors import ConfigError, DataError, SaccadeError, SelfTestError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from saccade.config import Config
-    from saccade.data.check import Report
+    pass
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -74,10 +69,10 @@ def command(
             try:
                 function(*args, **kwargs)
             except SaccadeError as error:
-                _explain(str(error), error)
+                show_error(str(error), error)
                 raise typer.Exit(error.exit_code) from None
             except KeyboardInterrupt as interrupt:
-                _explain("interrupted", interrupt)
+                show_error("interrupted", interrupt)
                 raise typer.Exit(130) from None
 
         group.command(name, rich_help_panel=panel, epilog=f"Example: [bold]{example}[/bold]")(
@@ -145,7 +140,7 @@ def rl(
     out: Out = None,
 ) -> None:
     """Train with reinforcement learning."""
-    _run("rl", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+    run_recipe("rl", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
 
 
 @command("sft", panel="Train", example="saccade sft run.yaml data.train=demonstrations.jsonl")
@@ -157,7 +152,7 @@ def sft(
     out: Out = None,
 ) -> None:
     """Train on demonstrations (supervised fine-tuning)."""
-    _run("sft", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+    run_recipe("sft", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
 
 
 @command("dpo", panel="Train", example="saccade dpo run.yaml data.train=pairs.jsonl dpo.beta=0.1")
@@ -169,7 +164,7 @@ def dpo(
     out: Out = None,
 ) -> None:
     """Train on preferences: pairs of responses, or responses called good or bad (dpo.loss=kto)."""
-    _run("dpo", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+    run_recipe("dpo", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
 
 
 @command("reward-model", panel="Train", example="saccade reward-model run.yaml train.lr=9e-6")
@@ -181,7 +176,7 @@ def reward_model(
     out: Out = None,
 ) -> None:
     """Train a model that scores: on pairs, or on steps that are labelled one by one."""
-    _run("reward-model", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+    run_recipe("reward-model", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
 
 
 # -- use -------------------------------------------------------------------------------------------
@@ -205,7 +200,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a model on the sets of data.val."""
-    _run(
+    run_recipe(
         "eval",
         arguments,
         dry_run=dry_run,
@@ -224,7 +219,7 @@ def generate(
     out: Out = None,
 ) -> None:
     """Write responses of a model to a file; rows that are there already are skipped."""
-    _run("generate", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+    run_recipe("generate", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
 
 
 @command("chat", panel="Use", example="saccade chat models/Qwen2.5-VL-3B-Instruct --serve")
@@ -268,7 +263,7 @@ def chat(
         raise ConfigError("--batch: has no effect with --serve; leave one of them out")
     if out and not batch:
         raise ConfigError("--out: has no effect without --batch; /save FILE keeps a conversation")
-    config = defaults_for("chat", _config(folders))
+    config = defaults_for("chat", read_config(folders))
     check(config, "chat")
     recipe = import_module("saccade.recipes.chat")
     if serve:
@@ -294,7 +289,7 @@ def serve_reward(
     one. Clients of OpenRLHF and LMM-R1 send none: --no-token serves them on this machine.
     """
     recipe = import_module("saccade.recipes.serve_reward")
-    recipe.serve(_config(arguments or []), host=host, port=port, token=not no_token)
+    recipe.serve(read_config(arguments or []), host=host, port=port, token=not no_token)
 
 
 @command(
@@ -339,12 +334,12 @@ def inspect_data(
 
     if fix is not None and fix.exists():
         raise ConfigError(f"--fix {fix} exists; give a new file, nothing is overwritten")
-    config = _config(_data_as_override(arguments or []))
+    config = read_config(data_as_override(arguments or []))
     report = run(config, headers_only=headers_only, workers=workers)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(report.to_json() + "\n", encoding="utf-8")
-    _print_report(report)
+    print_report(report)
     if fix is not None:
         print("wrote " + ", ".join(map(str, write_fixed(report, fix))))
     if not report.acceptable:
@@ -375,7 +370,7 @@ def estimate(
     from saccade.checks import check
     from saccade.config import defaults_for
 
-    config = defaults_for("rl", _config(arguments or []))
+    config = defaults_for("rl", read_config(arguments or []))
     check(config, "estimate")
     import_module("saccade.estimate.show").run(
         config, device=device, prompt_tokens=prompt_tokens, image=image, as_json=as_json
@@ -392,7 +387,7 @@ def doctor(
 ) -> None:
     """What is missing or does not fit: packages, devices, engines, disk, and a model in full."""
     named = [f"model.path={model}"] if model else []
-    config = _config([*(arguments or []), *named])
+    config = read_config([*(arguments or []), *named])
     import_module("saccade.doctor").run(config, as_json=as_json)
 
 
@@ -422,141 +417,10 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an
 # -- data -----------------------------------------------------------------------------------------
 
 app.add_typer(
-    data_commands(command, lambda arguments: _config(arguments)),
+    data_commands(command, read_config),
     name="data",
     rich_help_panel="Start",
 )
-
-# -- how a config command runs ---------------------------------------------------------------------
-
-LISTED = 20  # bad rows on the screen
-MODULES = {
-    "rl": "rl",
-    "sft": "sft",
-    "dpo": "dpo",
-    "reward-model": "reward_model",
-    "eval": "evaluate",
-    "generate": "generate",
-}
-
-
-def _run(
-    name: str,
-    arguments: Sequence[str] | None,
-    *,
-    dry_run: bool,
-    smoke: bool,
-    seed: int | None,
-    out: str | None = None,
-    more: dict[str, Any] | None = None,
-) -> None:
-    from saccade.checks import check
-    from saccade.config import defaults_for
-
-    flags = {"run.seed": seed, "run.out": out}
-    overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
-    config = defaults_for(name, _config([*(arguments or []), *overrides]))
-    if smoke:
-        from saccade.smoke import smoke as shrink
-
-        config = shrink(config, name)
-        # Nothing of a smoke test is worth keeping, and it must be repeatable.
-        shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
-    check(config, name)
-    if dry_run:
-        _print_plan(config, name)
-    else:
-        import_module(f"saccade.recipes.{MODULES[name]}").run(config, **(more or {}))
-
-
-def _config(arguments: Sequence[str]) -> Config:
-    from saccade.config import load
-
-    files = [item for item in arguments if "=" not in item]
-    if len(files) > 1:
-        raise ConfigError(f"one config file, not {len(files)}: {', '.join(files)}")
-    return load(files[0] if files else None, [item for item in arguments if "=" in item])
-
-
-def _data_as_override(arguments: Sequence[str]) -> list[str]:
-    """`check-data train.jsonl` means `check-data data.train=train.jsonl`."""
-    return [
-        item if "=" in item or item.endswith((".yaml", ".yml")) else f"data.train={item}"
-        for item in arguments
-    ]
-
-
-def _print_plan(config: Config, name: str) -> None:
-    from rich.syntax import Syntax
-    from rich.table import Table
-
-    from saccade.algorithms.build import from_config
-    from saccade.config import to_yaml
-    from saccade.plan import plan
-
-    algorithm = from_config(config) if name == "rl" else None
-    if algorithm is not None and (config.reward.terms or config.reward.preset):
-        from saccade.rewards.resolve import resolve_recipes
-
-        resolve_recipes(  # refuses unknown verifiers
-            config.reward,
-            prompt_format=config.prompt.format,
-            max_tokens=config.rollout.max_tokens,
-            overlong=None,
-        )
-    console = _console()
-    text = to_yaml(config)
-    console.print(Syntax(text, "yaml", background_color="default") if console.is_terminal else text)
-    if algorithm is not None:
-        from saccade.algorithms.describe import describe
-
-        console.print(describe(algorithm) + "\n", markup=False, highlight=False)
-    table = Table("quantity", "value", title="Batch arithmetic", title_justify="left")
-    samples, updates = (
-        (algorithm.samples_per_prompt, algorithm.updates_per_step) if algorithm else (1, 1)
-    )
-    rows = plan(config, name, samples_per_prompt=samples, updates_per_step=updates)
-    for quantity, value in rows:
-        table.add_row(quantity, value)
-    console.print(table)
-    if name == "rl":
-        import_module("saccade.estimate.show").preview(config)
-
-
-def _print_report(report: Report) -> None:
-    lines = {
-        "rows": f"{report.rows}, {report.good} good, {len(report.bad)} bad",
-        "format": ", ".join(f"{name}: {format}" for name, format in report.formats.items()),
-        "images": f"{report.images} {'decoded' if report.decoded else 'with a readable header'}",
-        "answers": f"{report.gold_rate:.1%} of the good rows",
-        "duplicate ids": str(len(report.duplicate_ids)),
-    }
-    if report.lengths:
-        lines["prompt tokens"] = ", ".join(f"{k} {v:.0f}" for k, v in report.lengths.items())
-        lines["overlong"] = f"{len(report.overlong)} rows"
-    if report.self_test is not None:
-        verdict = "passed" if report.self_test["passed"] else "FAILED"
-        lines["reward test"] = f"{verdict} on {report.self_test['rows']} rows"
-    for name, text in lines.items():
-        print(f"{name:<14} {text}")
-    for failure in report.self_test["failures"][:LISTED] if report.self_test else ():
-        print(f"  {failure}")
-    for row in report.bad[:LISTED]:
-        print(f"  {row}")
-    if len(report.bad) > LISTED:
-        print(f"  and {len(report.bad) - LISTED} more; --out FILE lists all")
-
-
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    return Console(stderr=stderr, soft_wrap=True)
-
-
-def _explain(message: str, error: BaseException) -> None:
-    if os.environ.get("SACCADE_DEBUG"):
-        traceback.print_exception(error)
-    _console(stderr=True).print(message, style="red", markup=False, highlight=False)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from saccade.algorithms.build import from_config
 from saccade.checks import check
-from saccade.cli import MODULES
+from saccade.cli_run import MODULES
 from saccade.config import Config, defaults_for, load
 from saccade.smoke import smoke
 from tests.public_sets import write_all

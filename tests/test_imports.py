@@ -29,6 +29,7 @@ LEVELS = (
     ("engines", "backends"),
     ("rollout", "checkpoint", "tracking", "serving"),
     ("recipes", "export", "checks", "checks_offline", "smoke", "plan", "estimate", "doctor"),
+    ("cli_run",),
     ("cli", "cli_data", "__init__", "__main__"),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -1,0 +1,153 @@
+"""How a command that takes a config runs: read it, check it, show the plan or hand it to a recipe.
+
+What is slow is imported where it is needed, so that `saccade --help` stays instant.
+
+    run_recipe("rl", ["run.yaml", "train.lr=2e-6"], dry_run=True, smoke=False, seed=None)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from saccade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from saccade.config import Config
+    from saccade.data.check import Report
+
+LISTED = 20  # bad rows on the screen
+MODULES = {
+    "rl": "rl",
+    "sft": "sft",
+    "dpo": "dpo",
+    "reward-model": "reward_model",
+    "eval": "evaluate",
+    "generate": "generate",
+}
+
+
+def run_recipe(
+    name: str,
+    arguments: Sequence[str] | None,
+    *,
+    dry_run: bool,
+    smoke: bool,
+    seed: int | None,
+    out: str | None = None,
+    more: dict[str, Any] | None = None,
+) -> None:
+    from saccade.checks import check
+    from saccade.config import defaults_for
+
+    flags = {"run.seed": seed, "run.out": out}
+    overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    config = defaults_for(name, read_config([*(arguments or []), *overrides]))
+    if smoke:
+        from saccade.smoke import smoke as shrink
+
+        config = shrink(config, name)
+        # Nothing of a smoke test is worth keeping, and it must be repeatable.
+        shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
+    check(config, name)
+    if dry_run:
+        _print_plan(config, name)
+    else:
+        import_module(f"saccade.recipes.{MODULES[name]}").run(config, **(more or {}))
+
+
+def read_config(arguments: Sequence[str]) -> Config:
+    from saccade.config import load
+
+    files = [item for item in arguments if "=" not in item]
+    if len(files) > 1:
+        raise ConfigError(f"one config file, not {len(files)}: {', '.join(files)}")
+    return load(files[0] if files else None, [item for item in arguments if "=" in item])
+
+
+def data_as_override(arguments: Sequence[str]) -> list[str]:
+    """`check-data train.jsonl` means `check-data data.train=train.jsonl`."""
+    return [
+        item if "=" in item or item.endswith((".yaml", ".yml")) else f"data.train={item}"
+        for item in arguments
+    ]
+
+
+def _print_plan(config: Config, name: str) -> None:
+    from rich.syntax import Syntax
+    from rich.table import Table
+
+    from saccade.algorithms.build import from_config
+    from saccade.config import to_yaml
+    from saccade.plan import plan
+
+    algorithm = from_config(config) if name == "rl" else None
+    if algorithm is not None and (config.reward.terms or config.reward.preset):
+        from saccade.rewards.resolve import resolve_recipes
+
+        resolve_recipes(  # refuses unknown verifiers
+            config.reward,
+            prompt_format=config.prompt.format,
+            max_tokens=config.rollout.max_tokens,
+            overlong=None,
+        )
+    console = _console()
+    text = to_yaml(config)
+    console.print(Syntax(text, "yaml", background_color="default") if console.is_terminal else text)
+    if algorithm is not None:
+        from saccade.algorithms.describe import describe
+
+        console.print(describe(algorithm) + "\n", markup=False, highlight=False)
+    table = Table("quantity", "value", title="Batch arithmetic", title_justify="left")
+    samples, updates = (
+        (algorithm.samples_per_prompt, algorithm.updates_per_step) if algorithm else (1, 1)
+    )
+    rows = plan(config, name, samples_per_prompt=samples, updates_per_step=updates)
+    for quantity, value in rows:
+        table.add_row(quantity, value)
+    console.print(table)
+    if name == "rl":
+        import_module("saccade.estimate.show").preview(config)
+
+
+def print_report(report: Report) -> None:
+    lines = {
+        "rows": f"{report.rows}, {report.good} good, {len(report.bad)} bad",
+        "format": ", ".join(f"{name}: {format}" for name, format in report.formats.items()),
+        "images": f"{report.images} {'decoded' if report.decoded else 'with a readable header'}",
+        "answers": f"{report.gold_rate:.1%} of the good rows",
+        "duplicate ids": str(len(report.duplicate_ids)),
+    }
+    if report.lengths:
+        lines["prompt tokens"] = ", ".join(f"{k} {v:.0f}" for k, v in report.lengths.items())
+        lines["overlong"] = f"{len(report.overlong)} rows"
+    if report.self_test is not None:
+        verdict = "passed" if report.self_test["passed"] else "FAILED"
+        lines["reward test"] = f"{verdict} on {report.self_test['rows']} rows"
+    for name, text in lines.items():
+        print(f"{name:<14} {text}")
+    for failure in report.self_test["failures"][:LISTED] if report.self_test else ():
+        print(f"  {failure}")
+    for row in report.bad[:LISTED]:
+        print(f"  {row}")
+    if len(report.bad) > LISTED:
+        print(f"  and {len(report.bad) - LISTED} more; --out FILE lists all")
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, soft_wrap=True)
+
+
+def show_error(message: str, error: BaseException) -> None:
+    if os.environ.get("SACCADE_DEBUG"):
+        traceback.print_exception(error)
+    _console(stderr=True).print(message, style="red", markup=False, highlight=False)
