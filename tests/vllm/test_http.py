@@ -138,5 +138,5 @@ def test_seeds_and_stop_strings(engine: HttpEngine, requests: Any) -> None:
 
 
 def test_a_refusal_in_vllms_words(engine: HttpEngine, requests: Any) -> None:
-    with pytest.raises(ConfigError, match=r"0: rollout\.http\.url.*status 400.*max_tokens"):
+    with pytest.raises(ConfigError, match=r"0: rollout\.max_tokens: .*status 400.*max_tokens"):
         generate(engine, requests(Sampling(max_tokens=1 << 20))[:1])
