@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from saccade.models.rating import Card, judged, read_card, stepped, verdict_ids,
 from saccade.rewards.sample import RewardSample
 from saccade.types import Batch, Group, Message, Sample, Trajectory
 
+TOO_LONG = "unscored: longer than the reward model can read"
 SUMMARIES: dict[str, Callable[[np.ndarray], float]] = {
     "mean": lambda values: float(values.mean()),
     "min": lambda values: float(values.min()),
@@ -99,37 +101,54 @@ class LearnedReward:
         normalise: bool = False,
         steps: str = "mean",
     ) -> list[float]:
-        """One number for each sample, NaN for one longer than the model can read."""
+        """One number for each sample, NaN where there is none."""
+        options: dict[str, Any] = {"head": head, "normalise": normalise, "steps": steps}
+        return [
+            float("nan") if isinstance(found, str) else self.value(found, **options)
+            for found in self.read(samples)
+        ]
+
+    def read(self, samples: Sequence[RewardSample]) -> list[np.ndarray | str]:
+        """All heads of each sample, or all its steps; a text says why it has none."""
         groups, keys = self._groups(samples)
         with self._awake():
             scalar = self.card.kind == "scalar"
-            found = self._scores(groups, head) if scalar else self._steps(groups, steps)
-        values = [float("nan") if key is None else found[key] for key in keys]
-        if not normalise:
-            return values
-        mean, deviation = self.card.statistics[head or self.card.heads[0]]
-        return [(value - mean) / max(deviation, 1e-6) for value in values]
+            found = self._scores(groups) if scalar else self._steps(groups)
+        return [key if isinstance(key, str) else found[key] for key in keys]
 
-    def _scores(self, groups: Sequence[Group], head: str | None) -> dict[tuple[str, int], float]:
-        column = self.card.heads.index(head) if head else 0
+    def value(
+        self,
+        numbers: np.ndarray,
+        *,
+        head: str | None = None,
+        normalise: bool = False,
+        steps: str = "mean",
+    ) -> float:
+        if self.card.kind != "scalar":
+            return SUMMARIES[steps](numbers) if len(numbers) else float("nan")
+        value = float(numbers[self.card.heads.index(head) if head else 0])
+        if not normalise:
+            return value
+        mean, deviation = self.card.statistics[head or self.card.heads[0]]
+        return (value - mean) / max(deviation, 1e-6)
+
+    def _scores(self, groups: Sequence[Group]) -> dict[tuple[str, int], np.ndarray]:
         batches = self._packed(groups, ends=True)
         found = rating.ratings(self.backend, batches)
         return {
-            key: float(row[column])
+            key: row
             for batch, rows in zip(batches, found, strict=True)
             for key, row in zip(batch.keys, rows, strict=True)
         }
 
-    def _steps(self, groups: Sequence[Group], summary: str) -> dict[tuple[str, int], float]:
+    def _steps(self, groups: Sequence[Group]) -> dict[tuple[str, int], np.ndarray]:
         batches = self._packed(groups, ends=False)
-        values = {}
-        for batch, found in zip(
-            batches, rating.judgements(self.backend, batches, self._tokens), strict=True
-        ):
-            good = np.exp(found[:, 0])
-            for index, key in enumerate(batch.keys):
-                values[key] = SUMMARIES[summary](good[batch.sequence == index])
-        return values
+        found = rating.judgements(self.backend, batches, self._tokens)
+        return {
+            key: np.exp(rows[batch.sequence == index, 0])
+            for batch, rows in zip(batches, found, strict=True)
+            for index, key in enumerate(batch.keys)
+        }
 
     def _packed(self, groups: Sequence[Group], *, ends: bool) -> list[Batch]:
         positions = self.family.positions
@@ -137,15 +156,19 @@ class LearnedReward:
 
     def _groups(
         self, samples: Sequence[RewardSample]
-    ) -> tuple[list[Group], list[tuple[str, int] | None]]:
-        """Members of a question together, and the key of each sample; None: it is too long."""
+    ) -> tuple[list[Group], list[tuple[str, int] | str]]:
+        """Members of a question together, and the key of each sample or why it has no score."""
         members: dict[tuple[Message, ...], list[Trajectory]] = {}
-        keys: list[tuple[str, int] | None] = []
+        keys: list[tuple[str, int] | str] = []
         for number, sample in enumerate(samples):
-            asked, reply = sample.conversation
-            read = self._read(str(number), asked, reply)
+            try:
+                asked, reply = sample.conversation
+                read = self._read(str(number), asked, reply)
+            except Exception as error:  # what one client sent must not cost others their scores
+                keys.append(f"unreadable: {type(error).__name__}: {error}")
+                continue
             fits = len(read.ids) <= self.family.max_positions
-            keys.append(read.key if fits else None)
+            keys.append(read.key if fits else TOO_LONG)
             if fits:
                 members.setdefault(asked, []).append(read)
         question = Sample(id="", messages=())

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from saccade.images import ORIENTATION, decode
+from saccade.images import ORIENTATION, ImageError, decode
 from saccade.types import Media
 
 COMMON = ("PNG", "JPEG", "WEBP")
@@ -40,6 +40,10 @@ class Pictures:
 
 
 def encode(media: Media) -> tuple[str, str]:
+    if media.kind != "image":
+        raise ImageError(
+            f"{media.path or media.hash}: endpoints are sent images, and no {media.kind}"
+        )
     small = media.width * media.height <= media.max_pixels
     data = media.data if media.data is not None else Path(media.path or "").read_bytes()
     with Image.open(io.BytesIO(data)) as image:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from saccade.endpoint.opener import opener_for
 from saccade.errors import ConfigError, EnvironmentProblem
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another attempt
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before another attempt
 LONGEST_HOLD = 300.0  # that an endpoint may ask for
 PIECE = 1 << 16  # bytes of a reply between two looks at the clock
 PASSING = (408, 409, 425, 429)
@@ -191,8 +191,7 @@ class Sender:
         with self._lock:  # a hold is asked of everybody, not only of this thread
             hold = time.monotonic() + min(hold, LONGEST_HOLD)
             self._next[url] = max(self._next[url], hold)
-        longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt)
-        self._wait(url, longest * random.uniform(0.5, 1), until)
+        self._wait(url, pause(attempt), until)
 
     def _wait(self, url: str, seconds: float, until: float) -> None:
         if time.monotonic() + seconds >= until:
@@ -202,6 +201,11 @@ class Sender:
             )
         if self._stopped.wait(max(0.0, seconds)):
             raise EnvironmentProblem(f"{self.section}.url: stopped before it was asked")
+
+
+def pause(attempt: int) -> float:
+    """Seconds, longer each time, and never the same for all who wait."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt * random.uniform(1, 1.5))
 
 
 def _content(response: Any, until: float) -> bytes:

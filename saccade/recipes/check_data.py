@@ -49,6 +49,7 @@ def _self_test(config: Config) -> Callable[[Sequence[Sample]], Any] | None:
         style = config.prompt.format
         with Scorer(reward, prompt_format=style, max_tokens=config.rollout.max_tokens) as scorer:
             scorer.check_sources(sample.data_source for sample in samples)
+            scorer.check_media(samples)
             result = self_test(scorer, samples, format=style)
         return {
             "passed": result.passed,

@@ -364,6 +364,7 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
     if scorer is None:
         return
     scorer.check_sources(sample.data_source for sample in samples)
+    scorer.check_media(samples)
     if config.reward.self_test != "off":
         result = self_test(scorer, samples, format=config.prompt.format)
         require(result, config.reward.self_test)

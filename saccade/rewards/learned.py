@@ -15,24 +15,29 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from saccade.config import RewardConfig
 from saccade.rewards.sample import RewardSample
 from saccade.types import Score
 
 STEPS = ("mean", "min", "last")
-TOO_LONG = Score(kind="error", reason="unscored: longer than the reward model can read")
 
 
 class RewardModel(Protocol):
-    def score(
+    def read(self, samples: Sequence[RewardSample]) -> list[np.ndarray | str]:
+        """The numbers of each sample, whatever a term wants of them, or why there are none."""
+        ...
+
+    def value(
         self,
-        samples: Sequence[RewardSample],
+        numbers: np.ndarray,
         *,
         head: str | None = None,
         normalise: bool = False,
         steps: str = "mean",
-    ) -> list[float]:
-        """One number for each sample; NaN where there is none."""
+    ) -> float:
+        """What a term makes of the numbers of a sample."""
         ...
 
     def check(self, *, head: str | None = None, normalise: bool = False) -> None:
@@ -92,23 +97,29 @@ class Learned:
         return future
 
     def flush(self) -> None:
-        """Score all that waits, every term in one go."""
+        """Score all that waits. Terms that share a model share its forward pass."""
         with self._scoring:
             with self._lock:
                 waiting, self._waiting = self._waiting, []
-            terms: dict[str, list[tuple[Mapping[str, Any], RewardSample, Future[Score]]]] = {}
-            for entry in waiting:
-                terms.setdefault(repr(sorted(entry[0].items())), []).append(entry)
-            for entries in terms.values():
-                found = self._scored(entries[0][0], [sample for _, sample, _ in entries])
-                for (_, _, future), score in zip(entries, found, strict=True):
-                    future.set_result(score)
+            samples: dict[str, dict[int, RewardSample]] = {}  # of each model; every object once
+            for args, sample, _ in waiting:
+                samples.setdefault(args["path"], {})[id(sample)] = sample
+            found = {path: self._read(path, own) for path, own in samples.items()}
+            for args, sample, future in waiting:
+                future.set_result(self._score(args, found[args["path"]][id(sample)]))
 
-    def _scored(self, args: Mapping[str, Any], samples: Sequence[RewardSample]) -> list[Score]:
-        options = {name: value for name, value in args.items() if name != "path"}
+    def _read(self, path: str, samples: Mapping[int, RewardSample]) -> dict[int, np.ndarray | str]:
         try:
-            found = self._models[args["path"]].score(samples, **options)
+            found = self._models[path].read(list(samples.values()))
         except Exception as error:  # others wait for these scores: a service has many clients
-            why = f"raised: {type(error).__name__}: {error}"
-            return [Score(kind="error", reason=why)] * len(samples)
-        return [Score(kind="value", value=v) if isfinite(v) else TOO_LONG for v in found]
+            return dict.fromkeys(samples, f"raised: {type(error).__name__}: {error}")
+        return dict(zip(samples, found, strict=True))
+
+    def _score(self, args: Mapping[str, Any], numbers: np.ndarray | str) -> Score:
+        if isinstance(numbers, str):
+            return Score(kind="error", reason=numbers)
+        options = {name: value for name, value in args.items() if name != "path"}
+        value = self._models[args["path"]].value(numbers, **options)
+        if not isfinite(value):
+            return Score(kind="error", reason=f"nan: the reward model gave {value}")
+        return Score(kind="value", value=value)

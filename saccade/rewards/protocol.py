@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,9 +38,26 @@ MARKS: Mapping[str, tuple[str, str, str]] = {
         "<|eot_id|>",
     ),
     "deepseek": ("<｜User｜>{content}", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),  # noqa: RUF001
+    "gemma": (
+        "<start_of_turn>{role}\n{content}<end_of_turn>\n",
+        "<start_of_turn>model\n",
+        "<end_of_turn>",
+    ),
+    "mistral": ("[INST]{content}", "[/INST]", "</s>"),
     "base": ("User: {content}", "\n\nAssistant: ", ""),
 }
-ENDS = (*(end for _, _, end in MARKS.values() if end), "<|endoftext|>")
+HTML = "</s>"  # also a tag that a response may use, so only the last is an end
+ENDS = (*(end for _, _, end in MARKS.values() if end and end != HTML), "<|endoftext|>", "<eos>")
+BEGIN = re.compile(r"^\s*(?:<bos>|<s>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>)")  # noqa: RUF001
+# What no prose has: special tokens, but for those by which a response points at something.
+SPECIAL = re.compile(
+    r"<\|(?!(?:box|quad|object_ref)_(?:start|end)\|)[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>"  # noqa: RUF001
+    r"|<(?:start|end)_of_turn>|\[/?INST\]"
+)
+PADS = {  # how Qwen's templates show media
+    kind: re.compile(rf"<\|vision_start\|>(?:<\|{kind}_pad\|>)+<\|vision_end\|>")
+    for kind in ("image", "video")
+}
 
 
 # -- columns ---------------------------------------------------------------------------------------
@@ -77,6 +95,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "steps": ("step", _whole),
     "turns": ("turns", _list_of(_text)),
     "observations": ("observations", _list_of(_text)),
+    "roles": ("roles", _list_of(_text)),
     "tool_calls": ("tool_calls", _list_of(_record)),
     "image_records": ("images", _list_of(_record)),
     "end_reasons": ("end_reason", _text),
@@ -117,7 +136,7 @@ def _query(sample: RewardSample, template: str) -> str:
         return sample.prompt + sample.response
     turn, begin, end = MARKS[template]
     said = sample.messages or [{"role": "user", "content": sample.prompt}]
-    own = turn if "{role}" in turn else f"{begin}{{content}}{end}"
+    own = f"{begin}{{content}}{turn.partition('{content}')[2] or end}"
     shown = "".join((own if m["role"] == "assistant" else turn).format(**m) for m in said)
     return shown + begin + sample.response + ("" if sample.truncated else end)
 
@@ -133,8 +152,9 @@ def read_samples(body: Mapping[str, Any], *, response_after: str = "") -> list[R
     count = len(_column(body, given, _text, None))
     queries = _column(body, "query", _text, count) or [""] * count
     prompts = _column(body, "prompts", _any, count) or [None] * count
-    responses = _column(body, "responses", _text, count) or [
-        split_query(query, prompt, response_after)
+    told = _column(body, "responses", _text, count)
+    found = [(text, "") for text in told] or [
+        _found(query, prompt, response_after)
         for query, prompt in zip(queries, prompts, strict=True)
     ]
     gold = "labels" if body.get("labels") is not None else "references"
@@ -146,13 +166,19 @@ def read_samples(body: Mapping[str, Any], *, response_after: str = "") -> list[R
         if (ours or name != "references") and (column := _column(body, name, check, count))
     }
     samples = []
-    for index, response in enumerate(responses):
+    for index, (response, problem) in enumerate(found):
         own = {field: column[index] for field, column in columns.items()}
         text, messages = _prompt(prompts[index])
         label = labels[index] if answered[index] else None
         label = str(label) if _number(label) else label
-        base = {"id": str(index), "turns": [response], "prompt": text, "messages": messages}
-        samples.append(RewardSample(**base | own | {"response": response, "answer": label}))
+        base: dict[str, Any] = {
+            "id": str(index),
+            "turns": [response],
+            "prompt": text,
+            "messages": messages,
+        }
+        base |= {**own, "response": response, "answer": label, "unreadable": problem}
+        samples.append(RewardSample(**base))
     return samples
 
 
@@ -188,11 +214,36 @@ def _column(
 
 
 def _prompt(prompt: Any) -> tuple[str, Sequence[Mapping[str, Any]]]:
-    """Its text and its messages; it is a text, or the JSON of messages."""
-    messages = _messages(prompt)
+    """Its text and its messages; it is a text, a template's text, or the JSON of messages."""
+    messages = _messages(prompt) or (_written(prompt) if isinstance(prompt, str) else [])
     if messages:
         return "\n".join(str(message["content"]) for message in messages), messages
     return (prompt if isinstance(prompt, str) else ""), ()
+
+
+def _written(prompt: str) -> list[dict[str, Any]]:
+    """The turns in a text of a known template, without the one that a response goes on with."""
+    for kind, pads in PADS.items():
+        prompt = pads.sub(f"<{kind}>", prompt)
+    prompt = BEGIN.sub("", prompt)
+    for turn, begin, end in MARKS.values():
+        start, role, middle = turn.partition("{content}")[0].partition("{role}")
+        who = (
+            rf"{re.escape(start)}(\w+){re.escape(middle)}"
+            if role
+            else rf"({re.escape(start)}|{re.escape(begin)})"
+        )
+        first, *rest = re.split(who, prompt)
+        if not end or not rest or (role and first.strip()):
+            continue
+        names = {start: "user", begin: "assistant", "model": "assistant"}
+        system = [{"role": "system", "content": first.strip()}] if first.strip() else []
+        turns = [
+            {"role": names.get(by, by), "content": said.strip().removesuffix(end).strip()}
+            for by, said in zip(rest[::2], rest[1::2], strict=True)
+        ]
+        return system + (turns[:-1] if turns[-1]["role"] == "assistant" else turns)
+    return []
 
 
 def _messages(prompt: Any) -> list[dict[str, Any]]:
@@ -217,9 +268,18 @@ def _content(content: Any) -> str:
     )
 
 
+def _found(query: str, prompt: Any, response_after: str) -> tuple[str, str]:
+    """The response, or why it is not known: an error of its sample alone."""
+    try:
+        return split_query(query, prompt, response_after), ""
+    except ValueError as problem:
+        return "", str(problem)
+
+
 def split_query(query: str, prompt: Any = None, response_after: str = "") -> str:
     """The response in prompt + response: what follows the prompt, or the mark of the turn after
-    those that the prompt has; the whole text where neither is there.
+    those that the prompt has. The whole text where neither is there, unless it has special tokens
+    of another template: then it would be prompt and response, and that is a ValueError.
     """
     if isinstance(prompt, str) and prompt and query.startswith(prompt):
         return _ended(query[len(prompt) :])
@@ -227,17 +287,22 @@ def split_query(query: str, prompt: Any = None, response_after: str = "") -> str
     # Those of words, and not of tokens, may stand in any text.
     known = [begin for _, begin, end in MARKS.values() if end]
     marks = [response_after] if response_after else known
-    for mark in marks:
-        pieces = query.split(mark, before + 1)
-        if len(pieces) == before + 2:
-            return _ended(pieces[-1])
-    return _ended(query)
+    there = [mark for mark in marks if query.count(mark) > before]
+    if there:  # the first: what the policy writes comes behind it
+        return _ended(query.split(min(there, key=query.find), before + 1)[-1])
+    response = _ended(query)
+    if odd := SPECIAL.search(response):
+        raise ValueError(
+            f"query: {odd[0]} is of no known chat template, so where the response begins is not "
+            "known; send prompts that it begins with, or set reward.serve.response_after"
+        )
+    return response
 
 
 def _ended(response: str) -> str:
     for end in ENDS:
         response = response.replace(end, "")
-    return response.strip()
+    return response.strip().removesuffix(HTML).strip()
 
 
 # -- replies ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from saccade.endpoint.pictures import Pictures
-from saccade.endpoint.sender import Sender
+from saccade.endpoint.sender import Reply, Sender
 from saccade.errors import ConfigError
 from saccade.rewards.protocol import PROTOCOL, read_reply, request_for
 from saccade.rewards.sample import RewardSample, plain
@@ -112,22 +112,43 @@ class Remote:
         self._threads: list[threading.Thread] = []
         self._idle = 0  # threads without a request
         self._closed = False
+        self._models = False  # whether a model there looks at the pictures
         self._refers = False  # whether each picture crosses once, and is named where it comes again
         self._tally = _Tally()
 
     def check(self) -> None:
         """Every service is there and takes the token. Old ones answer nothing but a POST."""
-        ours = []
+        ours: list[dict[str, Any]] = []
         for url in self._sender.urls:
             reply = self._sender.reach(url, time.monotonic() + self.config.timeout)
             if reply.status in (401, 403, 404):
                 raise self._sender.refusal(url, reply)
-            ours.append(reply.status == 200 and f'"protocol": {PROTOCOL}' in reply.text)
+            ours.append(_info(reply))
         self._refers = all(ours)
+        self._models = any(info.get("models") for info in ours)
+
+    def check_media(self, kinds: Collection[str]) -> None:
+        """Refuse, before the first sample, rows that a model there would not see."""
+        if not self._models:
+            return
+        if other := set(kinds) - {"image"}:
+            raise ConfigError(
+                f"reward.terms: remote: a model of this service would have to see {min(other)}, "
+                "and requests carry images only; name the model in this run: verifier: model"
+            )
+        if kinds and not self.config.send_images:
+            raise ConfigError(
+                f"{SECTION}.send_images: a model of this service scores rows by their pictures; "
+                f"set {SECTION}.send_images=true"
+            )
 
     def submit(self, sample: RewardSample) -> Future[Score]:
         job = _Job(sample=sample)
         job.future.set_running_or_notify_cancel()
+        other = next((media.kind for media in sample.media if media.kind != "image"), None)
+        if other is not None and self.config.send_images:
+            job.future.set_result(self._failed(f"requests carry images only, and no {other}"))
+            return job.future
         with self._changed:
             closed = self._closed
             if not closed:
@@ -172,15 +193,17 @@ class Remote:
 
     def _work(self) -> None:
         while not self._closed:
-            jobs = self._take()  # none where another thread was faster
-            try:
-                if jobs:
-                    self._ask(jobs)
-            except Exception as error:  # whatever happens here, nobody may wait for ever
-                failure = self._failed(str(error) or type(error).__name__, len(jobs))
-                for job in jobs:
-                    if not job.future.done():
-                        job.future.set_result(failure)
+            if jobs := self._take():  # none where another thread was faster
+                self._answer(jobs)
+
+    def _answer(self, jobs: Sequence[_Job]) -> None:
+        try:
+            self._ask(jobs)
+        except Exception as error:  # whatever happens here, nobody may wait for ever
+            failure = self._failed(str(error) or type(error).__name__, len(jobs))
+            for job in jobs:
+                if not job.future.done():
+                    job.future.set_result(failure)
 
     def _take(self) -> list[_Job]:
         """The next request's worth, after a moment in which it may grow."""
@@ -198,8 +221,8 @@ class Remote:
         images = self._images([job.sample for job in jobs]) if self.config.send_images else []
         if len(jobs) > 1 and sum(len(image) for own in images for image in own) > LARGEST:
             middle = len(jobs) // 2
-            self._ask(jobs[:middle])
-            self._ask(jobs[middle:])
+            self._answer(jobs[:middle])
+            self._answer(jobs[middle:])
             return
         samples = [job.sample for job in jobs]
         body = request_for(samples, request_id=uuid.uuid4().hex, template=self.config.template)
@@ -242,6 +265,15 @@ class Remote:
         with self._changed:
             self._tally.requests += 1
             self._tally.repeated += again
+
+
+def _info(reply: Reply) -> dict[str, Any]:
+    """What one of our services says of itself; nothing of any other."""
+    try:
+        said = json.loads(reply.text) if reply.status == 200 else None
+    except ValueError:
+        said = None
+    return said if isinstance(said, dict) and said.get("protocol") == PROTOCOL else {}
 
 
 def _address(url: str) -> str:

@@ -10,6 +10,7 @@ and nothing else.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 from saccade.types import Media, Message, Sample, Score
 
 __all__ = ["RewardSample", "graded", "image_records", "no_gold", "plain", "reward_sample"]
+
+MEDIA = re.compile("<(image|video|audio)>")  # how a text shows that a medium stands there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,7 @@ class RewardSample:
     end_reason: str = "answered"
     images: Sequence[Mapping[str, Any]] = ()  # {"hash", "path", "size", "pixels": (least, most)}
     observations: Sequence[str] = ()
+    roles: Sequence[str] = ()  # of all that followed the question: turns and observations in order
     answer: str | Sequence[str] | None = None
     references: Sequence[str] = ()  # further answers that count as right
     choices: Sequence[str] = ()
@@ -46,6 +50,7 @@ class RewardSample:
     media: Sequence[Media] = field(default=(), repr=False)  # of the question; stays in this process
     asked: Sequence[Message] = field(default=(), repr=False)  # the question; it stays, too
     replied: Sequence[Message] = field(default=(), repr=False)  # all that followed
+    unreadable: str = ""  # why nothing may score it; no such sample is given to a verifier
 
     @property
     def golds(self) -> tuple[str, ...]:
@@ -56,11 +61,11 @@ class RewardSample:
     @property
     def conversation(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """Question and what followed, with pictures where they were shown. Of a sample that came
-        over a wire both are made from its texts: an <image> stands for the next of its media.
+        over a wire both are made from its texts: an <image> stands for the next of its media. A
+        ValueError where that is not all that was shown.
         """
-        reply = Message(role="assistant", parts=(self.response,))
-        asked = tuple(self.asked) or _messages(self.messages, self.media)
-        return asked, tuple(self.replied) or (reply,)
+        asked = tuple(self.asked) or _asked(self)
+        return asked, tuple(self.replied) or _replied(self)
 
     @property
     def text(self) -> str:
@@ -79,8 +84,10 @@ def no_gold(sample: RewardSample) -> Score:
     return Score(kind="abstain", reason=f"gold_unparseable: {sample.answer!r}")
 
 
-_BULKY = frozenset({"prompt", "messages", "turns", "token_ids", "observations", "images", "extra"})
-_HERE = ("media", "asked", "replied")  # what never leaves this process
+_BULKY = frozenset(
+    {"prompt", "messages", "turns", "token_ids", "observations", "roles", "images", "extra"}
+)
+_HERE = ("media", "asked", "replied", "unreadable")  # what never leaves this process
 _FIELDS = tuple(field.name for field in fields(RewardSample) if field.name not in _HERE)
 _BRIEF_FIELDS = tuple(name for name in _FIELDS if name not in _BULKY)
 
@@ -119,20 +126,51 @@ def reward_sample(sample: Sample, response: str, **known: Any) -> RewardSample:
     return RewardSample(**(row | known))
 
 
-def _messages(messages: Sequence[Mapping[str, Any]], media: Sequence[Media]) -> tuple[Message, ...]:
-    left = list(media)
-    found = []
-    for message in messages:
-        parts: list[str | Media] = []
-        for number, text in enumerate(str(message["content"]).split("<image>")):
-            if number:
-                parts.append(left.pop(0) if left else "<image>")
-            if text:
-                parts.append(text)
-        found.append(Message(role=message["role"], parts=tuple(parts)))
-    if left:
-        raise ValueError(f"{len(media)} images but fewer places for them in the messages")
-    return tuple(found)
+def _asked(sample: RewardSample) -> tuple[Message, ...]:
+    messages = sample.messages or [{"role": "user", "content": sample.prompt}]
+    if not any(message["content"] for message in messages):
+        raise ValueError("no question came with it; send prompts")
+    pieces = [MEDIA.split(str(message["content"])) for message in messages]  # every second: a kind
+    kinds = [kind for split in pieces for kind in split[1::2]]
+    other = next((kind for kind in kinds if kind != "image"), None)
+    if other is not None:
+        raise ValueError(f"the question shows a medium (<{other}>) that no request can carry")
+    shown, wanted = len(sample.media), max(len(kinds), len(sample.images))
+    if wanted > shown:
+        raise ValueError(
+            f"the question shows {wanted} images and {shown} came with it; "
+            "set reward.remote.send_images=true where it is asked"
+        )
+    if shown > len(kinds):
+        raise ValueError(f"{shown} images but fewer places for them in the messages")
+    media = iter(sample.media)
+    return tuple(
+        Message(
+            role=message["role"],
+            parts=tuple(
+                next(media) if n % 2 else text for n, text in enumerate(split) if n % 2 or text
+            ),
+        )
+        for message, split in zip(messages, pieces, strict=True)
+    )
+
+
+def _replied(sample: RewardSample) -> tuple[Message, ...]:
+    turns, seen = list(sample.turns) or [sample.response], list(sample.observations)
+    # Who does not say how they follow each other has one observation after each turn.
+    roles = sample.roles or (["assistant", "user"] * len(turns))[: len(turns) + len(seen)]
+    said = sum(role == "assistant" for role in roles)
+    if (said, len(roles) - said) != (len(turns), len(seen)):
+        raise ValueError(
+            f"{len(turns)} turns and {len(seen)} observations; send roles, which give their order"
+        )
+    hidden = next((found[0] for text in seen if (found := MEDIA.search(text))), None)
+    if hidden is not None:
+        raise ValueError(f"an observation shows a medium ({hidden}) that no request can carry")
+    return tuple(
+        Message(role=role, parts=((turns if role == "assistant" else seen).pop(0),))  # type: ignore[arg-type]
+        for role in roles
+    )
 
 
 def image_records(media: Sequence[Media]) -> list[dict[str, Any]]:

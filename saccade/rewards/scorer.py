@@ -27,10 +27,11 @@ from saccade.rewards.custom import split_name
 from saccade.rewards.judge import Judge
 from saccade.rewards.learned import Learned, RewardModel
 from saccade.rewards.pool import WorkerPool
+from saccade.rewards.remote import Remote
 from saccade.rewards.resolve import resolve_recipes, unknown
 from saccade.rewards.sample import RewardSample
 from saccade.rewards.scorers import SCORERS, TermScorer
-from saccade.types import Score
+from saccade.types import Sample, Score
 
 __all__ = ["Scorer"]
 
@@ -117,6 +118,13 @@ class Scorer:
         for source in sorted(set(sources)):
             self.recipe(source)
 
+    def check_media(self, samples: Iterable[Sample]) -> None:
+        """Refuse rows whose pictures a service needs and does not get."""
+        kinds = {media.kind for sample in samples for media in sample.media}
+        for _, scorer in self.elsewhere.values():
+            if isinstance(scorer, Remote):
+                scorer.check_media(kinds)
+
     def component_weights(self, data_source: str) -> dict[str, float]:
         """Name → weight of every term, shaping ones too, for an estimator that keeps them apart.
         Refused where the reward is anything but their weighted sum.
@@ -159,6 +167,8 @@ class Scorer:
 
     def _begin(self, sample: RewardSample) -> Scored | Future[Scored]:
         recipe = self.recipe(sample.data_source)
+        if sample.unreadable:
+            return Scored(status="error", reason=f"unreadable: {sample.unreadable}")
         if not sample.max_tokens and recipe.knows_limit:
             sample = replace(sample, max_tokens=self.max_tokens)
         if not recipe.waits:

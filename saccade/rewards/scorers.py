@@ -1,9 +1,7 @@
-"""Terms that neither a rule nor a judge scores: a service, or a learned model. By name.
+"""Terms that neither a rule, a judge nor a model scores: a service. By name.
 
 What stands in `SCORERS` is a verifier for every config: `reward.terms=[{verifier: NAME, args: …}]`
 opens it with the reward section and the arguments of the term, once for all terms that are alike.
-A reward model is added by whoever builds it (`SCORERS["scalar"] = open_scalar`), since nothing here
-may know of models.
 
     SCORERS["remote"](config.reward, {"url": "http://127.0.0.1:8400"}).submit(sample).result()
 """

@@ -142,6 +142,7 @@ def seen_by_reward(question: RewardSample, trajectory: Trajectory, family: Famil
         turns=turns,
         replied=added,
         observations=tuple(_shown(m) for m in added if m.role != "assistant"),
+        roles=tuple(m.role for m in added),
         token_ids=trajectory.response_ids.tolist(),
         length=trajectory.response_length,
         truncated=trajectory.status == "truncated",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import math
 import os
 import re
@@ -28,6 +29,8 @@ TOKEN = "SACCADE_TOKEN"
 LOOPBACK = ("127.0.0.1", "localhost")
 LOOPBACK_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 PIECE = 2**16
+DIGITS = 15  # of a Content-Length
+DRAINED = 2**30  # bytes of a refused request that are taken, so that its client reads why
 SILENCE = 60  # seconds that a client may take to send its request
 BACKLOG = 1024  # connections that wait to be accepted
 SAFE = {
@@ -118,12 +121,14 @@ class JsonHandler(BaseHTTPRequestHandler):
     timeout = SILENCE
     gate: Gate
     body: bytes
+    replied: bool  # whether a reply has begun
 
     def log_message(self, *args: Any) -> None:
         pass
 
     def route(self, routes: Mapping[str, Callable[[], None]]) -> None:
         path = self.path.partition("?")[0].rstrip("/") or "/"
+        self.replied = False
         try:
             try:
                 length = self._length()
@@ -138,6 +143,11 @@ class JsonHandler(BaseHTTPRequestHandler):
                 self.fail(problem)
         except (ConnectionError, TimeoutError):  # the client has left
             self.close_connection = True
+        except Exception as error:  # no fault of the client, who is told in any case
+            logging.getLogger("saccade").exception("%s failed", path)
+            self.close_connection = True
+            if not self.replied:
+                self.send_json(500, {"error": f"{type(error).__name__}: {error}"})
 
     def read_json(self) -> dict[str, Any]:
         # A page from elsewhere cannot send this type without being allowed to.
@@ -165,6 +175,7 @@ class JsonHandler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def send_head(self, status: int, kind: str, more: Mapping[str, str]) -> None:
+        self.replied = True
         self.send_response(status)
         for name, value in {"Content-Type": kind, **more, **SAFE}.items():
             self.send_header(name, value)
@@ -172,6 +183,9 @@ class JsonHandler(BaseHTTPRequestHandler):
 
     def _admit(self, path: str, length: int) -> None:
         problem = self._against(path)
+        if problem is None and length > self.gate.largest_body:
+            most = self.gate.largest_body >> 20
+            problem = BadRequest(None, f"more than {most} MiB", status=413)
         if problem is not None:
             self._turn_away(problem, length)
 
@@ -192,6 +206,7 @@ class JsonHandler(BaseHTTPRequestHandler):
         self.close_connection = True
         self.fail(problem)
         # A client reads why only when it has sent all; nothing of it is kept.
+        length = min(length, DRAINED)
         while length > 0 and (piece := self.rfile.read(min(length, PIECE))):
             length -= len(piece)
         raise ConnectionAbortedError
@@ -214,7 +229,7 @@ class JsonHandler(BaseHTTPRequestHandler):
         if not length.isdecimal() or self.headers.get("Transfer-Encoding"):
             self.close_connection = True
             raise BadRequest(None, "send a Content-Length", status=411)
-        if int(length) > self.gate.largest_body:
+        if len(length) > DIGITS:  # before it is made a number, which takes its time
             self.close_connection = True
-            raise BadRequest(None, f"more than {self.gate.largest_body >> 20} MiB", status=413)
+            raise BadRequest(None, f"Content-Length: more than {DIGITS} digits")
         return int(length)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import logging
 import tempfile
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -77,6 +78,7 @@ class RewardService:
         return {
             "protocol": PROTOCOL,
             "version": __version__,
+            "models": any(term.learned for recipe in recipes.values() for term in recipe.terms),
             "rewards": {
                 source: {term.name: term.verifier for term in recipe.terms}
                 for source, recipe in recipes.items()
@@ -180,10 +182,24 @@ class RewardService:
             self._rate = recent if not self._rate else 0.9 * self._rate + 0.1 * recent
             for each in scored:
                 self._counts[each.status] += 1
-            if self._log is not None:
-                self._log.writelines(map(_line, samples, scored))
-                self._log.flush()
+            self._write(samples, scored)
         return scored
+
+    def _write(self, samples: Sequence[RewardSample], scored: Sequence[Scored]) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.writelines(map(_line, samples, scored))
+            self._log.flush()
+        except OSError as error:  # who waits for these scores has no use for a log
+            logging.getLogger("saccade").warning(
+                "reward.serve.log: %s cannot be written (%s); no more is logged",
+                self.serve.log,
+                error,
+            )
+            with suppress(OSError):  # it tries to write what is left
+                self._log.close()
+            self._log = None
 
     @contextmanager
     def _understood(self) -> Iterator[None]:

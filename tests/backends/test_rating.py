@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from saccade.algorithms.rating import Rating, of_pairs
+from saccade.backends import learned
 from saccade.backends.learned import LearnedReward
 from saccade.backends.local import LocalBackend
 from saccade.backends.rating import ratings, train_ratings
@@ -16,6 +20,8 @@ from saccade.models.heads import RewardHead, attach_reward, load_reward, save_re
 from saccade.models.load import hidden_states, load_model
 from saccade.models.rating import Card, judged
 from saccade.recipes.dialogues import compared
+from saccade.rewards.learned import Learned
+from saccade.rewards.protocol import read_samples, request_for
 from saccade.rewards.sample import RewardSample, reward_sample
 from saccade.types import Message, Sample
 
@@ -157,8 +163,74 @@ def test_a_sample_over_a_wire_has_the_same_conversation(family, samples) -> None
     mine = reward_sample(samples[0], "three")
     wired = RewardSample(id="s0", response="three", messages=mine.messages, media=mine.media)
     assert wired.conversation == mine.conversation
+    asked = {"prompt": "how many?", "media": mine.media}
     with pytest.raises(ValueError, match="fewer places"):
-        RewardSample(id="s", response="", messages=[], media=mine.media).conversation  # noqa: B018
+        RewardSample(id="s", response="", **asked).conversation  # noqa: B018
+
+
+def test_two_turns_over_a_wire_are_the_same_conversation(samples) -> None:
+    added = tuple(
+        Message(role=role, parts=(text,))
+        for role, text in (("assistant", "a"), ("tool", "b"), ("tool", "c"), ("assistant", "d"))
+    )
+    mine = replace(
+        reward_sample(samples[2], "ad", turns=("a", "d"), observations=("b", "c")),
+        replied=added,
+        roles=tuple(m.role for m in added),
+    )
+    (wired,) = read_samples(json.loads(json.dumps(request_for([mine], request_id="r"))))
+    assert wired.conversation == mine.conversation
+    one_each = replace(wired, roles=(), observations=["b"])
+    assert [m.role for m in one_each.conversation[1]] == ["assistant", "user", "assistant"]
+    with pytest.raises(ValueError, match="2 turns and 3 observations; send roles"):
+        replace(wired, roles=(), observations=["b"] * 3).conversation  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"media": ()}, r"shows 1 images and 0 came .*reward\.remote\.send_images=true"),
+        ({"media": (), "messages": [], "prompt": "?"}, "shows 1 images and 0 came"),  # a record
+        ({"messages": [{"role": "user", "content": "<video>?"}]}, "<video>.* no request can carry"),
+        ({"turns": ["a"], "observations": ["<image>"]}, "observation shows a medium"),
+        ({"messages": [], "media": (), "images": ()}, "no question"),
+    ],
+)
+def test_a_question_that_came_without_its_media_is_not_scored(samples, changes, words) -> None:
+    mine = replace(reward_sample(samples[0], "three"), asked=(), prompt="")
+    with pytest.raises(ValueError, match=words):
+        replace(mine, **changes).conversation  # noqa: B018
+
+
+def test_one_bad_sample_costs_its_own_score_and_terms_share_a_forward_pass(
+    family, samples, monkeypatch
+) -> None:
+    """Two terms of one model, and samples of several clients."""
+    passes = []
+
+    def counted(backend, batches):
+        passes.append(len(batches))
+        return ratings(backend, batches)
+
+    monkeypatch.setattr(learned.rating, "ratings", counted)
+    card = Card(kind="scalar", heads=("a", "b"), statistics={"a": (0.5, 2.0)})
+    model = LearnedReward(model_of(family), family, card)
+    waiting = Learned(lambda path: model)
+    terms = [{"path": "p", "head": "a"}, {"path": "p", "head": "a", "normalise": True}]
+    terms += [{"path": "p", "head": "b"}]
+    for term in terms:
+        waiting.prepare(term)
+    good = reward_sample(samples[2], "four")
+    unseen = replace(reward_sample(samples[0], "three"), asked=(), media=())
+    plain = RewardSample(id="p", response="four", prompt="2 + 2?")
+    futures = [waiting.submit(term, s) for s in (good, unseen, plain) for term in terms]
+    waiting.flush()
+    scores = [future.result(timeout=0) for future in futures]
+    assert [s.kind for s in scores] == ["value"] * 3 + ["error"] * 3 + ["value"] * 3
+    assert "0 came with it" in scores[3].reason and len(passes) == 1
+    raw, normal, other = (score.value for score in scores[:3])
+    assert normal == pytest.approx((raw - 0.5) / 2) and other != raw
+    assert [s.value for s in scores[6:]] == pytest.approx([raw, normal, other], abs=1e-5)
 
 
 def test_a_response_that_is_too_long_has_no_score(family, samples) -> None:

@@ -246,3 +246,10 @@ def test_an_answer_without_usage_is_estimated_and_said() -> None:
         asking = client(endpoint)
         assert asking.ask(QUESTION, GREEDY, 0).usage.response == 3
     assert asking.counters.describe(None).endswith("of 1 answers: estimated")
+
+
+def test_pauses_grow_from_one_second_to_thirty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    waits = [[http_client.pause(attempt) for _ in range(200)] for attempt in range(12)]
+    assert min(map(min, waits)) >= 1 and max(map(max, waits)) == 30
+    assert all(max(first) < 2 * min(first) for first in waits)

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from saccade.endpoint.pictures import Pictures, encode
+from saccade.images import ImageError
 from saccade.types import Media
 
 
@@ -33,3 +36,11 @@ def test_one_image_does_not_wait_for_another(tmp_path: Path, image: Callable[...
     for thread in asking:
         thread.join(20)
     assert found[1:] == [encode(slow)] * 3
+
+
+@pytest.mark.parametrize("kind", ["video", "audio"])
+def test_what_is_no_image_is_refused_by_name(image: Callable[..., Media], kind: str) -> None:
+    still = image(56, 56)
+    more = {"frames": (0, 1), "fps": 1.0} if kind == "video" else {}
+    with pytest.raises(ImageError, match=f"sent images, and no {kind}"):
+        encode(replace(still, kind=kind, **more))

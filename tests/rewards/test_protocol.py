@@ -134,12 +134,50 @@ def test_requests_of_older_programs_are_understood(body: str) -> None:
             "d",
         ),
         ("<|start_header_id|>assistant<|end_header_id|>\n\nyes<|eot_id|>", None, "yes"),
+        ("<start_of_turn>user\n\\boxed{4}?<end_of_turn>\n<start_of_turn>model\n5<eos>", None, "5"),
+        ("<s>[INST] \\boxed{4}? [/INST] <s>6</s> 5</s>", None, "<s>6</s> 5"),
+        ("[INST]a[/INST]b <|im_start|>assistant\nc", None, "b <|im_start|>assistant\nc"),
+        ("<|user|>\\boxed{4}?<|assistant|>5", "<|user|>\\boxed{4}?<|assistant|>", "5"),
+        ("<|box_start|>(1,2)<|box_end|><|im_end|>", None, "<|box_start|>(1,2)<|box_end|>"),
         ("no marks at all", None, "no marks at all"),
         ("User: hi\n\nAssistant: yes", None, "User: hi\n\nAssistant: yes"),
     ],
 )
 def test_where_a_response_begins(query: str, prompt: str | None, response: str) -> None:
     assert split_query(query, prompt) == response
+
+
+def test_a_query_of_an_unknown_template_is_an_error_of_its_sample_alone() -> None:
+    odd = "<|user|>\\boxed{4}?<|assistant|>5"
+    bad, good = read_samples({"query": [odd, "4"]})
+    assert "<|user|> is of no known chat template" in bad.unreadable and bad.response == ""
+    assert (good.response, good.unreadable) == ("4", "")
+    assert read_samples({"query": [odd]}, response_after="<|assistant|>")[0].response == "5"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "roles"),
+    [
+        (
+            "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|>"
+            "<|image_pad|><|vision_end|>2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n",
+            ("system", "user"),
+        ),
+        (
+            "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\nb<end_of_turn>\n"
+            "<start_of_turn>user\n<image>2+2?<end_of_turn>\n<start_of_turn>model\n",
+            ("user", "assistant", "user"),
+        ),
+        ("<s>[INST] <image>2+2? [/INST]", ("user",)),
+        ("Think.<｜User｜><image>2+2?<｜Assistant｜>", ("system", "user")),  # noqa: RUF001
+    ],
+)
+def test_a_prompt_that_a_template_wrote_is_read_as_messages(
+    prompt: str, roles: tuple[str, ...]
+) -> None:
+    (sample,) = read_samples({"query": [prompt + "4"], "prompts": [prompt]})
+    assert tuple(message["role"] for message in sample.messages) == roles
+    assert (sample.messages[-1]["content"], sample.response) == ("<image>2+2?", "4")
 
 
 def test_a_mark_of_ones_own() -> None:

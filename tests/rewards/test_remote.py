@@ -196,6 +196,53 @@ def test_pictures_are_sent_where_they_are_asked_for(image: Callable[..., Media])
     assert with_pictures["images"][0][0].startswith("iVBOR")  # a PNG in base64
 
 
+def test_a_video_is_refused_and_costs_its_own_sample(image: Callable[..., Media]) -> None:
+    picture = image(32, 24)
+    film = Media(
+        hash="f", width=32, height=24, kind="video", frames=(0, 1), fps=1.0, pictures=(picture,) * 2
+    )
+    shown = [RewardSample(id=m.kind, response="x", media=(m,)) for m in (film, picture)]
+    with scripted([Says(body={"rewards": [1]})]) as service:
+        scores, _ = asked(to(service, send_images=True, batch=1), shown)
+    assert [score.kind for score in scores] == ["error", "value"]
+    assert "requests carry images only, and no video" in scores[0].reason
+
+
+def test_half_of_a_request_that_fails_does_not_take_the_other_along(
+    image: Callable[..., Media], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "LARGEST", 1)
+    shown = [RewardSample(id=str(n), response="x", media=(image(32, 24, n),)) for n in range(2)]
+    replies = [Says(status=422, body={"error": "no"}), Says(body={"rewards": [1]})]
+    with scripted(replies) as service:
+        scores, metrics = asked(to(service, send_images=True), shown)
+    assert [score.kind for score in scores] == ["error", "value"] and metrics["failures"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kinds", "send", "words"),
+    [
+        ({"image"}, False, r"set reward\.remote\.send_images=true"),
+        ({"image", "video"}, True, r"see video, and requests carry images only"),
+        ({"image"}, True, None),
+        (set(), False, None),
+    ],
+)
+def test_a_model_of_the_service_must_see_the_rows(
+    kinds: set[str], send: bool, words: str | None
+) -> None:
+    info = Says(body={"protocol": 2, "models": True})
+    with scripted([info]) as service:
+        client = Remote(to(service, send_images=send))
+        client.check_media(kinds)  # nothing is known yet
+        client.check()
+    if words is None:
+        client.check_media(kinds)
+    else:
+        with pytest.raises(ConfigError, match=words):
+            client.check_media(kinds)
+
+
 def test_rows_that_json_has_no_words_for_travel_as_their_text() -> None:
     odd = RewardSample(id="a", response="x", extra={"labels": {"b"}, "path": print})
     with scripted([Says(body={"rewards": [1]})]) as service:

@@ -158,6 +158,7 @@ def test_information_and_metrics(rules: Running) -> None:
     info = rules.call("GET", "/info")[1]
     assert info == rules.call("GET", "/get_reward")[1] and info["protocol"] == 2
     assert info["rewards"] == {"default": {"math": "math", "format": "format:think_answer"}}
+    assert info["models"] is False
     before = rules.whole("GET", "/metrics")[2].decode()
     rules.score(GOOD.format(1), labels=["1"])
     after = rules.whole("GET", "/metrics")[2].decode()
@@ -194,8 +195,42 @@ def test_what_is_refused(rules: Running, body: Any, status: int, words: str) -> 
 def test_sizes_types_and_paths_are_bounded(rules: Running) -> None:
     head = {"Content_Length": str(300 * 2**20)}
     assert rules.call("POST", "/get_reward", b"", **head)[0] == 413
+    status, reply = rules.call("POST", "/get_reward", b"", Content_Length="9" * 5000)
+    assert status == 400 and "Content-Length" in reply["error"]
     assert rules.call("POST", "/get_reward", {"query": ["a"]}, Content_Type="text/plain")[0] == 415
     assert rules.call("POST", "/other", {})[0] == 404
+
+
+def test_who_sends_too_much_reads_why() -> None:
+    """The whole body crosses before a client looks at the reply."""
+    with serving("count", max_body_mb=1) as running:
+        status, reply = running.call("POST", "/get_reward", b" " * 32 * 2**20)
+        assert (status, reply) == (413, {"error": "more than 1 MiB"})
+        assert running.call("GET", "/info")[0] == 200
+
+
+def test_a_fault_of_the_service_is_told_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving("count") as running:
+        monkeypatch.setattr(running.service.scorer, "recipes", None)
+        status, reply = running.call("GET", "/info")
+    assert status == 500 and reply["error"].startswith("TypeError: ")
+    assert "/info failed" in caplog.text and "Traceback" in caplog.text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full")
+def test_a_full_disk_costs_the_log_and_no_score(caplog: pytest.LogCaptureFixture) -> None:
+    with serving("count", log="/dev/full") as running:
+        replies = [running.score("<answer>7</answer>", labels=["7"]) for _ in range(2)]
+    assert [(status, reply["rewards"]) for status, reply in replies] == [(200, [1.0])] * 2
+    assert caplog.text.count("reward.serve.log: /dev/full cannot be written") == 1
+
+
+def test_a_query_that_cannot_be_split_has_no_score(rules: Running) -> None:
+    odd = "<|user|>say \\boxed{4}<|assistant|>no"
+    status, reply = rules.score(odd, GOOD.format(4), labels=["4", "4"])
+    assert status == 200 and reply["rewards"] == [None, 1.5]
 
 
 def test_sources_have_rewards_of_their_own_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
