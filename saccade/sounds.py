@@ -28,6 +28,7 @@ from saccade.types import Media
 
 RATE = 16_000
 LONGEST = 30 * RATE
+PCM = 1  # the tag of whole numbers in a WAV file
 SHORTEST = RATE // 20  # what gives a model at least one token
 # Sample width in bytes → type, and what is full scale. 24-bit samples are shifted into 32.
 WIDTHS = {1: ("u1", 128.0), 2: ("<i2", 2.0**15), 3: ("<i4", 2.0**31), 4: ("<i4", 2.0**31)}
@@ -90,7 +91,9 @@ def probe(data: bytes, name: str) -> Header:
     reader = _wave(data)
     if reader is not None:
         with reader:
-            return Header(reader.getnframes(), reader.getframerate())
+            frame = reader.getsampwidth() * reader.getnchannels()
+            there = len(reader.readframes(reader.getnframes()))  # a header may promise more
+            return Header(there // frame, reader.getframerate())
     with _soundfile(data, name) as file:
         return Header(file.frames, file.samplerate)
 
@@ -117,9 +120,10 @@ def _samples(data: bytes, name: str) -> tuple[np.ndarray, int]:
     with reader:
         width, channels, rate = reader.getsampwidth(), reader.getnchannels(), reader.getframerate()
         raw = reader.readframes(reader.getnframes())
+    raw = raw[: len(raw) // width * width]
     if width == 3:
         padded = np.zeros((len(raw) // 3, 4), np.uint8)
-        padded[:, 1:] = np.frombuffer(raw[: len(raw) // 3 * 3], np.uint8).reshape(-1, 3)
+        padded[:, 1:] = np.frombuffer(raw, np.uint8).reshape(-1, 3)
         raw = padded.tobytes()
     kind, scale = WIDTHS[width]
     values = np.frombuffer(raw, kind).astype(np.float32)
@@ -148,7 +152,17 @@ def _wave(data: bytes) -> wave.Wave_read | None:
     return reader if reader.getsampwidth() in WIDTHS and reader.getframerate() > 0 else None
 
 
+def _damaged(data: bytes) -> bool:
+    """A WAV file of whole numbers, or of nothing known, that the standard library cannot read."""
+    if data[:4] != b"RIFF" or not b"WAVE".startswith(data[8:12]):
+        return False
+    found = data.find(b"fmt ", 12)
+    return found < 0 or int.from_bytes(data[found + 8 : found + 10], "little") in (0, PCM)
+
+
 def _soundfile(data: bytes, name: str) -> Any:
+    if _damaged(data):
+        raise ImageError(f"{name}: a WAV file with a damaged header")
     if importlib.util.find_spec("soundfile") is None:
         raise EnvironmentProblem(
             f"{name}: only WAV files of whole numbers are read without the package soundfile: "

@@ -166,17 +166,26 @@ def decode(media: Media) -> np.ndarray:
     if media.pictures:
         return np.stack([images.decode(media.pictures[frame]) for frame in media.frames])
     name = media.path or f"video {media.hash[:12]}"
-    data = Path(media.path).read_bytes() if media.path else media.data
+    data = media.data if media.path is None else _start(media.path)
     assert data is not None
-    made: dict[int, np.ndarray] = {}
-    for index, frame in _reader(data)(data, media.path, name, frozenset(media.frames)):
-        made[index] = frame
-    if missing := set(media.frames) - set(made):
+    if media.path is not None and _is_animation(data):
+        data = Path(media.path).read_bytes()
+    pixels = np.empty((len(media.frames), media.height, media.width, 3), np.uint8)
+    missing = set(media.frames)
+    for index, frame in _reader(data)(data, media.path, name, frozenset(missing)):
+        if frame.shape != pixels.shape[1:]:
+            raise ImageError(f"{name}: changed after it was read")
+        pixels[np.equal(media.frames, index)] = frame
+        missing.discard(index)
+    if missing:
         raise ImageError(f"{name}: frame {min(missing)} cannot be decoded")
-    pixels = np.stack([made[index] for index in media.frames])
-    if pixels.shape[1:3] != (media.height, media.width):
-        raise ImageError(f"{name}: changed after it was read")
     return pixels
+
+
+def _start(path: str) -> bytes:
+    """What tells the kind of a file. A film is read by OpenCV, from its path."""
+    with open(path, "rb") as file:
+        return file.read(12)
 
 
 def probe(data: bytes, path: str | None, name: str) -> Film:

@@ -104,8 +104,10 @@ def _rate(backend: LocalBackend, head: RewardHead, batch: Batch) -> Tensor:
     count = len(batch.keys)
     places, sequence = batch.ends, np.arange(count)
     if head.pooling != "last":
-        places = np.concatenate([batch.reads, places])
-        sequence = np.concatenate([batch.sequence, sequence])
+        # The first read of a sequence stands before what is judged.
+        inside = np.diff(batch.sequence, prepend=-1) == 0
+        places = np.concatenate([batch.reads[inside], places])
+        sequence = np.concatenate([batch.sequence[inside], sequence])
     hidden = backend._hidden(batch, places)
     return head(hidden, torch.from_numpy(sequence).to(hidden.device), count)
 

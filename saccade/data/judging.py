@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from saccade.data.chats import RowError
-from saccade.data.comparisons import label_of
+from saccade.data.comparisons import OTHER, check_labels, label_of
 from saccade.types import Media, Message, Sample
 from saccade.verdicts import VERDICTS
 
@@ -53,12 +53,16 @@ def judged(sample: Sample, *, seed: int) -> Sample:
 
 
 def _drawn(sample: Sample, seed: int) -> Sample:
-    """Rows that name the better one first get sides; those of a mapping have them."""
-    if "labels" in sample.extra:
+    """A set that always names the better one first would tell the label by the place. Rows of a
+    mapping have their sides, and a critique names them as they were given.
+    """
+    if "sides" in sample.extra or sample.extra.get("critique"):
         return sample
     swapped = hashlib.sha256(f"{seed}:{sample.id}".encode()).digest()[0] % 2 == 1
-    label = "C" if label_of(sample) == "C" else "B" if swapped else "A"
-    extra = {"labels": {"preference": label}, "sides": {"seed": seed, "swapped": swapped}}
+    labels = sample.extra.get("labels") or {"preference": label_of(sample)}
+    check_labels(labels)
+    labels = {head: OTHER[side] if swapped else side for head, side in labels.items()}
+    extra = {"labels": labels, "sides": {"seed": seed, "swapped": swapped}}
     order = -1 if swapped else 1
     return replace(sample, candidates=sample.candidates[::order], extra={**sample.extra, **extra})
 

@@ -155,12 +155,22 @@ def _by_head(value: Any) -> Mapping[str, Any]:
 
 
 def _labeller(spec: Any, where: str) -> Labeller:
-    """A constant side, two values of which the higher wins, or a column that names the side."""
+    """A constant side, two values of which the higher wins, conditions of which one must hold (a
+    third one: a tie), or a column that names the side.
+    """
     if isinstance(spec, str) and spec in OTHER:
         return lambda scope: spec
-    if isinstance(spec, list) and len(spec) == 2:
-        first, second = (parse(str(value)) for value in spec)
-        return lambda scope: better(first(scope), second(scope))
+    if isinstance(spec, list) and len(spec) in (2, 3):
+        parsed = [parse(str(value)) for value in spec]
+
+        def compared(scope: Scope) -> str | None:
+            values = [value(scope) for value in parsed]
+            if len(values) == 2 and not all(isinstance(value, bool) for value in values):
+                return better(*values)
+            holding = [side for side, value in zip("ABC", values, strict=False) if value is True]
+            return holding[0] if len(holding) == 1 else None
+
+        return compared
     if isinstance(spec, dict) and "from" in spec and set(spec) <= {"from", *OTHER}:
         column = parse(str(spec["from"]))
         sides = {
@@ -236,7 +246,11 @@ def _members(mapping: PreferenceMapping, scope: Scope) -> Iterator[Scope]:
     """A row is one member, or, where it rates a record of things by name, one for each of them."""
     values = {head: value(scope) for head, (value, _) in mapping.ratings.items()}
     main = values[MAIN]
-    names = [None] if not isinstance(main, Mapping) else [n for n, v in main.items() if v]
+    names = (
+        [None]
+        if not isinstance(main, Mapping)
+        else [n for n, v in main.items() if v not in (None, "", [])]
+    )
     for name in names:
         one = {h: v.get(name) if isinstance(v, Mapping) else v for h, v in values.items()}
         inside = scope if name is None else {**scope, "key": name}

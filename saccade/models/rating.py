@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Card:
     heads: tuple[str, ...] = ()
     pooling: str = "last"
     statistics: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # (mean, std)
+    statistics_step: int | None = None  # whose weights gave them
     placeholder: str = ""  # of a process: the mark behind each step
     tokens: tuple[str, ...] = ()  # its verdicts, the best first
     chat: bool = True  # question and steps are turns of a chat; else one text
@@ -158,10 +159,23 @@ def verdict_ids(family: Family, tokens: Sequence[str]) -> list[int]:
 
 
 def with_marks(asked: Sequence[Message], response: str, card: Card) -> tuple[Message, ...]:
-    """A response with a mark behind every line, as the model learned to read it."""
+    """A response with a mark behind every line, as the model learned to read it. Marks in what it
+    is given go: a policy could write some to be read more often.
+    """
+    asked = [
+        replace(m, parts=tuple(_unmarked(p, card) if isinstance(p, str) else p for p in m.parts))
+        for m in asked
+    ]
+    response = _unmarked(response, card)
     lines = [line.rstrip() for line in response.splitlines() if line.strip()] or [response]
     text = "\n".join(f"{line} {card.placeholder}" for line in lines)
     if card.chat:
         return (*asked, Message(role="assistant", parts=(text,)))
     parts = tuple(part for message in asked for part in message.parts)
     return (Message(role="user", parts=(*parts, f"\n{text}")),)
+
+
+def _unmarked(text: str, card: Card) -> str:
+    while card.placeholder in text:  # what is left around one may be another
+        text = text.replace(card.placeholder, "")
+    return text

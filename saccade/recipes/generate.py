@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence, Set
+import os
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from saccade.config import Config, load
 from saccade.data.dialogues import dialogue_row
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
+from saccade.models.files import stamp
 from saccade.recipes import parts
 from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.recipes.selection import SELECT, write_selected
@@ -33,6 +35,9 @@ from saccade.types import Group
 BLOCK = 512  # prompts between two writes
 # Options of rollout that say how answers are come by, and change none.
 HOW = ("http", "replicas", "tensor_parallel", "memory_share", "parity_max", "max_sequences")
+# Options of reward that change no score, in its sections too.
+PACE = {"concurrency", "retries", "timeout", "deadline", "max_error_rate", "self_test", "workers"}
+PACE |= {"batch", "key", "token", "per_minute", "cache", "price", "serve", "offload"}
 
 
 def run(config: Any) -> dict[str, Any]:
@@ -44,7 +49,7 @@ def run(config: Any) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     family = answering_family(config)
     data = parts.load_prompts(config, config.data.train or config.data.val, family)
-    made_by = _made_by(config)
+    made_by = _made_by(config, family.path)
     done = _done(path, made_by)
     todo = [sample for sample in data.samples if sample.id not in done]
     skipped = len(done)
@@ -135,19 +140,49 @@ def _row(group: Group, family: Any) -> dict[str, Any]:
     }
 
 
-def _made_by(config: Config) -> dict[str, str]:
-    """What a response depends on besides its row: answers of two models never mix in one file."""
+def _made_by(config: Config, folder: str) -> dict[str, str]:
+    """What a response and its score depend on besides the row: answers of two models, and scores of
+    two rewards, never mix in one file.
+    """
     rollout, http = config.rollout, config.rollout.http
     model = f"{http.model} at {http.url}" if rollout.engine == "http" else config.model.path
     asked = rollout.model_dump(exclude=set(HOW)) | {"api": http.api}
     generate = config.generate  # other selections are made from the file and change no response
     made = (generate.output, generate.n, generate.select == "correct")
-    chosen = [config.prompt, asked, config.env, made, config.run.seed]
+    reward = _without_pace(config.reward.model_dump())
+    files = [_stamped(text) for text in (folder, *_texts(reward))]
+    chosen = [config.prompt, asked, config.env, made, config.run.seed, reward, files]
     text = repr(chosen).encode()
     return {
         "model": model,
         "settings": hashlib.blake2b(text, digest_size=6).hexdigest(),
     }
+
+
+def _without_pace(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_pace(value) if name in ("judge", "remote") else value
+        for name, value in options.items()
+        if name not in PACE
+    }
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _stamped(text: str) -> Any:
+    """What lies in a folder of weights, or in a file of rewards or templates; else None."""
+    if text and os.path.isfile(os.path.join(text, "config.json")):
+        return stamp(Path(text))
+    path = text.partition(":")[0]
+    return Path(path).read_bytes() if os.path.isfile(path) else None
 
 
 def _done(path: Path, made_by: Mapping[str, str]) -> set[str]:
@@ -162,7 +197,8 @@ def _done(path: Path, made_by: Mapping[str, str]) -> set[str]:
     for row in rows:
         if any(row.get(name) != value for name, value in made_by.items()):
             raise ConfigError(
-                f"{path} holds responses of {row.get('model')} with other settings; give another "
+                f"{path} holds responses of {row.get('model')} with other settings, rewards or "
+                "weights; give another "
                 "run.name or generate.output"
             )
     return {row["id"] for row in rows}

@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 
 from saccade.config import Config
 from saccade.models.families import Family
-from saccade.types import Message, Rendered, Sample
+from saccade.types import Message, Sample
 
 Length = Callable[[Sample], int]
 
@@ -30,7 +30,7 @@ def remembered(
     family: Family,
     kind: str,
     ask: Callable[[Sample], Sample],
-    render: Callable[[Sequence[Message]], Rendered],
+    render: Callable[[Sequence[Message]], Sized],
 ) -> Iterator[Length]:
     """`ask` words a row as the model reads it, `render` (named by `kind`) makes its tokens."""
     path = Path(config.run.out) / ".cache" / f"{kind}-lengths-{renderer(family)}.json"

@@ -35,6 +35,7 @@ from saccade.data.records import content_hash
 from saccade.errors import DataError
 from saccade.forest import pack
 from saccade.models.families import Family
+from saccade.models.files import stamp
 from saccade.models.load import pick_dtype
 from saccade.models.rating import judged_length, shows_media
 from saccade.recipes import parts
@@ -185,13 +186,9 @@ def _score_all(
 
 
 def _reference_id(config: Config, family: Family) -> str:
-    """What a total depends on beside the row: the weights, how they compute, how rows are rendered.
-    Weights are told apart by the names, sizes and times of their files.
-    """
-    files = sorted(path for path in Path(family.path).iterdir() if path.suffix != ".jinja")
-    weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    """What a total depends on beside the row: weights, how they compute, how rows are rendered."""
     dtype = pick_dtype(config.model.dtype, parts.device_of(config))
-    what = [weights, str(dtype), config.model.train == "qlora", renderer(family)]
+    what = [stamp(Path(family.path)), str(dtype), config.model.train == "qlora", renderer(family)]
     return hashlib.blake2b(repr(what).encode(), digest_size=12).hexdigest()
 
 

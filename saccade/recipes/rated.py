@@ -9,10 +9,9 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,17 +26,18 @@ from saccade.backends import rating as rated
 from saccade.backends.local import LocalBackend
 from saccade.config import Config, DataConfig, DataSource
 from saccade.data import datasets, prompts
-from saccade.data.chats import RowError
+from saccade.data.chats import RowError, parse_json
+from saccade.data.expressions import number_of
 from saccade.errors import ConfigError, DataError
 from saccade.forest import pack
 from saccade.models.families import Family
-from saccade.models.heads import RewardHead, attach_reward, load_reward
+from saccade.models.heads import REWARD_FILE, RewardHead, attach_reward, load_reward
 from saccade.models.rating import Card, read_card, stepped, verdict_ids, write_card
 from saccade.recipes import parts
 from saccade.recipes.dialogues import compared
 from saccade.recipes.lengths import remembered
 from saccade.recipes.pairs import is_tie, load_pairs
-from saccade.types import Batch, Group, Metrics, Sample
+from saccade.types import Batch, Group, Message, Metrics, Sample, Trajectory
 
 SIDES = {"A": 1.0, "B": -1.0, "C": 0.0}  # of labels: the first, the second, a tie
 MAIN = "preference"  # the head that chosen and rejected alone speak of
@@ -85,10 +85,11 @@ class Pairs:
 
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
         """Rows that say something about one of the heads."""
-        data = load_pairs(self.config, sources, self.family, paired=True, judge=self._labels)
+        data = load_pairs(self.config, sources, self.family, paired=True, judge=self._require)
         return datasets.keep(data, lambda s: any(isfinite(x) for x in self._labels(s)))
 
     def check(self, samples: Sequence[Sample]) -> None:
+        _trained(self.family.path, self._card)
         labels = np.array([self._labels(sample) for sample in samples])
         decided = (np.abs(labels) == 1).any(0) if len(samples) else [False] * len(self.row.heads)
         missing = [name for name, has in zip(self.row.heads, decided, strict=True) if not has]
@@ -108,10 +109,14 @@ class Pairs:
             seed=self.config.run.seed,
             first_log_scale=FIRST_LOG_KAPPA if own.loss == "hps" else 0.0,
         )
-        card = Card(kind="scalar", heads=tuple(own.heads), pooling=own.pooling)
+        card = self._card
+        start = stored or _trained(self.family.path, card)
+        if start is not None:
+            load_reward(head, start)
         if stored is not None:
-            load_reward(head, stored)
             card = read_card(stored) or card
+        elif own.loss == "hps" and not head.log_scale.item():  # what is loaded had learned none
+            head.log_scale.data.fill_(FIRST_LOG_KAPPA)
         attach_reward(model, head)
         write_card(model, card)
         return card
@@ -125,7 +130,7 @@ class Pairs:
             whole=True,
         )
         labels = {sample.id: self._labels(sample) for sample in samples}
-        own = {s.id: float(m) for s in samples if (m := s.extra.get("margin")) is not None}
+        own = {s.id: m for s in samples if (m := margin_of(s)) is not None}
         return batches, rating.of_pairs(self.row, [s.id for s in samples], labels, own)
 
     def train(
@@ -139,6 +144,42 @@ class Pairs:
 
     def _labels(self, sample: Sample) -> tuple[float, ...]:
         return labels_of(sample, self.row.heads)
+
+    @property
+    def _card(self) -> Card:
+        own = self.config.reward_model
+        return Card(kind="scalar", heads=tuple(own.heads), pooling=own.pooling)
+
+    def _require(self, sample: Sample) -> None:
+        self._labels(sample)
+        margin_of(sample)
+
+
+def _trained(folder: str, wanted: Card) -> Path | None:
+    """The folder that the model starts from, if it holds a head, which must be the wanted one."""
+    if not (Path(folder) / REWARD_FILE).is_file():
+        return None
+    found = read_card(folder)
+    if found is None or (found.kind, found.heads, found.pooling) != (
+        wanted.kind,
+        wanted.heads,
+        wanted.pooling,
+    ):
+        has = "no card" if found is None else f"heads {list(found.heads)}, pooling {found.pooling}"
+        raise ConfigError(
+            f"model.path: {folder} is a trained reward model ({has}), whose head would be lost; "
+            f"set reward_model.heads and pooling as there, or remove {REWARD_FILE} from a copy"
+        )
+    return Path(folder)
+
+
+def margin_of(sample: Sample) -> float | None:
+    """The row's own, if it has one."""
+    given = sample.extra.get("margin")
+    found = number_of(given)
+    if given not in (None, "") and (found is None or not isfinite(found)):
+        raise RowError(f"margin {given!r}: write a number, such as 0.5, or remove it")
+    return found
 
 
 def labels_of(sample: Sample, heads: Mapping[str, float]) -> tuple[float, ...]:
@@ -171,22 +212,23 @@ class Process:
         instruction = parts.instruction_of(config)
 
         def word(sample: Sample) -> Sample:
+            if is_chat(sample):
+                sample = prompts.apply(sample, config.prompt, instruction=instruction)
             self._labels(sample)
-            if not is_chat(sample):
-                return sample
-            return prompts.apply(sample, config.prompt, instruction=instruction)
+            return sample
 
-        render = partial(_render, family)
+        # A length that is remembered is that of a row whose placeholders were found.
+        mark = hashlib.blake2b(config.reward_model.placeholder.encode(), digest_size=4).hexdigest()
         longest = {"max_prompt_tokens": config.reward_model.max_tokens}
         limits: DataConfig = config.data.model_copy(update=longest)
-        with remembered(config, family, "steps", word, render) as length:
+        read = lambda messages: self._read("", messages).ids[:-1]  # noqa: E731
+        with remembered(config, family, f"steps-{mark}", word, read) as length:
             return parts.worded(datasets.load(sources, limits, length=length), word)
 
     def check(self, samples: Sequence[Sample]) -> None:
+        _trained(self.family.path, Card(kind="process"))
         if len({is_chat(sample) for sample in samples}) > 1:
             raise DataError("some rows are chats and some are single texts; train on one kind")
-        for sample in samples[:1]:
-            self._group(sample)
 
     def attach(self, model: Any, stored: Path | None, samples: Sequence[Sample]) -> Card:
         own = self.config.reward_model
@@ -218,22 +260,26 @@ class Process:
         return rated.measured(backend, batches, row, self.tokens)
 
     def _group(self, sample: Sample) -> Group:
-        placeholder = self.config.reward_model.placeholder
-        read = stepped(sample.id, 0, sample.messages, self.family, placeholder)
-        wanted = len(self._labels(sample))
-        if read.response_length != wanted:
-            raise DataError(
-                f"row {sample.id}: the tokenizer shows {read.response_length} of {wanted} "
-                f"placeholders {placeholder!r}; it joins them with their neighbours: put blanks "
-                "around them, or choose another reward_model.placeholder"
-            )
+        read = self._read(sample.id, sample.messages)
         return Group(sample=sample, uid=sample.id, trajectories=(read,))
+
+    def _read(self, sample_id: str, messages: Sequence[Message]) -> Trajectory:
+        placeholder = self.config.reward_model.placeholder
+        read = stepped(sample_id, 0, messages, self.family, placeholder)
+        wanted = sum(message.text.count(placeholder) for message in messages)
+        if read.response_length != wanted:
+            raise RowError(
+                f"the tokenizer shows {read.response_length} of {wanted} placeholders "
+                f"{placeholder!r}; it joins them with their neighbours: put blanks around them, or "
+                "choose another reward_model.placeholder"
+            )
+        return read
 
     def _labels(self, sample: Sample) -> np.ndarray:
         """[steps, tokens]: how probable each verdict should be."""
         own, given = self.config.reward_model, sample.extra.get("label")
         if isinstance(given, str) and given.lstrip().startswith("["):
-            given = json.loads(given)
+            given = parse_json(given, "column 'label'")
         marks = sum(message.text.count(own.placeholder) for message in sample.messages)
         if not isinstance(given, list | tuple | np.ndarray) or not len(given):
             raise RowError("no list of labels in the column label; process rows have one per step")
@@ -258,11 +304,6 @@ def is_chat(sample: Sample) -> bool:
     return sample.messages[-1].role == "assistant"
 
 
-def _render(family: Family, messages: Any) -> Any:
-    chat = messages[-1].role == "assistant"
-    return family.render_dialogue(messages) if chat else family.render(messages)
-
-
 # -- numbers ---------------------------------------------------------------------------------------
 
 
@@ -281,11 +322,13 @@ def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
     return values
 
 
-def statistics(found: Mapping[str, float], card: Card) -> Card:
-    """With mean and deviation of all scores, for whoever wants them on one scale."""
+def statistics(found: Mapping[str, float], card: Card, step: int) -> Card:
+    """With mean and deviation of all scores, for whoever wants them on one scale, and the step
+    whose weights gave them: a later checkpoint may keep them.
+    """
     pairs = {
         head: (found[f"{head}/mean"], max(0.0, s - found[f"{head}/mean"] ** 2) ** 0.5)
         for head in card.heads
         if (s := found.get(f"{head}/square")) is not None
     }
-    return replace(card, statistics=pairs) if pairs else card
+    return replace(card, statistics=pairs, statistics_step=step) if pairs else card

@@ -89,7 +89,7 @@ def _train(
         values = {name: found[name] for name in KEPT if name in found} | named(found, "rm")
         values |= {"data/epoch": stream.epoch} | sft_work(backend, batches)
         if not validation.sets:
-            validation.remember(found)
+            validation.remember(found, step - 1)  # what it reports was computed before the update
         elif validation.due(step):
             values |= validation.metrics(step=step)
         last = run.finish_step(values)
@@ -114,8 +114,8 @@ class HeldOut:
     def due(self, step: int) -> bool:
         return step % self.run.config.val.every == 0 or step == self.run.total
 
-    def remember(self, found: Mapping[str, float]) -> None:
-        self.card = statistics(found, self.card)
+    def remember(self, found: Mapping[str, float], step: int) -> None:
+        self.card = statistics(found, self.card, step)
         write_card(self.backend.model, self.card)
 
     def metrics(self, *, step: int) -> dict[str, float]:
@@ -123,7 +123,7 @@ class HeldOut:
         with self.run.phase("validation"):
             for name, dataset in reversed(list(self.sets.items())):  # the first set is remembered
                 found = self.task.measure(self.backend, dataset.samples).means()
-                self.remember(found)
+                self.remember(found, step)
                 values |= named(found, f"val/{name}")
         shown = {n: v for n, v in values.items() if n.endswith("/accuracy")}
         text = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())

@@ -101,7 +101,7 @@ def test_a_forest_scores_as_single_rows_do(family, samples, pooling) -> None:
             model, family, inputs.ids, inputs.positions, alone.media, inputs.plan
         )
         assert len(hidden) == len(read.ids)  # up to the very last token
-        first = int(np.flatnonzero(read.policy_mask)[0]) - 1
+        first = int(np.flatnonzero(read.policy_mask)[0])
         states = hidden[-1:] if pooling == "last" else hidden[first:]
         weights = torch.full((len(states),), 1 / len(states))
         if pooling == "attention":

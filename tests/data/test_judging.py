@@ -25,7 +25,8 @@ def shown(candidate: str | Media) -> tuple[Message, ...]:
 
 
 def compared(first, second, label: str | None = "B", **extra) -> Sample:
-    labels = {} if label is None else {"labels": {"preference": label}}
+    drawn = {"sides": {"seed": 0, "swapped": False}}
+    labels = {} if label is None else {"labels": {"preference": label}, **drawn}
     return Sample(
         id="s",
         messages=(
@@ -81,6 +82,24 @@ def test_rows_that_name_the_better_one_first_get_sides():
     assert min(drawn["A"], drawn["B"]) >= 10
     tied = judged(compared("x", "y", None, tie=True), seed=3)
     assert tied.answer == "C"
+
+
+def test_rows_with_labels_get_sides_too_unless_they_have_them_or_a_critique_names_them():
+    def read(n: int, **extra) -> Sample:
+        said = {"labels": {"preference": "A", "colour": "C"}, **extra}
+        sample = compared("good", "bad", None, **said)
+        return judged(Sample(**{**vars(sample), "id": str(n)}), seed=3)
+
+    drawn = [read(n) for n in range(40)]
+    for sample in drawn:
+        better = "AB".index(str(sample.answer)) + 1
+        assert f"Response {better}:\ngood" in sample.messages[1].text
+        assert sample.extra["labels"] == {"preference": sample.answer, "colour": "C"}
+    assert 10 <= sum(sample.answer == "A" for sample in drawn) <= 30
+    for fixed in ({"sides": {"seed": 0, "swapped": True}}, {"critique": "Response 1 is right."}):
+        assert {read(n, **fixed).answer for n in range(10)} == {"A"}
+    with pytest.raises(RowError, match="labels must say A, B or C"):
+        read(0, labels={"preference": "left"})
 
 
 def test_what_has_no_verdict_is_refused_or_left_alone():

@@ -165,6 +165,27 @@ def test_imagegen_cot_keeps_the_sides_that_its_critique_speaks_of(tmp_path: Path
     assert sample.extra["critique"] == said and sample.messages[0].text == "Compare for: a red cat"
 
 
+def test_imagegen_cot_is_labelled_by_its_answer_alone(tmp_path: Path) -> None:
+    png(tmp_path / "a.png", 10), png(tmp_path / "b.png", 20)
+    thought = "<think>At first sight Image 2 is better.</think>"
+    said = [
+        f"{thought}<answer>Image 1 is better</answer>",
+        f"{thought}<answer>Both images are equally good</answer>",
+        f"{thought}I cannot say.",
+    ]
+    rows = [
+        {
+            "conversations": [{"value": f"Compare for: {n}"}, {"value": text}],
+            "images": ["a.png", "b.png"],
+        }
+        for n, text in enumerate(said)
+    ]
+    path = write_json(tmp_path / "data.json", rows)
+    data = read(path, "imagegen_cot", max_bad_fraction=1.0)
+    assert [label_of(sample) for sample in data.samples] == ["A", "C"]
+    assert [(bad.row, "no label" in bad.reason) for bad in data.quarantined] == [(3, True)]
+
+
 @pytest.mark.parametrize("name", ["rapidata-t2v", "rapidata-i2v"])
 def test_rapidata_labels_three_heads_by_their_votes(tmp_path: Path, name: str) -> None:
     votes = {"Preference": (0.8, 0.2), "Coherence": (0.3, 0.7), "Alignment": (0.5, 0.5)}
@@ -229,6 +250,16 @@ def test_genai_bench_pairs_the_models_that_a_row_rates(tmp_path: Path) -> None:
     for sample in data.samples:
         assert [list(rated).index(name) + 1 for name in sample.extra["models"]] == shades(sample)
         assert "DALLE_3" not in sample.extra  # media are kept once
+
+
+def test_a_rating_of_nought_is_a_rating(tmp_path: Path) -> None:
+    row = {"Prompt": "two dogs", "HumanRatings": {"a": 0, "b": 3, "c": None, "d": [], "e": 0.0}}
+    for name in "abcde":
+        png(tmp_path / f"{name}.png", ord(name))
+        row[name] = f"{name}.png"
+    data = read(write_json(tmp_path / "g.json", [row]), "genai_bench")
+    pairs = sorted(sorted(sample.extra["models"]) for sample in data.samples)
+    assert pairs == [["a", "b"], ["b", "e"]]
 
 
 def test_genai_bench_video_names_files_by_model_and_id(tmp_path: Path) -> None:

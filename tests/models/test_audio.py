@@ -100,10 +100,27 @@ def test_half_a_minute_is_kept_or_longer_sound_is_refused(family):
         sounds.open_sound(tone(0.01))
 
 
+@pytest.mark.parametrize("width", [2, 3])
+def test_a_wav_that_was_cut_is_as_long_as_what_is_left(width):
+    whole = wav(tone(0.5)[:, None], RATE, width)
+    media = sounds.open_sound(whole[:-1])  # its last sample lacks a byte
+    assert media.width == 7999 and decode(media).shape == (7999,)
+
+
+@pytest.mark.parametrize("kept", [4, 10, 12, 16, 20, 30])
+def test_a_wav_without_a_whole_header_is_damaged(kept):
+    with pytest.raises(ImageError, match="damaged header"):
+        sounds.open_sound(wav(tone(0.5)[:, None], RATE, 2)[:kept])
+
+
 def test_other_files_need_soundfile():
     if sounds.importlib.util.find_spec("soundfile") is None:
         with pytest.raises(EnvironmentProblem, match="pip install soundfile"):
             sounds.open_sound(b"fLaC\0\0\0\x22")
+        floats = bytearray(wav(tone(0.5)[:, None], RATE, 4))
+        floats[20] = 3  # the tag of floats
+        with pytest.raises(EnvironmentProblem, match="pip install soundfile"):
+            sounds.open_sound(bytes(floats))
     with pytest.raises(ImageError, match="a sound is float"):
         sounds.open_sound(np.zeros(100, np.int16))
 

@@ -135,6 +135,25 @@ def test_a_film_file_needs_opencv_or_is_read(tmp_path: Path):
     assert np.abs(decode(media)[:, 20, 20, 2] - np.arange(0, 30, 5) * 8.0).max() < 8
 
 
+def test_a_film_is_not_read_for_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "a.mp4"
+    path.write_bytes(b"\0\0\0\x18ftypmp42" + bytes(100))
+    media = Media(kind="video", hash="x", width=4, height=4, path=str(path), frames=(0, 1), fps=1.0)
+    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("the whole film was read"))
+    with pytest.raises((EnvironmentProblem, ImageError), match=r"OpenCV|cannot be decoded"):
+        decode(media)
+
+
+def test_an_animation_in_a_file_is_decoded_and_a_changed_one_refused(tmp_path: Path):
+    path, pixels = tmp_path / "a.webp", film(4)
+    path.write_bytes(animation(pixels))
+    media = videos.open_video(path, frames=[3, 0, 0, 1])
+    assert np.array_equal(decode(media), pixels[[3, 0, 0, 1]])
+    path.write_bytes(animation(film(4, 56, 56)))
+    with pytest.raises(ImageError, match="changed after it was read"):
+        decode(media)
+
+
 # -- tokens, positions, pixels ---------------------------------------------------------------------
 
 

@@ -94,6 +94,33 @@ def test_answers_of_two_models_or_settings_never_mix(config: Make, tmp_path: Pat
     assert saccade.generate(config(tmp_path) | few)["skipped"] == 2
 
 
+def test_scores_of_other_rewards_or_weights_are_not_taken_for_done(
+    config: Make, tmp_path: Path
+) -> None:
+    import shutil
+
+    model = tmp_path / "model"
+    shutil.copytree(config(tmp_path)["model.path"], model)
+    own = tmp_path / "own.py"
+    own.write_text("def score(sample):\n    return 1.0\n")
+    few = config(tmp_path) | {"data.max_samples": 1, "model.path": str(model)}
+    few |= {"reward.terms": [f"{own}:score"], "reward.self_test": "off"}
+    saccade.generate(few)
+    assert saccade.generate(few | {"reward.workers": 1, "reward.deadline": 20.0})["skipped"] == 1
+    for change in ({"reward.terms": ["exact"]}, {"reward.combine": "min"}):
+        with pytest.raises(ConfigError, match="other settings, rewards or weights"):
+            saccade.generate(few | change)
+    own.write_text("def score(sample):\n    return 0.0\n")
+    with pytest.raises(ConfigError, match="other settings, rewards or weights"):
+        saccade.generate(few)
+    own.write_text("def score(sample):\n    return 1.0\n")
+    assert saccade.generate(few)["skipped"] == 1
+    weights = next(model.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes())
+    with pytest.raises(ConfigError, match="other settings, rewards or weights"):
+        saccade.generate(few)
+
+
 def test_right_episodes_become_conversations_to_learn_from(tmp_path: Path, config: Make) -> None:
     chosen = config(tmp_path, generate__select="correct", rollout__stop=list("23456"))
     path = Path(generate.run(chosen)["path"])

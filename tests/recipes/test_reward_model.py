@@ -21,11 +21,12 @@ from saccade.cli import app
 from saccade.config import defaults_for, load
 from saccade.data import synthetic
 from saccade.errors import ConfigError, DataError
-from saccade.models.rating import read_card
+from saccade.models.families import load_family
+from saccade.models.rating import Card, read_card, stepped, with_marks
 from saccade.recipes import parts, reward_model
 from saccade.recipes.rated import task_of
 from saccade.rewards.sample import reward_sample
-from saccade.types import replace
+from saccade.types import Message, replace
 
 Make = Callable[..., dict[str, Any]]
 Read = Callable[[Path], list[dict[str, Any]]]
@@ -143,6 +144,7 @@ def test_pairs_of_pictures_are_learned_and_the_folder_scores_again(
     card = read_card(trained)
     assert card is not None and card.heads == ("preference",)
     mean, std = card.statistics["preference"]
+    assert card.statistics_step == 15
     assert (mean, std) == pytest.approx((last["val/held-pairs/mean"], last["val/held-pairs/std"]))
     normal = scores_of(trained, config(tmp_path), normalise=True)
     np.testing.assert_allclose(normal, (scores - mean) / std, rtol=1e-5)
@@ -229,6 +231,56 @@ def test_stopped_and_resumed_is_the_same_run(
     assert heads[0].read_bytes() == heads[1].read_bytes()
 
 
+def test_a_reward_model_is_trained_further_with_its_head(
+    tmp_path: Path, config: Make, trained: Path
+) -> None:
+    further = config(tmp_path, model__path=str(trained), run__max_steps=1, train__lr=1e-9)
+    assert reward_model.run(further | {"run.name": "bt"})["rm/accuracy"] == 1
+    folders = [trained, tmp_path / "bt" / "checkpoints" / "step-1"]
+    kept = [load_file(f / "reward_head.safetensors")["score.weight"] for f in folders]
+    torch.testing.assert_close(kept[0], kept[1], atol=1e-7, rtol=0)
+    reward_model.run(further | {"run.name": "hps", "reward_model.loss": "hps"})
+    stored = load_file(tmp_path / "hps" / "checkpoints" / "step-1" / "reward_head.safetensors")
+    assert stored["score.log_scale"].item() == pytest.approx(np.log(1 / 0.07), abs=1e-4)
+    steps = config(tmp_path, "steps", model__path=str(trained)) | PROCESS
+    for options in (further | {"reward_model.pooling": "mean"}, steps):
+        with pytest.raises(ConfigError, match=r"is a trained reward model \(heads"):
+            reward_model.run(options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_card_says_whose_scores_it_keeps(tmp_path: Path, config: Make, rows: Path) -> None:
+    held = {"data.val": str(rows / "held-pairs.jsonl"), "save.every": 1, "val.every": 2}
+    reward_model.run(config(tmp_path, run__max_steps=3) | held)
+    reward_model.run(config(tmp_path, run__max_steps=2, run__name="bare"))
+    steps = {}
+    for folder in tmp_path.glob("*/checkpoints/step-*"):
+        card = read_card(folder)
+        assert card is not None and card.statistics
+        steps[f"{folder.parents[1].name}/{folder.name}"] = card.statistics_step
+    wanted = {"run/step-1": 0, "run/step-2": 2, "run/step-3": 3, "bare/step-2": 1}
+    assert steps == wanted
+
+
+@pytest.mark.parametrize("margin", ["high", float("nan")])
+def test_a_margin_that_is_no_number_is_a_bad_row(
+    tmp_path: Path, config: Make, rows: Path, margin: Any
+) -> None:
+    good = [json.loads(line) for line in (rows / "train-pairs.jsonl").read_text().splitlines()[:8]]
+    lines = [row | {"images": [str(rows / image) for image in row["images"]]} for row in good]
+    path = tmp_path / "margins.jsonl"
+    listed = [lines[0] | {"margin": margin}, lines[1] | {"margin": "0.5"}, *lines[2:]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in listed))
+    resolved = defaults_for(
+        "reward-model", load(config(tmp_path, data__train=str(path), data__max_bad_fraction=0.5))
+    )
+    task = task_of(resolved, parts.family_of(resolved, resolved.model.path))
+    data = task.load(resolved.data.train)
+    assert [(bad.row, "margin" in bad.reason) for bad in data.quarantined] == [(1, True)]
+    _, row = task.prepare(data.samples)
+    assert list(row.margins.values()) == [0.5]
+
+
 def test_the_average_is_a_reward_model_of_its_own(tmp_path: Path, config: Make) -> None:
     reward_model.run(config(tmp_path, train__ema=0.5))
     folder = tmp_path / "run" / "checkpoints" / "step-4"
@@ -298,6 +350,7 @@ def test_soft_labels_are_probabilities(tmp_path: Path, config: Make) -> None:
         ({"input": f"red {MARK}", "label": ["1", "2"]}, "1 placeholders 'black' but 2 labels"),
         ({"input": f"red {MARK}", "label": ["3"]}, "write one of 1, 2, or a probability"),
         ({"input": "red", "label": "1"}, "no list of labels"),
+        ({"input": f"red {MARK}", "label": "[+, bad"}, "column 'label' is not valid JSON"),
     ],
 )
 def test_rows_of_steps_that_are_set_aside(
@@ -307,6 +360,30 @@ def test_rows_of_steps_that_are_set_aside(
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=words):
         reward_model.run(config(tmp_path, data__train=str(path)) | PROCESS)
+
+
+def test_a_later_row_whose_placeholder_is_joined_is_set_aside(tmp_path: Path, config: Make) -> None:
+    path = tmp_path / "joined.jsonl"
+    listed = [{"id": n, "input": f"red {MARK} blue {MARK}", "label": ["1", "2"]} for n in range(8)]
+    listed[5]["input"] = f"red {MARK}blue {MARK}"
+    path.write_text("".join(json.dumps(row) + "\n" for row in listed))
+    options = config(tmp_path, data__train=str(path), data__max_bad_fraction=0.5) | PROCESS
+    resolved = defaults_for("reward-model", load(options))
+    task = task_of(resolved, parts.family_of(resolved, resolved.model.path))
+    for _ in range(2):  # lengths are remembered
+        data = task.load(resolved.data.train)
+        assert len(data) == 7 and data.quarantined[0].row == 6
+        assert "1 of 2 placeholders" in data.quarantined[0].reason
+
+
+def test_marks_of_a_policy_are_not_read(word_model: str) -> None:
+    card = Card(kind="process", placeholder=MARK, tokens=("1", "2"))
+    asked = (Message(role="user", parts=(f"how many {MARK} objects ?",)),)
+    for said in ("red\nblue", f"red {MARK} {MARK}\n{MARK}\nblue bla{MARK}ck"):
+        for chat in (True, False):
+            messages = with_marks(asked, said, replace(card, chat=chat))
+            read = stepped("a", 0, messages, load_family(word_model), MARK)
+            assert read.response_length == 2
 
 
 # -- as rewards ------------------------------------------------------------------------------------
