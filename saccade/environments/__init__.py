@@ -142,6 +142,12 @@ def sweep_problems(env: EnvConfig, turns: Sequence[int]) -> Iterator[str]:
         yield "val.turns: a limit is at least one turn; try val.turns=[1,2,4,6,8,12]"
     if most > 1 and env.name == "single_turn":
         yield "val.turns: has no effect with env.name=single_turn; remove it"
+    shown = env.limits(evaluation=True)["max_images"]
+    if most > 1 and env.name == "crop" and shown is not None and shown < most:
+        yield (
+            f"env.eval.max_images: {shown} pictures end an episode before the {most} turns of "
+            f"val.turns; try env.eval.max_images={2 * most}"
+        )
     if most and own not in (None, most):
         yield (
             f"env.eval.max_turns: {own} is not the largest of val.turns; "

@@ -195,8 +195,11 @@ def set_metrics(groups: Sequence[Group], family: Family) -> dict[str, float]:
     formats = [v for t in trajectories for k, v in t.parts.items() if k.startswith("format")]
     if formats:
         metrics["format"] = float(np.mean(formats))
+    if any(t.reward is not None or t.reason for t in trajectories):  # else nobody has read them
+        metrics["parse_rate"] = float(
+            np.mean([parsed(t.extracted, t.reason) for t in trajectories])
+        )
     metrics |= {
-        "parse_rate": float(np.mean([parsed(t.extracted, t.reason) for t in trajectories])),
         "think_rate": float(np.mean([thinks(t, family) for t in trajectories])),
         "truncated_frac": float(np.mean([t.status == "truncated" for t in trajectories])),
         "response_mean": float(np.mean([t.response_length for t in trajectories])),
@@ -211,10 +214,12 @@ def describe(result: Result) -> str:
     accuracy = (
         f"accuracy {m['accuracy']:.3f} [{m['ci_low']:.3f}, {m['ci_high']:.3f}]"
         if "accuracy" in m
+        else "nothing scored, for want of reward.terms"
+        if "reward" not in m
         else "no outcome"
     )
     rates = "  ".join(
-        f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac")
+        f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac") if key in m
     )
     return f"{result.name}: {accuracy}  {rates}  items {m['items']:.0f}"
 
@@ -224,20 +229,19 @@ def describe(result: Result) -> str:
 
 def _places(config: Config, out: Path | None) -> tuple[Path, Path]:
     """A folder for the results, and one inside for the answers of an endpoint. The first of
-    NAME-eval, NAME-eval-2 … that is free, or was broken off after some answers: those are not asked
-    for again, and nothing that is finished is overwritten.
+    NAME-eval, NAME-eval-2 … that is free: nothing is overwritten. But what was broken off since the
+    last that ended goes on where its answers are, and does not ask for them again.
     """
     if out is not None:
         return Path(out), Path(out) / ANSWERS
     name = f"{config.run.name}-eval"
     names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
-    folders = (Path(config.run.out) / name for name in names)
-    folder = next(f for f in folders if not f.exists() or _broken_off(f))
+    earlier: list[Path] = []
+    while (folder := Path(config.run.out) / next(names)).exists():
+        earlier.insert(0, folder)
+    broken_off = itertools.takewhile(lambda path: not (path / RESULTS).exists(), earlier)
+    folder = next((path for path in broken_off if (path / ANSWERS).exists()), folder)
     return folder, folder / ANSWERS
-
-
-def _broken_off(folder: Path) -> bool:
-    return (folder / ANSWERS).exists() and not (folder / RESULTS).exists()
 
 
 def write_results(folder: Path, results: Sequence[Result], family: Family) -> dict[str, Any]:

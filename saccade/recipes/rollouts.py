@@ -121,7 +121,13 @@ def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:
 
 
 def _rollout_metrics(scored: Sequence[Group], actors: Actors, metrics: Metrics) -> None:
-    for name, value in group_metrics(scored, actors.algorithm.exclude_status).items():
+    algorithm = actors.algorithm
+    found = group_metrics(
+        scored,
+        algorithm.exclude_status,
+        excluded_in_baseline=algorithm.excluded_in_baseline,
+    )
+    for name, value in found.items():
         metrics.add(name, value)
     for name, value in (actors.scorer.judge_metrics() if actors.scorer else {}).items():
         metrics.add(name, value)

@@ -30,9 +30,12 @@ POLICY = int(Source.POLICY)  # an enum member is slow to compare with an array
 
 
 def group_metrics(
-    groups: Sequence[Group], exclude_status: Collection[str] = ()
+    groups: Sequence[Group],
+    exclude_status: Collection[str] = (),
+    *,
+    excluded_in_baseline: bool = False,
 ) -> dict[str, float]:
-    """All metrics of one step or validation set; `exclude_status` as in the algorithm's row."""
+    """All metrics of one step or validation set; the options as in the algorithm's row."""
     excluded = ALWAYS_EXCLUDED | set(exclude_status)
     members = [_members(group) for group in groups]
     everyone = [t for group in members for t in group]
@@ -41,10 +44,18 @@ def group_metrics(
     live = [
         [t for t in group if t.status not in excluded and t.reward is not None] for group in members
     ]
+    compared = live
+    if excluded_in_baseline:  # who is excluded still says how good the others are
+        compared = [
+            [t for t in group if t.status not in ALWAYS_EXCLUDED and t.reward is not None]
+            if alive
+            else []
+            for group, alive in zip(members, live, strict=True)
+        ]
     sources = [group.sample.data_source for group in groups]
     return (
         _reward_metrics(everyone, live, sources)
-        | _group_metrics(live)
+        | _group_metrics(live, compared)
         | _length_metrics(everyone)
         | _turn_metrics(everyone)
         | tool_metrics(everyone, RIGHT)
@@ -103,13 +114,17 @@ def _score_metrics(scored: list[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _group_metrics(live: list[list[Trajectory]]) -> dict[str, float]:
+def _group_metrics(
+    live: list[list[Trajectory]], compared: list[list[Trajectory]]
+) -> dict[str, float]:
     # Plain floats: an array of eight costs more to make than to loop over.
     rewards = [[float(t.reward or 0.0) for t in group] for group in live]
     outcomes = [[t.outcome for t in group if t.outcome is not None] for group in live]
     spreads = [_std(values) for values in rewards if len(values) > 1]
     metrics = {
-        "group/dead_frac": _share(_is_dead(values) for values in rewards),
+        "group/dead_frac": _share(
+            _is_dead([float(t.reward or 0.0) for t in group]) for group in compared
+        ),
         "group/all_right_frac": _share(bool(v) and min(v) >= RIGHT for v in outcomes),
         "group/all_wrong_frac": _share(bool(v) and max(v) <= WRONG for v in outcomes),
     }

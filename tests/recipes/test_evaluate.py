@@ -245,13 +245,13 @@ def test_a_reward_that_does_not_fit_is_refused(tmp_path: Path, judged: Make) -> 
 
 
 def test_a_second_evaluation_gets_a_folder_of_its_own(tmp_path: Path) -> None:
-    """And keeps answers with those before it that were broken off, up to the last that ended."""
+    """But what was broken off since the last that ended goes on."""
     config = load(None, [f"run.out={tmp_path}", "run.name=a"])
     assert evaluate._places(config, None) == (tmp_path / "a-eval", tmp_path / "a-eval/answers")
     for made in ("a-eval/answers", "a-eval-2/answers", "a-eval-3"):
         (tmp_path / made).mkdir(parents=True)
-    later = tmp_path / "a-eval-4"
-    assert evaluate._places(config, None) == (later, tmp_path / "a-eval-2/answers")
+    broken, later = tmp_path / "a-eval-2", tmp_path / "a-eval-4"
+    assert evaluate._places(config, None) == (broken, broken / "answers")
     (tmp_path / "a-eval-2/results.json").write_text("{}")
     assert evaluate._places(config, None) == (later, later / "answers")
     assert evaluate._places(config, tmp_path / "b") == (tmp_path / "b", tmp_path / "b/answers")

@@ -53,6 +53,14 @@ def test_groups(build: SimpleNamespace) -> None:
     assert metrics["group/std_mean"] == approx(np.std([0, 1], ddof=1) / 3)
 
 
+def test_who_is_excluded_may_still_be_compared_with(build: SimpleNamespace) -> None:
+    over = build.trajectory(1, 0.0, status="overturn")
+    groups = [build.group(build.trajectory(0, 1.0), over), build.group(over)]
+    apart = group_metrics(groups, ["overturn"])
+    beside = group_metrics(groups, ["overturn"], excluded_in_baseline=True)
+    assert apart["group/dead_frac"] == 1.0 and beside["group/dead_frac"] == 0.5
+
+
 def test_a_rounding_residue_is_no_signal(build: SimpleNamespace) -> None:
     close = build.group(build.trajectory(0, 0.1 + 0.2), build.trajectory(1, 0.3))
     assert group_metrics([close])["group/dead_frac"] == 1.0
