@@ -23,60 +23,44 @@ from search_curves import LIMITS
 class Size:
     """Everything that can be made larger or smaller; each field is an option of the command."""
 
-    kind: str = "digit"
+    kind: str = "orientation"  # four answers: a guess pays a quarter
     level: str = "medium"
     grid: int = 4
-    view: int = 112
-    width: int = 256  # of the language model; heads of 32
-    depth: int = 6
-    vision_width: int = 192
-    vision_depth: int = 4
+    view: int = 56
+    width: int = 64  # of the language model; heads of 32
+    depth: int = 3
+    vision_width: int = 64
+    vision_depth: int = 2
     # One picture, one answer; then chats about many pictures; then the cold start; then RL.
-    read_steps: int = 300
-    read_rows: int = 128
-    read_lr: float = 1e-3
-    chat_steps: int = 100
-    chat_rows: int = 32
-    chat_lr: float = 5e-4
-    demonstrations: int = 2000
+    read_steps: int = 320
+    read_rows: int = 64
+    read_lr: float = 1.5e-3
+    chat_steps: int = 450
+    chat_rows: int = 16
+    chat_lr: float = 1e-3
+    demonstrations: int = 600
     scenes: int = 3200
     items: int = 256  # of the evaluation
-    k: int = 8  # samples of each item
+    k: int = 4  # samples of each item
     turns: int = 6  # in the cold start and in RL
-    sft_steps: int = 300
-    sft_rows: int = 128
-    sft_lr: float = 1e-3
-    rl_steps: int = 100
+    sft_steps: int = 150
+    sft_rows: int = 32
+    sft_lr: float = 2e-3
+    rl_steps: int = 80
     rl_prompts: int = 32
     rl_samples: int = 8
-    rl_lr: float = 2e-4
+    rl_lr: float = 5e-4
     mistakes: float = 0.03
     baseline: bool = True  # excluded members stay in the group's baseline, as in Mini-o3
 
 
 TINY = Size(
-    view=56,
-    width=64,
-    depth=3,
-    vision_width=64,
-    vision_depth=2,
-    read_steps=320,
-    read_rows=64,
-    read_lr=1.5e-3,
     chat_steps=200,
-    chat_rows=16,
-    chat_lr=1e-3,
-    demonstrations=600,
     scenes=1500,
     items=64,
-    k=4,
     sft_steps=100,
-    sft_rows=32,
-    sft_lr=2e-3,
-    rl_steps=40,
+    rl_steps=50,
     rl_prompts=16,
-    rl_samples=8,
-    rl_lr=5e-4,
 )
 
 
