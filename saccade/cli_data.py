@@ -55,7 +55,8 @@ def data_commands(command: Register, read_config: ReadConfig) -> typer.Typer:
     @command(
         "coldstart",
         group=group,
-        example="saccade data coldstart scenes/train.jsonl coldstart env.max_pixels=12544",
+        example="saccade data coldstart scenes/train.jsonl coldstart env.min_pixels=12544 "
+        "env.max_pixels=12544",
     )
     def coldstart(
         source: Annotated[
@@ -66,7 +67,8 @@ def data_commands(command: Register, read_config: ReadConfig) -> typer.Typer:
             list[str] | None,
             typer.Argument(
                 metavar="RUN.YAML | KEY=VALUE",
-                help="The environment of the RL run that follows: env.name, env.call, …",
+                help="The environment of the RL run that follows: env.call, env.max_pixels, …; "
+                "env.name=single_turn, the default, becomes crop.",
                 show_default=False,
             ),
         ] = None,

@@ -935,7 +935,8 @@ class GenerateConfig(Section):
         "all",
         "Also write rows to train on. By reward, to OUTPUT.SELECT.jsonl: the best response of each "
         "prompt (sft), pairs of best and worst (dpo), or every response from the threshold on. "
-        "correct: episodes that earned the full outcome, all turns and pictures, to coldstart/.",
+        "correct: episodes that earned the full outcome, all turns and pictures, to coldstart/. "
+        "Episodes have the limits of evaluation (env.eval).",
     )
     threshold: float | None = option(None, "Least reward of a response that is learned from.")
 

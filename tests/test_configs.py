@@ -16,6 +16,7 @@ from saccade.algorithms.build import from_config
 from saccade.checks import check
 from saccade.cli_run import MODULES
 from saccade.config import Config, defaults_for, load
+from saccade.errors import ConfigError
 from saccade.smoke import smoke
 from tests.public_sets import write_all
 
@@ -270,3 +271,21 @@ def test_a_recipe_of_rounds_makes_its_rows(name: str, rows: dict[str, str], tmp_
     check(config, "generate")
     result = import_module("saccade.recipes.generate").run(config)
     assert result["rows"] == 8 and Path(result["selected"]).is_file()
+
+
+def test_the_judge_of_minio3_is_switched_on_as_its_recipe_says(tmp_path: Path) -> None:
+    text = FILES["minio3_rl"].read_text(encoding="utf-8")
+    line, *_ = (line for line in text.splitlines() if line.startswith("reward:"))
+    before, block = text.replace(line, "").split("# reward:\n")
+    lines = block.splitlines()
+    judged = [line for line in lines if line.startswith("#   ")]
+    changed = "\n".join(["reward:", *(line[1:] for line in judged), *lines[len(judged) :]])
+    path = tmp_path / "judged.yaml"
+    path.write_text(before + changed, encoding="utf-8")
+    options = next(line for line in text.splitlines() if "reward.judge.url=" in line)
+    for config in (load(path), load(FILES["minio3_rl"], options.lstrip("# ").split())):
+        assert (config.reward.preset, config.reward.terms) == ("minio3", ())
+        assert config.reward.judge.url and config.reward.judge.concurrency == 300
+        with pytest.raises(ConfigError) as missing:  # the files that it names, and nothing else
+            check(config, "rl")
+        assert "reward" not in str(missing.value)

@@ -12,7 +12,7 @@ from it sees how to recover. Writes text only: the environment answers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,19 +20,41 @@ import numpy as np
 from saccade.types import Sample
 
 Fractions = tuple[float, float, float, float]
+Write = Callable[[Sequence[float], str], str]  # a zoom into a box of a picture
 
 ORIGINAL = "original_image"
 FIRST, HINTED, NEXT, FRAMED, AGAIN = (
     *("Too small to read.", "A light patch.", "Not here.", "A frame.", "I correct it."),
 )
 READS = "It reads {}."
+# How an edge is written; pixels as a model sees them are unknown here.
+NUMBERS: Mapping[str, Callable[[float], str]] = {
+    "relative": lambda edge: f"{edge:g}",
+    "milli": lambda edge: f"{1000 * edge:.0f}",
+}
+
+
+def call(
+    box: Sequence[float], source: str, *, coordinates: str = "relative", named: bool = False
+) -> str:
+    """A zoom, as `env.coordinates` and, with a name, `env.call=tool_call` want it written."""
+    numbers = ", ".join(map(NUMBERS[coordinates], box))
+    arguments = f'{{"bbox_2d": [{numbers}], "source": "{source}"}}'
+    if named:
+        return f'<tool_call>{{"name": "zoom", "arguments": {arguments}}}</tool_call>'
+    return f"<grounding>{arguments}</grounding>"
 
 
 def demonstration(
-    sample: Sample, rng: np.random.Generator, *, turns: int, mistakes: float
+    sample: Sample,
+    rng: np.random.Generator,
+    *,
+    turns: int,
+    mistakes: float,
+    write: Write = call,
 ) -> list[str]:
     """The assistant's turns, at most `turns` of them, the last one with the answer. A call is wrong
-    with probability `mistakes`.
+    with probability `mistakes`; the turn after a wrong one says that it corrects it.
     """
     calls: list[tuple[str, Fractions, str]] = []
     thought = HINTED if sample.extra["level"] == "easy" else FIRST
@@ -45,18 +67,13 @@ def demonstration(
     for thought, box, source in calls:
         if spare and rng.random() < mistakes:
             spare -= 1
-            written.append(f"<think>{thought}</think>{_wrong_call(box, source, rng)}")
+            written.append(f"<think>{thought}</think>{_wrong_call(box, source, rng, write)}")
             thought = AGAIN
-        written.append(f"<think>{thought}</think>{call(box, source)}")
+        written.append(f"<think>{thought}</think>{write(box, source)}")
     return [
         *written,
         f"<think>{READS.format(sample.answer)}</think><answer>{sample.answer}</answer>",
     ]
-
-
-def call(box: Sequence[float], source: str) -> str:
-    numbers = ", ".join(f"{edge:g}" for edge in box)
-    return f'<grounding>{{"bbox_2d": [{numbers}], "source": "{source}"}}</grounding>'
 
 
 def place_boxes(grid: int) -> list[Fractions]:
@@ -94,10 +111,12 @@ def _path(
     return paths[int(rng.integers(len(paths)))]
 
 
-def _wrong_call(box: Fractions, source: str, rng: np.random.Generator) -> str:
+def _wrong_call(box: Fractions, source: str, rng: np.random.Generator, write: Write) -> str:
     """One of the errors that an environment explains: no such picture, a box outside, no JSON."""
-    right = call(box, source)
+    right = write(box, source)
     outside = (box[0] + 1, box[1], box[2] + 1, box[3])
     return str(
-        rng.choice([call(box, "observation_99"), call(outside, source), right.replace("]", "", 1)])
+        rng.choice(
+            [write(box, "observation_99"), write(outside, source), right.replace("]", "", 1)]
+        )
     )

@@ -1,9 +1,9 @@
 """Cold-start data: assistant turns are played in the environment, what it answers becomes the rest.
 
 So the observations that a policy learns from are those that it meets in RL, word by word, and a
-trajectory whose calls cannot be read or whose last turn holds no answer is set aside. The turns are
-those of the rows, where they hold some (trajectories of another model or system), or those of a
-scripted searcher, where the rows are scenes of `saccade data visual-search`.
+trajectory whose last turn holds no answer, or answers after a call that failed, is set aside. The
+turns are those of the rows, where they hold some (trajectories of another model or system), or
+those of a scripted searcher, where the rows are scenes of `saccade data visual-search`.
 
     saccade data coldstart scenes/train.jsonl coldstart env.max_pixels=12544 env.min_pixels=12544
 """
@@ -11,24 +11,28 @@ scripted searcher, where the rows are scenes of `saccade data visual-search`.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from saccade.config import Config, DataSource, load
 from saccade.data import datasets
 from saccade.data.dialogues import dialogue_row
-from saccade.data.search_expert import demonstration
-from saccade.environments import Environment, Step
+from saccade.data.search_expert import AGAIN, NUMBERS, call, demonstration
+from saccade.environments import KINDS, Environment, Step, stop_strings
 from saccade.errors import ConfigError, DataError
 from saccade.rewards.formats import FORMATS
 from saccade.rewards.sample import reward_sample
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.rollout import hosting
-from saccade.types import Message, Sample
+from saccade.rollout.hosting import Failed, Pending
+from saccade.types import STATUS_OF_END, Message, Sample
 
 
 def run(
@@ -52,13 +56,22 @@ def run(
         raise ConfigError(f"{path} exists; give a new folder, nothing is overwritten")
     make = hosting.environments(config.env, order=FORMATS[config.prompt.format].order)
     rows = datasets.load([DataSource(path=str(source))], config.data).samples
+    _warn(config, rows)
     counts: Counter[str] = Counter()
     out.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for index, sample in enumerate(rows):
             rng = np.random.default_rng((config.run.seed, index))
-            question, texts = _turns(sample, rng, turns, mistakes)
-            played, reason = play(question, texts, make(), most=turns)
+            question, texts, planned = _turns(sample, rng, turns, mistakes, config)
+            seconds = config.env.step_timeout
+            try:
+                played, reason = play(
+                    question, texts, make(), most=turns, planned=planned, seconds=seconds
+                )
+            except (Failed, TimeoutError) as error:  # code of the user
+                if not counts["env_error"]:
+                    print(f"row {sample.id}: the environment failed: {error}")
+                reason = "env_error"
             if not reason and verifier is not None:
                 right = VERIFIERS[verifier].function(reward_sample(sample, texts[-1]))
                 reason = "" if right.kind == "value" and right.value >= 1 else "wrong"
@@ -71,35 +84,100 @@ def run(
 
 
 def play(
-    sample: Sample, texts: Sequence[str], environment: Environment, *, most: int
+    sample: Sample,
+    texts: Sequence[str],
+    environment: Environment,
+    *,
+    most: int,
+    planned: int | None = None,
+    seconds: float = 60.0,
 ) -> tuple[Sample, str]:
-    """The whole conversation, and why it must not be learned from (empty: nothing against it)."""
-    messages = list(environment.reset(sample, 0))
+    """The whole conversation, and why it must not be learned from (empty: nothing against it).
+    `planned`: calls that are meant to fail, where that is known; `seconds`: for one step. Raises
+    what an environment of the user raised.
+    """
     if len(texts) > most:
         return sample, "too_many_turns"
-    for number, text in enumerate(texts, 1):
-        reply = Message(role="assistant", parts=(text,))
-        step = Step(*environment.step(reply))
-        messages.append(reply)
-        if step.done and number == len(texts) and step.info.get("end_reason") == "answered":
-            return replace(sample, messages=tuple(messages)), ""
-        if step.done:
-            return sample, "answer_before_the_end" if number < len(texts) else "no_answer"
-        messages += step.messages
-    return sample, "no_answer"
+    close: Callable[[], Any] = environment.close
+    try:
+        messages = list(_said(environment.reset(sample, 0), seconds))
+        info: dict[str, Any] = {}
+        for number, text in enumerate(texts, 1):
+            reply = Message(role="assistant", parts=(text,))
+            step = Step(*_said(environment.step(reply), seconds))
+            info |= step.info
+            messages.append(reply)
+            if step.done and number < len(texts):
+                return sample, "answer_before_the_end"
+            reason = step.info.get("end_reason", "env_done")
+            if step.done and STATUS_OF_END.get(reason) == "ok":
+                calls = [each for each in info.get("tool_calls", ()) if isinstance(each, Mapping)]
+                failed = [not each.get("ok", True) for each in calls]
+                blind = failed[-1:] == [True] or (planned is not None and sum(failed) > planned)
+                return replace(sample, messages=tuple(messages)), "failed_call" if blind else ""
+            messages += step.messages
+        return sample, "no_answer"
+    finally:
+        _settled(close(), seconds)  # if that fails, the episode is over all the same
+
+
+def _said(outcome: Any, seconds: float) -> Any:
+    outcome = _settled(outcome, seconds)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _settled(outcome: Any, seconds: float) -> Any:
+    """Waits for an environment in another process."""
+    if not isinstance(outcome, Pending):
+        return outcome
+    outcome.seconds = seconds
+    while not outcome.done():
+        time.sleep(0.001)
+    return outcome.outcome
 
 
 def _turns(
-    sample: Sample, rng: np.random.Generator, turns: int, mistakes: float
-) -> tuple[Sample, list[str]]:
-    """The question, and what an assistant wrote or a searcher would write."""
+    sample: Sample, rng: np.random.Generator, turns: int, mistakes: float, config: Config
+) -> tuple[Sample, list[str], int | None]:
+    """The question, what an assistant wrote or a searcher would write, and how many of its calls
+    are wrong on purpose.
+    """
     written = [m.text for m in sample.messages if m.role == "assistant"]
     if written:
         first = next(i for i, m in enumerate(sample.messages) if m.role == "assistant")
-        return replace(sample, messages=sample.messages[:first]), written
+        return replace(sample, messages=sample.messages[:first]), written, None
     if not {"level", "grid", "box", "framed"} <= set(sample.extra):
         raise DataError(
             f"row {sample.id} holds no assistant turn and is no visual-search scene; give "
             "trajectories, or the output of `saccade data visual-search`"
         )
-    return sample, demonstration(sample, rng, turns=turns, mistakes=mistakes)
+    env = config.env
+    if env.name in KINDS and "zoom" not in KINDS[env.name].tools:
+        raise ConfigError(f"env.name={env.name}: the scripted searcher zooms; try env.name=crop")
+    if env.coordinates not in NUMBERS:
+        raise ConfigError(
+            f"env.coordinates={env.coordinates}: the scripted searcher does not know which pixels "
+            f"a model sees; use {' or '.join(NUMBERS)}"
+        )
+    usual = env.name in KINDS and "</grounding>" not in stop_strings(env)
+    named = env.call == "tool_call" or usual
+    write = partial(call, coordinates=env.coordinates, named=named)
+    texts = demonstration(sample, rng, turns=turns, mistakes=mistakes, write=write)
+    return sample, texts, sum(AGAIN in text for text in texts)
+
+
+def _warn(config: Config, rows: Sequence[Sample]) -> None:
+    """The rows are to show what the RL run shows, so its options count and not those of the rows;
+    but they hardly differ on purpose where nobody chose them.
+    """
+    env, usual = config.env, (config.data.min_pixels, config.data.max_pixels)
+    own = {(m.min_pixels, m.max_pixels) for row in rows for m in row.media} - {usual}
+    if own and not {"min_pixels", "max_pixels"} <= env.model_fields_set:
+        least, most = min(own)
+        print(
+            f"pictures of tools get {env.min_pixels} to {env.max_pixels} pixels, as in RL with "
+            f"these options, though rows ask for {least} to {most}; to have them alike, set "
+            f"env.min_pixels={least} env.max_pixels={most} here and in RL"
+        )

@@ -21,6 +21,7 @@ from typing import Any
 from saccade import checks
 from saccade.config import Config, load
 from saccade.data.dialogues import dialogue_row
+from saccade.data.prompts import WORDED
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.models.files import stamp
@@ -49,6 +50,7 @@ def run(config: Any) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     family = answering_family(config)
     data = parts.load_prompts(config, config.data.train or config.data.val, family)
+    taught = path.parent / "coldstart" / "train.jsonl"
     made_by = _made_by(config, family.path)
     done = _done(path, made_by)
     todo = [sample for sample in data.samples if sample.id not in done]
@@ -81,7 +83,7 @@ def run(config: Any) -> dict[str, Any]:
             if scorer is not None or gives_rewards(config.env):
                 groups = stream.attach(groups, console.progress)
             if config.generate.select == "correct":
-                _teach(path.parent / "coldstart", groups, done)
+                _teach(taught, groups, done)
             for group in groups:
                 file.write(
                     json.dumps(_row(group, family) | made_by, ensure_ascii=False, default=str)
@@ -93,6 +95,10 @@ def run(config: Any) -> dict[str, Any]:
             console.note(spent)
     result: dict[str, Any] = {"path": str(path), "rows": len(todo), "skipped": skipped}
     chosen = config.generate
+    if chosen.select == "correct":
+        count = len(_rows(taught))
+        print(f"{count} of {len(done) * chosen.n} episodes were right, to train on in {taught}")
+        result |= {"selected": str(taught), "selected_rows": count}
     if chosen.select in SELECT:
         selected, count = write_selected(
             path, data.samples, select=chosen.select, threshold=chosen.threshold
@@ -102,21 +108,33 @@ def run(config: Any) -> dict[str, Any]:
     return result
 
 
-def _teach(folder: Path, groups: Sequence[Group], done: Set[str]) -> None:
+def _teach(path: Path, groups: Sequence[Group], done: Set[str]) -> None:
     """Right episodes as rows for sft. Those of rows that are not done were left by a kill."""
-    path = folder / "train.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    rows = [json.loads(line) for line in lines]
-    rows = [row for row in rows if row["id"].rpartition("/")[0] in done]
+    rows = [row for row in _rows(path) if row["id"].rpartition("/")[0] in done]
     rows += [
-        dialogue_row(replace(g.sample, id=f"{g.sample.id}/{t.repeat}", messages=t.messages), folder)
+        dialogue_row(
+            replace(
+                g.sample,
+                id=f"{g.sample.id}/{t.repeat}",
+                messages=t.messages,
+                extra={**g.sample.extra, WORDED: True},
+            ),
+            path.parent,
+        )
         for g in groups
         for t in g.trajectories
         if t.status == "ok" and t.outcome is not None and t.outcome >= 1
     ]
-    folder.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    path.write_text(text, encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    data = path.read_bytes() if path.is_file() else b""
+    return [json.loads(line) for line in data.split(b"\n") if line]
 
 
 def _row(group: Group, family: Any) -> dict[str, Any]:

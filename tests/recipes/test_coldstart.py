@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from saccade.config import load
-from saccade.data.search_expert import call, demonstration
+from saccade.data.search_expert import AGAIN, call, demonstration
 from saccade.data.visual_search import search_split, write_search
 from saccade.errors import ConfigError, DataError
 from saccade.models import tiny
@@ -133,8 +133,10 @@ def test_trajectories_of_others_are_played_again(scenes: dict[str, Path], tmp_pa
 def test_what_must_not_be_taught_is_set_aside(scenes: dict[str, Path], tmp_path: Path) -> None:
     look = f"<think>Small.</think>{call((0, 0, 0.5, 0.5), 'original_image')}"
     answer = "<think>Now.</think><answer>{}</answer>"
+    wrong = f"<think>Small.</think>{call((0, 0, 0.5, 0.5), 'observation_9')}"
     turns = {
-        "written": [look, answer],
+        "written": [wrong, look, answer],
+        "failed_call": [look, wrong, answer],
         "wrong": [look, answer.format("none")],
         "no_answer": [look, "<think>Now.</think>"],
         "answer_before_the_end": [answer, look],
@@ -158,6 +160,104 @@ def test_what_must_not_be_taught_is_set_aside(scenes: dict[str, Path], tmp_path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     counts = coldstart.run(load(None, ENV), path, tmp_path / "cold", verifier="exact")
     assert counts == dict.fromkeys(turns, 1)
+
+
+@pytest.mark.parametrize("mistakes", [0.0, 0.5])
+@pytest.mark.parametrize("call", ["grounding", "tool_call"])
+@pytest.mark.parametrize("coordinates", ["relative", "milli"])
+def test_the_searcher_writes_calls_as_the_environment_reads_them(
+    coordinates: str, call: str, mistakes: float, scenes: dict[str, Path], tmp_path: Path
+) -> None:
+    config = load(None, [*ENV, f"env.coordinates={coordinates}", f"env.call={call}"])
+    counts = coldstart.run(config, scenes["hard"], tmp_path / "cold", mistakes=mistakes)
+    assert counts == {"written": 6}
+    for row in written(tmp_path / "cold" / "train.jsonl"):
+        said = [turn["value"] for turn in row["conversations"] if turn["from"] == "gpt"]
+        looks = [text for text in said[:-1] if AGAIN not in text]
+        assert len(row["images"]) == 1 + len(looks)  # every look shows something
+        assert f"<{call}>" in said[0]
+
+
+def test_a_searcher_that_is_misread_teaches_nothing(scenes: dict[str, Path]) -> None:
+    """One call of three fails against the plan, and not the last."""
+    row = search_split(1, seed=2, level="easy", view=56)[0]
+    look, wrong = (call((0, 0, 0.5, 0.5), name) for name in ("original_image", "observation_9"))
+    texts = [wrong, look, look, "<answer>1</answer>"]
+    make = coldstart.hosting.environments(load(None, ENV).env, order=("answer_tag",))
+    assert coldstart.play(row, texts, make(), most=6, planned=0)[1] == "failed_call"
+    assert coldstart.play(row, texts, make(), most=6, planned=1)[1] == ""
+    assert coldstart.play(row, texts, make(), most=6)[1] == ""  # planned by nobody: theirs
+
+
+@pytest.mark.parametrize("option", ["coordinates=absolute", "name=calculator"])
+def test_the_searcher_refuses_what_it_cannot_write(
+    option: str, scenes: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"env.{option}: the scripted searcher"):
+        coldstart.run(load(None, [*ENV, f"env.{option}"]), scenes["easy"], tmp_path / "cold")
+
+
+OWN = """
+from pathlib import Path
+from saccade.types import Message
+
+class Echo:
+    def reset(self, sample, seed):
+        self.sample = sample
+        return sample.messages
+
+    def step(self, message):
+        if "crash" in message.text:
+            raise RuntimeError("no more")
+        if "<answer>" in message.text:
+            return [], None, True, {}
+        return [Message(role="user", parts=("heard",))], None, False, {}
+
+    def close(self):
+        with Path(__file__).with_name("closed").open("a") as file:
+            file.write("x")
+
+def weigh(thing):
+    return f"{thing} weighs 3"
+"""
+
+
+def test_environments_and_tools_of_the_user_are_played(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(OWN)
+    weigh = '<tool_call>{"name": "weigh", "arguments": {"thing": "It"}}</tool_call>'
+    rows = tmp_path / "rows.jsonl"
+    with rows.open("w") as file:
+        for first in (weigh, f"{weigh} crash"):
+            said = ["What is it?", first, "seen", "<answer>3</answer>"]
+            turns = [
+                {"from": ("human", "gpt")[index % 2], "value": value}
+                for index, value in enumerate(said)
+            ]
+            file.write(json.dumps({"conversations": turns, "answer": "3"}) + "\n")
+    config = load({"env": {"name": f"{own}:Echo"}})
+    counts = coldstart.run(config, rows, tmp_path / "a")
+    assert counts == {"written": 1, "env_error": 1}
+    assert "RuntimeError" in capsys.readouterr().out
+    assert (tmp_path / "closed").read_text() == "xx"
+    (row,) = written(tmp_path / "a" / "train.jsonl")
+    assert row["conversations"][2]["value"] == "heard"
+
+    config = load({"env": {"name": "tools", "tools": [f"{own}:weigh"]}})
+    assert coldstart.run(config, rows, tmp_path / "b") == {"written": 2}
+    for row in written(tmp_path / "b" / "train.jsonl"):
+        assert "It weighs 3" in row["conversations"][2]["value"]
+
+
+def test_pixels_that_nobody_chose_are_told(
+    scenes: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coldstart.run(load(None), scenes["easy"], tmp_path / "a")
+    assert "set env.min_pixels=3136 env.max_pixels=3136" in capsys.readouterr().out
+    coldstart.run(load(None, ENV), scenes["easy"], tmp_path / "b")
+    assert capsys.readouterr().out == ""
 
 
 def test_rows_without_turns_must_be_scenes(tmp_path: Path, scenes: dict[str, Path]) -> None:

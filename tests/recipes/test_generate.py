@@ -121,9 +121,15 @@ def test_scores_of_other_rewards_or_weights_are_not_taken_for_done(
         saccade.generate(few)
 
 
-def test_right_episodes_become_conversations_to_learn_from(tmp_path: Path, config: Make) -> None:
+def test_right_episodes_become_conversations_to_learn_from(
+    tmp_path: Path, config: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worded = tmp_path / "prompt.jinja"
+    worded.write_text("Look well. {{ content }}")
     chosen = config(tmp_path, generate__select="correct", rollout__stop=list("23456"))
-    path = Path(generate.run(chosen)["path"])
+    chosen |= {"prompt.template": str(worded)}
+    result = generate.run(chosen)
+    path = Path(result["path"])
     right = [
         (row["id"], repeat, response["text"])
         for row in rows_of(path)
@@ -133,18 +139,46 @@ def test_right_episodes_become_conversations_to_learn_from(tmp_path: Path, confi
     taught = path.parent / "coldstart" / "train.jsonl"
     rows = rows_of(taught)
     assert len(rows) > 3
+    assert (result["selected"], result["selected_rows"]) == (str(taught), len(rows))
+    told = f"{len(rows)} of 72 episodes were right, to train on in {taught}"
+    assert told in capsys.readouterr().out
     assert [(row["id"], row["conversations"][-1]["value"]) for row in rows] == [
         (f"{id}/{repeat}", text) for id, repeat, text in right
     ]
-    learn = load({"model.path": chosen["model.path"], "data.train": str(taught)})
+    learn = load(
+        {
+            "model.path": chosen["model.path"],
+            "data.train": str(taught),
+            "prompt.template": str(worded),
+        }
+    )
     family = parts.family_of(learn, learn.model.path)
     samples = parts.load_dialogues(learn, learn.data.train, family).samples
     assert [sample.messages[-1].role for sample in samples] == ["assistant"] * len(rows)
+    for sample in samples:  # no prompt is worded a second time
+        assert "".join(message.text for message in sample.messages).count("Look well.") == 1
 
     whole, made = path.read_bytes(), taught.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     generate.run(chosen)
     assert (path.read_bytes(), taught.read_bytes()) == (whole, made)
+
+
+def test_a_crash_while_writing_leaves_the_rows_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "coldstart" / "train.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"id": "a/0"}\n')
+
+    def full(self: Path, text: str, encoding: str) -> None:
+        self.write_bytes(text[:4].encode())
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space"):
+        generate._teach(path, (), {"a"})
+    assert rows_of(path) == [{"id": "a/0"}]
 
 
 def test_right_episodes_need_a_reward(tmp_path: Path, config: Make) -> None:
