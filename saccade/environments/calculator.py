@@ -16,7 +16,8 @@ from saccade.environments.calls import CallError
 LONGEST = 400  # characters
 DEEPEST = 40
 MOST_BITS = 1024  # of a numerator or denominator
-TOKEN = re.compile(r"[ \t]*(?:([0-9]+(?:\.[0-9]+)?)|(\*\*|[-+*/^()]))[ \t]*")
+NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+TOKEN = re.compile(rf"[ \t]*(?:({NUMBER})|(\*\*|[-+*/^()]))[ \t]*")
 
 
 def calculate(expression: str) -> str:
@@ -31,7 +32,8 @@ def _tokens(text: str) -> list[str]:
     while at < len(text):
         token = TOKEN.match(text, at)
         if token is None:
-            raise CallError("expression", problem=f"{text[at : at + 10]!r} is not arithmetic")
+            problem = f"{text[at : at + 10]!r} is not arithmetic; numbers, + - * / ^ and ( ) are"
+            raise CallError("expression", problem=problem)
         tokens.append(token[1] or token[2].replace("**", "^"))
         at = token.end()
     return tokens
@@ -98,10 +100,13 @@ class _Reader:
             if not self.take(")"):
                 raise CallError("expression", problem="a parenthesis is open")
             return value
-        if self.at >= len(self.tokens) or not self.tokens[self.at][0].isdigit():
+        if self.at >= len(self.tokens) or self.tokens[self.at][0] not in "0123456789.":
             raise CallError("expression", problem="a number is missing")
         self.at += 1
-        return _bounded(Fraction(self.tokens[self.at - 1]))
+        number = self.tokens[self.at - 1].lower()
+        if abs(int(number.partition("e")[2] or 0)) > MOST_BITS:  # before its digits are made
+            raise CallError("expression", problem="too large")
+        return _bounded(Fraction(number))
 
 
 def _bounded(value: Fraction) -> Fraction:

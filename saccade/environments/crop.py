@@ -46,7 +46,8 @@ class Views:
         """The name of a picture as it is told."""
         name = self.aliases.get(source, source) if isinstance(source, str) else None
         if name not in self.media:
-            raise CallError("source", source=str(source)[:40], known=", ".join(self.media))
+            known = ", ".join(self.media) or "no pictures at all"
+            raise CallError("source", source=str(source)[:40], known=known)
         return name
 
     def add(self, media: Media, source: str | None = None) -> int:

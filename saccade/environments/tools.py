@@ -12,9 +12,10 @@ info. Runs no code that a model wrote.
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 from PIL import Image
@@ -60,7 +61,7 @@ def own_tool(function: Callable[..., Any]) -> Tool:
     the policy; any other exception ends the episode. A parameter `images` gets the pictures so far
     by name.
     """
-    signature = inspect.signature(function)
+    signature, typed = inspect.signature(function), _typed(function)
 
     def call(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> Shown:
         given = dict(arguments)
@@ -70,6 +71,12 @@ def own_tool(function: Callable[..., Any]) -> Tool:
             signature.bind(**given)
         except TypeError as error:
             raise CallError("arguments", problem=f"{error}; the tool is {signature}") from None
+        for name in arguments:
+            value, wanted = given[name], typed.get(name, Any)
+            if not _fits(value, wanted) and value is not signature.parameters[name].default:
+                what = wanted.__name__ if type(wanted) is type else wanted
+                problem = f"{name} must be {what}, not {type(value).__name__}"
+                raise CallError("arguments", problem=f"{problem}; the tool is {signature}")
         try:
             result = function(**given)
         except ValueError as error:
@@ -77,6 +84,39 @@ def own_tool(function: Callable[..., Any]) -> Tool:
         return Shown(content=_content(result, env), facts={})
 
     return call
+
+
+def _typed(function: Callable[..., Any]) -> dict[str, Any]:
+    """What the arguments of a function must be, as far as it says so."""
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except Exception:  # an annotation as text may name anything
+        signature = inspect.signature(function)
+    return {
+        name: p.annotation
+        for name, p in signature.parameters.items()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name != "images"
+    }
+
+
+PLAIN: Mapping[Any, tuple[type, ...]] = {
+    kind: (kind,) for kind in (str, int, bool, list, dict, type(None))
+} | {float: (float, int), None: (type(None),)}
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a value as JSON holds it is what an annotation says; one that is not plain says
+    nothing.
+    """
+    kind, inner = get_origin(annotation) or annotation, get_args(annotation)
+    if kind in (Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if not isinstance(kind, type | None) or kind not in PLAIN:
+        return True
+    if type(value) not in PLAIN[kind]:
+        return False
+    parts = value.values() if kind is dict else value if kind is list else ()
+    return not inner or all(_fits(part, inner[-1]) for part in parts)
 
 
 def _content(result: Any, env: EnvConfig) -> str | Media:

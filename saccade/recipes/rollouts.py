@@ -182,9 +182,12 @@ def check_errors(groups: Sequence[Group], config: Config) -> None:
     if len(failed) > config.reward.max_error_rate * total:
         kinds = Counter((t.reason or t.end_reason).split(":")[0] for t in failed)
         example = failed[0]
+        theirs = sum(t.end_reason in ("env_error", "timeout") for t in failed)
+        blamed = [f"the environment ({config.env.name})"] if theirs else []
+        blamed += ["the reward"] if theirs < len(failed) else []
         raise RewardError(
             f"{len(failed)} of {total} samples could not be scored ({dict(kinds)}), for example "
-            f"{example.sample_id}: {example.reason or example.end_reason}; mend the reward, or "
-            "raise "
+            f"{example.sample_id}: {example.reason or example.end_reason}; mend "
+            f"{' and '.join(blamed)}, or raise "
             f"reward.max_error_rate above {config.reward.max_error_rate:g}"
         )

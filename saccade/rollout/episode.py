@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from saccade.environments import Environment, Step
-from saccade.errors import ConfigError
 from saccade.models.families import Family
+from saccade.rollout.arrivals import CHARACTERS, CONVERSATION, messages_flaw, step_flaw
 from saccade.rollout.host import told
 from saccade.rollout.hosting import Failed, Pending
 from saccade.types import (
@@ -164,6 +164,11 @@ def episode(
     noise = noise_key(seed, key)
     world = _World(environment=environment, limits=limits)
     start = yield from world.ask(lambda: environment.reset(sample, noise))
+    most = CHARACTERS * limits.max_total_tokens + sum(len(m.text) for m in sample.messages)
+    if not isinstance(start, BaseException) and (
+        flaw := messages_flaw(start, CONVERSATION, longest=most)
+    ):
+        start = Failed(flaw)
     turn, reason, pending = 0, world.failure(start), False
     messages = list(sample.messages if reason else start)
     tape = _Tape()
@@ -236,17 +241,13 @@ def _answer(
     if failure := world.failure(outcome):
         return failure, False
     step = Step(*outcome)
+    if flaw := step_flaw(step, longest=CHARACTERS * limits.max_total_tokens):
+        return world.failure(Failed(flaw)), False
     world.info.update(step.info)
     if step.reward is not None:
         world.rewards.append(float(step.reward))
     if step.done:
-        reason = str(step.info.get("end_reason", "env_done"))
-        if reason not in STATUS_OF_END:
-            raise ConfigError(
-                f"env.name: the environment ended with end_reason {reason!r}; use one of "
-                f"{', '.join(STATUS_OF_END)}"
-            )
-        return reason, False
+        return step.info.get("end_reason", "env_done"), False
     errors = world.info.get("tool_counts", {}).get("failed", 0)
     if limits.max_tool_errors is not None and errors > limits.max_tool_errors:
         return "tool_errors", False

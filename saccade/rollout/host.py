@@ -11,6 +11,7 @@ goes to standard error. When the parent is gone, everything here ends.
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import queue
@@ -21,11 +22,14 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from saccade.config import EnvConfig
 from saccade.environments import Environment, Own, Setting, Step, build, load_own
 from saccade.errors import ConfigError
+from saccade.images import decode, root_hash
 from saccade.rewards.extract import extract
 from saccade.rollout import wire
 from saccade.types import Media, Message
@@ -54,12 +58,15 @@ def main() -> None:
     while True:
         mark, sockets, _, _ = socket.recv_fds(control, 1, 1)
         if not mark:
-            return
+            _end()
         if os.fork() == 0:
-            control.close()
-            os.setsid()  # what an environment starts ends with it
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _live(socket.socket(fileno=sockets[0]), env, own)
+            os.setsid()
+            try:
+                control.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _live(socket.socket(fileno=sockets[0]), env, own)
+            finally:
+                _end()
         os.close(sockets[0])
 
 
@@ -77,16 +84,22 @@ def _live(channel: socket.socket, env: EnvConfig, own: Own) -> None:
                 environment = build(env, setting_of(request["setting"]), own)
             assert environment is not None
             reply = METHODS[request["method"]](environment, request)
+            line = wire.line(reply | {"took": time.monotonic() - began})
         except BaseException as error:
-            reply = {"error": told(error)}
-        channel.sendall(wire.line(reply | {"took": time.monotonic() - began}))
+            line = wire.line({"error": told(error), "took": time.monotonic() - began})
+        channel.sendall(line)
 
 
 def _listen(channel: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
     with suppress(ConnectionError), channel.makefile("rb") as lines:
         for line in lines:
             inbox.put(line)
-    os._exit(0)  # the parent is gone or done with it; the main thread may be stuck
+    _end()  # the parent is gone or done with it; the main thread may be stuck
+
+
+def _end() -> None:
+    """This process leads a session: what the user's code started or forked ends with it."""
+    os.killpg(0, signal.SIGKILL)
 
 
 def setting_of(plain: Mapping[str, Any]) -> Setting:
@@ -125,10 +138,33 @@ def _close(environment: Environment, request: Mapping[str, Any]) -> dict[str, An
 METHODS = {"reset": _reset, "step": _step, "close": _close}
 
 
-def _checked(messages: Any) -> Any:
+def _checked(messages: Any) -> list[Message]:
+    messages = list(messages)
     if not all(isinstance(message, Message) for message in messages):
         raise TypeError("an environment speaks in saccade.types.Message")
-    return messages
+    return [
+        replace(m, parts=tuple(p if isinstance(p, str) else _kept(p) for p in m.parts))
+        for m in messages
+    ]
+
+
+def _kept(media: Media) -> Media:
+    """A picture with the bytes of its file, which may vanish before the model has seen it. It is
+    decoded once: one that cannot be must fail here, not in the training.
+    """
+    if root_hash(media) in KNOWN:
+        return media
+    if media.kind != "image":
+        if media.path is not None and not Path(media.path).is_file():
+            raise FileNotFoundError(media.path)
+        return replace(media, pictures=tuple(map(_kept, media.pictures)))
+    if media.path is not None:
+        data = Path(media.path).read_bytes()
+        if hashlib.sha256(data).hexdigest() != root_hash(media):
+            raise ValueError(f"{media.path} changed after it was opened")
+        media = replace(media, path=None, data=data)
+    decode(media)
+    return media
 
 
 def told(error: BaseException) -> str:

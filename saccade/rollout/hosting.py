@@ -40,6 +40,7 @@ class Failed(Exception):
 
 
 START_LIMIT = 120.0  # seconds for the host to import the user's file
+LONGEST_REPLY = 64 << 20  # bytes, pictures included
 
 
 def environments(
@@ -123,8 +124,11 @@ class Host:
         return mine
 
     def close(self) -> None:
-        self.control.close()  # the host and all that it forked end with it
-        self.process.kill()
+        for hosted in list(self.live):
+            hosted.end()
+        self.control.close()
+        if self.process.poll() is None:  # it leads a session
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         atexit.unregister(self.close)
 
@@ -138,7 +142,7 @@ class Hosted:
         self.pid = 0
         self.over = False
         self.files: wire.Known = {}
-        self._rest = b""
+        self._rest = bytearray()
 
     def reset(self, sample: Sample, seed: int) -> Pending:
         self.files = wire.files_of(sample)
@@ -177,19 +181,19 @@ class Hosted:
         """The next reply, if it is there."""
         assert self.channel is not None
         try:
-            while b"\n" not in self._rest:
-                data = self.channel.recv(1 << 20)
-                if not data:
-                    return {"ended": True}
-                self._rest += data
+            new = self._rest
+            while b"\n" not in new:
+                new = bytearray(self.channel.recv(1 << 20))
+                if not new:
+                    return {"ended": "its process ended"}
+                self._rest += new
+                if len(self._rest) > LONGEST_REPLY:
+                    return {"ended": f"it said more than {LONGEST_REPLY >> 20} MiB"}
         except BlockingIOError:
-            pass  # not yet
+            return None  # not yet
         except ConnectionError:
-            return {"ended": True}
-        line, found, rest = self._rest.partition(b"\n")
-        if not found:
-            return None
-        self._rest = rest
+            return {"ended": "its process ended"}
+        line, _, self._rest = self._rest.partition(b"\n")
         reply = json.loads(line)
         if "pid" in reply:  # the first word of a new process
             self.pid = reply["pid"]
@@ -242,7 +246,7 @@ class Pending:
             what = f"{self.method} took more than {self.seconds:g} s"
             return self._over(TimeoutError(f"the environment's {what}"))
         if "ended" in reply:
-            return self._over(Failed(f"its process ended during {self.method}"))
+            return self._over(Failed(f"{reply['ended']} during {self.method}"))
         self.took = reply["took"]
         self.outcome = Failed(reply["error"]) if "error" in reply else self.read(reply)
         if self.method == "close":

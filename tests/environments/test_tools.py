@@ -150,9 +150,11 @@ def test_a_calculator(begin):
         "2**0.5": "Request 5 failed: only whole powers are known. Correct it, or answer.",
         "9^9^9^9": "Request 6 failed: too large. Correct it, or answer.",
         "1/(2-2)": "Request 7 failed: division by zero. Correct it, or answer.",
-        "().__class__": "Request 8 failed: '.__class__' is not arithmetic. Correct it, or answer.",
+        "().__class__": "Request 8 failed: '.__class__' is not arithmetic; "
+        "numbers, + - * / ^ and ( ) are. Correct it, or answer.",
         "(" * 300: "Request 9 failed: too deeply nested. Correct it, or answer.",
-        "\u0661+1": "Request 10 failed: '\u0661+1' is not arithmetic. Correct it, or answer.",
+        "\u0661+1": "Request 10 failed: '\u0661+1' is not arithmetic; "
+        "numbers, + - * / ^ and ( ) are. Correct it, or answer.",
     }.items():
         step = environment.step(said(named("calculate", expression=expression)))
         assert step.messages[0].text == f"<tool_response>\n{shown}\n</tool_response>"
@@ -160,6 +162,64 @@ def test_a_calculator(begin):
         environment.step(said(named("calculate", expression=7))).info["tool_calls"][-1]["reason"]
         == "arguments"
     )
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        (".5", "0.5"),
+        ("1e3", "1000"),
+        ("2.5E-1 * 4", "1"),
+        ("-.5e+1", "-5"),
+        ("5.", "5"),
+        ("1e99999999999", "too large"),
+        ("2e", "'e' is not arithmetic"),
+        (".", "'.' is not arithmetic"),
+    ],
+)
+def test_numbers_that_a_calculator_reads(expression, value, begin):
+    step = begin(name="calculator", pictures=0).step(
+        said(named("calculate", expression=expression))
+    )
+    assert f": {value}" in step.messages[0].text
+
+
+def test_a_row_without_a_picture_says_so(begin):
+    shown = begin(pictures=0).step(said(box(0, 0, 1, 1))).messages[0].text
+    assert "there is no picture original_image; there are no pictures at all." in shown
+
+
+def test_arguments_of_the_wrong_type_are_told_to_the_policy(begin):
+    def search(
+        words: str,
+        limit: int = 3,
+        tags: list[str] = (),
+        exact: bool = None,  # noqa: RUF013
+        other: "Unknown" = 1,  # noqa: F821
+    ) -> str:
+        return words.upper()
+
+    def weigh(share: "float | None" = 0.5, kinds: "dict[str, int]" = (), **more: int) -> str:
+        return f"{share} {kinds} {more}"
+
+    own = Own(tools={f.__name__: f for f in (search, weigh)})
+    play = begin(own=own, call="tool_call", tools=["m.py:search"])
+
+    def heard(name, **arguments):
+        step = play.step(said(named(name, **arguments)))
+        return step.messages[0].text, step.info["tool_calls"][-1]["reason"]
+
+    text, reason = heard("search", words=5)
+    assert "failed: words must be str, not int; the tool is (words: str, limit: int = 3" in text
+    assert reason == "arguments"
+    for wrong in ({"limit": 2.5}, {"limit": True}, {"limit": None}, {"tags": "x"}, {"tags": [1]}):
+        assert heard("search", words="a", **wrong)[1] == "arguments", wrong
+    for right in ({"limit": 2}, {"tags": ["x"]}, {"exact": None}, {"exact": True}, {"other": []}):
+        assert "A" in heard("search", words="a", **right)[0], right
+    for share, reason in ((1, ""), (0.5, ""), (None, ""), ("x", "arguments"), (True, "arguments")):
+        assert heard("weigh", share=share)[1] == reason
+    assert heard("weigh", kinds={"a": "b"})[1] == "arguments"
+    assert heard("weigh", kinds={"a": 1}, extra="x")[1] == ""
 
 
 def test_functions_of_ones_own(begin, image):

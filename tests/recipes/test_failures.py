@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -12,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from saccade.algorithms.build import resolve
 from saccade.backends.local import LocalBackend
 from saccade.checkpoint import complete_steps
-from saccade.config import AlgorithmConfig
+from saccade.config import AlgorithmConfig, Config
 from saccade.errors import (
     DataError,
     EnvironmentProblem,
@@ -28,8 +30,9 @@ from saccade.errors import (
 )
 from saccade.recipes import rl
 from saccade.recipes.guard import check_mismatch
+from saccade.recipes.rollouts import check_errors
 from saccade.tracking.loggers import read_metrics
-from saccade.types import Metrics
+from saccade.types import Group, Metrics, Sample, Trajectory
 
 Make = Callable[..., dict[str, Any]]
 
@@ -141,3 +144,32 @@ def test_weights_that_were_cut_short_are_refused_before_a_run_begins(
     with pytest.raises(EnvironmentProblem, match=r"model.path: .*half.* has 100,000 bytes, its"):
         rl.run(config | {"model.path": str(half)})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("ends", "blamed"),
+    [
+        (("env_error", "timeout"), "mend the environment (crop), or raise"),
+        (("env_error", "answered"), "mend the environment (crop) and the reward, or raise"),
+        (("answered", "answered"), "mend the reward, or raise"),
+    ],
+)
+def test_who_failed_is_named(ends: tuple[str, ...], blamed: str) -> None:
+    nothing = np.zeros(0)
+    members = tuple(
+        Trajectory(
+            sample_id="a",
+            repeat=repeat,
+            ids=nothing,
+            sources=nothing,
+            logprobs=nothing,
+            versions=nothing,
+            end_reason=end,
+            status="error",
+        )
+        for repeat, end in enumerate(ends)
+    )
+    group = Group(sample=Sample(id="a", messages=()), uid="a", trajectories=members)
+    config = Config.model_validate({"env": {"name": "crop"}})
+    with pytest.raises(RewardError, match=re.escape(blamed)):
+        check_errors([group], config)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from saccade.environments import SingleTurn, Step
-from saccade.errors import ConfigError
 from saccade.images import crop
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits, noise_key
@@ -190,9 +189,54 @@ def test_an_environment_that_cannot_start_costs_its_own_episode(
     assert trajectory.ids.tolist() == family.render(sample.messages).ids.tolist()
 
 
-def test_an_unknown_end_reason_is_refused(play, saying, scripted):
-    with saying("ok"), pytest.raises(ConfigError, match=r"'bored'.*tool_errors"):
-        play(scripted([done(end_reason="bored")]))
+CALL = {"turn": 1, "ok": True, "reason": ""}
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (done(end_reason="bored"), "info['end_reason'] is 'bored'; use one of answered, env_done"),
+        (done(end_reason="token_budget_pending"), "info['end_reason'] is 'token_budget_pending'"),
+        (done(end_reason=["answered"]), "info['end_reason'] is ['answered']"),
+        (go_on("x", tool_counts=5), "info['tool_counts'] is 5; it must be numbers by name"),
+        (go_on("x", tool_counts={"failed": "two"}), "info['tool_counts'] is {'failed': 'two'}"),
+        (go_on("x", tool_calls=7), "info['tool_calls'] is 7; it must be a list with"),
+        (done(tool_calls=["hello"]), "info['tool_calls'] is ['hello']"),
+        (done(tool_calls=[{"turn": 1, "ok": False}]), "info['tool_calls'] is [{'turn': 1"),
+        (done(tool_calls=[CALL | {"area": 0.5}]), "info['tool_calls'] is [{'turn': 1"),
+        (done(tool_calls=[CALL | {"observation": [1]}]), "info['tool_calls'] is [{'turn': 1"),
+        (Step((Message(role="narrator", parts=("x",)),), 1.0, False, {}), "the role 'narrator'"),
+        (Step((Message(role="assistant", parts=("x",)),), 1.0, False, {}), "use user or tool"),
+        (go_on("x" * 32_001), "its messages have 32001 characters, and 32000 are the most"),
+    ],
+)
+def test_what_an_environment_must_not_say_costs_its_own_episode(
+    step, reason, play, saying, scripted
+):
+    with saying("ok"):
+        trajectory = play(scripted([step]), limits=Limits(max_turns=8, max_total_tokens=2000))
+    assert (trajectory.end_reason, trajectory.status) == ("env_error", "error")
+    assert reason in trajectory.info["error"] and trajectory.info.keys() == {"error"}
+    assert trajectory.turn_rewards == ()
+
+
+def test_a_start_that_cannot_be_read_costs_its_own_episode(play, saying, scripted):
+    for start, reason in {
+        Message(role="narrator", parts=("x",)): "the role 'narrator'",
+        user("x" * 40_000): "its messages have 40000 characters",
+    }.items():
+        environment = scripted([])
+        environment.reset = lambda sample, seed, start=start: (start,)
+        with saying():
+            trajectory = play(environment, limits=Limits(max_total_tokens=2000))
+        assert trajectory.end_reason == "env_error" and reason in trajectory.info["error"]
+
+
+def test_notes_of_the_right_shape_are_kept(play, saying, scripted):
+    info = {"tool_calls": [CALL], "tool_counts": {"calls": 1, "failed": 0}, "mine": "x"}
+    with saying("ok"):
+        trajectory = play(scripted([done(**info)]))
+    assert trajectory.info == info and trajectory.end_reason == "env_done"
 
 
 def test_an_aborted_request_ends_its_episode(engine, play, saying, scripted):

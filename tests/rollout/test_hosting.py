@@ -1,6 +1,7 @@
 """Environments and tools of the user live in processes that can be killed one by one."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,8 @@ from saccade.rollout.wire import plain_sample, sample_of
 from saccade.types import Message, Sample, Sampling
 
 WORLD = """
-import os, time
+import os, subprocess, time
+from dataclasses import replace
 import numpy as np
 from saccade.images import open_media
 from saccade.types import Message
@@ -62,6 +64,40 @@ class World:
 
 class Half:
     def reset(self, sample, seed): pass
+
+class Pictures(World):
+    def step(self, message):
+        file = f"{os.path.dirname(__file__)}/{self.sample.id}.png"
+        frame = open_media(np.full((56, 56, 3), 7, np.uint8))
+        with open(file, "wb") as out:
+            out.write(frame.data)
+        shown = open_media(file)
+        if self.sample.id == "broken":
+            shown = replace(frame, data=frame.data[:60] + b"x" * 40)
+        if self.sample.id == "changed":
+            with open(file, "ab") as out:
+                out.write(b"x")
+        if self.sample.id == "vanished":
+            os.remove(file)
+        self.file = file
+        return [Message(role="user", parts=(shown,))], None, False, {}
+
+    def close(self):
+        if os.path.exists(self.file):
+            os.remove(self.file)
+
+class Loud(World):
+    def step(self, message):
+        if self.sample.id == "notes":
+            return [], None, True, {(1, 2): 3}
+        return [Message(role="user", parts=("x" * (70 << 20),))], None, False, {}
+
+class Starts(World):
+    def reset(self, sample, seed):
+        subprocess.Popen(["sleep", "777"])
+        if os.fork() == 0:
+            time.sleep(777)
+        return [Message(role="user", parts=(str(os.getpid()),))]
 
 class Slow(World):
     def step(self, message):
@@ -129,14 +165,71 @@ def test_one_that_hangs_crashes_or_fails_costs_its_own_episode(world, play):
 def children(pid: int) -> list[str]:
     """Live processes of a parent; one that was just killed may need a moment."""
     for _ in range(50):
-        listed = subprocess.run(
-            ["ps", "-o", "stat=", "--ppid", str(pid)], capture_output=True, text=True
-        ).stdout.split()
-        alive = [state for state in listed if not state.startswith("Z")]
-        if not alive:
+        if not alive("--ppid", str(pid)):
             break
         time.sleep(0.02)
-    return alive
+    return alive("--ppid", str(pid))
+
+
+def alive(*which: str) -> list[str]:
+    listed = subprocess.run(["ps", "-o", "stat=", *which], capture_output=True, text=True)
+    return [state for state in listed.stdout.split() if not state.startswith("Z")]
+
+
+def test_pictures_are_read_before_their_files_go(world, play):
+    names = ["kept", "vanished", "changed", "broken"]
+    ended = play(EnvConfig(name=f"{world}:Pictures"), names, max_turns=2)
+    ends = {name: t.end_reason for name, t in ended.items()}
+    assert ends == dict.fromkeys(names, "env_error") | {"kept": "max_turns"}
+    (span,) = ended["kept"].media
+    assert (decode(span.media) == 7).all() and not (world.parent / "kept.png").exists()
+    assert ended["vanished"].info["error"].startswith("FileNotFoundError: ")
+    assert "changed.png changed after it was opened" in ended["changed"].info["error"]
+    assert "cannot be decoded" in ended["broken"].info["error"]
+
+
+def test_a_reply_that_is_too_large_costs_its_own_episode(world, play):
+    ended = play(EnvConfig(name=f"{world}:Loud"), ["a", "notes"])
+    assert {t.end_reason for t in ended.values()} == {"env_error"}
+    assert ended["a"].info["error"] == "it said more than 64 MiB during step"
+    assert ended["notes"].info["error"].startswith("TypeError: keys must be str")
+
+
+KILLED = """
+import sys, time
+from saccade.config import EnvConfig
+from saccade.rollout.hosting import environments
+from saccade.types import Message, Sample
+
+pending = environments(EnvConfig(name=sys.argv[1]), order=())().reset(
+    Sample(id="q", messages=(Message(role="user", parts=("?",)),)), 0
+)
+while not pending.done():
+    time.sleep(0.001)
+print(pending.outcome[0].text, flush=True)
+if sys.argv[2] == "waits":
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, None])
+def test_whatever_ends_the_training_leaves_no_process(world, end):
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, f"{world}:Starts", "ends" if end is None else "waits"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    ) as training:
+        leader = training.stdout.readline().strip()
+        assert end is None or len(alive("-s", leader)) == 3  # itself, its fork, its program
+        if end is not None:
+            training.send_signal(end)
+    for _ in range(100):
+        if not alive("-s", leader):
+            break
+        time.sleep(0.02)
+    assert alive("-s", leader) == []
 
 
 def test_time_adds_up_over_an_episode(world, play):
