@@ -164,7 +164,7 @@ def test_validation_without_a_reward_claims_no_accuracy(
     )
     sft.run(config | {"rollout.max_tokens": 6})
     rows = numbers(tmp_path / "run")
-    assert "val/val/parse_rate" in rows[0]
+    assert "val/val/think_rate" in rows[0] and "val/val/parse_rate" not in rows[0]
     assert not any(name.endswith(("/accuracy", "val/reward")) for row in rows for name in row)
 
 
