@@ -12,20 +12,18 @@ from typing import Any
 from saccade import checks
 from saccade.algorithms.comparison import Comparison, from_config
 from saccade.backends.local import LocalBackend
-from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
-from saccade.data.datasets import Dataset, Stream, keep
-from saccade.errors import DataError
+from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps
 from saccade.recipes import average, pairs, parts
 from saccade.recipes.guard import guard
 from saccade.recipes.pairs import Comparer
-from saccade.recipes.run import Run, damage
+from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation, answering
 from saccade.recipes.work import sft_work
-from saccade.types import Metrics, Sample, replace
+from saccade.types import Metrics
 
 
 def run(config: Any) -> dict[str, Any]:
@@ -70,23 +68,14 @@ def _train(
     run: Run, comparer: Comparer, backend: LocalBackend, stream: Stream, validation: HeldOut
 ) -> dict[str, Any]:
     train, last = comparer.config.train, dict[str, Any]()
-    assert train.lr is not None, "the defaults of the command are filled in"
     validation.before()
     for step in run.steps():
         with run.phase("data"):
             rows = run.take(stream, train.prompts_per_step)
         with run.phase("logp_ref"):
             batches, row = comparer.prepare(rows, backend)
-        lr = rate(
-            step - 1,
-            total=run.total,
-            lr=train.lr,
-            schedule=train.schedule,
-            warmup=train.warmup,
-            min_lr=train.min_lr,
-        )
         with run.phase("update"):
-            update = backend.train_comparison(batches, row, lr=lr)
+            update = backend.train_comparison(batches, row, lr=run.learning_rate())
             guard(run, train, batches, update)
         run.progress["stream"] = stream.state()
         values = _metrics(update.metrics, row, stream) | sft_work(backend, batches)
@@ -149,13 +138,5 @@ def _validation_sets(
     for (name, dataset), source in zip(sets.items(), config.data.val, strict=False):
         if any(sample.candidates for sample in dataset.samples):
             found = pairs.load_pairs(config, [source], family, paired=row.paired)
-            found = keep(found, lambda sample: not damage(sample))
-            if not found.samples:
-                raise DataError(f"data.val: {source.path} has no usable row:\n{found.summary}")
-            # Ids that no training row has.
-            held[name] = parts.worded(found, partial(_under, name))
+            held[name] = pairs.held_out(found, name, source.path)
     return held, {name: dataset for name, dataset in sets.items() if name not in held}
-
-
-def _under(name: str, sample: Sample) -> Sample:
-    return replace(sample, id=f"{name}/{sample.id}")

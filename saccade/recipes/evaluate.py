@@ -167,7 +167,7 @@ def evaluate_set(
     if scorer is not None or gives_rewards(config.env):  # else nobody has judged anything
         groups = stream.attach(groups, progress)
         tables = _tables(groups, cuts, limits)
-    metrics = set_metrics(groups, family) | (scorer.judge_metrics() if scorer else {})
+    metrics = set_metrics(groups, family) | (scorer.metrics() if scorer else {})
     for limit, row in tables.get("by_limit", {}).items():
         if "accuracy" in row:
             metrics[f"accuracy_within_{limit}_turns"] = row["accuracy"]
@@ -326,7 +326,7 @@ def _rescored(rows: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float
         "error_rate": float(np.mean([s.status == "error" for s in scored])),
         "abstain_rate": float(np.mean([s.status == "abstain" for s in scored])),
     }
-    return metrics | scorer.judge_metrics()
+    return metrics | scorer.metrics()
 
 
 def _reward_sample(row: Mapping[str, Any]) -> RewardSample:

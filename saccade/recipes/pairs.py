@@ -251,3 +251,11 @@ def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
     if "margin" not in values and {"reward_chosen", "reward_rejected"} <= values.keys():
         values["margin"] = values["reward_chosen"] - values["reward_rejected"]
     return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def held_out(found: datasets.Dataset, name: str, path: str) -> datasets.Dataset:
+    """Rows to compare, without damaged ones and under ids that no training row has."""
+    found = datasets.keep(found, lambda sample: not damage(sample))
+    if not found.samples:
+        raise DataError(f"data.val: {path} has no usable row:\n{found.summary}")
+    return parts.worded(found, lambda sample: replace(sample, id=f"{name}/{sample.id}"))

@@ -368,7 +368,7 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
     if config.reward.self_test != "off":
         result = self_test(scorer, samples, format=config.prompt.format)
         require(result, config.reward.self_test)
-    scorer.judge_metrics()  # those of the test belong to no step
+    scorer.metrics()  # those of the test belong to no step
 
 
 def check_algorithm(

@@ -11,19 +11,16 @@ from typing import Any
 
 from saccade import checks
 from saccade.backends.local import LocalBackend
-from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
-from saccade.data.datasets import Dataset, Stream, keep
-from saccade.errors import DataError
+from saccade.data.datasets import Dataset, Stream
 from saccade.models.load import describe_trained
 from saccade.models.rating import Card, write_card
 from saccade.plan import total_steps
-from saccade.recipes import average, parts
+from saccade.recipes import average, pairs, parts
 from saccade.recipes.guard import guard
 from saccade.recipes.rated import Task, named, statistics, task_of
-from saccade.recipes.run import Run, damage
+from saccade.recipes.run import Run
 from saccade.recipes.work import sft_work
-from saccade.types import Sample, replace
 
 KEPT = ("policy/grad_norm", "policy/grad_norm_vision", "policy/lr", "guard/nonfinite")
 
@@ -68,21 +65,12 @@ def _train(
     validation: HeldOut,
 ) -> dict[str, Any]:
     train, last = config.train, dict[str, Any]()
-    assert train.lr is not None, "the defaults of the command are filled in"
     validation.before()
     for step in run.steps():
         with run.phase("data"):
             batches, row = task.prepare(run.take(stream, train.prompts_per_step))
-        lr = rate(
-            step - 1,
-            total=run.total,
-            lr=train.lr,
-            schedule=train.schedule,
-            warmup=train.warmup,
-            min_lr=train.min_lr,
-        )
         with run.phase("update"):
-            update = task.train(backend, batches, row, lr=lr)
+            update = task.train(backend, batches, row, lr=run.learning_rate())
             guard(run, train, batches, update)
         run.progress["stream"] = stream.state()
         found = update.metrics.means()
@@ -136,14 +124,8 @@ def _held_out(config: Config, task: Task) -> dict[str, Dataset]:
     """Rows of data.val, under ids that no training row has."""
     sets: dict[str, Dataset] = {}
     for source in config.data.val if config.val.every else ():
-        found = keep(task.load([source]), lambda sample: not damage(sample))
-        if not found.samples:
-            raise DataError(f"data.val: {source.path} has no usable row:\n{found.summary}")
+        found = task.load([source])
         name = source.name or found.parts[0].name
         name = name if name not in sets else f"{name}-{len(sets)}"
-        sets[name] = parts.worded(found, partial(_under, name))
+        sets[name] = pairs.held_out(found, name, source.path)
     return sets
-
-
-def _under(name: str, sample: Sample) -> Sample:
-    return replace(sample, id=f"{name}/{sample.id}")

@@ -129,7 +129,7 @@ def _rollout_metrics(scored: Sequence[Group], actors: Actors, metrics: Metrics) 
     )
     for name, value in found.items():
         metrics.add(name, value)
-    for name, value in (actors.scorer.judge_metrics() if actors.scorer else {}).items():
+    for name, value in (actors.scorer.metrics() if actors.scorer else {}).items():
         metrics.add(name, value)
     trajectories = [t for group in scored for t in group.trajectories]
     greedy = [group.greedy for group in scored if group.greedy is not None]

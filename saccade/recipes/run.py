@@ -21,6 +21,7 @@ import torch
 
 from saccade import checkpoint, devices
 from saccade.backends import Backend
+from saccade.backends.schedule import rate
 from saccade.config import Config
 from saccade.data.stream import Stream
 from saccade.errors import DataError, EnvironmentProblem, Interrupted
@@ -165,6 +166,19 @@ class Run:
         self.console.note(
             f"checkpoint {self.folder.checkpoints / f'step-{self.step}'}; "
             f"`saccade report {self.folder.path}` writes a page about this run"
+        )
+
+    def learning_rate(self) -> float:
+        """Of the step under way, where a step is one update."""
+        train = self.config.train
+        assert train.lr is not None, "the defaults of the command are filled in"
+        return rate(
+            self.step,
+            total=self.total,
+            lr=train.lr,
+            schedule=train.schedule,
+            warmup=train.warmup,
+            min_lr=train.min_lr,
         )
 
     @contextmanager

@@ -17,7 +17,6 @@ from saccade.algorithms import stages
 from saccade.algorithms.build import resolve
 from saccade.backends import OWN, Update
 from saccade.backends.local import LocalBackend
-from saccade.backends.schedule import rate
 from saccade.config import AlgorithmConfig, Config, defaults_for, load
 from saccade.data.datasets import Stream
 from saccade.forest import pack
@@ -76,7 +75,6 @@ def _train(
     validation: Validation,
 ) -> dict[str, Any]:
     train, last = config.train, dict[str, Any]()
-    assert train.lr is not None, "the defaults of the command are filled in"
     validation.before()
     read = _reader(config, family)
     for step in run.steps():
@@ -84,16 +82,8 @@ def _train(
             rows = [read(sample) for sample in run.take(stream, train.prompts_per_step)]
             batches = pack(rows, positions=family.positions, micro_tokens=train.micro_tokens)
             batches = stages.write_supervision(batches)
-        lr = rate(
-            step - 1,
-            total=run.total,
-            lr=train.lr,
-            schedule=train.schedule,
-            warmup=train.warmup,
-            min_lr=train.min_lr,
-        )
         with run.phase("update"):
-            update = _learn(batches, backend, teacher, config, lr=lr)
+            update = _learn(batches, backend, teacher, config, lr=run.learning_rate())
             guard(run, train, batches, update)
         run.progress["stream"] = stream.state()
         values = _metrics(update.metrics, rows, stream) | sft_work(backend, batches)

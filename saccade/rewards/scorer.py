@@ -97,7 +97,7 @@ class Scorer:
             if part is not None:
                 part.close()
 
-    def judge_metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What the judge, services and models did since this was last called."""
         metrics = self.judge.metrics() if self.judge is not None else {}
         for name, scorer in self.elsewhere.values():

@@ -61,10 +61,10 @@ def values(scored: list[Scored]) -> list[float | None]:
 
 def test_verdicts_become_rewards(fair: Endpoint) -> None:
     with scorer(fair.url, price=(1.0, 2.0)) as scoring:
-        scoring.judge_metrics()
+        scoring.metrics()
         scored = scoring.score(said("RED", "blue", "", "red"))
-        metrics = scoring.judge_metrics()
-        assert scoring.judge_metrics()["judge/calls"] == 0
+        metrics = scoring.metrics()
+        assert scoring.metrics()["judge/calls"] == 0
     assert values(scored) == [1, 0, 0, 1]
     assert scored[1].reason == "judged: They differ." and scored[1].extracted == "blue"
     assert scored[2].reason == "no_answer"
@@ -78,9 +78,9 @@ def test_verdicts_become_rewards(fair: Endpoint) -> None:
 
 def test_a_hybrid_asks_only_where_the_rule_is_unsure(fair: Endpoint) -> None:
     with scorer(fair.url, ["hybrid"]) as scoring:
-        scoring.judge_metrics()
+        scoring.metrics()
         scored = scoring.score([*said("red", "blue", ""), *said("7", "8", gold="7")])
-        metrics = scoring.judge_metrics()
+        metrics = scoring.metrics()
     assert values(scored) == [1, 0, 0, 1, 0]
     assert (metrics["judge/samples"], metrics["judge/by_rule"], metrics["judge/calls"]) == (1, 4, 1)
 
@@ -103,9 +103,9 @@ def test_the_same_answer_is_judged_once() -> None:
         scripted(lambda body: replace(fair_judge(body), after=0.2)) as endpoint,
         scorer(endpoint.url) as scoring,
     ):
-        scoring.judge_metrics()
+        scoring.metrics()
         assert values(scoring.score(said(*["blue"] * 8))) == [0] * 8
-        metrics = scoring.judge_metrics()
+        metrics = scoring.metrics()
     assert (metrics["judge/calls"], metrics["judge/cache_hit_rate"]) == (1, 7 / 8)
 
 
@@ -117,7 +117,7 @@ def test_a_cache_outlives_the_process_and_the_endpoint(tmp_path: Path, fair: End
     asked = len(fair.asked)
     with scripted([]) as dead, scorer(dead.url, **options) as scoring:
         assert values(scoring.score(samples)) == first == [1, 0, 0]
-        metrics = scoring.judge_metrics()
+        metrics = scoring.metrics()
     assert dead.asked == [] and asked == 4  # the check at the start is one
     assert (metrics["judge/calls"], metrics["judge/cache_hit_rate"]) == (0, 1)
     for change in ({"model": "other"}, {"scale": 5}):
@@ -163,7 +163,7 @@ def test_what_has_no_verdict_is_an_error_of_its_own(trouble: Says, reason: str) 
     with scripted(script) as endpoint, scorer(endpoint.url, **options) as scoring:
         good = scoring.score(said("red"))
         scored = scoring.score(said("bad"))
-        metrics = scoring.judge_metrics()
+        metrics = scoring.metrics()
     assert values(good) == [1]
     assert scored[0].status == "error" and re.search(f"^judge: judge: .*{reason}", scored[0].reason)
     assert metrics["judge/failures"] == 1

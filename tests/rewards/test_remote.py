@@ -98,7 +98,7 @@ def test_old_reward_functions_with_parts_give_the_accuracy() -> None:
         )
         with Scorer(config, prompt_format="think_answer", max_tokens=8) as scorer:
             scored = scorer.score(samples(4))
-            metrics = scorer.judge_metrics()
+            metrics = scorer.metrics()
     assert [s.reward for s in scored] == [13.0, 13.0, 13.0, 3.0]
     assert [s.outcome for s in scored] == [1.0] * 4  # of the first term: its accuracy
     assert scored[3].parts == {"remote": 1.5, "count": 0.0}

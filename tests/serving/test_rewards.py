@@ -371,7 +371,7 @@ def test_a_learned_model_is_a_scorer_with_a_name(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(SCORERS, "letters", lambda reward, args: made if args else Letters(0.0))
     with serving({"verifier": "letters", "args": {"scale": 2}}, "format:boxed") as running:
         assert running.score("abc")[1]["letters_rewards"] == [6.0]
-        assert running.service.scorer.judge_metrics() == {"service/letters/samples": 1.0}
+        assert running.service.scorer.metrics() == {"service/letters/samples": 1.0}
     assert made.closed
 
 
