@@ -11,6 +11,7 @@ has added so far is known by name, so that its repetition leaves that out.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -37,9 +38,12 @@ class Optimizer:
         self.gradients: dict[str, Tensor] = {}  # the sums
         self._room: dict[str, Tensor] = {}  # where sums of half-precision gradients will be
         self._added: set[str] = set()  # of this micro-batch
+        # Hooks that held the optimizer would close a circle that Python cannot see: the model's
+        # memory would never be free again.
+        myself = weakref.WeakMethod(self._add)
         for name, parameter in self.parameters.items():
             if parameter.numel() >= LARGE:
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._add, name))
+                parameter.register_post_accumulate_grad_hook(functools.partial(_hook, myself, name))
         self.lr_scale = {name: lr_scale(name) for name in self.parameters}
         # Biases and norms are vectors; decay would only shrink what they have learned.
         self.decay = {
@@ -117,6 +121,11 @@ class Optimizer:
         expected, found = set(self.state()), set(state)
         assert expected == found, f"optimizer state differs: {sorted(expected ^ found)[:5]}"
         self._rule.load(state)
+
+
+def _hook(add: weakref.WeakMethod[Any], name: str, parameter: Tensor) -> None:
+    if (still := add()) is not None:
+        still(name, parameter)
 
 
 class _MasterAdamW:

@@ -1,5 +1,7 @@
 """The local backend: ratio, memory, non-finite steps, towers, state."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -137,6 +139,16 @@ def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(
     handle.remove()
     assert fired == [1] and means["mem/oom_splits"] == 1
     assert_equal(got, wanted)
+
+
+def test_a_backend_that_nobody_needs_gives_its_memory_back(family_of, load, batches, monkeypatch):
+    monkeypatch.setattr("saccade.backends.optimizer.LARGE", 1)  # every gradient is added by a hook
+    backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
+    backend.train_step(batches, ON_POLICY, SCORING, lr=1e-4)
+    left = [weakref.ref(backend.model), weakref.ref(backend.optimizer)]
+    del backend
+    gc.collect()
+    assert [reference() for reference in left] == [None, None]
 
 
 def test_one_sequence_that_does_not_fit_is_an_error(family_of, load, batches):
