@@ -35,7 +35,7 @@ class Size:
     read_steps: int = 320
     read_rows: int = 64
     read_lr: float = 1.5e-3
-    chat_steps: int = 450
+    chat_steps: int = 600
     chat_rows: int = 16
     chat_lr: float = 1e-3
     demonstrations: int = 600
@@ -43,14 +43,14 @@ class Size:
     items: int = 256  # of the evaluation
     k: int = 4  # samples of each item
     turns: int = 6  # in the cold start and in RL
-    sft_steps: int = 150
+    sft_steps: int = 120
     sft_rows: int = 32
     sft_lr: float = 2e-3
     rl_steps: int = 80
-    rl_prompts: int = 32
+    rl_prompts: int = 16
     rl_samples: int = 8
     rl_lr: float = 5e-4
-    mistakes: float = 0.03
+    mistakes: float = 0.4  # wrong calls among those that are shown, each with its correction
     baseline: bool = True  # excluded members stay in the group's baseline, as in Mini-o3
 
 
@@ -58,9 +58,8 @@ TINY = Size(
     chat_steps=200,
     scenes=1500,
     items=64,
-    sft_steps=100,
+    sft_steps=110,
     rl_steps=50,
-    rl_prompts=16,
 )
 
 
