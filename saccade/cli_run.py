@@ -51,9 +51,7 @@ def run_recipe(
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
     config = defaults_for(name, read_config([*(arguments or []), *overrides]))
     if smoke:
-        from saccade.smoke import smoke as shrink
-
-        config = shrink(config, name)
+        config = _shrunk(config, name, arguments or [])
         # Nothing of a smoke test is worth keeping, and it must be repeatable.
         shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
     check(config, name)
@@ -63,13 +61,27 @@ def run_recipe(
         import_module(f"saccade.recipes.{MODULES[name]}").run(config, **(more or {}))
 
 
+def _shrunk(config: Config, name: str, arguments: Sequence[str]) -> Config:
+    from saccade.smoke import EXAMPLES, smoke, with_examples
+
+    for file in config_files(arguments):
+        config, replaced = with_examples(config, Path(file).parent / EXAMPLES)
+        for line in replaced:
+            print(line)
+    return smoke(config, name)
+
+
 def read_config(arguments: Sequence[str]) -> Config:
     from saccade.config import load
 
-    files = [item for item in arguments if "=" not in item]
+    files = config_files(arguments)
     if len(files) > 1:
         raise ConfigError(f"one config file, not {len(files)}: {', '.join(files)}")
     return load(files[0] if files else None, [item for item in arguments if "=" in item])
+
+
+def config_files(arguments: Sequence[str]) -> list[str]:
+    return [item for item in arguments if "=" not in item]
 
 
 def data_as_override(arguments: Sequence[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """A config cut down to two steps of a tiny model: does every part of this run fit together?
 
 The tiny model has the family of the config's model. Algorithm, rewards, prompts and data stay what
-they are; sizes shrink. Works on options only: loads no model and reads no data.
+they are; sizes shrink. Where data are not on this disk, example rows that lie beside the config
+stand in. Works on options only: loads no model and reads no data.
 
     >>> smoke(load({"model.path": "some/folder", "model.family": "qwen2_vl"}), "rl").model.path
     'tiny:qwen2_vl'
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import Config, load
+from saccade.data.sources import parse_address
+from saccade.data.suites import problems
 
 DEFAULT_FAMILY = "qwen2_5_vl"
 TOKENS = 16
@@ -21,6 +24,9 @@ PROMPT_TOKENS = 4000  # tiny models have 4096 positions
 IMAGE_PIXELS = 112 * 112
 FRAMES = 4
 ROWS = 8
+EXAMPLES = (
+    "rows"  # folder beside a config: NAME.jsonl in the layout it describes, public/ for suites
+)
 
 
 def smoke(config: Config, command: str) -> Config:
@@ -71,6 +77,27 @@ def smoke(config: Config, command: str) -> Config:
         if config.algorithm.overlong.buffer:
             changes["algorithm.overlong.buffer"] = TOKENS // 2
     return load(config, [f"{name}={json.dumps(value)}" for name, value in changes.items()])
+
+
+def with_examples(config: Config, folder: Path) -> tuple[Config, list[str]]:
+    """Example rows instead of data that are not on this disk, and what they stand in for."""
+    rows, public = folder / f"{config.run.name}.jsonl", folder / "public"
+    changes, replaced = dict[str, Any](), list[str]()
+    for name in ("train", "val", "demonstrations") if rows.is_file() else ():
+        sources = getattr(config.data, name)
+        missing = [s.path for s in sources if not Path(parse_address(s.path).path).exists()]
+        if missing:
+            changes[f"data.{name}"] = [
+                source.model_dump(exclude_unset=True) | {"path": str(rows), "split": None}
+                for source in sources
+            ]
+            replaced.append(f"{rows} stands in for data.{name}: {', '.join(missing)}")
+    if config.eval.suites and public.is_dir() and list(problems(config.eval)):
+        changes["eval.folder"] = str(public)
+        replaced.append(f"{public} stands in for eval.folder: {config.eval.folder}")
+    return load(
+        config, [f"{name}={json.dumps(value)}" for name, value in changes.items()]
+    ), replaced
 
 
 def _with_tiny_models(value: Any, path: str) -> Any:

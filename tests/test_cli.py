@@ -20,7 +20,7 @@ from saccade.config import load
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.plan import plan, total_steps
 from saccade.recipes.init import guess_reward
-from saccade.smoke import smoke
+from saccade.smoke import EXAMPLES, smoke, with_examples
 from saccade.types import Sample
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -249,6 +249,21 @@ def test_smoke_passes_the_checks_of_its_command(command: str, counting: Path) ->
     small = smoke(load(tree | ({"reward.terms": ["count"]} if command == "rl" else {})), command)
     check(small, command)
     assert small.model.path == "tiny:qwen2_5_vl"
+
+
+def test_example_rows_stand_in_for_data_that_are_not_here(tmp_path: Path, counting: Path) -> None:
+    out = f"run.out={tmp_path}"
+    recipe = Path(__file__).parent.parent / "configs" / "text_rpp.yaml"
+    result = run("rl", str(recipe), out, "--smoke")
+    assert result.exit_code == 0, result.stderr
+    assert "rows/text_rpp.jsonl stands in for data.train: data/" in result.stdout
+    assert (tmp_path / "text_rpp-smoke" / "checkpoints" / "step-2").is_dir()
+    own, replaced = with_examples(load({"data.train": str(counting)}), recipe.parent / EXAMPLES)
+    assert own.data.train[0].path == str(counting) and not replaced
+    alone = tmp_path / "text_rpp.yaml"  # nothing lies beside it
+    alone.write_text(recipe.read_text())
+    result = run("rl", str(alone), out, "--smoke")
+    assert result.exit_code == 2 and "data.train: data/" in result.stderr
 
 
 # -- init ------------------------------------------------------------------------------------------

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import wave
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +14,7 @@ from saccade.checks import check
 from saccade.cli_run import MODULES
 from saccade.config import Config, defaults_for, load
 from saccade.errors import ConfigError
-from saccade.smoke import smoke
-from tests.public_sets import write_all
+from saccade.smoke import EXAMPLES, smoke, with_examples
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 FILES = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
@@ -53,7 +49,6 @@ TINY = {
     "lightrft_geo3k": "qwen2_5_vl",
     "lightrft_geo3k_ppo": "qwen2_vl",
 }
-CALL = '<grounding>{"bbox_2d": [0, 0, 0.5, 0.5], "source": "original_image"}</grounding>'
 COMMANDS = {
     "minio3_sft": "sft",
     "minio3_eval": "eval",
@@ -71,159 +66,19 @@ COMMANDS = {
     "lightrft_srm_al": "reward-model",
 }
 SHOWN = {"rl": "reward/mean", "sft": "sft/loss", "dpo": "dpo/loss", "reward-model": "rm/loss"}
-SUMS = [(n, n + 3) for n in range(8)]
 
 
 def command_of(name: str) -> str:
     return COMMANDS.get(name, "rl")
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory, image: Any) -> dict[str, str]:
-    """A small file in the layout that each recipe describes."""
-    from PIL import Image
-
-    folder = tmp_path_factory.mktemp("rows")
-    for n, _ in SUMS:
-        Image.new("RGB", (56 + 28 * n, 84), (20 * n, 90, 120)).save(folder / f"{n}.png")
-        with wave.open(str(folder / f"{n}.png.wav"), "wb") as sound:
-            sound.setparams((1, 2, 16000, 0, "NONE", ""))
-            sound.writeframes(bytes(range(256)) * (25 + n))
-    asked = [(f"{a} + {b}?", str(a + b), f"{a}.png") for a, b in SUMS]
-    layouts: dict[str, Callable[[str, str, str], dict[str, Any]]] = {
-        "geo3k_grpo": lambda q, a, i: {"problem": f"<image>{q}", "answer": a, "images": [i]},
-        "clevr_grpo": lambda q, a, i: {
-            "image": i,
-            "problem": q,
-            "solution": f"<answer> {a} </answer>",
-        },
-        "gsm8k_grpo": lambda q, a, i: {"question": q, "answer": f"Add them. #### {a}"},
-        "dapo_math": lambda q, a, i: {
-            "prompt": [{"role": "user", "content": q}],
-            "reward_model": {"ground_truth": a},
-        },
-        "sft_demonstrations": lambda q, a, i: {
-            "image": i,
-            "problem": q,
-            "thinking": "<think>Add.</think>",
-            "solution": f"<answer> {a} </answer>",
-        },
-        "minio3_sft": lambda q, a, i: {
-            "conversations": [
-                {"from": "human", "value": f"<image>{q}"},
-                {"from": "gpt", "value": f"<think>Small.</think>{CALL}"},
-                {"from": "human", "value": "Result of request 1: observation_1.\n<image>"},
-                {"from": "gpt", "value": f"<think>Now.</think><answer>{a}</answer>"},
-            ],
-            "images": [i, i],
-        },
-        "minio3_small": lambda q, a, i: {"problem": f"<image>{q}", "answer": a, "images": [i]},
-        "dpo": lambda q, a, i: {
-            "prompt": f"<image>{q}",
-            "images": [i],
-            "chosen": a,
-            "rejected": "none",
-        },
-        "kto": lambda q, a, i: {"input": q, "images": [i], "output": a, "label": int(a) % 4 // 2},
-        "rejection_sampling": lambda q, a, i: {
-            "messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}],
-            "answer": a,
-        },
-        "iter_dpo": lambda q, a, i: {
-            "prompt": [{"role": "user", "content": q}],
-            "chosen": [{"role": "assistant", "content": a}],
-            "rejected": [{"role": "assistant", "content": "none"}],
-            "answer": a,
-        },
-        "kd": lambda q, a, i: {
-            "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]
-        },
-        "continue_pretrain": lambda q, a, i: {"text": f"{q} {a}."},
-        "lightrft_aqa": lambda q, a, i: {
-            "prompt": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "audio", "audio": f"{i}.wav"},
-                        {"type": "text", "text": q},
-                    ],
-                }
-            ],
-            "reference": a,
-            "choices": [a, "none"],
-            "label": "avqa_rule",
-        },
-        "lightrft_grm_sft": lambda q, a, i: {
-            "conversations": [
-                {"from": "human", "value": f"<image>\n<image>\nCompare them for: {q}"},
-                {
-                    "from": "gpt",
-                    "value": f"<think>It shows {a}.</think>"
-                    f"<answer>Image {int(a) % 4 // 2 + 1} is better</answer>",
-                },
-            ],
-            "images": [i, "0.png"],
-        },
-        "lightrft_grm_rl": lambda q, a, i: {
-            "prompt": q,
-            "path1": i,
-            "path2": "0.png",
-            "confidence": 0.99,
-        },
-        "prm": lambda q, a, i: {"input": f"{q} Add. ки\nIt is {a}. ки", "label": ["+", "-"]},
-        "lightrft_srm_al": lambda q, a, i: {
-            "prompt": q,
-            "chosen": {"path": f"{i}.wav"},
-            "rejected": {"path": "0.png.wav"},
-        },
-        "lightrft_srm_vl": lambda q, a, i: {
-            "prompt": q,
-            "images": [i, "0.png"],
-            "chosen": "<image>",
-            "rejected": "<image>",
-        },
-    }
-    layouts["rm"] = layouts["dpo"]
-    for name in ("text_ppo", "text_grpo", "text_rpp", "text_rpp_baseline"):
-        layouts[name] = lambda q, a, i: {"prompt": q}
-    layouts["lightrft_gsm8k"] = lambda q, a, i: {"prompt": q, "reference": a, "label": "gsm8k_rule"}
-    for name in ("lightrft_geo3k", "lightrft_geo3k_ppo"):
-        layouts[name] = lambda q, a, i: {
-            "prompt": [{"role": "user", "content": q}],
-            "images": [i],
-            "reference": a,
-            "label": "geo3k_rule",
-        }
-    layouts["minio3_rl"] = lambda q, a, i: {
-        "doc_id": i,
-        "problem": f"<image>{q}",
-        "solution": a,
-        "images": [i],
-    }
-    write_all(folder, image)
-    return {"public": str(folder)} | {
-        name: write_rows(folder / f"{name}.jsonl", [layout(*row) for row in asked])
-        for name, layout in layouts.items()
-    }
-
-
-def runnable(name: str, rows: dict[str, str], out: Path) -> Config:
-    """The recipe with a model and rows that are here."""
-    config = load(FILES[name])
+def runnable(name: str, out: Path) -> Config:
+    """The recipe with a model that is here and the example rows beside it."""
+    config, replaced = with_examples(load(FILES[name]), CONFIGS / EXAMPLES)
+    assert replaced
     changes = [f"model.path=tiny:{TINY[name]}", f"run.out={out}"]
-    if config.data.train:
-        changes.append(f"data.train={rows[name]}")
-    if config.data.val:
-        changes.append(f"data.val={rows[name]}")
     if config.sft.teacher:
         changes.append(f"sft.teacher=tiny:{TINY[name]}")
-    if config.eval.suites:
-        changes.append(f"eval.folder={rows['public']}")
     if any(term.verifier == "model" for term in config.reward.terms):
         term = {"verifier": "model", "args": {"path": f"tiny:{TINY[name]}"}}
         changes.append(f"reward.terms={json.dumps([term])}")
@@ -244,17 +99,17 @@ def test_a_recipe_is_short_explained_and_names_no_place_of_its_own(name: str) ->
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_recipe_passes_the_checks(name: str, rows: dict[str, str], tmp_path: Path) -> None:
-    config = runnable(name, rows, tmp_path)
+def test_a_recipe_passes_the_checks(name: str, tmp_path: Path) -> None:
+    config = runnable(name, tmp_path)
     check(config, command_of(name))
     if command_of(name) == "rl":
         assert from_config(config).samples_per_prompt == config.train.samples_per_prompt
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_recipe_runs(name: str, rows: dict[str, str], tmp_path: Path) -> None:
+def test_a_recipe_runs(name: str, tmp_path: Path) -> None:
     command = command_of(name)
-    config = smoke(runnable(name, rows, tmp_path), command)
+    config = smoke(runnable(name, tmp_path), command)
     config = load(config, ["track.tensorboard=false", "run.device=cpu"])
     check(config, command)
     last = import_module(f"saccade.recipes.{MODULES[command]}").run(config)
@@ -266,8 +121,8 @@ def test_a_recipe_runs(name: str, rows: dict[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rejection_sampling", "iter_dpo"])
-def test_a_recipe_of_rounds_makes_its_rows(name: str, rows: dict[str, str], tmp_path: Path) -> None:
-    config = smoke(runnable(name, rows, tmp_path), "generate")
+def test_a_recipe_of_rounds_makes_its_rows(name: str, tmp_path: Path) -> None:
+    config = smoke(runnable(name, tmp_path), "generate")
     check(config, "generate")
     result = import_module("saccade.recipes.generate").run(config)
     assert result["rows"] == 8 and Path(result["selected"]).is_file()
