@@ -55,13 +55,19 @@ def preferences(config: Config) -> Iterator[str]:
 
 def rating(config: Config) -> Iterator[str]:
     own = config.reward_model
-    scalar = ("loss", "margin", "bounded", "heads", "pooling", "center_coef", "tie_coef")
+    scalar = (
+        *("loss", "margin", "heads", "pooling", "pooling_heads", "probe_layer", "head", "bounded"),
+        *("center_coef", "tie_coef"),
+    )
     unread = scalar if own.kind == "process" else ("placeholder", "tokens")
     for name in (name for name in unread if name in own.model_fields_set):
         yield f"reward_model.{name}: has no effect with reward_model.kind={own.kind}; remove it"
-    for name, loss in {"margin": "bt", "bounded": "hps"}.items():
-        if getattr(own, name) is not None and own.kind == "scalar" and own.loss != loss:
-            yield f"reward_model.{name}: has no effect with loss={own.loss}; try loss={loss}"
+    if own.margin is not None and own.kind == "scalar" and own.loss != "bt":
+        yield f"reward_model.margin: has no effect with loss={own.loss}; try loss=bt"
+    if own.pooling_heads is not None and own.kind == "scalar" and own.pooling != "attention":
+        yield "reward_model.pooling_heads: has no effect without reward_model.pooling=attention"
+    if own.bounded and own.center_coef:
+        yield "reward_model.center_coef: draws scores to 0, where a sigmoid cannot go; set it to 0"
     if not own.heads or not all(weight > 0 for weight in own.heads.values()):
         yield "reward_model.heads: names with weights above 0; try reward_model.heads=[preference]"
     if len(set(own.tokens)) < 2 or not own.placeholder.strip():

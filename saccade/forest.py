@@ -78,9 +78,8 @@ def select(batch: Batch, sequences: Sequence[int]) -> Batch:
     wanted = np.zeros(len(batch.keys), dtype=bool)
     wanted[list(sequences)] = True
     reads = wanted[batch.sequence]
-    ends = None if batch.ends is None else batch.ends[wanted]
-    used = batch.reads[reads] if ends is None else np.concatenate([batch.reads[reads], ends])
-    owner = _node_of(batch, used)
+    sampled = None if batch.sampled is None else batch.sampled[reads]
+    owner = _node_of(batch, batch.reads[reads] if sampled is None else sampled)
     needed = np.zeros(len(batch.parents), dtype=bool)
     for node in np.unique(owner).tolist():
         while node >= 0 and not needed[node]:
@@ -112,7 +111,7 @@ def select(batch: Batch, sequences: Sequence[int]) -> Batch:
         support=None
         if batch.support is None
         else tuple(ids for ids, keep in zip(batch.support, reads, strict=True) if keep),
-        ends=None if ends is None else new_token[ends],
+        sampled=None if sampled is None else new_token[sampled],
         last_values=None if batch.last_values is None else batch.last_values[wanted],
         ref_totals=None if batch.ref_totals is None else batch.ref_totals[wanted],
         **cut,
@@ -226,7 +225,7 @@ def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Bat
     parents: list[int] = []
     keys: list[tuple[str, int]] = []
     reads, targets, sequence, groups = [], [], [], []
-    rollout, advantages, support, ends = [], [], [], []
+    rollout, advantages, support, sampled = [], [], [], []
     for tree in trees:
         first_node = len(parents)
         tree_positions = _tree_positions(tree, positions)
@@ -252,7 +251,7 @@ def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Bat
             advantages.append(member.advantages)
             support.append(member.support)
             if with_ends:
-                ends.append(where[policy[-1]])
+                sampled.append(where[policy])
     return Batch(
         ids=np.concatenate(ids),
         positions=np.concatenate(places, axis=1),
@@ -267,7 +266,7 @@ def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Bat
         rollout_logprobs=np.concatenate(rollout),
         advantages=None if any(a is None for a in advantages) else np.concatenate(advantages),  # type: ignore[arg-type]
         support=_all_support(support, [len(r) for r in reads]),
-        ends=np.array(ends) if with_ends else None,
+        sampled=np.concatenate(sampled) if with_ends else None,
     )
 
 

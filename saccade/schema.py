@@ -866,7 +866,6 @@ class RewardModelConfig(Section):
     margin: float | None = option(
         None, "bt: lead that is asked for where a row has no margin of its own; empty: 0.1.", ge=0
     )
-    bounded: bool | None = option(None, "hps: compare sigmoids of the scores; empty: false.")
     heads: dict[str, float] = option(
         {"preference": 1.0},
         "scalar: named scores and their weights in the loss; a list of names also works. Rows "
@@ -874,6 +873,22 @@ class RewardModelConfig(Section):
     )
     pooling: Literal["last", "mean", "attention"] = option(
         "last", "scalar: what is scored: the last token, or an average over the response."
+    )
+    pooling_heads: int | None = option(
+        None,
+        "attention: parts of a state that are averaged each with weights of its own; empty: 4.",
+        ge=1,
+    )
+    probe_layer: int = option(
+        -1,
+        "scalar: whose output is scored, through the final norm: 0 is the first block, -1 the "
+        "last. Blocks above are neither computed nor trained.",
+    )
+    head: Literal["linear", "mlp"] = option(
+        "linear", "scalar: what makes the scores; mlp: linear, RMSNorm, SiLU, linear."
+    )
+    bounded: bool | None = option(
+        None, "scalar: scores are sigmoids, between 0 and 1; empty: false."
     )
     center_coef: float = option(0.0, "scalar: weight of (sum of both scores)^2.", ge=0)
     tie_coef: float = option(0.01, "scalar: weight of |difference| where a pair is a tie.", ge=0)

@@ -381,7 +381,7 @@ class Batch:
     groups: np.ndarray  # [sequences] int64, index of the group inside the step
     media: tuple[MediaSpan, ...] = ()  # spans in packed tokens, once per node
     support: tuple[np.ndarray, ...] | None = None  # kept ids per read
-    ends: np.ndarray | None = None  # [sequences] int64, the last sampled token where it is packed
+    sampled: np.ndarray | None = None  # [reads] int64, the tokens of the targets where packed too
     advantages: np.ndarray | None = None  # [reads] float32, as are all below
     scales: np.ndarray | None = None  # 1 / denominator of the aggregation, per read
     rollout_logprobs: np.ndarray | None = None
@@ -405,16 +405,22 @@ class Batch:
         assert reads == len(self.targets) == len(self.sequence) and len(self.groups) == len(
             self.keys
         )
-        for name in ("ends", "last_values", "ref_totals"):
+        for name in ("last_values", "ref_totals"):
             column = getattr(self, name)
             assert column is None or len(column) == len(self.keys), name
-        for name in READ_COLUMNS:
+        for name in ("sampled", *READ_COLUMNS):
             column = getattr(self, name)
             assert column is None or len(column) == reads, name
 
     @property
     def tokens(self) -> int:
         return len(self.ids)
+
+    @property
+    def ends(self) -> np.ndarray | None:
+        """[sequences]: the last sampled token of each."""
+        last = np.flatnonzero(np.diff(self.sequence, append=-1))
+        return None if self.sampled is None else self.sampled[last]
 
     @property
     def lengths(self) -> np.ndarray:

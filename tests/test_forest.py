@@ -48,10 +48,11 @@ def check(groups: list[Group], batches: list[Batch], family) -> None:
             policy = np.flatnonzero(t.policy_mask)
             tokens = path_tokens(batch, sequence)
             end = policy[-1]  # the last target is packed only where the end is asked for
+            mine = batch.sequence == sequence
             if batch.ends is not None:
                 assert batch.ends[sequence] == tokens[end]
+                assert batch.sampled[mine].tolist() == tokens[policy].tolist()
                 end += 1
-            mine = batch.sequence == sequence
             assert batch.ids[tokens].tolist() == t.ids[:end].tolist()
             whole = family.positions(len(t.ids), t.media)[:, :end]
             assert batch.positions[:, tokens].tolist() == whole.tolist()
@@ -105,7 +106,7 @@ def test_a_forest_reproduces_every_member(grow, family, seed, ends):
 
 def test_every_column_of_reads_is_cut_and_checked(grow, family):
     optional = tuple(f.name for f in fields(Batch) if f.type == "np.ndarray | None")
-    assert optional == ("ends", *READ_COLUMNS, "last_values", "ref_totals")
+    assert optional == ("sampled", *READ_COLUMNS, "last_values", "ref_totals")
     groups = random_groups(grow, family, 0)
     (batch,) = pack(groups, positions=family.positions, micro_tokens=10_000)
     marks = np.arange(len(batch.reads), dtype=np.float32)
@@ -148,7 +149,8 @@ def test_any_subset_of_sequences_keeps_its_reads(grow, family, seed, ends):
             assert [where[r] for r in part.reads[ours]] == [before[r] for r in batch.reads[theirs]]
             assert part.targets[ours].tolist() == batch.targets[theirs].tolist()
             if ends:
-                assert where[part.ends[new]] == before[batch.ends[old]]
+                pairs = zip(part.sampled[ours], batch.sampled[theirs], strict=True)
+                assert all(where[a] == before[b] for a, b in pairs)
             for name in COLUMNS:
                 assert getattr(part, name)[ours].tolist() == getattr(batch, name)[theirs].tolist()
             assert [s.media for s in part.media if s.start in where] == [

@@ -40,7 +40,6 @@ class Rating:
     loss: str
     heads: Mapping[str, float]  # name → weight, in the order of the model's scores
     margin: float = 0.0
-    bounded: bool = False
     center_coef: float = 0.0
     tie_coef: float = 0.0
     labels: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by sample, per head
@@ -54,7 +53,6 @@ def from_config(config: RewardModelConfig) -> Rating:
         loss=config.loss,
         heads=dict(config.heads),
         margin=own if config.loss == "bt" else 0.0,
-        bounded=bool(config.bounded),
         center_coef=config.center_coef,
         tie_coef=config.tie_coef,
     )
@@ -90,7 +88,7 @@ def rating_objective(
         chosen, rejected = upper[decided], lower[decided]
         options: dict[str, dict[str, Any]] = {
             "bt": {"margin": margins[decided]},
-            "hps": {"kappa": kappa, "bounded": row.bounded},
+            "hps": {"kappa": kappa},
         }
         function = REWARD_LOSSES[row.loss].function
         total = function(chosen, rejected, **options.get(row.loss, {})).sum()

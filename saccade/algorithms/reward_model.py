@@ -33,15 +33,11 @@ def logexp(chosen: Tensor, rejected: Tensor) -> Tensor:
     return bt(chosen, rejected)
 
 
-def hps(
-    chosen: Tensor, rejected: Tensor, *, kappa: float | Tensor, bounded: bool = False
-) -> Tensor:
-    """Cross-entropy of both scaled scores (arXiv 2306.09341); bounded: of their sigmoids.
+def hps(chosen: Tensor, rejected: Tensor, *, kappa: float | Tensor) -> Tensor:
+    """Cross-entropy of both scaled scores (arXiv 2306.09341).
 
     The scale serves training only; a served score has none.
     """
-    if bounded:
-        chosen, rejected = chosen.sigmoid(), rejected.sigmoid()
     return bt(kappa * chosen, kappa * rejected)
 
 

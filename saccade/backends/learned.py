@@ -78,10 +78,11 @@ class LearnedReward:
         family = load_family(str(folder), trust_remote_code=trust_remote_code)
         model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         if card.kind == "scalar":
-            head = RewardHead(like=model, heads=len(card.heads), pooling=card.pooling, seed=0)
+            head = RewardHead(like=model, card=card, seed=0)
             if not untrained or (Path(folder) / REWARD_FILE).is_file():
                 load_reward(head, Path(folder))
             attach_reward(model, head)
+            head.above = []  # nobody saves it
         return LearnedReward(model, family, card, micro_tokens=micro_tokens, offload=offload)
 
     def check(self, *, head: str | None = None, normalise: bool = False) -> None:

@@ -100,14 +100,11 @@ def head_of(backend: LocalBackend) -> RewardHead:
 
 
 def _rate(backend: LocalBackend, head: RewardHead, batch: Batch) -> Tensor:
-    assert batch.ends is not None, "packed without its last tokens"
+    assert batch.sampled is not None and batch.ends is not None, "packed without its last tokens"
     count = len(batch.keys)
-    places, sequence = batch.ends, np.arange(count)
-    if head.pooling != "last":
-        # The first read of a sequence stands before what is judged.
-        inside = np.diff(batch.sequence, prepend=-1) == 0
-        places = np.concatenate([batch.reads[inside], places])
-        sequence = np.concatenate([batch.sequence[inside], sequence])
+    places, sequence = batch.sampled, batch.sequence
+    if head.card.pooling == "last":
+        places, sequence = batch.ends, np.arange(count)
     hidden = backend._hidden(batch, places)
     return head(hidden, torch.from_numpy(sequence).to(hidden.device), count)
 

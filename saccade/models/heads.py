@@ -6,10 +6,10 @@ head stood; a reward model keeps that one, at rest, so that its folder stays a w
     attach_score(model, seed=0)
     values = read_scores(model.score, hidden[reads])
 
-    attach_reward(model, RewardHead(like=model, heads=1, pooling="last", seed=0))
+    attach_reward(model, RewardHead(like=model, card=Card(kind="scalar", heads=("taste",)), seed=0))
     scores = model.score(hidden, sequence, count)  # [sequences, heads]
 
-Legend: R reads, E hidden size, S sequences, H heads.
+Legend: R reads, E hidden size, S sequences, H heads, P heads of the pooling.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
 
-from saccade.errors import EnvironmentProblem
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.models.rating import Card, read_card
 
 REWARD_FILE = "reward_head.safetensors"
 
@@ -40,12 +42,19 @@ def attach_score(model: nn.Module, *, seed: int) -> None:
 
 
 @torch.no_grad()
-def start_score(model: nn.Module, folder: Path) -> None:
-    """A critic that starts from a reward model reads values as that one read its first score."""
+def start_score(model: nn.Module, folder: Path) -> bool:
+    """A critic that starts from a reward model reads values as that one read its first score. False
+    if its score is no linear function of the last states: then the head stays as it was drawn.
+    """
     from safetensors.torch import load_file
 
-    if (folder / REWARD_FILE).is_file():
-        model.score.weight.copy_(load_file(folder / REWARD_FILE)["score.weight"][:1])  # type: ignore
+    card = read_card(folder)
+    if card is None or not (folder / REWARD_FILE).is_file():
+        return True
+    if card.head != "linear" or card.bounded or card.probe_layer != -1:
+        return False
+    model.score.weight.copy_(load_file(folder / REWARD_FILE)["score.weight"][:1])  # type: ignore
+    return True
 
 
 def read_scores(score: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -58,36 +67,67 @@ class RewardHead(nn.Module):
     """Pools the hidden states of each sequence and gives it a number per head."""
 
     def __init__(
-        self, *, like: nn.Module, heads: int, pooling: str, seed: int, first_log_scale: float = 0.0
+        self, *, like: nn.Module, card: Card, seed: int, first_log_scale: float = 0.0
     ) -> None:
         """`first_log_scale` starts a scale that some losses learn beside the scores."""
         super().__init__()
-        self.pooling = pooling
-        self.weight = _drawn(like, heads, seed)
+        self.card = card
+        self.above: list[nn.Module] = []  # blocks of the model that it does not read
+        self.weight = _drawn(like, len(card.heads), seed)
+        size = self.weight.shape[1]
+        if size % card.pooling_heads:
+            raise ConfigError(
+                f"reward_model.pooling_heads: {card.pooling_heads} does not divide the hidden size "
+                f"{size} of this model; try reward_model.pooling_heads=1"
+            )
         # At first all states count alike; with `mean` it stays so.
         self.query = nn.Parameter(torch.zeros_like(self.weight[0]))
         self.log_scale = nn.Parameter(torch.full_like(self.weight[0, :1], first_log_scale))
-        self.query.requires_grad_(pooling == "attention")
+        self.query.requires_grad_(card.pooling == "attention")
         self.log_scale.requires_grad_(first_log_scale != 0)
+        if card.head == "mlp":
+            self.inner = nn.Parameter(_drawn(like, size, seed + 1).data * size**0.5)
+            self.gain = nn.Parameter(torch.ones_like(self.query))
 
     def forward(self, hidden: Tensor, sequence: Tensor, count: int) -> Tensor:
         """hidden [R, E] of sequences [R] → [S, H]. With `last` there is one state of each."""
-        hidden = hidden.to(self.weight.dtype)
-        if self.pooling == "last":
-            return hidden @ self.weight.T
-        logits = hidden @ self.query / len(self.query) ** 0.5
-        highest = logits.detach().new_full((count,), -torch.inf)
-        highest = highest.scatter_reduce(0, sequence, logits.detach(), "amax")
+        pooled = hidden.to(self.weight.dtype)
+        if self.card.pooling != "last":
+            pooled = self._pooled(pooled, sequence, count)
+        if self.card.head == "mlp":
+            pooled = silu(rms_norm(pooled @ self.inner.T, self.gain.shape, self.gain, eps=1e-6))
+        scores = pooled @ self.weight.T
+        return scores.sigmoid() if self.card.bounded else scores
+
+    def _pooled(self, hidden: Tensor, sequence: Tensor, count: int) -> Tensor:
+        """[R, E] → [S, E]: each of P parts of the states by a softmax of its own."""
+        parts = hidden.unflatten(1, (self.card.pooling_heads, -1))
+        query = self.query.view(parts.shape[1:])
+        logits = torch.einsum("rpe,pe->rp", parts, query) / query.shape[1] ** 0.5
+        highest = logits.detach().new_full((count, len(query)), -torch.inf)
+        index = sequence[:, None].expand_as(logits)
+        highest = highest.scatter_reduce(0, index, logits.detach(), "amax")
         weights = (logits - highest[sequence]).exp()
-        total = weights.new_zeros(count).index_add(0, sequence, weights)
-        weights = weights / total[sequence]
-        scores = weights[:, None] * (hidden @ self.weight.T)
-        return scores.new_zeros(count, len(self.weight)).index_add(0, sequence, scores)
+        total = weights.new_zeros(highest.shape).index_add(0, sequence, weights)
+        weighted = (weights / total[sequence])[..., None] * parts
+        return hidden.new_zeros(count, hidden.shape[1]).index_add(0, sequence, weighted.flatten(1))
 
 
 def attach_reward(model: nn.Module, head: RewardHead) -> None:
-    """An untied `lm_head` stays as it is, for the folder's sake; it learns nothing."""
+    """For the folder's sake an untied `lm_head` stays as it is, and blocks above the one that is
+    read wait in the head; neither learns anything.
+    """
     model.score = head
+    if head.card.probe_layer != -1:
+        blocks, probe = _blocks(model), head.card.probe_layer
+        if not -len(blocks) <= probe < len(blocks):
+            raise ConfigError(
+                f"reward_model.probe_layer: {probe} is none of the {len(blocks)} blocks of this "
+                f"model; give {-len(blocks)} to {len(blocks) - 1}, -1 is the last"
+            )
+        read = probe % len(blocks) + 1
+        head.above = list(blocks[read:])
+        del blocks[read:]
     output, embedding = model.lm_head.weight, model.get_input_embeddings().weight  # type: ignore
     if output is not embedding:
         output.requires_grad_(False)
@@ -95,16 +135,19 @@ def attach_reward(model: nn.Module, head: RewardHead) -> None:
 
 @contextmanager
 def without_reward(model: nn.Module) -> Iterator[RewardHead | None]:
-    """Inside, the model has no reward head; it, or None where there was none."""
+    """Inside, the model is whole and has no reward head; it, or None where there was none."""
     head = getattr(model, "score", None)
     if not isinstance(head, RewardHead):
         yield None
         return
     del model.score
+    blocks = _blocks(model)
+    blocks.extend(head.above)
     try:
         yield head
     finally:
         model.score = head
+        del blocks[len(blocks) - len(head.above) :]
 
 
 def save_reward(head: RewardHead, folder: Path) -> None:
@@ -124,6 +167,11 @@ def load_reward(head: RewardHead, folder: Path) -> None:
         raise EnvironmentProblem(f"{folder / REWARD_FILE}: its tensors do not fit config.json")
     for name, parameter in mine.items():
         parameter.copy_(stored[name])
+
+
+def _blocks(model: Any) -> nn.ModuleList:
+    """Of the language model."""
+    return getattr(model.get_decoder(), "layers", None) or nn.ModuleList()
 
 
 def _size(model: nn.Module) -> int:

@@ -32,6 +32,10 @@ class Card:
     kind: str  # scalar or process
     heads: tuple[str, ...] = ()
     pooling: str = "last"
+    pooling_heads: int = 1  # the defaults of this and the next are what older folders mean
+    probe_layer: int = -1  # the last block
+    head: str = "linear"  # or mlp
+    bounded: bool = False  # scores are sigmoids
     statistics: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # (mean, std)
     statistics_step: int | None = None  # whose weights gave them
     placeholder: str = ""  # of a process: the mark behind each step

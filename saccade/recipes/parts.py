@@ -136,7 +136,12 @@ def load_reference(
 
 
 def load_critic(
-    config: Config, family: Family, algorithm: Algorithm, *, checkpointing: bool | Literal["auto"]
+    config: Config,
+    family: Family,
+    algorithm: Algorithm,
+    *,
+    checkpointing: bool | Literal["auto"],
+    say: Callable[[str], None],
 ) -> LocalBackend:
     """A model of the policy's family with a head for values, and an optimizer of its own. It has no
     adapters: where the policy has them, all of the critic is trained.
@@ -144,8 +149,12 @@ def load_critic(
     train = "full" if config.model.train in ADAPTED else None
     policy = load_policy(config, family, folder=algorithm.critic.path, train=train)
     attach_score(policy.model, seed=config.run.seed)
-    if algorithm.critic.path is not None:
-        start_score(policy.model, Path(algorithm.critic.path))
+    path = algorithm.critic.path
+    if path is not None and not start_score(policy.model, Path(path)):
+        say(
+            f"algorithm.critic.path={path}: its score is no linear function of the last states; "
+            "the critic takes its weights and draws a head of its own"
+        )
     return LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
 
 

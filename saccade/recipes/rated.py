@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,20 +102,17 @@ class Pairs:
 
     def attach(self, model: Any, stored: Path | None, samples: Sequence[Sample]) -> Card:
         own = self.config.reward_model
+        card = (read_card(stored) if stored else None) or self._card
         head = RewardHead(
             like=model,
-            heads=len(own.heads),
-            pooling=own.pooling,
+            card=card,
             seed=self.config.run.seed,
             first_log_scale=FIRST_LOG_KAPPA if own.loss == "hps" else 0.0,
         )
-        card = self._card
         start = stored or _trained(self.family.path, card)
         if start is not None:
             load_reward(head, start)
-        if stored is not None:
-            card = read_card(stored) or card
-        elif own.loss == "hps" and not head.log_scale.item():  # what is loaded had learned none
+        if own.loss == "hps" and not head.log_scale.item():  # what is loaded had learned none
             head.log_scale.data.fill_(FIRST_LOG_KAPPA)
         attach_reward(model, head)
         write_card(model, card)
@@ -148,7 +145,15 @@ class Pairs:
     @property
     def _card(self) -> Card:
         own = self.config.reward_model
-        return Card(kind="scalar", heads=tuple(own.heads), pooling=own.pooling)
+        return Card(
+            kind="scalar",
+            heads=tuple(own.heads),
+            pooling=own.pooling,
+            pooling_heads=(own.pooling_heads or 4) if own.pooling == "attention" else 1,
+            probe_layer=own.probe_layer,
+            head=own.head,
+            bounded=bool(own.bounded),
+        )
 
     def _require(self, sample: Sample) -> None:
         self._labels(sample)
@@ -159,16 +164,14 @@ def _trained(folder: str, wanted: Card) -> Path | None:
     """The folder that the model starts from, if it holds a head, which must be the wanted one."""
     if not (Path(folder) / REWARD_FILE).is_file():
         return None
-    found = read_card(folder)
-    if found is None or (found.kind, found.heads, found.pooling) != (
-        wanted.kind,
-        wanted.heads,
-        wanted.pooling,
-    ):
-        has = "no card" if found is None else f"heads {list(found.heads)}, pooling {found.pooling}"
+    card = read_card(folder)
+    found = asdict(replace(card, statistics={}, statistics_step=None)) if card else {}
+    if found != asdict(wanted):
+        differ = [f"{n}: {v}" for n, v in found.items() if v != asdict(wanted)[n]]
+        has = ", ".join(differ) or "it has no card"
         raise ConfigError(
             f"model.path: {folder} is a trained reward model ({has}), whose head would be lost; "
-            f"set reward_model.heads and pooling as there, or remove {REWARD_FILE} from a copy"
+            f"set reward_model as there, or remove {REWARD_FILE} from a copy"
         )
     return Path(folder)
 
@@ -329,6 +332,6 @@ def statistics(found: Mapping[str, float], card: Card, step: int) -> Card:
     pairs = {
         head: (found[f"{head}/mean"], max(0.0, s - found[f"{head}/mean"] ** 2) ** 0.5)
         for head in card.heads
-        if (s := found.get(f"{head}/square")) is not None
+        if isfinite(s := found.get(f"{head}/square", nan))
     }
     return replace(card, statistics=pairs, statistics_step=step) if pairs else card

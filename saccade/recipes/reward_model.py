@@ -5,8 +5,8 @@ saccade reward-model run.yaml data.train=pairs.jsonl reward_model.loss=hps
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from saccade import checks
@@ -21,6 +21,7 @@ from saccade.recipes.guard import guard
 from saccade.recipes.rated import Task, named, statistics, task_of
 from saccade.recipes.run import Run
 from saccade.recipes.work import sft_work
+from saccade.types import Sample
 
 KEPT = ("policy/grad_norm", "policy/grad_norm_vision", "policy/lr", "guard/nonfinite")
 
@@ -47,7 +48,11 @@ def run(config: Any) -> dict[str, Any]:
         if this.start is not None:
             backend.load_state(this.start / "state")
             stream.restore(this.progress["stream"])
-        attach = partial(task.attach, stored=this.start, samples=data.samples)
+
+        def attach(model: Any) -> None:
+            own = task.attach(model, this.start, data.samples)
+            write_card(model, replace(own, statistics={}, statistics_step=None))  # of other weights
+
         averages = average.kept(config, family, backend, this.start, attach)
         validation = HeldOut(this, task, backend, held, card)
         total = total_steps(config, stream.rows_per_epoch)
@@ -68,7 +73,8 @@ def _train(
     validation.before()
     for step in run.steps():
         with run.phase("data"):
-            batches, row = task.prepare(run.take(stream, train.prompts_per_step))
+            samples = run.take(stream, train.prompts_per_step)
+            batches, row = task.prepare(samples)
         with run.phase("update"):
             update = task.train(backend, batches, row, lr=run.learning_rate())
             guard(run, train, batches, update)
@@ -76,17 +82,19 @@ def _train(
         found = update.metrics.means()
         values = {name: found[name] for name in KEPT if name in found} | named(found, "rm")
         values |= {"data/epoch": stream.epoch} | sft_work(backend, batches)
-        if not validation.sets:
-            validation.remember(found, step - 1)  # what it reports was computed before the update
-        elif validation.due(step):
+        if validation.due(step):
             values |= validation.metrics(step=step)
+        elif run.saves(step):
+            validation.measure(samples, step)
+        else:
+            validation.remember(found, step - 1)  # what it reports was computed before the update
         last = run.finish_step(values)
     return last
 
 
 class HeldOut:
-    """Rows that are not trained on. Their scores, or without any those of the last step, say where
-    the scores lie; the model's config keeps it.
+    """Rows that are not trained on. Their scores, or between two validations those of the last
+    step, say where the scores lie; the model's config keeps it.
     """
 
     def __init__(
@@ -100,11 +108,19 @@ class HeldOut:
             self.run.loggers.log(self.metrics(step=0), 0)
 
     def due(self, step: int) -> bool:
+        if not self.sets:
+            return False
         return step % self.run.config.val.every == 0 or step == self.run.total
 
     def remember(self, found: Mapping[str, float], step: int) -> None:
         self.card = statistics(found, self.card, step)
         write_card(self.backend.model, self.card)
+
+    def measure(self, samples: Sequence[Sample], step: int) -> None:
+        """Of some rows, only for what is remembered."""
+        if self.card.heads:
+            with self.run.phase("validation"):
+                self.remember(self.task.measure(self.backend, samples).means(), step)
 
     def metrics(self, *, step: int) -> dict[str, float]:
         values: dict[str, float] = {}

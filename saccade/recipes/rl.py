@@ -358,7 +358,9 @@ def _actors(
     if algorithm.needs_reference:
         reference = parts.load_reference(config, family, algorithm, backend)
     if algorithm.needs_critic:
-        critic = parts.load_critic(config, family, algorithm, checkpointing=checkpointing)
+        critic = parts.load_critic(
+            config, family, algorithm, checkpointing=checkpointing, say=run.console.note
+        )
     demonstrations = None
     if config.train.ptx_coef:
         demonstrations = Demonstrations(config, family, updates=algorithm.updates_per_step)

@@ -210,10 +210,15 @@ class Run:
         if line is not None and self.step - self._noted >= NOTED_EVERY:
             self.console.note(line)
             self._noted = self.step
-        every = self.config.save.every
-        if every and (self.step % every == 0 or self.progress["best_step"] == self.step):
+        best = self.config.save.every and self.progress["best_step"] == self.step
+        if self.saves(self.step) or best:
             self.save()
         return row
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint of this step is due, however well it does."""
+        every = self.config.save.every
+        return step == self.total or (every > 0 and step % every == 0)
 
     def note_validation(self, metrics: Mapping[str, float], step: int) -> None:
         """Remember which step was best by `save.best_metric`; its checkpoint is kept."""

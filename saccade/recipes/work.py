@@ -61,6 +61,9 @@ def meter(backend: LocalBackend) -> Meter | None:
     shape = flops.shape_of(model.config)
     if shape is None:
         return None
+    blocks = len(model.get_decoder().layers)  # a reward model may leave some out
+    text = replace(shape.text, layers=blocks)
+    shape = replace(shape, text=text, windows=shape.windows[:blocks])
     assert backend.optimizer is not None, "a backend that trains"
     trained = {name: p.numel() for name, p in backend.optimizer.parameters.items()}
     layers = sum(len(kind.layers) for kind in backend.recompute.kinds)

@@ -54,9 +54,15 @@ def samples(image) -> list[Sample]:
     return [Sample(id=f"s{n}", messages=q, candidates=(a, b)) for n, (q, a, b) in enumerate(rows)]
 
 
-def model_of(family, pooling: str = "last", heads: int = 2, dtype=torch.float32):
+CARD = Card(kind="scalar", heads=("a", "b"))
+
+
+def model_of(family, pooling: str = "last", heads: int = 2, dtype=torch.float32, **changes):
     model = load_model(family, dtype=dtype, device=CPU)
-    head = RewardHead(like=model, heads=heads, pooling=pooling, seed=1)
+    if pooling == "attention":
+        changes = {"pooling_heads": 4} | changes
+    card = replace(CARD, heads=CARD.heads[:heads], pooling=pooling, **changes)
+    head = RewardHead(like=model, card=card, seed=1)
     if pooling == "attention":
         torch.nn.init.uniform_(head.query, -3, 3, torch.Generator().manual_seed(0))
     attach_reward(model, head)
@@ -103,12 +109,61 @@ def test_a_forest_scores_as_single_rows_do(family, samples, pooling) -> None:
         assert len(hidden) == len(read.ids)  # up to the very last token
         first = int(np.flatnonzero(read.policy_mask)[0])
         states = hidden[-1:] if pooling == "last" else hidden[first:]
-        weights = torch.full((len(states),), 1 / len(states))
+        pooled = states.mean(0)
         if pooling == "attention":
-            weights = (states @ model.score.query / 8).softmax(0)
-        expected = (weights @ states) @ model.score.weight.T
+            quarters = zip(states.chunk(4, 1), model.score.query.chunk(4), strict=True)
+            pooled = torch.cat([(part @ q / 16**0.5).softmax(0) @ part for part, q in quarters])
+        expected = pooled @ model.score.weight.T
         np.testing.assert_allclose(together[2 * index], expected.detach().numpy(), atol=1e-5)
         assert batch.tokens < 2 * len(read.ids)  # the question is packed once
+
+
+@pytest.mark.parametrize("probe", [0, 1, -1, -2])
+def test_the_probed_block_is_read_through_the_final_norm(family, samples, probe) -> None:
+    model = load_model(family, dtype=torch.float32, device=CPU)
+    [batch] = packed(samples, family, 100_000)
+    inputs = LocalBackend(model, family)._inputs.get(batch)
+    decoder, outputs = model.get_decoder(), []
+    for block in decoder.layers:
+        block.register_forward_hook(lambda module, given, out: outputs.append(out[0]))
+    hidden_states(model, family, inputs.ids, inputs.positions, batch.media, inputs.plan)
+    card = replace(CARD, probe_layer=probe, head="mlp", bounded=True)
+    head = RewardHead(like=model, card=card, seed=1)
+    read = decoder.norm(outputs[probe])[torch.from_numpy(batch.ends)]
+    expected = head(read, torch.arange(len(read)), len(read))
+    attach_reward(model, head)
+    [found] = ratings(LocalBackend(model, family), [batch])
+    np.testing.assert_allclose(found, expected.detach().numpy(), atol=1e-6)
+    assert len(outputs) == 2 + len(decoder.layers) and 0 < found.min() < found.max() < 1
+
+
+def test_pooling_reads_every_token_of_every_turn_and_nothing_else(family, samples) -> None:
+    """Turns that begin alike: the forest branches where the first one ends."""
+
+    def said(role, text):
+        return Message(role=role, parts=(text,))
+
+    asked = samples[0].messages
+    sides = [
+        (said("assistant", first), said("user", "sure?"), said("assistant", "it is a dog"))
+        for first in ("three", "three of them")
+    ]
+    sample = Sample(id="s", messages=asked, candidates=tuple(sides))
+    model = model_of(family, "mean")
+    backend = LocalBackend(model, family)
+    [found] = ratings(backend, packed([sample], family, 100_000))
+    for side, scores in zip(sides, found, strict=True):
+        read = judged("x", 0, asked, side, family)
+        assert len(np.unique(np.diff(np.flatnonzero(read.policy_mask)))) == 2  # two turns
+        whole = replace(sample, candidates=(side,), desirable=True)
+        [alone] = packed([whole], family, 100_000)
+        inputs = backend._inputs.get(alone)
+        hidden = hidden_states(
+            model, family, inputs.ids, inputs.positions, alone.media, inputs.plan
+        )
+        own = hidden[torch.from_numpy(read.policy_mask)]
+        expected = own.mean(0) @ model.score.weight.T
+        np.testing.assert_allclose(scores, expected.detach().numpy(), atol=1e-5)
 
 
 def test_gradients_do_not_depend_on_packing(family, samples, keep_float64) -> None:
@@ -117,7 +172,9 @@ def test_gradients_do_not_depend_on_packing(family, samples, keep_float64) -> No
     row = of_pairs(row, list(labels), labels, {})
     found = []
     for budget in (1, 100_000):
-        model = model_of(family, "attention", dtype=torch.float64)
+        model = model_of(
+            family, "attention", dtype=torch.float64, head="mlp", bounded=True, probe_layer=-2
+        )
         keep_float64()
         backend = LocalBackend(model, family, TrainConfig(lr=1e-3))
         steps: list = []
@@ -126,7 +183,8 @@ def test_gradients_do_not_depend_on_packing(family, samples, keep_float64) -> No
         )
         train_ratings(backend, packed(samples, family, budget), row, lr=1e-3)
         found.append(steps[0])
-    assert found[0].keys() == found[1].keys() and "score.query" in found[0]
+    assert found[0].keys() == found[1].keys() == backend.optimizer.parameters.keys()
+    assert {"score.query", "score.inner", "score.gain"} <= found[0].keys()
     for name, gradient in found[0].items():
         torch.testing.assert_close(gradient, found[1][name], rtol=1e-6, atol=1e-9)
 
@@ -137,7 +195,7 @@ def test_the_head_is_a_file_of_its_own_and_loads_again(family, tmp_path) -> None
         assert not hasattr(model, "score")
     assert model.score is head
     save_reward(head, tmp_path)
-    other = RewardHead(like=model, heads=2, pooling="last", seed=9)
+    other = RewardHead(like=model, card=head.card, seed=9)
     load_reward(other, tmp_path)
     assert all(
         torch.equal(a, b) for a, b in zip(head.parameters(), other.parameters(), strict=True)

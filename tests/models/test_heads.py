@@ -1,14 +1,30 @@
-"""The head of a critic: where it sits, what it starts from, what it frees."""
+"""The head of a critic: where it sits, what it starts from, what it frees. That of a reward model:
+the numbers of plain torch, and a model that is whole again when it is saved.
+"""
 
+import json
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from pytest import approx
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
+from saccade.errors import ConfigError
 from saccade.models.families import load_family
-from saccade.models.heads import attach_score, read_scores
+from saccade.models.heads import (
+    RewardHead,
+    attach_reward,
+    attach_score,
+    read_scores,
+    save_reward,
+    start_score,
+    without_reward,
+)
 from saccade.models.load import freeze, load_model, trainable_table
+from saccade.models.rating import Card, read_card
 from saccade.models.tiny import build
 
 FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen2", "qwen3", "llama"]
@@ -71,3 +87,102 @@ def test_it_trains_with_the_language_model_and_can_be_all_that_trains(load, fami
     assert family.tower_of("score.weight") == "llm"
     freeze(model, family, "freeze:model.")
     assert trainable_table(model, family)["llm"][0] == 64
+
+
+# -- of a reward model -----------------------------------------------------------------------------
+
+CARD = Card(kind="scalar", heads=("a", "b"))
+
+
+def made(model, card: Card) -> RewardHead:
+    head = RewardHead(like=model, card=card, seed=1)
+    for parameter in head.parameters():  # what starts as a constant would hide a mistake
+        nn.init.normal_(parameter, 0, 0.5, torch.Generator().manual_seed(parameter.numel()))
+    return head
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_an_mlp_is_that_of_plain_torch(load, bounded):
+    head = made(load("qwen3"), replace(CARD, head="mlp", bounded=bounded))
+    plain = nn.Sequential(
+        nn.Linear(64, 64, bias=False), nn.RMSNorm(64, 1e-6), nn.SiLU(), nn.Linear(64, 2, bias=False)
+    )
+    with torch.no_grad():
+        for own, theirs in ((head.inner, plain[0]), (head.gain, plain[1]), (head.weight, plain[3])):
+            theirs.weight.copy_(own)
+    hidden = torch.randn(5, 64)
+    expected = plain(hidden).sigmoid() if bounded else plain(hidden)
+    assert torch.allclose(head(hidden, torch.arange(5), 5), expected, atol=1e-6)
+
+
+def test_an_mlp_starts_with_states_of_their_own_size(load):
+    head = RewardHead(like=load("qwen3"), card=replace(CARD, head="mlp"), seed=1)
+    assert head.inner.std().item() == approx(1 / 8, rel=0.05) and (head.gain == 1).all()
+    assert abs(torch.cosine_similarity(head.inner[0], head.weight[0], dim=0).item()) < 0.5
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_attention_weighs_every_part_of_the_states_by_itself(load, heads):
+    card = replace(CARD, pooling="attention", pooling_heads=heads)
+    head = made(load("qwen3"), card)
+    hidden, sequence = torch.randn(9, 64) * 9, torch.tensor([2, 0, 0, 1, 2, 1, 1, 2, 1])
+    found = head(hidden, sequence, 3)
+    for index in range(3):
+        keys = hidden[sequence == index].view(-1, heads, 64 // heads).transpose(0, 1)
+        pooled = scaled_dot_product_attention(head.query.view(heads, 1, -1), keys, keys)
+        expected = pooled.flatten() @ head.weight.T
+        assert torch.allclose(found[index], expected, atol=1e-5)
+        alone = head(hidden[sequence == index], torch.zeros(len(keys[0]), dtype=torch.long), 1)
+        assert torch.allclose(found[index], alone[0], atol=1e-6)
+
+
+def test_a_size_that_heads_do_not_divide_is_refused(load):
+    card = replace(CARD, pooling="attention", pooling_heads=3)
+    with pytest.raises(ConfigError, match=r"3 does not divide the hidden size 64 .*heads=1"):
+        RewardHead(like=load("qwen3"), card=card, seed=0)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen2_audio"])
+def test_blocks_above_the_probed_one_wait_for_the_folder(load, name):
+    model = load(name)
+    before = dict(model.named_parameters())
+    attach_reward(model, RewardHead(like=model, card=replace(CARD, probe_layer=-2), seed=0))
+    assert len(model.get_decoder().layers) == 1 and len(model.score.above) == 1
+    left = {n for n in before if ".layers.1." in n and "visual" not in n and "audio" not in n}
+    assert before.keys() - dict(model.named_parameters()).keys() == left != set()
+    with without_reward(model):
+        now = dict(model.named_parameters())
+        assert now.keys() == before.keys() and all(now[n] is p for n, p in before.items())
+    assert len(model.get_decoder().layers) == 1
+
+
+@pytest.mark.parametrize("probe", [-3, 2])
+def test_a_block_that_is_not_there_is_refused(load, probe):
+    model = load("qwen3")
+    head = RewardHead(like=model, card=replace(CARD, probe_layer=probe), seed=0)
+    with pytest.raises(ConfigError, match="none of the 2 blocks of this model; give -2 to 1"):
+        attach_reward(model, head)
+
+
+def test_a_folder_from_before_has_a_linear_head_on_the_last_block(tmp_path):
+    known = {"kind": "scalar", "heads": ["a"], "pooling": "attention", "statistics": {"a": [1, 2]}}
+    known |= {"statistics_step": 3, "placeholder": "", "tokens": [], "chat": True}
+    (tmp_path / "config.json").write_text(json.dumps({"reward_model": known}))
+    statistics = {"statistics": {"a": (1, 2)}, "statistics_step": 3}
+    assert read_card(tmp_path) == Card(
+        kind="scalar", heads=("a",), pooling="attention", **statistics
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"head": "mlp"}, {"bounded": True}, {"probe_layer": 0}], ids=str
+)
+def test_a_critic_takes_the_score_only_where_it_reads_alike(load, tmp_path, changes):
+    model, card = load("qwen3"), replace(CARD, **changes)
+    head = made(model, card)
+    save_reward(head, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"reward_model": vars(card)}))
+    attach_score(model, seed=0)
+    drawn = model.score.weight.detach().clone()
+    assert start_score(model, tmp_path) == (not changes)
+    assert torch.equal(model.score.weight, drawn if changes else head.weight[:1])

@@ -117,6 +117,23 @@ def trained(tmp_path_factory: pytest.TempPathFactory, config: Make, rows: Path) 
     return out / "run" / "checkpoints" / "step-15"
 
 
+DEEP = {
+    "reward_model.loss": "hps",
+    "reward_model.pooling": "attention",
+    "reward_model.head": "mlp",
+    "reward_model.bounded": True,
+    "reward_model.probe_layer": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory, config: Make) -> Path:
+    """One whose score is no linear function of the last states."""
+    out = tmp_path_factory.mktemp("deep")
+    reward_model.run(config(out, run__max_steps=12) | DEEP)
+    return out / "run" / "checkpoints" / "step-12"
+
+
 def scores_of(folder: Path, config: dict[str, Any], **options: Any) -> np.ndarray:
     """[pairs, sides] of the training rows."""
     resolved = defaults_for("reward-model", load(config))
@@ -148,6 +165,47 @@ def test_pairs_of_pictures_are_learned_and_the_folder_scores_again(
     assert (mean, std) == pytest.approx((last["val/held-pairs/mean"], last["val/held-pairs/std"]))
     normal = scores_of(trained, config(tmp_path), normalise=True)
     np.testing.assert_allclose(normal, (scores - mean) / std, rtol=1e-5)
+
+
+def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
+    deep: Path, config: Make, tmp_path: Path, word_model: str
+) -> None:
+    scores = scores_of(deep, config(tmp_path))
+    assert (scores[:, 0] > scores[:, 1]).all() and 0 < scores.min() < scores.max() < 1
+    card = read_card(deep)
+    assert card == Card(
+        kind="scalar",
+        heads=("preference",),
+        pooling="attention",
+        pooling_heads=4,
+        probe_layer=0,
+        head="mlp",
+        bounded=True,
+        statistics=card.statistics if card else {},
+        statistics_step=12,
+    )
+    from transformers import AutoModelForImageTextToText
+
+    models = [AutoModelForImageTextToText.from_pretrained(path) for path in (word_model, deep)]
+    moved = {
+        name
+        for (name, before), after in zip(
+            models[0].named_parameters(), models[1].parameters(), strict=True
+        )
+        if not torch.equal(before, after)
+    }
+    assert any(".layers.0." in name for name in moved)
+    assert not any("language_model.layers.1." in name for name in moved)
+
+
+def test_statistics_are_those_of_the_weights_beside_them(deep: Path, config: Make) -> None:
+    """Without held-out rows, of the last step's: here a quarter of all."""
+    card = read_card(deep)
+    assert card is not None
+    mean, std = card.statistics["preference"]
+    scores = scores_of(deep, config(deep))
+    assert mean == pytest.approx(scores.mean(), abs=0.05)
+    assert std == pytest.approx(scores.std(), rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -207,8 +265,8 @@ def test_a_head_without_labels_is_refused(tmp_path: Path, config: Make) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"reward_model.loss": "hps", "train.ema": 0.9},
-        {"model.train": "lora", "model.lora.rank": 4},
+        DEEP | {"train.ema": 0.9},
+        {"model.train": "lora", "model.lora.rank": 4, "reward_model.probe_layer": -2},
     ],
     ids=["full", "lora"],
 )
@@ -244,7 +302,7 @@ def test_a_reward_model_is_trained_further_with_its_head(
     assert stored["score.log_scale"].item() == pytest.approx(np.log(1 / 0.07), abs=1e-4)
     steps = config(tmp_path, "steps", model__path=str(trained)) | PROCESS
     for options in (further | {"reward_model.pooling": "mean"}, steps):
-        with pytest.raises(ConfigError, match=r"is a trained reward model \(heads"):
+        with pytest.raises(ConfigError, match=r"is a trained reward model \((pooling: last|kind)"):
             reward_model.run(options)
     assert not (tmp_path / "run").exists()
 
@@ -258,7 +316,7 @@ def test_the_card_says_whose_scores_it_keeps(tmp_path: Path, config: Make, rows:
         card = read_card(folder)
         assert card is not None and card.statistics
         steps[f"{folder.parents[1].name}/{folder.name}"] = card.statistics_step
-    wanted = {"run/step-1": 0, "run/step-2": 2, "run/step-3": 3, "bare/step-2": 1}
+    wanted = {"run/step-1": 1, "run/step-2": 2, "run/step-3": 3, "bare/step-2": 2}
     assert steps == wanted
 
 
@@ -287,6 +345,9 @@ def test_the_average_is_a_reward_model_of_its_own(tmp_path: Path, config: Make) 
     mine = scores_of(folder, config(tmp_path))
     average = scores_of(folder / "state" / "ema", config(tmp_path))
     assert not np.allclose(mine, average)
+    reward_model.run(config(tmp_path, train__ema=0.5, run__max_steps=5, run__resume="auto"))
+    cards = [read_card(folder.parent / "step-5" / own) for own in ("", "state/ema")]
+    assert [card and bool(card.statistics) for card in cards] == [True, False]
 
 
 def test_stock_transformers_loads_the_folder_and_export_takes_the_head_along(
@@ -412,6 +473,22 @@ def test_ppo_with_a_critic_raises_the_score_of_the_model(
     assert 0 <= last["reward/accuracy"] <= 1 and np.isfinite(last["critic/loss"])
 
 
+def test_a_critic_draws_its_own_head_where_it_cannot_take_one(
+    tmp_path: Path, config: Make, deep: Path
+) -> None:
+    learned = {"verifier": "model", "args": {"path": str(deep), "normalise": True}}
+    options = config(tmp_path, run__max_steps=1) | {
+        "rollout.max_tokens": 2,
+        "reward.terms": [learned],
+        "algorithm.preset": "ppo",
+        "algorithm.critic.path": str(deep),
+        "train.samples_per_prompt": 2,
+    }
+    last = saccade.rl(options)
+    assert np.isfinite(last["reward/mean"]) and np.isfinite(last["critic/loss"])
+    assert "draws a head of its own" in (tmp_path / "run" / "log.txt").read_text()
+
+
 def test_rules_and_models_by_source_in_one_run(
     tmp_path: Path, rl_config: Make, trained: Path, scenes: Path, numbers: Read
 ) -> None:
@@ -473,7 +550,15 @@ def test_a_folder_that_is_no_reward_model(tmp_path: Path, rl_config: Make, word_
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("reward_model.bounded=true", "reward_model.bounded: has no effect with loss=bt"),
+        ("reward_model.loss=hps; reward_model.margin=0.2", "margin: has no effect with loss=hps"),
+        ("reward_model.pooling_heads=2", "pooling_heads: has no effect without"),
+        ("reward_model.bounded=true; reward_model.center_coef=0.1", "where a sigmoid cannot go"),
+        ("reward_model.probe_layer=2", "is none of the 2 blocks of this model; give -2 to 1"),
+        ("reward_model.probe_layer=-3", "is none of the 2 blocks of this model; give -2 to 1"),
+        (
+            "reward_model.pooling=attention; reward_model.pooling_heads=3",
+            "pooling_heads: 3 does not divide the hidden size 64 of this model",
+        ),
         ("reward_model.tokens=[1,2]", "reward_model.tokens: has no effect"),
         ("dpo.beta=1", "has no effect in `saccade reward-model`"),
         ("reward.terms=[math]", "has no effect in `saccade reward-model`"),
@@ -482,8 +567,8 @@ def test_a_folder_that_is_no_reward_model(tmp_path: Path, rl_config: Make, word_
 )
 def test_what_is_refused(config: Make, tmp_path: Path, override: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        reward_model.run(load(config(tmp_path), [override]))
-    assert words in str(caught.value)
+        reward_model.run(load(config(tmp_path), override.split("; ")))
+    assert words in str(caught.value) and not (tmp_path / "run").exists()
 
 
 def test_defaults_and_the_dry_run(config: Make, tmp_path: Path) -> None:
