@@ -161,25 +161,32 @@ def _from_pictures(
 # -- files -----------------------------------------------------------------------------------------
 
 
-def decode(media: Media) -> np.ndarray:
-    """The frames that are shown, uint8 [frames, height, width, 3]."""
+def decode(media: Media, shrink: Callable[[np.ndarray], np.ndarray] | None = None) -> np.ndarray:
+    """The frames that are shown, uint8 [frames, height, width, 3]. Each is shrunk as soon as it is
+    read: hundreds of large ones would not fit into memory.
+    """
+    read = {index: shrink(frame) if shrink else frame for index, frame in _frames(media)}
+    return np.stack([read[index] for index in media.frames])
+
+
+def _frames(media: Media) -> Iterator[tuple[int, np.ndarray]]:
+    """Every frame that is shown, once."""
+    missing = set(media.frames)
     if media.pictures:
-        return np.stack([images.decode(media.pictures[frame]) for frame in media.frames])
+        yield from ((index, images.decode(media.pictures[index])) for index in sorted(missing))
+        return
     name = media.path or f"video {media.hash[:12]}"
     data = media.data if media.path is None else _start(media.path)
     assert data is not None
     if media.path is not None and _is_animation(data):
         data = Path(media.path).read_bytes()
-    pixels = np.empty((len(media.frames), media.height, media.width, 3), np.uint8)
-    missing = set(media.frames)
     for index, frame in _reader(data)(data, media.path, name, frozenset(missing)):
-        if frame.shape != pixels.shape[1:]:
+        if frame.shape != (media.height, media.width, 3):
             raise ImageError(f"{name}: changed after it was read")
-        pixels[np.equal(media.frames, index)] = frame
+        yield index, frame
         missing.discard(index)
     if missing:
         raise ImageError(f"{name}: frame {min(missing)} cannot be decoded")
-    return pixels
 
 
 def _start(path: str) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +105,18 @@ def test_pictures_are_a_video_too(tmp_path: Path):
         assert np.array_equal(decode(media), pixels[[0, 1, 2, 3, 4, 4]])
     few = videos.open_video(pixels, max_frames=2)
     assert np.array_equal(decode(few), pixels[[0, 2]]) and few.fps == pytest.approx(0.8)
+
+
+def test_a_long_video_is_never_in_memory_at_full_size():
+    large = film(24, 28, 28).repeat(10, axis=1).repeat(10, axis=2)
+    video = videos.open_video(animation(large), min_frames=24)
+    raw = 280 * 280 * 3
+    tracemalloc.start()
+    small = videos.decode(video, lambda frame: frame[::10, ::10].copy())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert small.shape == (24, 28, 28, 3) and peak < 4 * raw
+    assert np.array_equal(small, videos.decode(video)[:, ::10, ::10])
 
 
 def test_what_is_no_video_is_refused(tmp_path: Path):

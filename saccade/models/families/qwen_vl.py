@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from saccade import videos
 from saccade.errors import DataError
 from saccade.images import DECODED, ImageCache, resized_size
 from saccade.types import Media, MediaSpan
@@ -115,16 +116,13 @@ def positions(
 
 def picture(media: Media, grid: tuple[int, int, int], patch: int) -> np.ndarray:
     """[rows · P, columns · P, 3] uint8; of a video one for each frame."""
-    size = (grid[2] * patch, grid[1] * patch)
-    pixels = DECODED.get(media)
-    if pixels.shape[-2:-4:-1] == size:
+    resize = partial(_resized, size=(grid[2] * patch, grid[1] * patch))
+    return videos.decode(media, resize) if media.kind == "video" else resize(DECODED.get(media))
+
+
+def _resized(pixels: np.ndarray, *, size: tuple[int, int]) -> np.ndarray:
+    if pixels.shape[1::-1] == size:
         return pixels
-    if media.kind == "video":
-        return np.stack([_resized(frame, size) for frame in pixels])
-    return _resized(pixels, size)
-
-
-def _resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
 
 
