@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -20,9 +20,6 @@ from saccade import __version__
 from saccade.cli_data import data_commands
 from saccade.cli_run import data_as_override, print_report, read_config, run_recipe, show_error
 from saccade.errors import ConfigError, DataError, SaccadeError, SelfTestError
-
-if TYPE_CHECKING:
-    pass
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -131,52 +128,46 @@ def init(
 # -- train -----------------------------------------------------------------------------------------
 
 
-@command("rl", panel="Train", example="saccade rl run.yaml train.lr=2e-6 run.max_steps=100")
-def rl(
-    arguments: Arguments = None,
-    dry_run: DryRun = False,
-    smoke: Smoke = False,
-    seed: Seed = None,
-    out: Out = None,
-) -> None:
-    """Train with reinforcement learning."""
-    run_recipe("rl", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+def recipe(name: str, does: str, *, panel: str, example: str) -> None:
+    """Register a command that hands its config to the recipe of that name."""
+
+    def run(
+        arguments: Arguments = None,
+        dry_run: DryRun = False,
+        smoke: Smoke = False,
+        seed: Seed = None,
+        out: Out = None,
+    ) -> None:
+        run_recipe(name, arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+
+    run.__doc__ = does
+    command(name, panel=panel, example=f"saccade {name} {example}")(run)
 
 
-@command("sft", panel="Train", example="saccade sft run.yaml data.train=demonstrations.jsonl")
-def sft(
-    arguments: Arguments = None,
-    dry_run: DryRun = False,
-    smoke: Smoke = False,
-    seed: Seed = None,
-    out: Out = None,
-) -> None:
-    """Train on demonstrations (supervised fine-tuning)."""
-    run_recipe("sft", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
-
-
-@command("dpo", panel="Train", example="saccade dpo run.yaml data.train=pairs.jsonl dpo.beta=0.1")
-def dpo(
-    arguments: Arguments = None,
-    dry_run: DryRun = False,
-    smoke: Smoke = False,
-    seed: Seed = None,
-    out: Out = None,
-) -> None:
-    """Train on preferences: pairs of responses, or responses called good or bad (dpo.loss=kto)."""
-    run_recipe("dpo", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
-
-
-@command("reward-model", panel="Train", example="saccade reward-model run.yaml train.lr=9e-6")
-def reward_model(
-    arguments: Arguments = None,
-    dry_run: DryRun = False,
-    smoke: Smoke = False,
-    seed: Seed = None,
-    out: Out = None,
-) -> None:
-    """Train a model that scores: on pairs, or on steps that are labelled one by one."""
-    run_recipe("reward-model", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+recipe(
+    "rl",
+    "Train with reinforcement learning.",
+    panel="Train",
+    example="run.yaml train.lr=2e-6 run.max_steps=100",
+)
+recipe(
+    "sft",
+    "Train on demonstrations (supervised fine-tuning).",
+    panel="Train",
+    example="run.yaml data.train=demonstrations.jsonl",
+)
+recipe(
+    "dpo",
+    "Train on preferences: pairs of responses, or responses called good or bad (dpo.loss=kto).",
+    panel="Train",
+    example="run.yaml data.train=pairs.jsonl dpo.beta=0.1",
+)
+recipe(
+    "reward-model",
+    "Train a model that scores: on pairs, or on steps that are labelled one by one.",
+    panel="Train",
+    example="run.yaml train.lr=9e-6",
+)
 
 
 # -- use -------------------------------------------------------------------------------------------
@@ -210,16 +201,12 @@ def evaluate(
     )
 
 
-@command("generate", panel="Use", example="saccade generate run.yaml generate.n=4")
-def generate(
-    arguments: Arguments = None,
-    dry_run: DryRun = False,
-    smoke: Smoke = False,
-    seed: Seed = None,
-    out: Out = None,
-) -> None:
-    """Write responses of a model to a file; rows that are there already are skipped."""
-    run_recipe("generate", arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+recipe(
+    "generate",
+    "Write responses of a model to a file; rows that are there already are skipped.",
+    panel="Use",
+    example="run.yaml generate.n=4",
+)
 
 
 @command("chat", panel="Use", example="saccade chat models/Qwen2.5-VL-3B-Instruct --serve")
