@@ -21,6 +21,7 @@ PROMPT_TOKENS = 4000  # tiny models have 4096 positions
 IMAGE_PIXELS = 112 * 112
 FRAMES = 4
 ROWS = 8
+OF_OTHER_ENGINES = ("tensor_parallel", "memory_share", "engine_args", "parity_max")
 
 
 def smoke(config: Config, command: str) -> Config:
@@ -70,7 +71,10 @@ def smoke(config: Config, command: str) -> Config:
             changes["train.updates_per_step"] = min(train.updates_per_step, 2)
         if config.algorithm.overlong.buffer:
             changes["algorithm.overlong.buffer"] = TOKENS // 2
-    return load(config, [f"{name}={json.dumps(value)}" for name, value in changes.items()])
+    tree = config.model_dump(exclude_unset=True)
+    for name in OF_OTHER_ENGINES:
+        tree.get("rollout", {}).pop(name, None)
+    return load(tree, [f"{name}={json.dumps(value)}" for name, value in changes.items()])
 
 
 def _with_tiny_models(value: Any, path: str) -> Any:

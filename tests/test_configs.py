@@ -45,6 +45,8 @@ TINY = {
     "prm": "qwen2",
     "lightrft_srm_vl": "qwen2_5_vl",
     "lightrft_srm_al": "qwen2_audio",
+    "mixtral_lora": "mixtral",
+    "ppo_70b": "llama",
     "text_ppo": "llama",
     "text_grpo": "qwen3",
     "text_rpp": "qwen2",
@@ -63,6 +65,7 @@ COMMANDS = {
     "rejection_sampling": "sft",
     "iter_dpo": "dpo",
     "kd": "sft",
+    "mixtral_lora": "sft",
     "continue_pretrain": "sft",
     "lightrft_grm_sft": "sft",
     "rm": "reward-model",
@@ -188,8 +191,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory, image: Any) -> dict[str, str]
             "rejected": "<image>",
         },
     }
-    layouts["rm"] = layouts["dpo"]
-    for name in ("text_ppo", "text_grpo", "text_rpp", "text_rpp_baseline"):
+    layouts["rm"], layouts["mixtral_lora"] = layouts["dpo"], layouts["kd"]
+    for name in ("ppo_70b", "text_ppo", "text_grpo", "text_rpp", "text_rpp_baseline"):
         layouts[name] = lambda q, a, i: {"prompt": q}
     layouts["lightrft_gsm8k"] = lambda q, a, i: {"prompt": q, "reference": a, "label": "gsm8k_rule"}
     for name in ("lightrft_geo3k", "lightrft_geo3k_ppo"):

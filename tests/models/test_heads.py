@@ -11,7 +11,7 @@ from saccade.models.heads import attach_score, read_scores
 from saccade.models.load import freeze, load_model, trainable_table
 from saccade.models.tiny import build
 
-FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen2", "qwen3", "llama"]
+FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen2", "qwen3", "llama", "mixtral"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
