@@ -38,13 +38,35 @@ class Stack:
     key_heads: int
     head_size: int
     intermediate: int
-    linears: tuple[tuple[int, int], ...]  # (in, out) of every matrix of one layer
+    linears: tuple[tuple[int, int], ...]  # (in, out) of every matrix of one layer, experts apart
     head_norms: bool = False  # queries and keys are normalised
+    expert: tuple[tuple[int, int], ...] = ()  # (in, out) of every matrix of one expert
+    experts: int = 0  # of a layer
+    chosen: int = 0  # of them by each token
 
     @property
     def weights(self) -> int:
-        """Of all matrices of all layers."""
-        return self.layers * sum(m * n for m, n in self.linears)
+        """Of all matrices of all layers; of experts those that one token passes."""
+        return self.layers * (_size(self.linears) + self.chosen * _size(self.expert))
+
+    @property
+    def expert_weights(self) -> int:
+        """Of all experts of one layer."""
+        return self.experts * _size(self.expert)
+
+    @property
+    def expert_width(self) -> int:
+        """What the experts of one token have between their matrices."""
+        return self.chosen * self.expert[-1][0] if self.expert else 0
+
+    def read_by(self, rows: float) -> float:
+        """Weights that a forward of so many tokens reads, if they use all experts alike."""
+        hit = self.experts * (1 - (1 - self.chosen / max(1, self.experts)) ** rows)
+        return self.layers * (_size(self.linears) + hit * _size(self.expert))
+
+
+def _size(matrices: Iterable[tuple[int, int]]) -> int:
+    return sum(m * n for m, n in matrices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +101,28 @@ class Shape:
 
 # Decoders with four attention matrices and a gated MLP in every layer.
 GATED = ("qwen2", "qwen3", "llama", "qwen2_vl_text", "qwen2_5_vl_text")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")  # experts in every layer instead of the MLP
+KNOWN = (*GATED, *MIXTURES)
 
 
 def shape_of(config: Any) -> Shape | None:
     """From a transformers config; None for an architecture that is not known here."""
     text = config.get_text_config()
     towers = {"qwen2_vl": _qwen2_vision, "qwen2_5_vl": _qwen2_5_vision}
-    if text.model_type not in GATED or not (text is config or config.model_type in towers):
+    if text.model_type not in KNOWN or not (text is config or config.model_type in towers):
         return None
+    if getattr(text, "mlp_only_layers", None) or getattr(text, "decoder_sparse_step", 1) != 1:
+        return None  # layers that differ
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    hidden, wide = text.hidden_size, text.intermediate_size
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     window = getattr(text, "sliding_window", None)
+    kinds = (
+        getattr(text, "layer_types", None)
+        or ["sliding_attention" if window else "full_attention"] * text.num_hidden_layers
+    )
+    hidden = text.hidden_size
+    mlp = _mixture if text.model_type in MIXTURES else _gated
     return Shape(
         text=Stack(
             layers=text.num_hidden_layers,
@@ -100,22 +130,43 @@ def shape_of(config: Any) -> Shape | None:
             heads=heads,
             key_heads=key_heads,
             head_size=size,
-            intermediate=wide,
-            linears=(
+            head_norms=text.model_type in ("qwen3", "qwen3_moe"),
+            **mlp(
+                text,
                 (hidden, heads * size),
                 (hidden, key_heads * size),
                 (hidden, key_heads * size),
                 (heads * size, hidden),
-                (hidden, wide),
-                (hidden, wide),
-                (wide, hidden),
             ),
-            head_norms=text.model_type == "qwen3",
         ),
         vocabulary=text.vocab_size,
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         vision=None if text is config else towers[config.model_type](config.vision_config),
     )
+
+
+def _gated(text: Any, *attention: tuple[int, int]) -> dict[str, Any]:
+    hidden, wide = text.hidden_size, text.intermediate_size
+    return {"intermediate": wide, "linears": (*attention, *_halves(hidden, wide))}
+
+
+def _mixture(text: Any, *attention: tuple[int, int]) -> dict[str, Any]:
+    """A router, its experts, and one more that all tokens pass, with a gate of its own."""
+    hidden = text.hidden_size
+    shared = getattr(text, "shared_expert_intermediate_size", 0)
+    always = (*_halves(hidden, shared), (hidden, 1)) if shared else ()
+    own = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    return {
+        "intermediate": shared,
+        "linears": (*attention, (hidden, text.num_experts), *always),
+        "expert": _halves(hidden, own),
+        "experts": text.num_experts,
+        "chosen": text.num_experts_per_tok,
+    }
+
+
+def _halves(hidden: int, wide: int) -> tuple[tuple[int, int], ...]:
+    return ((hidden, wide), (hidden, wide), (wide, hidden))
 
 
 def _qwen2_5_vision(vision: Any) -> Vision:
@@ -353,8 +404,10 @@ def recomputed(shape: Shape, work: Forward, training: Training) -> float:
 
 def _until_last(stack: Stack) -> float:
     """Share of a layer's products that torch repeats: it stops once backward has what it needs, and
-    the result of the last matrix is not among that.
+    the result of the last matrix is not among that. Results of experts are: they are weighed.
     """
+    if stack.experts:
+        return 1.0
     sizes = [m * n for m, n in stack.linears]
     return 1 - sizes[-1] / sum(sizes)
 
@@ -370,13 +423,18 @@ class Generation:
     decode: Forward  # sampled tokens
     sampled: int
     longest: int  # most tokens that one member sampled
-    weight_bytes: float  # read by every step of decoding
+    shape: Shape
+    element: int  # bytes of a weight
     cache_bytes: float  # read in all
+
+    def weight_bytes(self, rows: float) -> float:
+        """Read by every step of decoding so many sequences."""
+        return self.element * (self.shape.text.read_by(rows) + self.shape.head_weights)
 
     def read_bytes(self, max_sequences: int) -> float:
         """In as few steps as `max_sequences` at a time allow."""
         steps = max(self.longest, -(-self.sampled // max_sequences))
-        return steps * self.weight_bytes + self.cache_bytes
+        return steps * self.weight_bytes(self.sampled / max(1, steps)) + self.cache_bytes
 
 
 def generation(
@@ -407,7 +465,8 @@ def generation(
         decode=decode,
         sampled=sum(sampled),
         longest=max(sampled),
-        weight_bytes=float(element * (shape.text.weights + shape.head_weights)),
+        shape=shape,
+        element=element,
         cache_bytes=float(contexts * shape.kv_bytes(element)),
     )
 

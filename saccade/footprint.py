@@ -24,6 +24,9 @@ Moments = Mapping[str, dict[str, float]]  # of each: item → bytes
 # and two of matrices (hidden size), the query and the result of attention (all heads), gate and
 # other half (intermediate size). Adapters keep what enters the last matrix, too.
 KEPT_HIDDEN, KEPT_HEADS, KEPT_WIDE, KEPT_WIDE_ADAPTED = 4, 2, 2, 3
+# Of an expert, which is not fused: its token and its result (hidden size); both halves, the gate
+# that was activated and the product. Where it is frozen, nobody asks for what enters its matrices.
+KEPT_EXPERT_HIDDEN, KEPT_EXPERT_WIDE = 2, 4
 # Beside that in backward: gradients of both halves, their product and its gradient; of the stream.
 BACKWARD_WIDE, BACKWARD_HIDDEN = 4, 4
 # Without backward: both halves and their product; the stream and its norms.
@@ -37,6 +40,10 @@ def layer_bytes(
     heads = stack.heads * stack.head_size
     wide = KEPT_WIDE_ADAPTED if adapted else KEPT_WIDE
     per_token = KEPT_HIDDEN * stack.hidden + KEPT_HEADS * heads + wide * stack.intermediate
+    per_token += (KEPT_EXPERT_HIDDEN - adapted) * stack.chosen * stack.hidden
+    per_token += (KEPT_EXPERT_WIDE - adapted) * stack.expert_width
+    if stack.experts and stack.intermediate:
+        per_token += stack.hidden  # the result of an expert for all tokens, which is weighed, too
     key_heads = stack.key_heads * stack.head_size
     if stack.head_norms:
         per_token += heads + key_heads
@@ -64,7 +71,7 @@ def prefill_bytes(shape: Shape, tokens: int, patches: int, *, element: int) -> f
     if shape.vision is not None:
         towers.append((shape.vision.blocks, patches))
     return max(
-        float(element * n * (FORWARD_WIDE * stack.intermediate + FORWARD_HIDDEN * stack.hidden))
+        float(element * n * (FORWARD_WIDE * _wide(stack) + FORWARD_HIDDEN * stack.hidden))
         for stack, n in towers
     )
 
@@ -89,6 +96,8 @@ def update_moments(
         shape.text, batch.tokens, gathered_keys(batch), element=element, adapted=adapted
     )
     kept, layer = _tower(shape.text, batch.tokens, one, keeping[0], element)
+    if training.mode("llm") == "full":  # matrices of experts outweigh a layer's activations
+        layer += element * shape.text.expert_weights
     shown, block = 0.0, 0.0
     seen = patches(batch.media)
     if shape.vision is not None and seen and training.mode("vision") != "frozen":
@@ -111,5 +120,10 @@ def _tower(
     keeps, where that is computed again.
     """
     kept = keeping * one + (stack.layers - keeping) * input_bytes(stack, tokens, element=element)
-    wide = BACKWARD_WIDE * stack.intermediate + BACKWARD_HIDDEN * stack.hidden
+    wide = BACKWARD_WIDE * _wide(stack) + BACKWARD_HIDDEN * stack.hidden
     return kept, element * tokens * wide + (0.0 if keeping else one)
+
+
+def _wide(stack: Stack) -> int:
+    """Between the matrices of a layer, for one token."""
+    return stack.intermediate + stack.expert_width + stack.chosen * stack.hidden

@@ -94,6 +94,7 @@ NAMES = {
     "algorithm.preset": "algo",
     "algorithm.advantage": "adv_estimator advantage_estimator",
     "algorithm.aggregation": "loss_agg_mode loss_type loss_avg_mode",
+    "train.aux_coef": "aux_loss_coef router_aux_loss_coef",
     "algorithm.kl.coef": "beta kl_coef init_kl_coef kl_loss_coef kl_beta",
     "algorithm.kl.kind": "kl_estimator kl_loss_type kl_penalty",
     "algorithm.clip_low": "epsilon epsilon_low eps_clip clip_ratio clip_ratio_low cliprange",

@@ -788,6 +788,12 @@ class TrainConfig(Section):
         "as it has prompts.",
         ge=0,
     )
+    aux_coef: float = option(
+        0.0,
+        "Weight of the loss that evens out the use of experts, for mixtures of them; the only term "
+        "that depends on how rows are packed into forests.",
+        ge=0,
+    )
     ema: float = option(
         0.0,
         "Keep an average of the weights beside them, in state/ema of a checkpoint: the share of "

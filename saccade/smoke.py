@@ -11,6 +11,7 @@ stand in. Works on options only: loads no model and reads no data.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ PROMPT_TOKENS = 4000  # tiny models have 4096 positions
 IMAGE_PIXELS = 112 * 112
 FRAMES = 4
 ROWS = 8
-EXAMPLES = (
-    "rows"  # folder beside a config: NAME.jsonl in the layout it describes, public/ for suites
-)
+# Folder beside a config: NAME.jsonl in the layout that it describes, public/ for suites.
+EXAMPLES = "rows"
+OF_OTHER_ENGINES = ("tensor_parallel", "memory_share", "engine_args", "parity_max")
 
 
 def smoke(config: Config, command: str) -> Config:
@@ -76,7 +77,10 @@ def smoke(config: Config, command: str) -> Config:
             changes["train.updates_per_step"] = min(train.updates_per_step, 2)
         if config.algorithm.overlong.buffer:
             changes["algorithm.overlong.buffer"] = TOKENS // 2
-    return load(config, [f"{name}={json.dumps(value)}" for name, value in changes.items()])
+    tree = config.model_dump(exclude_unset=True)
+    for name in OF_OTHER_ENGINES:
+        tree.get("rollout", {}).pop(name, None)
+    return load(tree, _options(changes))
 
 
 def with_examples(config: Config, folder: Path) -> tuple[Config, list[str]]:
@@ -95,9 +99,11 @@ def with_examples(config: Config, folder: Path) -> tuple[Config, list[str]]:
     if config.eval.suites and public.is_dir() and list(problems(config.eval)):
         changes["eval.folder"] = str(public)
         replaced.append(f"{public} stands in for eval.folder: {config.eval.folder}")
-    return load(
-        config, [f"{name}={json.dumps(value)}" for name, value in changes.items()]
-    ), replaced
+    return load(config, _options(changes)), replaced
+
+
+def _options(changes: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={json.dumps(value)}" for name, value in changes.items()]
 
 
 def _with_tiny_models(value: Any, path: str) -> Any:

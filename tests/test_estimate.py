@@ -54,17 +54,18 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def planned(folder, device, work, *overrides):
+def planned(folder, device, work, *overrides, text_only=False):
     side, prompt, new = work
     options = {
-        "model.path": folder,
+        "model.path": str(folder),
         "rollout.max_tokens": new,
         "algorithm.kl.coef": 0.0,
         "train.prompts_per_step": 16,
         "train.samples_per_prompt": 8,
     }
     config = load(options, list(overrides))
-    return estimate(config, device, prompt_tokens=prompt, image=(side, side))
+    image = None if text_only else (side, side)
+    return estimate(config, device, prompt_tokens=prompt, image=image)
 
 
 def sizes(found) -> dict[str, float]:
@@ -102,6 +103,36 @@ def test_seconds_measured_on_an_h200(large, prompts, rollout, update):
     assert found.pace.seconds["rollout"] == pytest.approx(rollout, rel=0.15)
     if update is not None:
         assert found.pace.seconds["update"] == pytest.approx(update, rel=0.15)
+
+
+def test_experts_are_all_kept_and_only_the_chosen_ones_compute(tmp_path):
+    """The shape of a Mixtral 8x7B: 46.7e9 weights, of which a token passes 12.9e9."""
+    folder = Path(tiny.build("mixtral", tmp_path))
+    described = json.loads((folder / "config.json").read_text()) | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "vocab_size": 32_000,
+        "num_local_experts": 8,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(described))
+    found = {
+        train: planned(folder, H200, (1, 512, 1024), f"model.train={train}", text_only=True)
+        for train in ("lora", "qlora", "full")
+    }
+    whole, adapted, packed = (sizes(found[n])["weights"] for n in ("full", "lora", "qlora"))
+    assert whole * 2**30 / 2 == pytest.approx(46.70e9, rel=1e-3)
+    adapters = 64 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024))  # of the attention, rank 64
+    assert (adapted - whole) * 2**30 / 2 == pytest.approx(adapters, rel=1e-6)
+    attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)  # all that 4 bits can hold
+    assert (adapted - packed) * 2**30 == pytest.approx((2 - sizing.NF4) * attention, rel=1e-3)
+    assert found["lora"].memory.fits and not found["full"].memory.fits
+    tokens = 16 * (512 + 8 * 1024)
+    assert found["lora"].pace.tflop["rollout"] == pytest.approx(2e-12 * 12.9e9 * tokens, rel=0.05)
 
 
 # -- items -----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ FAMILIES = {
     "qwen2_5_vl": {},
     "qwen2_vl": {},
     "qwen3": {},
+    "mixtral": {},
     "untied": {"tie_word_embeddings": False},
 }
 

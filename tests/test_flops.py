@@ -19,6 +19,7 @@ from saccade.models.load import freeze
 from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 ALGORITHM = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.0}), max_tokens=64)
 SCORING = Scoring()
 
@@ -92,9 +93,21 @@ def test_every_matrix_is_counted(name, family_of, load):
     assert counted == linear
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_expert_is_stored_and_the_chosen_ones_are_counted(name, load):
+    model = load(name)
+    text = flops.shape_of(model.config).text
+    own = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 3)
+    others = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
+    assert text.layers * text.expert_weights == own and (text.experts, text.chosen) == (4, 2)
+    assert text.weights == others + own // 2 == text.read_by(1)
+    assert text.read_by(2) == others + own * 3 / 4 and text.read_by(99) > others + 0.999 * own
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *MIXTURES])
 def test_the_forward_of_a_forest(name, family_of, load, grow, exact_attention):
     family, model = family_of(name), load(name)
+    model.set_experts_implementation("eager")  # the counter does not know grouped products
     batch = forest(family, grow, images=2 * name.endswith("vl"))
     backend = backend_of(model, family)
     work = flops.forward(flops.shape_of(model.config), batch)
@@ -120,6 +133,7 @@ def test_the_measuring_attention_is_the_real_one(family_of, load, grow, monkeypa
     ("name", "train"),
     [
         ("qwen3", "full"),
+        ("mixtral", "full"),
         ("qwen2_vl", "full"),
         ("qwen2_5_vl", "full"),
         ("qwen2_5_vl", "freeze:vision,projector"),
@@ -128,6 +142,7 @@ def test_the_measuring_attention_is_the_real_one(family_of, load, grow, monkeypa
 )
 def test_a_training_step(name, train, family_of, load, grow, exact_attention):
     family, model = family_of(name), load(name)
+    model.set_experts_implementation("eager")
     freeze(model, family, train)
     batch = forest(family, grow, images=name.endswith("vl"), seed=1)
     backend = backend_of(model, family)
@@ -159,11 +174,13 @@ def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(
     assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.025)
 
 
-def test_recomputation_is_counted_apart(family_of, load, grow, exact_attention):
-    family = family_of("qwen2_5_vl")
-    batch, counted = forest(family, grow, images=1), {}
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "mixtral"])
+def test_recomputation_is_counted_apart(name, family_of, load, grow, exact_attention):
+    family = family_of(name)
+    batch, counted = forest(family, grow, images=name.endswith("vl")), {}
     for checkpointing in (False, True):
-        model = load("qwen2_5_vl")
+        model = load(name)
+        model.set_experts_implementation("eager")
         backend = backend_of(model, family, checkpointing=checkpointing)
         counted[checkpointing] = measured(
             lambda backend=backend: backend.train_step([batch], ALGORITHM, SCORING, lr=0.0)
@@ -229,7 +246,9 @@ def tiny_shape() -> flops.Shape:
 def test_an_unknown_architecture_is_not_guessed():
     from transformers import AutoConfig
 
-    assert flops.shape_of(AutoConfig.for_model("qwen3_moe")) is None
+    assert flops.shape_of(AutoConfig.for_model("olmoe")) is None
+    dense = AutoConfig.for_model("qwen3_moe", mlp_only_layers=[0])  # a layer unlike the others
+    assert flops.shape_of(dense) is None
     assert flops.shape_of(AutoConfig.for_model("gemma3")) is None
 
 

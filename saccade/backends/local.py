@@ -31,6 +31,7 @@ from saccade.algorithms.imitation import ImitationStats, imitation_metrics, imit
 from saccade.algorithms.objective import Stats, objective, to_metrics
 from saccade.algorithms.value import ValueStats, value_metrics, value_objective
 from saccade.backends import OWN, Scoring, Update
+from saccade.backends.balance import Balance
 from saccade.backends.distil import read_taught
 from saccade.backends.features import FeatureCache
 from saccade.backends.inputs import Ahead, Inputs, column, columns_of, inputs_of
@@ -88,6 +89,7 @@ class LocalBackend:
             model.named_parameters(), train, lr_scale=lambda n: scales.get(family.tower_of(n), 1.0)
         )
         self.recompute = Recompute(model, checkpointing)
+        self.balance = Balance(model, train.aux_coef)
         self._towers_stand = not any(
             p.requires_grad for n, p in model.named_parameters() if family.tower_of(n) != "llm"
         )
@@ -262,15 +264,17 @@ class LocalBackend:
         self.oom_splits = 0
         self._prefetch(batches)
         self._inputs.clear()
+        self.balance.begin(batches)
         following = dict(zip(map(id, batches), batches[1:], strict=False))
 
-        def forward(batch: Batch) -> tuple[Tensor, S]:
-            found = loss_of(batch)
+        def forward(batch: Batch) -> tuple[Tensor, tuple[S, Tensor | None]]:
+            found = self.balance.added(batch, loss_of)
             if self.device.type == "cuda" and id(batch) in following:  # while it is busy backwards
                 self._inputs.begin(following.pop(id(batch)))
             return found
 
-        return [s for batch in batches for s in self._micro_step(batch, forward, whole=whole)]
+        done = [s for batch in batches for s in self._micro_step(batch, forward, whole=whole)]
+        return self.balance.end(done)
 
     def _micro_step(
         self,
@@ -320,6 +324,7 @@ class LocalBackend:
         if vision:
             metrics.add(f"{role}/grad_norm_vision", self.optimizer.norm(vision).item())
         metrics.add(f"{role}/lr", lr)
+        self.balance.report(role, metrics)
         metrics.add("mem/oom_splits", self.oom_splits)
         finite = bool(np.isfinite([norm.item(), metrics.means().get(f"{role}/loss", 0.0)]).all())
         if finite:

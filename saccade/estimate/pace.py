@@ -78,7 +78,8 @@ def _seconds(
     per_sequence = plan.policy.shape.kv_bytes(plan.element) * plan.step.mean_length
     at_once = max(1, min(plan.sequences, int(memory.pool * GIB / per_sequence)))
     steps = max(made.longest, made.sampled * times / at_once)
-    read = steps * made.weight_bytes + made.cache_bytes * times
+    rows = made.sampled * times / steps
+    read = steps * made.weight_bytes(rows) + made.cache_bytes * times
     decode = max(
         read / (bandwidth * REACHED["decode"]),
         made.decode.total * times / (peak * REACHED["prefill"]),

@@ -72,14 +72,14 @@ def build_skeleton(config: Config, family: Family, element: int, train: str) -> 
     if shape is None:
         raise EnvironmentProblem(
             f"{family.path}: the shapes of a {family.name} are not known, so nothing can be "
-            f"estimated; known are {', '.join(flops.GATED)} and vision models over them"
+            f"estimated; known are {', '.join(flops.KNOWN)} and vision models over them"
         )
     auto = getattr(transformers, family.spec.auto_class)
     with torch.device("meta"):
         model = auto.from_config(settings)
     weights = sum(parameter.numel() for parameter in model.parameters())
     trained = _trained(model, family, config, train)
-    packed = shape.text.weights if train == "qlora" else 0
+    packed = _linear(model, family) if train == "qlora" else 0
     weights += sum(trained.values()) if train in ADAPTED else 0
     head = model.get_output_embeddings().weight
     return Skeleton(
@@ -91,6 +91,15 @@ def build_skeleton(config: Config, family: Family, element: int, train: str) -> 
         head_tied=head is model.get_input_embeddings().weight,
         head_trained=head.requires_grad and train not in ADAPTED,
     )
+
+
+def _linear(model: Any, family: Family) -> int:
+    """Weights that `lora.four_bit` packs: experts are no linear layers."""
+    import torch
+
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    inside = [n for n in layers if n != lora.HEAD and family.tower_of(n) == "llm"]
+    return sum(layers[name].weight.numel() for name in inside)
 
 
 def _trained(model: Any, family: Family, config: Config, train: str) -> dict[str, int]:

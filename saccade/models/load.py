@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from saccade import attention
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.models import experts
 from saccade.models.families import Family
 from saccade.models.fused import fuse
 from saccade.transfer import to_device
@@ -199,7 +200,10 @@ def trainable_table(model: nn.Module, family: Family) -> dict[str, Any]:
 def describe_trained(model: nn.Module, family: Family) -> str:
     table = trainable_table(model, family)
     towers = (f"{tower} {part:,} of {part + rest:,}" for tower, (part, rest) in table.items())
-    return f"trained weights: {', '.join(towers)}"
+    text = f"trained weights: {', '.join(towers)}"
+    if hasattr(model, "peft_config") and (apart := experts.count(model)):
+        text += f"; no adapter reaches the {apart:,} of experts, which are no linear layers"
+    return text
 
 
 def gpu_peak_gb() -> float | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,12 @@ def _text_config(
     }
 
 
+def _mixture(
+    ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any], **sizes: int
+) -> dict[str, Any]:
+    return {"num_experts_per_tok": 2} | sizes | _text_config(ids, text, vision)
+
+
 def _vl_config(
     ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any], tower: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -235,6 +242,11 @@ CONFIGS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "qwen2": _text_config,
     "qwen3": _text_config,
     "llama": _text_config,
+    "mixtral": partial(_mixture, num_local_experts=4),
+    "qwen2_moe": partial(
+        _mixture, num_experts=4, moe_intermediate_size=64, shared_expert_intermediate_size=96
+    ),
+    "qwen3_moe": partial(_mixture, num_experts=4, moe_intermediate_size=64),
 }
 EXTRACTOR = {
     "feature_extractor_type": "WhisperFeatureExtractor",

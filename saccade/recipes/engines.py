@@ -14,6 +14,7 @@ from saccade.engines.build import Settings, build
 from saccade.engines.http import HttpEngine
 from saccade.engines.remote.replicas import start_replicas
 from saccade.errors import ConfigError
+from saccade.models import experts
 from saccade.models.families import Family
 from saccade.models.families.endpoint import endpoint_family
 from saccade.models.load import pick_dtype
@@ -34,6 +35,12 @@ def make_engine(
     """In this process, or replicas of it in their own: they log into the folder `logs`, and `say`
     is told when one has died. `first_tokens`: some are drawn with settings of their own.
     """
+    engine = config.rollout.engine
+    if engine != "embedded" and experts.count(policy.model):
+        raise ConfigError(
+            f"rollout.engine={engine}: the trainer holds all experts of a layer in one tensor, "
+            f"which {engine} cannot read; use rollout.engine=embedded"
+        )
     settings = replace(settings_of(config, policy.family), first_tokens=first_tokens)
     return _make(config, settings, policy.family, policy.model, logs=logs, say=say)
 

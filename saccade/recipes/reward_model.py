@@ -23,7 +23,13 @@ from saccade.recipes.run import Run
 from saccade.recipes.work import sft_work
 from saccade.types import Sample
 
-KEPT = ("policy/grad_norm", "policy/grad_norm_vision", "policy/lr", "guard/nonfinite")
+KEPT = (
+    "policy/grad_norm",
+    "policy/grad_norm_vision",
+    "policy/lr",
+    "moe/aux_loss",
+    "guard/nonfinite",
+)
 
 
 def run(config: Any) -> dict[str, Any]:

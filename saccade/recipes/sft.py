@@ -117,6 +117,7 @@ def _metrics(update: Metrics, rows: Sequence[Group], stream: Stream) -> dict[str
     kept = (
         "policy/grad_norm",
         "policy/grad_norm_vision",
+        "moe/aux_loss",
         "policy/lr",
         "guard/nonfinite",
         "mem/oom_splits",

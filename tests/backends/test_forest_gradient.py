@@ -124,11 +124,21 @@ def assert_same(got: Result, wanted: Result, limit: float) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
     ("name", "images"),
-    [*[(name, n) for name in ("qwen2_5_vl", "qwen2_vl") for n in (0, 1, 3)], ("qwen3", 0)],
+    [
+        *[(name, n) for name in ("qwen2_5_vl", "qwen2_vl") for n in (0, 1, 3)],
+        ("qwen3", 0),
+        ("mixtral", 0),
+        ("qwen2_moe", 0),
+    ],
 )
 def test_random_trees(family_of, load, stock, grow, monkeypatch, keep_float64, name, images, dtype):
+    if (name, dtype) == ("qwen2_moe", "float64"):
+        pytest.skip("its router rounds to float32")
     family = family_of(name)
     backend = LocalBackend(load(name, dtype), family, TrainConfig())
+    if dtype == "float64":  # the grouped product of experts knows no such type
+        for model in (backend.model, stock(name, dtype)):
+            model.set_experts_implementation("eager")
     stock(name, dtype)
     keep_float64()
     for seed in range(2):

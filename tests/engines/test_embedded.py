@@ -117,7 +117,19 @@ def same(a: Completion, b: Completion, limit: float = 1e-5) -> None:
 # -- against others ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen2",
+        "qwen3",
+        "llama",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers_generate(name, family_of, load, stock, image):
     family, reference = family_of(name), stock(name)
     pictures = [image(56, 56, 1), image(140, 84, 2), image(84, 56, 3)]

@@ -345,3 +345,16 @@ def test_the_pool_grows_while_sequences_run(model, family, prompts, paged, on_sl
     assert engine.cache.pages.count > small
     same(sorted(done, key=lambda c: c.key), sorted(wanted, key=lambda c: c.key))
     assert empty(engine)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts(name, load, family_of, paged):
+    family, model = family_of(name), load(name)
+    prompts = [family.render([Message(role="user", parts=("why " * n,))]) for n in range(1, 4)]
+    asked = requests(prompts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedded, "can_page", lambda shape: False)
+        wanted = generate(EmbeddedEngine(model, family), asked)
+    engine = EmbeddedEngine(model, family)
+    same(generate(engine, asked), wanted)
+    assert engine.cache.paged and empty(engine)

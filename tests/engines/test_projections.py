@@ -8,7 +8,7 @@ from saccade.engines.embedded.projections import NAMES, Projections
 from saccade.models import lora
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3", "llama", "mixtral", "qwen2_moe"])
 def test_joined_products_are_the_separate_ones(load, name):
     model = load(name)
     projections = Projections(model)

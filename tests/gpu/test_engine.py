@@ -249,7 +249,9 @@ def test_tokens_are_those_of_the_slots(model, family, asked, changes, monkeypatc
     assert engine.cache.pages.free == engine.cache.pages.count
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "qwen2_vl"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3", "llama", "qwen2_vl", "mixtral", "qwen2_moe", "qwen3_moe"]
+)
 def test_every_family_decodes_over_pages(name, family_of, monkeypatch):
     family = family_of(name)
     model = load_model(family, dtype=torch.bfloat16, device=DEVICE)

@@ -353,7 +353,7 @@ def test_a_template_that_has_a_place_for_tools(family, template, known):
     assert bound.chat.knows_tools is known
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen2", "qwen3", "llama", "mixtral"])
 def test_observations_of_every_family(family_of, image, name):
     bound = family_of(name)
     picture = (image(84, 56, 1),) if bound.chat.placeholder is not None else ()

@@ -45,7 +45,9 @@ GPU_CACHE_SHARE = 0.6  # of the memory that is free when the slot cache grows
 class EmbeddedEngine:
     def __init__(self, model: nn.Module, family: Family, *, max_sequences: int = 512) -> None:
         text = model.config.get_text_config()  # type: ignore[union-attr, operator]
-        if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        kinds = getattr(text, "layer_types", None)
+        everywhere = kinds is None and getattr(text, "sliding_window", None)
+        if everywhere or "sliding_attention" in (kinds or ()):
             raise EnvironmentProblem(
                 "the embedded engine does not serve models with sliding windows"
             )

@@ -3,7 +3,8 @@ to the drawn token and the state of the next step, and is replayed many times be
 
 Rows are uploaded before a burst and advance on the device; a row that ends stays idle until the
 host takes it out. Weights are the trainer's own and change in place, so graphs stay valid; when a
-tensor has moved they are captured again. On a CPU (tests) the step simply runs.
+tensor has moved they are captured again. On a CPU (tests), and where a model cannot be captured,
+the step simply runs.
 
     graphs.launch(fields, table, temperature, steps=16)
     ids, logprobs = graphs.read()
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from saccade.engines.embedded import kernels, rows, sequences
 from saccade.engines.embedded.paged import PAGE, DecodePlan, PagedCache
 from saccade.engines.embedded.sampler import Drawn
+from saccade.models.experts import capturable
 from saccade.models.families import Family
 from saccade.models.load import hidden_states
 from saccade.transfer import to_device
@@ -48,6 +50,7 @@ class Graphs:
     ) -> None:
         self.model, self.family, self.cache, self.banned = model, family, cache, banned
         self.device = cache.device
+        self._captures = self.device.type == "cuda" and capturable(model)
         count = rows.bucket(cache.slots)
         self.eos = torch.from_numpy(eos).to(self.device)
         self.state = torch.zeros((rows.FIELDS, count), dtype=torch.int64, device=self.device)
@@ -143,7 +146,7 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()
 
     def _step_of(self, count: int) -> Callable[[], None]:
-        if self.device.type != "cuda":
+        if not self._captures:
             return lambda: self._keep(self._step(count))
         if count not in self._captured:
             self._captured[count] = self._capture(count)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class FamilySpec:
 
 
 _TEXT = FamilySpec(auto_class="AutoModelForCausalLM", towers={"llm": "model."}, bind=text.bind)
+_MIXTURE = replace(_TEXT, prepare=text.refuse_noise)
 _QWEN_VL = FamilySpec(
     auto_class="AutoModelForImageTextToText",
     towers={
@@ -91,6 +92,9 @@ FAMILIES: Mapping[str, FamilySpec] = {
     "qwen2": _TEXT,
     "qwen3": _TEXT,
     "llama": _TEXT,
+    "mixtral": _MIXTURE,
+    "qwen2_moe": _MIXTURE,
+    "qwen3_moe": _MIXTURE,
 }
 
 

@@ -1,4 +1,4 @@
-"""Text decoders: one position axis, no media."""
+"""Text decoders, mixtures of experts among them: one position axis, no media."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from saccade.errors import DataError
+from saccade.errors import DataError, EnvironmentProblem
 from saccade.types import Media, MediaSpan
 
 ARTICLES = {"image": "an image", "video": "a video", "audio": "a sound"}
@@ -30,6 +30,16 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
 
 def positions(length: int, media: tuple[MediaSpan, ...]) -> np.ndarray:
     return np.arange(length)[None]
+
+
+def refuse_noise(model: Any) -> None:
+    """Random routes in training would be those of another policy than the one that answered."""
+    noise = getattr(model.config, "router_jitter_noise", 0.0)
+    if noise:
+        raise EnvironmentProblem(
+            f"router_jitter_noise={noise:g} in the model's config.json makes its experts random "
+            "in training; set it to 0"
+        )
 
 
 def _refuse(media: Media) -> NoReturn:

@@ -1,0 +1,74 @@
+"""Mixtures of experts: their routers, and how evenly these use the experts.
+
+Who multiplies is left to transformers, whose `grouped_mm` is right for training and for decoding:
+tokens are sorted by expert, and each expert that is hit is read once. `batched_mm` copies the
+matrices of an expert for every token that chose it (350 MB each in a Mixtral 8x7B), and `eager`
+asks the host which experts were hit. Knows nothing of training.
+
+    with watched(routers(model)) as logits: model(...)
+    balance_loss(logits, chosen=2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MARK = ".experts."  # in the name of every matrix of an expert
+
+
+def routers(model: nn.Module) -> list[Any]:
+    """The modules that choose experts, layer by layer; none: the model is no mixture."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "top_k", None), int)
+        and isinstance(getattr(module, "weight", None), nn.Parameter)
+    ]
+
+
+def count(model: nn.Module) -> int:
+    """Numbers in the matrices of all experts."""
+    return sum(p.numel() for name, p in model.named_parameters() if MARK in name)
+
+
+@contextmanager
+def watched(found: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """The logits [tokens, experts] of every forward of these routers, with their gradient."""
+    logits: list[Tensor] = []
+    hooks = [r.register_forward_hook(lambda _, __, out: logits.append(out[0])) for r in found]
+    try:
+        yield logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def balance_loss(logits: Sequence[Tensor], chosen: int) -> Tensor:
+    """experts * sum over experts of (share of tokens that chose it) * (its mean probability), all
+    layers together: `chosen` where all experts are used alike, more where they are not.
+    """
+    experts = logits[0].shape[-1]
+    taken = wanted = torch.zeros(experts, device=logits[0].device)
+    for layer in logits:
+        odds = layer.float().softmax(-1)
+        best = odds.detach().topk(chosen, dim=-1).indices
+        taken = taken + torch.zeros_like(odds).scatter_(1, best, 1.0).sum(0)
+        wanted = wanted + odds.sum(0)
+    rows = sum(map(len, logits))
+    return experts * (taken / rows * wanted / rows).sum()
+
+
+def capturable(model: Any) -> bool:
+    """Whether a CUDA graph can hold a forward. The grouped product of data-centre GPUs since Hopper
+    reads on the device how many tokens each expert has; that of others asks the host.
+    """
+    if not routers(model):
+        return True
+    grouped = getattr(model.config, "_experts_implementation", None) == "grouped_mm"
+    major, _ = torch.cuda.get_device_capability(model.device)
+    return grouped and model.dtype == torch.bfloat16 and major in (9, 10)

@@ -1,0 +1,122 @@
+"""Mixtures of experts: the balance loss against transformers, sampling, adapters, files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.config import LoraConfig, TrainConfig
+from saccade.engines import generate
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.errors import EnvironmentProblem
+from saccade.forest import pack
+from saccade.models import experts, lora
+from saccade.models.load import describe_trained, load_model
+from saccade.models.tiny import build
+from saccade.types import Message, Request, Sampling
+
+NAMES = ["mixtral", "qwen2_moe", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_balance_loss_is_that_of_transformers(name, load, stock):
+    ids = torch.arange(40).reshape(1, -1)
+    theirs = stock(name)
+    with torch.no_grad():
+        wanted = theirs(ids, output_router_logits=True).aux_loss.item()
+        with experts.watched(experts.routers(theirs)) as logits:
+            theirs(ids)
+    assert [tuple(layer.shape) for layer in logits] == [(40, 4)] * 2
+    assert experts.balance_loss(logits, chosen=2).item() == pytest.approx(wanted, rel=1e-5)
+    assert wanted > 2.0
+
+
+def test_the_balance_loss_is_least_where_all_experts_are_used_alike():
+    even = torch.eye(4).repeat(2, 1)  # every expert is first of two tokens
+    assert experts.balance_loss([even], chosen=1).item() == pytest.approx(1.0)
+    one = torch.tensor([[9.0, 0.0, 0.0, 0.0]]).repeat(8, 1)
+    assert experts.balance_loss([one], chosen=1).item() == pytest.approx(4.0, rel=1e-2)
+    both = experts.balance_loss([even, one], chosen=1).item()  # layers together, as one
+    assert 1.0 < both < 4.0
+
+
+def test_other_models_have_no_routers(load):
+    assert [len(experts.routers(load(name))) for name in ("llama", "qwen2_5_vl")] == [0, 0]
+    assert experts.count(load("llama")) == 0
+    assert experts.capturable(load("llama"))
+
+
+def asked(family, count: int) -> list[Request]:
+    prompts = [family.render([Message(role="user", parts=("why " * n,))]) for n in range(1, 5)]
+    sampling = Sampling(temperature=1.0, max_tokens=12, ignore_eos=True)
+    return [
+        Request(key=f"{i}", ids=prompts[i % 4].ids, sampling=sampling, noise=i)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_samples_do_not_depend_on_what_shares_their_batch(name, load, family_of):
+    family, model = family_of(name), load(name)
+    together = generate(EmbeddedEngine(model, family), asked(family, 12))
+    for limit, order in ((1, 1), (3, -1)):
+        engine = EmbeddedEngine(model, family, max_sequences=limit)
+        found = {c.key: c for c in generate(engine, asked(family, 12)[::order])}
+        for completion in together:
+            other = found[completion.key]
+            assert other.ids.tolist() == completion.ids.tolist()
+            assert np.abs(other.logprobs - completion.logprobs).max() < 1e-5
+
+
+def test_a_window_in_every_layer_is_refused_by_the_engine(tmp_path):
+    from saccade.models.families import load_family
+
+    family = load_family(build("mixtral", tmp_path, text={"sliding_window": 16}))
+    model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(EnvironmentProblem, match="sliding windows"):
+        EmbeddedEngine(model, family)
+
+
+def test_random_routes_are_refused(tmp_path):
+    from saccade.models.families import load_family
+
+    folder = build("mixtral", tmp_path)
+    file = Path(folder) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"router_jitter_noise": 0.1}))
+    with pytest.raises(EnvironmentProblem, match=r"router_jitter_noise=0.1 .*set it to 0"):
+        load_model(load_family(folder), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_adapters_sit_in_the_attention_and_the_run_says_so(load, family_of, grow, tmp_path):
+    pytest.importorskip("peft")
+    family, model = family_of("mixtral"), load("mixtral")
+    lora.add(model, family, LoraConfig(rank=4), seed=0)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 4 * 2 and all(".self_attn." in name for name in trained)
+    assert describe_trained(model, family).endswith(
+        "llm 3,584 of 243,008; "
+        "no adapter reaches the 196,608 of experts, which are no linear layers"
+    )
+    for parameter in lora.adapters(model).values():
+        parameter.data += 0.1
+    backend = LocalBackend(model, family, TrainConfig())
+    backend.save_model(tmp_path)  # merged, every expert a tensor of its own as on the hub
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path)
+    names = (tmp_path / "model.safetensors").read_bytes()[:20_000]
+    assert b"block_sparse_moe.experts.3.w2.weight" in names and b"lora" not in names
+    group = grow(np.random.default_rng(0), family, images=0)
+    batches = pack([group], positions=family.positions, micro_tokens=9999)
+    ids = torch.from_numpy(group.trajectories[0].ids)[None]
+    with torch.no_grad():
+        scores = merged.eval()(ids).logits.masked_fill(torch.from_numpy(family.banned), -1e30)
+    mine, _ = backend.logprobs(batches, Scoring())[0]
+    policy = np.flatnonzero(group.trajectories[0].policy_mask)
+    wanted = scores[0, policy - 1].log_softmax(-1)[range(len(policy)), ids[0, policy]]
+    assert np.abs(mine[: len(policy)] - wanted.numpy()).max() < 1e-4

@@ -1,0 +1,106 @@
+"""Runs of a mixture of experts: all commands balance it, checkpoints go on exactly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.config import load
+from saccade.errors import ConfigError
+from saccade.models.tiny import build
+from saccade.recipes import dpo, reward_model, rl, sft
+from saccade.recipes.quickstart import WORDS
+from saccade.smoke import smoke
+
+Read = Callable[[Path], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build("mixtral", tmp_path_factory.mktemp("mixtral"), words=WORDS)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Questions with an answer, a better and a worse reply."""
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    listed = [
+        {"prompt": "how many " + "red " * n, "answer": str(n), "chosen": "red", "rejected": "blue"}
+        for n in range(1, 9)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in listed))
+    return str(file)
+
+
+@pytest.fixture
+def config(model: str, rows: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    def make(**changes: Any) -> dict[str, Any]:
+        options = {
+            "run.out": str(tmp_path),
+            "run.max_steps": 2,
+            "run.device": "cpu",
+            "model.path": model,
+            "data.train": rows,
+            "prompt.format": "none",
+            "train.prompts_per_step": 4,
+            "train.lr": 5e-3,
+            "train.warmup": 0,
+            "train.aux_coef": 0.01,
+            "track.tensorboard": False,
+        }
+        return options | {name.replace("__", "."): value for name, value in changes.items()}
+
+    return make
+
+
+RL = {
+    "rollout__max_tokens": 6,
+    "reward__terms": [{"verifier": "count", "args": {"order": ["last_number"], "tolerance": 2}}],
+    "train__samples_per_prompt": 4,
+}
+
+
+def test_rl_reports_the_balance_and_goes_on_exactly(
+    config: Any, tmp_path: Path, numbers: Read, same_weights: Any
+) -> None:
+    whole = config(run__name="whole", run__max_steps=4, train__epochs=9, **RL)
+    rl.run(whole)
+    for step in (2, 4):
+        rl.run(whole | {"run.name": "parts", "run.max_steps": step, "run.resume": "auto"})
+    assert same_weights(*(tmp_path / n / "checkpoints/step-4" for n in ("whole", "parts")))
+    found = numbers(tmp_path / "whole")
+    assert found == numbers(tmp_path / "parts")
+    assert all(2 < row["moe/aux_loss"] < 4 and row["flops/update"] > 0 for row in found)
+    assert all(row["mismatch/logp_gap_max"] < 1e-4 for row in found)
+
+
+def test_a_critic_is_balanced_too(config: Any, tmp_path: Path, numbers: Read) -> None:
+    rl.run(config(algorithm__preset="ppo", **RL | {"train__samples_per_prompt": 1}))
+    assert all(row["moe/aux_loss_critic"] > 2 for row in numbers(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("command", [sft, dpo, reward_model])
+def test_learning_from_rows_evens_out_the_experts(
+    command: Any, config: Any, tmp_path: Path, numbers: Read
+) -> None:
+    command.run(config(run__max_steps=6, train__aux_coef=1.0, train__epochs=9))
+    found = [row["moe/aux_loss"] for row in numbers(tmp_path / "run")]
+    assert found[-1] < found[0] - 0.05 and len(found) == 6
+
+
+def test_what_is_no_mixture_or_cannot_read_one_is_refused(config: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.aux_coef=0.01: Llama"):
+        sft.run(config(model__path="tiny:llama"))
+    with pytest.raises(ConfigError, match=r"rollout.engine=vllm: .*use rollout.engine=embedded"):
+        rl.run(config(rollout__engine="vllm", run__name="other", **RL))
+
+
+def test_a_smoke_test_drops_what_only_other_engines_read() -> None:
+    parallel = {"rollout.engine": "vllm", "rollout.tensor_parallel": 2, "rollout.replicas": 4}
+    shrunk = smoke(load({"model.path": "tiny:llama"} | parallel), "rl").rollout
+    assert (shrunk.engine, shrunk.replicas) == ("embedded", 0)
+    assert "tensor_parallel" not in shrunk.model_fields_set
