@@ -1,7 +1,7 @@
 """A config is a YAML file plus dotted overrides, checked against the schema.
 
 An unknown key is refused with the nearest known one; a value of the wrong type is refused with the
-field and what would work. The options themselves are in `schema.py`. Knows nothing of models,
+field and what would work. The options themselves are in `schema`. Knows nothing of models,
 engines or torch.
 
     >>> load(None, ["train.lr=2e-6", "algorithm.preset=rloo"]).train.lr

@@ -1,0 +1,114 @@
+"""Every option once: its type, its default, one line that says what it does.
+
+Single values are checked here; what options mean together is `checks.py`, how they are written and
+read is `config.py`. One file for each part of a run; `Config` puts them together.
+
+    >>> dict(options())["train.lr"].description
+    'Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft).'
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from saccade.schema.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    FilterConfig,
+    FireConfig,
+    KLConfig,
+    OverlongConfig,
+)
+from saccade.schema.data import DataConfig, DataSource, PromptConfig
+from saccade.schema.reward import JudgeConfig, RemoteConfig, RewardConfig, RewardTerm, ServeConfig
+from saccade.schema.rollout import EnvConfig, EnvLimits, HttpConfig, RolloutConfig
+from saccade.schema.run import ADAPTED, LoraConfig, ModelConfig, RunConfig, SaveConfig, TrackConfig
+from saccade.schema.section import Section, section
+from saccade.schema.train import (
+    DpoConfig,
+    EvalConfig,
+    GenerateConfig,
+    RewardModelConfig,
+    SftConfig,
+    TrainConfig,
+    ValConfig,
+)
+
+__all__ = [
+    "ADAPTED",
+    "AlgorithmConfig",
+    "Config",
+    "CorrectionConfig",
+    "CriticConfig",
+    "DataConfig",
+    "DataSource",
+    "DpoConfig",
+    "EnvConfig",
+    "EnvLimits",
+    "EvalConfig",
+    "FilterConfig",
+    "FireConfig",
+    "GenerateConfig",
+    "HttpConfig",
+    "JudgeConfig",
+    "KLConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OverlongConfig",
+    "PromptConfig",
+    "RemoteConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "RewardTerm",
+    "RolloutConfig",
+    "RunConfig",
+    "SaveConfig",
+    "Section",
+    "ServeConfig",
+    "SftConfig",
+    "TrackConfig",
+    "TrainConfig",
+    "ValConfig",
+    "options",
+    "type_name",
+]
+
+
+class Config(Section):
+    run: RunConfig = section(RunConfig, "Name, folder, seed, length and resume.")
+    model: ModelConfig = section(ModelConfig, "Which model, and what of it is trained.")
+    data: DataConfig = section(DataConfig, "Training and validation sets and their hygiene.")
+    prompt: PromptConfig = section(PromptConfig, "How a row becomes a conversation.")
+    rollout: RolloutConfig = section(RolloutConfig, "Engine and sampling.")
+    env: EnvConfig = section(EnvConfig, "What the policy talks to.")
+    reward: RewardConfig = section(RewardConfig, "What a response is worth.")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "How rewards become an update.")
+    train: TrainConfig = section(TrainConfig, "Batch arithmetic and optimizer.")
+    sft: SftConfig = section(SftConfig, "Supervised fine-tuning only.")
+    dpo: DpoConfig = section(DpoConfig, "Preference training only.")
+    reward_model: RewardModelConfig = section(RewardModelConfig, "`saccade reward-model` only.")
+    val: ValConfig = section(ValConfig, "Validation during training, and eval.")
+    eval: EvalConfig = section(EvalConfig, "What eval measures on besides data.val.")
+    generate: GenerateConfig = section(GenerateConfig, "Batch inference only.")
+    save: SaveConfig = section(SaveConfig, "Checkpoints.")
+    track: TrackConfig = section(TrackConfig, "Loggers and stored rollouts.")
+
+
+def options(kind: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, field) of every leaf, in order."""
+    for name, info in kind.model_fields.items():
+        annotation = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from options(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", info
+
+
+def type_name(annotation: Any) -> str:
+    """A type as a reader of the reference wants to see it."""
+    named = getattr(annotation, "__name__", str(annotation))
+    text = str(annotation) if get_args(annotation) else named
+    return re.sub(r"\b[a-z_]+\.", "", text).replace("NoneType", "None")

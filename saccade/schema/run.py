@@ -1,0 +1,85 @@
+"""The run itself: its model, its checkpoints, what it writes down."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from saccade.schema.section import Section, option, section
+
+
+class RunConfig(Section):
+    name: str = option("run", "Name of the run; its folder is OUT/NAME.")
+    out: str = option("runs", "Folder that holds the run folders.")
+    seed: int = option(42, "Seed of data order, sampling noise, order of choices and tiny models.")
+    resume: str = option(
+        "none", "none | auto (latest checkpoint, or start) | best | path of a checkpoint."
+    )
+    max_steps: int | None = option(
+        None, "Stop after this many steps; empty: when the epochs are over.", ge=1
+    )
+    max_hours: float | None = option(
+        None, "Stop cleanly, with a checkpoint, after this many hours.", gt=0
+    )
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Where the model lives; auto takes a GPU when there is one."
+    )
+    memory: float | None = option(
+        None, "GiB of the GPU that this process may take; empty: all that is free.", gt=0
+    )
+    trace: bool = option(
+        False, "Write a profiler trace of the third step (or the last, if there are fewer)."
+    )
+
+
+ADAPTED = ("lora", "qlora")  # values of model.train that leave the weights alone
+
+
+class LoraConfig(Section):
+    rank: int = option(64, "Rank of the adapters.", ge=1)
+    alpha: int = option(16, "Adapters are scaled by alpha / rank.", ge=1)
+    dropout: float = option(0.0, "Dropout before the adapters; sft and dpo only.", ge=0, lt=1)
+    targets: str = option(
+        "all-linear",
+        "Linear layers with an adapter: all-linear (those of the language model), or PATTERNS as "
+        "in model.train. Never the head.",
+    )
+    exclude: str = option("", "PATTERNS of layers among them that get none.")
+    vision: bool = option(False, "all-linear means vision tower and projector, too.")
+
+
+class ModelConfig(Section):
+    path: str = option("", "Hugging Face model folder, or tiny:FAMILY for a model built in place.")
+    family: str | None = option(
+        None, "Force a family; empty: detected from model_type in config.json."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "Compute type; auto: bfloat16 on GPU, float32 on CPU."
+    )
+    train: str = option(
+        "full",
+        "full | lora | qlora (over 4-bit weights) | freeze:PATTERNS, comma-separated: vision, "
+        "projector, llm, a prefix or re:REGEX.",
+    )
+    lora: LoraConfig = section(LoraConfig, "Adapters, with train=lora or qlora.")
+    checkpointing: Literal["auto", "on", "off"] = option(
+        "auto",
+        "Recompute activations in backward; auto: in as few layers as a GPU's memory allows.",
+    )
+    trust_remote_code: bool = option(False, "Run Python code shipped inside the model folder.")
+
+
+class SaveConfig(Section):
+    every: int = option(50, "Checkpoint every N steps; 0: only at the end.", ge=0)
+    keep: int = option(3, "Newest checkpoints to keep, the best one beside them.", ge=1)
+    best_metric: str | None = option(
+        None, "Metric that names the best checkpoint; empty: accuracy of the first set."
+    )
+
+
+class TrackConfig(Section):
+    tensorboard: bool = option(True, "Write TensorBoard event files.")
+    wandb: bool = option(
+        False, "Log to Weights & Biases, offline unless WANDB_MODE says otherwise."
+    )
+    trajectories_every: int = option(10, "Store rollouts every N steps; 0 never.", ge=0)
+    trajectories_groups: int = option(8, "Groups stored each time.", ge=1)

@@ -1,0 +1,40 @@
+"""What every section of the config is made of. Knows no option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+WORDS = (tuple[str, ...], tuple[str, ...] | None)  # types of lists of words
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, coerce_numbers_to_str=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_word_is_a_list_of_one(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        kinds = {name: field.annotation for name, field in cls.model_fields.items()}
+        words = {k: v for k, v in values.items() if isinstance(v, str) and kinds.get(k) in WORDS}
+        return values | {key: (word,) for key, word in words.items()}
+
+
+def option(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
+
+
+def section(kind: type[Section], description: str) -> Any:
+    return Field(default_factory=kind, description=description)
+
+
+def entries(value: Any, main: str) -> Any:
+    """A list of records; one entry stands for a list of one, a text for its main field."""
+    if value is None:
+        return []
+    rows = value if isinstance(value, list | tuple) else [value]
+    return [{main: row} if isinstance(row, str) else row for row in rows]
