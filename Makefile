@@ -7,7 +7,7 @@ INPUTS := pyproject.toml constraints.txt scripts/install.py
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test test-vllm lint docs clean
+.PHONY: help install quickstart test test-gpu test-vllm lint docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -19,6 +19,9 @@ quickstart: $(VENV)/.installed  ## a tiny vision-language model learns to count,
 
 test: $(VENV)/.installed-test  ## run the test suite
 	$(RUN) -m pytest -n 2 --dist loadgroup
+
+test-gpu: $(VENV)/.installed-test  ## run the tests that need a CUDA GPU: kernels against float64, the engine, the update
+	$(RUN) -m pytest tests/gpu
 
 test-vllm: $(VLLM)/.installed  ## run the tests that need vLLM, with its CPU build in a venv of its own
 	$(VLLM)/bin/python -m pytest tests/vllm

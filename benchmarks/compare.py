@@ -15,8 +15,8 @@ counted and compared: with a difference, or a part that failed, the exit code is
 TRL trains bf16 weights (its default is float32), saccade keeps fp32 masters beside them. With vLLM
 TRL by default also scores what was sampled, to correct for the difference of the two engines.
 
-Of a part with several steps the first only warms up; the numbers are medians of the others. `peak`
-is what the process allocated at once, `GPU` what the whole GPU held.
+Of a part with several steps the first only warms up; the numbers are medians of the others. One
+that has a single step says so. `peak` is what the process allocated at once, `GPU` what the whole GPU held.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def table(parts: Mapping[str, Mapping[str, Any]]) -> str:
             else None
             for key in ("whole", "rollout")
         ]
-        cells = [part["work"], SYSTEMS[part["system"]].title]
+        first = " (first step)" if len(part["steps"]) == 1 else ""
+        cells = [part["work"], SYSTEMS[part["system"]].title + first]
         cells += [shown(value, "{:.2f} s") for value in (whole, rollout, update, rest)]
         cells.append(shown(warm(part, "generated") / rollout, "{:,.0f}"))
         cells += [shown(v, "{:.1f}") for v in (warm(part, "peak_gib"), part["gpu_gib"])]
@@ -142,6 +143,9 @@ def table(parts: Mapping[str, Mapping[str, Any]]) -> str:
         for name, part in parts.items()
         if part["status"] != "ok"
     ]
+    cards = {p["machine"].get("card", "unknown") for p in parts.values() if p["status"] == "ok"}
+    if len(cards) > 1:
+        lines.append(f"These parts ran on {len(cards)} cards.")
     return "\n".join(lines)
 
 

@@ -177,9 +177,7 @@ def measure(count: int, workers: int, *, kill: bool = True) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         options = ("reward.terms=[math]", f"reward.workers={workers}")
         with service(Path(folder), *options) as running:
-            warm = 8 * workers
-            load(running, warm, lambda number: alone(running, number), kill=False)
-            scored = warm
+            few, scored = 8 * workers, 0  # to start workers, and to notice one that is dead
             os.environ["REWARD_SERVICE_TOKEN"] = TOKEN
             settings = RemoteConfig(url=(running.url,), token="REWARD_SERVICE_TOKEN")
             client = Remote(settings)
@@ -187,13 +185,15 @@ def measure(count: int, workers: int, *, kill: bool = True) -> dict[str, Any]:
                 "one request per sample": lambda number: alone(running, number),
                 "batching client": lambda number: client.submit(sample(number)[0]).result().value,
             }
+            load(running, few, ways["one request per sample"], kill=False)
             for name, ask in ways.items():
                 results[name] = load(running, count, ask, kill=kill)
-                scored += count
+                load(running, few, ways["one request per sample"], kill=False)
+                scored += count + few
             client.close()
             lines = running.log.read_text().splitlines()
             metrics = running.metrics()
-            results["scored"] = {"asked": scored, "logged": len(lines)}
+            results["scored"] = {"asked": scored + few, "logged": len(lines)}
             results["workers_replaced"] = metrics["saccade_reward_workers_replaced"]
             results["errors"] = metrics['saccade_reward_samples_total{status="error"}']
     return results

@@ -112,11 +112,13 @@ def machine() -> dict[str, str]:
     import torch
 
     found = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
-    gpu = torch.cuda.is_available()
+    if torch.cuda.is_available():
+        card = str(torch.cuda.get_device_properties(0).uuid)
+        device = {"device": torch.cuda.get_device_name(), "card": card}
+    else:
+        device = {"device": f"CPU, {torch.get_num_threads()} threads"}
     return {
-        "device": torch.cuda.get_device_name()
-        if gpu
-        else f"CPU, {torch.get_num_threads()} threads",
+        **device,
         "python": platform.python_version(),
         **{name: found[name] for name in LIBRARIES if name in found},
     }

@@ -27,6 +27,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from saccade.errors import EnvironmentProblem
 from saccade.transfer import to_device
 
+HALF = (torch.bfloat16, torch.float16)  # what flash attention and our kernels serve
+
 # transformers takes the one-call path of a vision tower only when the name holds "flash".
 NAME = "saccade_flash"
 # What models pass beside the arguments below without changing what attention has to compute here: a
@@ -156,7 +158,7 @@ def forest_plan(
     """The fastest plan for the device: one variable-length flash call, or dense masks over padded
     trees.
     """
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+    if device.type == "cuda" and dtype in HALF:
         return _varlen_plan(starts, parents, device)
     return _dense_plan(starts, parents, device)
 
@@ -261,12 +263,13 @@ class _DensePlan:
         for queries, keys in self.nodes:
             out = out.index_put(
                 (torch.arange(queries.start, queries.stop, device=q.device),),
-                _one_node(q[queries], k[keys], v[keys], scale, window),
+                one_node(q[queries], k[keys], v[keys], scale, window),
             )
         return out
 
 
-def _one_node(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def one_node(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """The last tokens of a row attend to all of it: q [Q, heads, D], k and v [K, G, D]."""
     before = k.shape[0] - q.shape[0]
     query_place = torch.arange(before, k.shape[0], device=q.device)[:, None]
     key_place = torch.arange(k.shape[0], device=q.device)[None, :]
@@ -340,7 +343,7 @@ def _pad_trees(
 
 
 def _use_varlen(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and q.dtype in HALF
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm
 
 from saccade import kernels
+from saccade.attention import HALF
 
 
 def fuse(model: Any) -> list[str]:
@@ -49,7 +50,7 @@ def _fused_class(kind: Any, forward: Callable[[Any, Tensor], Tensor]) -> type:
 
 
 def _applies(x: Tensor) -> bool:
-    return kernels.available(x.device) and x.dtype in (torch.bfloat16, torch.float16)
+    return kernels.available(x.device) and x.dtype in HALF
 
 
 @torch.no_grad()

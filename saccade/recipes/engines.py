@@ -11,6 +11,7 @@ from saccade.config import Config, DataConfig
 from saccade.endpoint.client import ChatClient
 from saccade.engines import Engine
 from saccade.engines.build import Settings, build
+from saccade.engines.embedded.cache import hindrance, shape_of
 from saccade.engines.http import HttpEngine
 from saccade.engines.remote.replicas import start_replicas
 from saccade.errors import ConfigError
@@ -35,12 +36,15 @@ def make_engine(
     """In this process, or replicas of it in their own: they log into the folder `logs`, and `say`
     is told when one has died. `first_tokens`: some are drawn with settings of their own.
     """
-    engine = config.rollout.engine
-    if engine != "embedded" and experts.count(policy.model):
+    name = config.rollout.engine
+    if name != "embedded" and experts.count(policy.model):
         raise ConfigError(
-            f"rollout.engine={engine}: the trainer holds all experts of a layer in one tensor, "
-            f"which {engine} cannot read; use rollout.engine=embedded"
+            f"rollout.engine={name}: the trainer holds all experts of a layer in one tensor, "
+            f"which {name} cannot read; use rollout.engine=embedded"
         )
+    slow = "" if name != "embedded" else hindrance(shape_of(policy.model))
+    if slow and policy.model.device.type == "cuda":
+        say(f"generation waits for the GPU after every token, because {slow}")
     settings = replace(settings_of(config, policy.family), first_tokens=first_tokens)
     return _make(config, settings, policy.family, policy.model, logs=logs, say=say)
 

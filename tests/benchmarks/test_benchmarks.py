@@ -173,7 +173,7 @@ def test_a_killed_worker_of_the_reward_service_loses_and_doubles_nothing() -> No
     results = measure(80, workers=2)
     for way in ("one request per sample", "batching client"):
         assert results[way]["right"] == 80 and results[way]["killed"] == 1
-    assert results["scored"] == {"asked": 176, "logged": 176}
+    assert results["scored"] == {"asked": 208, "logged": 208}
     assert results["workers_replaced"] == 2 and results["errors"] == 0
 
 

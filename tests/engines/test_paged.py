@@ -173,12 +173,16 @@ def test_long_prompts_are_computed_in_pieces(
     assert empty(engine)
 
 
-def test_decoding_goes_on_between_the_pieces(model, family, prompts, paged, monkeypatch):
+@pytest.mark.parametrize("running, most_waits", [(8, 0), (3, embedded.PATIENCE)])
+def test_decoding_goes_on_between_the_pieces(
+    model, family, prompts, paged, monkeypatch, running, most_waits
+):
+    """Few that decode wait for one that comes, but not until the end of a long prompt."""
     engine = EmbeddedEngine(model, family)
-    for request in requests(prompts[:1], replace(FREE, max_tokens=400), repeats=8):
+    for request in requests(prompts[:1], replace(FREE, max_tokens=1000), repeats=running):
         engine.submit(request)
     engine.poll()
-    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 20)
+    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 10)
     (late,) = requests(prompts[3:], repeats=1)
     engine.submit(replace(late, key="late"))
     grown = []
@@ -186,7 +190,32 @@ def test_decoding_goes_on_between_the_pieces(model, family, prompts, paged, monk
         before = sum(s.sampled for s in engine._running.values())
         engine.poll()
         grown.append(sum(s.sampled for s in engine._running.values()) - before)
-    assert len(grown) > 2 and min(grown) >= 8 * 16
+    assert len(grown) > embedded.PATIENCE + 1
+    turns = [new > 0 for new in grown[:-1]]  # with the last one it draws its own first token
+    assert turns == [n % (most_waits + 1) == most_waits for n in range(len(turns))]
+
+
+def test_a_request_after_new_weights_shares_nothing_with_those_before(
+    load, family, prompts, paged, monkeypatch
+):
+    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 16)
+    model = load("qwen2_5_vl")
+    (asked,) = requests(prompts[3:], replace(FREE, temperature=0.0), repeats=1)
+    engine = EmbeddedEngine(model, family)
+    engine.submit(asked)
+    engine.poll()  # computes a part of its prompt
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "layers" in name and weight.ndim > 1:
+                weight.mul_(1.7)
+    engine.update_weights(None, version=1)
+    engine.submit(replace(asked, key="after"))
+    done = {c.key: c for _ in range(100) for c in engine.poll()}
+    after = [done["after"]]
+    fresh = EmbeddedEngine(model, family)
+    fresh.update_weights(None, version=1)
+    same(after, generate(fresh, [replace(asked, key="after")]))
+    assert after[0].versions.tolist() == [1] * 20
 
 
 @pytest.mark.parametrize("pages", [11, 16, 24])

@@ -196,11 +196,12 @@ def test_a_reply_that_is_too_large_costs_its_own_episode(world, play):
 
 
 KILLED = """
-import sys, time
+import signal, sys, time
 from saccade.config import EnvConfig
 from saccade.rollout.hosting import environments
 from saccade.types import Message, Sample
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 pending = environments(EnvConfig(name=sys.argv[1]), order=())().reset(
     Sample(id="q", messages=(Message(role="user", parts=("?",)),)), 0
 )

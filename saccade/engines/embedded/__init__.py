@@ -38,6 +38,7 @@ from saccade.transfer import to_device
 from saccade.types import Completion, Request
 
 PREFILL_TOKENS = 16_384  # of one forward
+PATIENCE = 4  # forwards over prompts for which sequences that could decode wait at most
 CPU_CACHE_BYTES = 4 << 30
 GPU_CACHE_SHARE = 0.6  # of the memory that is free when the slot cache grows
 
@@ -69,6 +70,7 @@ class EmbeddedEngine:
         self._live: dict[str, Live] = {}  # by episode, least recently used first
         self._aborted: list[Completion] = []
         self._records = Records()
+        self._waited = 0  # forwards over prompts since the last burst
 
     def _use_pages(self, shape: Shape) -> None:
         from saccade.engines.embedded.graphs import Graphs
@@ -91,7 +93,8 @@ class EmbeddedEngine:
 
     def submit(self, request: Request) -> None:
         require_room(request, self.family.max_positions)
-        sequence = Sequence(request=request, content=content_of(request))
+        # Prompts are shared by requests that may be computed with the same weights.
+        sequence = Sequence(request=request, content=(self.version, content_of(request)))
         self._waiting.append(sequence)
         self._wanted[sequence.content] += 1
 
@@ -172,6 +175,7 @@ class EmbeddedEngine:
         steps = self._secure(ready)
         self._admit()
         decode = bool(ready) and not self._filling_up(ready)
+        self._waited = self._waited + 1 if ready and not decode else 0
         if decode:  # first: the host prepares prompts while the GPU decodes
             self._launch(ready, steps)
         if self._jobs:
@@ -412,7 +416,11 @@ class EmbeddedEngine:
         return 0
 
     def _filling_up(self, ready: SequenceOf[Sequence]) -> bool:
-        """Many more can start soon: better to wait for them than to decode a part of the batch."""
+        """Many more can start soon: better to wait for them than to decode a part of the batch. Not
+        for ever: a long prompt takes many forwards.
+        """
+        if self._waited == PATIENCE:
+            return False
         room = min(len(self._waiting), len(self.cache.free))
         coming = sum(len(job.members) for job in self._jobs.values()) + (room if self._jobs else 0)
         return 4 * coming > len(ready)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from saccade.attention import AttentionPlan, forest_plan
+from saccade.attention import HALF, AttentionPlan, forest_plan
 
 CAPACITY_STEP = 64  # slots grow in steps, so that a longer prompt rarely reallocates
 
@@ -51,16 +51,17 @@ def shape_of(model: torch.nn.Module) -> Shape:
 
 
 def can_page(shape: Shape) -> bool:
-    """Whether the kernels of the paged cache serve a model. In full precision the slots do: there
-    greedy tokens are those of transformers, bit by bit.
-    """
-    return (
-        shape.device.type == "cuda"
-        and shape.dtype in (torch.bfloat16, torch.float16)
-        and 16 <= shape.head_size <= 256
-        and shape.head_size.bit_count() == 1
-        and find_spec("triton") is not None
-    )
+    """Whether the kernels of the paged cache serve a model."""
+    return shape.device.type == "cuda" and not hindrance(shape)
+
+
+def hindrance(shape: Shape) -> str:
+    """Why those kernels would not serve it on any GPU; empty: they do."""
+    if shape.dtype not in HALF:  # there greedy tokens are those of transformers, bit by bit
+        return f"its weights are {shape.dtype}"
+    if not (16 <= shape.head_size <= 256 and shape.head_size.bit_count() == 1):
+        return f"its heads of {shape.head_size} are no power of two between 16 and 256"
+    return "" if find_spec("triton") is not None else "triton is not installed"
 
 
 class Cache:

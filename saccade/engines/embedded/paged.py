@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from saccade.attention import AttentionPlan, forest_plan, varlen
+from saccade.attention import HALF, AttentionPlan, forest_plan, one_node, varlen
 from saccade.devices import free_bytes
 from saccade.engines.embedded import kernels
 from saccade.engines.embedded.cache import Shape
@@ -27,7 +26,6 @@ from saccade.transfer import to_device
 PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a last page is empty
 POOL_SHARE = 0.8  # of the memory that is free when the pool grows; the rest is for activations
 POOL_STEP = 4096  # pages by which the pool grows at least
-HALF = (torch.bfloat16, torch.float16)
 
 
 class PagedCache:
@@ -199,20 +197,12 @@ class _OverPages:
             )  # fmt: skip
         return torch.cat(
             [
-                _continued(q[a:b], keys[c:d], values[c:d], scale)
+                one_node(q[a:b], keys[c:d], values[c:d], scale, window)
                 for a, b, c, d in zip(
                     self.starts_q, self.starts_q[1:], self.starts_k, self.starts_k[1:], strict=False
                 )
             ]
         )
-
-
-def _continued(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    mask = torch.ones((len(q), len(k)), dtype=torch.bool, device=q.device)
-    mask = mask.tril(len(k) - len(q))
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = sdpa(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
-    return out[0].transpose(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
