@@ -16,7 +16,8 @@ TRL trains bf16 weights (its default is float32), saccade keeps fp32 masters bes
 TRL by default also scores what was sampled, to correct for the difference of the two engines.
 
 Of a part with several steps the first only warms up; the numbers are medians of the others. One
-that has a single step says so. `peak` is what the process allocated at once, `GPU` what the whole GPU held.
+that has a single step says so. `peak` is what the process allocated at once, `GPU` what the whole
+GPU held.
 """
 
 from __future__ import annotations
