@@ -12,6 +12,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from saccade.algorithms import stages
 from saccade.algorithms.algorithm import Algorithm
 from saccade.config import Config
@@ -27,7 +29,8 @@ from saccade.types import Group, Metrics, Sample
 if TYPE_CHECKING:
     from saccade.recipes.rl import Actors
 
-LOOK_AHEAD = 64  # pictures; many more would push out those that are trained on
+# Bytes of pixels, a quarter of what is kept: more would push out those that are trained on.
+LOOK_AHEAD = 512 << 20
 
 
 @dataclass(kw_only=True)
@@ -94,7 +97,9 @@ def look_ahead(actors: Actors) -> None:
     """Process the pictures of the next prompts while the GPU trains on these."""
     coming = actors.stream.peek(actors.config.train.prompts_per_step)
     pictures = [media for sample in coming for media in sample.media]
-    actors.family.prefetch(pictures[:LOOK_AHEAD])
+    tokens = np.cumsum([actors.family.measure(picture)[1] for picture in pictures])
+    fit = int((tokens * 3 * actors.family.unit**2 <= LOOK_AHEAD).sum())
+    actors.family.prefetch(pictures[:fit])
 
 
 def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import wave
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,9 @@ from saccade.config import DataConfig, DataSource, load
 from saccade.data.check import check_data
 from saccade.data.datasets import load as load_data
 from saccade.data.records import to_row
-from saccade.recipes import dpo, rl, sft
+from saccade.data.stream import Stream
+from saccade.recipes import dpo, rl, rollouts, sft
+from saccade.types import Media
 
 TINY = {"video": "tiny:qwen2_5_vl", "audio": "tiny:qwen2_audio"}
 SHOWN = {"sft": "sft/loss", "dpo": "dpo/loss", "rl": "reward/mean"}
@@ -100,3 +104,19 @@ def test_a_broken_medium_is_a_bad_row(folder: Path) -> None:
         path.write_text(json.dumps({"problem": "?", "answer": "1", column: [name]}) + "\n")
         report = check_data(load({"data": {"train": str(path)}}))
         assert report.good == 0 and len(report.bad) == 1 and name in report.bad[0].reason
+
+
+@pytest.mark.parametrize("ready", [0, 3, 4])
+def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(
+    family_of, counting, monkeypatch, ready
+):
+    begun: list[Media] = []
+    family = replace(family_of("qwen2_5_vl"), prefetch=begun.extend)
+    data = load_data([DataSource(path=str(counting))], DataConfig())
+    stream = Stream(data, seed=0, config=DataConfig())
+    coming = [media for sample in stream.peek(4) for media in sample.media]
+    pixels = [family.measure(media)[1] * family.unit**2 for media in coming]
+    monkeypatch.setattr(rollouts, "LOOK_AHEAD", 3 * sum(pixels[:ready]))
+    config = load({"train.prompts_per_step": 4})
+    rollouts.look_ahead(SimpleNamespace(config=config, family=family, stream=stream))
+    assert begun == coming[:ready] and len(coming) == 4
