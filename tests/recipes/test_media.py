@@ -19,6 +19,7 @@ from saccade.data.check import check_data
 from saccade.data.datasets import load as load_data
 from saccade.data.records import to_row
 from saccade.data.stream import Stream
+from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.recipes import dpo, rl, rollouts, sft
 from saccade.types import Media
 
@@ -108,11 +109,12 @@ def test_a_broken_medium_is_a_bad_row(folder: Path) -> None:
 
 @pytest.mark.parametrize("ready", [0, 3, 4])
 def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(
-    family_of, counting, monkeypatch, ready
+    family_of, tmp_path, monkeypatch, ready
 ):
     begun: list[Media] = []
     family = replace(family_of("qwen2_5_vl"), prefetch=begun.extend)
-    data = load_data([DataSource(path=str(counting))], DataConfig())
+    rows = write_jsonl(counting_split(8, seed=0, colours=TEACHING_COLOURS), tmp_path)
+    data = load_data([DataSource(path=str(rows))], DataConfig())
     stream = Stream(data, seed=0, config=DataConfig())
     coming = [media for sample in stream.peek(4) for media in sample.media]
     pixels = [family.measure(media)[1] * family.unit**2 for media in coming]
