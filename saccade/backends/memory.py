@@ -25,6 +25,7 @@ from saccade.devices import free_bytes, total_bytes
 # Of the device's memory, never planned with: fragments between blocks, workspaces of libraries.
 MARGIN = 0.04
 MORE_AFTER_AN_ERROR = 0.03
+LOOKS = 4  # micro-batches with media after which a tower that did not run is waited for no more
 
 
 @dataclass(kw_only=True)
@@ -49,6 +50,7 @@ class Recompute:
         self.planned = wanted == "auto" and self.device.type == "cuda"
         self.margin = MARGIN
         self.spare = 0.0  # bytes that are left when every layer has what it keeps
+        self.looks = LOOKS
         self.overhead = (0, 1, 1)  # bytes beside what layers keep; its tokens, its media tokens
         if wanted is True or self.planned:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -77,8 +79,9 @@ class Recompute:
         self._stop_measuring()
         if cautious:
             return
-        unknown = any(kind.kept is None for kind in self.kinds)
+        unknown = self.looks > 0 and any(kind.kept is None for kind in self.kinds)
         if not self.overhead[0] or (unknown and media_tokens):  # no media: their layers do not run
+            self.looks -= media_tokens > 0
             self._measure(tokens, media_tokens)
         else:
             self._keep_what_fits(tokens, media_tokens)

@@ -61,6 +61,10 @@ class Picture:
     @staticmethod
     def of(source: Any, item: Mapping[str, Any] | None = None, kind: str = "image") -> Picture:
         said = item if item is not None else source if isinstance(source, Mapping) else {}
+        if said.get("use_audio_in_video"):
+            raise RowError(
+                "use_audio_in_video: sound inside a video is not heard; add it as an audio item"
+            )
         given = {name: said[name] for name in OPTIONS[kind] if said.get(name) is not None}
         for name, value in given.items():
             if name == "frames":

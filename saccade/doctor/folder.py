@@ -60,7 +60,7 @@ def _template(path: Path, config: Config) -> Iterator[Finding]:
 
 def _others(path: Path) -> Iterator[Finding]:
     read = read_json(path / "config.json")
-    sees = isinstance(read, dict) and "vision_config" in read
+    sees = isinstance(read, dict) and "vision_config" in read.get("thinker_config", read)
     for name, effect in OPTIONAL.items():
         if not (path / name).is_file() and (sees or not name.startswith("preprocessor")):
             yield warning("model", f"no {name}: {effect}", f"{AGAIN}, with {name}")

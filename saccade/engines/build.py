@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saccade.engines import Engine
+from saccade.errors import ConfigError
 from saccade.models.families import Family
 
 
@@ -82,4 +83,9 @@ INSTALL = {  # how to get those that do not come with saccade
 
 def build(settings: Settings, family: Family, model: Any = None) -> Engine:
     """`model`: the trainer's own, for an engine that shares its weights."""
+    if settings.engine != "embedded" and family.spec.section:
+        raise ConfigError(
+            f"rollout.engine={settings.engine}: it wants all models of a {family.name} folder, and "
+            f"one of them is trained; use rollout.engine=embedded"
+        )
     return BUILDERS[settings.engine](settings, family, model)

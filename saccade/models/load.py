@@ -73,6 +73,9 @@ def load_model(
         kind: sorted(str(name) for name in info.get(f"{kind}_keys", ()))
         for kind in ("missing", "unexpected", "mismatched")
     }
+    problems["unexpected"] = [
+        name for name in problems["unexpected"] if not name.startswith(family.spec.beside)
+    ]
     if any(problems.values()):
         listed = "; ".join(
             f"{kind}: {', '.join(names[:5])}" for kind, names in problems.items() if names
@@ -114,7 +117,10 @@ def hidden_states(
         embedded = model.get_input_embeddings()(ids)  # type: ignore[operator]
         embedded = embedded.index_copy(0, places, features.to(embedded.dtype))
         options = {"inputs_embeds": embedded[None]}
-    output = model.base_model(  # type: ignore[operator]
+    whole: Any = model
+    # Qwen2.5-Omni is its own base model, and would compute all logits.
+    inner = whole.get_decoder() if whole.base_model is whole else whole.base_model
+    output = inner(
         position_ids=positions[:, None] if family.axes > 1 else positions,
         use_cache=False,
         attention_plan=plan,
@@ -127,8 +133,13 @@ def media_inputs(
     family: Family, media: Sequence[MediaSpan], device: torch.device
 ) -> dict[str, Any]:
     """What `family.features` reads, on the device."""
-    made = family.media(media).items()
-    return {name: to_device(v, device) if isinstance(v, Tensor) else v for name, v in made}
+    return _moved(family.media(media), device)
+
+
+def _moved(made: Any, device: torch.device) -> Any:
+    if isinstance(made, Mapping):
+        return {name: _moved(value, device) for name, value in made.items()}
+    return to_device(made, device) if isinstance(made, Tensor) else made
 
 
 def freeze(model: nn.Module, family: Family, train: str) -> None:

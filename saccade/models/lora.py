@@ -77,7 +77,8 @@ def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[s
             "vision model as model.path"
         )
     if config.targets == "all-linear":
-        chosen = [name for name in linear if config.vision or family.tower_of(name) == "llm"]
+        towers = ("llm", "vision", "projector") if config.vision else ("llm",)
+        chosen = [name for name in linear if family.tower_of(name) in towers]
     else:
         chosen = _matching("targets", config.targets, linear, family)
     if config.exclude:
@@ -111,7 +112,8 @@ def four_bit(family: Family, dtype: torch.dtype, device: torch.device) -> dict[s
     require("bitsandbytes", "qlora")
     from transformers import BitsAndBytesConfig
 
-    others = [prefix.rstrip(".") for tower, prefix in family.spec.towers.items() if tower != "llm"]
+    prefixes = [prefix for tower, prefix in family.spec.towers.items() if tower != "llm"]
+    others = [p.rstrip(".") for one in prefixes for p in ([one] if isinstance(one, str) else one)]
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

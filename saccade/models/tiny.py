@@ -28,6 +28,16 @@ SPECIAL = (
     "<|video_pad|>",
 )
 HEARD = ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")  # more of them, where a model hears
+PLAIN = {token: (token, "") for token in SPECIAL}
+OMNI = {  # other names, and under which its processor looks for them
+    "<|vision_start|>": ("<|vision_bos|>", "vision_bos_token"),
+    "<|vision_end|>": ("<|vision_eos|>", "vision_eos_token"),
+    "<|image_pad|>": ("<|IMAGE|>", "image_token"),
+    "<|video_pad|>": ("<|VIDEO|>", "video_token"),
+    "<|AUDIO|>": ("<|AUDIO|>", "audio_token"),
+    "<|audio_bos|>": ("<|audio_bos|>", "audio_bos_token"),
+    "<|audio_eos|>": ("<|audio_eos|>", "audio_eos_token"),
+}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
@@ -47,6 +57,13 @@ TEXT = {
     "head_dim": 32,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
+    "initializer_range": 0.1,
+}
+AUDIO = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 128,
     "initializer_range": 0.1,
 }
 
@@ -75,9 +92,13 @@ def build(
         raise ConfigError(f"tiny:{family} has no closed vocabulary; use qwen3, or no words")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    special = (*SPECIAL, *HEARD) if family == "qwen2_audio" else SPECIAL
-    tokenizer = make_tokenizer(words, phrases, special)
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in special}
+    names = dict(PLAIN)
+    if "audio" in family or "omni" in family:
+        names |= {token: (token, "") for token in HEARD}
+    if "omni" in family:
+        names |= OMNI
+    tokenizer = make_tokenizer(words, phrases, names)
+    ids = {token: tokenizer.convert_tokens_to_ids(name) for token, (name, _) in names.items()}
     vocabulary = (len(tokenizer) // 8 + 1) * 8
     settings = CONFIGS[family](
         ids, TEXT | {"vocab_size": vocabulary} | dict(text or {}), dict(vision or {})
@@ -91,16 +112,23 @@ def build(
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if "vision_config" in settings:
-        processor = PROCESSOR | {"patch_size": settings["vision_config"]["patch_size"]}
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+    settings = settings.get("thinker_config", settings)
+    processor: dict[str, Any] = {}
     if "audio_config" in settings:
-        (folder / "preprocessor_config.json").write_text(json.dumps(EXTRACTOR, indent=2) + "\n")
+        processor |= EXTRACTOR
+    if "vision_config" in settings:
+        processor |= PROCESSOR | {"patch_size": settings["vision_config"]["patch_size"]}
+    if "omni" in family:
+        processor |= {"processor_class": "Qwen2_5OmniProcessor", "chunk_length": 300}
+    if processor:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
     return str(folder)
 
 
 def make_tokenizer(
-    words: Sequence[str] | None, phrases: Sequence[str] = (), special: Sequence[str] = SPECIAL
+    words: Sequence[str] | None,
+    phrases: Sequence[str] = (),
+    names: Mapping[str, tuple[str, str]] = PLAIN,
 ) -> Any:
     """Word-level for a closed vocabulary, else byte-level; both with the chat template inside."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -122,22 +150,26 @@ def make_tokenizer(
                 pre_tokenizers.Split(Regex(r"</?\w+>|\w+|[^\w\s]"), behavior="isolated"),
             ]
         )
+    template = TEMPLATE
+    for token, (name, _) in names.items():
+        template = template.replace(token, name)
+    sought = {key or name: name for name, key in names.values()}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        additional_special_tokens=list(special),
+        extra_special_tokens=sought if any(key for _, key in names.values()) else list(sought),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         model_max_length=TEXT["max_position_embeddings"],
         clean_up_tokenization_spaces=False,
-        chat_template=TEMPLATE,
+        chat_template=template,
     )
 
 
 def _from_config(family: str, config: Any) -> Any:
     import transformers
 
-    if family == "qwen2_audio":
-        return transformers.Qwen2AudioForConditionalGeneration(config)
+    if family in CLASSES:
+        return getattr(transformers, CLASSES[family])(config)
     kind = "AutoModelForImageTextToText" if family.endswith("_vl") else "AutoModelForCausalLM"
     return getattr(transformers, kind).from_config(config)
 
@@ -222,23 +254,52 @@ def _qwen2_audio(
     # The head is a layer of its own.
     return {
         "text_config": {"model_type": "qwen2", **text, "tie_word_embeddings": False},
-        "audio_config": {
-            "model_type": "qwen2_audio_encoder",
-            "d_model": 64,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 128,
-            "initializer_range": text["initializer_range"],
-        },
+        "audio_config": {"model_type": "qwen2_audio_encoder", **AUDIO},
         "audio_token_index": ids["<|AUDIO|>"],
         "tie_word_embeddings": False,
     }
 
 
+def _qwen2_5_omni_thinker(
+    ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
+) -> dict[str, Any]:
+    settings = _qwen2_5_vl(ids, text, vision)
+    return {
+        "text_config": settings["text_config"],
+        "vision_config": settings["vision_config"],
+        "audio_config": {**AUDIO, "output_dim": text["hidden_size"]},
+        "image_token_index": ids["<|image_pad|>"],
+        "video_token_index": ids["<|video_pad|>"],
+        "audio_token_index": ids["<|AUDIO|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "audio_start_token_id": ids["<|audio_bos|>"],
+        "audio_end_token_id": ids["<|audio_eos|>"],
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+
+
+def _qwen2_5_omni(
+    ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
+) -> dict[str, Any]:
+    """A whole checkpoint, without the weights of what speaks."""
+    return {
+        "thinker_config": _qwen2_5_omni_thinker(ids, text, vision),
+        "enable_audio_output": False,
+    }
+
+
+CLASSES = {
+    "qwen2_audio": "Qwen2AudioForConditionalGeneration",
+    "qwen2_5_omni": "Qwen2_5OmniForConditionalGeneration",
+    "qwen2_5_omni_thinker": "Qwen2_5OmniThinkerForConditionalGeneration",
+}
 CONFIGS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen2_audio": _qwen2_audio,
+    "qwen2_5_omni": _qwen2_5_omni,
+    "qwen2_5_omni_thinker": _qwen2_5_omni_thinker,
     "qwen2": _text_config,
     "qwen3": _text_config,
     "llama": _text_config,

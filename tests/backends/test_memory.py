@@ -48,6 +48,18 @@ def test_costs_grow_with_the_micro_batch(plan):
     assert made.keeping == 0
 
 
+def test_a_tower_that_does_not_run_is_not_waited_for(plan, monkeypatch):
+    made, choose = plan
+    made.kinds[0].kept = None
+    measured = []
+    monkeypatch.setattr(made, "_measure", lambda *sizes: measured.append(sizes))
+    for _ in range(memory.LOOKS):
+        choose(10.0, 1000, 1000)
+        choose(10.0, 1000, 0)
+    assert measured == [(1000, 1000)] * memory.LOOKS
+    assert choose(10.0, 1000, 1000) == [False, False, True, True]  # what is known keeps
+
+
 def test_running_out_of_memory_widens_the_margin(plan):
     made, choose = plan
     choose(10.0, 1000, 1000)

@@ -291,6 +291,10 @@ def test_all_turns_and_the_system_message_are_kept(read):
         ([{"role": "assistant", "content": "x"}], "no user message"),
         ([{"role": "user", "content": [{"type": "smell", "smell": "a.sm"}]}], "'smell'"),
         ([{"role": "user", "content": [{"type": "video", "video": "a", "fps": 0}]}], "fps of a v"),
+        (
+            [{"role": "user", "content": [{"video": "a.mp4", "use_audio_in_video": True}]}],
+            "add it as an audio item",
+        ),
         ([{"role": "user", "content": [{"type": "text", "text": None}]}], "without text"),
         (["x"], "a record with role and content"),
         ([{"role": "user", "content": ""}], "empty"),

@@ -87,7 +87,9 @@ def test_banned_ids(family_of):
         tokenizer = family.chat.tokenizer
         banned = set(np.flatnonzero(family.banned).tolist())
         marks = ("image_pad", "video_pad", "vision_pad", "vision_start", "vision_end")
-        marks += ("AUDIO", "audio_bos", "audio_eos") if name == "qwen2_audio" else ()
+        if "omni" in name:
+            marks = ("IMAGE", "VIDEO", "vision_pad", "vision_bos", "vision_eos")
+        marks += ("AUDIO", "audio_bos", "audio_eos") if "audio" in family.spec.towers else ()
         modal = {tokenizer.convert_tokens_to_ids(f"<|{mark}|>") for mark in marks}
         assert banned == modal | set(range(len(tokenizer), family.vocabulary))
         assert not banned & family.chat.eos_ids and len(family.banned) == family.vocabulary

@@ -142,7 +142,7 @@ def test_a_size_that_heads_do_not_divide_is_refused(load):
         RewardHead(like=load("qwen3"), card=card, seed=0)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen2_audio"])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen2_audio", "qwen2_5_omni"])
 def test_blocks_above_the_probed_one_wait_for_the_folder(load, name):
     model = load(name)
     before = dict(model.named_parameters())

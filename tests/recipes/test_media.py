@@ -20,12 +20,19 @@ from saccade.data.datasets import load as load_data
 from saccade.data.records import to_row
 from saccade.data.stream import Stream
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
-from saccade.recipes import dpo, rl, rollouts, sft
+from saccade.export import export
+from saccade.recipes import dpo, reward_model, rl, rollouts, sft
 from saccade.types import Media
 
-TINY = {"video": "tiny:qwen2_5_vl", "audio": "tiny:qwen2_audio"}
-SHOWN = {"sft": "sft/loss", "dpo": "dpo/loss", "rl": "reward/mean"}
-RECIPES = {"sft": sft.run, "dpo": dpo.run, "rl": rl.run}
+TINY = {"video": "tiny:qwen2_5_vl", "audio": "tiny:qwen2_audio", "every": "tiny:qwen2_5_omni"}
+SHOWN = {"sft": "sft/loss", "dpo": "dpo/loss", "rl": "reward/mean", "rm": "rm/loss"}
+RECIPES = {"sft": sft.run, "dpo": dpo.run, "rl": rl.run, "rm": reward_model.run}
+MEDIA = {
+    "video": ("<image>Like <video>", ("videos", "images")),
+    "audio": ("<audio>", ("audios",)),
+    "every": ("<audio><image>Like <video>", ("audios", "videos", "images")),
+}
+FILES = {"videos": "gif", "images": "png", "audios": "wav"}
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +51,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows(folder: Path, kind: str, command: str) -> str:
     """A picture beside every video."""
+    mark, columns = MEDIA[kind]
     listed = []
     for n in range(4):
-        media = {"videos": [f"{n}.gif"], "images": [f"{n}.png"]}
-        media = media if kind == "video" else {"audios": [f"{n}.wav"]}
-        mark = "<image>Like <video>" if kind == "video" else "<audio>"
+        media = {column: [f"{n}.{FILES[column]}"] for column in columns}
         row: dict[str, Any] = {"id": str(n), "problem": f"{mark}What is {n}?", **media}
-        if command == "dpo":
+        if command in ("dpo", "rm"):
             row |= {"chosen": "red", "rejected": "green"}
         elif command == "sft":
             text = row.pop("problem")
@@ -64,10 +70,7 @@ def rows(folder: Path, kind: str, command: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "command"), [("video", "sft"), ("video", "dpo"), ("video", "rl"), ("audio", "sft")]
-)
-def test_a_command_trains_on_it(folder: Path, kind: str, command: str) -> None:
+def trained(folder: Path, kind: str, command: str, **changes: Any) -> float:
     name, out = f"{kind}-{command}", str(folder / "runs")
     options: dict[str, Any] = {
         "run": {"name": name, "out": out, "max_steps": 1, "device": "cpu"},
@@ -75,13 +78,35 @@ def test_a_command_trains_on_it(folder: Path, kind: str, command: str) -> None:
         "data": {"train": rows(folder, kind, command), "max_frame_pixels": 3136},
         "train": {"prompts_per_step": 2, "lr": 1e-3},
         "save": {"every": 0},
+        **changes,
         "track": {"tensorboard": False},
     }
     if command == "rl":
-        options |= {"rollout": {"max_tokens": 6}, "reward": {"terms": ["exact"]}}
+        options = {"rollout": {"max_tokens": 6}, "reward": {"terms": ["exact"]}, **options}
         options["train"]["samples_per_prompt"] = 2
-    last = RECIPES[command](load(options))
-    assert math.isfinite(last[SHOWN[command]])
+    return RECIPES[command](load(options))[SHOWN[command]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"), [("video", "sft"), ("video", "dpo"), ("video", "rl"), ("audio", "sft")]
+)
+def test_a_command_trains_on_it(folder: Path, kind: str, command: str) -> None:
+    assert math.isfinite(trained(folder, kind, command))
+
+
+def test_a_reward_model_of_sounds_pictures_and_videos_scores_answers_about_them(
+    folder: Path,
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    assert math.isfinite(trained(folder, "every", "rm"))
+    (judge,) = (folder / "runs" / "every-rm" / "checkpoints").glob("step-*")
+    term = {"verifier": "model", "args": {"path": str(judge)}}
+    reward = trained(folder, "every", "rl", reward={"terms": [term]})
+    assert math.isfinite(reward) and reward != 0
+    out = export(folder / "runs" / "every-rl", folder / "exported", dtype="bfloat16")
+    _, info = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
+    assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
 
 
 def test_data_is_checked_and_rewritten(folder: Path) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from saccade.errors import EnvironmentProblem
 from saccade.models.chat import Chat, Grid, load_chat
-from saccade.models.families import qwen_audio, qwen_vl, text
+from saccade.models.families import qwen_audio, qwen_omni, qwen_vl, text
 from saccade.types import Media, MediaSpan, Message, Rendered
 
 # Special tokens of other modalities that some text tokenizers carry too.
@@ -35,6 +35,10 @@ PLACEHOLDER_TOKENS = (
     "<|audio_bos|>",
     "<|audio_eos|>",
     "<|AUDIO|>",
+    "<|IMAGE|>",
+    "<|VIDEO|>",
+    "<|vision_bos|>",
+    "<|vision_eos|>",
 )
 
 
@@ -43,12 +47,14 @@ class FamilySpec:
     """One row of the table: what a family is, before a model folder is known."""
 
     auto_class: str  # of transformers
-    towers: Mapping[str, str]  # name → prefix of its parameters
+    towers: Mapping[str, str | tuple[str, ...]]  # name → prefix of its parameters
     bind: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
     placeholders: tuple[str, ...] = ()  # config keys of ids that are never sampled
     media_tokens: Mapping[str, str] = field(default_factory=dict)  # kind of media → config key of
     # the id that is expanded
     prepare: Callable[[Any], None] = lambda model: None
+    section: str = ""  # of config.json: what is loaded of a folder with more than one model
+    beside: tuple[str, ...] = ()  # prefixes of the tensors of the others
 
     @property
     def image_token(self) -> str | None:
@@ -85,10 +91,40 @@ _QWEN_AUDIO = FamilySpec(
     placeholders=("audio_token_index",),
     media_tokens={"audio": "audio_token_index"},
 )
+# Of a whole checkpoint the thinker is loaded: what speaks (talker, token2wav) learns nothing here.
+_QWEN_OMNI = FamilySpec(
+    auto_class="Qwen2_5OmniThinkerForConditionalGeneration",
+    towers={
+        "projector": ("visual.merger.", "audio_tower.proj"),
+        "vision": "visual.",
+        "audio": "audio_tower.",
+        "llm": "model.",
+    },
+    bind=qwen_omni.bind,
+    placeholders=(
+        "image_token_index",
+        "video_token_index",
+        "audio_token_index",
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "audio_start_token_id",
+        "audio_end_token_id",
+    ),
+    media_tokens={
+        "image": "image_token_index",
+        "video": "video_token_index",
+        "audio": "audio_token_index",
+    },
+    prepare=qwen_vl.patch_embedding_as_matrix,
+    section="thinker_config",
+    beside=("talker.", "token2wav."),
+)
 FAMILIES: Mapping[str, FamilySpec] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_audio": _QWEN_AUDIO,
+    "qwen2_5_omni": _QWEN_OMNI,
+    "qwen2_5_omni_thinker": _QWEN_OMNI,
     "qwen2": _TEXT,
     "qwen3": _TEXT,
     "llama": _TEXT,
@@ -162,6 +198,7 @@ def load_family(
     spec = FAMILIES.get(name)
     if spec is None:
         spec = _generic(name, config, path)
+    config = config.get(spec.section, config)
     text_config = config.get("text_config", config)
     generation = _read_json(path, "generation_config.json", required=False)
     eos = generation.get("eos_token_id", [])

@@ -26,11 +26,7 @@ CACHE_BYTES = 1 << 30  # about 700 sounds
 
 
 def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
-    kept = ImageCache(
-        CACHE_BYTES,
-        make=partial(mel_frames, settings=processor),
-        key=lambda media: media.key,
-    )
+    kept = mel_cache(processor, padded=True)
     return {
         "axes": 1,
         "measure": measure,
@@ -43,6 +39,12 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         "vision": partial(forward_arguments, cache=kept),
         "unit": 1,
     }
+
+
+def mel_cache(settings: Mapping[str, Any], *, padded: bool) -> ImageCache:
+    """`padded`: all are as long as the longest sound that the model hears."""
+    make = partial(mel_frames, settings=settings, padded=padded)
+    return ImageCache(CACHE_BYTES, make=make, key=lambda media: media.key)
 
 
 def measure(media: Media) -> tuple[tuple[int, int, int], int]:
@@ -60,14 +62,17 @@ def _convolved(frames: int) -> int:
     return (frames - 1) // 2 + 1
 
 
-def mel_frames(media: Media, *, settings: Mapping[str, Any]) -> np.ndarray:
-    """[B, F] float32."""
+def mel_frames(media: Media, *, settings: Mapping[str, Any], padded: bool) -> np.ndarray:
+    """[B, F] float32; without padding F are those of the sound."""
     from transformers import WhisperFeatureExtractor
 
     extractor: Any = WhisperFeatureExtractor.from_dict(dict(settings))
-    samples = DECODED.get(media)
-    made = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="np")
-    return np.array(made["input_features"][0], np.float32)
+    samples, options = DECODED.get(media), {"sampling_rate": extractor.sampling_rate}
+    if padded:
+        return np.array(extractor(samples, **options)["input_features"][0], np.float32)
+    # The last frames look past the end, where padding would have put silence.
+    made = extractor(np.pad(samples, (0, extractor.n_fft)), padding=False, **options)
+    return np.array(made["input_features"][0][:, : measure(media)[0][2]], np.float32)
 
 
 def _no_picture(media: Media) -> NoReturn:
@@ -107,10 +112,11 @@ def forward_arguments(
 
     if not spans:
         return {}
-    mels = torch.from_numpy(np.stack(cache.get_all([span.media for span in spans])))
+    made = [torch.tensor(mels.T) for mels in cache.get_all([span.media for span in spans])]
+    mels = torch.nn.utils.rnn.pad_sequence(made, batch_first=True)
     frames = torch.tensor([span.grid[2] for span in spans])
-    mask = torch.arange(mels.shape[-1]) < frames[:, None]
+    mask = torch.arange(mels.shape[1]) < frames[:, None]
     return {
-        "input_features": mels.to(device, dtype),
+        "input_features": mels.mT.to(device, dtype),
         "feature_attention_mask": mask.long().to(device),
     }

@@ -28,6 +28,7 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 # Patches kept in memory: about 1,700 images of a megapixel, or every image of a small task.
 CACHE_BYTES = 2 << 30
+Clock = Callable[[np.ndarray, float], np.ndarray]  # (layers, frames per second) → places in time
 
 
 def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -36,7 +37,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
     frames = int(vision.get("temporal_patch_size", 2))
     measured = partial(measure, patch=patch, merge=merge, frames=frames)
     newer = "fullatt_block_indexes" in vision  # Qwen2.5-VL: windows, and positions by the clock
-    pace = vision.get("tokens_per_second", 4) if newer else None
+    pace = frames * vision.get("tokens_per_second", 4)
     kept = ImageCache(
         CACHE_BYTES,
         make=lambda media: patches(picture(media, measured(media)[0], patch), patch, merge, frames),
@@ -51,7 +52,9 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
     return {
         "axes": 3,
         "measure": measured,
-        "positions": partial(positions, merge=merge, pace=pace and pace * frames),
+        "positions": partial(
+            positions, merge=merge, clock=partial(_by_the_clock, pace=pace) if newer else None
+        ),
         "picture": lambda media: picture(media, measured(media)[0], patch),
         "untouched": lambda tokens, pixels: {
             "shortest_edge": (patch * merge) ** 2,
@@ -67,7 +70,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         ),
         "features": partial(features, pixels=pixels),
         "vision": partial(
-            forward_arguments, cache=kept, pixels=pixels, seconds=frames if pace else None
+            forward_arguments, cache=kept, pixels=pixels, seconds=frames if newer else None
         ),
         "unit": patch * merge,
     }
@@ -92,26 +95,32 @@ def measure(
 
 
 def positions(
-    length: int, media: tuple[MediaSpan, ...], *, merge: int, pace: float | None
+    length: int, media: tuple[MediaSpan, ...], *, merge: int, clock: Clock | None
 ) -> np.ndarray:
-    """[3, length] M-RoPE: text counts on all axes at once, a medium on (time, row, column) from
-    where it starts, and text goes on behind the largest of them. `pace` / fps is how far apart in
-    time layers of a video are; None: 1.
+    """[3, length] M-RoPE: text and sound count on all axes at once, a picture on (time, row,
+    column) from where it starts, and text goes on behind the largest of them. `clock` says where in
+    time layers of a video are; None: one step apart.
     """
     result = np.empty((3, length), dtype=np.int64)
     token, place = 0, 0
     for span in media:
+        if span.media.kind == "audio":
+            continue
         result[:, token : span.start] = np.arange(place, place + span.start - token)
         place += span.start - token
         layers, rows, columns = span.grid[0], span.grid[1] // merge, span.grid[2] // merge
         axes = np.indices((layers, rows, columns)).reshape(3, -1)
-        if span.media.kind == "video" and pace is not None:  # in the precision of transformers
-            axes[0] = axes[0].astype(np.float32) * np.float32(pace / span.media.fps)
+        if span.media.kind == "video" and clock is not None:
+            axes[0] = clock(axes[0], span.media.fps)
         result[:, span.start : span.end] = axes + place
         place += int(axes.max()) + 1
         token = span.end
     result[:, token:] = np.arange(place, place + length - token)
     return result
+
+
+def _by_the_clock(layers: np.ndarray, fps: float, *, pace: float) -> np.ndarray:
+    return layers.astype(np.float32) * np.float32(pace / fps)  # in the precision of transformers
 
 
 def picture(media: Media, grid: tuple[int, int, int], patch: int) -> np.ndarray:
@@ -249,4 +258,4 @@ def patch_embedding_as_matrix(model: Any) -> None:
             flat = torch.nn.functional.linear(input.flatten(1), self.weight.flatten(1), self.bias)
             return flat.view(*flat.shape, 1, 1, 1)
 
-    model.model.visual.patch_embed.proj.__class__ = PatchMatrix
+    model.base_model.visual.patch_embed.proj.__class__ = PatchMatrix

@@ -1,0 +1,315 @@
+"""Qwen2.5-Omni's thinker: what it reads and says of pictures, films and sounds is what transformers
+makes of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen2_5OmniThinkerForConditionalGeneration
+
+from saccade import sounds, videos
+from saccade.algorithms import stages
+from saccade.attention import forest_plan
+from saccade.backends import OWN
+from saccade.backends.local import LocalBackend
+from saccade.config import LoraConfig, TrainConfig
+from saccade.engines.build import Settings, build
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.flops import shape_of
+from saccade.forest import pack
+from saccade.images import decode, open_media
+from saccade.models import lora
+from saccade.models.families import load_family
+from saccade.models.load import freeze, hidden_states, load_model
+from saccade.recipes.dialogues import compared, dialogue
+from saccade.recipes.sft import SUPERVISED
+from saccade.types import Media, Message, Request, Sample, Sampling
+
+CPU = torch.device("cpu")
+NAME = "qwen2_5_omni"
+
+
+def noise(seconds: float, seed: int = 0) -> Media:
+    samples = np.random.default_rng(seed).normal(size=round(seconds * 16_000)) * 0.1
+    return sounds.open_sound(samples.astype("f4"))
+
+
+def film(frames: int, height: int = 84, width: int = 112, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 255, (frames, height, width, 3), np.uint8)
+
+
+def ask(*parts: str | Media) -> tuple[Message, ...]:
+    return (Message(role="user", parts=parts),)
+
+
+PICTURES = open_media(film(1, 56, 84)[0]), open_media(film(1, 112, 56, seed=1)[0])
+SOUNDS = noise(1.0), noise(5.37, seed=1)  # one window of the tower, and three
+FILMS = videos.open_video(film(8), fps=3.0), videos.open_video(film(4, 56, 56, 2), fps=0.7)
+ASKED = {
+    "text": ask("text only"),
+    "picture": ask(PICTURES[0], "how many?"),
+    "sound": ask("listen: ", SOUNDS[1], "what is heard?"),
+    "video": ask(FILMS[0], "what happens?"),
+    "two pictures and a sound": ask(PICTURES[0], "or", SOUNDS[0], PICTURES[1], "which?"),
+    "everything": ask(SOUNDS[1], FILMS[1], "x", PICTURES[1], SOUNDS[0], FILMS[0], "why?"),
+}
+
+
+@pytest.fixture(scope="module")
+def family(family_of):
+    return family_of(NAME)
+
+
+# -- against transformers --------------------------------------------------------------------------
+
+
+def processed(family, messages) -> dict[str, torch.Tensor]:
+    """What transformers' own processor makes of it. Its video processor needs torchvision: layers
+    and sizes of a video are given, the expansion is its own.
+    """
+    from transformers import Qwen2_5OmniProcessor, WhisperFeatureExtractor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    processor = Qwen2_5OmniProcessor.__new__(Qwen2_5OmniProcessor)
+    processor.tokenizer = family.chat.tokenizer
+    processor.feature_extractor = WhisperFeatureExtractor.from_pretrained(family.path)
+    limits = {"shortest_edge": PICTURES[0].min_pixels, "longest_edge": PICTURES[0].max_pixels}
+    processor.image_processor = Qwen2VLImageProcessorPil(size=limits)
+
+    def film_processor(videos, **options):
+        grids = torch.tensor([family.measure(video)[0] for video in videos])
+        return {"video_grid_thw": grids}
+
+    film_processor.merge_size = film_processor.temporal_patch_size = 2
+    processor.video_processor = film_processor
+    for name in ("image", "audio", "video", "vision_bos", "vision_eos", "audio_bos", "audio_eos"):
+        setattr(processor, f"{name}_token", getattr(family.chat.tokenizer, f"{name}_token"))
+    media = {kind: [m for m in messages[0].media if m.kind == kind] for kind in ("image", "video")}
+    heard = [decode(m) for m in messages[0].media if m.kind == "audio"]
+    return processor(
+        text=[family.chat.text_of(messages, generation=True)],
+        images=[Image.fromarray(decode(m)) for m in media["image"]] or None,
+        videos=media["video"] or None,
+        audio=heard or None,
+        return_tensors="pt",
+    )
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_tokens_and_features_are_those_of_the_processor(family, name):
+    rendered = family.render(ASKED[name])
+    theirs = processed(family, ASKED[name])
+    assert theirs["input_ids"][0].tolist() == rendered.ids.tolist()
+    ours = family.vision(rendered.media, CPU, torch.float32)
+    for grid in {"image_grid_thw", "video_grid_thw"} & ours.keys():
+        assert torch.equal(ours[grid], theirs[grid])
+    if "pixel_values" in ours:
+        assert (ours["pixel_values"] - theirs["pixel_values"]).abs().max() < 1e-6
+    if "input_features" in ours:
+        heard = ours["feature_attention_mask"].bool()
+        known = theirs["feature_attention_mask"].bool()
+        assert torch.equal(heard.sum(1), known.sum(1))
+        gap = ours["input_features"].mT[heard] - theirs["input_features"].mT[known]
+        assert gap.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_positions_and_logits_are_those_of_transformers(family, load, stock, name):
+    rendered = family.render(ASKED[name])
+    ids = torch.from_numpy(rendered.ids)[None]
+    reference, model = stock(NAME), load(NAME)
+    given = family.vision(rendered.media, CPU, torch.float32)
+    mask = torch.ones_like(ids)
+    heard = given.get("feature_attention_mask")
+    wanted, _ = reference.get_rope_index(
+        ids,
+        given.get("image_grid_thw"),
+        given.get("video_grid_thw"),
+        mask,
+        audio_seqlens=None if heard is None else heard.sum(1),
+        second_per_grids=given.get("video_second_per_grid"),
+    )
+    positions = family.positions(len(rendered), rendered.media)
+    assert np.array_equal(positions, wanted[:, 0].numpy())
+    with torch.no_grad():
+        theirs = reference(input_ids=ids, attention_mask=mask, **given).logits[0]
+        plan = forest_plan(np.array([0, len(rendered)]), np.array([-1]), CPU, torch.float32)
+        hidden = hidden_states(
+            model, family, ids[0], torch.from_numpy(positions), rendered.media, plan
+        )
+        assert (model.lm_head(hidden) - theirs).abs().max() < 1e-4
+
+
+def test_a_place_in_time_is_40_milliseconds(family, stock):
+    pixels = film(60, 56, 56)
+    for fps in (0.3, 1.0, 2.0, 3.0, 7.0, 23.976, 29.97):
+        rendered = family.render(ask(videos.open_video(pixels, fps=fps), "x"))
+        (span,), ids = rendered.media, torch.from_numpy(rendered.ids)[None]
+        ours = family.positions(len(rendered), rendered.media)
+        seconds = family.vision(rendered.media, CPU, torch.float32)["video_second_per_grid"]
+        theirs, _ = stock(NAME).get_rope_index(
+            ids, None, torch.tensor([span.grid]), torch.ones_like(ids), second_per_grids=seconds
+        )
+        assert np.array_equal(ours, theirs[:, 0].numpy())
+        last = ours[0, span.end - 1] - span.start
+        assert last == int(29 * 2 / fps * 25 + 1e-3)
+
+
+def test_greedy_answers_are_those_of_transformers(family, load, stock):
+    prompts = {name: family.render(messages) for name, messages in ASKED.items()}
+    engine = EmbeddedEngine(load(NAME), family)
+    sampling = Sampling(temperature=0.0, max_tokens=8)
+    for name, prompt in prompts.items():
+        engine.submit(Request(key=name, ids=prompt.ids, media=prompt.media, sampling=sampling))
+    answers = {}
+    while len(answers) < len(prompts):
+        answers |= {done.key: done for done in engine.poll()}
+    for name, prompt in prompts.items():
+        ids = torch.from_numpy(prompt.ids)[None]
+        theirs = stock(NAME).generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=8,
+            suppress_tokens=np.flatnonzero(family.banned).tolist(),
+            **family.vision(prompt.media, CPU, torch.float32),
+        )
+        assert answers[name].ids.tolist() == theirs[0, len(prompt) :].tolist(), name
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def pair() -> Sample:
+    replies = [(Message(role="assistant", parts=(text,)),) for text in ("rain", "a bell")]
+    asked = ask(PICTURES[0], SOUNDS[1], FILMS[1], "what?")
+    return Sample(id="s", messages=asked, candidates=tuple(replies))
+
+
+def rows_of(sample, family):
+    for reply in sample.candidates:
+        row = dialogue(replace(sample, messages=(*sample.messages, *reply)), family, "assistant")
+        yield pack([row], positions=family.positions, micro_tokens=4096)
+
+
+def test_forests_are_plain_rows(family, load):
+    sample = pair()
+    (forest,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
+    assert len(forest.media) == 3 and len(forest.keys) == 2
+    backend = LocalBackend(load(NAME), family)
+    ((together, _),) = backend.logprobs([forest], OWN)
+    apart = [backend.logprobs(row, OWN)[0][0] for row in rows_of(sample, family)]
+    assert np.abs(together - np.concatenate(apart)).max() < 1e-5
+
+
+def test_gradients_of_a_forest_are_those_of_transformers_on_rows(family, load, monkeypatch):
+    sample = pair()
+    (forest,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
+    backend = LocalBackend(load(NAME), family, TrainConfig())
+    seen: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(
+        backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
+    )
+    update = backend.train_step(stages.write_supervision([forest]), SUPERVISED, OWN, lr=0.0)
+    theirs = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(family.path)
+    losses = []
+    for (row,) in rows_of(sample, family):
+        ids = torch.from_numpy(row.ids)[None]
+        given = family.vision(row.media, CPU, torch.float32)
+        logits = theirs(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0]
+        scores = logits.log_softmax(-1)
+        losses.append(-scores[torch.from_numpy(row.reads), torch.from_numpy(row.targets)])
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    assert update.metrics.means()["policy/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert seen.keys() == wanted.keys() and len(wanted) == 102
+    whole = torch.stack([g.norm() for g in wanted.values()]).norm()
+    assert max((seen[n] - g).norm() for n, g in wanted.items()) < 1e-5 * whole
+
+
+def step(model, family, batches) -> set[str]:
+    """Towers whose weights moved."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    backend = LocalBackend(model, family, TrainConfig())
+    backend.train_step(stages.write_supervision(batches), SUPERVISED, OWN, lr=1e-2)
+    named = model.named_parameters()
+    return {family.tower_of(name) for name, p in named if not torch.equal(before[name], p)}
+
+
+def test_every_tower_learns_or_stands(family, load):
+    batches = next(rows_of(pair(), family))
+    assert step(load(NAME), family, batches) == {"vision", "audio", "projector", "llm"}
+    model = load(NAME)
+    freeze(model, family, "freeze:vision,audio")
+    assert step(model, family, batches) == {"projector", "llm"}
+    assert family.tower_of("audio_tower.proj.weight") == "projector"
+    assert family.tower_of("visual.merger.mlp.0.weight") == "projector"
+
+
+@pytest.mark.parametrize(
+    ("options", "towers"),
+    [
+        ({}, {"llm"}),
+        ({"vision": True}, {"llm", "vision", "projector"}),
+        ({"targets": "audio"}, {"audio"}),
+    ],
+)
+def test_adapters_sit_where_they_were_asked_for(family, load, options, towers):
+    pytest.importorskip("peft")
+    model = load(NAME)
+    lora.add(model, family, LoraConfig(rank=4, **options), seed=0)
+    assert step(model, family, next(rows_of(pair(), family))) == towers
+
+
+# -- folders ---------------------------------------------------------------------------------------
+
+
+def test_of_a_whole_checkpoint_the_thinker_is_loaded_and_saved(family, tmp_path):
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForImageTextToText
+
+    whole = Path(shutil.copytree(family.path, tmp_path / "whole"))
+    assert json.loads((whole / "config.json").read_text())["model_type"] == NAME
+    stored = load_file(whole / "model.safetensors")
+    assert all(name.startswith("thinker.") for name in stored)
+    stored |= {"talker.a.weight": torch.ones(2), "token2wav.b.weight": torch.ones(1)}
+    save_file(stored, whole / "model.safetensors", metadata={"format": "pt"})
+
+    model = load_model(load_family(str(whole)), dtype=torch.float32, device=CPU)
+    model.save_pretrained(tmp_path / "saved")
+    stock, info = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "saved", output_loading_info=True
+    )
+    assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
+    theirs = dict(stock.named_parameters())
+    assert all(torch.equal(p, theirs[name]) for name, p in model.named_parameters())
+
+
+def test_its_work_is_not_counted(stock):
+    assert shape_of(stock(NAME).config) is None
+
+
+def test_other_engines_are_refused(family):
+    settings = Settings(engine="vllm", folder=family.path, dtype="float32")
+    with pytest.raises(ConfigError, match=r"rollout\.engine=embedded"):
+        build(settings, family)
+
+
+def test_a_folder_with_strange_tensors_is_refused(family, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(family.path, tmp_path / "strange"))
+    tensors = load_file(folder / "model.safetensors") | {"thinker.more.weight": torch.ones(2)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EnvironmentProblem, match=r"more\.weight"):
+        load_model(load_family(str(folder)), dtype=torch.float32, device=CPU)
