@@ -227,8 +227,16 @@ def _some_data(config: Config) -> Iterator[str]:
 
 
 def _data_files(config: Config) -> Iterator[str]:
+    return _missing_files(config, "train", "val", "demonstrations")
+
+
+def _val_files(config: Config) -> Iterator[str]:
+    return _missing_files(config, "val")
+
+
+def _missing_files(config: Config, *names: str) -> Iterator[str]:
     data = config.data
-    for name in ("train", "val", "demonstrations"):
+    for name in names:
         for source in getattr(data, name):
             path = parse_address(source.path).path
             if not data.allow_network and not Path(path).exists():
@@ -375,7 +383,8 @@ def _critic_warmup(config: Config) -> Iterator[str]:
         )
 
 
-READING = (_data_files, _pixels, _prompt_files, _judge)
+LOOKING = (_pixels, _prompt_files, _judge)
+READING = (_data_files, *LOOKING)
 TRAINING = (
     _model,
     _own_weights,
@@ -403,7 +412,15 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "sft": (*TRAINING, offline.imitation),
     "dpo": (*TRAINING, offline.preferences),
     "reward-model": (*TRAINING, offline.rating),
-    "eval": (_answering_model, _val_data, *READING, _response_length, _validation, _environment),
+    "eval": (
+        _answering_model,
+        _val_data,
+        _val_files,
+        *LOOKING,
+        _response_length,
+        _validation,
+        _environment,
+    ),
     "generate": (
         _answering_model,
         _some_data,

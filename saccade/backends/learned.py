@@ -20,14 +20,23 @@ from torch import Tensor, nn
 
 from saccade.backends import rating
 from saccade.backends.local import LocalBackend
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, DataError
 from saccade.forest import pack
 from saccade.models.families import Family, load_family
-from saccade.models.heads import REWARD_FILE, RewardHead, attach_reward, load_reward
+from saccade.models.heads import RewardHead, attach_reward, load_reward
 from saccade.models.load import load_model
-from saccade.models.rating import Card, judged, read_card, stepped, verdict_ids, with_marks
+from saccade.models.rating import (
+    REWARD_FILE,
+    Card,
+    flaw,
+    judged,
+    read_card,
+    stepped,
+    verdict_ids,
+    with_marks,
+)
 from saccade.rewards.sample import RewardSample
-from saccade.types import Batch, Group, Message, Sample, Trajectory
+from saccade.types import Batch, Group, Media, Message, Sample, Trajectory
 
 TOO_LONG = "unscored: longer than the reward model can read"
 SUMMARIES: dict[str, Callable[[np.ndarray], float]] = {
@@ -68,13 +77,9 @@ class LearnedReward:
         untrained: bool = False,
     ) -> LearnedReward:
         """`untrained`: a folder without a head gets a random one, to try a config out."""
-        card = read_card(folder)
-        if card is None and not untrained:
-            raise ConfigError(
-                f"{folder} is no reward model: its config.json has no `reward_model`; give a "
-                "checkpoint of `saccade reward-model`"
-            )
-        card = card or Card(kind="scalar", heads=("preference",))
+        if not untrained and (wrong := flaw(Path(folder))):
+            raise ConfigError(f"reward.terms: {wrong}")
+        card = read_card(folder) or Card(kind="scalar", heads=("preference",))
         family = load_family(str(folder), trust_remote_code=trust_remote_code)
         model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         if card.kind == "scalar":
@@ -85,14 +90,25 @@ class LearnedReward:
             head.above = []  # nobody saves it
         return LearnedReward(model, family, card, micro_tokens=micro_tokens, offload=offload)
 
-    def check(self, *, head: str | None = None, normalise: bool = False) -> None:
+    def check(
+        self, *, head: str | None = None, normalise: bool = False, steps: str | None = None
+    ) -> None:
         heads, where = self.card.heads, self.family.path
         if head is not None and head not in heads:
             raise ConfigError(f"reward.terms: {where} has no head {head!r}; it has {heads}")
         if head is None and len(heads) > 1:
             raise ConfigError(f"reward.terms: {where} has the heads {heads}; set args.head")
+        if steps is not None and self.card.kind == "scalar":
+            raise ConfigError(f"reward.terms: {where} scores whole responses; drop steps={steps}")
         if normalise and not self.card.statistics:
             raise ConfigError(f"reward.terms: {where} knows no mean of its scores; drop normalise")
+
+    def check_media(self, media: Sequence[Media]) -> None:
+        for one in media:
+            try:
+                self.family.measure(one)
+            except DataError as error:
+                raise ConfigError(f"reward.terms: {self.family.path}: {error}") from None
 
     def score(
         self,

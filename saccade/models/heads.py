@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.models.rating import Card, read_card
-
-REWARD_FILE = "reward_head.safetensors"
+from saccade.models.rating import REWARD_FILE, Card, read_card
 
 
 def attach_score(model: nn.Module, *, seed: int) -> None:

@@ -20,9 +20,11 @@ import numpy as np
 
 from saccade.errors import ConfigError
 from saccade.models.families import Family
+from saccade.models.files import INDEX, header_of
 from saccade.types import Message, Rendered, Source, Trajectory
 
 SECTION = "reward_model"  # of config.json
+REWARD_FILE = "reward_head.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +55,31 @@ def read_card(folder: str | Path) -> Card | None:
     found = json.loads(path.read_text(encoding="utf-8")).get(SECTION) if path.is_file() else None
     if found is None:
         return None
-    lists = {name: tuple(found[name]) for name in ("heads", "tokens")}
-    statistics = {head: tuple(pair) for head, pair in found["statistics"].items()}
+    lists = {name: tuple(found.get(name, ())) for name in ("heads", "tokens")}
+    statistics = {head: tuple(pair) for head, pair in found.get("statistics", {}).items()}
     return Card(**(found | lists | {"statistics": statistics}))
+
+
+def flaw(folder: Path) -> str:
+    """What keeps a folder from being a reward model; empty: nothing. Reads no tensor."""
+    try:
+        card = read_card(folder)
+    except (ValueError, TypeError) as error:
+        return f"{folder / 'config.json'} cannot be read: {error}"
+    if card is None:
+        return (
+            f"{folder} is no reward model: its config.json has no `{SECTION}`; give a checkpoint "
+            "of `saccade reward-model`"
+        )
+    if not (card.heads or card.tokens):
+        return f"{folder / 'config.json'}: `{SECTION}` names neither heads nor tokens"
+    shards = {path.name for path in folder.glob("*.safetensors")} - {REWARD_FILE}
+    needed = [*sorted(shards)] if shards or (folder / INDEX).is_file() else ["model.safetensors"]
+    needed += [REWARD_FILE] if card.kind == "scalar" else []
+    for name in needed:
+        if isinstance(wrong := header_of(folder / name), str):
+            return f"{folder / name} {wrong}"
+    return ""
 
 
 # -- whole replies ---------------------------------------------------------------------------------

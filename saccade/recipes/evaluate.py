@@ -45,6 +45,7 @@ from saccade.rollout.episode import Limits
 from saccade.rollout.scoring import RewardStream, make_room, parsed, thinks
 from saccade.tracking.console import Console
 from saccade.tracking.eval_report import RESULTS, table_lines, write_eval_report
+from saccade.tracking.folder import METRICS
 from saccade.tracking.metrics import episode_metrics
 from saccade.tracking.trajectories import TrajectoryWriter
 from saccade.types import Group, Media, Trajectory
@@ -233,6 +234,9 @@ def _places(config: Config, out: Path | None) -> tuple[Path, Path]:
     last that ended goes on where its answers are, and does not ask for them again.
     """
     if out is not None:
+        for name in (RESULTS, METRICS):
+            if (Path(out) / name).exists():
+                raise ConfigError(f"--out {out}: it holds {name} already; name a new folder")
         return Path(out), Path(out) / ANSWERS
     name = f"{config.run.name}-eval"
     names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))

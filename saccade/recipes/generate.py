@@ -40,6 +40,11 @@ HOW = ("http", "replicas", "tensor_parallel", "memory_share", "parity_max", "max
 PACE = {"concurrency", "retries", "timeout", "deadline", "max_error_rate", "self_test", "workers"}
 PACE |= {"batch", "key", "token", "per_minute", "cache", "price", "serve", "offload"}
 
+NONE_SELECTED = (
+    "no prompt has responses that are complete, reach generate.threshold and, as best and worst, "
+    "differ in reward"
+)
+
 
 def run(config: Any) -> dict[str, Any]:
     """`data.train`, or `data.val` when there is none; with rewards, each response is scored too."""
@@ -103,7 +108,7 @@ def run(config: Any) -> dict[str, Any]:
         selected, count = write_selected(
             path, data.samples, select=chosen.select, threshold=chosen.threshold
         )
-        print(f"{count} rows to train on in {selected}")
+        print(f"{count} rows to train on in {selected}" + ("" if count else f": {NONE_SELECTED}"))
         result |= {"selected": str(selected), "selected_rows": count}
     return result
 

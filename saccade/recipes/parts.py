@@ -35,8 +35,10 @@ from saccade.models.families import Family, load_family
 from saccade.models.files import require_whole
 from saccade.models.heads import attach_score, start_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
+from saccade.models.rating import SECTION, flaw
 from saccade.recipes.lengths import remembered
 from saccade.rewards.formats import FORMATS
+from saccade.rewards.learned import model_terms
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.self_test import require, self_test
 from saccade.rollout import hosting
@@ -112,6 +114,8 @@ def load_policy(
         trust_remote_code=config.model.trust_remote_code,
         options=lora.four_bit(family, dtype, device) if train == "qlora" else None,
     )
+    if hasattr(model.config, SECTION):  # whoever trains it as one writes its own
+        delattr(model.config, SECTION)
     if adapted:
         stored = Path(folder) / lora.FOLDER if folder else None
         lora.add(model, family, config.model.lora, seed=config.run.seed, stored=stored)
@@ -352,6 +356,13 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
                 f"add {who} to reward.terms, or remove it"
             )
     return scorer
+
+
+def require_reward_models(config: Config) -> None:
+    """Refuse folders that are none, before a run has one of its own."""
+    for args in model_terms(config.reward):
+        if not args["path"].startswith("tiny:") and (wrong := flaw(Path(args["path"]))):
+            raise ConfigError(f"reward.terms: {wrong}")
 
 
 def load_learned(config: Config, path: str) -> LearnedReward:

@@ -31,8 +31,8 @@ from saccade.data.expressions import number_of
 from saccade.errors import ConfigError, DataError
 from saccade.forest import pack
 from saccade.models.families import Family
-from saccade.models.heads import REWARD_FILE, RewardHead, attach_reward, load_reward
-from saccade.models.rating import Card, read_card, stepped, verdict_ids, write_card
+from saccade.models.heads import RewardHead, attach_reward, load_reward
+from saccade.models.rating import REWARD_FILE, Card, read_card, stepped, verdict_ids, write_card
 from saccade.recipes import parts
 from saccade.recipes.dialogues import compared
 from saccade.recipes.lengths import remembered

@@ -72,6 +72,7 @@ def run(config: Any) -> dict[str, Any]:
     refuse_another_algorithm(config, algorithm)
     parts.quiet_libraries()
     family = parts.family_of(config, parts.start_folder(config))
+    parts.require_reward_models(config)
     data = parts.load_prompts(config, config.data.train, family)
     with Run(config, "rl", parts.manifest(family, data, config)) as this:
         this.console.note(data.summary)

@@ -19,7 +19,7 @@ import numpy as np
 
 from saccade.config import RewardConfig
 from saccade.rewards.sample import RewardSample
-from saccade.types import Score
+from saccade.types import Media, Score
 
 STEPS = ("mean", "min", "last")
 
@@ -40,8 +40,14 @@ class RewardModel(Protocol):
         """What a term makes of the numbers of a sample."""
         ...
 
-    def check(self, *, head: str | None = None, normalise: bool = False) -> None:
+    def check(
+        self, *, head: str | None = None, normalise: bool = False, steps: str | None = None
+    ) -> None:
         """Refuse, with a ConfigError, what this model cannot give."""
+        ...
+
+    def check_media(self, media: Sequence[Media]) -> None:
+        """Refuse, with a ConfigError, what this model cannot see or hear."""
         ...
 
 
@@ -87,8 +93,12 @@ class Learned:
         path = args["path"]
         if path not in self._models:
             self._models[path] = self._load(path)
-        wanted = {name: args[name] for name in ("head", "normalise") if name in args}
+        wanted = {name: args[name] for name in ("head", "normalise", "steps") if name in args}
         self._models[path].check(**wanted)
+
+    def check_media(self, media: Sequence[Media]) -> None:
+        for model in self._models.values():
+            model.check_media(media)
 
     def submit(self, args: Mapping[str, Any], sample: RewardSample) -> Future[Score]:
         future: Future[Score] = Future()

@@ -223,9 +223,11 @@ def _combination(where: str, combine: str, terms: Sequence[Term]) -> tuple[str, 
 def _outcome(where: str, name: str | None, terms: Sequence[Term]) -> int:
     if name is not None:
         return _index(f"{where}: reward.outcome", name, terms)
-    for index, term in enumerate(terms):
-        if term.kind == "outcome":
-            return index
+    judging = [index for index, term in enumerate(terms) if term.kind == "outcome"]
+    # A learned score says little about right and wrong: a rule goes before it.
+    rules = [index for index in judging if not (terms[index].learned or terms[index].elsewhere)]
+    if judging:
+        return (rules or judging)[0]
     raise ConfigError(
         f"{where}: no term judges the answer; set reward.outcome={terms[0].name} to count that one"
     )

@@ -119,11 +119,13 @@ class Scorer:
             self.recipe(source)
 
     def check_media(self, samples: Iterable[Sample]) -> None:
-        """Refuse rows whose pictures a service needs and does not get."""
-        kinds = {media.kind for sample in samples for media in sample.media}
+        """Refuse rows whose pictures a service needs and does not get, or a model cannot read."""
+        shown = {media.kind: media for sample in samples for media in sample.media}
         for _, scorer in self.elsewhere.values():
             if isinstance(scorer, Remote):
-                scorer.check_media(kinds)
+                scorer.check_media(set(shown))
+        if self.learned is not None:
+            self.learned.check_media(list(shown.values()))
 
     def component_weights(self, data_source: str) -> dict[str, float]:
         """Name → weight of every term, shaping ones too, for an estimator that keeps them apart.
