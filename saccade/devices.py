@@ -55,17 +55,25 @@ TABLE = (
     ("Ascend 910B", 61.0, 354, 1.6),
 )
 OTHER_CHIPS = {"laptop"}  # share a name with a larger one
+MEMORY = re.compile(r"(\d+) ?g(?:i?b)?\b")  # in a name
 
 
 def named(name: str) -> Device | None:
     """The row of a device, by what a driver or a person calls it."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    words = set(re.split(r"[^a-z0-9]+", MEMORY.sub(r"\1gb", name.lower())))
     for known, memory, tflops, bandwidth in TABLE:
         if set(known.lower().split()) <= words and not words & OTHER_CHIPS:
             return Device(
                 name=name, memory=memory, tflops=float(tflops), bandwidth=float(bandwidth)
             )
     return None
+
+
+def says_otherwise(name: str, device: Device) -> bool:
+    """Whether the name speaks of another memory than the row: a GH200's is that of its CPU."""
+    said = MEMORY.search(name.lower())
+    fits = said is None or 0.85 < device.memory / int(said[1]) < 1.1
+    return not fits and "gh200" not in name.lower()
 
 
 def total_bytes(device: Any) -> int:
@@ -93,6 +101,16 @@ def limit_memory(device: Any, gib: float) -> None:
     # An index: torch refuses a plain "cuda" here.
     index = torch.device(device).index or torch.cuda.current_device()
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), index)
+
+
+def unoccupied(wanted: str = "auto") -> Device:
+    """The device of this process with the memory that others have left."""
+    import torch
+
+    device = present(wanted)
+    if not device.is_gpu:
+        return device
+    return replace(device, memory=torch.cuda.mem_get_info()[0] / 2**30)
 
 
 def present(wanted: str = "auto") -> Device:

@@ -25,6 +25,7 @@ from saccade.types import Batch, Group, Trajectory
 
 Mode = Literal["full", "adapter", "frozen"]
 Grid = tuple[int, int, int]
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its doubly quantised scales
 TOWERS = ("vision", "projector", "llm")
 
 
@@ -59,10 +60,16 @@ class Stack:
         """What the experts of one token have between their matrices."""
         return self.chosen * self.expert[-1][0] if self.expert else 0
 
-    def read_by(self, rows: float) -> float:
-        """Weights that a forward of so many tokens reads, if they use all experts alike."""
+    @property
+    def queries_per_key(self) -> int:
+        return self.heads // self.key_heads
+
+    def read_by(self, rows: float, *, matrix: float = 1.0, expert: float = 1.0) -> float:
+        """Weights that a forward of so many tokens reads, if they use all experts alike; or their
+        bytes, from those of one weight of a matrix and of an expert.
+        """
         hit = self.experts * (1 - (1 - self.chosen / max(1, self.experts)) ** rows)
-        return self.layers * (_size(self.linears) + hit * _size(self.expert))
+        return self.layers * (matrix * _size(self.linears) + expert * hit * _size(self.expert))
 
 
 def _size(matrices: Iterable[tuple[int, int]]) -> int:
@@ -425,11 +432,14 @@ class Generation:
     longest: int  # most tokens that one member sampled
     shape: Shape
     element: int  # bytes of a weight
+    matrix: float  # of a weight in the decoder's matrices, which may be packed
+    adapters: int  # weights
     cache_bytes: float  # read in all
 
     def weight_bytes(self, rows: float) -> float:
         """Read by every step of decoding so many sequences."""
-        return self.element * (self.shape.text.read_by(rows) + self.shape.head_weights)
+        layers = self.shape.text.read_by(rows, matrix=self.matrix, expert=self.element)
+        return layers + self.element * (self.shape.head_weights + self.adapters)
 
     def read_bytes(self, max_sequences: int) -> float:
         """In as few steps as `max_sequences` at a time allow."""
@@ -438,14 +448,22 @@ class Generation:
 
 
 def generation(
-    shape: Shape, groups: Iterable[Group], *, element: int, training: Training = FULL
+    shape: Shape,
+    groups: Iterable[Group],
+    *,
+    element: int,
+    together: int,
+    four_bit: bool = False,
+    training: Training = FULL,
 ) -> Generation:
-    """`element`: bytes of a weight, and of a number in the cache."""
+    """`element`: bytes of a weight, and of a number in the cache. `together`: members for which a
+    step of decoding reads the prompt that they share once.
+    """
     prefill, decode = Forward(), Forward()
     sampled = [0]
     contexts = 0
     for prompt, members in _shared_prompts(groups):
-        start = prompt.prompt_length
+        start, steps = prompt.prompt_length, []
         grids = [span.grid for span in prompt.media if span.start < start]
         prefill += count(shape, depths=np.arange(start), reads=1, grids=grids, training=training)
         for member in members:
@@ -459,7 +477,10 @@ def generation(
             prefill += count(shape, depths=rest[~own], reads=0, grids=later, training=training)
             # Its first logits came with the prompt, and were shared.
             decode += count(shape, depths=rest[own], reads=len(policy) - 1, training=training)
-            contexts += int((rest[own] + 1).sum())
+            contexts += int((rest[own] + 1 - start).sum())
+            steps.append(int(own.sum()))
+        # Those that go on are the neighbours that read together.
+        contexts += start * sum(sorted(steps, reverse=True)[::together])
     return Generation(
         prefill=prefill,
         decode=decode,
@@ -467,6 +488,8 @@ def generation(
         longest=max(sampled),
         shape=shape,
         element=element,
+        matrix=NF4 if four_bit else element,
+        adapters=training.adapters.get("llm", 0),
         cache_bytes=float(contexts * shape.kv_bytes(element)),
     )
 

@@ -36,6 +36,30 @@ def test_an_unknown_device_has_no_peak(name):
     assert devices.named(name) is None
 
 
+@pytest.mark.parametrize(
+    "name", ["A100 40 GB", "a100-40g", "A100 40GB", "A100 40 GiB", "NVIDIA A100-PCIE-40GB"]
+)
+def test_the_memory_in_a_name_chooses_the_row(name):
+    found = devices.named(name)
+    assert found.memory == 39.4 and not devices.says_otherwise(name, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "otherwise"),
+    [
+        ("A100 48 GB", True),
+        ("A800 40GB", True),
+        ("RTX 4090 48GB", True),
+        ("NVIDIA H100 80GB HBM3", False),
+        ("NVIDIA GH200 480GB", False),
+        ("RTX 4090 GPU", False),
+        ("L4 24GB", False),
+    ],
+)
+def test_a_name_may_contradict_its_row(name, otherwise):
+    assert devices.says_otherwise(name, devices.named(name)) is otherwise
+
+
 def test_a_cpu_has_memory_and_no_peak():
     here = devices.present("cpu")
     assert here.memory > 0.5 and here.tflops is None and not here.is_gpu

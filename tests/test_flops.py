@@ -14,6 +14,7 @@ from saccade.attention import paths
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.config import AlgorithmConfig, TrainConfig
+from saccade.engines.embedded.rows import find_families
 from saccade.forest import pack
 from saccade.models.load import freeze
 from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
@@ -276,7 +277,7 @@ def group(*members: Trajectory) -> Group:
 
 def test_generating_needs_what_the_forest_of_its_rollouts_needs():
     members = group(*(rollout(r, prompt=10, new=n) for r, n in enumerate((5, 8, 3))))
-    work = flops.generation(tiny_shape(), [members], element=2)
+    work = flops.generation(tiny_shape(), [members], element=2, together=8)
     (batch,) = pack([members], positions=lambda n, _: np.arange(n)[None], micro_tokens=1000)
     trained = flops.forward(tiny_shape(), batch)
     both = work.prefill + work.decode
@@ -290,17 +291,51 @@ def test_bytes_of_decoding():
     shape = tiny_shape()
     weights, token = 2 * (shape.text.weights + shape.head_weights), shape.kv_bytes(2)
     assert token == 2 * 2 * 2 * 8 * 2  # keys and values, layers, heads, size, bytes
-    # Tokens 11 to 14 of one and 11 to 17 of the other read all keys before and their own.
-    contexts = sum(range(11, 15)) + sum(range(11, 18))
-    work = flops.generation(shape, [members], element=2)
+    # Tokens 11 to 14 of one and 11 to 17 of the other read all keys behind the prompt and their
+    # own; the prompt is read once for both as long as both go on.
+    contexts = sum(range(1, 5)) + sum(range(1, 8)) + 7 * 10
+    work = flops.generation(shape, [members], element=2, together=8)
     assert work.read_bytes(8) == 8 * weights + contexts * token
     assert work.read_bytes(1) == 13 * weights + contexts * token
+    alone = flops.generation(shape, [members], element=2, together=1)
+    assert alone.cache_bytes - work.cache_bytes == 4 * 10 * token
+
+
+@pytest.mark.parametrize("sizes", [(9, 9, 9, 9, 9), (3, 9, 5, 1, 7, 7, 2)])
+@pytest.mark.parametrize("together", [1, 2, 3, 8])
+def test_a_prompt_is_read_by_families_as_the_engine_finds_them(sizes, together):
+    """Rows that are alive in each step, with a prompt of two full pages."""
+    members = group(*(rollout(r, prompt=32, new=n) for r, n in enumerate(sizes)))
+    read = 0
+    for step in range(max(sizes) - 1):
+        alive = [row for row, n in enumerate(sizes) if step < n - 1]
+        table = np.array([[0, 1, 10 + row] for row in alive])
+        lengths = np.full(len(alive), 32 + step)
+        families, shared = find_families(table, lengths, page=16, most=together)
+        read += int(families[2].sum() + (lengths + 1 - shared).sum())
+    work = flops.generation(tiny_shape(), [members], element=2, together=together)
+    assert work.cache_bytes == read * tiny_shape().kv_bytes(2)
+
+
+def test_bytes_of_packed_weights_and_of_adapters():
+    members, shape = group(rollout(0, prompt=4, new=3)), tiny_shape()
+    adapters = flops.Training(modes={"llm": "adapter"}, adapters={"llm": 500})
+    plain, packed = (
+        flops.generation(
+            shape, [members], element=2, together=8, training=adapters, four_bit=four_bit
+        ).weight_bytes(1)
+        for four_bit in (False, True)
+    )
+    assert plain == 2 * (shape.text.weights + shape.head_weights + 500)
+    assert plain - packed == pytest.approx((2 - flops.NF4) * shape.text.weights)
 
 
 def test_what_an_environment_says_is_read_not_sampled():
     t = rollout(0, prompt=4, new=8)
     sources = t.sources.copy()
     sources[6:9] = Source.OBSERVATION
-    work = flops.generation(tiny_shape(), [group(replace(t, sources=sources))], element=2)
+    work = flops.generation(
+        tiny_shape(), [group(replace(t, sources=sources))], element=2, together=8
+    )
     assert work.prefill.text == 2 * (4 + 3) * tiny_shape().text.weights
     assert work.decode.text == 2 * (2 + 2) * tiny_shape().text.weights

@@ -63,6 +63,8 @@ class Recompute:
                 kinds.setdefault(type(layer), _Kind(layers=[])).layers.append(layer)
         self.kinds = list(kinds.values())
         self._hooks: list[Any] = []
+        self._tokens = 0  # of the micro-batch under way
+        self._passed = [0, 0]  # tokens through all layers, and through those that computed again
 
     @property
     def keeping(self) -> int:
@@ -71,7 +73,7 @@ class Recompute:
 
     def choose(self, tokens: int, media_tokens: int, *, cautious: bool = False) -> None:
         """For the micro-batch that follows. `cautious`: every layer recomputes."""
-        self.spare = 0.0
+        self.spare, self._tokens = 0.0, tokens
         if not self.planned:
             return
         for layer in (layer for kind in self.kinds for layer in kind.layers):
@@ -131,6 +133,9 @@ class Recompute:
 
     def learn(self) -> None:
         """Call it when the backward of the micro-batch is done."""
+        layers = sum(len(kind.layers) for kind in self.kinds)
+        self._passed[0] += self._tokens * layers
+        self._passed[1] += self._tokens * (layers - self.keeping)
         if not self._hooks:
             return
         self._stop_measuring()
@@ -138,6 +143,11 @@ class Recompute:
         peak = torch.cuda.max_memory_allocated(self.device) - before
         if peak > self.overhead[0]:
             self.overhead = (peak, tokens, media_tokens)
+
+    def repeated(self) -> float:
+        """Share of the layers that computed again in all micro-batches since the last call."""
+        (passed, again), self._passed = self._passed, [0, 0]
+        return again / max(1, passed)
 
     def failed(self) -> bool:
         """Memory ran out. True when layers kept something that they can compute again instead."""

@@ -10,7 +10,9 @@ that was measured on one GPU: an estimate, and called that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from saccade.algorithms.build import from_config
 from saccade.config import Config, load
@@ -18,9 +20,17 @@ from saccade.devices import Device
 from saccade.estimate.advice import advice
 from saccade.estimate.memory import Memory, memory_of
 from saccade.estimate.pace import Pace, pace_of
-from saccade.estimate.plan import Plan, make_plan
-from saccade.estimate.sizing import make_step, typical_prompts
+from saccade.estimate.plan import Plan, element_of, make_plan
+from saccade.estimate.sizing import (
+    build_skeleton,
+    empty_model,
+    make_step,
+    prompts_of,
+    typical_prompts,
+)
+from saccade.models.families import Family
 from saccade.recipes import parts
+from saccade.types import Rendered, Sample
 
 __all__ = ["Estimate", "estimate"]
 
@@ -41,24 +51,36 @@ def estimate(
     *,
     prompt_tokens: int | None = None,
     image: tuple[int, int] | None = None,
+    family: Family | None = None,
+    samples: Sequence[Sample] | None = None,
 ) -> Estimate:
-    """For prompts as long as said, or else as those of the data."""
-    family = parts.family_of(config, parts.start_folder(config))
+    """For prompts as long as said, or else as those of the data. What is loaded already need not
+    be loaded again: the family, `samples` of the data.
+    """
+    family = family or parts.family_of(config, parts.start_folder(config))
     if config.run.memory is not None:
         device = replace(device, memory=min(device.memory, config.run.memory))
-    prompts, said = typical_prompts(config, family, prompt_tokens=prompt_tokens, image=image)
+    model, element = empty_model(config, family), element_of(config, device)
+    build = cache(lambda train: build_skeleton(config, family, model, element, train))
+
+    @cache
+    def prompts(max_pixels: int) -> tuple[list[Rendered], str]:
+        if samples is not None and max_pixels == config.data.max_pixels:
+            return prompts_of(samples, family)
+        changed = load(config, [f"data.max_pixels={max_pixels}"])
+        return typical_prompts(changed, family, prompt_tokens=prompt_tokens, image=image)
 
     def planned(*changes: str) -> Plan:
         changed = load(config, changes)
         algorithm = from_config(changed)
-        step = make_step(changed, algorithm, family, prompts)
-        return make_plan(changed, algorithm, family, device, step)
+        step = make_step(changed, algorithm, family, prompts(changed.data.max_pixels)[0])
+        return make_plan(changed, algorithm, device, step, build)
 
     plan = planned()
     memory = memory_of(plan)
     return Estimate(
         device=device,
-        prompts=said,
+        prompts=prompts(config.data.max_pixels)[1],
         memory=memory,
         pace=pace_of(plan, memory) if memory.fits else None,
         note=not_counted(config),

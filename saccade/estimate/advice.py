@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from saccade.estimate.plan import Plan
+from saccade.rewards.learned import model_terms
+
+SMALLEST_BATCH, SHORTEST_RESPONSE = 1024, 256  # tokens
+SMALLEST_PICTURE = 224 * 224
 
 Fits = Callable[[Sequence[str]], bool]  # with these options changed
 
@@ -30,22 +34,37 @@ def levers(plan: Plan) -> list[list[str]]:
     """Options that save memory, those that cost least first; of each its values, the mildest
     first.
     """
-    config, micro = plan.config, plan.config.train.micro_tokens // 2
-    smaller: list[str] = []
-    while micro >= plan.step.longest:
-        smaller.append(f"train.micro_tokens={micro}")
-        micro //= 2
-    adapters = {"full": ["lora", "qlora"], "lora": ["qlora"], "qlora": []}
+    model, train, data, reward = (
+        getattr(plan.config, name) for name in ("model", "train", "data", "reward")
+    )
+    recompute = {"off": ["auto", "on"], "auto": ["on"], "on": []}[model.checkpointing]
+    adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
+    pictures = any(batch.media for batch in plan.step.batches)
+    smallest = max(data.min_pixels, SMALLEST_PICTURE) if pictures else data.max_pixels
+    halves = {
+        "train.micro_tokens": _halves(train.micro_tokens, SMALLEST_BATCH),
+        "rollout.max_tokens": _halves(plan.config.rollout.max_tokens, SHORTEST_RESPONSE),
+        "data.max_pixels": _halves(data.max_pixels, smallest),
+    }
+    smaller = {name: [f"{name}={value}" for value in found] for name, found in halves.items()}
     options = [
-        ["model.checkpointing=auto"] if config.model.checkpointing == "off" else [],
-        smaller,
+        [f"model.checkpointing={mode}" for mode in recompute],
+        smaller["train.micro_tokens"],
+        ["reward.offload=true"] if model_terms(reward) and not reward.offload else [],
         [f"rollout.max_sequences={n}" for n in (256, 128, 64, 32) if n < plan.sequences],
-        ["train.optimizer=adamw_bf16"]
-        if config.train.optimizer == "adamw" and plan.element < 4
-        else [],
-        *([f"model.train={kind}"] for kind in adapters.get(config.model.train, ["lora", "qlora"])),
+        ["train.optimizer=adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else [],
+        *([f"model.train={kind}"] for kind in adapters),
+        smaller["rollout.max_tokens"],
+        smaller["data.max_pixels"],
     ]
     return [values for values in options if values]
+
+
+def _halves(value: int, least: int) -> list[int]:
+    found = []
+    while (value := value // 2) >= least:
+        found.append(value)
+    return found
 
 
 def _first(values: Sequence[str], fits: Fits) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from saccade import footprint
 from saccade.backends.features import MAX_BYTES as FEATURE_BYTES
 from saccade.engines.embedded import CPU_CACHE_BYTES, PREFILL_TOKENS
+from saccade.engines.embedded.pages import POOL_SHARE
 from saccade.estimate.plan import Plan
 from saccade.estimate.sizing import Skeleton
 from saccade.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK
@@ -16,7 +17,6 @@ from saccade.rewards.learned import model_terms
 from saccade.types import Batch
 
 GIB = 2**30
-POOL_SHARE = 0.8  # of the free memory, for keys and values: engines/embedded/paged.py
 POOL = "keys and values"
 
 
@@ -147,10 +147,10 @@ def _update(plan: Plan, learner: Skeleton, free: float) -> list[Item]:
     sums = Item(name="gradient sums", gib=4 * learner.trained / GIB, phase="update")
     found = []
     for batch in plan.step.batches:
-        keeping = layers_that_keep(plan, learner, batch, free - sums.gib)
+        kept = layers_that_keep(plan, learner, batch, free - sums.gib)
         layers = learner.shape.text.layers
-        note = f"{batch.tokens} tokens; {layers - keeping[0]} of {layers} layers recompute"
-        for moment in _moments(plan, learner, batch, keeping).values():
+        note = f"{batch.tokens} tokens; {layers - kept.text} of {layers} layers recompute"
+        for moment in _moments(plan, learner, batch, kept).values():
             items = [
                 Item(name=name, gib=size / GIB, phase="update")
                 for name, size in moment.items()
@@ -165,19 +165,30 @@ def _update(plan: Plan, learner: Skeleton, free: float) -> list[Item]:
     return [sums, *max(found, key=total)]
 
 
-def layers_that_keep(plan: Plan, learner: Skeleton, batch: Batch, free: float) -> tuple[int, int]:
-    """Layers of decoder and tower that compute nothing again: as many as fit, when the config
-    leaves it open.
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Layers of decoder and tower that compute nothing again, and bytes that are left then."""
+
+    text: int = 0
+    vision: int = 0
+    spare: float = 0.0
+
+
+def layers_that_keep(plan: Plan, learner: Skeleton, batch: Batch, free: float) -> Kept:
+    """As many as fit, when the config leaves it open, beside what the first micro-batch of a run
+    needs where every layer recomputes (backends/memory.py measures that).
     """
     shape, wanted = learner.shape, plan.config.model.checkpointing
     tower = shape.vision.blocks if shape.vision is not None else None
     if wanted == "off" or (wanted == "auto" and not plan.device.is_gpu):
-        return shape.text.layers, tower.layers if tower else 0
+        return Kept(text=shape.text.layers, vision=tower.layers if tower else 0)
     if wanted == "on":
-        return 0, 0
-    bare = max(sum(m.values()) for m in _moments(plan, learner, batch, (0, 0)).values())
+        return Kept()
+    first = plan.step.batches[0]
+    bare = max(sum(m.values()) for m in _moments(plan, learner, first, Kept()).values())
+    seen, seen_first = (footprint.patches(each.media) for each in (batch, first))
+    bare *= max(1.0, batch.tokens / first.tokens, seen / (seen_first or seen or 1))
     room, keeping = free * GIB - bare, [0, 0]
-    seen = footprint.patches(batch.media)
     sizes = ((shape.text, batch.tokens, footprint.gathered_keys(batch)), (tower, seen, seen))
     for index, (stack, count, keys) in enumerate(sizes):
         if stack is not None and count:
@@ -186,23 +197,23 @@ def layers_that_keep(plan: Plan, learner: Skeleton, batch: Batch, free: float) -
             cost -= footprint.input_bytes(stack, count, element=plan.element)
             keeping[index] = min(stack.layers, max(0, int(room // cost)))
             room -= keeping[index] * cost
-    return keeping[0], keeping[1]
+    return Kept(text=keeping[0], vision=keeping[1], spare=max(0.0, room))
 
 
-def _moments(
-    plan: Plan, learner: Skeleton, batch: Batch, keeping: tuple[int, int]
-) -> footprint.Moments:
+def _moments(plan: Plan, learner: Skeleton, batch: Batch, kept: Kept) -> footprint.Moments:
     shape, element, kernel = learner.shape, plan.element, plan.device.is_gpu
-    chunk = CHUNK_ELEMENTS * (KERNEL_CHUNK if kernel else 1)
+    logits = len(batch.reads) * shape.vocabulary
+    if element * logits > kept.spare:  # else they are kept, too
+        logits = min(logits, CHUNK_ELEMENTS * (KERNEL_CHUNK if kernel else 1))
     # A kernel writes the gradient over the logits; else three copies in fp32 live beside them.
-    logits = min(len(batch.reads) * shape.vocabulary, chunk) * (element if kernel else element + 12)
+    logits *= element if kernel else element + 12
     values = learner is plan.critic
     gradient = element * shape.head_weights if learner.head_trained and not values else 0
     return footprint.update_moments(
         shape,
         batch,
         element=element,
-        keeping=keeping,
+        keeping=(kept.text, kept.vision),
         logits=0.0 if values else float(logits),
         head_gradient=float(gradient),
         head_tied=learner.head_tied,

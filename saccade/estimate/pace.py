@@ -7,14 +7,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from saccade import flops
+from saccade.engines.embedded.rows import members_of
 from saccade.estimate.memory import GIB, Memory, layers_that_keep
 from saccade.estimate.plan import Plan
 from saccade.flops import Generation
 
 TERA = 1e12
-# Calibrated on one H200 and taken for every GPU: how much of the peak of a data sheet a phase
-# reaches, of FLOPs or (decoding, the optimizer) of bytes.
-REACHED = {"prefill": 0.4, "decode": 0.4, "score": 0.47, "update": 0.48, "optimizer": 0.7}
+# Calibrated on one H200 and taken for every GPU: how much of the peak of a data sheet is reached,
+# of bytes (reading, the optimizer) or of FLOPs.
+REACHED = {
+    "reading": 0.8,
+    "decode": 0.5,
+    "prefill": 0.35,
+    "score": 0.47,
+    "update": 0.46,
+    "optimizer": 0.7,
+}
+# Seconds of a layer that no peak shortens, kernel after kernel: in a step of decoding, beside what
+# it reads, and at least in forward and backward of a micro-batch.
+LAYER = {
+    "full": {"decode": 64e-6, "update": 4.6e-3},
+    "lora": {"decode": 117e-6, "update": 10e-3},
+    "qlora": {"decode": 325e-6, "update": 16e-3},
+}
 OPTIMIZER_BYTES = 40  # read and written per trained weight: gradient, clipping, master, moments
 
 
@@ -27,25 +42,33 @@ class Pace:
 
 def pace_of(plan: Plan, memory: Memory) -> Pace:
     made, step = _generation(plan), plan.step
-    passes, again = _passes(plan, memory)
+    passes, again, layers = _passes(plan, memory)
     work = {"rollout": step.times * (made.prefill.total + made.decode.total)} | passes
     return Pace(
         tflop={phase: count / TERA for phase, count in work.items()},
         recomputed=again / TERA,
-        seconds=_seconds(plan, memory, made, work, again),
+        seconds=_seconds(plan, memory, made, work, again, layers),
     )
 
 
 def _generation(plan: Plan) -> Generation:
+    shape = plan.policy.shape
     return flops.generation(
-        plan.policy.shape, plan.step.groups, element=plan.element, training=plan.policy.training
+        shape,
+        plan.step.groups,
+        element=plan.element,
+        together=members_of(shape.text.queries_per_key),
+        four_bit=plan.config.model.train == "qlora",
+        training=plan.policy.training,
     )
 
 
-def _passes(plan: Plan, memory: Memory) -> tuple[dict[str, float], float]:
-    """FLOPs of scoring and training, and of recomputed activations."""
+def _passes(plan: Plan, memory: Memory) -> tuple[dict[str, float], float, float]:
+    """FLOPs of scoring and training, and of recomputed activations; layers that are trained, once
+    for each micro-batch.
+    """
     shape, step = plan.policy.shape, plan.step
-    epochs = plan.config.train.epochs_per_batch
+    repeats = step.times * plan.config.train.epochs_per_batch
     forward = step.times * sum(flops.forward(shape, batch).total for batch in step.batches)
     extra = {
         "logp_old": plan.algorithm.old == "recompute",
@@ -53,41 +76,52 @@ def _passes(plan: Plan, memory: Memory) -> tuple[dict[str, float], float]:
         "values": plan.algorithm.needs_critic,
     }
     work = {phase: forward for phase, made in extra.items() if made} | {"update": 0.0}
-    again = 0.0
+    again = layers = 0.0
     for learner in plan.learners:
         free = memory.free - 4 * learner.trained / GIB
+        stack = shape.text.layers
+        if shape.vision is not None and learner.training.mode("vision") != "frozen":
+            stack += shape.vision.blocks.layers
         for batch in step.batches:
             one = flops.forward(
                 shape, batch, head=learner is plan.policy, training=learner.training
             )
-            keeping, _ = layers_that_keep(plan, learner, batch, free)
-            share = 1 - keeping / shape.text.layers
+            share = 1 - layers_that_keep(plan, learner, batch, free).text / shape.text.layers
             work["update"] += one.total + flops.backward(one, learner.training)
             again += share * flops.recomputed(shape, one, learner.training)
-    work["update"] *= step.times * epochs
-    return work, again * step.times * epochs
+            layers += stack * (1 + share / 3)  # backward is two thirds
+    work["update"] *= repeats
+    return work, again * repeats, layers * repeats
 
 
 def _seconds(
-    plan: Plan, memory: Memory, made: Generation, work: dict[str, float], again: float
+    plan: Plan,
+    memory: Memory,
+    made: Generation,
+    work: dict[str, float],
+    again: float,
+    layers: float,
 ) -> dict[str, float]:
     device, times = plan.device, plan.step.times
     if device.tflops is None or device.bandwidth is None:
         return {}
     peak, bandwidth = device.tflops * TERA, device.bandwidth * TERA
-    per_sequence = plan.policy.shape.kv_bytes(plan.element) * plan.step.mean_length
+    shape, least = plan.policy.shape, LAYER.get(plan.config.model.train, LAYER["full"])
+    per_sequence = shape.kv_bytes(plan.element) * plan.step.mean_length
     at_once = max(1, min(plan.sequences, int(memory.pool * GIB / per_sequence)))
     steps = max(made.longest, made.sampled * times / at_once)
     rows = made.sampled * times / steps
     read = steps * made.weight_bytes(rows) + made.cache_bytes * times
-    decode = max(
-        read / (bandwidth * REACHED["decode"]),
-        made.decode.total * times / (peak * REACHED["prefill"]),
+    decode = steps * shape.text.layers * least["decode"] + max(
+        read / (bandwidth * REACHED["reading"]),
+        made.decode.total * times / (peak * REACHED["decode"]),
     )
     updates = plan.config.train.epochs_per_batch * plan.algorithm.updates_per_step
     moved = updates * OPTIMIZER_BYTES * sum(learner.trained for learner in plan.learners)
     seconds = {phase: count / (peak * REACHED["score"]) for phase, count in work.items()}
     seconds["rollout"] = decode + made.prefill.total * times / (peak * REACHED["prefill"])
-    seconds["update"] = (work["update"] + again) / (peak * REACHED["update"])
-    seconds["update"] += moved / (bandwidth * REACHED["optimizer"])
+    trained = (work["update"] + again) / (peak * REACHED["update"])
+    seconds["update"] = max(
+        trained + moved / (bandwidth * REACHED["optimizer"]), layers * least["update"]
+    )
     return seconds

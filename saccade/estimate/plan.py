@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.backends.memory import MARGIN
 from saccade.config import ADAPTED, Config
 from saccade.devices import Device
-from saccade.estimate.sizing import Skeleton, Step, build_skeleton
-from saccade.models.families import Family
+from saccade.estimate.sizing import Skeleton, Step
 
+Build = Callable[[str], Skeleton]  # of a `model.train`
 CONTEXT_GIB = 0.8  # of a process on a GPU before its first tensor
 
 
@@ -52,10 +52,8 @@ class Plan:
 
 
 def make_plan(
-    config: Config, algorithm: Algorithm, family: Family, device: Device, step: Step
+    config: Config, algorithm: Algorithm, device: Device, step: Step, build: Build
 ) -> Plan:
-    element = 2 if device.is_gpu and config.model.dtype != "float32" else 4
-    build = functools.cache(lambda train: build_skeleton(config, family, element, train))
     train = config.model.train
     return Plan(
         config=config,
@@ -64,5 +62,9 @@ def make_plan(
         step=step,
         policy=build(train),
         whole=build("full" if train in ADAPTED else train),
-        element=element,
+        element=element_of(config, device),
     )
+
+
+def element_of(config: Config, device: Device) -> int:
+    return 2 if device.is_gpu and config.model.dtype != "float32" else 4

@@ -56,10 +56,17 @@ def preview(config: Config) -> None:
 def find_device(name: str | None, config: Config) -> Device:
     if name is None:
         return devices.present(config.run.device)
+    if name.lower() == "cpu":
+        return devices.present("cpu")
     known = devices.named(name)
     if known is None:
         names = ", ".join(row[0] for row in devices.TABLE)
-        raise ConfigError(f"--device {name}: not in the table; known are {names}")
+        raise ConfigError(f"--device {name}: not in the table; known are {names}, cpu")
+    if devices.says_otherwise(name, known):
+        raise ConfigError(
+            f"--device {name}: the one in the table has {known.memory:.1f} GiB; leave the memory "
+            "out of the name, and plan with less of it by run.memory=GIB"
+        )
     return known
 
 
@@ -88,7 +95,10 @@ def refusal(found: Estimate) -> str:
     )
     if found.advice:
         return text + "try " + ", or ".join(found.advice)
-    return text + "no option makes it fit: take a smaller model or another device"
+    return text + (
+        "not even all options together that save memory make it fit: take a smaller model or "
+        "another device"
+    )
 
 
 def show(found: Estimate) -> None:

@@ -1,7 +1,8 @@
 """What `saccade estimate` plans with: a model without its weights, and forests as large as those
 that a config will train on.
 
-    skeleton = build_skeleton(config, family, element=2, train="full")
+    model = empty_model(config, family)
+    skeleton = build_skeleton(config, family, model, element=2, train="full")
     step = make_step(config, algorithm, family, prompts)
 """
 
@@ -41,7 +42,6 @@ from saccade.types import (
 
 ROWS = 64  # of the data that are looked at
 MICRO_BATCHES = 4  # of which the rest of a step is a multiple
-NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its doubly quantised scales
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -60,23 +60,38 @@ class Skeleton:
     head_trained: bool
 
 
-def build_skeleton(config: Config, family: Family, element: int, train: str) -> Skeleton:
-    """From the folder's config alone: modules are built without memory for their weights."""
+def described(config: Config, family: Family) -> tuple[Any, Shape | None]:
+    """The folder's config, and its shape if that is known."""
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(
+        family.path, trust_remote_code=config.model.trust_remote_code
+    )
+    return settings, flops.shape_of(settings)
+
+
+def empty_model(config: Config, family: Family) -> Any:
+    """From the folder's config alone: modules without memory for their weights."""
     import torch
     import transformers
 
-    settings = transformers.AutoConfig.from_pretrained(
-        family.path, trust_remote_code=config.model.trust_remote_code
-    )
-    shape = flops.shape_of(settings)
+    settings, shape = described(config, family)
     if shape is None:
         raise EnvironmentProblem(
             f"{family.path}: the shapes of a {family.name} are not known, so nothing can be "
             f"estimated; known are {', '.join(flops.KNOWN)} and vision models over them"
         )
-    auto = getattr(transformers, family.spec.auto_class)
     with torch.device("meta"):
-        model = auto.from_config(settings)
+        return getattr(transformers, family.spec.auto_class).from_config(settings)
+
+
+def build_skeleton(
+    config: Config, family: Family, model: Any, element: int, train: str
+) -> Skeleton:
+    """Of an empty model that trains as `train` says."""
+    shape = flops.shape_of(model.config)
+    assert shape is not None, "models of unknown shapes are refused"
+    model.requires_grad_(True)
     weights = sum(parameter.numel() for parameter in model.parameters())
     trained = _trained(model, family, config, train)
     packed = _linear(model, family) if train == "qlora" else 0
@@ -85,7 +100,7 @@ def build_skeleton(config: Config, family: Family, element: int, train: str) -> 
     return Skeleton(
         shape=shape,
         training=flops.training_of(trained, family.tower_of),
-        weights=element * (weights - packed) + NF4 * packed,
+        weights=element * (weights - packed) + flops.NF4 * packed,
         trained=sum(trained.values()),
         largest=max(trained.values()),
         head_tied=head is model.get_input_embeddings().weight,
@@ -150,12 +165,7 @@ def typical_prompts(
     files = [Path(parse_address(source.path).path) for source in config.data.train]
     if prompt_tokens is None and image is None and files and all(f.exists() for f in files):
         few = [s.model_copy(update={"max_samples": ROWS}) for s in config.data.train]
-        samples = parts.load_prompts(config, few, family).samples
-        if not samples:
-            raise ConfigError("data.train: no usable row; give --prompt-tokens N instead")
-        prompts = [family.render(sample.messages) for sample in samples]
-        mean = fmean(map(len, prompts))
-        return prompts, f"{mean:.0f} tokens (mean of {len(prompts)} rows of data.train)"
+        return prompts_of(parts.load_prompts(config, few, family).samples, family)
     said = "as said" if prompt_tokens or image else "data.max_prompt_tokens"
     if prompt_tokens is None and image is None and family.spec.image_token:
         side = int(config.data.max_pixels**0.5)
@@ -166,10 +176,24 @@ def typical_prompts(
         spans = (_picture(image, config, family),)
         least = spans[0].length + 1
     tokens = max(least, prompt_tokens or config.data.max_prompt_tokens)
+    if tokens >= family.max_positions:
+        raise ConfigError(
+            f"a prompt of {tokens} tokens leaves no position for a response: {family.path} has "
+            f"{family.max_positions}; try --prompt-tokens {family.max_positions // 2}"
+        )
     shown = f", a picture of {image[0]}x{image[1]}" if image else ""
     nothing = np.zeros(tokens, np.int64)
     prompt = Rendered(ids=nothing, sources=nothing.astype(np.int8), media=spans)
     return [prompt], f"{tokens} tokens{shown} ({said})"
+
+
+def prompts_of(samples: Sequence[Sample], family: Family) -> tuple[list[Rendered], str]:
+    """Of the first rows of the data, and how long they are."""
+    if not samples:
+        raise ConfigError("data.train: no usable row; give --prompt-tokens N instead")
+    prompts = [family.render(sample.messages) for sample in samples[:ROWS]]
+    mean = fmean(map(len, prompts))
+    return prompts, f"{mean:.0f} tokens (mean of {len(prompts)} rows of data.train)"
 
 
 def _picture(size: tuple[int, int], config: Config, family: Family) -> MediaSpan:
@@ -207,11 +231,12 @@ def _group(prompt: Rendered, index: int, members: int, config: Config) -> Group:
     new = config.rollout.max_tokens
     sources = np.concatenate([prompt.sources, np.full(new, Source.POLICY, np.int8)])
     name = f"{index}"
+    asked = np.full(len(prompt), index)  # another prompt in each group: each is computed
     trajectories = tuple(
         Trajectory(
             sample_id=name,
             repeat=repeat,
-            ids=np.concatenate([prompt.ids, np.full(new, repeat + 1)]),
+            ids=np.concatenate([asked, np.full(new, repeat + 1)]),
             sources=sources,
             logprobs=np.zeros(len(sources), np.float32),
             versions=np.zeros(len(sources), np.int32),

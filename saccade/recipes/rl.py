@@ -26,6 +26,7 @@ from saccade.config import Config, defaults_for, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.engines import Engine
 from saccade.errors import ConfigError
+from saccade.estimate.preflight import preflight
 from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
@@ -74,9 +75,12 @@ def run(config: Any) -> dict[str, Any]:
     family = parts.family_of(config, parts.start_folder(config))
     parts.require_reward_models(config)
     data = parts.load_prompts(config, config.data.train, family)
+    warnings = preflight(config, family, data.samples)
     with Run(config, "rl", parts.manifest(family, data, config)) as this:
         this.console.note(data.summary)
         this.console.note(describe(algorithm))
+        for warning in warnings:
+            this.console.note(warning)
         actors = _actors(config, algorithm, family, data, this)
         total = total_steps(config, actors.stream.rows_per_epoch)
         averages = average.kept(config, family, actors.policy, this.start)

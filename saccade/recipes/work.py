@@ -17,6 +17,7 @@ from saccade import flops
 from saccade.backends.local import LocalBackend
 from saccade.config import ADAPTED
 from saccade.devices import Device
+from saccade.engines.embedded.rows import members_of
 from saccade.flops import Forward, Shape, Training
 from saccade.types import Batch
 
@@ -57,6 +58,7 @@ class Meter:
 
 
 def meter(backend: LocalBackend) -> Meter | None:
+    """Of the micro-batches since the last one."""
     model: Any = backend.model
     shape = flops.shape_of(model.config)
     if shape is None:
@@ -66,11 +68,10 @@ def meter(backend: LocalBackend) -> Meter | None:
     shape = replace(shape, text=text, windows=shape.windows[:blocks])
     assert backend.optimizer is not None, "a backend that trains"
     trained = {name: p.numel() for name, p in backend.optimizer.parameters.items()}
-    layers = sum(len(kind.layers) for kind in backend.recompute.kinds)
     return Meter(
         shape=shape,
         training=flops.training_of(trained, backend.family.tower_of),
-        repeats=1 - backend.recompute.keeping / layers,
+        repeats=backend.recompute.repeated(),
         head=not hasattr(model, "score"),
     )
 
@@ -89,6 +90,8 @@ def rl_work(
         policy.shape,
         rollouts.scored,
         element=actors.policy.dtype.itemsize,
+        together=members_of(policy.shape.text.queries_per_key),
+        four_bit=config.model.train == "qlora",
         training=policy.training,
     )
     work = {"rollout": made.prefill.total + made.decode.total, "update": 0.0, "recomputed": 0.0}

@@ -26,6 +26,9 @@ class RunConfig(Section):
     memory: float | None = option(
         None, "GiB of the GPU that this process may take; empty: all that is free.", gt=0
     )
+    overcommit: bool = option(
+        False, "Start although the estimate needs far more than the free memory of the GPU."
+    )
     trace: bool = option(
         False, "Write a profiler trace of the third step (or the last, if there are fewer)."
     )

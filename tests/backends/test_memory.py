@@ -60,6 +60,16 @@ def test_a_tower_that_does_not_run_is_not_waited_for(plan, monkeypatch):
     assert choose(10.0, 1000, 1000) == [False, False, True, True]  # what is known keeps
 
 
+def test_repeated_layers_are_summed_over_micro_batches(plan):
+    made, choose = plan
+    choose(10.0, 1000, 1000)  # no layer of 4
+    made.learn()
+    choose(9.9, 2000, 0)  # one, of twice as many tokens
+    made.learn()
+    assert made.repeated() == pytest.approx(2000 * 1 / (3000 * 4))
+    assert made.repeated() == 0  # of none
+
+
 def test_running_out_of_memory_widens_the_margin(plan):
     made, choose = plan
     choose(10.0, 1000, 1000)

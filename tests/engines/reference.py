@@ -37,10 +37,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.einsum("hn,nhd->hd", weights, v)
 
 
-def members_of(group: int) -> int:
-    return min(16, max(1, 64 // group))
-
-
 def check_families(table: Tensor, shared: Tensor, families: Tensor, page: int) -> None:
     """What a family reads for its rows is the same for all of them, and whole pages."""
     told = torch.zeros_like(shared)

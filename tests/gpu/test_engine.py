@@ -74,7 +74,7 @@ def test_decode_attention_is_that_of_float64(heads, key_heads, size, page, split
         lengths[first : first + rows] += tokens
         lengths = np.minimum(lengths, 1500)
     lengths[8] = -1  # it ended while its family went on
-    members = kernels.members_of(heads // key_heads)
+    members = fields.members_of(heads // key_heads)
     families, shared = fields.find_families(
         table, np.where(lengths < 0, 640, lengths), page=page, most=members
     )

@@ -58,7 +58,7 @@ class Graphs:
         self.table = torch.zeros((count, 0), dtype=torch.int32, device=self.device)
         self.families = torch.zeros((3, count // 2), dtype=torch.int64, device=self.device)
         heads = model.config.get_text_config().num_attention_heads  # type: ignore[union-attr, operator]
-        self.members = kernels.members_of(heads // cache.shape.key_heads)
+        self.members = rows.members_of(heads // cache.shape.key_heads)
         self.tick = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.ids = torch.zeros((FAR, count), dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros((FAR, count), dtype=torch.float32, device=self.device)

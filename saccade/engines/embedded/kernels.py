@@ -29,11 +29,6 @@ CHUNK = 4096  # of the vocabulary, one program each
 # -- attention -------------------------------------------------------------------------------------
 
 
-def members_of(group: int) -> int:
-    """Rows whose common beginning one program reads: their queries make up one tile."""
-    return min(16, max(1, 64 // group))
-
-
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -61,6 +56,7 @@ def decode_attention(
     rows, heads, size = q.shape
     key_heads, group = k.shape[1], heads // k.shape[1]
     front, back = splits
+    queries = fields.members_of(group) * group
     assert q.stride(2) == k.stride(2) == v.stride(2) == table.stride(1) == families.stride(1) == 1
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     fronts = torch.empty((rows, heads, front, size), **fp32)
@@ -77,7 +73,7 @@ def decode_attention(
     _attend_families[(front, families.shape[1], key_heads)](
         q, fronts, front_sums, bases, table, families, layer, scale * LOG2_E,
         q.stride(0), q.stride(1), table.stride(0), families.stride(0),
-        TILE=max(16, triton.next_power_of_2(members_of(group) * group)), PARTS=front, **options,
+        TILE=max(16, triton.next_power_of_2(queries)), PARTS=front, **options,
     )  # fmt: skip
     out = torch.empty((rows, heads, size), dtype=q.dtype, device=q.device)
     parts, sums = out, front_sums  # unused when a row is one part

@@ -20,11 +20,10 @@ from saccade.attention import HALF, AttentionPlan, forest_plan, one_node, varlen
 from saccade.devices import free_bytes
 from saccade.engines.embedded import kernels
 from saccade.engines.embedded.cache import Shape
-from saccade.engines.embedded.pages import Pages
+from saccade.engines.embedded.pages import POOL_SHARE, Pages
 from saccade.transfer import to_device
 
 PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a last page is empty
-POOL_SHARE = 0.8  # of the memory that is free when the pool grows; the rest is for activations
 POOL_STEP = 4096  # pages by which the pool grows at least
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
+POOL_SHARE = 0.8  # of the memory that is free when the pool grows; the rest is for activations
+
 
 class Pages:
     """table [slots, columns]: the pages of each slot; held [slots]: how many they are."""

@@ -49,6 +49,13 @@ def pack_rows(fields: dict[str, np.ndarray], padded: int) -> np.ndarray:
     return packed
 
 
+def members_of(group: int) -> int:
+    """Rows whose common beginning one program reads, of `group` query heads for each key head:
+    their queries make up one tile.
+    """
+    return min(16, max(1, 64 // group))
+
+
 def find_families(
     table: np.ndarray, lengths: np.ndarray, *, page: int, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
