@@ -201,17 +201,19 @@ def _verify(folder: Path, backend: Backend) -> None:
     shapes are compared, of experts (one by one on disk) their numbers; `load_model` refuses a
     folder whose names do not fit.
     """
-    expected = Counter(tuple(p.shape) for _, p in backend.weights())
+    from saccade.models.experts import MARK
+
+    weights = [(MARK in name, tuple(p.shape)) for name, p in backend.weights()]
+    expected = Counter(shape for expert, shape in weights if not expert)
     written = Counter(tensor_shapes(folder))
-    if _numbers(expected - written) > _numbers(written - expected):
+    missing, beside = expected - written, written - expected
+    experts = sum(math.prod(shape) for expert, shape in weights if expert)
+    lacking = experts - sum(math.prod(shape) * times for shape, times in beside.items())
+    if missing or lacking > 0:
         raise EnvironmentProblem(
             f"checkpoint {folder.name}: parameters are missing on disk, by shape "
-            f"{dict(expected - written)}"
+            f"{dict(missing) or f'{lacking:,} numbers of experts'}"
         )
-
-
-def _numbers(shapes: Counter[tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) * times for shape, times in shapes.items())
 
 
 def _check_disk(folder: Path, backend: Backend) -> None:

@@ -62,10 +62,11 @@ def run_recipe(
 
 
 def _shrunk(config: Config, name: str, arguments: Sequence[str]) -> Config:
-    from saccade.smoke import EXAMPLES, smoke, with_examples
+    from saccade.smoke import smoke, with_examples
 
+    given = [item.partition("=")[0] for item in arguments]
     for file in config_files(arguments):
-        config, replaced = with_examples(config, Path(file).parent / EXAMPLES)
+        config, replaced = with_examples(config, Path(file), given)
         for line in replaced:
             print(line)
     return smoke(config, name)

@@ -11,7 +11,8 @@ stand in. Works on options only: loads no model and reads no data.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ PROMPT_TOKENS = 4000  # tiny models have 4096 positions
 IMAGE_PIXELS = 112 * 112
 FRAMES = 4
 ROWS = 8
+TINY_HIDDEN = 64
 # Folder beside a config: NAME.jsonl in the layout that it describes, public/ for suites.
 EXAMPLES = "rows"
 OF_OTHER_ENGINES = ("tensor_parallel", "memory_share", "engine_args", "parity_max")
@@ -71,6 +73,11 @@ def smoke(config: Config, command: str) -> Config:
         changes["sft.teacher"] = changes["model.path"]
     if command == "generate":
         changes["generate.n"] = min(config.generate.n, 2)
+    if command == "reward-model" and config.reward_model.kind == "scalar":
+        own = config.reward_model
+        changes["reward_model.probe_layer"] = max(-2, min(own.probe_layer, 1))  # of two blocks
+        if own.pooling_heads is not None:
+            changes["reward_model.pooling_heads"] = gcd(own.pooling_heads, TINY_HIDDEN)
     if command == "rl":
         changes["train.samples_per_prompt"] = min(train.samples_per_prompt or 2, 2)
         if train.updates_per_step is not None:
@@ -83,20 +90,26 @@ def smoke(config: Config, command: str) -> Config:
     return load(tree, _options(changes))
 
 
-def with_examples(config: Config, folder: Path) -> tuple[Config, list[str]]:
-    """Example rows instead of data that are not on this disk, and what they stand in for."""
-    rows, public = folder / f"{config.run.name}.jsonl", folder / "public"
+def with_examples(
+    config: Config, file: Path, given: Collection[str] = ()
+) -> tuple[Config, list[str]]:
+    """Example rows instead of data that are not on this disk, and what they stand in for. `given`
+    options were named beside the config's file: those stay.
+    """
+    rows, public = (file.parent / EXAMPLES / name for name in (f"{file.stem}.jsonl", "public"))
     changes, replaced = dict[str, Any](), list[str]()
     for name in ("train", "val", "demonstrations") if rows.is_file() else ():
         sources = getattr(config.data, name)
         missing = [s.path for s in sources if not Path(parse_address(s.path).path).exists()]
-        if missing:
+        if missing and f"data.{name}" not in given:
             changes[f"data.{name}"] = [
-                source.model_dump(exclude_unset=True) | {"path": str(rows), "split": None}
+                source.model_dump(exclude_unset=True)
+                | ({"path": str(rows), "split": None} if source.path in missing else {})
                 for source in sources
             ]
             replaced.append(f"{rows} stands in for data.{name}: {', '.join(missing)}")
-    if config.eval.suites and public.is_dir() and list(problems(config.eval)):
+    lacking = "eval.folder" not in given and any(problems(config.eval))
+    if config.eval.suites and lacking and public.is_dir():
         changes["eval.folder"] = str(public)
         replaced.append(f"{public} stands in for eval.folder: {config.eval.folder}")
     return load(config, _options(changes)), replaced

@@ -20,7 +20,7 @@ from saccade.config import load
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.plan import plan, total_steps
 from saccade.recipes.init import guess_reward
-from saccade.smoke import EXAMPLES, smoke, with_examples
+from saccade.smoke import smoke, with_examples
 from saccade.types import Sample
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -258,8 +258,11 @@ def test_example_rows_stand_in_for_data_that_are_not_here(tmp_path: Path, counti
     assert result.exit_code == 0, result.stderr
     assert "rows/text_rpp.jsonl stands in for data.train: data/" in result.stdout
     assert (tmp_path / "text_rpp-smoke" / "checkpoints" / "step-2").is_dir()
-    own, replaced = with_examples(load({"data.train": str(counting)}), recipe.parent / EXAMPLES)
-    assert own.data.train[0].path == str(counting) and not replaced
+    both = load({"data.train": [str(counting), "gone.jsonl"]})
+    own, replaced = with_examples(both, recipe)
+    assert own.data.train[0].path == str(counting) and replaced[0].endswith("train: gone.jsonl")
+    result = run("rl", str(recipe), out, "--smoke", "data.train=gone.jsonl")
+    assert result.exit_code == 2 and "gone.jsonl does not exist" in result.stderr
     alone = tmp_path / "text_rpp.yaml"  # nothing lies beside it
     alone.write_text(recipe.read_text())
     result = run("rl", str(alone), out, "--smoke")

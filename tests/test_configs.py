@@ -14,7 +14,7 @@ from saccade.checks import check
 from saccade.cli_run import MODULES
 from saccade.config import Config, defaults_for, load
 from saccade.errors import ConfigError
-from saccade.smoke import EXAMPLES, smoke, with_examples
+from saccade.smoke import smoke, with_examples
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 FILES = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
@@ -77,7 +77,7 @@ def command_of(name: str) -> str:
 
 def runnable(name: str, out: Path) -> Config:
     """The recipe with a model that is here and the example rows beside it."""
-    config, replaced = with_examples(load(FILES[name]), CONFIGS / EXAMPLES)
+    config, replaced = with_examples(load(FILES[name]), FILES[name])
     assert replaced
     changes = [f"model.path=tiny:{TINY[name]}", f"run.out={out}"]
     if config.sft.teacher:

@@ -62,6 +62,8 @@ def read_card(folder: str | Path) -> Card | None:
 
 def flaw(folder: Path) -> str:
     """What keeps a folder from being a reward model; empty: nothing. Reads no tensor."""
+    if not (folder / "config.json").is_file():
+        return f"{folder} has no config.json; give the folder of a reward model"
     try:
         card = read_card(folder)
     except (ValueError, TypeError) as error:

@@ -25,6 +25,7 @@ from saccade.rollout.scoring import RewardStream, make_room, parsed, thinks
 from saccade.rollout.stored import load_groups, save_groups
 from saccade.tracking.metrics import group_metrics
 from saccade.types import Group, Metrics, Sample
+from saccade.videos import PAIR
 
 if TYPE_CHECKING:
     from saccade.recipes.rl import Actors
@@ -97,8 +98,10 @@ def look_ahead(actors: Actors) -> None:
     """Process the pictures of the next prompts while the GPU trains on these."""
     coming = actors.stream.peek(actors.config.train.prompts_per_step)
     pictures = [media for sample in coming for media in sample.media]
-    tokens = np.cumsum([actors.family.measure(picture)[1] for picture in pictures])
-    fit = int((tokens * 3 * actors.family.unit**2 <= LOOK_AHEAD).sum())
+    layers = [PAIR if picture.kind == "video" else 1 for picture in pictures]
+    tokens = [actors.family.measure(picture)[1] for picture in pictures]
+    pixels = np.cumsum(np.multiply(layers, tokens)) * actors.family.unit**2
+    fit = int((3 * pixels <= LOOK_AHEAD).sum())
     actors.family.prefetch(pictures[:fit])
 
 

@@ -68,6 +68,7 @@ def serve(
 
 
 def _load_model(config: Config, path: str) -> LearnedReward:
-    from saccade.recipes.parts import load_learned  # torch only where a model scores
+    from saccade.recipes.parts import load_learned, quiet_libraries  # torch only where one scores
 
+    quiet_libraries()
     return load_learned(config, path)

@@ -224,8 +224,8 @@ def _outcome(where: str, name: str | None, terms: Sequence[Term]) -> int:
     if name is not None:
         return _index(f"{where}: reward.outcome", name, terms)
     judging = [index for index, term in enumerate(terms) if term.kind == "outcome"]
-    # A learned score says little about right and wrong: a rule goes before it.
-    rules = [index for index in judging if not (terms[index].learned or terms[index].elsewhere)]
+    # A learned score says little about right and wrong: what does goes before it.
+    rules = [index for index in judging if not terms[index].learned]
     if judging:
         return (rules or judging)[0]
     raise ConfigError(

@@ -236,7 +236,9 @@ def test_without_a_reward_no_accuracy_is_claimed(tmp_path: Path, judged: Make) -
     metrics = evaluate.run(config, out=tmp_path / "eval")["val"]
     assert metrics["items"] == 0 and "accuracy" not in metrics and "reward" not in metrics
     with pytest.raises(ConfigError, match=r"reward\.terms: nothing scores a response"):
-        evaluate.run(config, out=tmp_path / "eval", rescore=tmp_path / "eval" / "samples.jsonl")
+        evaluate.run(config, out=tmp_path / "b", rescore=tmp_path / "eval" / "samples.jsonl")
+    with pytest.raises(ConfigError, match=r"eval: it holds results.json already"):
+        evaluate.run(config, out=tmp_path / "eval")
 
 
 def test_a_reward_that_does_not_fit_is_refused(tmp_path: Path, judged: Make) -> None:

@@ -184,7 +184,6 @@ def test_suites(config: dict[str, Any], tmp_path: Path, image: Any) -> None:
 def test_limits_that_contradict_are_refused(config: dict[str, Any], scenes: Path) -> None:
     val = {"data.val": str(scenes / "val.jsonl")}
     for changes, said in (
-        ({"val.turns": [2, 4]}, r"env.eval.max_turns: 5 is not the largest of val.turns"),
         ({"val.turns": [0, 5]}, r"val.turns: a limit is at least one turn"),
         ({"val.turns": [2, 5], "env.name": "single_turn"}, r"val.turns: has no effect"),
     ):

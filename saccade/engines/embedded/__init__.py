@@ -150,6 +150,9 @@ class EmbeddedEngine:
         if version != self.version:
             while self._drop_idle():
                 pass
+            for sequence in self._waiting:  # they will be computed with the new ones
+                sequence.content = (version, sequence.content[1])
+            self._wanted = Counter(sequence.content for sequence in self._waiting)
         self.version = version
         if self.graphs is not None:
             self.graphs.check_weights()
