@@ -243,6 +243,12 @@ def test_smoke_shrinks_the_run_and_keeps_its_kind(counting: Path, model: Path) -
     assert small.data.val[0].max_samples == 2
 
 
+def test_smoke_reads_a_layer_that_the_tiny_model_has() -> None:
+    tree = {"reward_model.probe_layer": -8, "reward_model.pooling_heads": 28}
+    own = smoke(load(tree | {"reward_model.pooling": "attention"}), "reward-model").reward_model
+    assert (own.probe_layer, own.pooling_heads) == (-2, 4)
+
+
 @pytest.mark.parametrize("command", ["rl", "sft", "eval", "generate"])
 def test_smoke_passes_the_checks_of_its_command(command: str, counting: Path) -> None:
     tree = {"data.train": str(counting), "data.val": str(counting), "model.path": "not/here"}

@@ -201,8 +201,9 @@ def test_a_request_after_new_weights_shares_nothing_with_those_before(
     monkeypatch.setattr(embedded, "PREFILL_TOKENS", 16)
     model = load("qwen2_5_vl")
     (asked,) = requests(prompts[3:], replace(FREE, temperature=0.0), repeats=1)
-    engine = EmbeddedEngine(model, family)
+    engine = EmbeddedEngine(model, family, max_sequences=1)
     engine.submit(asked)
+    engine.submit(replace(asked, key="waited"))  # there is one slot
     engine.poll()  # computes a part of its prompt
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -212,6 +213,7 @@ def test_a_request_after_new_weights_shares_nothing_with_those_before(
     engine.submit(replace(asked, key="after"))
     done = {c.key: c for _ in range(100) for c in engine.poll()}
     after = [done["after"]]
+    assert done["waited"].ids.tolist() == done["after"].ids.tolist()
     fresh = EmbeddedEngine(model, family)
     fresh.update_weights(None, version=1)
     same(after, generate(fresh, [replace(asked, key="after")]))

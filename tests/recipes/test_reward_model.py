@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -545,6 +546,43 @@ def test_a_folder_that_is_no_reward_model(tmp_path: Path, rl_config: Make, word_
     with pytest.raises(ConfigError, match=r"nowhere has no config.json"):
         term = {"verifier": "model", "args": {"path": "nowhere"}}
         saccade.rl(rl_config(tmp_path) | {"reward.terms": [term]})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("reward_head.safetensors", None, "reward_head.safetensors is missing"),
+        ("reward_head.safetensors", b"\x08\0\0\0\0\0\0\0{}", "is cut short in its header"),
+        ("model.safetensors", None, "model.safetensors is missing"),
+        ("config.json", b"{", "config.json cannot be read"),
+        ("config.json", b'{"reward_model": {"kind": "scalar"}}', "names neither heads nor tokens"),
+    ],
+)
+def test_a_damaged_reward_model_is_refused_before_the_run_has_a_folder(
+    tmp_path: Path, rl_config: Make, trained: Path, name: str, content: bytes | None, words: str
+) -> None:
+    copied = Path(shutil.copytree(trained, tmp_path / "rm"))
+    (copied / name).unlink()
+    if content is not None:
+        (copied / name).write_bytes(content)
+    term = {"verifier": "model", "args": {"path": str(copied)}}
+    with pytest.raises(ConfigError, match=words):
+        saccade.rl(rl_config(tmp_path) | {"reward.terms": [term]})
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_starts_from_a_reward_model_is_none(
+    tmp_path: Path, rl_config: Make, trained: Path
+) -> None:
+    learned = {"verifier": "model", "name": "taste", "args": {"path": str(trained)}}
+    options = rl_config(tmp_path, run__max_steps=1, model__path=str(trained))
+    last = saccade.rl(options | {"reward.terms": [learned, "exact"], "reward.self_test": "off"})
+    assert last["reward/accuracy"] == last["reward/exact"]  # a rule goes before a learned score
+    saved = tmp_path / "run" / "checkpoints" / "step-1"
+    assert read_card(saved) is None and not (saved / "reward_head.safetensors").exists()
+    learned["args"] = {"path": str(trained), "steps": "min"}
+    with pytest.raises(ConfigError, match=r"scores whole responses; drop steps=min"):
+        saccade.rl(rl_config(tmp_path, run__name="b") | {"reward.terms": [learned]})
 
 
 @pytest.mark.parametrize(
