@@ -11,7 +11,6 @@ function that counts tokens.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import DataConfig, DataSource
+from saccade.data.bad_rows import BadRow, too_many
 from saccade.data.chats import RowError
 from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id
 from saccade.data.judging import judged
@@ -37,24 +37,12 @@ from saccade.videos import open_video
 __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
 
 DETECTION_ROWS = 100
+PROMPT_LIMIT = "data.max_prompt_tokens"
 OPENERS: Mapping[str, Callable[..., Media]] = {
     "image": open_media,
     "video": open_video,
     "audio": open_sound,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadRow:
-    """A row that was set aside. `row` counts from 1 in its source."""
-
-    id: str
-    source: str
-    row: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.id} (row {self.row} of {self.source}): {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +65,8 @@ class Dataset:
     parts: tuple[Part, ...]
     quarantined: tuple[BadRow, ...] = ()
     overlong: tuple[BadRow, ...] = ()
+    left_out: tuple[BadRow, ...] = ()  # good rows that teach nothing
+    limit: str = PROMPT_LIMIT  # the option that overlong rows exceed
     shortened: int = 0
     filtered: int = 0  # rows that their mapping leaves out
     lengths: tuple[int, ...] = ()  # tokens of each sample, where a length function was given
@@ -107,11 +97,13 @@ class Dataset:
         ]
         counts = {
             "bad rows set aside": len(self.quarantined),
-            "rows over data.max_prompt_tokens left out": len(self.overlong),
+            f"rows over {self.limit} left out": len(self.overlong),
             "rows shortened": self.shortened,
             "rows left out by keep_if of the mapping": self.filtered,
             "ids made unique": len(self.duplicate_ids),
         }
+        reasons = Counter(row.reason for row in self.left_out)
+        counts |= {f"rows left out: {reason}": count for reason, count in reasons.items()}
         return "\n".join(lines + [f"{count} {what}" for what, count in counts.items() if count])
 
 
@@ -121,23 +113,29 @@ def load(
     *,
     length: Callable[[Sample], int] | None = None,
     change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    limit: str = PROMPT_LIMIT,
 ) -> Dataset:
     """Read the sources. `length` counts tokens; prompts over the limit follow `config.overlong`.
-    `change` makes rows of a layout of its own into rows of a known format.
+    `change` makes rows of a layout of its own into rows of a known format. `limit` names the option
+    that max_prompt_tokens stands for, where a command has its own; its `length` then refuses rows
+    that others take.
     """
     _check(sources, config)
-    reader = _Reader(config, length, change)
+    reader = _Reader(config, length, change, limit)
     parts: list[Part] = []
     for source in sources:
-        limit = _limit(source, sources, config, rows=sum(part.rows for part in parts))
-        parts.append(reader.read(source, limit))
-    _stop_if_too_many(reader.bad, sum(part.rows for part in parts), config)
+        most = _limit(source, sources, config, rows=sum(part.rows for part in parts))
+        parts.append(reader.read(source, most))
+    rows = sum(part.rows for part in parts)
+    if len(reader.bad) > config.max_bad_fraction * rows:
+        raise DataError(too_many(reader.bad, rows, sources, config, checked=limit == PROMPT_LIMIT))
     samples, duplicates = _with_unique_ids(reader.samples)
     return Dataset(
         samples=tuple(samples),
         parts=tuple(parts),
         quarantined=tuple(reader.bad),
         overlong=tuple(reader.overlong),
+        limit=limit,
         shortened=reader.shortened,
         filtered=reader.filtered,
         lengths=tuple(reader.lengths),
@@ -148,17 +146,25 @@ def load(
     )
 
 
-def keep(dataset: Dataset, wanted: Callable[[Sample], bool]) -> Dataset:
-    """Without the samples that are not wanted; they are neither bad nor overlong."""
-    flags = [wanted(sample) for sample in dataset.samples]
+def keep(dataset: Dataset, unwanted: Callable[[Sample], str | None]) -> Dataset:
+    """Without the samples that it gives a reason against; they are neither bad nor overlong."""
+    reasons = [unwanted(sample) for sample in dataset.samples]
+    flags = [reason is None for reason in reasons]
     before = [0, *accumulate(flags)]
     moved = (replace(p, start=before[p.start], stop=before[p.stop]) for p in dataset.parts)
+    left_out = (
+        BadRow(id=dataset.samples[n].id, source=p.name, row=dataset.row_numbers[n], reason=reason)
+        for p in dataset.parts
+        for n in range(p.start, p.stop)
+        if (reason := reasons[n]) is not None
+    )
     return replace(
         dataset,
         samples=tuple(compress(dataset.samples, flags)),
         lengths=tuple(compress(dataset.lengths, flags)),
         row_numbers=tuple(compress(dataset.row_numbers, flags)),
         parts=tuple(moved),
+        left_out=(*dataset.left_out, *left_out),
     )
 
 
@@ -210,9 +216,10 @@ class _Reader:
         self,
         config: DataConfig,
         length: Callable[[Sample], int] | None,
-        change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+        change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None,
+        limit: str,
     ) -> None:
-        self.config, self.length, self.change = config, length, change
+        self.config, self.length, self.change, self.limit = config, length, change, limit
         self.samples: list[Sample] = []
         self.row_numbers: list[int] = []
         self.lengths: list[int] = []
@@ -315,9 +322,11 @@ class _Reader:
         if self.length is not None:
             tokens, limit = self.length(sample), self.config.max_prompt_tokens
             if tokens > limit:
-                reason = f"{tokens} tokens, data.max_prompt_tokens is {limit}"
+                reason = f"{tokens} tokens, {self.limit} is {limit}"
                 row = BadRow(id=sample.id, source=name, row=number, reason=reason)
-                shorter = _shorten(sample, row, self.config, self.length)
+                if self.config.overlong == "error":
+                    raise DataError(f"overlong row {row}; data.overlong=drop leaves such rows out")
+                shorter = POLICIES[self.config.overlong](sample, self.length, limit)
                 if shorter is None:
                     self.overlong.append(row)
                     return
@@ -328,30 +337,7 @@ class _Reader:
         self.row_numbers.append(number)
 
 
-def _shorten(
-    sample: Sample, row: BadRow, config: DataConfig, length: Callable[[Sample], int]
-) -> Sample | None:
-    if config.overlong == "error":
-        raise DataError(f"overlong row {row}; data.overlong=drop leaves such rows out")
-    return POLICIES[config.overlong](sample, length, config.max_prompt_tokens)
-
-
 # -- the whole set ---------------------------------------------------------------------------------
-
-
-def _stop_if_too_many(bad: Sequence[BadRow], rows: int, config: DataConfig) -> None:
-    if len(bad) <= config.max_bad_fraction * rows:
-        return
-    examples = "\n".join(f"  {problem}" for problem in bad[:5])
-    pinned = f" data.format is {config.format}: auto reads what the columns say." * (
-        config.format != "auto"
-    )
-    lifted = math.ceil(100 * len(bad) / rows) / 100
-    raise DataError(
-        f"{len(bad)} of {rows} rows are bad ({len(bad) / rows:.1%}), data.max_bad_fraction is "
-        f"{config.max_bad_fraction:g}:\n{examples}\n`saccade check-data` lists all of them, "
-        f"its --fix writes a copy without them; data.max_bad_fraction={lifted:g} goes on.{pinned}"
-    )
 
 
 def _with_unique_ids(samples: Sequence[Sample]) -> tuple[list[Sample], tuple[str, ...]]:

@@ -27,7 +27,7 @@ class Stream:
 
     def __init__(self, dataset: Dataset, *, seed: int, config: DataConfig) -> None:
         if not dataset.samples:
-            raise DataError("the data set has no usable row")
+            raise DataError(f"data.train has no usable row:\n{dataset.summary}")
         self.dataset, self.seed, self.epoch = dataset, seed, 0
         self._cursor = 0
         self._mixing = config.mixing

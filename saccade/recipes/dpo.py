@@ -34,6 +34,7 @@ def run(config: Any) -> dict[str, Any]:
     row = from_config(config.dpo)
     family = parts.family_of(config, parts.start_folder(config))
     data = pairs.load_pairs(config, config.data.train, family, paired=row.paired)
+    parts.not_empty(data, "data.train")
     held, asked = _validation_sets(config, family, row)
     with Run(config, "dpo", parts.manifest(family, data, config)) as this:
         this.console.note(data.summary)

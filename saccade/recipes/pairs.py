@@ -67,10 +67,8 @@ def load_pairs(
     instruction = parts.instruction_of(config)
 
     def word(sample: Sample) -> Sample:
-        if not sample.candidates:
-            raise RowError("nothing to compare; rows need chosen and rejected, or output and label")
-        if paired and len(sample.candidates) < 2:
-            raise RowError("one labelled response; dpo.loss=kto learns from such rows")
+        if len(sample.candidates) < 1 + paired:
+            raise RowError(_uncomparable(sample, judged=judge is not None))
         if judge is not None:
             judge(sample)
         elif any(shows_media(candidate) for candidate in sample.candidates):
@@ -78,7 +76,8 @@ def load_pairs(
         sample = chosen_first(sample)
         return prompts.apply(sample, config.prompt, instruction=instruction)
 
-    longest_row = config.dpo.max_tokens if judge is None else config.reward_model.max_tokens
+    section = "dpo" if judge is None else "reward_model"
+    longest_row = getattr(config, section).max_tokens
     limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": longest_row})
     with remembered(config, family, "dialogue", word, family.render_dialogue) as length:
 
@@ -90,9 +89,30 @@ def load_pairs(
         def longest(sample: Sample) -> int:
             return max(side(sample, c) for c in word(sample).candidates)
 
-        data = datasets.load(sources, limits, length=longest)
+        data = datasets.load(sources, limits, length=longest, limit=f"{section}.max_tokens")
     data = parts.worded(data, word)
-    return data if judge else datasets.keep(data, lambda sample: not is_tie(sample))
+    return data if judge else datasets.keep(data, _undecided)
+
+
+def _uncomparable(sample: Sample, *, judged: bool) -> str:
+    if sample.candidates:
+        instead = (
+            "rows need chosen and rejected" if judged else "dpo.loss=kto learns from such rows"
+        )
+        return f"one labelled response; {instead}"
+    if not judged:
+        return "nothing to compare; rows need chosen and rejected, or output and label"
+    return "nothing to compare; rows need chosen and rejected" + (
+        "; reward_model.kind=process learns from a list of labels of steps"
+        if "label" in sample.extra
+        else ""
+    )
+
+
+def _undecided(sample: Sample) -> str | None:
+    if is_tie(sample):
+        return "a tie prefers neither side"
+    return None if label_of(sample) else "no label of the head preference"
 
 
 def is_tie(sample: Sample) -> bool:
@@ -255,7 +275,7 @@ def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 def held_out(found: datasets.Dataset, name: str, path: str) -> datasets.Dataset:
     """Rows to compare, without damaged ones and under ids that no training row has."""
-    found = datasets.keep(found, lambda sample: not damage(sample))
+    found = datasets.keep(found, damage)
     if not found.samples:
         raise DataError(f"data.val: {path} has no usable row:\n{found.summary}")
     return parts.worded(found, lambda sample: replace(sample, id=f"{name}/{sample.id}"))

@@ -242,7 +242,8 @@ def load_dialogues(
 
     limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": config.sft.max_tokens})
     with remembered(config, family, "dialogue", word, family.render_dialogue) as length:
-        return worded(datasets.load(sources, limits, length=length), word)
+        data = datasets.load(sources, limits, length=length, limit="sft.max_tokens")
+    return worded(data, word)
 
 
 def load_documents(
@@ -258,7 +259,8 @@ def load_documents(
     data = config.data
     changes = {"keys": {"prompt": "text", **data.keys}, "max_prompt_tokens": sys.maxsize}
     changes["format"] = "messages" if data.format == "auto" else data.format
-    return datasets.load(sources, data.model_copy(update=changes), length=length)
+    limits = data.model_copy(update=changes)
+    return datasets.load(sources, limits, length=length, limit="sft.max_tokens")
 
 
 def reward_of(sample: Sample) -> float:
@@ -297,7 +299,7 @@ def worded(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> dat
 
 def write_quarantine(path: Path, data: datasets.Dataset) -> None:
     """Every row that is not trained on, with the reason; no file when there is none."""
-    rows = [asdict(row) for row in (*data.quarantined, *data.overlong)]
+    rows = [asdict(row) for row in (*data.quarantined, *data.overlong, *data.left_out)]
     if rows:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         path.write_text(text, encoding="utf-8")
@@ -306,13 +308,13 @@ def write_quarantine(path: Path, data: datasets.Dataset) -> None:
 def validation_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:
     sets: dict[str, datasets.Dataset] = {}
     for source in config.data.val:
-        dataset = _not_empty(load_prompts(config, [source], family), f"data.val: {source.path}")
+        dataset = not_empty(load_prompts(config, [source], family), f"data.val: {source.path}")
         name = source.name or dataset.parts[0].name
         sets[name if name not in sets else f"{name}-{len(sets)}"] = dataset
     return sets
 
 
-def _not_empty(dataset: datasets.Dataset, where: str) -> datasets.Dataset:
+def not_empty(dataset: datasets.Dataset, where: str) -> datasets.Dataset:
     if not dataset.samples:
         raise DataError(f"{where} has no usable row:\n{dataset.summary}")
     return dataset
@@ -326,7 +328,7 @@ def suite_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:
     for name in config.eval.suites:
         source, change = suites.suite_source(name, config.eval), suites.SUITES[name].row
         loaded = load_prompts(config, [source], family, change)
-        sets[name] = _not_empty(loaded, f"eval.suites: {source.path}")
+        sets[name] = not_empty(loaded, f"eval.suites: {source.path}")
     return sets
 
 

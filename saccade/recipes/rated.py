@@ -86,18 +86,23 @@ class Pairs:
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
         """Rows that say something about one of the heads."""
         data = load_pairs(self.config, sources, self.family, paired=True, judge=self._require)
-        return datasets.keep(data, lambda s: any(isfinite(x) for x in self._labels(s)))
+        return datasets.keep(data, self._unlabelled)
 
     def check(self, samples: Sequence[Sample]) -> None:
         _trained(self.family.path, self._card)
         labels = np.array([self._labels(sample) for sample in samples])
-        decided = (np.abs(labels) == 1).any(0) if len(samples) else [False] * len(self.row.heads)
-        missing = [name for name, has in zip(self.row.heads, decided, strict=True) if not has]
-        if missing:
-            found = {name for s in samples for name in s.extra.get("labels") or (MAIN,)}
+        found = sorted({name for s in samples for name in s.extra.get("labels") or (MAIN,)})
+        for name, said in zip(self.row.heads, labels.T, strict=True):
+            if (np.abs(said) == 1).any():
+                continue
+            ties = int((said == 0).sum())
             raise ConfigError(
-                f"reward_model.heads: no row says which side is better by {', '.join(missing)}; "
-                f"rows label {', '.join(sorted(found)) or 'nothing'}: add labels, or remove it"
+                f"reward_model.heads: no row says which side is better by {name}; "
+                + (
+                    f"all {ties} that label it are ties: add rows with a better side"
+                    if ties
+                    else f"rows label {', '.join(found)}: add labels, or remove it"
+                )
             )
 
     def attach(self, model: Any, stored: Path | None, samples: Sequence[Sample]) -> Card:
@@ -141,6 +146,14 @@ class Pairs:
 
     def _labels(self, sample: Sample) -> tuple[float, ...]:
         return labels_of(sample, self.row.heads)
+
+    def _unlabelled(self, sample: Sample) -> str | None:
+        if any(map(isfinite, self._labels(sample))):
+            return None
+        given = sample.extra.get("labels")
+        said = [MAIN] if given is None else [name for name, side in given.items() if side]
+        heads = ", ".join(self.row.heads)
+        return f"it labels {', '.join(said) or 'nothing'}, and reward_model.heads are {heads}"
 
     @property
     def _card(self) -> Card:
@@ -226,7 +239,8 @@ class Process:
         limits: DataConfig = config.data.model_copy(update=longest)
         read = lambda messages: self._read("", messages).ids[:-1]  # noqa: E731
         with remembered(config, family, f"steps-{mark}", word, read) as length:
-            return parts.worded(datasets.load(sources, limits, length=length), word)
+            data = datasets.load(sources, limits, length=length, limit="reward_model.max_tokens")
+        return parts.worded(data, word)
 
     def check(self, samples: Sequence[Sample]) -> None:
         _trained(self.family.path, Card(kind="process"))

@@ -39,7 +39,7 @@ def run(config: Any) -> dict[str, Any]:
     parts.quiet_libraries()
     family = parts.family_of(config, parts.start_folder(config))
     task = task_of(config, family)
-    data = task.load(config.data.train)
+    data = parts.not_empty(task.load(config.data.train), "data.train")
     task.check(data.samples)
     held = _held_out(config, task)
     with Run(config, "reward-model", parts.manifest(family, data, config)) as this:

@@ -3,7 +3,8 @@ import time
 import pytest
 
 from saccade.config import DataConfig, DataSource
-from saccade.data.datasets import load
+from saccade.data.chats import RowError
+from saccade.data.datasets import keep, load
 from saccade.errors import ConfigError, DataError
 
 
@@ -57,7 +58,45 @@ def test_too_many_bad_rows_stop_with_the_first_five(jsonl):
     message = str(caught.value)
     assert "7 of 20 rows are bad (35.0%)" in message and "data.max_bad_fraction=0.35" in message
     assert "4 (row 5 of rows): no prompt in column question" in message and "(row 6" not in message
+    assert "check-data` lists all of them, its --fix" in message
     assert len(load([source(jsonl(rows))], DataConfig(max_bad_fraction=0.35))) == 13
+
+
+@pytest.mark.parametrize(
+    ("bad", "split", "limit", "advice"),
+    [
+        (
+            2,
+            "train",
+            "dpo.max_tokens",
+            "=0.5 goes on without them, and quarantine.jsonl of the run",
+        ),
+        (2, "val", "dpo.max_tokens", "=0.5 goes on without them."),
+        (4, "val", "dpo.max_tokens", "No row is left to go on with."),
+        (4, "train", "data.max_prompt_tokens", "go on with. `saccade check-data` lists all."),
+    ],
+)
+def test_advice_that_can_be_followed(jsonl, bad, split, limit, advice):
+    def length(sample):
+        if int(sample.id) < bad:
+            raise RowError("refused")
+        return 1
+
+    listed = source(jsonl(qa(4)))
+    with pytest.raises(DataError) as caught:
+        load([listed], DataConfig(**{split: [listed]}), length=length, limit=limit)
+    *_, last = str(caught.value).splitlines()
+    assert str(caught.value).startswith(f"data.{split}: {bad} of 4 rows are bad")
+    assert advice in last and "--fix" not in last
+    assert bad < 4 or "max_bad_fraction" not in last
+
+
+def test_rows_left_out_are_counted_by_reason(jsonl):
+    data = load([source(jsonl(qa(3))), source(jsonl(qa(2), "more.jsonl"))], DataConfig())
+    kept = keep(data, lambda sample: "the first" if sample.id.startswith("0") else None)
+    assert [(row.source, row.row) for row in kept.left_out] == [("rows", 1), ("more", 1)]
+    assert [(part.start, part.stop) for part in kept.parts] == [(0, 2), (2, 3)]
+    assert kept.summary.endswith("2 rows left out: the first")
 
 
 def test_a_bad_row_can_stop_at_once(jsonl):

@@ -79,8 +79,8 @@ def test_pairs_of_pictures_are_learned_and_answers_improve(
     more = {"run.max_steps": 12, "val.every": 12, "dpo.nll_coef": 0.5, "rollout.max_tokens": 3}
     last = saccade.dpo(config(tmp_path, data__val=sets) | more | {"reward.terms": ["exact"]})
     first, *steps = numbers(tmp_path / "run")
-    assert first["val/held-pairs/accuracy"] == 0 and first["val/held-asked/accuracy"] < 0.6
-    assert steps[0]["dpo/accuracy"] == 0 and steps[0]["dpo/margin"] == pytest.approx(0, abs=1e-5)
+    assert first["val/held-pairs/accuracy"] == 0.5 and first["val/held-asked/accuracy"] < 0.6
+    assert steps[0]["dpo/accuracy"] == 0.5 and steps[0]["dpo/margin"] == pytest.approx(0, abs=1e-5)
     assert last["dpo/accuracy"] == 1 and last["val/held-pairs/accuracy"] == 1
     assert last["val/held-asked/accuracy"] >= 0.9  # greedy answers
     assert last["dpo/reward_chosen"] - last["dpo/reward_rejected"] == pytest.approx(
@@ -188,13 +188,26 @@ def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path: Path, config: 
         good | {"tie": True},
         good | {"rejected": "red " * 600},
         good | {"chosen": ""},
+        good | {"labels": {"size": "A"}},
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row | {"id": n}) + "\n" for n, row in enumerate(rows)))
     options = config(tmp_path, data__train=str(path), train__prompts_per_step=1, run__max_steps=1)
     dpo.run(options | {"data.max_bad_fraction": 1})
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "rows: 1 of 5 rows" in log and "1 bad rows set aside" in log and "1 rows over" in log
+    assert "rows: 1 of 6 rows" in log and "1 bad rows set aside" in log
+    assert "1 rows over dpo.max_tokens left out" in log
+    assert "2 rows left out: a tie prefers neither side" in log
+    aside = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()
+    found = {row["id"]: row["reason"] for row in map(json.loads, aside)}
+    assert sorted(found) == ["1", "2", "3", "4", "5"]
+    assert "dpo.max_tokens is 512" in found["3"] and "head preference" in found["5"]
+    with pytest.raises(
+        DataError, match=r"data.train has no usable row:\n.*\n1 rows left out: a tie"
+    ):
+        path.write_text(json.dumps(rows[1]) + "\n")
+        dpo.run(options | {"run.name": "alike"})
+    assert not (tmp_path / "alike").exists()
     with pytest.raises(DataError, match=r"dpo.loss=kto learns from such rows"):
         path.write_text(json.dumps({"input": "how ?", "output": "red", "label": 1}) + "\n")
         dpo.run(options | {"run.name": "other"})

@@ -263,6 +263,47 @@ def test_a_head_without_labels_is_refused(tmp_path: Path, config: Make) -> None:
         reward_model.run(config(tmp_path, "heads", reward_model__heads=["taste", "size"]))
 
 
+PAIR = {"prompt": "how many ?", "chosen": "red", "rejected": "blue"}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (PAIR | {"rejected": "red"}, "better by preference; all 1 that label it are ties: add"),
+        (
+            PAIR | {"labels": {"taste": "A"}},
+            "no usable row:\n.*\n1 rows left out: it labels taste,",
+        ),
+        ({"input": f"red {MARK}", "label": ["1"]}, "reward_model.kind=process learns from"),
+        ({"input": "how ?", "output": "red", "label": 1}, "one labelled response; rows need cho"),
+    ],
+)
+def test_rows_that_compare_nothing(
+    tmp_path: Path, config: Make, row: dict[str, Any], words: str
+) -> None:
+    path = tmp_path / "odd.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises((ConfigError, DataError), match=words):
+        reward_model.run(config(tmp_path, data__train=str(path)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_that_are_not_trained_on_are_listed(tmp_path: Path, config: Make) -> None:
+    path = tmp_path / "some.jsonl"
+    listed = [PAIR, PAIR | {"labels": {"taste": "A"}}, PAIR | {"chosen": "red " * 3000}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in listed))
+    options = {"run.max_steps": 1, "train.prompts_per_step": 1}
+    reward_model.run(config(tmp_path, data__train=str(path)) | options)
+    aside = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()
+    reasons = {row["row"]: row["reason"] for row in map(json.loads, aside)}
+    assert reasons[2] == "it labels taste, and reward_model.heads are preference"
+    assert "reward_model.max_tokens is" in reasons[3]
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps(PAIR | {"margin": "big"}) + "\n")
+    with pytest.raises(DataError, match=r"^data.val: 1 of 1 rows are bad"):
+        reward_model.run(config(tmp_path, data__val=str(bad), run__name="val"))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
