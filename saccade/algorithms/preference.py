@@ -7,8 +7,7 @@ response minus that of the reference; h = log-ratio of chosen - log-ratio of rej
 same with each log-ratio over its own number of tokens. Axes: P pairs, S responses.
 
     >>> losses, metrics = PREFERENCES["dpo"].function(pairs, beta=0.1)
-    >>> metrics["acc"]   # [P] 1, 0 or, for a draw, 0.5
-    >>> metrics.keys()   # also margin, chosen, rejected: rewards as the loss sees them
+    >>> metrics["acc"]   # [P] bool; also margin, chosen, rejected: rewards as the loss sees them
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 Losses: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 Sides: TypeAlias = "tuple[Tensor, Tensor]"  # chosen and rejected, [P] each
-# A policy that is still its reference has margins of rounding noise, which say nothing.
-DRAW = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +151,7 @@ def _compared(sides: Sides, beta: float) -> Losses:
     """The margin between the rewards [P], and what is reported."""
     chosen, rejected = (beta * side for side in sides)
     margin = chosen - rejected
-    right = (margin > 0).to(margin.dtype).masked_fill(margin.abs() < DRAW, 0.5)
-    metrics = {"chosen": chosen, "rejected": rejected, "margin": margin, "acc": right}
+    metrics = {"chosen": chosen, "rejected": rejected, "margin": margin, "acc": margin > 0}
     return margin, {name: values.detach() for name, values in metrics.items()}
 
 

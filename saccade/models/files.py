@@ -22,15 +22,19 @@ def require_whole(folder: Path) -> None:
     """Refuse weights that were cut short, before anything is made of them. A folder without any is
     left to whoever needs some.
     """
-    shards = {path.name for path in folder.glob("*.safetensors")}
-    if (folder / INDEX).is_file():
-        shards |= set(
-            json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        )
-    for shard in sorted(shards):
+    for shard in shards(folder):
         found = header_of(folder / shard)
         if isinstance(found, str):
             raise EnvironmentProblem(f"model.path: {folder / shard} {found}; {AGAIN}")
+
+
+def shards(folder: Path) -> list[str]:
+    """Names of the files of weights that are there or that its index asks for."""
+    found = {path.name for path in folder.glob("*.safetensors")}
+    if (folder / INDEX).is_file():
+        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        found |= set(listed["weight_map"].values())
+    return sorted(found)
 
 
 def stamp(folder: Path) -> list[tuple[str, int, int]]:

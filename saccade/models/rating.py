@@ -20,7 +20,7 @@ import numpy as np
 
 from saccade.errors import ConfigError
 from saccade.models.families import Family
-from saccade.models.files import INDEX, header_of
+from saccade.models.files import SINGLE, header_of, shards
 from saccade.types import Message, Rendered, Source, Trajectory
 
 SECTION = "reward_model"  # of config.json
@@ -75,10 +75,8 @@ def flaw(folder: Path) -> str:
         )
     if not (card.heads or card.tokens):
         return f"{folder / 'config.json'}: `{SECTION}` names neither heads nor tokens"
-    shards = {path.name for path in folder.glob("*.safetensors")} - {REWARD_FILE}
-    needed = [*sorted(shards)] if shards or (folder / INDEX).is_file() else ["model.safetensors"]
-    needed += [REWARD_FILE] if card.kind == "scalar" else []
-    for name in needed:
+    weights = [name for name in shards(folder) if name != REWARD_FILE] or [SINGLE]
+    for name in [*weights, *([REWARD_FILE] if card.kind == "scalar" else [])]:
         if isinstance(wrong := header_of(folder / name), str):
             return f"{folder / name} {wrong}"
     return ""

@@ -595,6 +595,11 @@ def test_a_folder_that_is_no_reward_model(tmp_path: Path, rl_config: Make, word_
         ("reward_head.safetensors", None, "reward_head.safetensors is missing"),
         ("reward_head.safetensors", b"\x08\0\0\0\0\0\0\0{}", "is cut short in its header"),
         ("model.safetensors", None, "model.safetensors is missing"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "model-2.safetensors"}}',
+            "model-2.safetensors is missing",
+        ),
         ("config.json", b"{", "config.json cannot be read"),
         ("config.json", b'{"reward_model": {"kind": "scalar"}}', "names neither heads nor tokens"),
     ],
@@ -603,7 +608,7 @@ def test_a_damaged_reward_model_is_refused_before_the_run_has_a_folder(
     tmp_path: Path, rl_config: Make, trained: Path, name: str, content: bytes | None, words: str
 ) -> None:
     copied = Path(shutil.copytree(trained, tmp_path / "rm"))
-    (copied / name).unlink()
+    (copied / name).unlink(missing_ok=True)
     if content is not None:
         (copied / name).write_bytes(content)
     term = {"verifier": "model", "args": {"path": str(copied)}}
