@@ -3,9 +3,10 @@
     python benchmarks/decode.py                       # W1 with 16 and 64 prompts, 8 rollouts each
     python benchmarks/decode.py W2/16 --profile       # also: which kernels take the time
     python benchmarks/decode.py W1/16 --check         # also: log-probs against the trainer's
+    python benchmarks/decode.py W1/16/top_k=50        # truncated sampling that returns what it kept
 
-A variant is a work of rl_step.py and a number of prompts. Prints one JSON object per line;
-`step_ms` is the time of one decode step of the whole batch.
+A variant is a work of rl_step.py, a number of prompts, and settings of the sampling. Prints one
+JSON object per line; `step_ms` is the time of one decode step of the whole batch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ from saccade.types import (
 REPEATS = 8
 
 
-def requests(family: Family, work: dict[str, int], prompts: int, new: int) -> list[Request]:
+def requests(
+    family: Family, work: dict[str, int], prompts: int, new: int, **settings: Any
+) -> list[Request]:
     rng = np.random.default_rng(0)
     asked = []
     for index in range(prompts):
@@ -57,12 +60,20 @@ def requests(family: Family, work: dict[str, int], prompts: int, new: int) -> li
                 key=f"{index}/{repeat}",
                 ids=ids,
                 media=(span,),
-                sampling=Sampling(max_tokens=new, ignore_eos=True),
+                sampling=Sampling(max_tokens=new, ignore_eos=True, **settings),
                 noise=index * REPEATS + repeat,
             )
             for repeat in range(REPEATS)
         ]
     return asked
+
+
+def parse(variant: str) -> tuple[str, int, dict[str, Any]]:
+    name, prompts, *changes = variant.split("/")
+    settings = {key: float(value) for key, value in (change.split("=") for change in changes)}
+    if "top_k" in settings:
+        settings["top_k"] = int(settings["top_k"])
+    return name, int(prompts), settings | ({"support": True} if changes else {})
 
 
 def timed(
@@ -167,25 +178,26 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    variants = [(name, int(prompts)) for name, prompts in (v.split("/") for v in args.variants)]
+    variants = list(map(parse, args.variants))
     with tempfile.TemporaryDirectory() as scratch:
         family, model = family_and_model(Path(scratch))
-        most = max(prompts for _, prompts in variants) * REPEATS
+        most = max(prompts for _, prompts, _ in variants) * REPEATS
         engine = EmbeddedEngine(model, family, max_sequences=most)
-        for name, prompts in variants:
+        for name, prompts, settings in variants:
             work = WORKS[name]
             began = time.perf_counter()
-            timed(engine, requests(family, work, prompts, 24))
+            timed(engine, requests(family, work, prompts, 24, **settings))
             first = time.perf_counter() - began  # kernels are compiled, graphs captured
-            asked = requests(family, work, prompts, work["new"])
+            asked = requests(family, work, prompts, work["new"], **settings)
             for _ in range(args.rounds):
                 engine.sleep()
                 result, done = timed(engine, asked)
-            print(json.dumps(result | {"work": name, "first_s": round(first, 1)}), flush=True)
+            result |= {"work": name, "first_s": round(first, 1), **settings}
+            print(json.dumps(result), flush=True)
             if args.check:
                 print(json.dumps(gap(model, family, asked, done)), flush=True)
             if args.profile:
-                profile(engine, requests(family, work, prompts, min(256, work["new"])))
+                profile(engine, requests(family, work, prompts, min(256, work["new"]), **settings))
 
 
 if __name__ == "__main__":

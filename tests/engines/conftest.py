@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-NAMES = ("kernels", "paged", "graphs")
+KERNELS, NAMES = ("kernels", "draws"), ("kernels", "draws", "paged", "graphs")
 
 
 @pytest.fixture
@@ -18,13 +18,14 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     for name in NAMES:  # whatever was imported before is put back at the end
         monkeypatch.delitem(sys.modules, f"{embedded.__name__}.{name}", raising=False)
         monkeypatch.delattr(embedded, name, raising=False)
-    monkeypatch.setitem(sys.modules, f"{embedded.__name__}.kernels", reference)
-    monkeypatch.setattr(embedded, "kernels", reference, raising=False)
+    for name in KERNELS:
+        monkeypatch.setitem(sys.modules, f"{embedded.__name__}.{name}", reference)
+        monkeypatch.setattr(embedded, name, reference, raising=False)
     from saccade.engines.embedded.paged import PagedCache
 
     settings = SimpleNamespace(budget=1 << 26)
     monkeypatch.setattr(PagedCache, "_budget", lambda cache: settings.budget)
     monkeypatch.setattr(embedded, "can_page", lambda shape: True)
     yield settings
-    for name in NAMES[1:]:
+    for name in NAMES[len(KERNELS) :]:
         sys.modules.pop(f"{embedded.__name__}.{name}", None)

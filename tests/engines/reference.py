@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from saccade.engines.embedded import rows as fields
-from saccade.engines.embedded.sampler import sample
+from saccade.engines.embedded.sampler import kept_ids, sample
+from saccade.logprobs import sampling_logits
 from saccade.types import Sampling
 
 WORD = 4
@@ -74,8 +75,35 @@ def copy_pages(source, target, *, bases, words) -> None:
             ctypes.memmove(base + there * count, base + here * count, count)
 
 
-def draw(logits, *, temperature, keys, index, banned, rows=None) -> tuple[Tensor, Tensor]:
+def cut(logits, *, temperature, top_k, top_p, lengths, banned) -> Tensor:
+    """Found by sorting; a level is the place of a logit among the different ones of its row."""
+    floors = torch.tensor([[-1], [logits.shape[1]]]).repeat(1, len(temperature))
+    for row, (heat, k, p, length) in enumerate(
+        zip(*(x.tolist() for x in (temperature, top_k, top_p, lengths)), strict=True)
+    ):
+        if heat > 0 and length >= 0 and (k > 0 or p < 1):
+            kept = kept_ids(sampling_logits(logits[row : row + 1], heat, banned), k, p)[0]
+            levels = levels_of(logits[row])
+            floors[0, row] = levels[kept].min()
+            floors[1, row] = (kept & (levels == floors[0, row])).nonzero().max()
+    return floors
+
+
+def levels_of(logits: Tensor) -> Tensor:
+    return logits.unique(return_inverse=True)[1]
+
+
+def within(logits, floors, banned) -> Tensor:
+    levels = torch.stack([levels_of(row) for row in logits])
+    low, last = floors[:, :, None]
+    kept = (levels > low) | ((levels == low) & (torch.arange(logits.shape[1]) <= last))
+    return kept if banned is None else kept & ~banned
+
+
+def draw(logits, *, temperature, keys, index, banned, rows=None, floors=None):
     lines = logits if rows is None else logits[rows]
+    if floors is not None:
+        lines = lines.masked_fill(~within(lines, floors, None), -torch.inf)
     ids = torch.zeros(len(temperature), dtype=torch.int64)
     logprobs = torch.zeros(len(temperature))
     for heat in set(temperature.tolist()):
@@ -86,15 +114,28 @@ def draw(logits, *, temperature, keys, index, banned, rows=None) -> tuple[Tensor
     return ids, logprobs
 
 
+def keep(logits, ids, *, floors, wanted, lengths, banned, tick, cursor, kept, out_spans) -> None:
+    masks = within(logits, floors, banned)
+    for row in ((wanted != 0) & (lengths >= 0)).nonzero().flatten().tolist():
+        found = masks[row].nonzero().flatten()
+        first = cursor.item()
+        cursor += len(found)
+        out_spans[tick.item(), 0, row], out_spans[tick.item(), 1, row] = first, len(found)
+        if first + len(found) > len(kept):
+            ids[row] = -1
+        else:
+            kept[first : first + len(found)] = found
+
+
 def advance(ids, logprobs, *, state, eos, tick, out_ids, out_logprobs) -> None:
     count = len(ids)
-    running = state[fields.LENGTH] >= 0
+    running = (state[fields.LENGTH] >= 0) & (ids >= 0)
     out_ids[tick.item(), :count] = torch.where(running, ids, -1)
     out_logprobs[tick.item(), :count] = logprobs
     state[fields.REMAINING] -= 1
     ends = state[fields.REMAINING] <= 0
     ends |= (state[fields.STOPS] != 0) & torch.isin(ids, eos)
-    state[fields.TOKEN] = ids
+    state[fields.TOKEN] = ids.clamp_min(0)
     state[fields.LENGTH] = torch.where(running & ~ends, state[fields.LENGTH] + 1, -1)
     state[fields.POSITION] += 1
     state[fields.INDEX] += 1

@@ -28,13 +28,12 @@ from saccade.engines.embedded.cache import Cache, Shape, can_page, shape_of
 from saccade.engines.embedded.drawing import draw
 from saccade.engines.embedded.prefill import compute, forward, next_parts
 from saccade.engines.embedded.records import Records
-from saccade.engines.embedded.rows import fields_of
+from saccade.engines.embedded.rows import fields_of, heats_of
 from saccade.engines.embedded.sequences import Job, Live, Prefix, Sequence, cuts
 from saccade.engines.requests import content_of, nothing_sampled, require_room
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
 from saccade.models.load import banned_mask
-from saccade.transfer import to_device
 from saccade.types import Completion, Request
 
 PREFILL_TOKENS = 16_384  # of one forward
@@ -432,16 +431,19 @@ class EmbeddedEngine:
         slots = np.array([s.slot for s in ready])
         pages = self.cache.pages
         table = pages.table[slots, : int(pages.held[slots].max())]
-        heat = np.array([s.request.sampling.temperature for s in ready], dtype=np.float32)
-        self.graphs.launch(fields_of(ready, self._records.last(ready)), table, heat, steps)
+        cutting = any(cuts(s.request.sampling) for s in ready)
+        fields = fields_of(ready, self._records.last(ready))
+        self.graphs.launch(fields, table, heats_of(ready), steps, cutting=cutting)
 
     def _read(self, ready: SequenceOf[Sequence]) -> None:
-        """What the burst has drawn. Where ids are cut away, the only token is drawn again."""
+        """What the burst has drawn, and what was kept where ids were cut away."""
         ids, logprobs = self.graphs.read()
-        again = [row for row, s in enumerate(ready) if cuts(s.sampling)]
-        if again:
-            hidden = self.graphs.hidden[to_device(np.array(again), self.cache.device)]
-            ids[0, again], logprobs[0, again] = self._draw(hidden, None, [ready[r] for r in again])
+        asked = [r for r, s in enumerate(ready) if s.request.sampling.support and cuts(s.sampling)]
+        if asked:
+            kept = self.graphs.read_support()
+            for row in asked:
+                drawn = np.flatnonzero(ids[:, row] >= 0).tolist()
+                ready[row].support += [kept(step, row) for step in drawn]
         for sequence, count in zip(ready, (ids >= 0).sum(0).tolist(), strict=True):
             sequence.cached += count
         self._records.note(ready, ids, logprobs, self.version)

@@ -6,7 +6,7 @@ host takes it out. Weights are the trainer's own and change in place, so graphs 
 tensor has moved they are captured again. On a CPU (tests), and where a model cannot be captured,
 the step simply runs.
 
-    graphs.launch(fields, table, temperature, steps=16)
+    graphs.launch(fields, table, heats, steps=16)
     ids, logprobs = graphs.read()
 
 Legend: B rows, E hidden size.
@@ -15,12 +15,13 @@ Legend: B rows, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.engines.embedded import kernels, rows, sequences
+from saccade.engines.embedded import draws, rows, sequences
 from saccade.engines.embedded.paged import PAGE, DecodePlan, PagedCache
 from saccade.engines.embedded.sampler import Drawn
 from saccade.models.experts import capturable
@@ -36,6 +37,8 @@ FAR = 64  # of them where no row can end before
 ROW_PROGRAMS, FAMILY_PROGRAMS = 256, 256
 MOST_ROW_SPLITS, MOST_FAMILY_SPLITS = 32, 4
 COLUMNS = 256  # pages of a sequence; longer ones have graphs captured again
+# Ids that truncated sampling keeps in a burst. A sequence that finds no room waits for the next.
+KEPT = 16 << 20
 
 
 class Graphs:
@@ -54,29 +57,28 @@ class Graphs:
         count = rows.bucket(cache.slots)
         self.eos = torch.from_numpy(eos).to(self.device)
         self.state = torch.zeros((rows.FIELDS, count), dtype=torch.int64, device=self.device)
-        self.temperature = torch.ones(count, dtype=torch.float32, device=self.device)
+        self.heats = torch.ones((2, count), dtype=torch.float32, device=self.device)
         self.table = torch.zeros((count, 0), dtype=torch.int32, device=self.device)
         self.families = torch.zeros((3, count // 2), dtype=torch.int64, device=self.device)
-        heads = model.config.get_text_config().num_attention_heads  # type: ignore[union-attr, operator]
-        self.members = rows.members_of(heads // cache.shape.key_heads)
+        text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        self._vocabulary = text.vocab_size
+        self.members = rows.members_of(text.num_attention_heads // cache.shape.key_heads)
         self.tick = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.ids = torch.zeros((FAR, count), dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros((FAR, count), dtype=torch.float32, device=self.device)
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._support: tuple[Tensor, Tensor, Tensor] | None = None  # made when ids are cut away
+        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         if self.device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()  # shared by all that are captured
             self._aside = torch.cuda.Stream()  # one for all: libraries keep memory per stream
         self._addresses: tuple[int, ...] = ()
         self._launched = (0, 0)
-        self.hidden: Tensor | None = None  # [B, E] of the last step
 
     @staticmethod
     def steps(ready: Sequence[sequences.Sequence]) -> int:
-        """How many may run before the host has to look: one where it has a part in drawing, many
-        where nothing can end before its limit.
+        """How many may run before the host has to look: many where nothing can end before its
+        limit.
         """
-        if any(sequences.cuts(s.sampling) for s in ready):
-            return 1
         limits = [s.remaining for s in ready]
         settings = {s.request.sampling for s in ready}
         open_ended = any(x.stop or not x.ignore_eos for x in settings)
@@ -84,13 +86,21 @@ class Graphs:
         return min(far, FAR, max(limits))
 
     def launch(
-        self, fields: dict[str, np.ndarray], table: np.ndarray, temperature: np.ndarray, steps: int
+        self,
+        fields: dict[str, np.ndarray],
+        table: np.ndarray,
+        heats: np.ndarray,
+        steps: int,
+        *,
+        cutting: bool = False,
     ) -> None:
-        """Start `steps` steps of the rows described; nothing waits for them. `table` [B, pages]."""
-        count = len(temperature)
+        """Start `steps` steps of the rows described; nothing waits for them. `table` [B, pages],
+        `heats` [2, B]. `cutting`: ids are cut away in some rows.
+        """
+        count = heats.shape[1]
         padded = rows.bucket(count)
         self._widen(table.shape[1])
-        step = self._step_of(padded)
+        step = self._step_of(padded, cutting)
         families, fields["shared"] = rows.find_families(
             table, fields["length"], page=PAGE, most=self.members
         )
@@ -99,8 +109,10 @@ class Graphs:
         self.families[:, : padded // 2].copy_(to_device(described, self.device))
         self.state[:, :padded].copy_(to_device(rows.pack_rows(fields, padded), self.device))
         self.table[:count, : table.shape[1]].copy_(to_device(table, self.device))
-        self.temperature[:count].copy_(to_device(temperature, self.device))
+        self.heats[:, :count].copy_(to_device(heats, self.device))
         self.tick.zero_()
+        if cutting:
+            self._room_for_support()[0].zero_()
         for _ in range(steps):
             step()
         self._launched = (steps, count)
@@ -113,6 +125,14 @@ class Graphs:
             self.logprobs[:steps, :count].cpu().numpy(),
         )
 
+    def read_support(self) -> Callable[[int, int], np.ndarray]:
+        """(step, row) → ids that were kept for what was drawn there, in the last burst."""
+        steps, count = self._launched
+        cursor, kept, spans = self._room_for_support()
+        first, length = spans[:steps, :, :count].cpu().numpy().transpose(1, 0, 2)
+        ids = kept[: int(cursor)].cpu().numpy().astype(np.int64)
+        return lambda step, row: ids[first[step, row] :][: length[step, row]].copy()
+
     def draw(
         self,
         logits: Tensor,
@@ -123,7 +143,7 @@ class Graphs:
     ) -> Drawn:
         """First tokens, from the given lines of the logits, where nothing is cut away."""
         heat = torch.full((len(keys),), sampling.temperature, device=self.device)
-        ids, logprobs = kernels.draw(
+        ids, logprobs = draws.draw(
             logits, temperature=heat, keys=keys, index=index, banned=self.banned, rows=lines
         )
         return Drawn(ids=ids, logprobs=logprobs, kept=None)
@@ -141,40 +161,47 @@ class Graphs:
 
     def _forget(self) -> None:
         self._captured.clear()
-        self.hidden = None
         if self.device.type == "cuda":  # a pool dies with the last graph that was captured in it
             self._pool = torch.cuda.graph_pool_handle()
 
-    def _step_of(self, count: int) -> Callable[[], None]:
+    def _room_for_support(self) -> tuple[Tensor, Tensor, Tensor]:
+        """How many ids were kept, which, and where those of each step and row lie."""
+        if self._support is None:
+            self._support = (
+                torch.zeros(1, dtype=torch.int64, device=self.device),
+                torch.zeros(max(KEPT, self._vocabulary), dtype=torch.int32, device=self.device),
+                torch.zeros((FAR, 2, self.ids.shape[1]), dtype=torch.int64, device=self.device),
+            )
+        return self._support
+
+    def _step_of(self, count: int, cutting: bool) -> Callable[[], None]:
         if not self._captures:
-            return lambda: self._keep(self._step(count))
-        if count not in self._captured:
-            self._captured[count] = self._capture(count)
-        graph, self.hidden = self._captured[count]
-        return graph.replay
+            return lambda: self._step(count, cutting)
+        key = (count, cutting)
+        if key not in self._captured:
+            self._captured[key] = self._capture(count, cutting)
+        return self._captured[key].replay
 
-    def _keep(self, hidden: Tensor) -> None:
-        self.hidden = hidden
-
-    def _capture(self, count: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, count: int, cutting: bool) -> torch.cuda.CUDAGraph:
         self.state[rows.LENGTH] = -1  # the steps before the capture must not touch a page
         self.tick.zero_()
         graph = torch.cuda.CUDAGraph()
         self._aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._aside):
             for _ in range(2):  # compiles kernels, lets libraries choose theirs
-                self._step(count)
+                self._step(count, cutting)
         torch.cuda.current_stream().wait_stream(self._aside)
         # Other threads may go on talking to the GPU meanwhile.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"
         ):
-            hidden = self._step(count)
+            self._step(count, cutting)
         self._addresses = _addresses(self.model)
-        return graph, hidden
+        return graph
 
-    def _step(self, count: int) -> Tensor:
-        state, temperature = self.state[:, :count], self.temperature[:count]
+    def _step(self, count: int, cutting: bool) -> None:
+        state = self.state[:, :count]
+        temperature, top_p = self.heats[:, :count]
         heads, families = self.cache.shape.key_heads, -(-count // self.members)
         plan = DecodePlan(
             bases=self.cache.bases,
@@ -189,14 +216,40 @@ class Graphs:
         )
         positions = state[rows.POSITION].expand(self.family.axes, -1)
         hidden = hidden_states(self.model, self.family, state[rows.TOKEN], positions, (), plan)
-        ids, logprobs = kernels.draw(
-            self.model.lm_head(hidden),  # type: ignore[operator]
+        logits = self.model.lm_head(hidden)  # type: ignore[operator]
+        floors = None
+        if cutting:
+            floors = draws.cut(
+                logits,
+                temperature=temperature,
+                top_k=state[rows.TOP_K],
+                top_p=top_p,
+                lengths=state[rows.LENGTH],
+                banned=self.banned,
+            )
+        ids, logprobs = draws.draw(
+            logits,
             temperature=temperature,
             keys=state[rows.KEY],
             index=state[rows.INDEX],
             banned=self.banned,
+            floors=floors,
         )
-        kernels.advance(
+        if floors is not None:
+            cursor, kept, spans = self._room_for_support()
+            draws.keep(
+                logits,
+                ids,
+                floors=floors,
+                wanted=state[rows.SUPPORT],
+                lengths=state[rows.LENGTH],
+                banned=self.banned,
+                tick=self.tick,
+                cursor=cursor,
+                kept=kept,
+                out_spans=spans,
+            )
+        draws.advance(
             ids,
             logprobs,
             state=state,
@@ -205,7 +258,6 @@ class Graphs:
             out_ids=self.ids,
             out_logprobs=self.logprobs,
         )
-        return hidden
 
 
 def _addresses(model: nn.Module) -> tuple[int, ...]:

@@ -64,5 +64,5 @@ class Records:
             logprobs=self.logprobs[slot, :n].copy(),
             versions=self.versions[slot, :n].copy(),
             finish=finish,
-            support=tuple(sequence.support) or None,
+            support=tuple(sequence.support[:n]) or None,
         )

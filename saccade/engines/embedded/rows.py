@@ -1,5 +1,5 @@
-"""The state of the sequences that decode together, as the device reads it: int64 fields [FIELDS, B]
-and temperatures [B]. An idle row has length -1.
+"""The state of the sequences that decode together, as the device reads it: int64 fields [FIELDS,
+B], and temperature and top_p [2, B]. An idle row has length -1.
 """
 
 from __future__ import annotations
@@ -8,14 +8,18 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from saccade.engines.embedded.sequences import Sequence
+from saccade.engines.embedded.sequences import Sequence, cuts
 
 # token: to be read next; length: tokens before it in the pages; position: its position id; index:
 # of the token that will be drawn, in its noise; key: of the noise; remaining: tokens still to draw;
-# stops: whether an end-of-turn id ends it; shared: tokens that its family reads for it.
-NAMES = ("token", "length", "position", "index", "key", "remaining", "stops", "shared")
-TOKEN, LENGTH, POSITION, INDEX, KEY, REMAINING, STOPS, SHARED = range(len(NAMES))
+# stops: whether an end-of-turn id ends it; top_k: of truncated sampling; support: whether the ids
+# that it keeps are asked for; shared: tokens that its family reads for it.
+NAMES = (
+    *("token", "length", "position", "index", "key", "remaining", "stops", "top_k", "support"),
+    "shared",
+)
 FIELDS = len(NAMES)
+TOKEN, LENGTH, POSITION, INDEX, KEY, REMAINING, STOPS, TOP_K, SUPPORT, SHARED = range(FIELDS)
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
@@ -37,7 +41,15 @@ def fields_of(sequences: SequenceOf[Sequence], tokens: np.ndarray) -> dict[str, 
         "key": np.array([r.noise for r in requests], dtype=np.int64),
         "remaining": np.array([s.remaining for s in sequences]),
         "stops": np.array([not r.sampling.ignore_eos for r in requests]),
+        "top_k": np.array([r.sampling.top_k for r in requests]),
+        "support": np.array([r.sampling.support and cuts(r.sampling) for r in requests]),
     }
+
+
+def heats_of(sequences: SequenceOf[Sequence]) -> np.ndarray:
+    """Temperature and top_p of each, [2, B]."""
+    settings = [s.request.sampling for s in sequences]
+    return np.array([[x.temperature for x in settings], [x.top_p for x in settings]], np.float32)
 
 
 def pack_rows(fields: dict[str, np.ndarray], padded: int) -> np.ndarray:

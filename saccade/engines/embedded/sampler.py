@@ -44,8 +44,10 @@ def sample(
 
 
 def kept_ids(scores: Tensor, top_k: int, top_p: float) -> Tensor:
-    """[B, V] bool: the k likeliest, then the fewest whose mass reaches p. One at least is kept."""
-    ordered, order = scores.sort(-1, descending=True)
+    """[B, V] bool: the k likeliest, then the fewest whose mass reaches p. One at least is kept; of
+    ids that are equally likely the lower ones.
+    """
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     keep = ordered > -torch.inf
     if top_k > 0:
         keep[:, top_k:] = False

@@ -114,5 +114,5 @@ def by_sampling(sequences: SequenceOf[Sequence]) -> list[tuple[Sampling, list[in
 
 
 def cuts(sampling: Sampling) -> bool:
-    """Whether ids are cut away before a draw: that needs the whole distribution on the slow way."""
+    """Whether ids are cut away before a draw."""
     return sampling.truncated and sampling.temperature > 0
