@@ -59,14 +59,15 @@ SYSTEMS: Mapping[str, System] = {
     "vllm": System(title="vLLM", program=("-m", "peers.vllm_generate"), steps=3, needs=("vllm",)),
     "saccade-rollout": System(title="saccade", program=("rollout.py",), steps=3),
 }
-WORKS = {"w1": "W1", "w2": "W2", "w1x4": "W1,prompts=64"}
-TINY = {"w1": "T1", "w2": "T2", "w1x4": "T1,prompts=4"}
+WORKS = {"w1": "W1", "w2": "W2", "w1x4": "W1,prompts=64", "w2x4": "W2,prompts=64"}
+TINY = {"w1": "T1", "w2": "T2", "w1x4": "T1,prompts=4", "w2x4": "T2,prompts=4"}
 PARTS: Mapping[str, tuple[str, str]] = {
     f"{system}-{work}": (system, work)
     for work, systems in {
         "w1": ("saccade", "trl-vllm", "trl", "vllm", "generate"),
         "w2": ("saccade", "trl-vllm", "trl", "vllm", "generate"),
         "w1x4": ("saccade-rollout", "vllm"),
+        "w2x4": ("saccade-rollout", "vllm"),
     }.items()
     for system in systems
 }

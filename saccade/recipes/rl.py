@@ -35,7 +35,7 @@ from saccade.recipes import average, parity, parts
 from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.engines import make_engine, require_support
 from saccade.recipes.guard import check_mismatch, guard
-from saccade.recipes.rollouts import Rollouts, Surplus, look_ahead, sample_groups
+from saccade.recipes.rollouts import Rollouts, Surplus, sample_groups
 from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation
 from saccade.recipes.work import rl_work
@@ -121,7 +121,6 @@ def _train(run: Run, actors: Actors) -> dict[str, Any]:
         updates = score_forests(run, actors, updates)
         with run.phase("advantage"):
             updates = weigh(updates, groups, actors, algorithm, known, metrics)
-        look_ahead(actors)
         with run.phase("update"):
             optimize(run, actors, algorithm, updates, metrics)
             refresh_reference(actors, step)

@@ -94,23 +94,28 @@ def sample_groups(run: Run, actors: Actors, step: int, metrics: Metrics) -> Roll
     return Rollouts(groups=chosen, scored=scored, surplus=surplus)
 
 
-def look_ahead(actors: Actors) -> None:
-    """Process the pictures of the next prompts while the GPU trains on these."""
-    coming = actors.stream.peek(actors.config.train.prompts_per_step)
-    pictures = [media for sample in coming for media in sample.media]
-    layers = [PAIR if picture.kind == "video" else 1 for picture in pictures]
-    tokens = [actors.family.measure(picture)[1] for picture in pictures]
-    pixels = np.cumsum(np.multiply(layers, tokens)) * actors.family.unit**2
-    fit = int((3 * pixels <= LOOK_AHEAD).sum())
-    actors.family.prefetch(pictures[:fit])
+def look_ahead(actors: Actors, samples: Sequence[Sample]) -> None:
+    """Process the pictures of these prompts, then those of the next ones, in the background: while
+    the GPU decodes the host has little to do, while it trains the host hands it one kernel after
+    the other.
+    """
+    for prompts in (samples, actors.stream.peek(actors.config.train.prompts_per_step)):
+        pictures = [media for sample in prompts for media in sample.media]
+        layers = [PAIR if picture.kind == "video" else 1 for picture in pictures]
+        tokens = [actors.family.measure(picture)[1] for picture in pictures]
+        pixels = np.cumsum(np.multiply(layers, tokens)) * actors.family.unit**2
+        fit = int((3 * pixels <= LOOK_AHEAD).sum())
+        actors.family.prefetch(pictures[:fit])
 
 
 def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:
     config, algorithm = actors.config, actors.algorithm
     rewards = RewardStream(actors.scorer, actors.family, step=step)
+    samples = run.take(actors.stream, config.train.prompts_per_step)
+    look_ahead(actors, samples)
     groups = collect(
         actors.engine,
-        run.take(actors.stream, config.train.prompts_per_step),
+        samples,
         repeats=algorithm.samples_per_prompt,
         greedy=algorithm.estimator.greedy,
         environment=parts.environments_of(config, actors.family),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from saccade.engines import embedded, generate
-from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.embedded import EmbeddedEngine, rows
 from saccade.errors import ConfigError
 from saccade.types import Completion, Message, Request, Sampling
 
@@ -160,6 +160,22 @@ def test_support_ends_where_a_stop_string_ends(model, family, prompts, paged, on
     same(done, on_slots(asked))
     assert all(len(c.support) == len(c.ids) for c in done)
     assert any(c.finish == "stop" for c in done)
+
+
+def test_a_step_at_rest_touches_no_page(model, family, prompts, paged):
+    """Steps run before a graph is captured: for fewer rows than the last burst had, and after the
+    pool was given back.
+    """
+    engine = EmbeddedEngine(model, family)
+    generate(engine, requests(prompts[:1], replace(FREE, max_tokens=4), repeats=24))
+    assert engine.graphs.families.any()  # rows up to the last share a prompt
+    pools = [tensor.clone() for tensor in (*engine.cache.keys, *engine.cache.values)]
+    engine.graphs._rest()
+    engine.graphs._step(8, False)
+    assert not engine.graphs.families.any() and not engine.graphs.state[rows.SHARED].any()
+    for before, now in zip(pools, (*engine.cache.keys, *engine.cache.values), strict=True):
+        assert torch.equal(before, now)
+    assert (engine.graphs.ids[0, :8] == -1).all()
 
 
 def test_the_host_looks_every_few_steps(load, family, prompts, paged):

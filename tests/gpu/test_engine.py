@@ -468,6 +468,39 @@ def test_graphs_are_captured_again_for_longer_sequences(model, family, asked, mo
     assert alike(got, on_slots(model, family, requests, monkeypatch)) > 0.5
 
 
+def test_a_batch_shrinks_through_all_sizes(family, image, monkeypatch):
+    """Each size is captured when it first comes up, after larger ones, and after the pool has been
+    given back; in full precision all of it gives the tokens of the slots.
+    """
+    monkeypatch.setattr(embedded, "can_page", lambda shape: True)
+    model = load_model(family, dtype=torch.float32, device=DEVICE)
+    text = "What is this? " * 20
+    prompts = [
+        family.render([Message(role="user", parts=(image(56, 56, n), f"{n} {text}"))])
+        for n in range(12)
+    ]
+    requests = [
+        Request(
+            key=f"{i}/{r}",
+            ids=p.ids,
+            media=p.media,
+            sampling=replace(FREE, max_tokens=4 + 20 * i),
+            noise=100 * i + r,
+        )
+        for i, p in enumerate(prompts)
+        for r in range(16)
+    ]
+    engine = EmbeddedEngine(model, family)
+    small = generate(engine, requests[:3])
+    engine.sleep()
+    elsewhere = torch.empty(1 << 24, device=DEVICE)
+    got = generate(engine, requests)
+    sizes = [count for count, _ in engine.graphs._captured]
+    assert len(sizes) > 6 and sizes.index(max(sizes)) < sizes.index(32) and len(elsewhere)
+    assert alike(small, got[:3]) == 1
+    assert alike(got, on_slots(model, family, requests, monkeypatch), limit=1e-3) == 1
+
+
 def test_memory_stays_constant(model, family, asked):
     gc.collect()  # engines of other tests
     engine = EmbeddedEngine(model, family)

@@ -145,5 +145,6 @@ def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(
     pixels = [family.measure(media)[1] * family.unit**2 for media in coming]
     monkeypatch.setattr(rollouts, "LOOK_AHEAD", 3 * sum(pixels[:ready]))
     config = load({"train.prompts_per_step": 4})
-    rollouts.look_ahead(SimpleNamespace(config=config, family=family, stream=stream))
-    assert begun == coming[:ready] and len(coming) == 4
+    own = data.samples[:1]
+    rollouts.look_ahead(SimpleNamespace(config=config, family=family, stream=stream), own)
+    assert begun == [*own[0].media[:ready], *coming[:ready]] and len(coming) == 4

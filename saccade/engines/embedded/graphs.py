@@ -182,9 +182,17 @@ class Graphs:
             self._captured[key] = self._capture(count, cutting)
         return self._captured[key].replay
 
-    def _capture(self, count: int, cutting: bool) -> torch.cuda.CUDAGraph:
-        self.state[rows.LENGTH] = -1  # the steps before the capture must not touch a page
+    def _rest(self) -> None:
+        """Every row idle, no family: a step touches no page. What the last burst left may belong to
+        more rows than the next one has, and to a pool that is gone.
+        """
+        self.state.zero_()
+        self.state[rows.LENGTH] = -1
+        self.families.zero_()
         self.tick.zero_()
+
+    def _capture(self, count: int, cutting: bool) -> torch.cuda.CUDAGraph:
+        self._rest()
         graph = torch.cuda.CUDAGraph()
         self._aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._aside):
