@@ -22,6 +22,7 @@ from saccade.config import ADAPTED, Config, Section
 from saccade.data import suites
 from saccade.data.sources import parse_address
 from saccade.errors import ConfigError
+from saccade.models.files import described, names_experts
 from saccade.schema import HttpConfig
 
 Rule = Callable[[Config], Iterator[str]]
@@ -318,6 +319,12 @@ def _optimizer(config: Config) -> Iterator[str]:
             f"train.warmup: {train.warmup:g} steps in a run of {steps} never reach the full "
             f"learning rate; try train.warmup={steps // 10}"
         )
+    found = described(Path(config.model.path)) if train.aux_coef else {}
+    if found and not names_experts(found):
+        yield (
+            f"train.aux_coef: {config.model.path} is a {found.get('model_type')} and has no "
+            "experts to balance; try train.aux_coef=0"
+        )
     for beta in train.betas:
         if not 0 <= beta < 1:
             yield f"train.betas: {beta} is outside [0, 1); try train.betas=[0.9,0.95]"
@@ -330,8 +337,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 def _reward(config: Config) -> Iterator[str]:
     reward = config.reward
-    scored = reward.terms or reward.preset or reward.by_source
-    if not scored and not environments.gives_rewards(config.env):
+    if not reward.given and not environments.gives_rewards(config.env):
         yield "reward.terms: nothing scores a response; try reward.terms=[math]"
     if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
         low, high = reward.clip

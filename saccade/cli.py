@@ -314,6 +314,10 @@ def inspect_data(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the whole report as JSON.")
     ] = None,
+    reads: Annotated[
+        str | None,
+        typer.Option("--for", metavar="COMMAND", help="Also what sft, dpo or reward-model refuse."),
+    ] = None,
 ) -> None:
     """Look at every row and image of a data set and list what is wrong, row by row."""
     from saccade.data.check import write_fixed
@@ -322,7 +326,7 @@ def inspect_data(
     if fix is not None and fix.exists():
         raise ConfigError(f"--fix {fix} exists; give a new file, nothing is overwritten")
     config = read_config(data_as_override(arguments or []))
-    report = run(config, headers_only=headers_only, workers=workers)
+    report = run(config, headers_only=headers_only, workers=workers, command=reads)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(report.to_json() + "\n", encoding="utf-8")
@@ -399,6 +403,8 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an
         print(import_module("saccade.tracking.eval_report").write_eval_report(folder))
     else:
         raise ConfigError(f"{folder} is not a run folder; give one such as runs/NAME")
+    if (folder / "episodes.html").is_file():  # where episodes had several turns
+        print(folder / "episodes.html")
 
 
 # -- data -----------------------------------------------------------------------------------------

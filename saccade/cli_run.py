@@ -69,7 +69,12 @@ def _shrunk(config: Config, name: str, arguments: Sequence[str]) -> Config:
         config, replaced = with_examples(config, Path(file), given)
         for line in replaced:
             print(line)
-    return smoke(config, name)
+    small, path = smoke(config, name), config.model.path
+    if path and path != small.model.path:
+        known = config.model.family or (Path(path) / "config.json").is_file()
+        guess = "" if known else ", guessed by name as the folder is not here; model.family says it"
+        print(f"{small.model.path} stands in for model.path: {path}{guess}")
+    return small
 
 
 def read_config(arguments: Sequence[str]) -> Config:

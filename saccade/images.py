@@ -49,6 +49,16 @@ DEFAULT_LIMITS = DataConfig()
 # A closed list: some of Pillow's other readers start external programs.
 READABLE = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 
+# How files begin that stand in the wrong column.
+OTHER_MEDIA = {
+    "a sound, which belongs into audios": re.compile(
+        rb"RIFF.{4}WAVE|fLaC|OggS|ID3|\xff[\xf2-\xfb]|.{4}ftypM4A", re.DOTALL
+    ),
+    "a video, which belongs into videos": re.compile(
+        rb"RIFF.{4}AVI |\x1aE\xdf\xa3|.{4}ftyp(?!avi|hei|mif)", re.DOTALL
+    ),
+}
+
 ORIENTATION = 0x0112
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -284,7 +294,11 @@ def opened(data: bytes, name: str) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=_readable())
     except UnidentifiedImageError:
-        raise ImageError(f"{name}: not an image; readable are {', '.join(_readable())}") from None
+        other = next(
+            (f" but {what}" for what, start in OTHER_MEDIA.items() if start.match(data)), ""
+        )
+        hint = other or f"; readable are {', '.join(_readable())}"
+        raise ImageError(f"{name}: not an image{hint}") from None
     except Exception as error:  # broken files make Pillow raise almost anything
         raise ImageError(f"{name}: damaged header: {error}") from None
 

@@ -11,6 +11,7 @@ stand in. Works on options only: loads no model and reads no data.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from math import gcd
 from pathlib import Path
@@ -19,8 +20,15 @@ from typing import Any
 from saccade.config import Config, load
 from saccade.data.sources import parse_address
 from saccade.data.suites import problems
+from saccade.models.files import described, names_experts
+from saccade.models.tiny import CONFIGS
 
 DEFAULT_FAMILY = "qwen2_5_vl"
+NAMES = {  # what a path tells, the first that fits; else the default
+    "vl": DEFAULT_FAMILY,
+    r"mixtral|\dx\d+b": "mixtral",
+    r"moe|-a\d[\d.]*b": "qwen3_moe",
+}
 TOKENS = 16
 PROMPT_TOKENS = 4000  # tiny models have 4096 positions
 IMAGE_PIXELS = 112 * 112
@@ -131,13 +139,17 @@ def _with_tiny_models(value: Any, path: str) -> Any:
 
 
 def model_type(config: Config) -> str:
-    """Family of the config's model; one that is not on this disk is taken for the default."""
+    """Family of the config's model; that of one that is not on this disk is guessed by name."""
     path = config.model.path
     if path.startswith("tiny:"):
         return path.removeprefix("tiny:")
     if config.model.family:
         return config.model.family
-    described = Path(path) / "config.json"
-    if path and described.is_file():
-        return json.loads(described.read_text(encoding="utf-8")).get("model_type", DEFAULT_FAMILY)
-    return DEFAULT_FAMILY
+    found = described(Path(path)) if path else {}
+    if not found:
+        guesses = (kind for name, kind in NAMES.items() if re.search(name, path.lower()))
+        return next(guesses, "qwen3_moe" if config.train.aux_coef else DEFAULT_FAMILY)
+    kind = found.get("model_type", DEFAULT_FAMILY)
+    if kind in CONFIGS or {"vision_config", "audio_config"} & found.keys():
+        return kind
+    return "qwen3_moe" if names_experts(found) else "llama"  # of the generic text family

@@ -369,6 +369,26 @@ def test_the_public_names_exist() -> None:
         assert callable(getattr(saccade, name))
 
 
+def test_check_data_knows_what_a_command_refuses(counting: Path, tmp_path: Path) -> None:
+    picture = str(next(counting.parent.rglob("*.png")))
+    shown = [{"role": "assistant", "content": [{"type": "image", "image": picture}]}]
+    pair = {"prompt": "which?", "chosen": "this", "rejected": "that"}
+    rows = [pair, pair | {"margin": -1}, pair | {"chosen": shown}]
+    path, fixed = tmp_path / "rows.jsonl", tmp_path / "fixed.jsonl"
+    path.write_text("".join(json.dumps({"id": f"n{n}"} | row) + "\n" for n, row in enumerate(rows)))
+    check = ["check-data", str(path), "data.max_bad_fraction=1", "data.allow_outside=true"]
+    assert "3, 3 good" in run(*check).stdout
+    check += [f"run.out={tmp_path}", "model.path=tiny:qwen2_5_vl"]
+    for command, bad in {"dpo": "n2", "reward-model": "n1", "sft": "n2"}.items():
+        result = run(*check, "--for", command)
+        assert "3, 2 good, 1 bad" in result.stdout and f"  {bad} (row" in result.stdout
+    assert run(*check, "--for", "dpo", "--fix", str(fixed)).exit_code == 0
+    assert [json.loads(line)["id"] for line in fixed.open()] == ["n0", "n1"]
+    for command, reason in {"rl": "known are sft", "dpo": "model.path=tiny"}.items():
+        result = run("check-data", str(path), "--for", command)
+        assert result.exit_code == 2 and reason in result.stderr
+
+
 def test_check_data_lists_bad_rows_and_writes_the_good_ones(counting: Path, tmp_path: Path) -> None:
     with counting.open("a") as file:
         file.write('{"id": "lost", "problem": "<image>?", "answer": "1", "images": ["gone.png"]}\n')

@@ -14,7 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 
 from saccade import images
 from saccade.config import Config, DataConfig, DataSource
-from saccade.data.datasets import BadRow, Dataset, load
+from saccade.data.datasets import BadRow, Dataset, keep, load
 from saccade.data.records import plain, to_row
 from saccade.errors import DataError
 from saccade.types import Media, Sample
@@ -71,11 +71,16 @@ def check_data(
     headers_only: bool = False,
     workers: int = 2,
     self_test: Callable[[Sequence[Sample]], Any] | None = None,
+    read: Callable[[Sequence[DataSource], DataConfig], Dataset] | None = None,
 ) -> Report:
-    """Read train and validation sets; `self_test` gets the good samples and adds to the report."""
+    """Read train and validation sets; `self_test` gets the good samples and adds to the report.
+    What `read`, a command's own way to read its training sets, refuses is bad, too.
+    """
     sources = {"train": config.data.train, "val": config.data.val}
     sets = {
-        split: _load(listed, config.data, length) for split, listed in sources.items() if listed
+        split: _load(listed, config.data, length, read if split == "train" else None)
+        for split, listed in sources.items()
+        if listed
     }
     if not sets:
         raise DataError("no data to check: set data.train or data.val")
@@ -115,13 +120,27 @@ def check_data(
 
 
 def _load(
-    sources: Sequence[DataSource], config: DataConfig, length: Callable[[Sample], int] | None
+    sources: Sequence[DataSource],
+    config: DataConfig,
+    length: Callable[[Sample], int] | None,
+    read: Callable[[Sequence[DataSource], DataConfig], Dataset] | None,
 ) -> Dataset:
     """As training does, but going on where training would stop."""
     going_on: dict[str, Any] = {"on_bad_row": "quarantine", "max_bad_fraction": 1.0}
     if config.overlong == "error":
         going_on["overlong"] = "drop"
-    return load(sources, config.model_copy(update=going_on), length=length)
+    config = config.model_copy(update=going_on)
+    data = load(sources, config, length=length)
+    if read is None:
+        return data
+    reasons = {(row.source, row.row): row.reason for row in read(sources, config).quarantined}
+    places = {
+        data.samples[n].id: (part.name, data.row_numbers[n])
+        for part in data.parts
+        for n in range(part.start, part.stop)
+    }
+    data = keep(data, lambda sample: reasons.get(places[sample.id]))
+    return replace(data, quarantined=(*data.quarantined, *data.left_out))
 
 
 # -- images ----------------------------------------------------------------------------------------

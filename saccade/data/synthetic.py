@@ -16,7 +16,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -132,6 +132,25 @@ def write_jsonl(samples: Sequence[Sample], folder: Path, *, name: str = "train")
     A row that ends in an assistant's turn becomes a conversation to learn from, any other a
     question.
     """
+    return write_rows(samples, folder, name, _row)
+
+
+def _row(sample: Sample, image: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"id": sample.id, "images": [image], "data_source": sample.data_source}
+    question = f"<image>{sample.messages[0].text}"
+    if sample.messages[-1].role == "assistant":
+        reply = {"from": "gpt", "value": sample.messages[-1].text}
+        return row | {"conversations": [{"from": "human", "value": question}, reply]}
+    return row | {"problem": question, "answer": sample.answer, **sample.extra}
+
+
+def write_rows(
+    samples: Sequence[Sample],
+    folder: Path,
+    name: str,
+    row: Callable[[Sample, str], Mapping[str, Any]],
+) -> Path:
+    """NAME.jsonl of samples with a picture each; `row` is told its file, which lies in images/."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.jsonl"
     with path.open("w", encoding="utf-8") as file:
@@ -140,17 +159,7 @@ def write_jsonl(samples: Sequence[Sample], folder: Path, *, name: str = "train")
             assert media.data is not None, sample.id
             image = f"images/{media.hash[:16]}.png"
             (folder / image).write_bytes(media.data)
-            row: dict[str, Any] = {"id": sample.id, "images": [image]}
-            row["data_source"] = sample.data_source
-            if sample.messages[-1].role == "assistant":
-                row["conversations"] = [
-                    {"from": "human", "value": f"<image>{sample.messages[0].text}"},
-                    {"from": "gpt", "value": sample.messages[-1].text},
-                ]
-            else:
-                row |= {"problem": f"<image>{sample.messages[0].text}", "answer": sample.answer}
-                row |= sample.extra
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row(sample, image)) + "\n")
     return path
 
 

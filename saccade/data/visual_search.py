@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +45,7 @@ from saccade.data.optotypes import (
     resized,
     tint,
 )
+from saccade.data.synthetic import write_rows
 from saccade.errors import ConfigError
 from saccade.types import Media, Message, Sample
 
@@ -273,24 +273,20 @@ def _sample(
 
 def write_search(samples: Sequence[Sample], folder: Path, *, name: str = "train") -> Path:
     """Questions as NAME.jsonl, pictures in images/; each row carries its pixel budget."""
-    (folder / "images").mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        for sample in samples:
-            (media,) = sample.media
-            assert media.data is not None, sample.id
-            image = f"images/{media.hash[:16]}.png"
-            (folder / image).write_bytes(media.data)
-            budget = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
-            row: dict[str, Any] = {
-                "id": sample.id,
-                "data_source": sample.data_source,
-                "problem": f"<image>{sample.messages[0].text}",
-                "answer": sample.answer,
-                "images": [{"path": image} | budget],
-            }
-            file.write(json.dumps(row | dict(sample.extra)) + "\n")
-    return path
+    return write_rows(samples, folder, name, _row)
+
+
+def _row(sample: Sample, image: str) -> dict[str, Any]:
+    (media,) = sample.media
+    budget = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
+    return {
+        "id": sample.id,
+        "data_source": sample.data_source,
+        "problem": f"<image>{sample.messages[0].text}",
+        "answer": sample.answer,
+        "images": [{"path": image} | budget],
+        **sample.extra,
+    }
 
 
 # -- the claim -------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Files of weights, judged by their headers: what is missing or cut short. Reads no tensor.
+"""Files of weights, judged by their headers: what is missing or cut short; config.json, as it is.
+Reads no tensor.
 
 >>> header_of(Path("models/half/model.safetensors"))
 'has 100,000 bytes, its header asks for 1,335,968'
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,17 @@ def require_whole(folder: Path) -> None:
         found = header_of(folder / shard)
         if isinstance(found, str):
             raise EnvironmentProblem(f"model.path: {folder / shard} {found}; {AGAIN}")
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """What its config.json says; nothing where there is none."""
+    file = folder / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def names_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a mixture of experts."""
+    return any("experts" in key for key in config.get("text_config", config))
 
 
 def shards(folder: Path) -> list[str]:

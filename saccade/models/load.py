@@ -178,11 +178,11 @@ def negated(model: nn.Module, family: Family, tower: str) -> Iterator[str]:
     """Inside, one matrix of a tower has the other sign, for probes: every sample notices, and to
     undo it is exact. Its name.
     """
-    prefix = family.spec.towers[tower]
+    prefixes = family.spec.towers[tower]
     weights = {
         name: p
         for name, p in model.named_parameters()
-        if name.startswith(prefix) and family.tower_of(name) == tower
+        if name.startswith(prefixes) and family.tower_of(name) == tower
         if p.ndim > 1 and p.is_floating_point() and ".lora_" not in name
     }
     name, weight = list(weights.items())[-1]

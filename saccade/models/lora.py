@@ -112,8 +112,8 @@ def four_bit(family: Family, dtype: torch.dtype, device: torch.device) -> dict[s
     require("bitsandbytes", "qlora")
     from transformers import BitsAndBytesConfig
 
-    prefixes = [prefix for tower, prefix in family.spec.towers.items() if tower != "llm"]
-    others = [p.rstrip(".") for one in prefixes for p in ([one] if isinstance(one, str) else one)]
+    towers = family.spec.towers.items()
+    others = [p.rstrip(".") for tower, prefixes in towers if tower != "llm" for p in prefixes]
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -14,6 +14,7 @@ from saccade.algorithms.comparison import Comparison, from_config
 from saccade.backends.local import LocalBackend
 from saccade.config import Config, defaults_for, load
 from saccade.data.datasets import Dataset, Stream
+from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps
@@ -51,11 +52,7 @@ def run(config: Any) -> dict[str, Any]:
             reference = parts.load_reference(config, family, None, backend)
             totals = partial(pairs.computed, reference)
         comparer = Comparer(config=config, family=family, row=row, totals=totals, strange=strange)
-        stream = Stream(data, seed=config.run.seed, config=config.data)
-        this.progress.setdefault("stream", stream.state())
-        if this.start is not None:
-            backend.load_state(this.start / "state")
-            stream.restore(this.progress["stream"])
+        stream = this.stream(data, backend)
         answers = answering(this, config, policy, backend, asked)
         validation = HeldOut(this, comparer, backend, held, answers)
         averages = average.kept(config, family, backend, this.start)
@@ -140,4 +137,10 @@ def _validation_sets(
         if any(sample.candidates for sample in dataset.samples):
             found = pairs.load_pairs(config, [source], family, paired=row.paired)
             held[name] = pairs.held_out(found, name, source.path)
-    return held, {name: dataset for name, dataset in sets.items() if name not in held}
+    asked = {name: dataset for name, dataset in sets.items() if name not in held}
+    if asked and not config.reward.given:
+        raise ConfigError(
+            f"data.val: {', '.join(asked)} asks without candidates, and nothing scores an answer; "
+            "set reward.terms=[exact], give rows with chosen and rejected, or val.every=0"
+        )
+    return held, asked

@@ -52,6 +52,7 @@ from saccade.types import Group, Media, Trajectory
 
 Progress = Callable[[int, int], None]
 ANSWERS = "answers"
+FILES = (RESULTS, "samples.jsonl", "report.html", "episodes.html")  # the last of several turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,8 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
         summary = write_results(folder, results, family)
         writer.flush()
         write_eval_report(folder)
-        console.note(f"results.json, samples.jsonl and report.html are in {folder}")
+        made = [name for name in FILES if (folder / name).is_file()]
+        console.note(f"{', '.join(made)} are in {folder}")
     return summary
 
 

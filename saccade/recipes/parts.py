@@ -170,7 +170,7 @@ def load_teacher(config: Config, family: Family) -> LocalBackend | None:
     folder = model_folder(config, path)
     theirs = load_family(folder, trust_remote_code=config.model.trust_remote_code)
     vocabularies = [each.chat.tokenizer.get_vocab() for each in (family, theirs)]
-    if theirs.spec is not family.spec or vocabularies[0] != vocabularies[1]:
+    if theirs.spec.bind is not family.spec.bind or vocabularies[0] != vocabularies[1]:
         raise ConfigError(
             f"sft.teacher={path}: a {theirs.name} with other tokens than the {family.name} that "
             "learns; give a model of the same family and tokenizer"
@@ -194,14 +194,18 @@ def instruction_of(config: Config) -> str:
 
 
 def asker(config: Config) -> Callable[[Sample], Sample]:
-    """A row as the model is asked it. A demonstration at its end is no part of the question."""
-    instruction = instruction_of(config)
+    """A row as the model is asked it. A demonstration at its end is no part of the question: of an
+    episode all turns, of a chat the last reply.
+    """
+    instruction, episodes = instruction_of(config), config.env.name != "single_turn"
 
     def ask(sample: Sample) -> Sample:
-        messages = list(sample.messages)
+        messages, roles = sample.messages, [message.role for message in sample.messages]
+        if roles[-1] == "assistant" and (episodes or "tool" in roles):
+            messages = messages[: roles.index("assistant") or 1]
         while len(messages) > 1 and messages[-1].role == "assistant":
-            messages.pop()
-        asked = replace(sample, messages=tuple(messages))
+            messages = messages[:-1]
+        asked = replace(sample, messages=messages)
         return prompts.apply(
             asked, config.prompt, instruction=instruction, choices_seed=config.run.seed
         )
@@ -337,7 +341,7 @@ def suite_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:
 
 def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | None:
     reward = config.reward
-    if not (reward.terms or reward.preset or reward.by_source):
+    if not reward.given:
         return None
     penalty = algorithm.overlong if algorithm is not None else None
     scorer = Scorer(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -193,8 +193,8 @@ def margin_of(sample: Sample) -> float | None:
     """The row's own, if it has one."""
     given = sample.extra.get("margin")
     found = number_of(given)
-    if given not in (None, "") and (found is None or not isfinite(found)):
-        raise RowError(f"margin {given!r}: write a number, such as 0.5, or remove it")
+    if given not in (None, "") and (found is None or not 0 <= found < inf):
+        raise RowError(f"margin {given!r}: write a number from 0 on, such as 0.5, or remove it")
     return found
 
 

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from traceback import format_exception
 from types import FrameType
 from typing import Any
 
@@ -23,8 +24,8 @@ from saccade import checkpoint, devices
 from saccade.backends import Backend
 from saccade.backends.schedule import rate
 from saccade.config import Config
-from saccade.data.stream import Stream
-from saccade.errors import DataError, EnvironmentProblem, Interrupted
+from saccade.data.datasets import Dataset, Stream
+from saccade.errors import DataError, EnvironmentProblem, Interrupted, SaccadeError
 from saccade.images import DECODED, ImageError
 from saccade.models.families import Family
 from saccade.models.load import gpu_peak_gb
@@ -84,6 +85,11 @@ class Run:
             self.console = stack.enter_context(
                 Console(None, self.command, name=self.folder.path.name, log=self.folder.log)
             )
+            for path in self.folder.changed:
+                self.console.note(
+                    f"WARNING: {path} is not what it was when this run was last started; what it "
+                    "computes may differ from the steps before"
+                )
             self.loggers = Loggers(self.folder, self.config.track, say=self.console.note)
             stack.callback(self.loggers.close)
             self.trajectories = TrajectoryWriter(self.folder, say=self.console.note)
@@ -96,6 +102,9 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):  # of a refusal that has no cause its text says all
+            told = isinstance(error, SaccadeError) and error.__cause__ is None
+            self.console.log(str(error) if told else "".join(format_exception(error)).rstrip())
         if isinstance(error, Exception) and self.step > (self._saved or 0) and not self._updating:
             self.save()  # what failed had not touched the weights of the last finished step
         if isinstance(error, torch.OutOfMemoryError):
@@ -108,6 +117,15 @@ class Run:
             self._services.__exit__(kind, error, trace)
             raise EnvironmentProblem(message) from error
         self._services.__exit__(kind, error, trace)
+
+    def stream(self, data: Dataset, backend: Backend) -> Stream:
+        """The rows in order. From a checkpoint both go on where they were."""
+        stream = Stream(data, seed=self.config.run.seed, config=self.config.data)
+        self.progress.setdefault("stream", stream.state())
+        if self.start is not None:
+            backend.load_state(self.start / "state")
+            stream.restore(self.progress["stream"])
+        return stream
 
     def close_at_end(self, part: Any) -> None:
         if part is not None:

@@ -49,11 +49,7 @@ def run(config: Any) -> dict[str, Any]:
         this.console.note(describe_trained(policy.model, family))
         checkpointing = parts.use_checkpointing(config)
         backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
-        stream = Stream(data, seed=config.run.seed, config=config.data)
-        this.progress.setdefault("stream", stream.state())
-        if this.start is not None:
-            backend.load_state(this.start / "state")
-            stream.restore(this.progress["stream"])
+        stream = this.stream(data, backend)
         sets = parts.validation_sets(config, family) if config.val.every else {}
         sets = parts.asking_for_the_best(config, data, sets)
         validation = answering(this, config, policy, backend, sets)

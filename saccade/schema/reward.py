@@ -136,6 +136,11 @@ class RewardConfig(Section):
         "Before step 1: gold must score the maximum, empty and foreign answers the minimum.",
     )
 
+    @property
+    def given(self) -> bool:
+        """Whether anything scores a response."""
+        return bool(self.terms or self.preset or self.by_source)
+
     @field_validator("terms", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:

@@ -103,15 +103,16 @@ def read_completion(body: Mapping[str, Any], served: Served) -> Asked:
     return _asked(body, served, prompt, logprobs=wanted is not None and wanted is not False)
 
 
+def require_model(name: Any, served: Served) -> None:
+    if name != served.model:
+        reason = f"{name!r} is not served here, {served.model!r} is"
+        raise BadRequest("model", reason, status=404, code="model_not_found")
+
+
 def _asked(body: Mapping[str, Any], served: Served, prompt: Request, *, logprobs: bool) -> Asked:
     _refuse_unknown(body)
-    if (model := body.get("model")) not in (None, "", served.model):
-        raise BadRequest(
-            "model",
-            f"{model!r} is not served here, {served.model!r} is",
-            status=404,
-            code="model_not_found",
-        )
+    if (model := body.get("model")) not in (None, ""):
+        require_model(model, served)
     stop, options = _stop(body), body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise BadRequest("stream_options", "give a record, such as {include_usage: true}")

@@ -126,8 +126,13 @@ class JsonHandler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         pass
 
+    @property
+    def asked(self) -> str:
+        """The path, without what would follow it."""
+        return self.path.partition("?")[0].rstrip("/") or "/"
+
     def route(self, routes: Mapping[str, Callable[[], None]]) -> None:
-        path = self.path.partition("?")[0].rstrip("/") or "/"
+        path = self.asked
         self.replied = False
         try:
             try:

@@ -17,10 +17,11 @@ from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from saccade.errors import ConfigError, SaccadeError
 from saccade.serving import http, replies
-from saccade.serving.fields import Asked, Served, read_chat, read_completion
+from saccade.serving.fields import Asked, Served, read_chat, read_completion, require_model
 from saccade.serving.http import BadRequest
 from saccade.serving.hub import Closed, Event, Hub
 from saccade.serving.replies import CHAT, TEXT, Json, Style
@@ -53,7 +54,9 @@ class Handler(http.JsonHandler):
         super().__init__(*args)
 
     def do_GET(self) -> None:
-        self.route({"/": self._page, "/v1/models": self._models})
+        named = self.asked.removeprefix("/v1/models/")
+        model = partial(self._model, unquote(named))
+        self.route({"/": self._page, "/v1/models": self._models, f"/v1/models/{named}": model})
 
     def do_POST(self) -> None:
         self.route(
@@ -69,9 +72,15 @@ class Handler(http.JsonHandler):
         self.send_data(200, PAGE.read_bytes(), "text/html; charset=utf-8")
 
     def _models(self) -> None:
+        self.send_json(200, {"object": "list", "data": [self._card()]})
+
+    def _model(self, name: str) -> None:
+        require_model(name, self.service.served)
+        self.send_json(200, self._card())
+
+    def _card(self) -> Json:
         model = {"id": self.service.served.model, "object": "model", "owned_by": "saccade"}
-        listed = [{**model, "created": self.service.started}]
-        self.send_json(200, {"object": "list", "data": listed})
+        return {**model, "created": self.service.started}
 
     def _complete(self, style: Style, read: Callable[[Any, Served], Asked]) -> None:
         body = self.read_json()

@@ -173,19 +173,20 @@ class Console:
             if value is not None:
                 values.append(value)
         line = step_line(step, self._total, metrics)
-        self._write_log(line)
+        self.log(line)
         if self._live is None:
             print(line, file=self._file, flush=True)
 
     def note(self, text: str) -> None:
         """Print above the display, and keep in the log."""
-        self._write_log(text)
+        self.log(text)
         if self._live is None:
             print(text, file=self._file, flush=True)
         else:
             self._live.console.print(Text(text), soft_wrap=True)
 
-    def _write_log(self, text: str) -> None:
+    def log(self, text: str) -> None:
+        """Keep in the log, without showing it."""
         if self._log is None:
             return
         try:

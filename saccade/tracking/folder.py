@@ -10,9 +10,11 @@ Refuses to know what the metrics, rollouts and checkpoints inside it mean.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -55,6 +57,7 @@ class RunFolder:
     def __init__(self, path: Path, lock: int, *, resumed: bool) -> None:
         self.path = path
         self.resumed = resumed
+        self.changed: list[str] = []  # files of the user's functions, since the last start
         self._lock: int | None = lock
 
     @classmethod
@@ -113,7 +116,10 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
         for file in (self.metrics, self.log):
             file.touch()
-        earlier = _read_manifest(self.path).get("starts", []) if self.resumed else []
+        before = _read_manifest(self.path) if self.resumed else {}
+        functions = _function_files(config)
+        known = before.get("functions", {})
+        self.changed = [f for f, digest in functions.items() if known.get(f, digest) != digest]
         start = {"time": _now(), "command": command, "argv": sys.argv, "pid": os.getpid()}
         facts = {
             **manifest,
@@ -124,7 +130,8 @@ class RunFolder:
             "host": socket.gethostname(),
             "git": git_revision(),
             "packages": package_versions(),
-            "starts": [*earlier, start],
+            "functions": functions,
+            "starts": [*before.get("starts", []), start],
         }
         _write(self.path / CONFIG, configs.to_yaml(config))
         text = json.dumps(facts, indent=2, ensure_ascii=False, default=str)
@@ -293,6 +300,13 @@ def git_revision() -> str | None:
         if answer.returncode == 0:
             return answer.stdout.strip()
     return None
+
+
+def _function_files(config: Config) -> dict[str, str]:
+    """Hashes of the files that options name as file.py:name, or as file.py."""
+    found = re.findall(r'"([^"]+\.py)(?::\w+)?"', config.model_dump_json())
+    files = [path for path in sorted(set(found)) if Path(path).is_file()]
+    return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
 
 
 def _now() -> str:

@@ -173,6 +173,11 @@ def frozen(model) -> set[str]:
     return {n for n, p in model.named_parameters() if not p.requires_grad}
 
 
+def test_towers_are_told_by_tuples_of_prefixes():
+    for name, spec in FAMILIES.items():
+        assert all(isinstance(prefixes, tuple) for prefixes in spec.towers.values()), name
+
+
 def test_towers_are_frozen_by_name_prefix_or_pattern(family_of, load):
     family = family_of("qwen2_5_vl")
     towers = {n: family.tower_of(n) for n, _ in load("qwen2_5_vl").named_parameters()}

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from saccade.cli import app
 from saccade.config import load
 from saccade.data.search_expert import AGAIN, call, demonstration
 from saccade.data.visual_search import search_split, write_search
@@ -17,7 +19,7 @@ from saccade.models.families import Family, load_family
 from saccade.recipes import coldstart, parts
 from saccade.recipes.sft import dialogue
 from saccade.rollout.episode import Limits, episode
-from saccade.types import Completion, Request, Sampling, Source
+from saccade.types import Completion, Message, Request, Sample, Sampling, Source
 
 ENV = ["env.name=crop", "env.min_pixels=3136", "env.max_pixels=3136"]
 LEVELS = ("easy", "medium", "hard")
@@ -103,6 +105,35 @@ def run_episode(sample, texts, family, config, *, stops):
     with pytest.raises(StopIteration) as end:
         steps.send(reply)
     return end.value.value
+
+
+def test_rows_of_a_cold_start_are_asked_without_their_turns(
+    scenes: dict[str, Path], family: Family, tmp_path: Path
+) -> None:
+    coldstart.run(load(None, ENV), scenes["easy"], tmp_path / "cold")
+    rows = tmp_path / "cold" / "train.jsonl"
+    options = [f"model.path={family.path}", "reward.terms=exact", "rollout.max_tokens=8"]
+    options += [f"run.out={tmp_path}", "env.eval.max_turns=1"]
+    result = CliRunner().invoke(
+        app, ["eval", *ENV, *options, f"data.val={rows}", "--out", str(tmp_path / "eval")]
+    )
+    assert result.exit_code == 0, result.stderr
+    scene = written(scenes["easy"])
+    for row, drawn in zip(written(tmp_path / "eval" / "samples.jsonl"), scene, strict=True):
+        assert "<grounding>" not in row["prompt"].replace(parts.instruction_of(load(None, ENV)), "")
+        assert row["gold"] == str(drawn["answer"]) and len(row["media"]) == 1
+
+
+def test_where_a_question_ends_depends_on_what_follows_it() -> None:
+    def asked(roles: str, *options: str) -> str:
+        names = {"u": "user", "a": "assistant", "t": "tool"}
+        messages = tuple(Message(role=names[role], parts=("x",)) for role in roles)  # type: ignore[arg-type]
+        ask = parts.asker(load(None, ["prompt.instruction=", *options]))
+        return "".join(m.role[0] for m in ask(Sample(id="1", messages=messages)).messages)
+
+    assert asked("uaua") == "uau" and asked("uau") == "uau"  # a chat
+    assert asked("uata") == asked("uaua", *ENV) == "u"  # an episode
+    assert asked("uau", *ENV) == "uau"  # a question after a chat
 
 
 def test_a_crop_is_stored_as_the_model_sees_it(

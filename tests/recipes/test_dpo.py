@@ -72,6 +72,15 @@ def config(colours: Path, word_model: str) -> Make:
     return make
 
 
+def test_questions_that_nothing_scores_are_no_validation(
+    tmp_path: Path, config: Make, colours: Path
+) -> None:
+    asked = config(tmp_path, data__val=str(colours / "held-asked.jsonl"), val__every=2)
+    with pytest.raises(ConfigError, match=r"data\.val: held-asked .*reward\.terms=\[exact\]"):
+        dpo.run(asked)
+    assert not (tmp_path / "run").exists()
+
+
 def test_pairs_of_pictures_are_learned_and_answers_improve(
     tmp_path: Path, config: Make, colours: Path, numbers: Read
 ) -> None:

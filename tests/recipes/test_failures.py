@@ -22,6 +22,7 @@ from saccade.backends.local import LocalBackend
 from saccade.checkpoint import complete_steps
 from saccade.config import AlgorithmConfig, Config
 from saccade.errors import (
+    ConfigError,
     DataError,
     EnvironmentProblem,
     Interrupted,
@@ -173,3 +174,35 @@ def test_who_failed_is_named(ends: tuple[str, ...], blamed: str) -> None:
     config = Config.model_validate({"env": {"name": "crop"}})
     with pytest.raises(RewardError, match=re.escape(blamed)):
         check_errors([group], config)
+
+
+def test_a_function_that_changed_before_a_resume_is_named(rl_config: Make, tmp_path: Path) -> None:
+    mine, log = tmp_path / "mine.py", tmp_path / "run" / "log.txt"
+    config = rl_config(tmp_path, algorithm__filter__function=f"{mine}:keep", run__resume="auto")
+    for step, body in enumerate(["groups", "groups", "groups[:]"], 1):
+        mine.write_text(f"def keep(groups):\n    return {body}\n")
+        rl.run(config | {"run.max_steps": step})
+        assert (f"WARNING: {mine} is not what it was" in log.read_text()) == (step == 3)
+
+
+@pytest.mark.parametrize(
+    ("does", "raised"),
+    [
+        ("(run / 'checkpoints').rmdir() or (run / 'checkpoints').touch()", FileExistsError),
+        ("1 / 0", ConfigError),  # of the user's own code
+    ],
+)
+def test_the_log_holds_the_traceback_of_what_nobody_expected(
+    does: str, raised: type[Exception], rl_config: Make, tmp_path: Path
+) -> None:
+    mine, run = tmp_path / "mine.py", tmp_path / "run"
+    mine.write_text(
+        f"from pathlib import Path\n\nrun, seen = Path({str(run)!r}), []\n\n"
+        f"def keep(groups):\n    seen.append(1)\n    if len(seen) == 2:\n        {does}\n"
+        "    return groups\n"
+    )
+    with pytest.raises(raised):
+        rl.run(rl_config(tmp_path, algorithm__filter__function=f"{mine}:keep", run__max_steps=2))
+    told = (run / "log.txt").read_text()
+    assert "Traceback (most recent call last):" in told and f"{raised.__name__}: " in told
+    assert raised is FileExistsError or f'File "{mine}", line 8, in keep' in told

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models.tiny import build
@@ -90,6 +92,36 @@ def test_learning_from_rows_evens_out_the_experts(
     command.run(config(run__max_steps=6, train__aux_coef=1.0, train__epochs=9))
     found = [row["moe/aux_loss"] for row in numbers(tmp_path / "run")]
     assert found[-1] < found[0] - 0.05 and len(found) == 6
+
+
+def test_a_dense_model_is_refused_by_its_config_alone(config: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))  # and no weights
+    with pytest.raises(ConfigError, match=r"train\.aux_coef: .* is a llama and has no experts"):
+        sft.run(config(model__path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("path", "described", "tiny"),
+    [
+        ("models/Qwen3-30B-A3B", None, "qwen3_moe"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", None, "mixtral"),
+        ("models/Qwen2.5-VL-3B-Instruct", None, "qwen2_5_vl"),
+        ("here", {"model_type": "olmoe", "num_experts": 64}, "qwen3_moe"),
+        ("here", {"model_type": "smollm3"}, "llama"),
+        ("here", {"model_type": "qwen2_moe", "num_experts": 60}, "qwen2_moe"),
+    ],
+)
+def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(
+    path: str, described: Any, tiny: str, tmp_path: Path, rows: str
+) -> None:
+    if described:
+        path = str(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps(described))
+    options = [f"model.path={path}", f"data.train={rows}", f"run.out={tmp_path}"]
+    result = CliRunner().invoke(app, ["sft", *options, "--smoke", "--dry-run"])
+    assert result.exit_code == 0, result.stderr
+    line = f"tiny:{tiny} stands in for model.path: {path}"
+    assert line + ("\n" if described else ", guessed by name") in result.stdout
 
 
 def test_what_is_no_mixture_or_cannot_read_one_is_refused(config: Any, tmp_path: Path) -> None:

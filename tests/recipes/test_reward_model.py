@@ -362,8 +362,8 @@ def test_the_card_says_whose_scores_it_keeps(tmp_path: Path, config: Make, rows:
     assert steps == wanted
 
 
-@pytest.mark.parametrize("margin", ["high", float("nan")])
-def test_a_margin_that_is_no_number_is_a_bad_row(
+@pytest.mark.parametrize("margin", ["high", float("nan"), float("inf"), -1, "-0.5"])
+def test_a_margin_that_asks_for_no_lead_is_a_bad_row(
     tmp_path: Path, config: Make, rows: Path, margin: Any
 ) -> None:
     good = [json.loads(line) for line in (rows / "train-pairs.jsonl").read_text().splitlines()[:8]]

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from saccade.checks import check
+from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.recipes import evaluate, parts, rl
@@ -133,7 +135,7 @@ def test_evaluation_has_limits_of_its_own(
 
 
 def test_one_evaluation_gives_every_limit_of_turns(
-    config: dict[str, Any], tmp_path: Path, scenes: Path
+    config: dict[str, Any], tmp_path: Path, scenes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Accuracy under a limit is that of an evaluation with this limit, to the last digit."""
     limits = (1, 2, 3, 5)
@@ -164,6 +166,13 @@ def test_one_evaluation_gives_every_limit_of_turns(
     page = (tmp_path / "all" / "report.html").read_text()
     assert "Accuracy by limit of turns" in page and "episodes.html" in page
     assert (tmp_path / "all" / "episodes.html").is_file()
+    said = capsys.readouterr().out
+    assert f"report.html, episodes.html are in {tmp_path / 'all'}\n" in said
+    assert f"report.html are in {tmp_path / '1'}\n" in said  # no episode had several turns
+    again = CliRunner().invoke(app, ["report", str(tmp_path / "all")])
+    assert again.stdout.splitlines() == [
+        str(tmp_path / "all" / name) for name in ("report.html", "episodes.html")
+    ]
 
 
 def test_suites(config: dict[str, Any], tmp_path: Path, image: Any) -> None:

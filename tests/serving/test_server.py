@@ -77,6 +77,12 @@ def events(endpoint: Endpoint, path: str, *, ended: bool = True, **body: Any) ->
 def test_models(endpoint: Endpoint) -> None:
     status, reply = call(endpoint, "/models")
     assert status == 200 and [m["id"] for m in reply["data"]] == ["tiny"]
+    for path in ("/models/tiny", "/models/%74iny/"):
+        assert call(endpoint, path) == (200, *reply["data"])
+    status, reply = call(endpoint, "/models/gpt-4o")
+    assert status == 404 and reply["error"]["code"] == "model_not_found"
+    assert reply["error"]["param"] == "model" and "'tiny' is" in reply["error"]["message"]
+    assert call(endpoint, "/models/tiny", None, Authorization="")[0] == 401
 
 
 def test_an_answer_is_the_engines(

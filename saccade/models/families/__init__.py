@@ -47,7 +47,7 @@ class FamilySpec:
     """One row of the table: what a family is, before a model folder is known."""
 
     auto_class: str  # of transformers
-    towers: Mapping[str, str | tuple[str, ...]]  # name → prefix of its parameters
+    towers: Mapping[str, tuple[str, ...]]  # name → prefixes of its parameters
     bind: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
     placeholders: tuple[str, ...] = ()  # config keys of ids that are never sampled
     media_tokens: Mapping[str, str] = field(default_factory=dict)  # kind of media → config key of
@@ -61,14 +61,14 @@ class FamilySpec:
         return self.media_tokens.get("image")
 
 
-_TEXT = FamilySpec(auto_class="AutoModelForCausalLM", towers={"llm": "model."}, bind=text.bind)
+_TEXT = FamilySpec(auto_class="AutoModelForCausalLM", towers={"llm": ("model.",)}, bind=text.bind)
 _MIXTURE = replace(_TEXT, prepare=text.refuse_noise)
 _QWEN_VL = FamilySpec(
     auto_class="AutoModelForImageTextToText",
     towers={
-        "projector": "model.visual.merger.",
-        "vision": "model.visual.",
-        "llm": "model.language_model.",
+        "projector": ("model.visual.merger.",),
+        "vision": ("model.visual.",),
+        "llm": ("model.language_model.",),
     },
     bind=qwen_vl.bind,
     placeholders=(
@@ -83,9 +83,9 @@ _QWEN_VL = FamilySpec(
 _QWEN_AUDIO = FamilySpec(
     auto_class="Qwen2AudioForConditionalGeneration",
     towers={
-        "projector": "model.multi_modal_projector.",
-        "audio": "model.audio_tower.",
-        "llm": "model.language_model.",
+        "projector": ("model.multi_modal_projector.",),
+        "audio": ("model.audio_tower.",),
+        "llm": ("model.language_model.",),
     },
     bind=qwen_audio.bind,
     placeholders=("audio_token_index",),
@@ -96,9 +96,9 @@ _QWEN_OMNI = FamilySpec(
     auto_class="Qwen2_5OmniThinkerForConditionalGeneration",
     towers={
         "projector": ("visual.merger.", "audio_tower.proj"),
-        "vision": "visual.",
-        "audio": "audio_tower.",
-        "llm": "model.",
+        "vision": ("visual.",),
+        "audio": ("audio_tower.",),
+        "llm": ("model.",),
     },
     bind=qwen_omni.bind,
     placeholders=(
@@ -180,7 +180,7 @@ class Family:
 
     def tower_of(self, parameter: str) -> str:
         return next(
-            (name for name, prefix in self.spec.towers.items() if parameter.startswith(prefix)),
+            (name for name, prefixes in self.spec.towers.items() if parameter.startswith(prefixes)),
             "llm",
         )
 
