@@ -22,7 +22,7 @@ from saccade.config import ADAPTED, Config, Section
 from saccade.data import suites
 from saccade.data.sources import parse_address
 from saccade.errors import ConfigError
-from saccade.models.files import described, names_experts
+from saccade.models.files import SERIES_FILE, described, names_experts
 from saccade.schema import HttpConfig
 
 Rule = Callable[[Config], Iterator[str]]
@@ -35,7 +35,7 @@ SHORTEST_ANSWER = {
     "answer_line": 2,
     "hash": 2,
 }
-TOWERS = ("vision", "projector", "llm", "audio")
+TOWERS = ("vision", "projector", "llm", "audio", "series")
 
 SUPERVISED = {
     "algorithm": "only `saccade rl` reads it",
@@ -195,6 +195,36 @@ def _lora(config: Config) -> Iterator[str]:
         yield (
             f"model.lora.vision: has no effect with model.lora.targets={model.lora.targets}; "
             "name the vision tower there, or try model.lora.targets=all-linear"
+        )
+
+
+def _series(config: Config) -> Iterator[str]:
+    model, rollout = config.model, config.rollout
+    held = bool(model.path) and (Path(model.path) / SERIES_FILE).is_file()
+    encoder = model.series.encoder
+    if encoder is None and not held:
+        for name in chosen(model.series):
+            yield (
+                f"model.series.{name}: has no effect without an encoder; "
+                "try model.series.encoder=patches"
+            )
+        return
+    file, _, function = (encoder or "").rpartition(":")
+    if encoder not in (None, "patches") and not (Path(file).is_file() and function):
+        yield (
+            f"model.series.encoder: {encoder} is neither patches nor FILE.py:FUNCTION; "
+            "try model.series.encoder=patches"
+        )
+    if rollout.engine != "embedded" or rollout.replicas:
+        name = "replicas" if rollout.engine == "embedded" else "engine"
+        yield (
+            f"rollout.{name}: {getattr(rollout, name)} has no encoder for time series; "
+            "try rollout.engine=embedded rollout.replicas=0"
+        )
+    if model.train in ADAPTED and not held:
+        yield (
+            f"model.train: {model.train} would leave the encoder of time series as it was drawn; "
+            "train it first with model.train=freeze:llm, or try model.train=full"
         )
 
 
@@ -396,6 +426,7 @@ TRAINING = (
     _own_weights,
     _engine_options,
     _lora,
+    _series,
     _train_data,
     *READING,
     _optimizer,
@@ -420,6 +451,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "reward-model": (*TRAINING, offline.rating),
     "eval": (
         _answering_model,
+        _series,
         _val_data,
         _val_files,
         *LOOKING,
@@ -429,6 +461,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "generate": (
         _answering_model,
+        _series,
         _some_data,
         *READING,
         _response_length,
@@ -436,12 +469,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _selection,
         offline.selection,
     ),
-    "chat": (_answering_model, _pixels, _prompt_files),
+    "chat": (_answering_model, _series, _pixels, _prompt_files),
     "estimate": (  # those of rl that need neither rows nor rewards
         _model,
         _own_weights,
         _engine_options,
         _lora,
+        _series,
         _pixels,
         _optimizer,
         _critic,
@@ -451,6 +485,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _response_length,
         _batch,
     ),
-    "check-data": (_some_data, *READING),
+    "check-data": (_series, _some_data, *READING),
     "serve-reward": (_pixels, _judge, _reward),
 }

@@ -65,6 +65,7 @@ def _convert(source: Path, out: Path, dtype: str) -> None:
 
     from saccade.checkpoint import copy_processor
     from saccade.models.families import load_family
+    from saccade.models.files import SERIES_FILE
     from saccade.models.load import DTYPES, load_model
     from saccade.models.rating import REWARD_FILE
 
@@ -74,8 +75,9 @@ def _convert(source: Path, out: Path, dtype: str) -> None:
     model = load_model(family, dtype=DTYPES[dtype], device=torch.device("cpu"))
     model.save_pretrained(out)  # type: ignore[operator]
     copy_processor(family, out)
-    if (source / REWARD_FILE).is_file():
-        shutil.copy2(source / REWARD_FILE, out)
+    for beside in (REWARD_FILE, SERIES_FILE):
+        if (source / beside).is_file():
+            shutil.copy2(source / beside, out)
 
 
 def _compare(source: Path, out: Path, *, exact: bool) -> None:

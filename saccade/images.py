@@ -354,12 +354,12 @@ ENDS: dict[str, Callable[[bytes], bool]] = {
 
 def decode(media: Media) -> np.ndarray:
     """Upright RGB pixels, uint8 [height, width, 3]: first frame, alpha on white, box cut out. Of a
-    video its frames, of a sound its samples.
+    video its frames, of a sound and of a time series its samples.
     """
     if media.kind != "image":
-        from saccade import sounds, videos
+        from saccade import series, sounds, videos
 
-        return (videos if media.kind == "video" else sounds).decode(media)
+        return {"video": videos, "audio": sounds, "series": series}[media.kind].decode(media)
     name = media.path or f"image {media.hash[:12]}"
     data = media.data if media.path is None else _from_file(Path(media.path), name).data
     assert data is not None

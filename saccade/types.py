@@ -71,20 +71,21 @@ STATUS_OF_END: Mapping[str, Status] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
-    """A reference to an image, a video or a sound: a content hash, where to get it, its upright
-    size, its pixel budget.
+    """A reference to an image, a video, a sound or a time series: a content hash, where to get it,
+    its upright size, its pixel budget.
 
     The encoded file is either at `path` or in `data`. A crop keeps the file of its root and adds
     `box`, in upright pixels of the root, so a derived image can be made again from its reference
     alone; `parent` is for display. A video says which `frames` of its file are shown; one that is
     no file has them in `pictures`. Its budget is that of a frame. A sound is as wide as it has
-    samples at 16 kHz, and 1 high. The hash covers what is shown, not the rest of the file.
+    samples at 16 kHz, and 1 high; a series as wide as a lead has samples, and a lead is 1 high.
+    The hash covers what is shown, not the rest of the file.
     """
 
     hash: str
     width: int
     height: int
-    kind: Literal["image", "video", "audio"] = "image"
+    kind: Literal["image", "video", "audio", "series"] = "image"
     path: str | None = field(default=None, compare=False)  # the hash says which content it is
     data: bytes | None = field(default=None, repr=False, compare=False)
     min_pixels: int = 3136

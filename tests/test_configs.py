@@ -35,6 +35,7 @@ TINY = {
     "kd": "qwen2_5_vl",
     "continue_pretrain": "qwen2",
     "lightrft_aqa": "qwen2_audio",
+    "ecg_grpo": "qwen2",
     "lightrft_grm_sft": "qwen2_5_vl",
     "lightrft_grm_rl": "qwen2_vl",
     "rm": "qwen2_5_vl",

@@ -23,6 +23,7 @@ LEVELS = (
         "sokoban",
         "videos",
         "sounds",
+        "series",
         "verdicts",
     ),
     ("algorithms", "rewards", "environments", "models", "data"),

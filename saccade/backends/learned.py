@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from saccade.backends import rating
 from saccade.backends.local import LocalBackend
+from saccade.config import SeriesConfig
 from saccade.errors import ConfigError, DataError
 from saccade.forest import pack
 from saccade.models.families import Family, load_family
@@ -35,6 +36,7 @@ from saccade.models.rating import (
     verdict_ids,
     with_marks,
 )
+from saccade.models.series import plugged
 from saccade.rewards.sample import RewardSample
 from saccade.types import Batch, Group, Media, Message, Sample, Trajectory
 
@@ -81,6 +83,7 @@ class LearnedReward:
             raise ConfigError(f"reward.terms: {wrong}")
         card = read_card(folder) or Card(kind="scalar", heads=("preference",))
         family = load_family(str(folder), trust_remote_code=trust_remote_code)
+        family = plugged(family, SeriesConfig())
         model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         if card.kind == "scalar":
             head = RewardHead(like=model, card=card, seed=0)

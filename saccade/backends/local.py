@@ -47,7 +47,7 @@ from saccade.backends.state import (
 from saccade.config import TrainConfig
 from saccade.forest import halves
 from saccade.logprobs import read_logprobs
-from saccade.models import lora
+from saccade.models import lora, series
 from saccade.models.families import Family
 from saccade.models.heads import RewardHead, read_scores, save_reward, without_reward
 from saccade.models.load import banned_mask, hidden_states, media_inputs, negated
@@ -382,13 +382,16 @@ class LocalBackend:
     def save_model(self, folder: Path) -> None:
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
         assert self.optimizer is None or trained == self.optimizer.parameters.keys()
-        with without_reward(self.model) as head:  # the rest is a model that anybody can load
+        # Without its head and its encoder it is a model that anybody can load.
+        with without_reward(self.model) as head, series.without_series(self.model) as encoder:
             if lora.is_adapted(self.model):
                 lora.save(self.model, folder)
             else:
                 self.model.save_pretrained(folder)  # type: ignore[operator]
         if head is not None:
             save_reward(head, folder)
+        if encoder is not None:
+            series.save(encoder, folder)
 
     def saved_bytes(self) -> int:
         state = self.optimizer.state() if self.optimizer is not None else {}

@@ -1,9 +1,9 @@
 """Conversations of a row: roles, content items, and where each medium stands in the text.
 
-A piece is text or a `Picture` (an image, video or audio source that is not opened yet).
+A piece is text or a `Picture` (the source of any medium, not opened yet).
 Placeholders `<image>` and `<image2>` take the row's images in order or by number; `\\<image>` is
-plain text. `<video>` and `<audio>` do the same where the row has such media. Knows nothing of
-columns, files or pixels.
+plain text. `<video>`, `<audio>` and `<series>` do the same where the row has such media. Knows
+nothing of columns, files or pixels.
 
     >>> arrange(read_chat("<image>How many?"), [Picture.of("a.png")], prepend=True)[0][1][1]
     'How many?'
@@ -27,7 +27,7 @@ ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-PLACEHOLDER = re.compile(r"(\\?)<(image|video|audio) ?(\d*)>")
+PLACEHOLDER = re.compile(r"(\\?)<(image|video|audio|series) ?(\d*)>")
 JSON_LIST = re.compile(r"\s*\[\s*\{")
 IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
 # Where a content item of each kind keeps its source.
@@ -35,12 +35,14 @@ MEDIA_KEYS = {
     "image": IMAGE_KEYS,
     "video": ("video", "video_url", *IMAGE_KEYS[2:]),
     "audio": ("audio", "audio_url", "input_audio", *IMAGE_KEYS[2:]),
+    "series": ("series", "time_series", "time-series", *IMAGE_KEYS[2:]),
 }
 # What a row may say about a medium, beside where it is.
 OPTIONS = {
     "image": ("min_pixels", "max_pixels"),
     "video": ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames", "frames"),
     "audio": (),
+    "series": (),
 }
 
 
@@ -151,7 +153,7 @@ def _piece(item: Any) -> Piece:
         return item
     if not isinstance(item, Mapping):
         raise RowError(f"a content item must be text or a record with a type, not {_short(item)}")
-    named = ("text", "video", "audio", *IMAGE_KEYS)
+    named = ("text", "video", "audio", *MEDIA_KEYS["series"][:3], *IMAGE_KEYS)
     kind = item.get("type") or next((key for key in named if item.get(key)), None)
     if kind == "text":
         if not isinstance(item.get("text"), str):
@@ -159,7 +161,9 @@ def _piece(item: Any) -> Piece:
         return item["text"]
     medium = next((name for name, keys in MEDIA_KEYS.items() if kind in keys), None)
     if medium is None:
-        raise RowError(f"content of type {kind!r} cannot be read: text, image, video, audio can")
+        raise RowError(
+            f"content of type {kind!r} cannot be read: text, {', '.join(MEDIA_KEYS)} can"
+        )
     source = next((item[key] for key in MEDIA_KEYS[medium] if item.get(key) is not None), None)
     if isinstance(source, Mapping) and (
         "url" in source or (medium == "audio" and "data" in source)
@@ -252,4 +256,4 @@ def _counts(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-ARTICLES = {"image": "an image", "video": "a video", "audio": "a sound"}
+ARTICLES = {"image": "an image", "video": "a video", "audio": "a sound", "series": "a time series"}

@@ -30,6 +30,7 @@ from saccade.data.sources import Row, open_source
 from saccade.data.stream import Stream
 from saccade.errors import ConfigError, DataError
 from saccade.images import ImageError, open_media, source_kind
+from saccade.series import open_series
 from saccade.sounds import open_sound
 from saccade.types import Media, Sample
 from saccade.videos import open_video
@@ -42,6 +43,7 @@ OPENERS: Mapping[str, Callable[..., Media]] = {
     "image": open_media,
     "video": open_video,
     "audio": open_sound,
+    "series": open_series,
 }
 
 
@@ -303,7 +305,7 @@ class _Reader:
             hashable = isinstance(source, str)
             if hashable and key in known:
                 return known[key]
-            if kind != "audio":
+            if kind in ("image", "video"):
                 more |= {"min_pixels": min_pixels, "max_pixels": max_pixels}
             media = OPENERS[kind](source, base=folder, limits=self.config, **more)
             return known.setdefault(key if hashable else media.key, media)  # equal bytes once

@@ -21,10 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from saccade.config import DataConfig
-from saccade.data.chats import Picture, RowError, Turns, arrange, parse_json, read_chat
+from saccade.data.chats import MEDIA_KEYS, Picture, RowError, Turns, arrange, parse_json, read_chat
 from saccade.data.comparisons import check_labels, read_candidates, read_label
 from saccade.data.records import WRITTEN, content_hash, plain
 from saccade.errors import ConfigError, DataError
+from saccade.series import is_one
 from saccade.types import Media, Message, Sample
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -172,11 +173,13 @@ SHARED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "images": ("images", "image"),
     "videos": ("videos", "video"),
     "audios": ("audios", "audio"),
+    "series": MEDIA_KEYS["series"][:3],
     "choices": ("choices", "options"),
     "system": ("system",),
 }
 COMPARED = ("chosen", "rejected", "output", "label")
-KINDS = {"images": "image", "videos": "video", "audios": "audio"}  # roles of media columns
+# Roles of media columns.
+KINDS = {"images": "image", "videos": "video", "audios": "audio", "series": "series"}
 ROLES = ("prompt", "answer", *KINDS, "id", "data_source", "choices", "system", *COMPARED)
 
 
@@ -315,7 +318,8 @@ def _pictures(row: Mapping[str, Any], value: Any, column: str, kind: str) -> lis
     if not _filled(value):
         return []
     frames = column == "video" and isinstance(value, list) and isinstance(value[0], str)
-    sources = value if isinstance(value, list | tuple) and not frames else [value]
+    single = frames or (kind == "series" and is_one(value))
+    sources = value if isinstance(value, list | tuple) and not single else [value]
     if any(source is None for source in sources):
         raise RowError(f"column {column!r} holds an empty entry")
     return [Picture.of(source, kind=kind) for source in sources]

@@ -32,7 +32,7 @@ def judged(sample: Sample, *, seed: int) -> Sample:
         raise RowError("no label of the head preference, so there is no verdict to learn")
     sides = [_parts(candidate) for candidate in sample.candidates]
     kinds = {part.kind for side in sides for part in side if isinstance(part, Media)}
-    medium = kinds.pop() if len(kinds) == 1 else "response"
+    medium = kinds.pop() if len(kinds) == 1 and kinds <= VERDICTS.keys() else "response"
     verdict = VERDICTS[medium]["ABC".index(label)]
     critique = sample.extra.get("critique")
     *earlier, question = sample.messages

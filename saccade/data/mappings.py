@@ -35,7 +35,14 @@ from saccade.errors import ConfigError, DataError
 __all__ = ["MODALITIES", "PreferenceMapping", "apply", "load_mapping", "tables_of"]
 
 SHIPPED = Path(__file__).with_name("mappings.yaml")
-MODALITIES = {"t2i": "image", "t2v": "video", "i2v": "video", "t2a": "audio", "text": "text"}
+MODALITIES = {
+    "t2i": "image",
+    "t2v": "video",
+    "i2v": "video",
+    "t2a": "audio",
+    "series": "series",
+    "text": "text",
+}
 MAIN = "preference"  # the head that every mapping labels
 WITHIN = re.compile(r"all_non_tied_within\((.+)\)")
 Labeller = Callable[[Scope], str | None]

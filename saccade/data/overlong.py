@@ -24,7 +24,7 @@ def drop(sample: Sample, length: Length, limit: int) -> Sample | None:
 
 def shrink(sample: Sample, length: Length, limit: int) -> Sample | None:
     """Lower the pixel budget of the row, which shrinks its largest images first, to min_pixels."""
-    media = [one for one in sample.every_media if one.kind != "audio"]
+    media = [one for one in sample.every_media if one.kind in ("image", "video")]
     if not media:
         return None
     budget = max(min(one.max_pixels, one.width * one.height) for one in media)

@@ -67,7 +67,7 @@ def _item(part: str | Media) -> dict[str, Any]:
         return {"type": "text", "text": escape(part)}
     assert part.box is None, "a data set holds whole images"
     item = {"type": part.kind, part.kind: _source(part), "hash": part.hash}
-    if part.kind == "audio":
+    if part.kind in ("audio", "series"):
         return item
     item |= {name: getattr(part, name) for name in ("width", "height", "min_pixels", "max_pixels")}
     if part.kind == "image":

@@ -27,6 +27,7 @@ from saccade.forest import pack
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.load import freeze
+from saccade.models.series import Encoder
 from saccade.recipes import parts
 from saccade.types import (
     Batch,
@@ -82,7 +83,10 @@ def empty_model(config: Config, family: Family) -> Any:
             f"estimated; known are {', '.join(flops.KNOWN)} and vision models over them"
         )
     with torch.device("meta"):
-        return getattr(transformers, family.spec.auto_class).from_config(settings)
+        model = getattr(transformers, family.spec.auto_class).from_config(settings)
+        if family.series is not None:
+            model.series = Encoder(family.series, settings.get_text_config())
+    return model
 
 
 def build_skeleton(

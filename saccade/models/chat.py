@@ -31,6 +31,7 @@ PLAIN_TEMPLATE = (
 # hold some of the first (icon fonts), and a vocabulary may have more special tokens than the first
 # has characters.
 _PRIVATE = 0x100000
+SERIES_MARK = "\U0010ffff"  # stands for a time series, of which no template knows; no character
 
 PROBE = "qzxj"  # a reply that no template has in its own text
 THINK = "<think>"
@@ -230,23 +231,39 @@ class Chat:
     def _plain(self, message: Message) -> dict[str, Any]:
         if not message.media:
             return {"role": message.role, "content": self._guard(message.text)}
-        content = [
-            {"type": "text", "text": self._guard(part)}
-            if isinstance(part, str)
-            else SHOWN[part.kind]
-            for part in message.parts
-        ]
+        parts = [self._shown(part) for part in message.parts]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) == len(parts):
+            return {"role": message.role, "content": "".join(texts)}
+        content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
         return {"role": message.role, "content": content}
+
+    def _shown(self, part: str | Media) -> str | dict[str, str]:
+        if isinstance(part, str):
+            return self._guard(part)
+        if part.kind != "series":
+            return SHOWN[part.kind]
+        if "series" not in self.placeholders:
+            raise ConfigError(
+                f"a row holds a time series ({part.path or part.hash[:12]}), and this model has no "
+                "encoder for it; try model.series.encoder=patches"
+            )
+        return SERIES_MARK
 
     def _guard(self, text: str) -> str:
         for index, token in enumerate(self.reserved):
             if token in text:
                 text = text.replace(token, chr(_PRIVATE + index))
-        return text
+        return text.replace(SERIES_MARK, "\ufffd") if "series" in self.placeholders else text
 
     def _encode(self, text: str) -> np.ndarray:
         ids: list[int] = []
-        for piece in re.split(f"([{chr(_PRIVATE)}-{chr(_PRIVATE + len(self.reserved))}])", text):
+        series = self.placeholders.get("series")
+        split = f"([{chr(_PRIVATE)}-{chr(_PRIVATE + len(self.reserved))}{SERIES_MARK}])"
+        for piece in re.split(split, text):
+            if piece == SERIES_MARK and series is not None:
+                ids.append(series)
+                continue
             if len(piece) == 1 and _PRIVATE <= ord(piece) < _PRIVATE + len(self.reserved):
                 token = self.reserved[ord(piece) - _PRIVATE]
                 halves = (token[:1], token[1:])  # in two halves it is no special token

@@ -15,6 +15,7 @@ from typing import Any
 
 from saccade.errors import EnvironmentProblem
 
+SERIES_FILE = "series_encoder.safetensors"  # beside the weights, where a model has one
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 AGAIN = "copy or download it again"
 POINTER = b"version "  # how a Git LFS pointer begins

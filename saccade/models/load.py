@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from saccade import attention
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.models import experts
+from saccade.models import experts, series
 from saccade.models.families import Family
 from saccade.models.fused import fuse
 from saccade.transfer import to_device
@@ -55,9 +55,10 @@ def load_model(
     device: torch.device,
     trust_remote_code: bool = False,
     options: Mapping[str, Any] | None = None,
+    seed: int = 0,
 ) -> nn.Module:
     """Refuses a folder whose tensors do not match the architecture, name by name. `options` are
-    more of `from_pretrained`.
+    more of `from_pretrained`; `seed` draws what no folder holds yet.
     """
     import transformers
 
@@ -87,6 +88,8 @@ def load_model(
     family.spec.prepare(model)
     model = model.to(device).train()
     fuse(model)
+    if family.series is not None:
+        series.attach(model, family, seed=seed)
     return model
 
 

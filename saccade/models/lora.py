@@ -69,7 +69,8 @@ def add(
 
 def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[str]:
     """The linear layers that get an adapter. A pattern that matches none is refused."""
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    modules = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear = [name for name in modules if family.tower_of(name) != "series"]  # small enough whole
     linear.remove(HEAD)  # it may be tied to the embedding, and log-probs are read from its weight
     if config.vision and "vision" not in family.spec.towers:
         raise ConfigError(

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from saccade.config import Config
 from saccade.models.families import Family
+from saccade.models.series import fingerprint
 from saccade.types import Message, Sample
 
 Length = Callable[[Sample], int]
@@ -57,6 +58,8 @@ def renderer(family: Family) -> str:
     tokenizer = Path(family.path) / "tokenizer.json"
     digest = hashlib.blake2b(digest_size=12)
     digest.update(f"{family.name}\0{family.chat.template}\0".encode())
+    if family.series is not None:
+        digest.update(fingerprint(family.series))
     digest.update(tokenizer.read_bytes() if tokenizer.is_file() else family.path.encode())
     return digest.hexdigest()
 
@@ -70,5 +73,5 @@ def _content(messages: tuple[Message, ...]) -> str:
                 digest.update(b"t" + part.encode() + b"\0")
             else:
                 size = (part.width, part.height, part.min_pixels, part.max_pixels)
-                digest.update(f"m{size}\0".encode())
+                digest.update(f"{part.kind}{size}\0".encode())
     return digest.hexdigest()

@@ -32,10 +32,11 @@ from saccade.environments import Environment, stop_strings, texts_hash
 from saccade.errors import ConfigError, DataError
 from saccade.models import lora, tiny
 from saccade.models.families import Family, load_family
-from saccade.models.files import require_whole
+from saccade.models.files import SERIES_FILE, require_whole
 from saccade.models.heads import attach_score, start_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
 from saccade.models.rating import SECTION, flaw
+from saccade.models.series import plugged
 from saccade.recipes.lengths import remembered
 from saccade.rewards.formats import FORMATS
 from saccade.rewards.learned import model_terms
@@ -81,12 +82,13 @@ def model_folder(config: Config, path: str) -> str:
 def family_of(config: Config, folder: str) -> Family:
     require_whole(Path(folder))
     template = config.prompt.chat_template
-    return load_family(
+    family = load_family(
         folder,
         name=config.model.family,
         chat_template=Path(template).read_text(encoding="utf-8") if template else None,
         trust_remote_code=config.model.trust_remote_code,
     )
+    return plugged(family, config.model.series)
 
 
 def device_of(config: Config) -> torch.device:
@@ -113,6 +115,7 @@ def load_policy(
         device=device,
         trust_remote_code=config.model.trust_remote_code,
         options=lora.four_bit(family, dtype, device) if train == "qlora" else None,
+        seed=config.run.seed,
     )
     if hasattr(model.config, SECTION):  # whoever trains it as one writes its own
         delattr(model.config, SECTION)
@@ -169,11 +172,15 @@ def load_teacher(config: Config, family: Family) -> LocalBackend | None:
         return None
     folder = model_folder(config, path)
     theirs = load_family(folder, trust_remote_code=config.model.trust_remote_code)
+    if family.series is not None and (Path(folder) / SERIES_FILE).is_file():
+        theirs = plugged(theirs, family.series)
     vocabularies = [each.chat.tokenizer.get_vocab() for each in (family, theirs)]
-    if theirs.spec.bind is not family.spec.bind or vocabularies[0] != vocabularies[1]:
+    alike = theirs.spec.bind is family.spec.bind and theirs.series == family.series
+    if not alike or vocabularies[0] != vocabularies[1]:
         raise ConfigError(
             f"sft.teacher={path}: a {theirs.name} with other tokens than the {family.name} that "
-            "learns; give a model of the same family and tokenizer"
+            "learns; give a model of the same family and tokenizer, and with an encoder of time "
+            "series if that has one"
         )
     return LocalBackend(load_policy(config, theirs, train="full").model, theirs)
 

@@ -19,7 +19,7 @@ from saccade.types import Media, Message, Sample, Score
 
 __all__ = ["RewardSample", "graded", "image_records", "no_gold", "plain", "reward_sample"]
 
-MEDIA = re.compile("<(image|video|audio)>")  # how a text shows that a medium stands there
+MEDIA = re.compile("<(image|video|audio|series)>")  # how a text shows that a medium stands there
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,15 @@ from saccade.schema.algorithm import (
 from saccade.schema.data import DataConfig, DataSource, PromptConfig
 from saccade.schema.reward import JudgeConfig, RemoteConfig, RewardConfig, RewardTerm, ServeConfig
 from saccade.schema.rollout import EnvConfig, EnvLimits, HttpConfig, RolloutConfig
-from saccade.schema.run import ADAPTED, LoraConfig, ModelConfig, RunConfig, SaveConfig, TrackConfig
+from saccade.schema.run import (
+    ADAPTED,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    SaveConfig,
+    SeriesConfig,
+    TrackConfig,
+)
 from saccade.schema.section import Section, section
 from saccade.schema.train import (
     DpoConfig,
@@ -67,6 +75,7 @@ __all__ = [
     "RunConfig",
     "SaveConfig",
     "Section",
+    "SeriesConfig",
     "ServeConfig",
     "SftConfig",
     "TrackConfig",

@@ -36,8 +36,8 @@ class DataConfig(Section):
     )
     keys: dict[str, str] = option(
         {},
-        "Column names by role: prompt, answer, images, videos, audios, id, data_source, choices, "
-        "system, chosen, rejected, output, label.",
+        "Column names by role: prompt, answer, images, videos, audios, series, id, data_source, "
+        "choices, system, chosen, rejected, output, label.",
     )
     format: str = option(
         "auto",
@@ -72,6 +72,10 @@ class DataConfig(Section):
     max_frame_pixels: int = option(602_112, "Frames of videos above are scaled down.", ge=1)
     long_audio: Literal["truncate", "reject"] = option(
         "truncate", "Sound of more than 30 seconds: keep the first 30, or a bad row."
+    )
+    max_series: int = option(10_000, "Most samples of each lead of a time series.", ge=1)
+    long_series: Literal["reject", "truncate"] = option(
+        "reject", "A longer series: a bad row, or keep its first samples."
     )
     max_prompt_tokens: int = option(4096, "Longest prompt, media tokens included.", ge=1)
     overlong: Literal["drop", "shrink", "drop_turns", "truncate_text", "error"] = option(

@@ -50,6 +50,21 @@ class LoraConfig(Section):
     vision: bool = option(False, "all-linear means vision tower and projector, too.")
 
 
+class SeriesConfig(Section):
+    encoder: str | None = option(
+        None,
+        "What reads time series: patches, or FILE.py:FUNCTION that makes a module of your own; "
+        "empty: nothing, or the encoder that model.path holds.",
+    )
+    channels: int = option(8, "Leads of every series.", ge=1)
+    patch: int = option(50, "patches: samples that all leads show in one token.", ge=1)
+    width: int = option(256, "patches: numbers of a token inside the encoder.", ge=2, multiple_of=2)
+    layers: int = option(2, "patches: transformer layers, over all patches of a series.", ge=0)
+    token: str | None = option(
+        None, "Special token whose id stands for a series; empty: an id that nothing else uses."
+    )
+
+
 class ModelConfig(Section):
     path: str = option("", "Hugging Face model folder, or tiny:FAMILY for a model built in place.")
     family: str | None = option(
@@ -61,9 +76,10 @@ class ModelConfig(Section):
     train: str = option(
         "full",
         "full | lora | qlora (over 4-bit weights) | freeze:PATTERNS, comma-separated: vision, "
-        "projector, llm, a prefix or re:REGEX.",
+        "projector, llm, audio, series, a prefix or re:REGEX.",
     )
     lora: LoraConfig = section(LoraConfig, "Adapters, with train=lora or qlora.")
+    series: SeriesConfig = section(SeriesConfig, "An encoder for time series beside the model.")
     checkpointing: Literal["auto", "on", "off"] = option(
         "auto",
         "Recompute activations in backward; auto: in as few layers as a GPU's memory allows.",

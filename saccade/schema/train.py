@@ -34,7 +34,9 @@ class TrainConfig(Section):
         "(reward-model), filled in before a run.",
         gt=0,
     )
-    lr_scale: dict[str, float] = option({}, "Factors per tower: vision, projector, llm, audio.")
+    lr_scale: dict[str, float] = option(
+        {}, "Factors per tower: vision, projector, llm, audio, series."
+    )
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
         "constant", "Shape of the learning rate; but for rl cosine_with_min_lr unless set."
     )

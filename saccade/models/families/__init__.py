@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from saccade.config import SeriesConfig
 from saccade.errors import EnvironmentProblem
 from saccade.models.chat import Chat, Grid, load_chat
 from saccade.models.families import qwen_audio, qwen_omni, qwen_vl, text
@@ -157,6 +158,7 @@ class Family:
     features: Callable[[Any, Mapping[str, Any]], Any]  # (model, media) → [media tokens, hidden]
     vision: Callable[..., Mapping[str, Any]]  # (spans, device, dtype) → arguments of the forward
     unit: int  # pixels of a side that are seen as one token; sizes are multiples of it
+    series: SeriesConfig | None = None  # of the encoder that was plugged in, if there is one
 
     def __post_init__(self) -> None:
         # A prompt is rendered once however often its sample comes round.

@@ -59,27 +59,31 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
 # -- tensors ---------------------------------------------------------------------------------------
 
 
-def _apart(spans: Sequence[MediaSpan]) -> tuple[list[MediaSpan], list[MediaSpan]]:
-    """What is seen, and what is heard."""
-    seen = [span for span in spans if span.media.kind != "audio"]
-    return seen, [span for span in spans if span.media.kind == "audio"]
+def apart(spans: Sequence[MediaSpan], kind: str) -> tuple[list[MediaSpan], list[MediaSpan]]:
+    """Those of other kinds, and those of this one."""
+    others = [span for span in spans if span.media.kind != kind]
+    return others, [span for span in spans if span.media.kind == kind]
+
+
+def as_shown(spans: Sequence[MediaSpan], kind: str) -> Tensor:
+    """The order of the spans' tokens, for rows in which those of one kind come last."""
+    import torch
+
+    later = np.repeat([s.media.kind == kind for s in spans], [s.length for s in spans])
+    return torch.from_numpy(np.argsort(np.argsort(later, kind="stable")))
 
 
 def host_media(
     spans: Sequence[MediaSpan], *, see: Any, mels: ImageCache, window: int
 ) -> Mapping[str, Any]:
     """What each tower reads, and the order in which their rows are shown."""
-    import torch
-
-    seen, heard = _apart(spans)
+    seen, heard = apart(spans, "audio")
     if not heard:
         return {"seen": see(seen)}
     sounds = host_sounds(heard, mels, window)
     if not seen:
         return {"heard": sounds}
-    later = np.repeat([s.media.kind == "audio" for s in spans], [s.length for s in spans])
-    rows = np.argsort(np.argsort(later, kind="stable"))
-    return {"seen": see(seen), "heard": sounds, "rows": torch.from_numpy(rows)}
+    return {"seen": see(seen), "heard": sounds, "rows": as_shown(spans, "audio")}
 
 
 def host_sounds(spans: Sequence[MediaSpan], mels: ImageCache, window: int) -> Mapping[str, Any]:
@@ -124,7 +128,7 @@ def forward_arguments(
     mels: ImageCache,
 ) -> Mapping[str, Any]:
     """Of transformers' own forward: those of both towers, seconds under another name."""
-    seen, heard = _apart(spans)
+    seen, heard = apart(spans, "audio")
     made = {
         **see(seen, device, dtype),
         **qwen_audio.forward_arguments(heard, device, dtype, cache=mels),

@@ -10,7 +10,7 @@ import numpy as np
 from saccade.errors import DataError, EnvironmentProblem
 from saccade.types import Media, MediaSpan
 
-ARTICLES = {"image": "an image", "video": "a video", "audio": "a sound"}
+ARTICLES = {"image": "an image", "video": "a video", "audio": "a sound", "series": "a time series"}
 
 
 def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,0 +1,331 @@
+"""An encoder of time series beside a model of any family: a plug-in, and off unless a config names
+one or a model folder holds one.
+
+It is a tower of its own, `series`. In a prompt a series is a run of one placeholder id, whose
+embeddings its output replaces; text positions go on over it as over words. The id is one that
+exists and that no text gives: a row of the embedding past the tokenizer's end (most models have
+some), else a special token that is reserved for nothing. So no vocabulary grows, no id moves, and
+it is never sampled. The weights lie beside those of the model, in a file of their own, with the
+settings in its header: whoever does not know the file loads the model as before.
+
+A module of your own, `file.py:function`, comes from `function(channels, hidden)` and has
+
+    forward(values [channels, samples]) -> [tokens, hidden]
+    tokens(channels, samples) -> int                            # as many as forward gives
+
+It is run in float32, one series at a time, and computes the same in training and in evaluation.
+
+    family = plugged(load_family(folder), SeriesConfig(encoder="patches"))
+    model = load_model(family, dtype=dtype, device=device)      # model.series: the encoder
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import gcd, log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from saccade.config import SeriesConfig
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.images import DECODED, ImageError
+from saccade.models.families import Family
+from saccade.models.families.qwen_omni import apart, as_shown
+from saccade.models.files import SERIES_FILE
+from saccade.types import Media, MediaSpan
+
+KIND = "series"  # of media; also the tower's name, and that of its module in the model
+BUILT_IN = "patches"
+SPARE = re.compile("reserved|unused|extra|place.?holder", re.IGNORECASE)
+FARTHEST = 10.0  # of the usual distance from a lead's median; what lies farther off is cut there
+GRID = (0, 0, 0)  # of a span: no patches of a picture
+
+
+# -- the family ------------------------------------------------------------------------------------
+
+
+def plugged(family: Family, given: SeriesConfig) -> Family:
+    """The family with an encoder, where the config names one or the family's folder holds one."""
+    settings = _settings(Path(family.path), given)
+    if settings is None:
+        return family
+    token = _token(family, settings)
+    banned = family.banned.copy()
+    banned[token] = True
+    module = None if settings.encoder == BUILT_IN else _own(settings, _hidden(family.path))
+
+    def measure(media: Media) -> tuple[tuple[int, int, int], int]:
+        if media.kind != KIND:
+            return family.measure(media)
+        if media.height != settings.channels:
+            raise ImageError(
+                f"{media.path or 'series'}: {media.height} leads, model.series.channels is "
+                f"{settings.channels}"
+            )
+        if module is None:
+            return GRID, -(-media.width // settings.patch)
+        tokens = int(module.tokens(media.height, media.width))
+        if tokens < 1:
+            raise ImageError(
+                f"{media.path or 'series'}: {media.width} samples are {tokens} tokens of "
+                f"{settings.encoder}; give more samples"
+            )
+        return GRID, tokens
+
+    def positions(length: int, media: tuple[MediaSpan, ...]) -> np.ndarray:
+        return family.positions(length, tuple(apart(media, KIND)[0]))
+
+    def prefetch(media: Iterable[Media]) -> None:
+        family.prefetch([one for one in media if one.kind != KIND])
+
+    def host_media(spans: Sequence[MediaSpan]) -> Mapping[str, Any]:
+        others, read = apart(spans, KIND)
+        made: dict[str, Any] = {"others": family.media(others)} if others else {}
+        if read:
+            values = DECODED.get_all([span.media for span in read])
+            made["values"] = torch.from_numpy(np.concatenate(values, axis=1))
+            made["samples"] = [each.shape[1] for each in values]
+            made["tokens"] = [span.length for span in read]
+        return made | ({"rows": as_shown(spans, KIND)} if others and read else {})
+
+    def features(model: Any, media: Mapping[str, Any]) -> Tensor:
+        made = [family.features(model, media["others"])] if "others" in media else []
+        if "values" in media:
+            made.append(model.series(media["values"], media["samples"], media["tokens"]))
+        return torch.cat(made)[media["rows"]] if "rows" in media else made[0]
+
+    return replace(
+        family,
+        series=settings,
+        spec=replace(family.spec, towers={KIND: (f"{KIND}.",), **family.spec.towers}),
+        chat=replace(family.chat, placeholders={**family.chat.placeholders, KIND: token}),
+        banned=banned,
+        measure=measure,
+        positions=positions,
+        prefetch=prefetch,
+        media=host_media,
+        features=features,
+    )
+
+
+def _settings(folder: Path, given: SeriesConfig) -> SeriesConfig | None:
+    """Those of the encoder that the folder holds; what the config says must not differ."""
+    path = folder / SERIES_FILE
+    if not path.is_file():
+        return None if given.encoder is None else given
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        stored = SeriesConfig(**json.loads((file.metadata() or {}).get(KIND, "{}")))
+    for name in sorted(given.model_fields_set):
+        mine, theirs = getattr(given, name), getattr(stored, name)
+        own = name == "encoder" and BUILT_IN not in (mine, theirs)  # its file may have moved
+        if mine is not None and mine != theirs and not own:
+            raise ConfigError(
+                f"model.series.{name}={mine}: the encoder in {folder} has {theirs}; remove the "
+                "option, or begin with a model.path without an encoder"
+            )
+    if stored.encoder == BUILT_IN:
+        return stored
+    if given.encoder is None:  # code is run where a config names it, never because a folder does
+        raise ConfigError(
+            f"model.series.encoder: {folder} holds the weights of a module of your own; say where "
+            f"it is, such as model.series.encoder={stored.encoder}"
+        )
+    return stored.model_copy(update={"encoder": given.encoder})
+
+
+def fingerprint(settings: SeriesConfig) -> bytes:
+    """Of all that decides how many tokens a series has."""
+    file = Path(str(settings.encoder).rpartition(":")[0])
+    return settings.model_dump_json().encode() + (file.read_bytes() if file.is_file() else b"")
+
+
+def _token(family: Family, settings: SeriesConfig) -> int:
+    chat, last = family.chat, family.vocabulary - 1
+    known = chat.tokenizer.get_vocab()
+    taken = {*chat.placeholders.values(), *chat.eos_ids}
+    free = [t for t in chat.reserved if known[t] not in taken and t not in chat.template]
+    if settings.token is None and last > max(known.values()):
+        return last
+    if settings.token is None:
+        name = next((token for token in free if SPARE.search(token)), None)
+    else:
+        name = settings.token if settings.token in free else None
+    if name is None:
+        raise ConfigError(
+            f"model.series.token: {settings.token or 'no id is spare, and no special token'} can "
+            f"stand for a series in {family.path}; try model.series.token="
+            f"{free[0] if free else 'TOKEN, a special one that you add to the tokenizer'}"
+        )
+    return known[name]
+
+
+# -- the module ------------------------------------------------------------------------------------
+
+
+class Patches(nn.Module):
+    """A token for each patch of P samples of all leads: linear, places, transformer, linear."""
+
+    def __init__(self, settings: SeriesConfig, *, hidden: int, spread: float) -> None:
+        """`spread`: about how large numbers of the model's own embeddings are."""
+        super().__init__()
+        width, self.patch = settings.width, settings.patch
+        self.first = nn.Linear(settings.channels * settings.patch, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width,
+                gcd(width, 4),
+                4 * width,
+                dropout=0.0,
+                activation=functional.silu,  # others have a path of their own without gradients
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(settings.layers)
+        )
+        self.norm, self.last = nn.LayerNorm(width), nn.Linear(width, hidden)
+        nn.init.normal_(self.last.weight, std=spread / width**0.5)
+        nn.init.zeros_(self.last.bias)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """[C, T] of one series, or [N, C, T] of several."""
+        padded = functional.pad(normalised(values), (0, -values.shape[-1] % self.patch))
+        cut = padded.unflatten(-1, (-1, self.patch)).transpose(-3, -2).flatten(-2)  # […, C·P]
+        hidden = self.first(cut)
+        hidden = hidden + places(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.last(self.norm(hidden))
+
+
+def normalised(values: Tensor) -> Tensor:
+    """[…, C, T], each lead around its median and by the distance of its quartiles; where they are
+    the same number, as between rare spikes, by its deviation.
+    """
+    quarters = torch.arange(1, 4, device=values.device, dtype=values.dtype) / 4
+    low, middle, high = values.quantile(quarters, dim=-1, keepdim=True)
+    usual, deviation = (high - low) / 1.349, values.std(dim=-1, keepdim=True, correction=0)
+    usual = torch.where(usual > 0, usual, deviation)
+    usual = torch.where(usual > 0, usual, torch.ones_like(usual))
+    return ((values - middle) / usual).clamp(-FARTHEST, FARTHEST)
+
+
+def places(like: Tensor) -> Tensor:
+    """[tokens, width] sines and cosines: any number of tokens has some."""
+    tokens, width = like.shape[-2:]
+    steps = torch.exp(torch.arange(width // 2, device=like.device) * (-2 * log(1e4) / width))
+    angles = torch.arange(tokens, device=like.device)[:, None] * steps
+    return torch.cat([angles.sin(), angles.cos()], dim=1).to(like.dtype)
+
+
+def _hidden(folder: str) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(folder).get_text_config().hidden_size)
+
+
+def _own(settings: SeriesConfig, hidden: int) -> Any:
+    """The user's module. Raises what their file raises."""
+    path, _, name = str(settings.encoder).rpartition(":")
+    spec = importlib.util.spec_from_file_location(f"saccade_series_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None, path
+    file = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(file)
+    make = getattr(file, name, None)
+    made = make(settings.channels, hidden) if callable(make) else None
+    if not isinstance(made, nn.Module) or not callable(getattr(made, "tokens", None)):
+        raise ConfigError(
+            f"model.series.encoder={settings.encoder}: gives {type(made).__name__}; it needs a "
+            "torch.nn.Module with forward(values) and tokens(channels, samples)"
+        )
+    return made
+
+
+class Encoder(nn.Module):
+    """Whoever made the module inside: all series of a forward, as many tokens as were promised."""
+
+    def __init__(self, settings: SeriesConfig, text_config: Any) -> None:
+        super().__init__()
+        self.settings, self.hidden = settings, int(text_config.hidden_size)
+        spread = float(getattr(text_config, "initializer_range", 0.02))
+        self.inner = (
+            Patches(settings, hidden=self.hidden, spread=spread)
+            if settings.encoder == BUILT_IN
+            else _own(settings, self.hidden)
+        )
+
+    def forward(self, values: Tensor, samples: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """values [C, samples of all] → [tokens of all, hidden]."""
+        values = values.to(next(self.parameters()).dtype)
+        cut = values.split(list(samples), dim=1)
+        if isinstance(self.inner, Patches) and len(set(samples)) == 1:
+            return self.inner(torch.stack(cut)).flatten(0, 1)
+        made = [self.inner(one) for one in cut]
+        for one, count in zip(made, tokens, strict=True):
+            if tuple(one.shape) != (count, self.hidden):
+                raise ConfigError(
+                    f"model.series.encoder={self.settings.encoder}: forward gave "
+                    f"{list(one.shape)}, and by its tokens() it is {[count, self.hidden]}"
+                )
+        return torch.cat(made)
+
+
+def attach(model: Any, family: Family, *, seed: int) -> None:
+    """The encoder of the family's folder, or one that is drawn. In float32 even beside a bf16
+    model: it is small, and so are differences that matter between samples.
+    """
+    assert family.series is not None
+    like, text_config = next(model.parameters()), model.config.get_text_config()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder = Encoder(family.series, text_config)
+    path = Path(family.path) / SERIES_FILE
+    if path.is_file():
+        _load(encoder, path)
+    wide = torch.promote_types(like.dtype, torch.float32)
+    model.series = encoder.to(like.device, wide).train()
+
+
+def _load(encoder: Encoder, path: Path) -> None:
+    from safetensors.torch import load_file
+
+    mine, stored = encoder.state_dict(), load_file(path)
+    if {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in stored.items()}:
+        raise EnvironmentProblem(
+            f"{path}: its tensors are not those of model.series.encoder={encoder.settings.encoder}"
+        )
+    encoder.load_state_dict(stored)
+
+
+@contextmanager
+def without_series(model: Any) -> Iterator[Encoder | None]:
+    """Inside, the model is that of its family; the encoder, or None where there was none."""
+    encoder = getattr(model, KIND, None)
+    if not isinstance(encoder, Encoder):
+        yield None
+        return
+    del model.series
+    try:
+        yield encoder
+    finally:
+        model.series = encoder
+
+
+def save(encoder: Encoder, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {name: t.detach().cpu().contiguous() for name, t in encoder.state_dict().items()}
+    settings = {"format": "pt", KIND: encoder.settings.model_dump_json()}
+    save_file(tensors, folder / SERIES_FILE, metadata=settings)

@@ -1,0 +1,167 @@
+"""Time series: sources, what is refused, and their places in rows."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from saccade.config import DataConfig, DataSource
+from saccade.data.chats import RowError
+from saccade.data.datasets import load
+from saccade.data.formats import FORMATS, read_row
+from saccade.data.mappings import load_mapping
+from saccade.data.overlong import POLICIES
+from saccade.data.records import to_row
+from saccade.images import ImageError, decode
+from saccade.series import is_one, open_series
+from saccade.types import Media
+
+VALUES = np.arange(12, dtype=np.float32).reshape(2, 6)
+
+
+def npy(values: np.ndarray, **options: bool) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values, **options)
+    return file.getvalue()
+
+
+def row(*, text: str = "<series>which?", **columns: object) -> tuple[str | Media, ...]:
+    def opened(source: object, **more: object) -> Media:
+        assert more.pop("kind") == "series"
+        return open_series(source)
+
+    qa = {"question": text, "answer": "1", **columns}
+    return read_row(qa, FORMATS["qa"], DataConfig(), open_image=opened).messages[0].parts
+
+
+def test_every_source_is_the_same_series(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", VALUES.astype(np.int16))
+    np.save(tmp_path / "f.npy", np.asfortranarray(VALUES.astype(">f8")))
+    lines = [",".join(map(str, sample)) for sample in VALUES.T.tolist()]
+    (tmp_path / "a.csv").write_text("\n".join(["I,II", *lines]))
+    sources = [VALUES.tolist(), VALUES, npy(VALUES), {"bytes": npy(VALUES), "path": "gone.npy"}]
+    sources += ["a.npy", "f.npy", "a.csv", "\n".join(lines).encode(), {"array": VALUES}]
+    for source in sources:
+        media = open_series(source, base=tmp_path)
+        assert (media.kind, media.height, media.width) == ("series", 2, 6)
+        assert decode(media).dtype == np.float32
+        assert decode(media).tolist() == VALUES.tolist()
+    assert open_series([1, 2, 3]).height == 1
+    assert open_series("a.npy", base=tmp_path) == open_series("a.npy", base=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ([[1.0, float("nan")]], "lead 0 is nan at sample 1"),
+        ([[0, 1], [2, float("inf")]], "lead 1 is inf at sample 1"),
+        ([[1e300]], "lead 0 is inf"),
+        ([[1, 2], [3]], "leads of different lengths"),
+        ([[]], "empty"),
+        (b"", "empty"),
+        (b"I,II\n", "empty"),
+        (b"1,2\n3\n", "columns changed"),
+        (b"1,2\n3,x\n", "could not convert"),
+        (b"\xff\xfe", "can't decode"),
+        (npy(np.zeros((1, 2, 3))), r"an array \[1, 2, 3\]"),
+        (npy(np.array([{"a": 1}]), allow_pickle=True), "an NPY file of object"),
+        (npy(np.array(["a"])), "which are no numbers"),
+        (npy(VALUES)[:-4], "cannot reshape"),
+        (npy(VALUES).replace(b"(2, 6)", b"(2, 6000000000)"), "."),
+        (b"\x93NUMPY\x09\x00", "NPY version"),
+        ("../other.npy", "leaves the folder"),
+        ("gone.npy", "does not exist"),
+    ],
+)
+def test_what_is_no_series_is_refused(source: object, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match=why):
+        open_series(source, base=tmp_path)
+
+
+def test_long_series_are_refused_or_cut() -> None:
+    limits = DataConfig(max_series=4)
+    with pytest.raises(ImageError, match=r"6 samples, data\.max_series is 4; data\.long_series=tr"):
+        open_series(VALUES, limits=limits)
+    cut = open_series(VALUES, limits=DataConfig(max_series=4, long_series="truncate"))
+    assert decode(cut).tolist() == VALUES[:, :4].tolist()
+    assert cut.key != open_series(VALUES[:, :4]).key and cut.width == 4
+
+
+def test_a_file_that_changed_is_noticed(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", VALUES)
+    media = open_series("a.npy", base=tmp_path)
+    np.save(tmp_path / "a.npy", VALUES[:1])
+    with pytest.raises(ImageError, match="changed after it was read"):
+        decode(media)
+
+
+def test_lists_of_numbers_are_one_series() -> None:
+    assert all(map(is_one, ([1, 2], [[1.0], [2.0]], [[]])))
+    assert not any(map(is_one, ([[[1]]], ["a.npy"], [{"path": "a"}], "a.npy", [["a"]])))
+
+
+@pytest.mark.parametrize("column", ["series", "time_series", "time-series"])
+def test_a_placeholder_says_where_a_series_stands(column: str) -> None:
+    one = VALUES.tolist()
+    first, second = open_series(VALUES), open_series(VALUES[:, ::-1])
+    assert row(text="a <series> b", **{column: one}) == ("a ", first, " b")
+    assert row(text="a", **{column: one}) == (first, "a")
+    assert row(text="a", **{column: json.dumps(one)}) == (first, "a")
+    two = [one, VALUES[:, ::-1].tolist()]
+    assert row(text="<series2>a<series1>", **{column: two}) == (second, "a", first)
+    assert row(text="\\<series> <series>", **{column: one}) == ("<series> ", first)
+    assert row(text="<series> of prose") == ("<series> of prose",)
+    with pytest.raises(RowError, match=r"2 <series> placeholder\(s\) but 1 series"):
+        row(text="<series><series>", **{column: one})
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", VALUES)
+    rows = [
+        {"id": "inside", "question": "<series>?", "answer": "1", "series": VALUES.tolist()},
+        {"id": "file", "question": "\\<series> <series>?", "answer": "1", "series": "a.npy"},
+        {"id": "bad", "question": "?", "answer": "1", "series": [[1, None]]},
+    ]
+    item = {"type": "series", "series": "a.npy"}
+    content = [item, {"time_series": VALUES.tolist()}, {"type": "text", "text": "same?"}]
+    chat = {"id": "chat", "messages": [{"role": "user", "content": content}], "answer": "1"}
+    for name, some in (("rows", rows), ("chat", [chat])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, some)))
+    config = DataConfig(max_bad_fraction=0.5)
+    sources = [DataSource(path=str(tmp_path / f"{name}.jsonl")) for name in ("rows", "chat")]
+    data = load(sources, config)
+    assert [(bad.id, "lead 0 is nan" in bad.reason) for bad in data.quarantined] == [("bad", True)]
+    assert data.media_kinds["series"] == 5
+    again = tmp_path / "again.jsonl"
+    again.write_text("\n".join(json.dumps(to_row(sample)) for sample in data.samples))
+    assert load([DataSource(path=str(again))], config).samples == data.samples
+
+
+def test_no_policy_cuts_a_series() -> None:
+    long = {"question": "<series>" + "a" * 50, "answer": "1", "series": VALUES.tolist()}
+    opened = lambda source, **more: open_series(source)  # noqa: E731
+    sample = read_row(long, FORMATS["qa"], DataConfig(), open_image=opened)
+
+    def length(one) -> int:
+        return sum(len(m.text) + 5 * len(m.media) for m in one.messages)
+
+    cut = POLICIES["truncate_text"](sample, length, 20)
+    assert cut is not None and cut.media == sample.media and len(cut.messages[0].text) == 15
+    assert POLICIES["shrink"](sample, length, 20) is None
+
+
+def test_a_mapping_may_compare_series(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("{modality: series, prompt: text, a: left, b: right, label: {preference: A}}")
+    assert load_mapping(str(path)).modality == "series"
+    pair = {"text": "calm?", "left": VALUES.tolist(), "right": (VALUES + 1).tolist()}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
+    source = DataSource(path=str(tmp_path / "pairs.jsonl"), mapping=str(path))
+    (sample,) = load([source], DataConfig()).samples
+    assert [media.kind for media in sample.every_media] == ["series", "series"]
+    (judged,) = load([source], DataConfig(compare="verdict")).samples
+    assert len(judged.media) == 2 and "Response 1 is better" in judged.messages[0].text

@@ -1,0 +1,309 @@
+"""The encoder of time series on top of families: places, numbers, gradients, files."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from saccade.algorithms import stages
+from saccade.backends import OWN, Scoring
+from saccade.backends.local import LocalBackend
+from saccade.checks import check
+from saccade.config import LoraConfig, SeriesConfig, TrainConfig
+from saccade.config import load as load_config
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.forest import pack
+from saccade.images import ImageError
+from saccade.models import lora, series
+from saccade.models.load import freeze, load_model, trainable_table
+from saccade.recipes.dialogues import compared, dialogue
+from saccade.recipes.sft import SUPERVISED
+from saccade.series import open_series
+from saccade.types import Group, Media, Message, Request, Sample, Sampling, Source, Trajectory
+
+CPU = torch.device("cpu")
+SETTINGS = SeriesConfig(encoder="patches", channels=2, patch=10, width=16, layers=1)
+OWN_MODULE = """
+import torch
+
+class Means(torch.nn.Module):
+    def __init__(self, channels, hidden):
+        super().__init__()
+        self.out = torch.nn.Linear(channels, hidden)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def tokens(self, channels, samples):
+        return samples // 5
+
+    def forward(self, values):
+        return self.out(values[:, : values.shape[1] // 5 * 5].unflatten(1, (-1, 5)).mean(2).T)
+
+def make(channels, hidden):
+    return Means(channels, hidden)
+
+def wrong(channels, hidden):
+    return torch.nn.Linear(channels, hidden)
+"""
+
+
+def wave(samples: int, seed: int = 0) -> Media:
+    return open_series(np.random.default_rng(seed).normal(size=(2, samples)).astype("f4"))
+
+
+def ask(*parts: str | Media) -> tuple[Message, ...]:
+    return (Message(role="user", parts=parts),)
+
+
+@pytest.fixture
+def plugged(family_of):
+    return lambda name, settings=SETTINGS: series.plugged(family_of(name), settings)
+
+
+def loaded(family, seed: int = 0):
+    return load_model(family, dtype=torch.float32, device=CPU, seed=seed)
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3", "llama", "mixtral", "qwen2_5_vl", "qwen2_audio", "qwen2_5_omni"]
+)
+def test_any_family_shows_a_series_where_it_stands(plugged, family_of, name):
+    family, plain = plugged(name), family_of(name)
+    rendered = family.render(ask("a ", wave(95), "b"))
+    (span,) = rendered.media
+    assert span.length == 10  # the last patch is filled up
+    token = family.chat.placeholders["series"]
+    assert np.flatnonzero(rendered.ids == token).tolist() == list(range(span.start, span.end))
+    around = np.delete(rendered.ids, np.arange(span.start, span.end)).tolist()
+    before, after = plain.chat.text_of(ask("a \0b"), True).split("\0")
+    assert around == [*plain.chat._encode(before), *plain.chat._encode(after)]
+    assert token == plain.vocabulary - 1 and family.banned[token]
+    assert token not in plain.chat.tokenizer.get_vocab().values()
+    assert (family.positions(len(rendered), rendered.media) == np.arange(len(rendered))).all()
+    assert family.render(ask("text")).ids.tolist() == plain.render(ask("text")).ids.tolist()
+
+
+def test_a_picture_and_a_series_keep_their_order(plugged, image):
+    family = plugged("qwen2_5_vl")
+    model = loaded(family)
+    shown = [wave(20), image(), wave(35, 1)]
+    rendered = family.render(ask(shown[0], "x", shown[1], shown[2], "y"))
+    assert [span.length for span in rendered.media] == [2, 4, 4]
+    made = family.features(model, family.media(rendered.media))
+    apart = [family.features(model, family.media([span])) for span in rendered.media]
+    assert torch.allclose(made, torch.cat(apart), atol=1e-6)
+    places = family.positions(len(rendered), rendered.media)
+    start = rendered.media[1].start
+    assert places[:, start : start + 4].max(1).tolist() == [start, start + 1, start + 1]
+    assert places[0, start + 4] == start + 2  # text goes on behind the picture, over the series
+
+
+def test_nothing_that_is_typed_becomes_a_series(plugged):
+    family = plugged("qwen2")
+    typed = family.render(ask(f"a {chr(0x10FFFF)} <series> b", wave(20)))
+    assert (typed.ids == family.chat.placeholders["series"]).sum() == 2
+
+
+def test_rows_that_do_not_fit_are_refused(plugged, family_of):
+    with pytest.raises(ConfigError, match=r"no encoder for it; try model\.series\.encoder=patches"):
+        family_of("qwen2").render(ask(wave(20)))
+    with pytest.raises(ImageError, match=r"3 leads, model\.series\.channels is 2"):
+        plugged("qwen2").render(ask(open_series(np.ones((3, 20)))))
+
+
+def test_a_vocabulary_without_a_spare_row_lends_a_reserved_token(family_of):
+    full = family_of("llama")
+    size = len(full.chat.tokenizer)
+    full = replace(full, vocabulary=size, banned=full.banned[:size])
+    with pytest.raises(ConfigError, match=r"no id is spare.*\.series\.token=<\|vision_pad"):
+        series.plugged(full, SETTINGS)
+    free = full.chat.tokenizer.convert_tokens_to_ids("<|vision_pad|>")
+    chosen = SETTINGS.model_copy(update={"token": "<|vision_pad|>"})
+    family = series.plugged(full, chosen)
+    assert family.chat.placeholders["series"] == free and family.banned[free]
+    typed = family.render(ask("<|vision_pad|>", wave(20)))
+    assert (typed.ids == free).sum() == 2
+    with pytest.raises(ConfigError, match=r"<\|im_end\|> can stand"):
+        series.plugged(full, SETTINGS.model_copy(update={"token": "<|im_end|>"}))
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def test_leads_are_compared_by_their_shape(plugged):
+    wavy = torch.sin(torch.arange(40.0))[None]
+    scaled = series.normalised(torch.cat([wavy, 1000 * wavy + 5, torch.zeros(1, 40)]))
+    assert torch.allclose(scaled[0], scaled[1], atol=1e-3) and not scaled[2].any()
+    spike = torch.zeros(1, 40)
+    spike[0, 7] = 1e-3
+    assert 5 < series.normalised(spike).max() < 7  # of its deviation: the quartiles are equal
+    assert series.normalised(torch.cat([wavy, torch.full((1, 1), 1e9)], 1)).max() == 10
+
+
+def test_the_engine_answers_as_the_trainer_scores(plugged):
+    family = plugged("qwen2_5_vl")
+    model = loaded(family)
+    prompts = [family.render(ask("a", wave(30 + n, n), "b")) for n in range(3)]
+    engine, groups = EmbeddedEngine(model, family), []
+    for n, prompt in enumerate(prompts):
+        sampling = Sampling(max_tokens=6, ignore_eos=True)
+        engine.submit(
+            Request(key=str(n), ids=prompt.ids, media=prompt.media, sampling=sampling, noise=n)
+        )
+    done = {}
+    while len(done) < 3:
+        done |= {one.key: one for one in engine.poll()}
+    for n, prompt in enumerate(prompts):
+        answer = done[str(n)]
+        sources = np.repeat([Source.PROMPT, Source.POLICY], [len(prompt), 6]).astype(np.int8)
+        member = Trajectory(
+            sample_id=str(n),
+            repeat=0,
+            ids=np.concatenate([prompt.ids, answer.ids]),
+            sources=sources,
+            logprobs=np.concatenate([np.full(len(prompt), np.nan, np.float32), answer.logprobs]),
+            versions=np.zeros(len(sources), np.int32),
+            media=prompt.media,
+        )
+        groups.append(Group(sample=Sample(id=str(n), messages=()), trajectories=(member,)))
+    batches = pack(groups, positions=family.positions, micro_tokens=4096)
+    ((scored, _),) = LocalBackend(model, family).logprobs(batches, Scoring())
+    sampled = np.concatenate([done[str(n)].logprobs for n in range(3)])
+    assert np.abs(scored - sampled).max() < 1e-4
+    with torch.no_grad():
+        model.series.inner.last.weight.neg_()
+    ((moved, _),) = LocalBackend(model, family).logprobs(batches, Scoring())
+    assert np.abs(moved - sampled).max() > 1e-3
+
+
+def test_a_group_shares_its_series_and_gradients_reach_the_encoder(plugged):
+    family = plugged("qwen2")
+    model = loaded(family)
+    replies = [(Message(role="assistant", parts=(text,)),) for text in ("up", "down")]
+    sample = Sample(id="s", messages=ask(wave(50), "?"), candidates=tuple(replies))
+    (forest,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
+    assert len(forest.media) == 1 and len(forest.keys) == 2
+    rows = [
+        dialogue(replace(sample, messages=(*sample.messages, *reply)), family, "assistant")
+        for reply in replies
+    ]
+    apart = pack(rows, positions=family.positions, micro_tokens=4096)
+    scoring = LocalBackend(model, family)
+    ((together, _),), ((alone, _),) = (scoring.logprobs(b, OWN) for b in ([forest], apart))
+    assert np.abs(together - alone).max() < 1e-5
+
+    learning = loaded(family)
+    assert trainable_table(learning, family)["series"][0] > 0
+    before = {n: p.detach().clone() for n, p in learning.series.named_parameters()}
+    config = TrainConfig(lr_scale={"llm": 0.0})
+    backend = LocalBackend(learning, family, config)
+    words = learning.get_input_embeddings().weight.detach().clone()
+    losses = [
+        backend.train_step(
+            stages.write_supervision(apart), SUPERVISED, OWN, lr=1e-2
+        ).metrics.means()["policy/loss"]
+        for _ in range(8)
+    ]
+    assert losses[-1] < losses[0] - 0.02
+    after = dict(learning.series.named_parameters())
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(words, learning.get_input_embeddings().weight)
+
+    still = loaded(family)
+    freeze(still, family, "freeze:series")
+    assert not any(p.requires_grad for p in still.series.parameters())
+    assert trainable_table(still, family)["llm"][1] == 0
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_the_encoder_lies_beside_a_model_that_anybody_loads(plugged, family_of, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    family = plugged("qwen2")
+    model = loaded(family, seed=3)
+    assert not torch.equal(
+        model.series.inner.first.weight, loaded(family).series.inner.first.weight
+    )
+    LocalBackend(model, family).save_model(tmp_path)
+    assert hasattr(model, "series")
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["unexpected_keys"] and not info["missing_keys"]
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(family.path) / name, tmp_path)
+    plain = replace(family_of("qwen2"), path=str(tmp_path))
+    again = series.plugged(plain, SeriesConfig())
+    assert again.series == SETTINGS
+    mine, theirs = model.series.state_dict(), loaded(again).series.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine | theirs)
+    with pytest.raises(ConfigError, match=r"model\.series\.patch=25: the encoder in .* has 10"):
+        series.plugged(plain, SeriesConfig(encoder="patches", patch=25))
+
+    adapted = loaded(again)
+    lora.add(adapted, again, LoraConfig(rank=2), seed=0)
+    assert not any(p.requires_grad for p in adapted.series.parameters())
+    LocalBackend(adapted, again, TrainConfig()).save_model(tmp_path / "merged")
+    assert (tmp_path / "merged" / series.SERIES_FILE).is_file()
+    with pytest.raises(ConfigError, match="'series' matches no linear layer"):
+        lora.add(loaded(again), again, LoraConfig(rank=2, targets="series"), seed=0)
+
+
+def test_a_module_of_the_user_is_run_where_a_config_names_it(family_of, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_MODULE)
+    named = SeriesConfig(encoder=f"{tmp_path}/own.py:make", channels=2)
+    family = series.plugged(family_of("qwen2"), named)
+    model = loaded(family)
+    rendered = family.render(ask(wave(23)))
+    assert rendered.media[0].length == 4
+    assert family.features(model, family.media(rendered.media)).shape == (4, 64)
+    with pytest.raises(ImageError, match=r"4 samples are 0 tokens of .*own\.py:make; give more"):
+        family.render(ask(wave(4)))
+    with pytest.raises(ConfigError, match=r"forward gave \[4, 64\], and by its tokens\(\) it is"):
+        model.series(torch.zeros(2, 23), [23], [5])
+    LocalBackend(model, family).save_model(tmp_path)
+    plain = replace(family_of("qwen2"), path=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"a module of your own; say where it is, such as model"):
+        series.plugged(plain, SeriesConfig())
+    shutil.copy(tmp_path / "own.py", tmp_path / "moved.py")
+    moved = series.plugged(plain, SeriesConfig(encoder=f"{tmp_path}/moved.py:make"))
+    assert moved.series.channels == 2
+    assert torch.equal(loaded(moved).series.inner.out.weight, model.series.inner.out.weight)
+    wrong = named.model_copy(update={"encoder": f"{tmp_path}/own.py:wrong"})
+    with pytest.raises(ConfigError, match="gives Linear; it needs"):
+        series.plugged(family_of("qwen2"), wrong)
+    with pytest.raises(ConfigError, match="gives NoneType; it needs"):
+        lost = named.model_copy(update={"encoder": f"{tmp_path}/own.py:lost"})
+        series.plugged(family_of("qwen2"), lost)
+    other = OWN_MODULE.replace(
+        "Linear(channels, hidden)\n        self.reg", "Linear(3, 4); self.reg"
+    )
+    (tmp_path / "moved.py").write_text(other)
+    with pytest.raises(EnvironmentProblem, match="its tensors are not those of"):
+        loaded(moved)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["model.series.patch=5"], r"model\.series\.patch: has no effect without an encoder"),
+        (["model.series.encoder=waves"], "waves is neither patches nor FILE.py:FUNCTION"),
+        (["model.series.encoder=patches", "rollout.engine=vllm"], "vllm has no encoder for time"),
+        (["model.series.encoder=patches", "rollout.engine=sglang"], "sglang has no encoder for"),
+        (["model.series.encoder=patches", "rollout.replicas=2"], "rollout.replicas: 2 has no enc"),
+        (["model.series.encoder=patches", "model.train=lora"], "as it was drawn; train it first"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_loaded(options, why, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}")
+    always = ["model.path=tiny:qwen2", f"data.train={tmp_path}/rows.jsonl", "reward.terms=[math]"]
+    with pytest.raises(ConfigError, match=why):
+        check(load_config(None, [*always, *options]), "rl")

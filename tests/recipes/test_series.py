@@ -1,0 +1,167 @@
+"""Runs with time series: they are learned from, go on exactly, and leave a folder that works."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from saccade.config import load
+from saccade.errors import ConfigError
+from saccade.estimate.sizing import empty_model
+from saccade.export import export
+from saccade.models import tiny
+from saccade.models.files import SERIES_FILE
+from saccade.recipes import check_data, dpo, evaluate, parts, reward_model, rl, sft
+
+LEADS = 4
+
+
+def write(path: Path, count: int, *, seed: int, shown: bool = True, pairs: bool = False) -> str:
+    """Which lead carries a wave? Its place is random, so all other leads are noise."""
+    rng, lines = np.random.default_rng(seed), []
+    for number in range(count):
+        lead, start = int(rng.integers(LEADS)), int(rng.integers(30))
+        values = rng.normal(size=(LEADS, 40))
+        values[lead, start : start + 10] += 4
+        row: dict[str, Any] = {"id": f"{seed}-{number}", "answer": str(lead)}
+        asked = "<series>lead?" if shown else "lead?"
+        row |= {"series": values.round(2).tolist()} if shown else {}
+        if pairs:
+            row |= {"prompt": asked, "chosen": str(lead), "rejected": str((lead + 1) % LEADS)}
+        else:
+            turns = [("user", asked), ("assistant", str(lead))]
+            row["messages"] = [{"role": role, "content": text} for role, text in turns]
+        lines.append(json.dumps(row))
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def options(out: Path, rows: str, **changes: Any) -> dict[str, Any]:
+    always = {
+        "run.out": str(out),
+        "run.device": "cpu",
+        "run.max_steps": 2,
+        "model.path": "tiny:qwen2",
+        "model.series.encoder": "patches",
+        "model.series.channels": LEADS,
+        "model.series.patch": 20,
+        "model.series.width": 32,
+        "model.series.layers": 1,
+        "data.train": rows,
+        "prompt.format": "direct",
+        "prompt.instruction": "",
+        "rollout.max_tokens": 2,
+        "train.prompts_per_step": 4,
+        "train.lr": 3e-3,
+        "train.schedule": "constant",
+        "train.warmup": 0,
+        "track.tensorboard": False,
+    }
+    return always | {name.replace("__", "."): value for name, value in changes.items()}
+
+
+def encoder_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / SERIES_FILE)
+
+
+def test_a_model_learns_to_read_series_and_cannot_guess_them(tmp_path: Path) -> None:
+    found = {}
+    for shown, steps in ((True, 70), (False, 30)):
+        name = f"shown-{shown}"
+        rows = write(tmp_path / f"{name}.jsonl", 512, seed=1, shown=shown)
+        val = write(tmp_path / f"{name}-val.jsonl", 64, seed=2, shown=shown)
+        run = options(tmp_path, rows, run__name=name, run__max_steps=steps, val__every=steps)
+        run |= {"data.val": val, "train.prompts_per_step": 32, "train.epochs": 100}
+        last = sft.run(run | {"reward.terms": ["exact"], "val.before": False})
+        found[shown] = last[f"val/{name}-val/accuracy"]
+    assert found[True] > 0.6 and found[False] < 0.45  # chance is a quarter
+
+    # The checkpoint alone says how its series are read.
+    val = str(tmp_path / "shown-True-val.jsonl")
+    run = options(tmp_path, val, model__path=str(tmp_path / "shown-True" / "checkpoints/step-70"))
+    run = {name: value for name, value in run.items() if "series" not in name}
+    run |= {"data.val": val, "reward.terms": ["exact"]}
+    (again,) = evaluate.run(run | {"run.name": "again"}).values()
+    assert again["accuracy"] == found[True]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2_5_vl"])
+def test_rl_trains_the_encoder_and_goes_on_exactly(name, tmp_path, same_weights) -> None:
+    rows = write(tmp_path / "rows.jsonl", 8, seed=3)
+    # Hardly any byte of a random answer would be right; of these about half are.
+    (tmp_path / "own.py").write_text("def score(s): return float(sum(map(ord, s.response)) % 2)")
+    run = options(tmp_path, rows, model__path=f"tiny:{name}", rollout__max_tokens=4)
+    run |= {"reward.terms": [f"{tmp_path}/own.py:score"], "train.samples_per_prompt": 8}
+    run |= {"reward.self_test": "off", "algorithm.preset": "grpo", "save.every": 2}
+    last = rl.run(run | {"run.name": "whole", "run.max_steps": 4})
+    assert 0 < last["reward/mean"] < 1
+    rl.run(run | {"run.name": "halves"})
+    rl.run(run | {"run.name": "halves", "run.max_steps": 4, "run.resume": "auto"})
+    whole, halves = (tmp_path / each / "checkpoints" for each in ("whole", "halves"))
+    assert same_weights(whole / "step-4", halves / "step-4")
+    early, late = encoder_of(whole / "step-2"), encoder_of(whole / "step-4")
+    assert all(not torch.equal(early[tensor], late[tensor]) for tensor in early)
+
+    config = load(run)
+    family = parts.family_of(config, parts.start_folder(config))
+    drawn = parts.load_policy(config, family).model.series.state_dict()
+    empty = empty_model(config, family)
+    assert sum(p.numel() for p in empty.series.parameters()) == sum(
+        map(torch.numel, drawn.values())
+    )
+    assert drawn.keys() == early.keys() and not torch.equal(
+        drawn["inner.first.weight"], early["inner.first.weight"]
+    )
+
+    exported = export(tmp_path / "whole", tmp_path / "out", dtype="bfloat16")
+    assert all(torch.equal(t, late[n]) for n, t in encoder_of(exported).items())
+    opened = parts.family_of(load({"model.path": str(exported)}), str(exported))
+    assert opened.series is not None and opened.series.patch == 20
+
+
+def test_preferences_and_reward_models_read_series(tmp_path: Path) -> None:
+    rows = write(tmp_path / "pairs.jsonl", 8, seed=4, pairs=True)
+    for recipe in (dpo, reward_model):
+        name = recipe.__name__.rpartition(".")[2]
+        recipe.run(options(tmp_path, rows, run__name=name, train__epochs=2))
+        folder = tmp_path / name / "checkpoints" / "step-2"
+        assert (folder / SERIES_FILE).is_file()
+    # A reward model scores the answers of a policy that reads the same series.
+    term = {
+        "verifier": "model",
+        "args": {"path": str(tmp_path / "reward_model/checkpoints/step-2")},
+    }
+    run = options(tmp_path, write(tmp_path / "rows.jsonl", 8, seed=5), run__name="rated")
+    last = rl.run(run | {"reward.terms": [term], "train.samples_per_prompt": 2})
+    assert np.isfinite(last["reward/mean"]) and last["reward/mean"] != 0
+
+
+def test_rows_of_another_shape_are_listed_and_no_encoder_is_an_error(tmp_path: Path) -> None:
+    rows = Path(write(tmp_path / "rows.jsonl", 3, seed=6))
+    odd = {"id": "odd", "question": "?", "answer": "1", "series": [[1.0, 2.0]]}
+    (tmp_path / "odd.jsonl").write_text(json.dumps(odd))
+    run = options(tmp_path, str(rows)) | {"data.train": [str(rows), str(tmp_path / "odd.jsonl")]}
+    report = check_data.run({n: v for n, v in run.items() if not n.startswith(("train", "roll"))})
+    (bad,) = report.bad
+    assert bad.id == "odd" and "1 leads, model.series.channels is 4" in bad.reason
+    assert report.good == 3 and report.lengths["max"] < 60
+    without = {name: value for name, value in run.items() if "series" not in name}
+    with pytest.raises(ConfigError, match=r"try model\.series\.encoder=patches"):
+        sft.run(without | {"run.name": "without"})
+
+
+def test_a_teacher_has_to_read_series_too(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", 8, seed=7)
+    sft.run(options(tmp_path, rows, run__name="teacher"))
+    teacher = str(tmp_path / "teacher" / "checkpoints" / "step-2")
+    last = sft.run(options(tmp_path, rows, run__name="pupil", sft__teacher=teacher))
+    assert np.isfinite(last["sft/loss"])
+    plain = tiny.build("qwen2", tmp_path / "plain")
+    with pytest.raises(ConfigError, match="with an encoder of time series if that has one"):
+        sft.run(options(tmp_path, rows, run__name="alone", sft__teacher=plain))
