@@ -446,5 +446,6 @@ class LocalBackend:
 def _backward(loss_of: Callable[[Batch], tuple[Tensor, S]], batch: Batch) -> S:
     """A function of its own: an error leaves it, and with it the graph that filled the memory."""
     loss, stats = loss_of(batch)
-    loss.backward()
+    if loss.requires_grad:  # not where only a tower trains, and nothing here passed through it
+        loss.backward()
     return stats

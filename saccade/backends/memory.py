@@ -63,6 +63,7 @@ class Recompute:
                 kinds.setdefault(type(layer), _Kind(layers=[])).layers.append(layer)
         self.kinds = list(kinds.values())
         self._hooks: list[Any] = []
+        self._measured: tuple[int, int, int] | None = None  # bytes before, tokens, media tokens
         self._tokens = 0  # of the micro-batch under way
         self._passed = [0, 0]  # tokens through all layers, and through those that computed again
 
@@ -136,13 +137,16 @@ class Recompute:
         layers = sum(len(kind.layers) for kind in self.kinds)
         self._passed[0] += self._tokens * layers
         self._passed[1] += self._tokens * (layers - self.keeping)
-        if not self._hooks:
+        if self._measured is None:
             return
-        self._stop_measuring()
         before, tokens, media_tokens = self._measured
+        self._stop_measuring()
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        if peak > self.overhead[0]:
+        spent, of_tokens, of_media_tokens = self.overhead
+        if peak > spent:
             self.overhead = (peak, tokens, media_tokens)
+        elif media_tokens > of_media_tokens:  # so many need no more than that
+            self.overhead = (spent, of_tokens, media_tokens)
 
     def repeated(self) -> float:
         """Share of the layers that computed again in all micro-batches since the last call."""
@@ -158,4 +162,4 @@ class Recompute:
     def _stop_measuring(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._measured = [], None

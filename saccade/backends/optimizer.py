@@ -108,10 +108,11 @@ class Optimizer:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
     def step(self, lr: float, *, norm: Tensor) -> None:
-        """Clip by the global norm, update, forget the gradients."""
-        factor = (self.config.grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(list(self.gradients.values()), factor)
-        self._rule.step(self.gradients, lr)
+        """Clip by the global norm, update, forget the gradients. Without any, nothing changes."""
+        if self.gradients:
+            factor = (self.config.grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(list(self.gradients.values()), factor)
+            self._rule.step(self.gradients, lr)
         self.clear()
 
     def state(self) -> dict[str, Tensor]:
@@ -235,7 +236,7 @@ class _KahanAdamW:
             direction = (mean / bias1) / ((square / bias2).sqrt_() + self.config.eps)
             direction += self.decay[name] * parameter.float()
             change = state["lost"].float() - lr * self.lr_scale[name] * direction
-            before = parameter.float()
+            before = parameter.to(torch.float32, copy=True)  # a float32 one would be itself
             parameter.copy_(before + change)
             state["lost"].copy_(change - (parameter.float() - before))
 

@@ -14,6 +14,7 @@ from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.forest import pack
+from saccade.models.load import freeze
 from saccade.types import Batch
 
 ON_POLICY = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=64)
@@ -217,6 +218,23 @@ def test_text_only_steps_leave_the_vision_tower_alone(family_of, load, batches):
     assert torch.equal(
         model.model.visual.patch_embed.proj.weight, before["model.visual.patch_embed.proj.weight"]
     )
+
+
+def test_rows_without_media_teach_a_tower_that_trains_alone_nothing(
+    family_of, load, batches, monkeypatch
+):
+    family, model = family_of(NAME), load(NAME)
+    freeze(model, family, "freeze:llm")
+    backend = LocalBackend(model, family, TrainConfig())
+    text, shown = batches
+    assert not text.media and shown.media
+    both, alone = (gradients(backend, some, monkeypatch) for some in (batches, [shown]))
+    assert both[0]["policy/grad_norm"] == alone[0]["policy/grad_norm"] > 0
+    assert_equal(both[1], alone[1])
+    before = snapshot(model)
+    update = backend.train_step([text], ON_POLICY, SCORING, lr=1e-3)
+    assert update.metrics.means()["policy/grad_norm"] == 0 and not update.skipped
+    assert same(before, snapshot(model))
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,42 @@ def test_repeated_layers_are_summed_over_micro_batches(plan):
     assert made.repeated() == 0  # of none
 
 
+def peaks(monkeypatch, found: list[float]) -> None:
+    """The peak of each micro-batch that is measured from now on, in GiB."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: found.pop(0) * GIB)
+
+
+def test_a_first_micro_batch_that_failed_is_measured_again(plan, monkeypatch):
+    """Its layers were seen in the forward, its peak was not."""
+    made, choose = plan
+    made.overhead = (0, 1, 1)
+    peaks(monkeypatch, [3.0])
+    choose(10.0, 1000, 1000)
+    made.failed()
+    made.choose(1000, 1000, cautious=True)
+    made.learn()
+    assert made.overhead == (0, 1, 1)
+    choose(10.0, 1000, 1000)
+    made.learn()
+    assert made.overhead == (3 * GIB, 1000, 1000)
+    assert choose(10.0, 1000, 1000) == [True] * 4
+
+
+def test_media_that_need_no_more_than_text_did_are_no_reason_to_recompute(plan, monkeypatch):
+    made, choose = plan
+    made.overhead, made.kinds[0].kept = (0, 1, 1), None
+    peaks(monkeypatch, [3.0, 2.0])
+    choose(10.0, 1000, 0)
+    made.learn()
+    choose(10.0, 900, 500)
+    made.learn()
+    assert made.overhead == (3 * GIB, 1000, 500)
+    made.kinds[0].kept = 2 * GIB  # as its hook would have noted
+    assert choose(10.0, 1000, 500) == [True] * 4
+
+
 def test_running_out_of_memory_widens_the_margin(plan):
     made, choose = plan
     choose(10.0, 1000, 1000)

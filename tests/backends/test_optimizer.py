@@ -88,6 +88,26 @@ def test_kahan_follows_fp32_where_plain_bf16_stands_still():
     assert (kahan["matrix"].float() - exact).norm() < (plain.float() - exact).norm()
 
 
+def test_kahan_loses_nothing_of_weights_that_are_fp32():
+    """A head or an encoder beside a bf16 model: only the moments are rounded."""
+    start, exact = parameters(), torch_adamw()
+    mine, optimizer = run("adamw_bf16", torch.float32)
+    for name, wanted in exact.items():
+        assert (mine[name] - wanted).norm() < 0.02 * (wanted - start[name]).norm(), name
+        assert optimizer.state()[f"lost/{name}"].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_bf16"])
+def test_a_step_without_gradients_changes_nothing(kind):
+    mine, optimizer = run(kind, torch.float32, steps=1)
+    before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    weights = {name: p.detach().clone() for name, p in mine.items()}
+    optimizer.begin()
+    optimizer.step(1e-2, norm=optimizer.norm())
+    assert all(torch.equal(before[name], now) for name, now in optimizer.state().items())
+    assert all(torch.equal(weights[name], p) for name, p in mine.items())
+
+
 def test_gradients_of_micro_batches_add_up_in_fp32():
     p = nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
     optimizer = Optimizer([("p", p)], TrainConfig(), lr_scale=lambda n: 1.0)

@@ -173,6 +173,34 @@ def test_fused_draws_are_those_of_the_sampler(vocabulary, temperature):
     assert not banned[ids].any()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("vocabulary", [50, 4097, 151_936])
+def test_logits_that_are_no_numbers_give_ids_that_exist(vocabulary, temperature):
+    """A model that diverged is stopped by its log-probs, not by an id past the vocabulary."""
+    from saccade.engines.embedded import draws
+
+    logits = torch.randn(6, vocabulary, device=DEVICE, dtype=torch.bfloat16)
+    logits[0], logits[1], logits[2, ::3] = torch.nan, -torch.inf, torch.nan
+    logits[3, -1], logits[4, :-1] = torch.nan, -torch.inf
+    count = torch.arange(6, device=DEVICE)
+    heat = torch.full((6,), temperature, device=DEVICE)
+    for top_k, top_p in ((0, 1.0), (3, 1.0), (0, 0.5)):
+        floors = draws.cut(
+            logits,
+            temperature=heat,
+            top_k=torch.full_like(count, top_k),
+            top_p=torch.full_like(heat, top_p),
+            lengths=count,
+            banned=None,
+        )
+        ids, logprobs = draws.draw(
+            logits, temperature=heat, keys=count, index=count, banned=None, floors=floors
+        )
+        assert ((ids >= 0) & (ids < vocabulary)).all()
+        assert logprobs[:2].isnan().all() and logprobs[4:].isfinite().all()
+        assert ids[4] == vocabulary - 1 and logprobs[4].abs() < 1e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocabulary", [50, 300, 8192, 151_936])
 def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
@@ -433,7 +461,7 @@ def test_graphs_outlive_the_pool_and_follow_the_weights(family, asked):
     model = load_model(family, dtype=torch.bfloat16, device=DEVICE)
     engine = EmbeddedEngine(model, family)
     first = generate(engine, asked)
-    captured = [graph for graph, _ in engine.graphs._captured.values()]
+    captured = list(engine.graphs._captured.values())
     engine.sleep()
     elsewhere = torch.empty(1 << 24, device=DEVICE)  # the pool cannot come back to its address
     with torch.no_grad():
@@ -441,7 +469,7 @@ def test_graphs_outlive_the_pool_and_follow_the_weights(family, asked):
             parameter.mul_(1.02)
     engine.update_weights(None, version=1)
     again = generate(engine, asked)
-    assert [graph for graph, _ in engine.graphs._captured.values()] == captured
+    assert list(engine.graphs._captured.values()) == captured
     fresh = generate(EmbeddedEngine(model, family), asked)
     assert [a.ids.tolist() for a in again] == [a.ids.tolist() for a in fresh]
     assert [a.ids.tolist() for a in again] != [a.ids.tolist() for a in first]

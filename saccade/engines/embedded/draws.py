@@ -321,7 +321,8 @@ def _draw(
     best = tl.where(heat > 0, top - tl.log(least), top)
     target = row * tl.num_programs(0) + chunk
     tl.store(noisy + target, best)
-    tl.store(place + target, chunk * CHUNK + at)
+    # Where logits are no numbers any column may come out, also one past the end.
+    tl.store(place + target, tl.minimum(chunk * CHUNK + at, vocabulary - 1))
     tl.store(highest + target, top)
     tl.store(mass + target, tl.sum(weight, 0))
 
@@ -337,6 +338,7 @@ def _pick(
         source = tl.load(rows + row).to(tl.int64)
     at, real = row * CHUNKS + chunk, chunk < CHUNKS
     _, best = tl.max(tl.load(noisy + at, mask=real, other=float("-inf")), 0, return_indices=True)
+    best = tl.minimum(best, CHUNKS - 1)
     tops = tl.load(highest + at, mask=real, other=float("-inf"))
     top = tl.max(tops, 0)
     total = tl.sum(tl.load(mass + at, mask=real, other=0.0) * tl.exp(tops - top), 0)

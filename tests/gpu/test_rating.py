@@ -1,0 +1,125 @@
+"""A reward model on the GPU: a float32 head beside a bfloat16 model learns, rests, and is saved."""
+
+from __future__ import annotations
+
+import json
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from saccade.backends.learned import LearnedReward  # noqa: E402
+from saccade.backends.local import LocalBackend  # noqa: E402
+from saccade.images import open_media  # noqa: E402
+from saccade.models.rating import REWARD_FILE, read_card  # noqa: E402
+from saccade.recipes import reward_model  # noqa: E402
+from saccade.rewards.sample import RewardSample  # noqa: E402
+from saccade.types import Message  # noqa: E402
+
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+STEPS, RATE = 2, 1e-3
+DEEP = {
+    "reward_model.loss": "hps",
+    "reward_model.pooling": "attention",
+    "reward_model.pooling_heads": 4,
+    "reward_model.head": "mlp",
+    "reward_model.bounded": True,
+    "reward_model.probe_layer": 0,
+}
+
+
+def pictures(scenes: Path) -> list[str]:
+    lines = (scenes / "train.jsonl").read_text().splitlines()
+    return [str(scenes / json.loads(line)["images"][0]) for line in lines]
+
+
+def asked(scenes: Path) -> list[RewardSample]:
+    """Replies of several lengths, two to each picture."""
+    return [
+        RewardSample(
+            id=f"{number}/{reply}",
+            response=reply,
+            asked=(Message(role="user", parts=(open_media(path), "how many objects ?")),),
+            replied=(Message(role="assistant", parts=(reply,)),),
+        )
+        for number, path in enumerate(pictures(scenes)[:6])
+        for reply in ("red", "blue " * (number + 1))
+    ]
+
+
+def scores(model: Any, family: Any, scenes: Path) -> list[float]:
+    """Of a model that goes on training afterwards."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = LearnedReward(model, family, model.score.card).score(asked(scenes))
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16"])
+def test_a_deep_head_learns_and_its_folder_scores_alike(
+    optimizer: str,
+    tmp_path: Path,
+    scenes: Path,
+    word_model: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [
+        {"id": f"{n}", "prompt": "<image>how many objects ?", "images": [path]}
+        | {"chosen": "red", "rejected": "blue"}
+        for n, path in enumerate(pictures(scenes))
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found, heads, write = [], [], LocalBackend.save_model
+
+    def noted(self: LocalBackend, folder: Path) -> None:
+        found.append(scores(self.model, self.family, scenes))
+        write(self, folder)
+
+    def counted(self: LocalBackend, *args: Any) -> Any:
+        heads.append({n: p.detach().cpu().clone() for n, p in self.model.score.named_parameters()})
+        return update(self, *args)
+
+    update = LocalBackend._update
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "save_model", noted)
+        patch.setattr(LocalBackend, "_update", counted)
+        last = reward_model.run(
+            {
+                "run.out": str(tmp_path),
+                "run.device": DEVICE.type,
+                "run.max_steps": STEPS,
+                "model.path": word_model,
+                "model.dtype": "bfloat16",
+                "data.train": str(tmp_path / "pairs.jsonl"),
+                "prompt.format": "direct",
+                "prompt.instruction": "",
+                "train.optimizer": optimizer,
+                "train.prompts_per_step": 8,
+                "train.lr": RATE,
+                "train.schedule": "constant",
+                "train.warmup": 0,
+                "track.tensorboard": False,
+            }
+            | DEEP
+        )
+    assert isfinite(last["rm/loss"]) and last["policy/grad_norm"] > 0
+    assert last["guard/nonfinite"] == 0 and len(heads) == STEPS
+    folder = tmp_path / "run" / "checkpoints" / f"step-{STEPS}"
+    card = read_card(folder)
+    assert card is not None and (card.head, card.pooling_heads, card.probe_layer) == ("mlp", 4, 0)
+    stored = load_file(folder / REWARD_FILE)
+    for name, before in heads[0].items():
+        after = stored[f"score.{name}"]
+        moved = (after - before).abs().max().item()
+        assert after.dtype == torch.float32 and 0 < moved < 1.25 * STEPS * RATE, name
+    for offload in (False, True):
+        model = LearnedReward.load(folder, device=DEVICE, dtype=DTYPE, offload=offload)
+        for _ in range(2):  # its weights come and go
+            assert model.score(asked(scenes)) == pytest.approx(found[-1], abs=0.01)
