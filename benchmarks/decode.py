@@ -87,7 +87,7 @@ def timed(
     done: dict[str, Completion] = {}
     prefill, decode, looks = 0.0, 0.0, 0
     while engine.pending:
-        before, waiting = time.perf_counter(), bool(engine._waiting)
+        before, waiting = time.perf_counter(), bool(engine.scheduler.waiting)
         done |= {completion.key: completion for completion in engine.poll()}
         spent = time.perf_counter() - before
         looks += 1
@@ -142,7 +142,7 @@ def profile(engine: EmbeddedEngine, asked: list[Request]) -> None:
     for request in asked:
         engine.submit(request)
     show("a prefill", engine, top=8)
-    while engine._waiting or engine._jobs:
+    while engine.scheduler.waiting or engine.scheduler.jobs:
         engine.poll()
     engine.poll()
     show(f"a burst of {len(asked)} sequences", engine, top=20)

@@ -33,7 +33,7 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import Step
 from saccade.environments.texts import said
 from saccade.images import crop
-from saccade.recipes import parts
+from saccade.recipes import models, questions
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.types import Completion, Group, Message, Request, Sample, Sampling
@@ -85,7 +85,7 @@ class Watched:
         began = time.perf_counter()
         done = self.engine.poll()
         seconds = time.perf_counter() - began
-        inside = min(self.room, len(self.engine._running) + len(done))
+        inside = min(self.room, len(self.engine.scheduler.running) + len(done))
         self.filled += seconds * inside / self.room
         self.looked += seconds
         return done
@@ -100,14 +100,14 @@ def measure(
 ) -> tuple[dict[str, float], list[Group]]:  # fmt: skip
     room = min(engine.max_sequences, len(samples) * work["samples"])
     watched = Watched(engine=engine, reuse=reuse, room=room)
-    begin = engine._begin
+    begin = engine.scheduler._begin
 
     def counted(sequence: Any) -> int:
         tokens = begin(sequence)
         watched.prefilled += tokens
         return tokens
 
-    engine._begin = counted  # type: ignore[method-assign]
+    engine.scheduler._begin = counted  # type: ignore[method-assign]
     stops = tuple(f"w{60 + n}" for n in range(max(1, round(TOKENS_OF_A_STOP / work["new"]))))
     began = time.perf_counter()
     groups = collect(
@@ -121,7 +121,7 @@ def measure(
         seed=seed,
     )
     seconds = time.perf_counter() - began
-    engine._begin = begin  # type: ignore[method-assign]
+    engine.scheduler._begin = begin  # type: ignore[method-assign]
     engine.sleep()
     members = [t for group in groups for t in group.trajectories]
     return {
@@ -193,10 +193,10 @@ def main() -> None:
     data = write_rows(args.out / "data", model, work, steps=1)
     options = {"model.path": model, "data.train": str(data), "prompt.format": "none"}
     config = load(options | {"run.out": str(args.out / "runs")})
-    parts.quiet_libraries()
-    family = parts.family_of(config, model)
-    samples = parts.load_prompts(config, config.data.train, family).samples
-    policy = parts.load_policy(config, family, train="full")
+    models.quiet_libraries()
+    family = models.family_of(config, model)
+    samples = questions.load_prompts(config, config.data.train, family).samples
+    policy = models.load_policy(config, family, train="full")
     engine = EmbeddedEngine(policy.model, family, max_sequences=args.max_sequences)
     result = {
         "work": work,

@@ -29,7 +29,7 @@ from saccade.backends.local import LocalBackend
 from saccade.checkpoint import copy_processor
 from saccade.config import Config, defaults_for, load
 from saccade.data import synthetic
-from saccade.recipes import parts
+from saccade.recipes import models
 from saccade.recipes.rated import named, task_of
 from saccade.rewards.sample import reward_sample
 from saccade.types import Sample
@@ -75,11 +75,11 @@ def measured(found: dict[str, Any], name: str) -> Iterator[None]:
 
 def train(config: Config, folder: Path, per_step: int, found: dict[str, Any]) -> Sequence[Sample]:
     """One pass over the rows; the model's folder is what is left of it."""
-    family = parts.family_of(config, config.model.path)
+    family = models.family_of(config, config.model.path)
     task = task_of(config, family)
     data = task.load(config.data.train)
     with measured(found, "load"):
-        model = parts.load_policy(config, family).model
+        model = models.load_policy(config, family).model
         task.attach(model, None, data.samples)
         backend = LocalBackend(model, family, config.train, checkpointing="auto")
     found["parameters"] = sum(p.numel() for p in model.parameters())
@@ -103,7 +103,7 @@ def train(config: Config, folder: Path, per_step: int, found: dict[str, Any]) ->
 
 
 def score(config: Config, folder: Path, samples: Sequence[Sample], found: dict[str, Any]) -> None:
-    device = parts.device_of(config)
+    device = models.device_of(config)
     model = LearnedReward.load(
         folder,
         device=device,
@@ -144,7 +144,7 @@ def main() -> None:
             "prompt.format": "none",
         }
         config = defaults_for("reward-model", load(load(options), args.overrides))
-        parts.quiet_libraries()
+        models.quiet_libraries()
         (here / "rm").mkdir()
         samples = train(config, here / "rm", args.per_step, found)
         gc.collect()

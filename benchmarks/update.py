@@ -29,7 +29,7 @@ import torch
 from model import TEXT, VISION
 from rl_step import WORKS
 
-from saccade import attention, devices, flops
+from saccade import attention, devices, flops, shapes
 from saccade.algorithms.build import resolve
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
@@ -158,7 +158,7 @@ def measure(family: Family, model: Any, variant: str, args: Any) -> None:
     clock.wrap(backend, "_read", "forward + head")
     clock.wrap(backend, "_accumulate", "gradients")
     clock.wrap(backend.optimizer, "step", "optimizer")
-    shape = flops.shape_of(model.config)
+    shape = shapes.shape_of(model.config)
     assert shape is not None
     work = [flops.forward(shape, batch) for batch in batches]
     needed = sum(w.total + flops.backward(w, flops.FULL) for w in work)

@@ -18,7 +18,7 @@ import typer
 
 from saccade import __version__
 from saccade.cli_data import data_commands
-from saccade.cli_run import data_as_override, print_report, read_config, run_recipe, show_error
+from saccade.cli_run import as_override, print_report, read_config, run_recipe, show_error
 from saccade.errors import ConfigError, DataError, SaccadeError, SelfTestError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -53,6 +53,9 @@ Out = Annotated[
     str | None,
     typer.Option("--out", metavar="DIR", help="Same as run.out=DIR.", show_default=False),
 ]
+Port = Annotated[int, typer.Option(help="Its port; 0: any free one.", min=0, max=65535)]
+NoToken = Annotated[bool, typer.Option("--no-token", help="Serve whoever asks on this machine.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
 def command(
@@ -128,7 +131,7 @@ def init(
 # -- train -----------------------------------------------------------------------------------------
 
 
-def recipe(name: str, does: str, *, panel: str, example: str) -> None:
+def recipe(name: str, example: str, does: str, *, panel: str = "Train") -> None:
     """Register a command that hands its config to the recipe of that name."""
 
     def run(
@@ -144,29 +147,21 @@ def recipe(name: str, does: str, *, panel: str, example: str) -> None:
     command(name, panel=panel, example=f"saccade {name} {example}")(run)
 
 
-recipe(
-    "rl",
-    "Train with reinforcement learning.",
-    panel="Train",
-    example="run.yaml train.lr=2e-6 run.max_steps=100",
-)
+recipe("rl", "run.yaml train.lr=2e-6 run.max_steps=100", "Train with reinforcement learning.")
 recipe(
     "sft",
+    "run.yaml data.train=demonstrations.jsonl",
     "Train on demonstrations (supervised fine-tuning).",
-    panel="Train",
-    example="run.yaml data.train=demonstrations.jsonl",
 )
 recipe(
     "dpo",
+    "run.yaml data.train=pairs.jsonl dpo.beta=0.1",
     "Train on preferences: pairs of responses, or responses called good or bad (dpo.loss=kto).",
-    panel="Train",
-    example="run.yaml data.train=pairs.jsonl dpo.beta=0.1",
 )
 recipe(
     "reward-model",
+    "run.yaml train.lr=9e-6",
     "Train a model that scores: on pairs, or on steps that are labelled one by one.",
-    panel="Train",
-    example="run.yaml train.lr=9e-6",
 )
 
 
@@ -186,26 +181,19 @@ def evaluate(
     smoke: Smoke = False,
     seed: Seed = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for results.json and samples.jsonl."),
+        Path | None, typer.Option(metavar="DIR", help="Folder for results.json and samples.jsonl.")
     ] = None,
 ) -> None:
     """Measure a model on the sets of data.val."""
-    run_recipe(
-        "eval",
-        arguments,
-        dry_run=dry_run,
-        smoke=smoke,
-        seed=seed,
-        more={"out": out, "rescore": rescore},
-    )
+    more = {"out": out, "rescore": rescore}
+    run_recipe("eval", arguments, dry_run=dry_run, smoke=smoke, seed=seed, more=more)
 
 
 recipe(
     "generate",
+    "run.yaml generate.n=4",
     "Write responses of a model to a file; rows that are there already are skipped.",
     panel="Use",
-    example="run.yaml generate.n=4",
 )
 
 
@@ -226,10 +214,8 @@ def chat(
         bool, typer.Option("--serve", help="An OpenAI-compatible endpoint and a page to chat.")
     ] = False,
     host: Annotated[str, typer.Option(help="Address that --serve listens on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Its port; 0: any free one.", min=0, max=65535)] = 8000,
-    no_token: Annotated[
-        bool, typer.Option("--no-token", help="Serve whoever asks on this machine.")
-    ] = False,
+    port: Port = 8000,
+    no_token: NoToken = False,
 ) -> None:
     """Talk with a model about images: /image PATH, /system TEXT, /greedy, /clear, /save FILE, exit.
 
@@ -239,10 +225,6 @@ def chat(
     from saccade.checks import check
     from saccade.config import defaults_for
 
-    folders = [
-        item if "=" in item or item.endswith((".yaml", ".yml")) else f"model.path={item}"
-        for item in arguments or []
-    ]
     serving = {"--host": host != "127.0.0.1", "--port": port != 8000, "--no-token": no_token}
     for option in [name for name, given in serving.items() if given and not serve]:
         raise ConfigError(f"{option}: has no effect without --serve; add it, or leave this out")
@@ -250,7 +232,7 @@ def chat(
         raise ConfigError("--batch: has no effect with --serve; leave one of them out")
     if out and not batch:
         raise ConfigError("--out: has no effect without --batch; /save FILE keeps a conversation")
-    config = defaults_for("chat", read_config(folders))
+    config = defaults_for("chat", read_config(as_override("model.path", arguments)))
     check(config, "chat")
     recipe = import_module("saccade.recipes.chat")
     if serve:
@@ -265,10 +247,8 @@ def chat(
 def serve_reward(
     arguments: Arguments = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Its port; 0: any free one.", min=0, max=65535)] = 8400,
-    no_token: Annotated[
-        bool, typer.Option("--no-token", help="Serve whoever asks on this machine.")
-    ] = False,
+    port: Port = 8400,
+    no_token: NoToken = False,
 ) -> None:
     """Score responses for other runs over HTTP, with the rewards of a config.
 
@@ -325,7 +305,7 @@ def inspect_data(
 
     if fix is not None and fix.exists():
         raise ConfigError(f"--fix {fix} exists; give a new file, nothing is overwritten")
-    config = read_config(data_as_override(arguments or []))
+    config = read_config(as_override("data.train", arguments))
     report = run(config, headers_only=headers_only, workers=workers, command=reads)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -355,7 +335,7 @@ def estimate(
     image: Annotated[
         str | None, typer.Option(metavar="WxH", help="Size of the picture in each prompt.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """What a step of `rl` takes: memory by item, time by phase. Nothing is loaded or trained."""
     from saccade.checks import check
@@ -374,7 +354,7 @@ def doctor(
     model: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Same as model.path=FOLDER.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """What is missing or does not fit: packages, devices, engines, disk, and a model in full."""
     named = [f"model.path={model}"] if model else []
@@ -409,11 +389,7 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an
 
 # -- data -----------------------------------------------------------------------------------------
 
-app.add_typer(
-    data_commands(command, read_config),
-    name="data",
-    rich_help_panel="Start",
-)
+app.add_typer(data_commands(command, read_config), name="data", rich_help_panel="Start")
 
 
 def main() -> None:

@@ -90,11 +90,11 @@ def config_files(arguments: Sequence[str]) -> list[str]:
     return [item for item in arguments if "=" not in item]
 
 
-def data_as_override(arguments: Sequence[str]) -> list[str]:
+def as_override(key: str, arguments: Sequence[str] | None) -> list[str]:
     """`check-data train.jsonl` means `check-data data.train=train.jsonl`."""
     return [
-        item if "=" in item or item.endswith((".yaml", ".yml")) else f"data.train={item}"
-        for item in arguments
+        item if "=" in item or item.endswith((".yaml", ".yml")) else f"{key}={item}"
+        for item in arguments or ()
     ]
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
-from saccade import images
 from saccade.config import DataConfig
-from saccade.images import DEFAULT_LIMITS, Encoded, ImageError
+from saccade.images.files import ImageError
+from saccade.images.sources import DEFAULT_LIMITS, Encoded, read
 from saccade.types import Media
 
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
@@ -63,7 +63,7 @@ def decode(media: Media) -> np.ndarray:
     name = media.path or f"series {media.hash[:12]}"
     data = media.data
     if media.path is not None:
-        data = images.READERS["path"](media.path, None, DEFAULT_LIMITS).data
+        data = read(Path(media.path), None, DEFAULT_LIMITS).data
     assert data is not None
     values = _values(data, name)
     if len(values) != media.height or values.shape[1] < media.width:
@@ -75,7 +75,7 @@ def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
     if isinstance(source, Mapping) and source.get("array") is not None:
         source = source["array"]
     if not isinstance(source, list | tuple | np.ndarray):
-        return images.READERS[images.source_kind(source, base)](source, base, limits)
+        return read(source, base, limits)
     try:
         with np.errstate(over="ignore"):  # what float32 cannot hold is found later
             values = np.asarray(source, np.float32)

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from saccade import images
 from saccade.config import DataConfig
 from saccade.errors import EnvironmentProblem
-from saccade.images import DEFAULT_LIMITS, Encoded, ImageError
+from saccade.images.files import ImageError
+from saccade.images.sources import DEFAULT_LIMITS, Encoded, read
 from saccade.types import Media
 
 RATE = 16_000
@@ -70,7 +70,7 @@ def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
         return _as_wav(samples, int(source.get("sampling_rate") or RATE))
     if isinstance(source, np.ndarray):
         return _as_wav(source, RATE)
-    return images.READERS[images.source_kind(source, base)](source, base, limits)
+    return read(source, base, limits)
 
 
 def _as_wav(samples: np.ndarray, rate: int) -> Encoded:

@@ -18,26 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-__all__ = [
-    "ALWAYS_EXCLUDED",
-    "STATUS_OF_END",
-    "Batch",
-    "Completion",
-    "Group",
-    "Media",
-    "MediaSpan",
-    "Message",
-    "Metrics",
-    "Rendered",
-    "Request",
-    "Sample",
-    "Sampling",
-    "Score",
-    "Source",
-    "Trajectory",
-    "replace",
-]
-
 
 class Source(IntEnum):
     """Who wrote a token. Only `POLICY` tokens are ever trained."""
@@ -103,9 +83,7 @@ class Media:
         assert self.kind != "video" or (self.frames and len(self.frames) % 2 == 0 and self.fps > 0)
 
     def __hash__(self) -> int:
-        return hash(
-            self.hash
-        )  # of all fields it would be computed for every prompt that is looked up
+        return hash(self.hash)  # not of all fields, for every prompt that is looked up
 
     @property
     def key(self) -> tuple[str, tuple[int, ...] | None, int, int]:
@@ -163,9 +141,7 @@ class Sample:
     data_source: str = "default"
     choices: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
-    candidates: tuple[
-        tuple[Message, ...], ...
-    ] = ()  # how it may go on: chosen and rejected, or one
+    candidates: tuple[tuple[Message, ...], ...] = ()  # how it may go on: two, or one
     desirable: bool | None = None  # what was said of a single candidate
 
     @property
@@ -225,9 +201,7 @@ class Request:
     key: str
     ids: np.ndarray
     media: tuple[MediaSpan, ...] = ()
-    messages: tuple[
-        Message, ...
-    ] = ()  # what the ids say, for an engine with a tokenizer of its own
+    messages: tuple[Message, ...] = ()  # what the ids say, for an engine with its own tokenizer
     sampling: Sampling = Sampling()
     noise: int = 0
     first_index: int = 0  # how many tokens of this trajectory were sampled before
@@ -246,9 +220,7 @@ class Completion:
     logprobs: np.ndarray  # float32
     versions: np.ndarray  # int32: the weights that sampled each token
     finish: Literal["stop", "length", "aborted"]
-    support: tuple[np.ndarray, ...] | None = (
-        None  # kept ids per token, where sampling was truncated
-    )
+    support: tuple[np.ndarray, ...] | None = None  # kept ids per token of truncated sampling
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.logprobs) == len(self.versions)
@@ -266,9 +238,8 @@ class Score:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.kind != "value" or np.isfinite(self.value), (
-            "a value is finite; say error otherwise"
-        )
+        finite = self.kind != "value" or np.isfinite(self.value)
+        assert finite, "a value is finite; say error otherwise"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,9 +374,8 @@ class Batch:
         tokens, reads = len(self.ids), len(self.reads)
         assert self.positions.shape[1] == tokens and self.node_starts[-1] == tokens
         assert len(self.parents) == len(self.node_starts) - 1
-        assert reads == len(self.targets) == len(self.sequence) and len(self.groups) == len(
-            self.keys
-        )
+        assert reads == len(self.targets) == len(self.sequence)
+        assert len(self.groups) == len(self.keys)
         for name in ("last_values", "ref_totals"):
             column = getattr(self, name)
             assert column is None or len(column) == len(self.keys), name

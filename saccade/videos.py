@@ -24,7 +24,8 @@ import numpy as np
 from saccade import images
 from saccade.config import DataConfig
 from saccade.errors import EnvironmentProblem
-from saccade.images import DEFAULT_LIMITS, ImageError
+from saccade.images import ImageError, files
+from saccade.images.sources import DEFAULT_LIMITS, SCHEMES, located, read
 from saccade.types import Media
 
 PAIR = 2  # frames that a model sees as one
@@ -65,7 +66,7 @@ def open_video(
     listed = _pictures(source, base, limits)
     if listed is not None:
         return _from_pictures(listed, wanted, most, limits, base, budget)
-    name, data, path = images.READERS[images.source_kind(source, base)](source, base, limits)
+    name, data, path = read(source, base, limits)
     film = probe(data, path, name)
     if film.width * film.height > limits.max_megapixels * 1e6:
         raise ImageError(
@@ -120,8 +121,8 @@ def _pictures(source: Any, base: Path | None, limits: DataConfig) -> list[Any] |
         return list(source)
     if isinstance(source, list | tuple):
         return list(source)
-    if isinstance(source, str | Path) and not str(source).startswith(tuple(images.SCHEMES)):
-        folder = images.located(source, base, limits) if len(str(source)) < 1024 else None
+    if isinstance(source, str | Path) and not str(source).startswith(tuple(SCHEMES)):
+        folder = located(source, base, limits) if len(str(source)) < 1024 else None
         if folder is not None and folder.is_dir():
             return sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
     return None
@@ -165,8 +166,8 @@ def decode(media: Media, shrink: Callable[[np.ndarray], np.ndarray] | None = Non
     """The frames that are shown, uint8 [frames, height, width, 3]. Each is shrunk as soon as it is
     read: hundreds of large ones would not fit into memory.
     """
-    read = {index: shrink(frame) if shrink else frame for index, frame in _frames(media)}
-    return np.stack([read[index] for index in media.frames])
+    frames = {index: shrink(frame) if shrink else frame for index, frame in _frames(media)}
+    return np.stack([frames[index] for index in media.frames])
 
 
 def _frames(media: Media) -> Iterator[tuple[int, np.ndarray]]:
@@ -198,7 +199,7 @@ def _start(path: str) -> bytes:
 def probe(data: bytes, path: str | None, name: str) -> Film:
     if not _is_animation(data):
         return _probe_film(data, path, name)
-    with images.opened(data, name) as image:
+    with files.opened(data, name) as image:
         try:
             image.load()  # WebP tells the duration of a frame with its pixels
             frames = getattr(image, "n_frames", 1)
@@ -219,11 +220,11 @@ def _reader(data: bytes) -> Callable[..., Iterator[tuple[int, np.ndarray]]]:
 def _animation_frames(
     data: bytes, path: str | None, name: str, wanted: frozenset[int]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    with images.opened(data, name) as image:
+    with files.opened(data, name) as image:
         for index in sorted(wanted):
             try:
                 image.seek(index)
-                yield index, np.array(images.as_rgb(image))
+                yield index, np.array(files.as_rgb(image))
             except Exception as error:  # broken files make Pillow raise almost anything
                 raise ImageError(f"{name}: frame {index} cannot be decoded: {error}") from None
 

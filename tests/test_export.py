@@ -83,7 +83,7 @@ def test_greedy_outputs_are_those_of_the_engine(saved: Any, tmp_path: Path) -> N
 
     from saccade.config import load
     from saccade.models.families import load_family
-    from saccade.recipes import parts
+    from saccade.recipes import questions
 
     config, folder = saved
     config = config | {"model.path": str(folder), "rollout.max_tokens": 8}
@@ -95,7 +95,7 @@ def test_greedy_outputs_are_those_of_the_engine(saved: Any, tmp_path: Path) -> N
     model, _ = loaded(folder, dtype=torch.float32)
     model.eval()
     resolved = load(config)
-    (data,) = parts.validation_sets(resolved, family).values()
+    (data,) = questions.validation_sets(resolved, family).values()
     banned = np.flatnonzero(family.banned).tolist()
     for sample, row in zip(data.samples, rows, strict=True):
         prompt = family.render(sample.messages)

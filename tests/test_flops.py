@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from saccade import flops
+from saccade import flops, shapes
 from saccade.algorithms.build import resolve
 from saccade.attention import paths
 from saccade.backends import Scoring
@@ -84,7 +84,7 @@ def training_of(model, family) -> flops.Training:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_matrix_is_counted(name, family_of, load):
     model = load(name)
-    shape = flops.shape_of(model.config)
+    shape = shapes.shape_of(model.config)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     counted = shape.text.weights + shape.head_weights
     if shape.vision is not None:
@@ -97,7 +97,7 @@ def test_every_matrix_is_counted(name, family_of, load):
 @pytest.mark.parametrize("name", MIXTURES)
 def test_every_expert_is_stored_and_the_chosen_ones_are_counted(name, load):
     model = load(name)
-    text = flops.shape_of(model.config).text
+    text = shapes.shape_of(model.config).text
     own = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 3)
     others = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
     assert text.layers * text.expert_weights == own and (text.experts, text.chosen) == (4, 2)
@@ -111,7 +111,7 @@ def test_the_forward_of_a_forest(name, family_of, load, grow, exact_attention):
     model.set_experts_implementation("eager")  # the counter does not know grouped products
     batch = forest(family, grow, images=2 * name.endswith("vl"))
     backend = backend_of(model, family)
-    work = flops.forward(flops.shape_of(model.config), batch)
+    work = flops.forward(shapes.shape_of(model.config), batch)
     counted = measured(lambda: backend.logprobs([batch], SCORING))
     assert work.total == pytest.approx(counted, rel=0.01)
     assert (work.vision > 0) == name.endswith("vl")
@@ -147,7 +147,7 @@ def test_a_training_step(name, train, family_of, load, grow, exact_attention):
     freeze(model, family, train)
     batch = forest(family, grow, images=name.endswith("vl"), seed=1)
     backend = backend_of(model, family)
-    shape, training = flops.shape_of(model.config), training_of(model, family)
+    shape, training = shapes.shape_of(model.config), training_of(model, family)
     stands = train == "freeze:vision,projector"
     work = flops.forward(shape, batch, pictures=not stands)
     if stands:  # then equal pictures are looked at once
@@ -164,7 +164,7 @@ def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(
     from saccade.models import lora
 
     family, model = family_of("qwen2_5_vl"), load("qwen2_5_vl")
-    shape = flops.shape_of(model.config)
+    shape = shapes.shape_of(model.config)
     lora.add(model, family, LoraConfig(rank=8), seed=0)
     batch, backend = forest(family, grow, images=1), backend_of(model, family)
     training = training_of(model, family)
@@ -186,7 +186,7 @@ def test_recomputation_is_counted_apart(name, family_of, load, grow, exact_atten
         counted[checkpointing] = measured(
             lambda backend=backend: backend.train_step([batch], ALGORITHM, SCORING, lr=0.0)
         )
-    shape = flops.shape_of(model.config)
+    shape = shapes.shape_of(model.config)
     again = flops.recomputed(shape, flops.forward(shape, batch), flops.FULL)
     assert again == pytest.approx(counted[True] - counted[False], rel=0.01)
 
@@ -214,7 +214,7 @@ def test_a_sliding_window_limits_the_keys():
 
 
 def test_windows_of_a_picture_that_they_do_not_tile():
-    vision = flops.Vision(
+    vision = shapes.Vision(
         blocks=tiny_shape().text,
         patch_inputs=12,
         merge=2,
@@ -231,8 +231,8 @@ def test_windows_of_a_picture_that_they_do_not_tile():
     assert work.projector == 2 * 30 * 128 * 128
 
 
-def tiny_shape() -> flops.Shape:
-    stack = flops.Stack(
+def tiny_shape() -> shapes.Shape:
+    stack = shapes.Stack(
         layers=2,
         hidden=32,
         heads=4,
@@ -241,16 +241,16 @@ def tiny_shape() -> flops.Shape:
         intermediate=64,
         linears=((32, 32), (32, 64)),
     )
-    return flops.Shape(text=stack, vocabulary=100, windows=(None, None))
+    return shapes.Shape(text=stack, vocabulary=100, windows=(None, None))
 
 
 def test_an_unknown_architecture_is_not_guessed():
     from transformers import AutoConfig
 
-    assert flops.shape_of(AutoConfig.for_model("olmoe")) is None
+    assert shapes.shape_of(AutoConfig.for_model("olmoe")) is None
     dense = AutoConfig.for_model("qwen3_moe", mlp_only_layers=[0])  # a layer unlike the others
-    assert flops.shape_of(dense) is None
-    assert flops.shape_of(AutoConfig.for_model("gemma3")) is None
+    assert shapes.shape_of(dense) is None
+    assert shapes.shape_of(AutoConfig.for_model("gemma3")) is None
 
 
 # -- generation ------------------------------------------------------------------------------------

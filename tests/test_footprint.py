@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from saccade import flops, footprint
+from saccade import footprint, shapes
 from saccade.forest import pack
 from saccade.models import fused, tiny
 from saccade.models.families import load_family
@@ -92,7 +92,7 @@ def test_a_layer_of_a_decoder(name, tmp_path, as_on_a_gpu):
     saved = kept_by(
         layers[1], lambda: hidden_states(model, family, ids, positions, (), over_gathered_keys)
     )
-    stack = flops.shape_of(model.config).text
+    stack = shapes.shape_of(model.config).text
     shared = 2 * TOKENS * stack.head_size * 2 + KEYS * 8  # rotations and index, by all layers
     wanted = footprint.layer_bytes(stack, TOKENS, KEYS, element=2) + shared
     # About 100 bytes of a token that a router keeps are not counted.
@@ -108,7 +108,7 @@ def test_frozen_experts_keep_less(tmp_path, as_on_a_gpu):
         model.model.layers[1].mlp,
         lambda: hidden_states(model, family, ids, positions, (), over_gathered_keys),
     )
-    stack = flops.shape_of(model.config).text
+    stack = shapes.shape_of(model.config).text
     wanted = TOKENS * (stack.chosen * stack.hidden + 3 * stack.expert_width) * 2
     assert saved == pytest.approx(wanted, rel=0.03)
 
@@ -124,7 +124,7 @@ def test_a_block_of_a_vision_tower(tmp_path, as_on_a_gpu, image):
         model.model.visual.blocks[1],
         lambda: hidden_states(model, family, ids, positions, (span,), over_gathered_keys),
     )
-    count, stack = footprint.patches([span]), flops.shape_of(model.config).vision.blocks
+    count, stack = footprint.patches([span]), shapes.shape_of(model.config).vision.blocks
     assert count == 32 * 24
     shared = 2 * count * stack.head_size * 4  # rotations
     assert saved == footprint.layer_bytes(stack, count, count, element=2) + shared

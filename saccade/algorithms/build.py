@@ -25,16 +25,12 @@ from saccade.algorithms.algorithm import (
     OldMode,
     Overlong,
 )
-from saccade.algorithms.checks import (
-    find_warnings,
-    refuse_contradictions,
-    refuse_unread_add_ons,
-    refuse_unused,
-)
+from saccade.algorithms.checks import find_warnings, refuse_contradictions
 from saccade.algorithms.corrections import CORRECTIONS
 from saccade.algorithms.kl import KINDS
 from saccade.algorithms.presets import ADD_ONS, COMMON, KIND_OF_PLACE, PRESETS, Row
 from saccade.algorithms.table import Entry, canonical, find, unknown
+from saccade.algorithms.unused import refuse_unread_add_ons, refuse_unused
 from saccade.config import AlgorithmConfig, Config, RewardConfig
 from saccade.errors import ConfigError
 

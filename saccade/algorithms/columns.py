@@ -12,7 +12,7 @@ step, so no split into micro-batches changes a result.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,22 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.algorithms import corrections, domains
+from saccade.algorithms import corrections
 from saccade.algorithms.advantages import AdvantageInputs, Advantages, compute
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.covariance import SelectionInputs
-from saccade.algorithms.filters import high_entropy, in_baseline, is_excluded
-from saccade.algorithms.kl import KINDS
-from saccade.algorithms.memory import Memory, domain_of, success_of
+from saccade.algorithms.filters import high_entropy
+from saccade.algorithms.inputs import ComponentWeights, column, estimator_inputs
+from saccade.algorithms.memory import Memory
 from saccade.algorithms.stages import Updates
 from saccade.algorithms.table import call
 from saccade.algorithms.value import explained_variance
 from saccade.forest import has_media
 from saccade.types import Batch, Group, Metrics, Trajectory
-
-ComponentWeights = Callable[[str], Mapping[str, float]]  # data source → weight of each term
-
 
 # -- advantages and scales -------------------------------------------------------------------------
 
@@ -61,7 +58,7 @@ def write_advantages(
     owner = [np.array([place[key] for key in batch.keys])[batch.sequence] for batch in flat]
     sequence = torch.from_numpy(np.concatenate(owner))
     counted = _counted(sequence, algorithm)
-    inputs = _inputs(groups, flat, sequence, counted, algorithm, memory, component_weights)
+    inputs = estimator_inputs(groups, flat, sequence, counted, algorithm, memory, component_weights)
     result = compute(
         algorithm.estimator,
         inputs,
@@ -100,7 +97,7 @@ def _finite(batches: Sequence[Batch]) -> bool:
     """Whether all that models have said of these tokens are numbers."""
     names = ("old_logprobs", "ref_logprobs", "values")
     found = [getattr(batch, name) for batch in batches for name in names]
-    return all(np.isfinite(column).all() for column in found if column is not None)
+    return all(np.isfinite(values).all() for values in found if values is not None)
 
 
 def _counted(sequence: Tensor, algorithm: Algorithm) -> Tensor:
@@ -151,102 +148,6 @@ def _scaled(
     return _written([list(batches)], {"scales": scales.values})[0]
 
 
-def _inputs(
-    groups: Sequence[Group],
-    batches: Sequence[Batch],
-    sequence: Tensor,
-    counted: Tensor,
-    algorithm: Algorithm,
-    memory: Memory,
-    component_weights: ComponentWeights | None,
-) -> AdvantageInputs:
-    members = [t for group in groups for t in group.trajectories]
-    owners = [group for group in groups for _ in group.trajectories]
-    sequence = sequence[counted]
-    inputs = AdvantageInputs(
-        rewards=_numbers(_reward(t) for t in members),
-        groups=torch.tensor([g for g, group in enumerate(groups) for _ in group.trajectories]),
-        live=torch.tensor([t.trained and t.response_length > 0 for t in members]),
-        baseline=torch.tensor(
-            [
-                t.reward is not None
-                and in_baseline(t.status, algorithm.exclude_status, algorithm.excluded_in_baseline)
-                for t in members
-            ]
-        ),
-        lengths=torch.tensor([t.response_length for t in members]) - int(not counted.all()),
-        sequence=sequence,
-        token_penalties=_penalties(batches, algorithm)[counted],
-    )
-    entry = algorithm.estimator
-    if entry.critic:
-        inputs = replace(inputs, values=_numbers_of(batches, "values")[counted])
-        inputs = replace(inputs, final_values=_final_values(members, batches, algorithm))
-    if entry.greedy:
-        inputs = replace(inputs, greedy=_numbers(_reward(group.greedy) for group in owners))
-    if entry.domains:
-        weights = [_domain_weight(group, algorithm, memory) for group in groups]
-        inputs = replace(inputs, domain_weights=_numbers(weights)[inputs.groups])
-    if entry.components:
-        assert component_weights is not None, "the terms of the reward have weights"
-        values, weights_ = _components(owners, members, component_weights)
-        inputs = replace(inputs, components=values, component_weights=weights_)
-    if algorithm.advantage_options.get("drpo_kl_damp"):
-        old, ref = _numbers_of(batches, "old_logprobs"), _numbers_of(batches, "ref_logprobs")
-        gap = KINDS["k3"].function(old, ref)[counted]
-        drift = inputs.sum_by(sequence, gap, len(members))
-        inputs = replace(inputs, drift=drift)
-    return inputs
-
-
-def _reward(trajectory: Trajectory | None) -> float:
-    if trajectory is None or trajectory.reward is None or is_excluded(trajectory.status):
-        return float("nan")
-    return trajectory.reward
-
-
-def _domain_weight(group: Group, algorithm: Algorithm, memory: Memory) -> float:
-    y = success_of(group, algorithm)
-    return 1.0 if y is None else domains.weight(memory.domains, domain_of(group), y)
-
-
-def _components(
-    owners: Sequence[Group], members: Sequence[Trajectory], weights_of: ComponentWeights
-) -> tuple[Tensor, Tensor]:
-    """Terms of the reward and their weights, [S, K] each; a term that a source lacks weighs 0."""
-    by_source = {s: weights_of(s) for s in sorted({g.sample.data_source for g in owners})}
-    names = sorted({name for weights in by_source.values() for name in weights})
-    # What an environment gave on the way is a term of its own.
-    values = [[sum(t.turn_rewards), *(t.parts.get(name, 0.0) for name in names)] for t in members]
-    weights = [
-        [1.0, *(by_source[g.sample.data_source].get(name, 0.0) for name in names)] for g in owners
-    ]
-    return _numbers(values), _numbers(weights)
-
-
-def _final_values(
-    members: Sequence[Trajectory], batches: Sequence[Batch], algorithm: Algorithm
-) -> Tensor | None:
-    """The critic's view after a truncated response; an episode that ended is worth nothing more."""
-    if not algorithm.critic.bootstrap_truncated:
-        return None
-    last = {
-        key: float(value)
-        for batch in batches
-        for key, value in zip(batch.keys, batch.last_values, strict=True)  # type: ignore[arg-type]
-    }
-    return _numbers(last.get(t.key, 0.0) if t.status == "truncated" else 0.0 for t in members)
-
-
-def _penalties(batches: Sequence[Batch], algorithm: Algorithm) -> Tensor:
-    """β·KL per token where the KL is in the reward, else zeros."""
-    if not algorithm.kl_in_reward:
-        return torch.zeros(sum(len(b.reads) for b in batches), dtype=torch.float64)
-    old, ref = _numbers_of(batches, "old_logprobs"), _numbers_of(batches, "ref_logprobs")
-    distance = call(algorithm.divergence.function, old, ref, options=algorithm.kl.options)
-    return algorithm.kl.coef * distance
-
-
 def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Metrics) -> None:
     metrics.add("group/singleton", result.singleton)
     metrics.add("group/no_baseline", result.no_baseline)
@@ -284,9 +185,9 @@ def write_corrections(updates: Updates, algorithm: Algorithm, metrics: Metrics) 
         metrics.add("mismatch/masked_frac", 0.0)
         return updates
     sequence = _sequences(flat)
-    live = _column(flat, "scales") > 0
+    live = column(flat, "scales") > 0
     weights, keep = torch.ones(len(live), dtype=torch.float64), live.double()
-    old, rollout = _column(flat, "old_logprobs"), _column(flat, "rollout_logprobs")
+    old, rollout = column(flat, "old_logprobs"), column(flat, "rollout_logprobs")
     if hot:
         first = _first(sequence)
         ratio = (old - rollout).nan_to_num().clamp(-20, 20).exp().clamp(max=fire.cap)
@@ -301,7 +202,7 @@ def write_corrections(updates: Updates, algorithm: Algorithm, metrics: Metrics) 
         weights = weights if correction.weights is None else weights * correction.weights
     _correction_metrics(weights, keep, live, flat, metrics)
     if top:
-        entropies = _column(flat, "old_entropies")
+        entropies = column(flat, "old_entropies")
         kept = high_entropy(entropies, live, sequence, fraction=top, scope=algorithm.entropy.scope)
         metrics.add("policy/entropy_kept_frac", float((kept & live).sum()), float(live.sum()))
         keep = keep * kept
@@ -328,8 +229,8 @@ def _correction_metrics(
 
 
 def _self_normalised(batches: Sequence[Batch]) -> list[Batch]:
-    live = _column(batches, "scales") > 0
-    weights = corrections.self_normalise(_column(batches, "weights"), live)
+    live = column(batches, "scales") > 0
+    weights = corrections.self_normalise(column(batches, "weights"), live)
     return _written([list(batches)], {"weights": weights})[0]
 
 
@@ -337,7 +238,7 @@ def _over_kept(batches: Sequence[Batch], algorithm: Algorithm) -> list[Batch]:
     """Divide the policy term by what was kept: the factor is part of `keep`, because the KL and
     the entropy keep the original denominator.
     """
-    scales, keep = _column(batches, "scales"), _column(batches, "keep")
+    scales, keep = column(batches, "scales"), column(batches, "keep")
     sequence = _sequences(batches)
     kept = (keep > 0) & (scales > 0)
     groups = torch.from_numpy(np.concatenate([batch.groups for batch in batches]))
@@ -361,12 +262,12 @@ def write_selection(
 ) -> list[Batch]:
     """The tokens that the policy loss treats apart, from the log-probs of this moment."""
     assert algorithm.loss.select is not None
-    live = _column(batches, "scales") > 0
+    live = column(batches, "scales") > 0
     noise = torch.from_numpy(np.concatenate([_token_noise(batch, seed) for batch in batches]))
     inputs = SelectionInputs(
         new=torch.from_numpy(np.concatenate(current)).double()[live],
-        old=_column(batches, "old_logprobs")[live],
-        advantages=_column(batches, "advantages")[live],
+        old=column(batches, "old_logprobs")[live],
+        advantages=column(batches, "advantages")[live],
         noise=noise[live],
     )
     chosen = call(algorithm.loss.select, inputs, options=algorithm.loss_options)
@@ -396,7 +297,7 @@ def _token_noise(batch: Batch, seed: str) -> np.ndarray:
 
 def for_critic(batches: Sequence[Batch]) -> list[Batch]:
     """The same forests with the critic's own denominator: a mean over live tokens."""
-    live = _column(batches, "scales") > 0
+    live = column(batches, "scales") > 0
     sequence = _sequences(batches)
     scales = token_scales(
         AGGREGATIONS["token_mean"].function,
@@ -440,15 +341,6 @@ def show_advantages(groups: Sequence[Group], updates: Updates) -> list[Group]:
     ]
 
 
-def _column(batches: Sequence[Batch], name: str) -> Tensor:
-    return torch.from_numpy(np.concatenate([getattr(b, name) for b in batches])).double()
-
-
-def _numbers_of(batches: Sequence[Batch], name: str) -> Tensor:
-    """A column that estimators count with; `_finite` says whether it was one of numbers."""
-    return _column(batches, name).nan_to_num(posinf=0.0, neginf=0.0)
-
-
 def _sequences(batches: Sequence[Batch]) -> Tensor:
     """[T] a number for each sequence of all batches."""
     starts = np.cumsum([0, *(len(batch.keys) for batch in batches)])
@@ -461,13 +353,9 @@ def _written(updates: Updates, columns: Mapping[str, Tensor | None]) -> Updates:
     flat = [batch for batches in updates for batch in batches]
     ends = np.cumsum([len(batch.reads) for batch in flat])[:-1]
     parts: list[dict[str, Any]] = [{} for _ in flat]
-    for name, column in columns.items():
-        if column is not None:
-            for part, values in zip(parts, np.split(column.float().numpy(), ends), strict=True):
+    for name, whole in columns.items():
+        if whole is not None:
+            for part, values in zip(parts, np.split(whole.float().numpy(), ends), strict=True):
                 part[name] = values
     changed = iter([replace(b, **part) for b, part in zip(flat, parts, strict=True)])
     return [[next(changed) for _ in batches] for batches in updates]
-
-
-def _numbers(values: Iterable[float | list[float]]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.float64)

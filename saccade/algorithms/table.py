@@ -10,7 +10,6 @@ around one. Knows nothing of what the functions compute.
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from typing import Any
 
 from saccade.algorithms.own import checked
 from saccade.errors import ConfigError
+from saccade.own import own_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +118,10 @@ def load_symbol(field_name: str, path: str, symbol: str) -> Any:
     """A function or an `Entry` from a Python file of the user."""
     if not Path(path).is_file():
         raise ConfigError(f"{field_name}: file {path} does not exist; write file.py:name")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
+    if Path(path).suffix != ".py":
         raise ConfigError(f"{field_name}: {path} is not a Python file; write file.py:name")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = own_module(path)
     except Exception as error:
         raise ConfigError(
             f"{field_name}: {path} cannot be imported: {type(error).__name__}: {error}"

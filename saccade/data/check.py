@@ -28,8 +28,6 @@ from saccade.data.records import plain, to_row
 from saccade.errors import DataError
 from saccade.types import Media, Sample
 
-__all__ = ["Report", "check_data", "convert", "write_fixed"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Report:

@@ -29,7 +29,8 @@ from saccade.data.records import content_hash
 from saccade.data.sources import Row, open_source
 from saccade.data.stream import Stream
 from saccade.errors import ConfigError, DataError
-from saccade.images import ImageError, open_media, source_kind
+from saccade.images import ImageError, open_media
+from saccade.images.sources import source_kind
 from saccade.series import open_series
 from saccade.sounds import open_sound
 from saccade.types import Media, Sample

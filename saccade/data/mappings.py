@@ -32,8 +32,6 @@ from saccade.data.records import plain
 from saccade.data.sources import Row
 from saccade.errors import ConfigError, DataError
 
-__all__ = ["MODALITIES", "PreferenceMapping", "apply", "load_mapping", "tables_of"]
-
 SHIPPED = Path(__file__).with_name("mappings.yaml")
 MODALITIES = {
     "t2i": "image",

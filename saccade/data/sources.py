@@ -24,6 +24,7 @@ from typing import IO, Any, NamedTuple, cast
 from saccade.config import DataSource
 from saccade.data.chats import RowError
 from saccade.errors import DataError, EnvironmentProblem
+from saccade.own import own_module
 
 Row = Mapping[str, Any] | RowError
 BATCH = 256
@@ -181,10 +182,7 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
 
 
 def _python_rows(path: Path, split: str | None) -> Iterator[Row]:
-    spec = importlib.util.spec_from_file_location(f"saccade_rows_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = own_module(path)
     if not callable(getattr(module, "load", None)):
         raise DataError(f"{path}: needs a function load(split) that returns rows")
     yield from map(_record, module.load(split or "train"))

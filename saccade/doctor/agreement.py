@@ -25,8 +25,8 @@ from saccade.errors import EnvironmentProblem
 from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.recipes.engines import make_engine
+from saccade.recipes.models import family_of, load_policy
 from saccade.recipes.parity import compare
-from saccade.recipes.parts import family_of, load_policy
 from saccade.types import Batch, Group, Message, Request, Sample, Sampling, Trajectory
 
 REPEATS = 2  # answers of a prompt, which share it in a forest

@@ -19,7 +19,7 @@ OWN = "give another template with prompt.chat_template=FILE"
 
 
 def check(config: Config) -> Iterator[Finding]:
-    from saccade.recipes.parts import family_of, quiet_libraries
+    from saccade.recipes.models import family_of, quiet_libraries
 
     quiet_libraries()
     family = family_of(config, config.model.path)

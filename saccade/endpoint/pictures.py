@@ -17,7 +17,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from saccade.images import ORIENTATION, ImageError, decode
+from saccade.images import ImageError, decode
+from saccade.images.files import ORIENTATION
 from saccade.types import Media
 
 COMMON = ("PNG", "JPEG", "WEBP")

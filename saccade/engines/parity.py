@@ -19,7 +19,8 @@ import numpy as np
 from saccade.engines import Engine, WeightSource, generate
 from saccade.errors import EnvironmentProblem
 from saccade.forest import pack
-from saccade.images import DECODED, open_media
+from saccade.images import open_media
+from saccade.images.cache import DECODED
 from saccade.models.families import Family
 from saccade.sounds import open_sound
 from saccade.types import (

@@ -8,8 +8,6 @@ user is imported by `load_own` alone, which the training process never calls.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from saccade.environments.tools import (
     zoom_tool,
 )
 from saccade.errors import ConfigError
+from saccade.own import own_module
 
 __all__ = [
     "KINDS",
@@ -168,13 +167,7 @@ def _symbol(field: str, name: str) -> Callable[..., Any]:
     path, _, symbol = name.rpartition(":")
     if not Path(path).is_file():
         raise ConfigError(f"env.{field}={name!r}: no such environment or tool; {path} is no file")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    sys.path.append(str(Path(path).resolve().parent))  # its neighbours can be imported
-    spec.loader.exec_module(module)
-    found = getattr(module, symbol, None)
+    found = getattr(own_module(path), symbol, None)
     if not callable(found):
         raise ConfigError(f"env.{field}={name!r}: {path} has no {symbol}")
     return found

@@ -29,10 +29,8 @@ from saccade.estimate.sizing import (
     typical_prompts,
 )
 from saccade.models.families import Family
-from saccade.recipes import parts
+from saccade.recipes import models
 from saccade.types import Rendered, Sample
-
-__all__ = ["Estimate", "estimate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,7 @@ def estimate(
     """For prompts as long as said, or else as those of the data. What is loaded already need not
     be loaded again: the family, `samples` of the data.
     """
-    family = family or parts.family_of(config, parts.start_folder(config))
+    family = family or models.family_of(config, models.start_folder(config))
     if config.run.memory is not None:
         device = replace(device, memory=min(device.memory, config.run.memory))
     model, element = empty_model(config, family), element_of(config, device)

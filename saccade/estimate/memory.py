@@ -8,8 +8,9 @@ from pathlib import Path
 
 from saccade import footprint
 from saccade.backends.features import MAX_BYTES as FEATURE_BYTES
-from saccade.engines.embedded import CPU_CACHE_BYTES, PREFILL_TOKENS
+from saccade.engines.embedded.cache import CPU_CACHE_BYTES
 from saccade.engines.embedded.pages import POOL_SHARE
+from saccade.engines.embedded.scheduler import PREFILL_TOKENS
 from saccade.estimate.plan import Plan
 from saccade.estimate.sizing import Skeleton
 from saccade.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK

@@ -13,7 +13,7 @@ from saccade.config import Config, load
 from saccade.devices import Device
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.estimate import Estimate, estimate
-from saccade.recipes.parts import quiet_libraries
+from saccade.recipes.models import quiet_libraries
 
 
 def run(

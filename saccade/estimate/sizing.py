@@ -16,19 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from saccade import flops
+from saccade import flops, shapes
 from saccade.algorithms.algorithm import Algorithm
 from saccade.config import ADAPTED, Config
 from saccade.data.sources import parse_address
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.flops import Shape, Training
+from saccade.flops import Training
 from saccade.footprint import patches
 from saccade.forest import pack
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.load import freeze
 from saccade.models.series import Encoder
-from saccade.recipes import parts
+from saccade.recipes import questions
+from saccade.shapes import Shape
 from saccade.types import (
     Batch,
     Group,
@@ -68,7 +69,7 @@ def described(config: Config, family: Family) -> tuple[Any, Shape | None]:
     settings = AutoConfig.from_pretrained(
         family.path, trust_remote_code=config.model.trust_remote_code
     )
-    return settings, flops.shape_of(settings)
+    return settings, shapes.shape_of(settings)
 
 
 def empty_model(config: Config, family: Family) -> Any:
@@ -80,7 +81,7 @@ def empty_model(config: Config, family: Family) -> Any:
     if shape is None:
         raise EnvironmentProblem(
             f"{family.path}: the shapes of a {family.name} are not known, so nothing can be "
-            f"estimated; known are {', '.join(flops.KNOWN)} and vision models over them"
+            f"estimated; known are {', '.join(shapes.KNOWN)} and vision models over them"
         )
     with torch.device("meta"):
         model = getattr(transformers, family.spec.auto_class).from_config(settings)
@@ -93,7 +94,7 @@ def build_skeleton(
     config: Config, family: Family, model: Any, element: int, train: str
 ) -> Skeleton:
     """Of an empty model that trains as `train` says."""
-    shape = flops.shape_of(model.config)
+    shape = shapes.shape_of(model.config)
     assert shape is not None, "models of unknown shapes are refused"
     model.requires_grad_(True)
     weights = sum(parameter.numel() for parameter in model.parameters())
@@ -169,7 +170,7 @@ def typical_prompts(
     files = [Path(parse_address(source.path).path) for source in config.data.train]
     if prompt_tokens is None and image is None and files and all(f.exists() for f in files):
         few = [s.model_copy(update={"max_samples": ROWS}) for s in config.data.train]
-        return prompts_of(parts.load_prompts(config, few, family).samples, family)
+        return prompts_of(questions.load_prompts(config, few, family).samples, family)
     said = "as said" if prompt_tokens or image else "data.max_prompt_tokens"
     if prompt_tokens is None and image is None and family.spec.image_token:
         side = int(config.data.max_pixels**0.5)

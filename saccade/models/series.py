@@ -21,10 +21,8 @@ It is run in float32, one series at a time, and computes the same in training an
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,10 +37,12 @@ from torch.nn import functional
 
 from saccade.config import SeriesConfig
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.images import DECODED, ImageError
+from saccade.images import ImageError
+from saccade.images.cache import DECODED
 from saccade.models.families import Family
 from saccade.models.families.qwen_omni import apart, as_shown
 from saccade.models.files import SERIES_FILE
+from saccade.own import own_module
 from saccade.types import Media, MediaSpan
 
 KIND = "series"  # of media; also the tower's name, and that of its module in the model
@@ -239,11 +239,7 @@ def _hidden(folder: str) -> int:
 def _own(settings: SeriesConfig, hidden: int) -> Any:
     """The user's module. Raises what their file raises."""
     path, _, name = str(settings.encoder).rpartition(":")
-    spec = importlib.util.spec_from_file_location(f"saccade_series_{Path(path).stem}", path)
-    assert spec is not None and spec.loader is not None, path
-    file = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(file)
-    make = getattr(file, name, None)
+    make = getattr(own_module(path), name, None)
     made = make(settings.channels, hidden) if callable(make) else None
     if not isinstance(made, nn.Module) or not callable(getattr(made, "tokens", None)):
         raise ConfigError(

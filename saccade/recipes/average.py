@@ -15,7 +15,7 @@ from saccade.backends.local import LocalBackend
 from saccade.checkpoint import copy_processor
 from saccade.config import Config
 from saccade.models.families import Family
-from saccade.recipes import parts
+from saccade.recipes import models
 
 FOLDER = "ema"
 
@@ -43,7 +43,7 @@ def kept(
     """
     if not config.train.ema:
         return {}
-    model = parts.load_policy(config, family).model
+    model = models.load_policy(config, family).model
     attach(model)
     average = LocalBackend(model, family)
     if start is not None:

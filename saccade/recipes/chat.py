@@ -25,7 +25,7 @@ from saccade.engines import Engine, generate, progress
 from saccade.errors import ConfigError, DataError, SaccadeError
 from saccade.images import open_media
 from saccade.models.families import Family
-from saccade.recipes import parts
+from saccade.recipes import models, parts
 from saccade.recipes.engines import answering_engine, answering_family, model_name, room
 from saccade.rollout.episode import noise_key
 from saccade.serving.fields import Served
@@ -339,7 +339,7 @@ def serve(
 
 @contextmanager
 def _opened(config: Config) -> Iterator[tuple[Family, Engine]]:
-    parts.quiet_libraries()
+    models.quiet_libraries()
     family = answering_family(config)
     with closing(answering_engine(config, family)) as engine:
         yield replace(family, max_positions=room(config, family)), engine

@@ -47,10 +47,10 @@ def _reader(config: Config, command: str) -> Callable[[Sequence[DataSource], Dat
             "give a Hugging Face model folder, or model.path=tiny:qwen2_5_vl"
         )
     from saccade.algorithms.comparison import from_config
-    from saccade.recipes import pairs, parts, rated
+    from saccade.recipes import models, pairs, questions, rated
 
     config = defaults_for(command, config)
-    family = parts.family_of(config, parts.start_folder(config))
+    family = models.family_of(config, models.start_folder(config))
 
     def read(sources: Sequence[DataSource], data: DataConfig) -> Dataset:
         own = config.model_copy(update={"data": data})
@@ -59,18 +59,18 @@ def _reader(config: Config, command: str) -> Callable[[Sequence[DataSource], Dat
         if command == "dpo":
             paired = from_config(own.dpo).paired
             return pairs.load_pairs(own, sources, family, paired=paired)
-        reads = parts.load_documents if own.sft.mode == "pretrain" else parts.load_dialogues
+        reads = questions.load_documents if own.sft.mode == "pretrain" else questions.load_dialogues
         return reads(own, sources, family)
 
     return read
 
 
 def _length(config: Config) -> Callable[[Sample], int]:
-    from saccade.recipes import parts
+    from saccade.recipes import models, questions
 
-    parts.quiet_libraries()
-    family = parts.family_of(config, parts.start_folder(config))
-    ask = parts.asker(config)
+    models.quiet_libraries()
+    family = models.family_of(config, models.start_folder(config))
+    ask = questions.asker(config)
     return lambda sample: len(family.render(ask(sample).messages))
 
 

@@ -17,7 +17,7 @@ from saccade.config import Config
 from saccade.data.datasets import Stream
 from saccade.forest import pack
 from saccade.models.families import Family
-from saccade.recipes import parts
+from saccade.recipes import questions
 from saccade.recipes.dialogues import dialogue
 from saccade.recipes.run import Run
 from saccade.types import Batch
@@ -27,7 +27,7 @@ class Demonstrations:
     def __init__(self, config: Config, family: Family, *, updates: int) -> None:
         self.config, self.family = config, family
         self.rows = math.ceil(config.train.prompts_per_step / updates)
-        data = parts.load_dialogues(config, config.data.demonstrations, family)
+        data = questions.load_dialogues(config, config.data.demonstrations, family)
         self.stream = Stream(data, seed=config.run.seed, config=config.data)
 
     def batches(self, run: Run) -> list[Batch]:

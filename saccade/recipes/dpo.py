@@ -18,7 +18,7 @@ from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps
-from saccade.recipes import average, pairs, parts
+from saccade.recipes import average, models, pairs, parts, questions
 from saccade.recipes.guard import guard
 from saccade.recipes.pairs import Comparer
 from saccade.recipes.run import Run
@@ -31,11 +31,11 @@ def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
     config = defaults_for("dpo", load(config))
     checks.check(config, "dpo")
-    parts.quiet_libraries()
+    models.quiet_libraries()
     row = from_config(config.dpo)
-    family = parts.family_of(config, parts.start_folder(config))
+    family = models.family_of(config, models.start_folder(config))
     data = pairs.load_pairs(config, config.data.train, family, paired=row.paired)
-    parts.not_empty(data, "data.train")
+    questions.not_empty(data, "data.train")
     held, asked = _validation_sets(config, family, row)
     with Run(config, "dpo", parts.manifest(family, data, config)) as this:
         this.console.note(data.summary)
@@ -44,12 +44,12 @@ def run(config: Any) -> dict[str, Any]:
         totals = None
         if row.needs_reference and config.dpo.reference == "precompute":
             totals = pairs.precomputed(this, config, family, [*every, *strange.values()])
-        policy = parts.load_policy(config, family, folder=str(this.start) if this.start else None)
+        policy = models.load_policy(config, family, folder=str(this.start) if this.start else None)
         this.console.note(describe_trained(policy.model, family))
-        checkpointing = parts.use_checkpointing(config)
+        checkpointing = models.use_checkpointing(config)
         backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
         if row.needs_reference and config.dpo.reference == "compute":
-            reference = parts.load_reference(config, family, None, backend)
+            reference = models.load_reference(config, family, None, backend)
             totals = partial(pairs.computed, reference)
         comparer = Comparer(config=config, family=family, row=row, totals=totals, strange=strange)
         stream = this.stream(data, backend)
@@ -58,7 +58,7 @@ def run(config: Any) -> dict[str, Any]:
         averages = average.kept(config, family, backend, this.start)
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, parts=averages)
-        parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
+        questions.write_quarantine(this.folder.path / "quarantine.jsonl", data)
         return _train(this, comparer, backend, stream, validation)
 
 
@@ -131,7 +131,7 @@ def _validation_sets(
     config: Config, family: Family, row: Comparison
 ) -> tuple[dict[str, Dataset], dict[str, Dataset]]:
     """Sets to compare candidates of, and sets of questions to be answered."""
-    sets = parts.validation_sets(config, family) if config.val.every else {}
+    sets = questions.validation_sets(config, family) if config.val.every else {}
     held: dict[str, Dataset] = {}
     for (name, dataset), source in zip(sets.items(), config.data.val, strict=False):
         if any(sample.candidates for sample in dataset.samples):

@@ -19,8 +19,8 @@ from saccade.models import experts
 from saccade.models.families import Family
 from saccade.models.families.endpoint import endpoint_family
 from saccade.models.load import pick_dtype
-from saccade.recipes import parts
-from saccade.recipes.parts import Policy
+from saccade.recipes import models, parts
+from saccade.recipes.models import Policy
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.episode import Limits
 
@@ -67,7 +67,7 @@ def answering_family(config: Config) -> Family:
     """Of the model that answers where none is trained."""
     if config.rollout.engine == "http":
         return endpoint_family(config.rollout.http.url)
-    return parts.family_of(config, parts.start_folder(config))
+    return models.family_of(config, models.start_folder(config))
 
 
 def answering_engine(
@@ -100,7 +100,7 @@ def expenses(engine: Engine, scorer: Scorer | None) -> list[str]:
 
 def settings_of(config: Config, family: Family) -> Settings:
     rollout, template = config.rollout, config.prompt.chat_template
-    device = parts.device_of(config)
+    device = models.device_of(config)
     return Settings(
         engine=rollout.engine,
         folder=family.path,

@@ -25,9 +25,9 @@ from saccade.data.suites import with_rewards
 from saccade.engines import Engine
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
-from saccade.images import DECODED
+from saccade.images.cache import DECODED
 from saccade.models.families import Family
-from saccade.recipes import parts
+from saccade.recipes import models, parts, questions
 from saccade.recipes.accuracy import (
     Cuts,
     Table,
@@ -72,13 +72,13 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     config = load(config)
     checks.check(config, "eval")
     config = config.model_copy(update={"reward": with_rewards(config.reward, config.eval)})
-    parts.quiet_libraries()
+    models.quiet_libraries()
     folder, answers = _places(config, out)
     folder.mkdir(parents=True, exist_ok=True)
     if rescore is not None:
         return _rescore(config, Path(rescore), folder)
     family = answering_family(config)
-    sets = parts.validation_sets(config, family) | parts.suite_sets(config, family)
+    sets = questions.validation_sets(config, family) | questions.suite_sets(config, family)
     scorer = parts.make_scorer(config)
     engine = answering_engine(config, family, logs=folder, answers=answers)
     with (

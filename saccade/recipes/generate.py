@@ -25,7 +25,7 @@ from saccade.data.prompts import WORDED
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.models.files import stamp
-from saccade.recipes import parts
+from saccade.recipes import models, parts, questions
 from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.recipes.selection import SELECT, write_selected
 from saccade.rollout.collect import collect
@@ -50,11 +50,11 @@ def run(config: Any) -> dict[str, Any]:
     """`data.train`, or `data.val` when there is none; with rewards, each response is scored too."""
     config = load(config)
     checks.check(config, "generate")
-    parts.quiet_libraries()
+    models.quiet_libraries()
     path = Path(config.run.out) / config.run.name / config.generate.output
     path.parent.mkdir(parents=True, exist_ok=True)
     family = answering_family(config)
-    data = parts.load_prompts(config, config.data.train or config.data.val, family)
+    data = questions.load_prompts(config, config.data.train or config.data.val, family)
     taught = path.parent / "coldstart" / "train.jsonl"
     made_by = _made_by(config, family.path)
     done = _done(path, made_by)
@@ -176,10 +176,7 @@ def _made_by(config: Config, folder: str) -> dict[str, str]:
     files = [_stamped(text) for text in (folder, *_texts(reward))]
     chosen = [config.prompt, asked, config.env, made, config.run.seed, reward, files]
     text = repr(chosen).encode()
-    return {
-        "model": model,
-        "settings": hashlib.blake2b(text, digest_size=6).hexdigest(),
-    }
+    return {"model": model, "settings": hashlib.blake2b(text, digest_size=6).hexdigest()}
 
 
 def _without_pace(options: Mapping[str, Any]) -> dict[str, Any]:

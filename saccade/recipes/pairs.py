@@ -38,7 +38,7 @@ from saccade.models.families import Family
 from saccade.models.files import stamp
 from saccade.models.load import pick_dtype
 from saccade.models.rating import judged_length, shows_media
-from saccade.recipes import parts
+from saccade.recipes import models, questions
 from saccade.recipes.dialogues import compared
 from saccade.recipes.lengths import remembered, renderer
 from saccade.recipes.run import Run, damage
@@ -64,7 +64,7 @@ def load_pairs(
     `judge`: a model that scores reads them, refusing what it cannot use. It looks at media in a
     reply, too, and may want ties.
     """
-    instruction = parts.instruction_of(config)
+    instruction = questions.instruction_of(config)
 
     def word(sample: Sample) -> Sample:
         if len(sample.candidates) < 1 + paired:
@@ -90,7 +90,7 @@ def load_pairs(
             return max(side(sample, c) for c in word(sample).candidates)
 
         data = datasets.load(sources, limits, length=longest, limit=f"{section}.max_tokens")
-    data = parts.worded(data, word)
+    data = questions.worded(data, word)
     return data if judge else datasets.keep(data, _undecided)
 
 
@@ -186,7 +186,7 @@ def _score_all(
     path: Path,
 ) -> None:
     """In blocks, each written before the next: a run that is killed here goes on where it was."""
-    reference = LocalBackend(parts.load_policy(config, family).model, family)
+    reference = LocalBackend(models.load_policy(config, family).model, family)
     keys = list(missing)
     path.parent.mkdir(parents=True, exist_ok=True)
     with run.phase("logp_ref"):
@@ -207,7 +207,7 @@ def _score_all(
 
 def _reference_id(config: Config, family: Family) -> str:
     """What a total depends on beside the row: weights, how they compute, how rows are rendered."""
-    dtype = pick_dtype(config.model.dtype, parts.device_of(config))
+    dtype = pick_dtype(config.model.dtype, models.device_of(config))
     what = [stamp(Path(family.path)), str(dtype), config.model.train == "qlora", renderer(family)]
     return hashlib.blake2b(repr(what).encode(), digest_size=12).hexdigest()
 
@@ -278,4 +278,4 @@ def held_out(found: datasets.Dataset, name: str, path: str) -> datasets.Dataset:
     found = datasets.keep(found, damage)
     if not found.samples:
         raise DataError(f"data.val: {path} has no usable row:\n{found.summary}")
-    return parts.worded(found, lambda sample: replace(sample, id=f"{name}/{sample.id}"))
+    return questions.worded(found, lambda sample: replace(sample, id=f"{name}/{sample.id}"))

@@ -23,10 +23,11 @@ import yaml
 from saccade.data import synthetic
 from saccade.export import export
 from saccade.models import tiny
-from saccade.recipes import evaluate, parts, rl, sft
+from saccade.recipes import evaluate, models, rl, sft
 from saccade.statistics import mean_interval, paired_difference
 from saccade.tracking.loggers import read_metrics
-from saccade.tracking.report import Estimate, Table, sample_rollouts, write_report
+from saccade.tracking.report import sample_rollouts, write_report
+from saccade.tracking.sections import Estimate, Table
 
 WORDS = (
     *("<think>", "</think>", "<answer>", "</answer>", "user", "assistant", "system"),
@@ -44,7 +45,7 @@ STAGES = {"sft": "after SFT", "rl": "after GRPO", "sft_only": "SFT continued"}
 def run(out: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
     """Data, model, SFT, GRPO, the control, evaluation, export, report. Returns the summary."""
     began = time.monotonic()
-    parts.quiet_libraries()
+    models.quiet_libraries()
     out, size = Path(out).resolve(), SIZES["quick" if quick else "full"]
     _make_room(out)
     _say("1/6", f"drawing {size['prompts']:,} scenes, building a model with random weights")

@@ -33,7 +33,7 @@ from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.models.heads import RewardHead, attach_reward, load_reward
 from saccade.models.rating import REWARD_FILE, Card, read_card, stepped, verdict_ids, write_card
-from saccade.recipes import parts
+from saccade.recipes import questions
 from saccade.recipes.dialogues import compared
 from saccade.recipes.lengths import remembered
 from saccade.recipes.pairs import is_tie, load_pairs
@@ -225,7 +225,7 @@ class Process:
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
         """Chats are worded as in RL; a single text is read as it is."""
         config, family = self.config, self.family
-        instruction = parts.instruction_of(config)
+        instruction = questions.instruction_of(config)
 
         def word(sample: Sample) -> Sample:
             if is_chat(sample):
@@ -240,7 +240,7 @@ class Process:
         read = lambda messages: self._read("", messages).ids[:-1]  # noqa: E731
         with remembered(config, family, f"steps-{mark}", word, read) as length:
             data = datasets.load(sources, limits, length=length, limit="reward_model.max_tokens")
-        return parts.worded(data, word)
+        return questions.worded(data, word)
 
     def check(self, samples: Sequence[Sample]) -> None:
         _trained(self.family.path, Card(kind="process"))
@@ -250,10 +250,7 @@ class Process:
     def attach(self, model: Any, stored: Path | None, samples: Sequence[Sample]) -> Card:
         own = self.config.reward_model
         card = Card(
-            kind="process",
-            placeholder=own.placeholder,
-            tokens=own.tokens,
-            chat=is_chat(samples[0]),
+            kind="process", placeholder=own.placeholder, tokens=own.tokens, chat=is_chat(samples[0])
         )
         write_card(model, card)
         return card

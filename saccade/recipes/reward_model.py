@@ -16,7 +16,7 @@ from saccade.data.datasets import Dataset, Stream
 from saccade.models.load import describe_trained
 from saccade.models.rating import Card, write_card
 from saccade.plan import total_steps
-from saccade.recipes import average, pairs, parts
+from saccade.recipes import average, models, pairs, parts, questions
 from saccade.recipes.guard import guard
 from saccade.recipes.rated import Task, named, statistics, task_of
 from saccade.recipes.run import Run
@@ -36,18 +36,18 @@ def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
     config = defaults_for("reward-model", load(config))
     checks.check(config, "reward-model")
-    parts.quiet_libraries()
-    family = parts.family_of(config, parts.start_folder(config))
+    models.quiet_libraries()
+    family = models.family_of(config, models.start_folder(config))
     task = task_of(config, family)
-    data = parts.not_empty(task.load(config.data.train), "data.train")
+    data = questions.not_empty(task.load(config.data.train), "data.train")
     task.check(data.samples)
     held = _held_out(config, task)
     with Run(config, "reward-model", parts.manifest(family, data, config)) as this:
         this.console.note(data.summary)
-        policy = parts.load_policy(config, family, folder=str(this.start) if this.start else None)
+        policy = models.load_policy(config, family, folder=str(this.start) if this.start else None)
         card = task.attach(policy.model, this.start, data.samples)
         this.console.note(describe_trained(policy.model, family))
-        checkpointing = parts.use_checkpointing(config)
+        checkpointing = models.use_checkpointing(config)
         backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
         stream = this.stream(data, backend)
 
@@ -59,7 +59,7 @@ def run(config: Any) -> dict[str, Any]:
         validation = HeldOut(this, task, backend, held, card)
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, parts=averages)
-        parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
+        questions.write_quarantine(this.folder.path / "quarantine.jsonl", data)
         return _train(this, config, task, backend, stream, validation)
 
 

@@ -31,7 +31,7 @@ from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps
-from saccade.recipes import average, parity, parts
+from saccade.recipes import average, models, parity, parts, questions
 from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.engines import make_engine, require_support
 from saccade.recipes.guard import check_mismatch, guard
@@ -71,10 +71,10 @@ def run(config: Any) -> dict[str, Any]:
     checks.check(config, "rl")
     algorithm = from_config(config)
     refuse_another_algorithm(config, algorithm)
-    parts.quiet_libraries()
-    family = parts.family_of(config, parts.start_folder(config))
-    parts.require_reward_models(config)
-    data = parts.load_prompts(config, config.data.train, family)
+    models.quiet_libraries()
+    family = models.family_of(config, models.start_folder(config))
+    models.require_reward_models(config)
+    data = questions.load_prompts(config, config.data.train, family)
     warnings = preflight(config, family, data.samples)
     with Run(config, "rl", parts.manifest(family, data, config)) as this:
         this.console.note(data.summary)
@@ -85,7 +85,7 @@ def run(config: Any) -> dict[str, Any]:
         total = total_steps(config, actors.stream.rows_per_epoch)
         averages = average.kept(config, family, actors.policy, this.start)
         this.begin(total, actors.policy, family, parts=_parts_with_state(actors) | averages)
-        parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
+        questions.write_quarantine(this.folder.path / "quarantine.jsonl", data)
         return _train(this, actors)
 
 
@@ -341,9 +341,9 @@ def _actors(
     run.close_at_end(scorer)
     parts.test_rewards(config, scorer, data.samples)
     parts.check_algorithm(algorithm, scorer, data.samples, say=run.console.note)
-    policy = parts.load_policy(config, family, folder=str(run.start) if run.start else None)
+    policy = models.load_policy(config, family, folder=str(run.start) if run.start else None)
     run.console.note(describe_trained(policy.model, family))
-    checkpointing = parts.use_checkpointing(config)
+    checkpointing = models.use_checkpointing(config)
     backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
     stream = Stream(data, seed=config.run.seed, config=config.data)
     engine = make_engine(
@@ -357,12 +357,12 @@ def _actors(
     require_support(config, engine)
     run.progress.setdefault("stream", stream.state())
     run.progress["algorithm"] = describe(algorithm).splitlines()
-    sets = parts.validation_sets(config, family) if config.val.every else {}
+    sets = questions.validation_sets(config, family) if config.val.every else {}
     reference = critic = None
     if algorithm.needs_reference:
-        reference = parts.load_reference(config, family, algorithm, backend)
+        reference = models.load_reference(config, family, algorithm, backend)
     if algorithm.needs_critic:
-        critic = parts.load_critic(
+        critic = models.load_critic(
             config, family, algorithm, checkpointing=checkpointing, say=run.console.note
         )
     demonstrations = None

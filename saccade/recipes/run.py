@@ -26,7 +26,8 @@ from saccade.backends.schedule import rate
 from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
 from saccade.errors import DataError, EnvironmentProblem, Interrupted, SaccadeError
-from saccade.images import DECODED, ImageError
+from saccade.images import ImageError
+from saccade.images.cache import DECODED
 from saccade.models.families import Family
 from saccade.models.load import gpu_peak_gb
 from saccade.recipes.work import shares

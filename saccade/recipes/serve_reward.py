@@ -68,7 +68,7 @@ def serve(
 
 
 def _load_model(config: Config, path: str) -> LearnedReward:
-    from saccade.recipes.parts import load_learned, quiet_libraries  # torch only where one scores
+    from saccade.recipes.models import load_learned, quiet_libraries  # torch only where one scores
 
     quiet_libraries()
     return load_learned(config, path)

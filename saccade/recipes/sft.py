@@ -23,7 +23,7 @@ from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps
-from saccade.recipes import average, parts
+from saccade.recipes import average, models, parts, questions
 from saccade.recipes.dialogues import dialogue, document
 from saccade.recipes.guard import guard
 from saccade.recipes.run import Run
@@ -39,25 +39,25 @@ def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
     config = defaults_for("sft", load(config))
     checks.check(config, "sft")
-    parts.quiet_libraries()
-    family = parts.family_of(config, parts.start_folder(config))
-    reads = parts.load_documents if config.sft.mode == "pretrain" else parts.load_dialogues
+    models.quiet_libraries()
+    family = models.family_of(config, models.start_folder(config))
+    reads = questions.load_documents if config.sft.mode == "pretrain" else questions.load_dialogues
     data = reads(config, config.data.train, family)
     with Run(config, "sft", parts.manifest(family, data, config)) as this:
         this.console.note(data.summary)
-        policy = parts.load_policy(config, family, folder=str(this.start) if this.start else None)
+        policy = models.load_policy(config, family, folder=str(this.start) if this.start else None)
         this.console.note(describe_trained(policy.model, family))
-        checkpointing = parts.use_checkpointing(config)
+        checkpointing = models.use_checkpointing(config)
         backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
         stream = this.stream(data, backend)
-        sets = parts.validation_sets(config, family) if config.val.every else {}
-        sets = parts.asking_for_the_best(config, data, sets)
+        sets = questions.validation_sets(config, family) if config.val.every else {}
+        sets = questions.asking_for_the_best(config, data, sets)
         validation = answering(this, config, policy, backend, sets)
-        teacher = parts.load_teacher(config, family)
+        teacher = models.load_teacher(config, family)
         averages = average.kept(config, family, backend, this.start)
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, parts=averages)
-        parts.write_quarantine(this.folder.path / "quarantine.jsonl", data)
+        questions.write_quarantine(this.folder.path / "quarantine.jsonl", data)
         return _train(this, config, backend, teacher, family, stream, validation)
 
 

@@ -7,7 +7,7 @@ from saccade.config import Config
 from saccade.data.datasets import Dataset
 from saccade.engines import Engine
 from saccade.models.families import Family
-from saccade.recipes import parity, parts
+from saccade.recipes import models, parity, parts
 from saccade.recipes.engines import make_engine
 from saccade.recipes.evaluate import describe, evaluate_sets
 from saccade.recipes.run import Run, Stopping
@@ -77,7 +77,7 @@ class Validation:
 def answering(
     run: Run,
     config: Config,
-    policy: parts.Policy,
+    policy: models.Policy,
     weights: LocalBackend,
     sets: dict[str, Dataset],
 ) -> Validation:

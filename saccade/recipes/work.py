@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from saccade import flops
+from saccade import flops, shapes
 from saccade.backends.local import LocalBackend
 from saccade.config import ADAPTED
 from saccade.devices import Device
 from saccade.engines.embedded.rows import members_of
-from saccade.flops import Forward, Shape, Training
+from saccade.flops import Forward, Training
+from saccade.shapes import Shape
 from saccade.types import Batch
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Meter:
 def meter(backend: LocalBackend) -> Meter | None:
     """Of the micro-batches since the last one."""
     model: Any = backend.model
-    shape = flops.shape_of(model.config)
+    shape = shapes.shape_of(model.config)
     if shape is None:
         return None
     blocks = len(model.get_decoder().layers)  # a reward model may leave some out

@@ -16,18 +16,6 @@ from typing import Any, NamedTuple
 
 from saccade.rewards.extract import NUMBER, fenced
 
-__all__ = [
-    "Box",
-    "Found",
-    "Frame",
-    "Space",
-    "from_pixels",
-    "read_boxes",
-    "read_points",
-    "space_of",
-    "to_pixels",
-]
-
 KEYS = ("bbox_2d", "bbox", "box", "objects_of_interest")
 POINT_KEYS = ("point_2d", "point", "coordinate")
 LABELS, SCORES = ("label", "name", "category"), ("score", "confidence")

@@ -14,8 +14,6 @@ from saccade.rewards.letters import letters_in
 from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.types import Score
 
-__all__ = ["choice"]
-
 CHOICE_ORDER = ("answer_tag", "boxed", "answer_line", "letter")
 
 

@@ -18,8 +18,6 @@ from typing import Any, Literal
 
 from saccade.types import Score
 
-__all__ = ["COMBINATIONS", "DROP_GROUP", "TIMES_OUTCOME", "Recipe", "Scored", "Term", "combine"]
-
 DROP_GROUP = "drop_group"  # kind of a reason that excludes the other members of a group, too
 TIMES_OUTCOME = "times_outcome"  # in a score's info: its value counts as far as the answer does
 

@@ -16,30 +16,18 @@ The form follows from parameter names alone, first match in this order:
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import isfinite
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from saccade.own import own_module
 from saccade.rewards.sample import RewardSample
 from saccade.types import Score
-
-__all__ = [
-    "FORMS",
-    "Form",
-    "check_arguments",
-    "form_of",
-    "load",
-    "split_name",
-    "to_score",
-    "to_scores",
-]
 
 DEFAULT_NAME = "compute_score"
 
@@ -63,7 +51,7 @@ def load(verifier: str) -> Callable[..., Any]:
     """The function, from its file. Raises what the file raises."""
     parts = split_name(verifier)
     assert parts is not None, verifier
-    module = _module(Path(parts[0]).resolve())
+    module = _loaded(Path(parts[0]).resolve())
     function = getattr(module, parts[1], None)
     if not callable(function):
         known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
@@ -71,16 +59,7 @@ def load(verifier: str) -> Callable[..., Any]:
     return function
 
 
-def _module(path: Path) -> ModuleType:
-    name = f"saccade_reward_{path.stem}_{abs(hash(str(path)))}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.path.append(str(path.parent))  # its neighbours can be imported
-        spec.loader.exec_module(module)
-        sys.modules[name] = module
-    return sys.modules[name]
+_loaded = cache(own_module)
 
 
 # -- calling ---------------------------------------------------------------------------------------

@@ -16,17 +16,6 @@ from typing import Literal
 from saccade.rewards.letters import letters_in
 from saccade.rewards.sample import RewardSample
 
-__all__ = [
-    "EXTRACTORS",
-    "Scope",
-    "answer_of",
-    "answer_scope",
-    "extract",
-    "fenced",
-    "has_think",
-    "last_boxed",
-]
-
 Scope = Literal["after_think", "all"]
 
 NUMBER = re.compile(

@@ -24,8 +24,6 @@ from saccade.rewards.extract import (
 from saccade.rewards.letters import single_letter
 from saccade.rewards.sample import RewardSample
 
-__all__ = ["FORMATS", "ResponseFormat"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseFormat:

@@ -35,8 +35,6 @@ from saccade.rewards.overlap import MODES, Compare, covered, overlap
 from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.types import Score
 
-__all__ = ["View", "iou", "mask_of", "point", "right_boxes", "right_point", "view_of"]
-
 BOX_ORDER = ("answer_tag",)
 MASKS = ("mask", "segmentation_path")  # columns
 NO_SIZE = Score(kind="error", reason="image_size: frames differ and the row has no picture")

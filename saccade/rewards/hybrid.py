@@ -22,8 +22,6 @@ from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.rewards.texts import contains_one_of, exact
 from saccade.types import Score
 
-__all__ = ["ASK", "hybrid", "judge"]
-
 ASK = "ask"
 RULES: Mapping[str, Callable[..., Score]] = {
     "choice": choice,

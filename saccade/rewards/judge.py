@@ -39,8 +39,6 @@ from saccade.rewards.verdicts import (
 from saccade.schema import JudgeConfig
 from saccade.types import Sampling, Score
 
-__all__ = ["Judge"]
-
 SECTION = "reward.judge"
 WARMER = 0.2  # added to the temperature after a reply without a verdict
 QUOTED = 200  # characters of a reply that a reason keeps

@@ -19,16 +19,6 @@ from saccade.rewards.extract import Scope, extract
 from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.types import Score
 
-__all__ = [
-    "joined",
-    "labels_f1",
-    "labels_in",
-    "labels_recall",
-    "set_f1",
-    "token_f1",
-    "token_recall",
-]
-
 LABEL_ORDER = ("answer_tag", "boxed")
 BETWEEN = re.compile(r"[,;/\n&\uff0c\uff1b\u3001]|\s+and\s+", re.IGNORECASE)
 OUTSIDE = punctuation + " \t\r\u3002\u201c\u201d"

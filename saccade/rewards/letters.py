@@ -16,8 +16,6 @@ from string import ascii_uppercase
 
 from saccade.rewards.spelling import NARROW, TEXT
 
-__all__ = ["letters_in", "single_letter"]
-
 UNLISTED = "ABCDEFGHIJ"  # options of a row that does not list them
 
 ALONE = re.compile(r"\(?([A-Za-z])\s*[.):]?")

@@ -34,8 +34,6 @@ from saccade.rewards.spelling import (
 from saccade.rewards.units import PERCENT, Unit, split_unit
 from saccade.types import Score
 
-__all__ = ["equivalent", "math", "spelling"]
-
 MATH_ORDER = ("answer_tag", "boxed", "answer_line")
 DECIMAL_TOLERANCE = Fraction(1, 10**6)
 DOLLARS = re.compile(r"\A\s*\\?\$\s*(\d[\d.,]*)\s*\Z")  # not $12$

@@ -24,8 +24,6 @@ from saccade.rewards.overlap import MODES, covered, overlap
 from saccade.rewards.sample import RewardSample
 from saccade.types import Score
 
-__all__ = ["json_quality", "medical"]
-
 WEIGHTS = {"labels": 0.5, "boxes": 0.3, "json": 0.1, "length": 0.1}
 LONG = 600  # characters; longer responses gain nothing
 

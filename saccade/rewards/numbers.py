@@ -18,8 +18,6 @@ from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.rewards.spelling import NARROW, TooLarge, normalise
 from saccade.types import Score
 
-__all__ = ["count", "gsm8k", "number", "single_number", "to_number"]
-
 NUMBER_ORDER = ("answer_tag", "boxed", "answer_line", "whole")
 GSM8K_ORDER = ("hash", "answer_tag", "boxed")
 GSM8K_ORDERS = {"strict": ("hash",), "boxed": ("boxed",), "flexible": ("last_number",)}

@@ -13,8 +13,6 @@ import numpy as np
 
 from saccade.rewards.boxes import Box, Found
 
-__all__ = ["MODES", "Compare", "covered", "overlap"]
-
 THRESHOLDS = [0.5 + 0.05 * step for step in range(10)]  # of mean average precision
 
 Compare = Callable[[Sequence[Found], Sequence[Found]], float]

@@ -33,8 +33,6 @@ from saccade.rewards.sample import RewardSample, to_json
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Score
 
-__all__ = ["WorkerPool"]
-
 START_LIMIT = 120.0  # seconds for a process to start and to import the function
 GRACE = 1.0  # beyond the deadline, where the worker keeps it itself
 LARGEST_CHUNK = 32

@@ -20,8 +20,6 @@ from saccade.rewards.combine import Scored
 from saccade.rewards.sample import RewardSample
 from saccade.types import Score
 
-__all__ = ["PROTOCOL", "read_reply", "read_samples", "reply_to", "request_for", "split_query"]
-
 PROTOCOL = 2
 NO_REASON = "service: it gave no score"
 

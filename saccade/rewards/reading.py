@@ -18,8 +18,6 @@ from fractions import Fraction
 
 from saccade.rewards.spelling import TooLarge, Unparseable
 
-__all__ = ["Node", "near", "rational", "read"]
-
 
 @dataclass(frozen=True)
 class Node:

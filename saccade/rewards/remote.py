@@ -34,8 +34,6 @@ from saccade.rewards.sample import RewardSample, plain
 from saccade.schema import RemoteConfig, RewardConfig
 from saccade.types import Media, Score
 
-__all__ = ["Remote", "open_remote"]
-
 SECTION = "reward.remote"
 PATH = "/get_reward"
 GATHER = 0.02  # seconds that a request waits for more samples

@@ -25,8 +25,6 @@ from saccade.rewards.sample import RewardSample
 from saccade.rewards.scorers import SCORERS
 from saccade.rewards.verifiers import VERIFIERS, Verifier
 
-__all__ = ["resolve_recipes", "unknown"]
-
 
 def resolve_recipes(
     config: RewardConfig,

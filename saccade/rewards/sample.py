@@ -17,8 +17,6 @@ from typing import Any
 
 from saccade.types import Media, Message, Sample, Score
 
-__all__ = ["RewardSample", "graded", "image_records", "no_gold", "plain", "reward_sample"]
-
 MEDIA = re.compile("<(image|video|audio|series)>")  # how a text shows that a medium stands there
 
 

@@ -33,8 +33,6 @@ from saccade.rewards.sample import RewardSample
 from saccade.rewards.scorers import SCORERS, TermScorer
 from saccade.types import Sample, Score
 
-__all__ = ["Scorer"]
-
 
 class Scorer:
     """`submit` while generation goes on, or `score` a list; `close` ends the worker processes."""

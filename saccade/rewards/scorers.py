@@ -17,8 +17,6 @@ from saccade.rewards.sample import RewardSample
 from saccade.schema import RewardConfig
 from saccade.types import Score
 
-__all__ = ["SCORERS", "TermScorer"]
-
 
 class TermScorer(Protocol):
     def check(self) -> None:

@@ -24,8 +24,6 @@ from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import VERIFIERS, Verifier
 from saccade.types import Sample, Score
 
-__all__ = ["Failure", "SelfTest", "require", "self_test"]
-
 Kind = Literal["gold", "empty", "foreign"]
 SHOWN = 5
 CLOSE = 1e-6  # boxes are rounded on their way through frames

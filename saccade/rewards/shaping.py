@@ -14,8 +14,6 @@ from saccade.rewards.combine import TIMES_OUTCOME
 from saccade.rewards.sample import RewardSample
 from saccade.types import Score
 
-__all__ = ["length", "overlong", "repetition", "tool_use"]
-
 # Scripts written without spaces: a character is a word.
 WORD = re.compile(
     r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+"

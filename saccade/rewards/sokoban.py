@@ -22,8 +22,6 @@ from saccade.rewards.formats import check_think_answer
 from saccade.rewards.sample import RewardSample, graded
 from saccade.types import Score
 
-__all__ = ["sokoban"]
-
 MODES = ("solved", "progress", "return", "lmmr1")
 MOST_STEPS = 120
 LONGEST = 2000  # characters of an answer that hold moves

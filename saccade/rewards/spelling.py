@@ -9,19 +9,6 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = [
-    "BRACED",
-    "CJK",
-    "NARROW",
-    "TEXT",
-    "TooLarge",
-    "Unparseable",
-    "compact",
-    "normalise",
-    "tidy",
-    "unwrap_text",
-]
-
 LONGEST = 2000  # characters
 BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 ROUND = r"\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)"

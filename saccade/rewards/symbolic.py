@@ -21,8 +21,6 @@ from typing import Any
 from saccade.rewards.reading import near
 from saccade.rewards.spelling import BRACED, END, TooLarge, Unparseable
 
-__all__ = ["formula", "load", "same"]
-
 MOST_DIGITS = 20_000  # of a number in the course of evaluation
 LARGEST_FACTORIAL = 5_000
 MOST_TERMS = 2_000  # of an expanded power of a sum

@@ -13,8 +13,6 @@ from saccade.rewards.extract import Scope, answer_of
 from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.types import Score
 
-__all__ = ["contains_one_of", "exact", "regex"]
-
 TEXT_ORDER = ("answer_tag",)
 SHORTEST = 2  # characters; a shorter gold is found in almost any text
 

@@ -16,8 +16,6 @@ from fractions import Fraction
 
 from saccade.rewards.spelling import CJK
 
-__all__ = ["PERCENT", "Unit", "split_unit"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:

@@ -22,8 +22,6 @@ from saccade.types import Media, Message
 if TYPE_CHECKING:
     from jinja2 import Template
 
-__all__ = ["Case", "case_of", "compiled", "question_of", "read_verdict", "template_text"]
-
 SHIPPED = Path(__file__).with_name("judge.jinja")
 LONGEST_ANSWER = 2000  # characters of an answer that the judge sees
 NEEDED = ("question", "references", "prediction")  # variables of a template
@@ -69,10 +67,7 @@ def _harmless(answer: str) -> str:
 
 def question_of(case: Case, template: Template, scale: int) -> Message:
     text = template.render(
-        question=case.question,
-        references=case.references,
-        prediction=case.prediction,
-        scale=scale,
+        question=case.question, references=case.references, prediction=case.prediction, scale=scale
     )
     return Message(role="user", parts=(*case.media, text))
 

@@ -31,8 +31,6 @@ from saccade.rewards.sokoban import sokoban
 from saccade.rewards.texts import contains_one_of, exact, regex
 from saccade.types import Score
 
-__all__ = ["VERIFIERS", "Verifier"]
-
 MATH_DEADLINE = 3.0  # seconds
 PATTERN_DEADLINE = 1.0
 

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Generator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,9 @@ class Limits:
     step_timeout: float = 60.0
     marks: frozenset[int] = frozenset()  # smaller limits of turns that are of interest as well
 
+    def tokens(self, family: Family) -> int:
+        return min(self.max_total_tokens, family.max_positions)
+
 
 @dataclass(kw_only=True)
 class _World:
@@ -73,6 +77,20 @@ class _World:
             outcome = yield pending
             self.spent += pending.took
         return outcome
+
+    def begin(
+        self, sample: Sample, noise: int
+    ) -> Generator[Pending, Any, tuple[list[Message], str]]:
+        """The conversation to go on with, and the reason to end where there is none."""
+        start = yield from self.ask(lambda: self.environment.reset(sample, noise))
+        asked = sum(len(message.text) for message in sample.messages)
+        most = CHARACTERS * self.limits.max_total_tokens + asked
+        if not isinstance(start, BaseException) and (
+            flaw := messages_flaw(start, CONVERSATION, longest=most)
+        ):
+            start = Failed(flaw)
+        reason = self.failure(start)
+        return list(sample.messages if reason else start), reason
 
     def failure(self, outcome: Any) -> str:
         """The reason that ends an episode whose environment failed, else empty."""
@@ -163,45 +181,17 @@ def episode(
     key = episode_key(uid, repeat)
     noise = noise_key(seed, key)
     world = _World(environment=environment, limits=limits)
-    start = yield from world.ask(lambda: environment.reset(sample, noise))
-    most = CHARACTERS * limits.max_total_tokens + sum(len(m.text) for m in sample.messages)
-    if not isinstance(start, BaseException) and (
-        flaw := messages_flaw(start, CONVERSATION, longest=most)
-    ):
-        start = Failed(flaw)
-    turn, reason, pending = 0, world.failure(start), False
-    messages = list(sample.messages if reason else start)
-    tape = _Tape()
-    context = len(messages)
+    messages, reason = yield from world.begin(sample, noise)
+    ended = partial(_trajectory, world, uid=uid, repeat=repeat, context=len(messages))
+    tape, turn, pending = _Tape(), 0, False
     tape.read(family.render(messages))
     longest = limits.max_turn_tokens or sampling.max_tokens
-
-    def ended(
-        tape: _Tape, messages: Sequence[Message], reason: str, *, turns: int, pending: bool
-    ) -> Trajectory:
-        waiting = reason == "token_budget" and pending
-        return Trajectory(
-            sample_id=uid,
-            repeat=repeat,
-            messages=tuple(messages),
-            context=context,
-            end_reason=reason,
-            status=STATUS_OF_END[f"{reason}_pending" if waiting else reason],
-            turns=turns,
-            trained=repeat != GREEDY,
-            turn_rewards=tuple(world.rewards),
-            info=dict(world.info),
-            **tape.columns(),
-        )
-
     while not reason:
-        turn += 1
-        budget = min(limits.max_total_tokens, family.max_positions) - tape.length
-        allowed = min(longest, budget)
+        allowed = min(longest, limits.tokens(family) - tape.length)
         if allowed < 1:
-            reason, pending = "token_budget", turn > 1
-            turn -= 1
+            reason, pending = "token_budget", turn > 0
             break
+        turn += 1
         completion: Completion = yield Request(
             key=key,
             ids=tape.ids[0] if turn == 1 else np.concatenate(tape.ids),
@@ -215,29 +205,56 @@ def episode(
             episode=key if limits.max_turns > 1 else None,
         )
         tape.write(completion)
-        reply = Message(role="assistant", parts=(family.decode(completion.ids),))
-        messages.append(reply)
+        messages.append(Message(role="assistant", parts=(family.decode(completion.ids),)))
         if completion.finish == "aborted":
             reason = "aborted"
         elif completion.finish == "length":
             reason = "turn_length" if allowed == longest else "token_budget"
         else:
-            marked = turn in limits.marks and on_mark is not None
-            said, written = (list(messages), tape.so_far()) if marked else ([], tape)
-            reason, pending = yield from _answer(world, reply, messages, tape, turn, family)
-            if marked and on_mark is not None and (pending or not reason):
-                on_mark(ended(written, said, "max_turns", turns=turn, pending=True))
+            mark = on_mark if turn in limits.marks else None
+            said, written = (list(messages), tape.so_far()) if mark else ([], tape)
+            reason, pending = yield from _answer(world, messages, tape, turn, family)
+            if mark is not None and (pending or not reason):
+                mark(ended(written, said, "max_turns", turns=turn, pending=True))
     closed = yield from world.ask(environment.close)
     world.failure(closed)  # noted, but the episode is over
     return ended(tape, messages, reason, turns=turn, pending=pending)
 
 
+def _trajectory(
+    world: _World,
+    tape: _Tape,
+    messages: Sequence[Message],
+    reason: str,
+    *,
+    uid: str,
+    repeat: int,
+    context: int,
+    turns: int,
+    pending: bool,
+) -> Trajectory:
+    waiting = reason == "token_budget" and pending
+    return Trajectory(
+        sample_id=uid,
+        repeat=repeat,
+        messages=tuple(messages),
+        context=context,
+        end_reason=reason,
+        status=STATUS_OF_END[f"{reason}_pending" if waiting else reason],
+        turns=turns,
+        trained=repeat != GREEDY,
+        turn_rewards=tuple(world.rewards),
+        info=dict(world.info),
+        **tape.columns(),
+    )
+
+
 def _answer(
-    world: _World, reply: Message, messages: list[Message], tape: _Tape, turn: int, family: Family
+    world: _World, messages: list[Message], tape: _Tape, turn: int, family: Family
 ) -> Generator[Pending, Any, tuple[str, bool]]:
     """Let the environment speak. An observation and its images are added together or not at all."""
     limits, environment = world.limits, world.environment
-    outcome = yield from world.ask(lambda: environment.step(reply))
+    outcome = yield from world.ask(lambda: environment.step(messages[-1]))
     if failure := world.failure(outcome):
         return failure, False
     step = Step(*outcome)
@@ -256,8 +273,7 @@ def _answer(
     if len(tape.media) + sum(len(m.media) for m in step.messages) > limits.max_images:
         return "max_images", True
     added = family.render_continuation(step.messages, last_id=int(tape.ids[-1][-1]))
-    room = min(limits.max_total_tokens, family.max_positions) - tape.length - len(added)
-    if room < limits.reserve:
+    if limits.tokens(family) - tape.length - len(added) < limits.reserve:
         return "token_budget", True
     family.prefetch(span.media for span in added.media)  # made while others generate
     tape.read(added)

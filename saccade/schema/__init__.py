@@ -1,6 +1,6 @@
 """Every option once: its type, its default, one line that says what it does.
 
-Single values are checked here; what options mean together is `checks.py`, how they are written and
+Single values are checked here; what options mean together is `checks`, how they are written and
 read is `config.py`. One file for each part of a run; `Config` puts them together.
 
     >>> dict(options())["train.lr"].description

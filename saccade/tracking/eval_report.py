@@ -12,14 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from saccade.tracking.folder import TRAJECTORIES
-from saccade.tracking.report import (
-    BESIDE_ACCURACY,
-    Cell,
-    Estimate,
-    Table,
-    episodes_of,
-    write_report,
-)
+from saccade.tracking.report import BESIDE_ACCURACY, episodes_of, write_report
+from saccade.tracking.sections import Cell, Estimate, Table
 from saccade.tracking.trajectories import read_trajectories, stored_steps
 
 RESULTS = "results.json"

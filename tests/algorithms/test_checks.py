@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.algorithms.checks import CONDITIONS
 from saccade.algorithms.describe import describe
+from saccade.algorithms.unused import CONDITIONS
 
 MISSPELT = [  # field, wrong, right
     ("preset", "gropo", "grpo"),

@@ -8,15 +8,9 @@ import pytest
 from PIL import Image
 
 from saccade.config import DataConfig
-from saccade.images import (
-    ImageCache,
-    ImageError,
-    crop,
-    decode,
-    open_media,
-    resized_size,
-    source_kind,
-)
+from saccade.images import ImageError, crop, decode, open_media, resized_size
+from saccade.images.cache import ImageCache
+from saccade.images.sources import source_kind
 
 
 @pytest.mark.parametrize(

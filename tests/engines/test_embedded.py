@@ -478,10 +478,10 @@ def test_a_live_episode_computes_only_what_is_new(model, family, prompts, image)
     for asked, answer in played:
         (fresh,) = generate(EmbeddedEngine(model, family), [replace(asked, episode=None)])
         same(fresh, answer)
-    assert len(engine._live) == 1
+    assert len(engine.scheduler.kept.live) == 1
     engine.release("e")
     engine.release("e")  # twice is harmless
-    assert not engine._live and len(engine._free) == engine.cache.slots
+    assert not engine.scheduler.kept.live and len(engine.cache.free) == engine.cache.slots
 
 
 def test_the_mode_of_the_modules_is_set_once(model, family, prompts, monkeypatch):
@@ -526,7 +526,7 @@ def test_an_episode_that_lost_its_slot_gives_the_same(model, family, prompts, im
             (fresh,) = generate(EmbeddedEngine(model, family), [replace(request, episode=None)])
             same(fresh, answer)
             states[i] = turn(request, answer, family, (image(56, 56, number), "go on"))
-    assert engine.cache.slots == 1 and list(engine._live) == ["e1"]
+    assert engine.cache.slots == 1 and list(engine.scheduler.kept.live) == ["e1"]
 
 
 def test_a_conversation_that_was_rewritten_is_computed_again(model, family, prompts):
@@ -540,7 +540,7 @@ def test_a_conversation_that_was_rewritten_is_computed_again(model, family, prom
     (answer,) = generate(engine, [changed])
     (fresh,) = generate(EmbeddedEngine(model, family), [replace(changed, episode=None)])
     same(fresh, answer)
-    assert len(engine._live) == 1
+    assert len(engine.scheduler.kept.live) == 1
 
 
 def test_another_picture_in_the_cached_part_is_computed_again(model, family, image):
@@ -573,7 +573,7 @@ def test_abort_of_waiting_and_running_requests(model, family, prompts):
     assert set(done) == {"0/0", "1/0"}
     assert all(c.finish == "aborted" for c in done.values())
     assert 1 <= len(done["0/0"].ids) <= 2 and len(done["1/0"].ids) == 0
-    assert not engine._live
+    assert not engine.scheduler.kept.live
     rest = []
     while engine.pending:
         rest += engine.poll()
@@ -593,7 +593,7 @@ def test_versions_are_recorded_per_token_and_idle_caches_dropped(load, family, p
     with torch.no_grad():
         model.model.language_model.layers[0].mlp.up_proj.weight.mul_(1.5)
     engine.update_weights(None, version=4)
-    assert not engine._live
+    assert not engine.scheduler.kept.live
     done = []
     while engine.pending:
         done += engine.poll()
@@ -624,7 +624,7 @@ def test_sleep_gives_the_cache_back(model, family, prompts):
     assert engine.cache.keys.numel() > 0
     engine.sleep()
     assert engine.cache.keys.numel() == engine.cache.values.numel() == 0
-    assert engine._tokens.size == 0 and not engine._live
+    assert engine.records.tokens.size == 0 and not engine.scheduler.kept.live
     engine.wake()
     for a, b in zip(generate(engine, asked), wanted, strict=True):
         same(a, b)
@@ -646,10 +646,10 @@ def test_the_cache_grows_while_sequences_run(model, family, prompts):
 
 
 def test_the_memory_limit_makes_requests_wait(model, family, prompts, monkeypatch):
-    from saccade.engines import embedded
+    from saccade.engines.embedded import cache
 
     engine = EmbeddedEngine(model, family)
-    monkeypatch.setattr(embedded, "CPU_CACHE_BYTES", 2 * engine.cache.bytes_per_slot(100) + 1)
+    monkeypatch.setattr(cache, "CPU_CACHE_BYTES", 2 * engine.cache.bytes_per_slot(100) + 1)
     asked = requests(prompts, repeats=2)
     got = generate(engine, asked)
     assert engine.cache.slots == 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from saccade.engines import embedded, generate
-from saccade.engines.embedded import EmbeddedEngine, rows
+from saccade.engines.embedded import EmbeddedEngine, rows, scheduler
 from saccade.errors import ConfigError
 from saccade.types import Completion, Message, Request, Sampling
 
@@ -76,9 +76,9 @@ def _support(completion: Completion) -> list[list[int]] | None:
 
 def empty(engine: EmbeddedEngine) -> bool:
     """Every page and every slot is free again."""
-    pages = engine.cache.pages
+    pages, scheduler = engine.cache.pages, engine.scheduler
     slots = len(engine.cache.free) == engine.cache.slots
-    return pages.free == pages.count > 0 and slots and not engine._wanted and not engine._jobs
+    return pages.free == pages.count > 0 and slots and not (scheduler.kept.wanted or scheduler.jobs)
 
 
 def passes(model) -> tuple[list[int], list[int]]:
@@ -117,7 +117,7 @@ def test_answers_are_those_of_the_slots(model, family, prompts, paged, on_slots,
     shuffled = [asked[i] for i in np.random.default_rng(0).permutation(len(asked))]
     few = EmbeddedEngine(model, family, max_sequences=5)
     same(sorted(generate(few, shuffled), key=lambda c: c.key), wanted)
-    assert empty(few) and not few._prefixes
+    assert empty(few) and not few.scheduler.kept.prefixes
 
 
 def test_settings_mix_in_one_batch(model, family, prompts, paged, on_slots):
@@ -184,7 +184,7 @@ def test_the_host_looks_every_few_steps(load, family, prompts, paged):
         engine = EmbeddedEngine(model, family)
         for request in requests(prompts[:1], replace(FREE, max_tokens=70, **changes), repeats=2):
             engine.submit(request)
-        banned = torch.from_numpy(np.isin(np.arange(family.vocabulary), engine._eos))
+        banned = torch.from_numpy(np.isin(np.arange(family.vocabulary), list(family.chat.eos_ids)))
         engine.banned = engine.graphs.banned = banned  # so that nothing ends early
         count = 0
         while engine.pending:
@@ -211,7 +211,7 @@ def test_long_prompts_are_computed_in_pieces(
 ):
     asked = requests(prompts)
     wanted = on_slots(asked)
-    monkeypatch.setattr(embedded, "PREFILL_TOKENS", budget)
+    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", budget)
     model = load("qwen2_5_vl")
     tokens, images = passes(model)
     engine = EmbeddedEngine(model, family)
@@ -221,7 +221,7 @@ def test_long_prompts_are_computed_in_pieces(
     assert empty(engine)
 
 
-@pytest.mark.parametrize("running, most_waits", [(8, 0), (3, embedded.PATIENCE)])
+@pytest.mark.parametrize("running, most_waits", [(8, 0), (3, scheduler.PATIENCE)])
 def test_decoding_goes_on_between_the_pieces(
     model, family, prompts, paged, monkeypatch, running, most_waits
 ):
@@ -230,15 +230,15 @@ def test_decoding_goes_on_between_the_pieces(
     for request in requests(prompts[:1], replace(FREE, max_tokens=1000), repeats=running):
         engine.submit(request)
     engine.poll()
-    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 10)
+    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 10)
     (late,) = requests(prompts[3:], repeats=1)
     engine.submit(replace(late, key="late"))
     grown = []
-    while "late" not in engine._running or not engine._running["late"].ready:
-        before = sum(s.sampled for s in engine._running.values())
+    while "late" not in engine.scheduler.running or not engine.scheduler.running["late"].ready:
+        before = sum(s.sampled for s in engine.scheduler.running.values())
         engine.poll()
-        grown.append(sum(s.sampled for s in engine._running.values()) - before)
-    assert len(grown) > embedded.PATIENCE + 1
+        grown.append(sum(s.sampled for s in engine.scheduler.running.values()) - before)
+    assert len(grown) > scheduler.PATIENCE + 1
     turns = [new > 0 for new in grown[:-1]]  # with the last one it draws its own first token
     assert turns == [n % (most_waits + 1) == most_waits for n in range(len(turns))]
 
@@ -246,7 +246,7 @@ def test_decoding_goes_on_between_the_pieces(
 def test_a_request_after_new_weights_shares_nothing_with_those_before(
     load, family, prompts, paged, monkeypatch
 ):
-    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 16)
     model = load("qwen2_5_vl")
     (asked,) = requests(prompts[3:], replace(FREE, temperature=0.0), repeats=1)
     engine = EmbeddedEngine(model, family, max_sequences=1)
@@ -277,15 +277,15 @@ def test_sequences_that_lose_their_pages_go_on_with_the_same_tokens(
     engine = EmbeddedEngine(model, family)
     paged.budget = pages * engine.cache.bytes_per_page
     lost = []
-    secure = engine._secure
+    secure = engine.scheduler.secure
 
-    def note(ready):
+    def note(ready, steps_of):
         before = len(ready)
-        steps = secure(ready)
+        steps = secure(ready, steps_of)
         lost.append(before - len(ready))
         return steps
 
-    engine._secure = note
+    engine.scheduler.secure = note
     same(generate(engine, asked), wanted)
     assert sum(lost) > 0 and engine.cache.pages.count == pages and empty(engine)
 
@@ -328,9 +328,9 @@ def test_idle_turns_make_way(model, family, prompts, paged, on_slots):
     engine = EmbeddedEngine(model, family)
     paged.budget = 30 * engine.cache.bytes_per_page
     same(generate(engine, asked), wanted)
-    assert 0 < len(engine._live) < len(asked)
+    assert 0 < len(engine.scheduler.kept.live) < len(asked)
     same(generate(engine, asked), wanted)  # rewritten conversations: all is computed again
-    for key in list(engine._live):
+    for key in list(engine.scheduler.kept.live):
         engine.release(key)
     assert empty(engine)
 
@@ -341,7 +341,8 @@ def test_aborted_at_every_stage(model, family, prompts, paged):
     for request in asked:
         engine.submit(request)
     done = engine.poll() + engine.poll()
-    running, waiting = list(engine._running), [s.request.key for s in engine._waiting]
+    running = list(engine.scheduler.running)
+    waiting = [s.request.key for s in engine.scheduler.waiting]
     assert not done and len(running) == 4 and len(waiting) == 8
     for key in (running[0], waiting[0]):
         engine.abort(key)
@@ -349,7 +350,7 @@ def test_aborted_at_every_stage(model, family, prompts, paged):
     assert done[running[0]].finish == done[waiting[0]].finish == "aborted"
     assert len(done[running[0]].ids) > 10 and not len(done[waiting[0]].ids)
     while engine.pending:
-        for key in [*engine._running, *(s.request.key for s in engine._waiting)]:
+        for key in [*engine.scheduler.running, *(s.request.key for s in engine.scheduler.waiting)]:
             engine.abort(key)
         engine.poll()
     assert empty(engine)
@@ -361,9 +362,9 @@ def test_an_evicted_sequence_can_be_aborted(model, family, prompts, paged):
     for request in requests(prompts, replace(FREE, max_tokens=60)):
         engine.submit(request)
     done = []
-    while not engine._evicted:
+    while not engine.scheduler.evicted:
         done += engine.poll()
-    key, sampled = engine._evicted[0].request.key, engine._evicted[0].sampled
+    key, sampled = engine.scheduler.evicted[0].request.key, engine.scheduler.evicted[0].sampled
     engine.abort(key)
     done += engine.poll()
     (aborted,) = (c for c in done if c.key == key)
@@ -378,14 +379,14 @@ def test_versions_and_idle_caches_follow_the_weights(load, family, prompts, page
     engine = EmbeddedEngine(model, family)
     first, second, *_ = requests(prompts, replace(FREE, ignore_eos=False, max_tokens=40))
     engine.graphs.banned = engine.banned = torch.from_numpy(
-        np.isin(np.arange(family.vocabulary), engine._eos)
+        np.isin(np.arange(family.vocabulary), list(family.chat.eos_ids))
     )
     generate(engine, [replace(first, episode="e", sampling=FREE)])
     engine.submit(second)
     engine.poll()
     engine.poll()
     engine.update_weights(None, version=4)
-    assert not engine._live
+    assert not engine.scheduler.kept.live
     done = []
     while engine.pending:
         done += engine.poll()
@@ -398,9 +399,9 @@ def test_sleep_gives_the_pool_back(model, family, prompts, paged, on_slots):
     wanted = on_slots(asked)
     engine = EmbeddedEngine(model, family)
     same(generate(engine, asked), wanted)
-    assert engine.cache.keys and engine._live
+    assert engine.cache.keys and engine.scheduler.kept.live
     engine.sleep()
-    assert not engine.cache.keys and not engine._live and engine._tokens.size == 0
+    assert not (engine.cache.keys or engine.scheduler.kept.live or engine.records.tokens.size)
     engine.wake()
     same(generate(engine, asked), wanted)
 

@@ -426,15 +426,15 @@ def with_few_pages(engine, requests, monkeypatch, pages: int = 40):
     from saccade.engines.embedded.paged import PagedCache
 
     lost = []
-    secure = engine._secure
+    secure = engine.scheduler.secure
 
-    def note(ready):
+    def note(ready, steps_of):
         before = len(ready)
-        steps = secure(ready)
+        steps = secure(ready, steps_of)
         lost.append(before - len(ready))
         return steps
 
-    engine._secure = note
+    engine.scheduler.secure = note
     with monkeypatch.context() as patch:
         patch.setattr(PagedCache, "_budget", lambda self: pages * self.bytes_per_page)
         answers = generate(engine, requests)
@@ -546,7 +546,7 @@ def test_turns_continue_from_their_pages(model, family, asked, monkeypatch):
     requests = [replace(r, episode=r.key) for r in asked[::4]]
     for turn in range(3):
         answers = generate(engine, requests)
-        computed = [s.cached for s in engine._live.values()]
+        computed = [s.cached for s in engine.scheduler.kept.live.values()]
         assert len(computed) == len(requests) and min(computed) > 20 * (turn + 1)
         fresh = on_slots(model, family, [replace(r, episode=None) for r in requests], monkeypatch)
         assert alike(answers, fresh) > 0.4

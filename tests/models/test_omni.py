@@ -24,7 +24,6 @@ from saccade.config import LoraConfig, TrainConfig
 from saccade.engines.build import Settings, build
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.flops import shape_of
 from saccade.forest import pack
 from saccade.images import decode, open_media
 from saccade.models import lora
@@ -32,6 +31,7 @@ from saccade.models.families import load_family
 from saccade.models.load import freeze, hidden_states, load_model
 from saccade.recipes.dialogues import compared, dialogue
 from saccade.recipes.sft import SUPERVISED
+from saccade.shapes import shape_of
 from saccade.types import Media, Message, Request, Sample, Sampling
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from saccade.data.visual_search import search_split, write_search
 from saccade.errors import ConfigError, DataError
 from saccade.models import tiny
 from saccade.models.families import Family, load_family
-from saccade.recipes import coldstart, parts
+from saccade.recipes import coldstart, parts, questions
 from saccade.recipes.sft import dialogue
 from saccade.rollout.episode import Limits, episode
 from saccade.types import Completion, Message, Request, Sample, Sampling, Source
@@ -54,8 +54,10 @@ def test_sft_and_rl_read_the_same_tokens(
     sft = load(
         None, [*ENV, f"data.train={tmp_path / 'cold' / 'train.jsonl'}", "sft.max_tokens=4000"]
     )
-    demonstrated = parts.load_dialogues(sft, sft.data.train, family).samples
-    asked = parts.load_prompts(load(None, options), load(None, options).data.train, family).samples
+    demonstrated = questions.load_dialogues(sft, sft.data.train, family).samples
+    asked = questions.load_prompts(
+        load(None, options), load(None, options).data.train, family
+    ).samples
     assert len(demonstrated) == len(asked) == 6
     failures = 0
     for question, row in zip(asked, demonstrated, strict=True):
@@ -120,7 +122,9 @@ def test_rows_of_a_cold_start_are_asked_without_their_turns(
     assert result.exit_code == 0, result.stderr
     scene = written(scenes["easy"])
     for row, drawn in zip(written(tmp_path / "eval" / "samples.jsonl"), scene, strict=True):
-        assert "<grounding>" not in row["prompt"].replace(parts.instruction_of(load(None, ENV)), "")
+        assert "<grounding>" not in row["prompt"].replace(
+            questions.instruction_of(load(None, ENV)), ""
+        )
         assert row["gold"] == str(drawn["answer"]) and len(row["media"]) == 1
 
 
@@ -128,7 +132,7 @@ def test_where_a_question_ends_depends_on_what_follows_it() -> None:
     def asked(roles: str, *options: str) -> str:
         names = {"u": "user", "a": "assistant", "t": "tool"}
         messages = tuple(Message(role=names[role], parts=("x",)) for role in roles)  # type: ignore[arg-type]
-        ask = parts.asker(load(None, ["prompt.instruction=", *options]))
+        ask = questions.asker(load(None, ["prompt.instruction=", *options]))
         return "".join(m.role[0] for m in ask(Sample(id="1", messages=messages)).messages)
 
     assert asked("uaua") == "uau" and asked("uau") == "uau"  # a chat
@@ -144,7 +148,7 @@ def test_a_crop_is_stored_as_the_model_sees_it(
     config = load(None, ENV)
     coldstart.run(config, scenes["hard"], tmp_path / "cold", mistakes=0.0)
     rows = load(None, [f"data.train={tmp_path / 'cold' / 'train.jsonl'}", "sft.max_tokens=4000"])
-    for row in parts.load_dialogues(rows, rows.data.train, family).samples:
+    for row in questions.load_dialogues(rows, rows.data.train, family).samples:
         picture = decode(row.media[0])
         x0, y0, x1, y1 = row.extra["box"]
         target = picture[y0:y1, x0:x1]

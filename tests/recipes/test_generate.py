@@ -12,7 +12,7 @@ import pytest
 import saccade
 from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.recipes import generate, parts
+from saccade.recipes import generate, models, questions
 
 Make = Callable[..., dict[str, Any]]
 
@@ -152,8 +152,8 @@ def test_right_episodes_become_conversations_to_learn_from(
             "prompt.template": str(worded),
         }
     )
-    family = parts.family_of(learn, learn.model.path)
-    samples = parts.load_dialogues(learn, learn.data.train, family).samples
+    family = models.family_of(learn, learn.model.path)
+    samples = questions.load_dialogues(learn, learn.data.train, family).samples
     assert [sample.messages[-1].role for sample in samples] == ["assistant"] * len(rows)
     for sample in samples:  # no prompt is worded a second time
         assert "".join(message.text for message in sample.messages).count("Look well.") == 1

@@ -16,7 +16,7 @@ from saccade.algorithms.distillation import kd
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
-from saccade.recipes import parts, rl, sft
+from saccade.recipes import questions, rl, sft
 from saccade.recipes.dialogues import document
 from saccade.types import Message, Sample
 
@@ -57,7 +57,7 @@ def test_the_loss_beside_a_teacher(
     row = sft.run(config)
 
     resolved = load(config)
-    data = parts.load_dialogues(resolved, resolved.data.train, family)
+    data = questions.load_dialogues(resolved, resolved.data.train, family)
     order = sft.Stream(data, seed=resolved.run.seed, config=resolved.data).take(4)
     auto = getattr(transformers, family.spec.auto_class)
     models = [auto.from_pretrained(path, dtype=torch.float32) for path in (word_model, teacher)]
@@ -145,15 +145,15 @@ def test_the_reward_stands_after_the_question(
         path.write_text(json.dumps(row) + "\n")
         changes = {"sft.reward_tag": " reward {reward:.1f}", "data.max_bad_fraction": 1}
         config = load(sft_config(tmp_path, data__train=str(path)) | changes)
-        (sample,) = parts.load_dialogues(config, config.data.train, family).samples
+        (sample,) = questions.load_dialogues(config, config.data.train, family).samples
         found.append([message.text for message in sample.messages])
     assert found == [
         ["how many ? reward 9.0", "3"],
         ["how many ? reward 0.2", "red"],
         ["how many ? reward 0.0", "blue"],
     ]
-    data = parts.load_dialogues(config, config.data.train, family)
-    (asked,) = parts.asking_for_the_best(config, data, {"val": data})["val"].samples
+    data = questions.load_dialogues(config, config.data.train, family)
+    (asked,) = questions.asking_for_the_best(config, data, {"val": data})["val"].samples
     assert asked.messages[0].text.endswith("reward 0.0 reward 0.0")
     for tag in ("reward", "{score}", "{reward"):
         with pytest.raises(ConfigError, match=r"sft.reward_tag: .* does not show a reward"):

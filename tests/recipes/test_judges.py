@@ -12,7 +12,7 @@ from PIL import Image
 
 from saccade.config import DataSource, load
 from saccade.errors import DataError
-from saccade.recipes import evaluate, parts, rl, sft
+from saccade.recipes import evaluate, models, questions, rl, sft
 
 COLOURS = 8
 
@@ -75,13 +75,13 @@ def test_sft_learns_from_the_better_text_and_sends_media_to_judges(
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in texts))
     config = config_of(rows, tmp_path)
-    family = parts.family_of(config, parts.start_folder(config))
+    family = models.family_of(config, models.start_folder(config))
     plain = load(config, ["data.mapping=null", "data.compare=apart"])
-    data = parts.load_dialogues(plain, [DataSource(path=str(path))], family)
+    data = questions.load_dialogues(plain, [DataSource(path=str(path))], family)
     assert [sample.messages[-1].text for sample in data.samples] == ["4", "4"]
     apart = load(config, ["data.compare=apart"])
     with pytest.raises(DataError, match=r"data\.compare=verdict teaches to judge them"):
-        parts.load_dialogues(apart, apart.data.train, family)
+        questions.load_dialogues(apart, apart.data.train, family)
 
 
 def test_rl_pays_for_the_right_verdict(rows: Path, tmp_path: Path) -> None:

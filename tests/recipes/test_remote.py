@@ -14,7 +14,7 @@ import pytest
 from saccade.config import DataConfig, load
 from saccade.errors import ConfigError, RewardError
 from saccade.recipes import rl
-from saccade.recipes.parts import load_learned
+from saccade.recipes.models import load_learned
 from saccade.rewards.scorer import Scorer
 from saccade.schema import ServeConfig
 from saccade.serving.reward_server import open_server

@@ -24,7 +24,7 @@ from saccade.data import synthetic
 from saccade.errors import ConfigError, DataError
 from saccade.models.families import load_family
 from saccade.models.rating import Card, read_card, stepped, with_marks
-from saccade.recipes import parts, reward_model
+from saccade.recipes import models, reward_model
 from saccade.recipes.rated import task_of
 from saccade.rewards.sample import reward_sample
 from saccade.types import Message, replace
@@ -138,7 +138,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory, config: Make) -> Path:
 def scores_of(folder: Path, config: dict[str, Any], **options: Any) -> np.ndarray:
     """[pairs, sides] of the training rows."""
     resolved = defaults_for("reward-model", load(config))
-    task = task_of(resolved, parts.family_of(resolved, resolved.model.path))
+    task = task_of(resolved, models.family_of(resolved, resolved.model.path))
     samples = task.load(resolved.data.train).samples
     model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
     replies = [
@@ -374,7 +374,7 @@ def test_a_margin_that_asks_for_no_lead_is_a_bad_row(
     resolved = defaults_for(
         "reward-model", load(config(tmp_path, data__train=str(path), data__max_bad_fraction=0.5))
     )
-    task = task_of(resolved, parts.family_of(resolved, resolved.model.path))
+    task = task_of(resolved, models.family_of(resolved, resolved.model.path))
     data = task.load(resolved.data.train)
     assert [(bad.row, "margin" in bad.reason) for bad in data.quarantined] == [(1, True)]
     _, row = task.prepare(data.samples)
@@ -426,7 +426,7 @@ def test_steps_are_judged_and_a_response_by_its_steps(
     assert not (folder / "reward_head.safetensors").exists()
     model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
     resolved = defaults_for("reward-model", load(options))
-    task = task_of(resolved, parts.family_of(resolved, resolved.model.path))
+    task = task_of(resolved, models.family_of(resolved, resolved.model.path))
     for sample in task.load(resolved.data.train).samples[:4]:
         asked = replace(sample, messages=sample.messages[:1])
         right = sample.messages[1].text.split()[0 if sample.extra["label"][0] == "1" else 2]
@@ -472,7 +472,7 @@ def test_a_later_row_whose_placeholder_is_joined_is_set_aside(tmp_path: Path, co
     path.write_text("".join(json.dumps(row) + "\n" for row in listed))
     options = config(tmp_path, data__train=str(path), data__max_bad_fraction=0.5) | PROCESS
     resolved = defaults_for("reward-model", load(options))
-    task = task_of(resolved, parts.family_of(resolved, resolved.model.path))
+    task = task_of(resolved, models.family_of(resolved, resolved.model.path))
     for _ in range(2):  # lengths are remembered
         data = task.load(resolved.data.train)
         assert len(data) == 7 and data.quarantined[0].row == 6

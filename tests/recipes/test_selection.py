@@ -12,7 +12,7 @@ import pytest
 from saccade.config import defaults_for, load
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
-from saccade.recipes import dpo, generate, pairs, parts, sft
+from saccade.recipes import dpo, generate, pairs, questions, sft
 from saccade.recipes.dialogues import compared
 from saccade.recipes.selection import write_selected
 from saccade.types import Message, Sample
@@ -98,7 +98,7 @@ def test_a_round_of_iterative_dpo_and_of_rejection_sampling(
 
     resolved = defaults_for("dpo", load(config | {"data.train": made["selected"]}))
     family = load_family(resolved.model.path)
-    prompts = parts.load_prompts(load(config), load(config).data.train, family).samples
+    prompts = questions.load_prompts(load(config), load(config).data.train, family).samples
     known = {sample.id: family.render(sample.messages).ids.tolist() for sample in prompts}
     chosen = pairs.load_pairs(resolved, resolved.data.train, family, paired=True).samples
     for sample in chosen:

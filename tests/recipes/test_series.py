@@ -17,7 +17,7 @@ from saccade.estimate.sizing import empty_model
 from saccade.export import export
 from saccade.models import tiny
 from saccade.models.files import SERIES_FILE
-from saccade.recipes import check_data, dpo, evaluate, parts, reward_model, rl, sft
+from saccade.recipes import check_data, dpo, evaluate, models, reward_model, rl, sft
 
 LEADS = 4
 
@@ -109,8 +109,8 @@ def test_rl_trains_the_encoder_and_goes_on_exactly(name, tmp_path, same_weights)
     assert all(not torch.equal(early[tensor], late[tensor]) for tensor in early)
 
     config = load(run)
-    family = parts.family_of(config, parts.start_folder(config))
-    drawn = parts.load_policy(config, family).model.series.state_dict()
+    family = models.family_of(config, models.start_folder(config))
+    drawn = models.load_policy(config, family).model.series.state_dict()
     empty = empty_model(config, family)
     assert sum(p.numel() for p in empty.series.parameters()) == sum(
         map(torch.numel, drawn.values())
@@ -121,7 +121,7 @@ def test_rl_trains_the_encoder_and_goes_on_exactly(name, tmp_path, same_weights)
 
     exported = export(tmp_path / "whole", tmp_path / "out", dtype="bfloat16")
     assert all(torch.equal(t, late[n]) for n, t in encoder_of(exported).items())
-    opened = parts.family_of(load({"model.path": str(exported)}), str(exported))
+    opened = models.family_of(load({"model.path": str(exported)}), str(exported))
     assert opened.series is not None and opened.series.patch == 20
 
 

@@ -14,7 +14,7 @@ from saccade import checkpoint
 from saccade.config import load
 from saccade.errors import ConfigError, DataError
 from saccade.models.families import load_family
-from saccade.recipes import parts, sft
+from saccade.recipes import questions, sft
 from saccade.types import Source
 
 Make = Callable[..., dict[str, Any]]
@@ -67,7 +67,7 @@ def stock_loss(config: dict[str, Any], model_path: str, loss_on: str) -> tuple[f
 
     resolved = load(config)
     family = load_family(model_path)
-    data = parts.load_dialogues(resolved, resolved.data.train, family)
+    data = questions.load_dialogues(resolved, resolved.data.train, family)
     auto = getattr(transformers, family.spec.auto_class)
     model = auto.from_pretrained(model_path, dtype=torch.float32).eval()
     total, count = 0.0, 0
@@ -109,7 +109,7 @@ def test_which_tokens_are_trained(
 ) -> None:
     config = load(sft_config(tmp_path, data__train=str(talks)))
     family = load_family(word_model)
-    sample = parts.load_dialogues(config, config.data.train, family).samples[0]
+    sample = questions.load_dialogues(config, config.data.train, family).samples[0]
     read = {}
     for loss_on in ("assistant", "last_turn", "all"):
         (member,) = sft.dialogue(sample, family, loss_on).trajectories

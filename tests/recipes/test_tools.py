@@ -14,7 +14,7 @@ from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.recipes import evaluate, parts, rl
+from saccade.recipes import evaluate, parts, questions, rl
 from saccade.tracking.loggers import read_metrics
 from saccade.tracking.trajectories import read_trajectories
 from saccade.types import Message, Sample
@@ -203,5 +203,5 @@ def test_limits_that_contradict_are_refused(config: dict[str, Any], scenes: Path
 def test_the_prompt_says_how_to_answer_and_how_to_zoom(config: dict[str, Any]) -> None:
     tried = load(config | {"prompt.instruction": None})
     question = Sample(id="q", messages=(Message(role="user", parts=("How many?",)),))
-    told = parts.asker(tried)(question).messages[0].text
+    told = questions.asker(tried)(question).messages[0].text
     assert "<answer>" in told and "<grounding>" in told and "fractions" in told

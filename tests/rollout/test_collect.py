@@ -89,7 +89,7 @@ def test_results_do_not_depend_on_slots_or_order(model, family, samples, brief, 
     def trajectories(slots: int, asked) -> dict:
         engine = EmbeddedEngine(model, family, max_sequences=slots)
         groups = run(engine, asked, environment=lambda: Again(image))
-        assert not engine._live and len(engine._free) == engine.cache.slots
+        assert not engine.scheduler.kept.live and len(engine.cache.free) == engine.cache.slots
         return {t.key: t for t in flat(groups)}
 
     wanted = trajectories(64, samples)

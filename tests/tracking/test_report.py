@@ -24,7 +24,8 @@ from saccade.tracking.charts import (
 )
 from saccade.tracking.folder import RunFolder
 from saccade.tracking.loggers import Loggers
-from saccade.tracking.report import Estimate, Table, before_after, from_run, write_report
+from saccade.tracking.report import before_after, from_run, write_report
+from saccade.tracking.sections import Estimate, Table
 from saccade.tracking.trajectories import TrajectoryWriter
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"

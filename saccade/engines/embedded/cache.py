@@ -18,7 +18,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from saccade.attention import HALF, AttentionPlan, forest_plan
+from saccade.devices import free_bytes
 
+CPU_CACHE_BYTES = 4 << 30
+GPU_CACHE_SHARE = 0.6  # of the memory that is free when the cache grows
 CAPACITY_STEP = 64  # slots grow in steps, so that a longer prompt rarely reallocates
 
 
@@ -92,6 +95,14 @@ class Cache:
 
     def bytes_per_slot(self, capacity: int) -> int:
         return capacity * self.shape.bytes_per_token
+
+    def affordable(self, capacity: int) -> int:
+        """Slots of this capacity that there is memory for, those that it has included."""
+        budget = CPU_CACHE_BYTES
+        if self.device.type == "cuda":
+            mine = self.bytes_per_slot(self.capacity) * self.slots
+            budget = int(GPU_CACHE_SHARE * (free_bytes(self.device) + mine))
+        return max(1, budget // self.bytes_per_slot(capacity))
 
     def reserve(self, slots: int, capacity: int) -> None:
         capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP

@@ -1,4 +1,4 @@
-"""What the engine has sampled, slot by slot, until it becomes a completion."""
+"""What the engine has sampled, slot by slot, until it ends and becomes a completion."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from saccade.engines.embedded.sequences import Sequence
+from saccade.models.chat import Chat
 from saccade.types import Completion
 
 
@@ -32,11 +33,7 @@ class Records:
                 setattr(self, name, new)
 
     def note(
-        self,
-        sequences: SequenceOf[Sequence],
-        ids: np.ndarray,
-        logprobs: np.ndarray,
-        version: int,
+        self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray, version: int
     ) -> None:
         """ids and log-probs [steps, sequences]; -1 where a sequence had ended before."""
         slots = np.array([s.slot for s in sequences])
@@ -55,6 +52,37 @@ class Records:
 
     def of(self, sequence: Sequence) -> np.ndarray:
         return self.tokens[sequence.slot, : sequence.sampled]
+
+    def ended(self, sequences: SequenceOf[Sequence], chat: Chat) -> list[tuple[Sequence, str]]:
+        """Those that end with their last tokens, and how."""
+        last = self.last(sequences).tolist()
+        ways = [self._finish(s, chat, id_) for s, id_ in zip(sequences, last, strict=True)]
+        return [(s, way) for s, way in zip(sequences, ways, strict=True) if way]
+
+    def _finish(self, sequence: Sequence, chat: Chat, last: int) -> str | None:
+        sampling = sequence.request.sampling
+        if sequence.aborted:
+            return "aborted"
+        if sampling.stop and self._reaches_stop(sequence, chat):
+            return "stop"
+        if last in chat.eos_ids and not sampling.ignore_eos:
+            return "stop"
+        return "length" if not sequence.remaining else None
+
+    def _reaches_stop(self, sequence: Sequence, chat: Chat) -> bool:
+        """Looks at each new token; what was drawn after a stop string is forgotten."""
+        stop = sequence.request.sampling.stop
+        # A stop string has at most one token per byte; a few more cover what its first token begins
+        # with.
+        window = max(len(text.encode()) for text in stop) + 8
+        for length in range(sequence.looked + 1, sequence.sampled + 1):
+            text = chat.decode(self.of(sequence)[max(0, length - window) : length], special=True)
+            if any(end in text for end in stop):
+                sequence.cached -= sequence.sampled - length
+                sequence.sampled = length
+                return True
+        sequence.looked = sequence.sampled
+        return False
 
     def completion(self, sequence: Sequence, finish: Any) -> Completion:
         slot, n = sequence.slot, sequence.sampled

@@ -106,6 +106,9 @@ class Job:
         return end
 
 
+Part = tuple[Job, int]  # a job and where its next piece ends
+
+
 def by_sampling(sequences: SequenceOf[Sequence]) -> list[tuple[Sampling, list[int]]]:
     groups: dict[Sampling, list[int]] = {}
     for row, sequence in enumerate(sequences):

@@ -25,7 +25,7 @@ from saccade.engines.vllm.prompts import params_of, prompt_of
 from saccade.engines.vllm.weights import Announced, HandOver, renaming, sample_for
 from saccade.engines.weights import folder_shapes, in_memory
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.images import ImageCache
+from saccade.images.cache import ImageCache
 from saccade.models.families import Family
 from saccade.types import Completion, Request
 

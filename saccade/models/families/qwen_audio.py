@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from saccade.errors import DataError
-from saccade.images import DECODED, ImageCache
+from saccade.images.cache import DECODED, ImageCache
 from saccade.models.families.text import ARTICLES, positions
 from saccade.types import Media, MediaSpan
 

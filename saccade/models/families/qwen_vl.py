@@ -17,7 +17,8 @@ from PIL import Image
 
 from saccade import videos
 from saccade.errors import DataError
-from saccade.images import DECODED, ImageCache, resized_size
+from saccade.images import resized_size
+from saccade.images.cache import DECODED, ImageCache
 from saccade.types import Media, MediaSpan
 
 if TYPE_CHECKING:

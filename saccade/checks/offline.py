@@ -1,6 +1,6 @@
 """What a config alone can say against learning from rows that exist, or making them.
 
-Rules as those of `checks.py`, which calls them: demonstrations, preferences, selected responses.
+Demonstrations, preferences, reward models, selected responses.
 
     >>> list(preferences(load(None, ["dpo.gamma=1"])))
     ['dpo.gamma: has no effect with dpo.loss=dpo; remove it']

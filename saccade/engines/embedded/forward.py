@@ -1,4 +1,4 @@
-"""Prompts: one forward over the pieces of several jobs."""
+"""Forwards: over the pieces of several prompts, and one token further."""
 
 from __future__ import annotations
 
@@ -9,24 +9,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from saccade.attention import AttentionPlan
-from saccade.engines.embedded.sequences import Job
+from saccade.engines.embedded.sequences import Part, Sequence
 from saccade.models.families import Family
 from saccade.models.load import hidden_states
 from saccade.transfer import to_device
 from saccade.types import MediaSpan
-
-Part = tuple[Job, int]  # a job and where its next piece ends
-
-
-def next_parts(jobs: SequenceOf[Job], budget: int, *, pieces: bool) -> list[Part]:
-    """About `budget` tokens. With `pieces` a prompt may be cut, else it is computed whole."""
-    parts = []
-    for job in jobs:
-        if job.left and budget > 0:
-            end = job.cut(budget) if pieces else len(job.ids)
-            budget -= end - job.cached
-            parts.append((job, end))
-    return parts
 
 
 def compute(model: nn.Module, family: Family, cache: Any, parts: SequenceOf[Part]) -> None:
@@ -40,7 +27,7 @@ def compute(model: nn.Module, family: Family, cache: Any, parts: SequenceOf[Part
         for span in job.members[0].request.media
         if job.cached <= span.start < end
     )
-    hidden = forward(
+    hidden = _forward(
         model,
         family,
         np.concatenate([job.ids[job.cached : end] for job, end in parts]),
@@ -54,7 +41,21 @@ def compute(model: nn.Module, family: Family, cache: Any, parts: SequenceOf[Part
             job.hidden = hidden[last - 1].clone()
 
 
-def forward(
+def step(
+    model: nn.Module, family: Family, cache: Any, ready: SequenceOf[Sequence], last: np.ndarray
+) -> Tensor:
+    """The tokens that were drawn `last` into their slots: hidden states to draw the next from."""
+    slots = np.array([s.slot for s in ready])
+    cached = np.array([s.cached for s in ready])
+    positions = np.tile(cached + np.array([s.ahead for s in ready]), (family.axes, 1))
+    plan = cache.plan(slots, cached, np.ones(len(slots), dtype=np.int64))
+    hidden = _forward(model, family, last, positions, plan)
+    for sequence in ready:
+        sequence.cached += 1
+    return hidden
+
+
+def _forward(
     model: nn.Module,
     family: Family,
     ids: np.ndarray,

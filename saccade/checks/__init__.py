@@ -1,0 +1,101 @@
+"""What a config alone can say against a run: options that contradict each other or do nothing.
+
+Runs in milliseconds, before data or weights are touched, and lists every problem at once, each with
+the field, the reason and a value that works. Types and limits of single values are the schema's
+business; what needs a tokenizer, a row or a tensor is checked by whoever holds it. A rule is a
+function from a config to problems; RULES says which command asks which.
+
+    >>> check(load(None, ["model.path=tiny:qwen2_5_vl"]), "sft")
+    Traceback (most recent call last):
+    saccade.errors.ConfigError: data.train: no training data; try data.train=train.jsonl
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from saccade.checks import models, offline, rows, steps
+from saccade.checks.models import chosen
+from saccade.config import Config
+from saccade.errors import ConfigError
+
+Rule = Callable[[Config], Iterator[str]]
+
+SUPERVISED = {
+    "algorithm": "only `saccade rl` reads it",
+    "eval": "only `saccade eval` reads it",
+    "prompt.permute_choices": "rows name the letters that they were written with",
+    "data.demonstrations": "only `saccade rl` reads it",
+    "train.ptx_coef": "only `saccade rl` reads it",
+    "train.samples_per_prompt": "nothing is sampled",
+    "train.updates_per_step": "a step is one update",
+    "train.epochs_per_batch": "a step is one update",
+}
+SFT = {"sft": "only `saccade sft` reads it"}
+DPO = {"dpo": "only `saccade dpo` reads it"}
+RATING = {"reward_model": "only `saccade reward-model` reads it"}
+
+# Options and sections that a training command does not read. `generate` makes rows for sft and dpo,
+# so one file may hold both. Eval and generate take the file of a training run as it is, so there
+# nothing is refused.
+WITHOUT_EFFECT = {
+    "rl": {
+        **SFT,
+        **DPO,
+        **RATING,
+        "generate": "only `saccade generate` reads it",
+        "eval": "only `saccade eval` reads it",
+        "rollout.http": "an endpoint only evaluates",
+    },
+    "sft": SUPERVISED | DPO | RATING,
+    "dpo": SUPERVISED | SFT | RATING,
+    "reward-model": SUPERVISED | SFT | DPO | {"reward": "nothing is sampled"},
+}
+
+
+def check(config: Config, command: str) -> None:
+    """Raise one ConfigError with everything that keeps the config from running as COMMAND."""
+    problems = [problem for rule in RULES[command] for problem in rule(config)]
+    problems += _without_effect(config, command)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _without_effect(config: Config, command: str) -> Iterator[str]:
+    for name in chosen(config):
+        for key, reason in WITHOUT_EFFECT.get(command, {}).items():
+            if name == key or name.startswith(f"{key}."):
+                yield f"{name}: has no effect in `saccade {command}` ({reason}); remove it"
+
+
+MODEL = (models.model, models.own_weights, models.engine_options, models.lora, models.series)
+CRITIC = (models.critic, models.critic_warmup)
+SAMPLING = (models.lora_dropout, steps.sampling, steps.response_length, steps.batch)
+LOOKING = (rows.pixels, rows.prompt_files, models.judge)
+READING = (rows.data_files, *LOOKING)
+TRAINING = (*MODEL, rows.train_data, *READING, steps.optimizer, steps.validation, steps.resume)
+ANSWERING = (models.answering_model, models.series)
+RULES: dict[str, tuple[Rule, ...]] = {
+    "rl": (
+        *TRAINING,
+        *(*CRITIC, offline.demonstrations, *SAMPLING, steps.reward, steps.environment),
+    ),
+    "sft": (*TRAINING, offline.imitation),
+    "dpo": (*TRAINING, offline.preferences),
+    "reward-model": (*TRAINING, offline.rating),
+    "eval": (
+        *ANSWERING,
+        *(rows.val_data, rows.val_files, *LOOKING),
+        *(steps.response_length, steps.validation, steps.environment),
+    ),
+    "generate": (
+        *ANSWERING,
+        *(rows.some_data, *READING),
+        *(steps.response_length, steps.environment, steps.selection, offline.selection),
+    ),
+    "chat": (*ANSWERING, rows.pixels, rows.prompt_files),
+    # those of rl that need neither rows nor rewards
+    "estimate": (*MODEL, rows.pixels, steps.optimizer, *CRITIC, *SAMPLING),
+    "check-data": (models.series, rows.some_data, *READING),
+    "serve-reward": (rows.pixels, models.judge, steps.reward),
+}

@@ -1,0 +1,183 @@
+"""Rules about models: folders, endpoints, engines, adapters, encoders of time series, critics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from saccade.checks import offline
+from saccade.config import ADAPTED, Config, Section
+from saccade.models.files import SERIES_FILE
+from saccade.schema import HttpConfig
+
+
+def chosen(section: Section, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the options that were set, as opposed to left at their defaults."""
+    for name in type(section).model_fields:
+        if name in section.model_fields_set:
+            value = getattr(section, name)
+            if isinstance(value, Section):
+                yield from chosen(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name
+
+
+def model(config: Config) -> Iterator[str]:
+    path, train = config.model.path, config.model.train
+    if not path:
+        yield (
+            "model.path: no model; give a Hugging Face model folder, or model.path=tiny:qwen2_5_vl"
+        )
+    else:
+        yield from offline.folder("model.path", path)
+    frozen = train.removeprefix("freeze:")
+    if train not in ("full", *ADAPTED) and (frozen == train or not frozen.strip(", ")):
+        yield (
+            f"model.train: {train!r} is none of full, lora, qlora and freeze:PATTERNS; "
+            "try freeze:vision"
+        )
+
+
+def answering_model(config: Config) -> Iterator[str]:
+    """Where nothing is trained an endpoint may answer, and no folder is needed."""
+    if config.rollout.engine == "http":
+        yield from endpoint(config)
+    else:
+        yield from model(config)
+
+
+def endpoint(config: Config) -> Iterator[str]:
+    http = config.rollout.http
+    if not http.url:
+        yield (
+            "rollout.http.url: rollout.engine=http needs the address of an endpoint; "
+            "try rollout.http.url=http://127.0.0.1:8000/v1"
+        )
+    yield from _address("rollout.http", http)
+    if config.prompt.chat_template:
+        yield "prompt.chat_template: an endpoint applies its own template; remove it"
+    if config.rollout.replicas:
+        yield "rollout.replicas: an endpoint is one already; try rollout.replicas=0"
+
+
+def _address(section: str, http: HttpConfig) -> Iterator[str]:
+    address = urlsplit(http.url)
+    if http.url and (address.scheme not in ("http", "https") or not address.hostname):
+        yield (
+            f"{section}.url: {http.url} is no address of an endpoint; "
+            f"try {section}.url=http://127.0.0.1:8000/v1"
+        )
+    if address.username or address.password or address.query:
+        yield (
+            f"{section}.url: an address with a password or a query would be logged; put the "
+            f"key into an environment variable and its name into {section}.key"
+        )
+    if http.key and not re.fullmatch(r"[A-Za-z_]\w*", http.key):
+        yield (
+            f"{section}.key: takes the name of an environment variable, not the key itself; "
+            f"try {section}.key=OPENAI_API_KEY"
+        )
+
+
+def judge(config: Config) -> Iterator[str]:
+    judge = config.reward.judge
+    yield from _address("reward.judge", judge)
+    if judge.api == "completions" and judge.send_images:
+        yield ("reward.judge.send_images: completions take text only; try reward.judge.api=chat")
+    if judge.template is not None and not Path(judge.template).is_file():
+        yield f"reward.judge.template: {judge.template} does not exist; give a Jinja file"
+
+
+def own_weights(config: Config) -> Iterator[str]:
+    if config.rollout.engine == "http":
+        yield (
+            "rollout.engine: http asks a model that is not trained here and gives no log-probs; "
+            "it serves eval, generate and chat: try rollout.engine=embedded"
+        )
+
+
+def engine_options(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    for name in ("tensor_parallel", "memory_share", "engine_args"):
+        if rollout.engine == "embedded" and name in rollout.model_fields_set:
+            yield (
+                f"rollout.{name}: has no effect with rollout.engine=embedded; remove it, or try "
+                "rollout.engine=vllm"
+            )
+    shared = rollout.engine == "embedded" and not rollout.replicas
+    if shared and "parity_max" in rollout.model_fields_set:
+        yield (
+            "rollout.parity_max: the embedded engine samples from the trainer's own weights, there "
+            "is nothing to compare; remove it"
+        )
+
+
+def lora(config: Config) -> Iterator[str]:
+    model = config.model
+    for name in chosen(model.lora) if model.train not in ADAPTED else ():
+        yield (
+            f"model.lora.{name}: has no effect with model.train={model.train}; try model.train=lora"
+        )
+    if model.lora.vision and model.lora.targets != "all-linear":
+        yield (
+            f"model.lora.vision: has no effect with model.lora.targets={model.lora.targets}; "
+            "name the vision tower there, or try model.lora.targets=all-linear"
+        )
+
+
+def series(config: Config) -> Iterator[str]:
+    model, rollout = config.model, config.rollout
+    held = bool(model.path) and (Path(model.path) / SERIES_FILE).is_file()
+    encoder = model.series.encoder
+    if encoder is None and not held:
+        for name in chosen(model.series):
+            yield (
+                f"model.series.{name}: has no effect without an encoder; "
+                "try model.series.encoder=patches"
+            )
+        return
+    file, _, function = (encoder or "").rpartition(":")
+    if encoder not in (None, "patches") and not (Path(file).is_file() and function):
+        yield (
+            f"model.series.encoder: {encoder} is neither patches nor FILE.py:FUNCTION; "
+            "try model.series.encoder=patches"
+        )
+    if rollout.engine != "embedded" or rollout.replicas:
+        name = "replicas" if rollout.engine == "embedded" else "engine"
+        yield (
+            f"rollout.{name}: {getattr(rollout, name)} has no encoder for time series; "
+            "try rollout.engine=embedded rollout.replicas=0"
+        )
+    if model.train in ADAPTED and not held:
+        yield (
+            f"model.train: {model.train} would leave the encoder of time series as it was drawn; "
+            "train it first with model.train=freeze:llm, or try model.train=full"
+        )
+
+
+def lora_dropout(config: Config) -> Iterator[str]:
+    if config.model.lora.dropout:
+        yield (
+            "model.lora.dropout: with it the policy that learns is not the one that answered; "
+            "try model.lora.dropout=0"
+        )
+
+
+def critic(config: Config) -> Iterator[str]:
+    path = config.algorithm.critic.path
+    if path is not None and not (Path(path) / "config.json").is_file():
+        yield (
+            f"algorithm.critic.path: {path} has no config.json; give a Hugging Face model folder, "
+            "or leave it empty to start from the policy"
+        )
+
+
+def critic_warmup(config: Config) -> Iterator[str]:
+    alone, steps = config.algorithm.critic.warmup_steps or 0, config.run.max_steps
+    if steps is not None and alone >= steps:
+        yield (
+            f"algorithm.critic.warmup_steps: in all {steps} steps of the run only the critic would "
+            f"learn; try algorithm.critic.warmup_steps={steps // 10}"
+        )

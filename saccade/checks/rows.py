@@ -1,0 +1,67 @@
+"""Rules about data and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from saccade.config import Config
+from saccade.data import suites
+from saccade.data.sources import parse_address
+
+
+def train_data(config: Config) -> Iterator[str]:
+    if not config.data.train:
+        yield "data.train: no training data; try data.train=train.jsonl"
+    weighted = [source for source in config.data.train if source.weight is not None]
+    if weighted and len(weighted) < len(config.data.train):
+        yield "data.train: some sets have a weight and some have none; give one to all, or to none"
+    if "mixing" in config.data.model_fields_set and not weighted:
+        yield "data.mixing: has no effect without weights; set data.train[].weight or remove it"
+
+
+def val_data(config: Config) -> Iterator[str]:
+    if not config.data.val and not config.eval.suites:
+        yield "data.val: nothing to evaluate; try data.val=test.jsonl"
+    yield from suites.problems(config.eval)
+
+
+def some_data(config: Config) -> Iterator[str]:
+    if not config.data.train and not config.data.val:
+        yield "data.train: no data; try data.train=train.jsonl"
+
+
+def data_files(config: Config) -> Iterator[str]:
+    return _missing_files(config, "train", "val", "demonstrations")
+
+
+def val_files(config: Config) -> Iterator[str]:
+    return _missing_files(config, "val")
+
+
+def _missing_files(config: Config, *names: str) -> Iterator[str]:
+    data = config.data
+    for name in names:
+        for source in getattr(data, name):
+            path = parse_address(source.path).path
+            if not data.allow_network and not Path(path).exists():
+                yield (
+                    f"data.{name}: {path} does not exist; give a file or folder on this disk, or "
+                    "a hub id with data.allow_network=true"
+                )
+
+
+def pixels(config: Config) -> Iterator[str]:
+    low, high = config.data.min_pixels, config.data.max_pixels
+    if low > high:
+        yield (
+            f"data.min_pixels: {low} is above data.max_pixels={high}; "
+            f"try data.min_pixels={min(3136, high)}"
+        )
+
+
+def prompt_files(config: Config) -> Iterator[str]:
+    for name in ("template", "chat_template"):
+        path = getattr(config.prompt, name)
+        if path is not None and not Path(path).is_file():
+            yield f"prompt.{name}: file {path} does not exist; give a Jinja file, or remove it"

@@ -1,0 +1,122 @@
+"""Rules about a step: sampling, rewards, environments, the optimizer, validation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from saccade import environments
+from saccade.config import ADAPTED, Config
+from saccade.models.files import described, names_experts
+
+# The fewest tokens of an answer where every tag is one token: with less, no response can be right.
+SHORTEST_ANSWER = {"think_answer": 5, "think_boxed": 4, "boxed": 2, "answer_line": 2, "hash": 2}
+TOWERS = ("vision", "projector", "llm", "audio", "series")
+
+
+def sampling(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.support == "refuse":
+        for name, truncates, off in (
+            ("top_p", rollout.top_p < 1, 1),
+            ("top_k", rollout.top_k > 0, -1),
+        ):
+            if truncates:
+                yield (
+                    f"rollout.{name}: truncated sampling biases every ratio unless the kept ids "
+                    f"are replayed; set rollout.support=replay or rollout.{name}={off}"
+                )
+    if rollout.top_k == 0:
+        yield "rollout.top_k: 0 keeps no token; try rollout.top_k=-1 to keep all"
+
+
+def response_length(config: Config) -> Iterator[str]:
+    style, limits = config.prompt.format, {"rollout.max_tokens": config.rollout.max_tokens}
+    if config.val.max_tokens is not None:
+        limits["val.max_tokens"] = config.val.max_tokens
+    shortest = SHORTEST_ANSWER.get(style, 1)
+    for name, limit in limits.items():
+        if limit < shortest:
+            yield (
+                f"{name}: {limit} tokens cannot hold an answer in the format {style!r} "
+                f"(at least {shortest}); try {name}=256"
+            )
+    total = config.env.max_total_tokens
+    if total <= config.rollout.max_tokens:
+        yield (
+            f"env.max_total_tokens: {total} leaves no room for a prompt beside "
+            f"rollout.max_tokens={config.rollout.max_tokens}; "
+            f"try env.max_total_tokens={config.rollout.max_tokens + config.data.max_prompt_tokens}"
+        )
+
+
+def batch(config: Config) -> Iterator[str]:
+    updates, prompts = config.train.updates_per_step, config.train.prompts_per_step
+    if updates is not None and updates > prompts:
+        yield (
+            f"train.updates_per_step: {updates} updates need as many prompts, and a step has "
+            f"{prompts}; try train.updates_per_step={prompts}"
+        )
+
+
+def optimizer(config: Config) -> Iterator[str]:
+    train, steps = config.train, config.run.max_steps
+    if train.schedule == "constant" and "min_lr" in train.model_fields_set:
+        yield "train.min_lr: has no effect with train.schedule=constant; try train.schedule=linear"
+    if train.ema and config.model.train in ADAPTED:
+        yield f"train.ema: averages whole weights; with model.train={config.model.train} use 0"
+    if steps is not None and train.warmup >= max(1, steps):
+        yield (
+            f"train.warmup: {train.warmup:g} steps in a run of {steps} never reach the full "
+            f"learning rate; try train.warmup={steps // 10}"
+        )
+    found = described(Path(config.model.path)) if train.aux_coef else {}
+    if found and not names_experts(found):
+        yield (
+            f"train.aux_coef: {config.model.path} is a {found.get('model_type')} and has no "
+            "experts to balance; try train.aux_coef=0"
+        )
+    for beta in train.betas:
+        if not 0 <= beta < 1:
+            yield f"train.betas: {beta} is outside [0, 1); try train.betas=[0.9,0.95]"
+    for name, factor in train.lr_scale.items():
+        if name not in TOWERS:
+            yield f"train.lr_scale: unknown tower {name!r}; known are {', '.join(TOWERS)}"
+        elif factor < 0:
+            yield f"train.lr_scale: {name} has the factor {factor:g}; try 0.1"
+
+
+def reward(config: Config) -> Iterator[str]:
+    reward = config.reward
+    if not reward.given and not environments.gives_rewards(config.env):
+        yield "reward.terms: nothing scores a response; try reward.terms=[math]"
+    if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
+        low, high = reward.clip
+        yield f"reward.clip: {low} is not below {high}; try reward.clip=[-1,1]"
+
+
+def environment(config: Config) -> Iterator[str]:
+    turns = config.env.turns
+    yield from environments.problems(config.env)
+    if config.env.name == "single_turn" and turns > 1:
+        yield f"env.max_turns: {turns} has no effect with env.name=single_turn; try env.max_turns=1"
+
+
+def validation(config: Config) -> Iterator[str]:
+    val = config.val
+    if val.n > 1 and val.temperature == 0:
+        yield (
+            f"val.n: {val.n} greedy responses are all the same; try val.temperature=1 or val.n=1"
+        )
+    yield from environments.sweep_problems(config.env, val.turns)
+
+
+def selection(config: Config) -> Iterator[str]:
+    if config.generate.select != "all":
+        yield from reward(config)
+
+
+def resume(config: Config) -> Iterator[str]:
+    resume = config.run.resume
+    if resume not in ("none", "auto", "best") and not Path(resume).is_dir():
+        yield f"run.resume: {resume} is not a checkpoint folder; try run.resume=auto"

@@ -1,0 +1,101 @@
+"""Pixels that were decoded, kept within a bound and shared by all who look at them.
+
+DECODED.get(media)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from saccade.images import decode, root_hash
+from saccade.types import Media
+
+
+class ImageCache:
+    """Decoded images, or what `make` makes of them; the least recently used ones dropped first.
+
+    Each array is made once however many threads ask. Memory stays bounded: what is kept never
+    exceeds `max_bytes` (a larger array is handed out and not kept); beside it there is only what
+    callers still hold or make. Arrays are shared, hence read-only.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        make: Callable[[Media], np.ndarray] = decode,
+        key: Callable[[Media], Any] = lambda media: media.key[:2],  # the budget matters later
+    ) -> None:
+        self.max_bytes, self.make, self.key = max_bytes, make, key
+        self.bytes = 0
+        self._entries: OrderedDict[Any, Future[np.ndarray]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, media: Media) -> np.ndarray:
+        key = self.key(media)
+        with self._lock:
+            entry = self._entries.get(key)
+            first = entry is None
+            if entry is None:
+                entry = self._entries[key] = Future()
+            self._entries.move_to_end(key)
+        if first:
+            self._fill(key, entry, media)
+        return entry.result()
+
+    def peek(self, key: Any) -> np.ndarray | None:
+        """What is kept under that key, if it is there."""
+        with self._lock:
+            entry = self._entries.get(key)
+        return entry.result() if entry is not None and entry.done() else None
+
+    def get_all(self, media: Sequence[Media]) -> list[np.ndarray]:
+        """Several threads make what is missing."""
+        return list(_workers().map(self.get, media))
+
+    def prefetch(self, media: Iterable[Media]) -> None:
+        """Begin, and do not wait. What fails now fails again for who asks for it."""
+        for item in media:
+            _workers().submit(self.get, item)
+
+    def _fill(self, key: Any, entry: Future[np.ndarray], media: Media) -> None:
+        try:
+            pixels = self.make(media)
+        except BaseException as error:
+            with self._lock:
+                del self._entries[key]
+            entry.set_exception(error)
+            return
+        pixels.setflags(write=False)
+        with self._lock:
+            entry.set_result(pixels)
+            self.bytes += pixels.nbytes
+            while self.bytes > self.max_bytes:
+                oldest = next(key for key, other in self._entries.items() if other.done())
+                self.bytes -= self._entries.pop(oldest).result().nbytes
+
+
+@cache
+def _workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="images")
+
+
+def _decode_once(media: Media) -> np.ndarray:
+    """A crop of a picture that is decoded already is cut from it."""
+    whole = DECODED.peek((root_hash(media), None))
+    if media.box is None or whole is None:
+        return decode(media)
+    x0, y0, x1, y1 = media.box
+    return whole[y0:y1, x0:x1].copy()
+
+
+# What this process has decoded: the vision tower and the stored rollouts look at the same pixels.
+DECODED = ImageCache(max_bytes=512 << 20, make=_decode_once)

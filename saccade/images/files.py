@@ -1,0 +1,128 @@
+"""Image files: their headers, whether they end, which way is up, and their pixels as RGB. Knows
+neither where files come from nor what they are for.
+
+    with opened(data, "a.png") as image:
+        upright_size(image, data, "a.png")
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from saccade.errors import DataError
+
+# `max_megapixels` is checked from the header before any pixel is decoded. Pillow's own limit would
+# only warn up to twice itself, and refuse images that the configuration allows.
+Image.MAX_IMAGE_PIXELS = None
+
+# A closed list: some of Pillow's other readers start external programs.
+READABLE = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
+
+# How files begin that stand in the wrong column.
+OTHER_MEDIA = {
+    "a sound, which belongs into audios": re.compile(
+        rb"RIFF.{4}WAVE|fLaC|OggS|ID3|\xff[\xf2-\xfb]|.{4}ftypM4A", re.DOTALL
+    ),
+    "a video, which belongs into videos": re.compile(
+        rb"RIFF.{4}AVI |\x1aE\xdf\xa3|.{4}ftyp(?!avi|hei|mif)", re.DOTALL
+    ),
+}
+
+ORIENTATION = 0x0112
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class ImageError(DataError):
+    """An image that cannot be used; the message names the file and the reason."""
+
+
+@cache
+def _readable() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in READABLE if name in Image.OPEN)
+
+
+def opened(data: bytes, name: str) -> Image.Image:
+    if not data:
+        raise ImageError(f"{name}: empty file")
+    try:
+        return Image.open(io.BytesIO(data), formats=_readable())
+    except UnidentifiedImageError:
+        other = next(
+            (f" but {what}" for what, start in OTHER_MEDIA.items() if start.match(data)), ""
+        )
+        hint = other or f"; readable are {', '.join(_readable())}"
+        raise ImageError(f"{name}: not an image{hint}") from None
+    except Exception as error:  # broken files make Pillow raise almost anything
+        raise ImageError(f"{name}: damaged header: {error}") from None
+
+
+def orientation(image: Image.Image, data: bytes, name: str) -> int:
+    """The EXIF orientation that is still to be applied: Pillow turns TIFF itself."""
+    if image.format == "TIFF" or (image.format == "PNG" and b"eXIf" not in data):
+        return 1  # asking a PNG without EXIF would decode it in search of a late chunk
+    try:
+        return image.getexif().get(ORIENTATION, 1)
+    except Exception as error:
+        raise ImageError(f"{name}: damaged EXIF data: {error}") from None
+
+
+def upright_size(image: Image.Image, data: bytes, name: str) -> tuple[int, int]:
+    width, height = image.size
+    return (height, width) if orientation(image, data, name) in (5, 6, 7, 8) else (width, height)
+
+
+def _jpeg_ends(data: bytes) -> bool:
+    """An end mark behind the first scan; segments before it may hold a thumbnail with its own."""
+    at = 2
+    while at + 4 <= len(data) and data[at] == 0xFF:
+        if data[at + 1] == 0xDA:
+            return data.find(b"\xff\xd9", at) >= 0
+        is_fill = data[at + 1] == 0xFF
+        at += 1 if is_fill else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return False
+
+
+ENDS: dict[str, Callable[[bytes], bool]] = {
+    "PNG": lambda data: data.rfind(b"IEND") >= 0,
+    "JPEG": _jpeg_ends,
+    "MPO": _jpeg_ends,
+    "WEBP": lambda data: len(data) >= 8 + int.from_bytes(data[4:8], "little"),
+}
+
+
+def ends(image: Image.Image, data: bytes) -> bool:
+    """Whether a file has its end mark; a format that has none is taken to be whole."""
+    return image.format not in ENDS or ENDS[image.format](data)
+
+
+def upright_rgb(image: Image.Image, orientation: int) -> Image.Image:
+    turn = UPRIGHT.get(orientation)
+    return as_rgb(image) if turn is None else as_rgb(image).transpose(turn)
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16-bit grey: 65535 / 257 = 255
+        grey = np.clip(np.asarray(image), 0, 65535).astype(np.int32)
+        return Image.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no known range")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,192 @@
+"""Where images come from: a path, a URI, bytes, base64 text, a mapping, an image or an array in
+memory becomes an encoded file. Also what videos, sounds and time series are read with. Looks at no
+pixel.
+
+    read("pictures/a.png", base, limits).data
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import re
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.request import url2pathname
+
+import numpy as np
+from PIL import Image
+
+from saccade.config import DataConfig
+from saccade.images.files import ORIENTATION, ImageError, upright_rgb
+
+MAX_DOWNLOAD = 256 * 2**20
+DEFAULT_LIMITS = DataConfig()
+
+
+class Encoded(NamedTuple):
+    """An image file: how messages call it, its bytes, and its path when it lies on disk."""
+
+    name: str
+    data: bytes
+    path: str | None = None
+
+
+def read(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
+    """Relative paths start from `base` and stay inside it."""
+    return READERS[source_kind(source, base)](source, base, limits)
+
+
+def source_kind(source: Any, base: Path | None = None) -> str:
+    """Which of the kinds of `READERS` a source is."""
+    if isinstance(source, str):
+        scheme = next((kind for prefix, kind in SCHEMES.items() if source.startswith(prefix)), None)
+        return scheme or ("base64" if _is_base64(source, base) else "path")
+    for types, kind in KINDS:
+        if isinstance(source, types):
+            return kind
+    raise ImageError(
+        f"an image cannot be made from {type(source).__name__}; give a path, bytes or an array"
+    )
+
+
+def _is_base64(text: str, base: Path | None) -> bool:
+    """Long text in the base64 alphabet that names no file; the smallest PNG has 92 characters."""
+    if len(text) < 64 or not re.fullmatch(r"[A-Za-z0-9+/\s]+={0,2}\s*", text):
+        return False
+    fits_a_path = len(text) < 1024 and max(map(len, text.split("/"))) < 255
+    return not (fits_a_path and (base or Path()).joinpath(text).is_file())
+
+
+def _from_path(source: str | Path, base: Path | None, limits: DataConfig) -> Encoded:
+    return from_file(located(source, base, limits), str(source)[:200])
+
+
+def located(source: str | Path, base: Path | None, limits: DataConfig) -> Path:
+    """A relative path starts from `base` and stays inside it."""
+    if Path(source).is_absolute():
+        return Path(source)
+    folder = os.path.abspath(base or Path())
+    path = os.path.normpath(os.path.join(folder, source))
+    # Compared as text: links inside the folder were put there by its owner and may point anywhere.
+    if os.path.commonpath([folder, path]) != folder and not limits.allow_outside:
+        raise ImageError(
+            f"{str(source)[:200]}: leaves the folder {folder}; data.allow_outside=true accepts it"
+        )
+    return Path(path)
+
+
+def from_file(path: Path, name: str) -> Encoded:
+    if not os.path.isfile(path):  # unlike Path.is_file, False for a name that no disk can hold
+        raise ImageError(f"{name}: file does not exist in {path.parent}")
+    try:
+        return Encoded(name, path.read_bytes(), str(path))
+    except OSError as error:
+        raise ImageError(f"{name}: cannot be read: {error.strerror}") from None
+
+
+def _from_file_uri(source: str, base: Path | None, limits: DataConfig) -> Encoded:
+    parts = urlsplit(source)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise ImageError(
+            f"{source}: a file URI holds an absolute path, for example file:///data/a.png"
+        )
+    return from_file(Path(url2pathname(parts.path)), source)
+
+
+def _from_http(source: str, base: Path | None, limits: DataConfig) -> Encoded:
+    if not limits.allow_network:
+        raise ImageError(f"{source}: needs the network; data.allow_network=true allows it")
+    try:
+        with urllib.request.urlopen(source, timeout=30) as answer:
+            data = answer.read(MAX_DOWNLOAD + 1)
+    except (OSError, ValueError) as error:
+        raise ImageError(f"{source}: cannot be fetched: {error}") from None
+    if len(data) > MAX_DOWNLOAD:
+        raise ImageError(f"{source}: larger than {MAX_DOWNLOAD >> 20} MiB")
+    return Encoded(source, data)
+
+
+def _from_data_uri(source: str, base: Path | None, limits: DataConfig) -> Encoded:
+    head, comma, body = source.partition(",")
+    if not comma:
+        raise ImageError(f"{source[:40]}: a data URI needs a comma before its content")
+    if head.endswith(";base64"):
+        return _from_base64(body, base, limits, name=f"{head},...")
+    return Encoded(f"{head},...", unquote_to_bytes(body))
+
+
+def _from_base64(
+    text: str, base: Path | None, limits: DataConfig, name: str = "base64 text"
+) -> Encoded:
+    try:
+        return Encoded(name, base64.b64decode("".join(text.split()), validate=True))
+    except binascii.Error as error:
+        raise ImageError(f"{name}: not base64: {error}") from None
+
+
+def _from_bytes(
+    source: bytes | bytearray | memoryview, base: Path | None, limits: DataConfig
+) -> Encoded:
+    return Encoded(f"image of {len(source)} bytes", bytes(source))
+
+
+def _from_mapping(source: Mapping[str, Any], base: Path | None, limits: DataConfig) -> Encoded:
+    data, path = source.get("bytes"), source.get("path")
+    if data is None and path is None:
+        raise ImageError(
+            f"image {{{', '.join(map(str, source))}}}: needs a value for 'bytes' or 'path'"
+        )
+    if data is None:
+        return read(path, base, limits)
+    encoded = read(data, base, limits)
+    return encoded._replace(name=str(path)) if path else encoded
+
+
+def _from_pil(source: Image.Image, base: Path | None, limits: DataConfig) -> Encoded:
+    name = f"{source.mode} image of {source.width}x{source.height}"
+    try:
+        upright = upright_rgb(source, source.getexif().get(ORIENTATION, 1))
+    except Exception as error:  # an opened file is decoded here, see `decode`
+        raise ImageError(f"{name}: cannot be decoded: {error}") from None
+    buffer = io.BytesIO()
+    upright.save(buffer, "PNG", compress_level=1)
+    return Encoded(name, buffer.getvalue())
+
+
+def _from_array(source: np.ndarray, base: Path | None, limits: DataConfig) -> Encoded:
+    shape = source.shape
+    grey_or_colour = source.ndim == 2 or (source.ndim == 3 and shape[2] in (1, 3, 4))
+    if source.dtype != np.uint8 or not grey_or_colour or 0 in shape:
+        raise ImageError(
+            f"array of {source.dtype} {list(shape)}: give uint8 [height, width] "
+            "or [height, width, 1|3|4]"
+        )
+    pixels = source[:, :, 0] if source.ndim == 3 and shape[2] == 1 else source
+    return _from_pil(Image.fromarray(np.ascontiguousarray(pixels)), base, limits)
+
+
+SCHEMES = {"file://": "file_uri", "http://": "http", "https://": "http", "data:": "data_uri"}
+KINDS: tuple[tuple[Any, str], ...] = (
+    (Path, "path"),
+    ((bytes, bytearray, memoryview), "bytes"),
+    (Mapping, "mapping"),
+    (Image.Image, "pil"),
+    (np.ndarray, "array"),
+)
+READERS: dict[str, Callable[[Any, Path | None, DataConfig], Encoded]] = {
+    "path": _from_path,
+    "file_uri": _from_file_uri,
+    "http": _from_http,
+    "data_uri": _from_data_uri,
+    "base64": _from_base64,
+    "bytes": _from_bytes,
+    "mapping": _from_mapping,
+    "pil": _from_pil,
+    "array": _from_array,
+}

@@ -1,0 +1,196 @@
+"""Models as a config asks for them: the policy, its reference, a critic, a teacher, reward models.
+
+family = family_of(config, start_folder(config))
+load_policy(config, family).model
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from saccade.algorithms.algorithm import Algorithm
+from saccade.backends import Reference
+from saccade.backends.learned import LearnedReward
+from saccade.backends.local import LocalBackend
+from saccade.backends.reference import AdapterReference
+from saccade.config import ADAPTED, Config
+from saccade.devices import limit_memory
+from saccade.errors import ConfigError
+from saccade.models import lora, tiny
+from saccade.models.families import Family, load_family
+from saccade.models.files import SERIES_FILE, require_whole
+from saccade.models.heads import attach_score, start_score
+from saccade.models.load import freeze, load_model, pick_device, pick_dtype
+from saccade.models.rating import SECTION, flaw
+from saccade.models.series import plugged
+from saccade.rewards.learned import model_terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    family: Family
+    model: torch.nn.Module
+    device: torch.device
+
+
+def quiet_libraries() -> None:
+    """Progress bars and warnings of libraries would tear the display apart."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.captureWarnings(True)
+
+
+def start_folder(config: Config) -> str:
+    """The model folder that the config names."""
+    return model_folder(config, config.model.path)
+
+
+def model_folder(config: Config, path: str) -> str:
+    """A tiny model is built beside the runs first."""
+    if not path.startswith("tiny:"):
+        return path
+    kind = path.removeprefix("tiny:")
+    folder = Path(config.run.out) / ".tiny" / f"{kind}-{config.run.seed}"
+    if not (folder / "model.safetensors").is_file():
+        tiny.build(kind, folder, seed=config.run.seed)
+    return str(folder)
+
+
+def family_of(config: Config, folder: str) -> Family:
+    require_whole(Path(folder))
+    template = config.prompt.chat_template
+    family = load_family(
+        folder,
+        name=config.model.family,
+        chat_template=Path(template).read_text(encoding="utf-8") if template else None,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return plugged(family, config.model.series)
+
+
+def device_of(config: Config) -> torch.device:
+    """Where this process computes, held to the memory that it may take there."""
+    device = pick_device(config.run.device)
+    if config.run.memory and device.type == "cuda":
+        limit_memory(device, config.run.memory)
+    return device
+
+
+def load_policy(
+    config: Config, family: Family, *, folder: str | None = None, train: str | None = None
+) -> Policy:
+    """Weights from `folder` (a checkpoint) or from the family's own; `train` instead of
+    `model.train`. Adapters always lie over the family's own: a checkpoint has them merged in.
+    """
+    train = train or config.model.train
+    adapted = train in ADAPTED
+    device = device_of(config)
+    dtype = pick_dtype(config.model.dtype, device)
+    model = load_model(
+        replace(family, path=folder) if folder and not adapted else family,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=config.model.trust_remote_code,
+        options=lora.four_bit(family, dtype, device) if train == "qlora" else None,
+        seed=config.run.seed,
+    )
+    if hasattr(model.config, SECTION):  # whoever trains it as one writes its own
+        delattr(model.config, SECTION)
+    if adapted:
+        stored = Path(folder) / lora.FOLDER if folder else None
+        lora.add(model, family, config.model.lora, seed=config.run.seed, stored=stored)
+        torch.manual_seed(config.run.seed)  # of dropout; a resumed run then restores its own state
+    else:
+        freeze(model, family, train)
+    return Policy(family=family, model=model, device=device)
+
+
+def load_reference(
+    config: Config, family: Family, algorithm: Algorithm | None, policy: LocalBackend
+) -> Reference:
+    """The model that the policy started from: another copy, or the policy without its adapters."""
+    if config.model.train not in ADAPTED:
+        return LocalBackend(load_policy(config, family).model, family)
+    if algorithm is not None and algorithm.kl.update == "ema":
+        raise ConfigError(
+            "algorithm.kl.update=ema: a blend of weights is no adapter; with "
+            f"model.train={config.model.train} use algorithm.kl.update=copy, or none"
+        )
+    return AdapterReference(policy)
+
+
+def load_critic(
+    config: Config,
+    family: Family,
+    algorithm: Algorithm,
+    *,
+    checkpointing: bool | Literal["auto"],
+    say: Callable[[str], None],
+) -> LocalBackend:
+    """A model of the policy's family with a head for values, and an optimizer of its own. It has no
+    adapters: where the policy has them, all of the critic is trained.
+    """
+    train = "full" if config.model.train in ADAPTED else None
+    policy = load_policy(config, family, folder=algorithm.critic.path, train=train)
+    attach_score(policy.model, seed=config.run.seed)
+    path = algorithm.critic.path
+    if path is not None and not start_score(policy.model, Path(path)):
+        say(
+            f"algorithm.critic.path={path}: its score is no linear function of the last states; "
+            "the critic takes its weights and draws a head of its own"
+        )
+    return LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
+
+
+def load_teacher(config: Config, family: Family) -> LocalBackend | None:
+    """A model that reads the same tokens and only scores."""
+    path = config.sft.teacher
+    if path is None:
+        return None
+    folder = model_folder(config, path)
+    theirs = load_family(folder, trust_remote_code=config.model.trust_remote_code)
+    if family.series is not None and (Path(folder) / SERIES_FILE).is_file():
+        theirs = plugged(theirs, family.series)
+    vocabularies = [each.chat.tokenizer.get_vocab() for each in (family, theirs)]
+    alike = theirs.spec.bind is family.spec.bind and theirs.series == family.series
+    if not alike or vocabularies[0] != vocabularies[1]:
+        raise ConfigError(
+            f"sft.teacher={path}: a {theirs.name} with other tokens than the {family.name} that "
+            "learns; give a model of the same family and tokenizer, and with an encoder of time "
+            "series if that has one"
+        )
+    return LocalBackend(load_policy(config, theirs, train="full").model, theirs)
+
+
+def load_learned(config: Config, path: str) -> LearnedReward:
+    """A reward model of a term; in this process, beside the policy."""
+    device = device_of(config)
+    return LearnedReward.load(
+        model_folder(config, path),
+        device=device,
+        dtype=pick_dtype(config.model.dtype, device),
+        micro_tokens=config.train.micro_tokens,
+        offload=config.reward.offload,
+        trust_remote_code=config.model.trust_remote_code,
+        untrained=path.startswith("tiny:"),
+    )
+
+
+def require_reward_models(config: Config) -> None:
+    """Refuse folders that are none, before a run has one of its own."""
+    for args in model_terms(config.reward):
+        if not args["path"].startswith("tiny:") and (wrong := flaw(Path(args["path"]))):
+            raise ConfigError(f"reward.terms: {wrong}")
+
+
+def use_checkpointing(config: Config) -> bool | Literal["auto"]:
+    wanted = config.model.checkpointing
+    return "auto" if wanted == "auto" else wanted == "on"

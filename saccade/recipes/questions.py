@@ -1,0 +1,174 @@
+"""Data as a config asks for it: questions in the words that the model is asked them with,
+conversations and documents to learn from, sets to validate on.
+
+    load_prompts(config, config.data.train, family).samples
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from saccade.config import Config, DataConfig, DataSource
+from saccade.data import datasets, prompts, suites
+from saccade.data.chats import RowError
+from saccade.data.comparisons import chosen_first
+from saccade.errors import DataError
+from saccade.models.families import Family
+from saccade.recipes.lengths import remembered
+from saccade.rollout import hosting
+from saccade.types import Sample
+
+
+def instruction_of(config: Config) -> str:
+    """How to answer, then which tools there are."""
+    own = config.prompt.instruction
+    answering = prompts.instruction_for(config.prompt.format) if own is None else own
+    return " ".join(filter(None, [answering, hosting.explanation(config.env)]))
+
+
+def asker(config: Config) -> Callable[[Sample], Sample]:
+    """A row as the model is asked it. A demonstration at its end is no part of the question: of an
+    episode all turns, of a chat the last reply.
+    """
+    instruction, episodes = instruction_of(config), config.env.name != "single_turn"
+
+    def ask(sample: Sample) -> Sample:
+        messages, roles = sample.messages, [message.role for message in sample.messages]
+        if roles[-1] == "assistant" and (episodes or "tool" in roles):
+            messages = messages[: roles.index("assistant") or 1]
+        while len(messages) > 1 and messages[-1].role == "assistant":
+            messages = messages[:-1]
+        asked = replace(sample, messages=messages)
+        return prompts.apply(
+            asked, config.prompt, instruction=instruction, choices_seed=config.run.seed
+        )
+
+    return ask
+
+
+def load_prompts(
+    config: Config,
+    sources: Sequence[DataSource],
+    family: Family,
+    change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> datasets.Dataset:
+    """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
+    ask = asker(config)
+    with remembered(config, family, "prompt", ask, family.render) as length:
+        return worded(datasets.load(sources, config.data, length=length, change=change), ask)
+
+
+def load_dialogues(
+    config: Config, sources: Sequence[DataSource], family: Family
+) -> datasets.Dataset:
+    """Conversations to learn from, the question worded as in RL; of candidates the best one."""
+    instruction, tag = instruction_of(config), config.sft.reward_tag
+
+    def word(sample: Sample) -> Sample:
+        if sample.desirable is False and tag is None:
+            raise RowError("labelled as bad; sft learns from such rows with sft.reward_tag")
+        for candidate in chosen_first(sample).candidates[:1]:
+            if any(message.media for message in candidate):
+                raise RowError("candidates are media; data.compare=verdict teaches to judge them")
+            sample = replace(sample, messages=(*sample.messages, *candidate), candidates=())
+        roles = [message.role for message in sample.messages]
+        if "assistant" not in roles or roles[0] == "assistant":
+            raise RowError("no assistant turn that answers something; sft reads conversations")
+        sample = prompts.apply(sample, config.prompt, instruction=instruction)
+        return sample if tag is None else _tagged(sample, tag, reward_of(sample))
+
+    limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": config.sft.max_tokens})
+    with remembered(config, family, "dialogue", word, family.render_dialogue) as length:
+        data = datasets.load(sources, limits, length=length, limit="sft.max_tokens")
+    return worded(data, word)
+
+
+def load_documents(
+    config: Config, sources: Sequence[DataSource], family: Family
+) -> datasets.Dataset:
+    """Plain texts to learn from, as they are; their length counts characters."""
+
+    def length(sample: Sample) -> int:
+        if sample.media:
+            raise RowError("a document with an image; conversations show images (sft.mode=chat)")
+        return sum(len(message.text) for message in sample.messages)
+
+    data = config.data
+    changes = {"keys": {"prompt": "text", **data.keys}, "max_prompt_tokens": sys.maxsize}
+    changes["format"] = "messages" if data.format == "auto" else data.format
+    limits = data.model_copy(update=changes)
+    return datasets.load(sources, limits, length=length, limit="sft.max_tokens")
+
+
+def reward_of(sample: Sample) -> float:
+    """What the row says of its answer."""
+    value = sample.desirable
+    for column in ("reward", "label"):
+        value = sample.extra.get(column) if value is None else value
+    if not isinstance(value, bool | int | float):
+        raise RowError("no number in the column reward or label, which sft.reward_tag shows")
+    return float(value)
+
+
+def _tagged(sample: Sample, tag: str, reward: float) -> Sample:
+    """The reward after the question, which is the last one that is answered."""
+    messages = list(sample.messages)
+    last = max(index for index, message in enumerate(messages) if message.role == "user")
+    text = tag.format(reward=reward)
+    messages[last] = replace(messages[last], parts=(*messages[last].parts, text))
+    return replace(sample, messages=tuple(messages))
+
+
+def asking_for_the_best(
+    config: Config, data: datasets.Dataset, sets: dict[str, datasets.Dataset]
+) -> dict[str, datasets.Dataset]:
+    """Where answers were learned with their reward, questions name the highest one."""
+    tag = config.sft.reward_tag
+    if tag is None or not sets:
+        return sets
+    best = max(reward_of(sample) for sample in data.samples)
+    return {name: worded(part, lambda s: _tagged(s, tag, best)) for name, part in sets.items()}
+
+
+def worded(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:
+    return replace(dataset, samples=tuple(change(sample) for sample in dataset.samples))
+
+
+def write_quarantine(path: Path, data: datasets.Dataset) -> None:
+    """Every row that is not trained on, with the reason; no file when there is none."""
+    rows = [asdict(row) for row in (*data.quarantined, *data.overlong, *data.left_out)]
+    if rows:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        path.write_text(text, encoding="utf-8")
+
+
+def validation_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:
+    sets: dict[str, datasets.Dataset] = {}
+    for source in config.data.val:
+        dataset = not_empty(load_prompts(config, [source], family), f"data.val: {source.path}")
+        name = source.name or dataset.parts[0].name
+        sets[name if name not in sets else f"{name}-{len(sets)}"] = dataset
+    return sets
+
+
+def not_empty(dataset: datasets.Dataset, where: str) -> datasets.Dataset:
+    if not dataset.samples:
+        raise DataError(f"{where} has no usable row:\n{dataset.summary}")
+    return dataset
+
+
+def suite_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:
+    """The sets of `eval.suites`, whatever the config says about columns of its own rows."""
+    plain: dict[str, Any] = {"format": "auto", "keys": {}}
+    config = config.model_copy(update={"data": config.data.model_copy(update=plain)})
+    sets = {}
+    for name in config.eval.suites:
+        source, change = suites.suite_source(name, config.eval), suites.SUITES[name].row
+        loaded = load_prompts(config, [source], family, change)
+        sets[name] = not_empty(loaded, f"eval.suites: {source.path}")
+    return sets

@@ -1,0 +1,219 @@
+"""What a model is made of, as far as work and memory need it: layers, heads, matrices and windows,
+read from its config. Knows no weights.
+
+    shape_of(model.config).text.weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A tower of equal layers."""
+
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    head_size: int
+    intermediate: int
+    linears: tuple[tuple[int, int], ...]  # (in, out) of every matrix of one layer, experts apart
+    head_norms: bool = False  # queries and keys are normalised
+    expert: tuple[tuple[int, int], ...] = ()  # (in, out) of every matrix of one expert
+    experts: int = 0  # of a layer
+    chosen: int = 0  # of them by each token
+
+    @property
+    def weights(self) -> int:
+        """Of all matrices of all layers; of experts those that one token passes."""
+        return self.layers * (_size(self.linears) + self.chosen * _size(self.expert))
+
+    @property
+    def expert_weights(self) -> int:
+        """Of all experts of one layer."""
+        return self.experts * _size(self.expert)
+
+    @property
+    def expert_width(self) -> int:
+        """What the experts of one token have between their matrices."""
+        return self.chosen * self.expert[-1][0] if self.expert else 0
+
+    @property
+    def queries_per_key(self) -> int:
+        return self.heads // self.key_heads
+
+    @property
+    def pair_flops(self) -> float:
+        """Of one query and one key in one layer: the score, and the value weighed with it."""
+        return 4.0 * self.heads * self.head_size
+
+    def read_by(self, rows: float, *, matrix: float = 1.0, expert: float = 1.0) -> float:
+        """Weights that a forward of so many tokens reads, if they use all experts alike; or their
+        bytes, from those of one weight of a matrix and of an expert.
+        """
+        hit = self.experts * (1 - (1 - self.chosen / max(1, self.experts)) ** rows)
+        return self.layers * (matrix * _size(self.linears) + expert * hit * _size(self.expert))
+
+
+def _size(matrices: Iterable[tuple[int, int]]) -> int:
+    return sum(m * n for m, n in matrices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision:
+    """A tower over patches and the projector behind it, which merges M by M of them."""
+
+    blocks: Stack
+    patch_inputs: int  # numbers of one patch
+    merge: int
+    projector: tuple[tuple[int, int], ...]
+    window: int | None  # side of an attention window in merged patches; None: all layers are full
+    full_layers: int  # layers that attend to the whole picture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    text: Stack
+    vocabulary: int
+    windows: tuple[int | None, ...]  # of each decoder layer
+    vision: Vision | None = None
+
+    @property
+    def head_weights(self) -> int:
+        return self.text.hidden * self.vocabulary
+
+    def kv_bytes(self, element: int) -> int:
+        """Of one token in the cache."""
+        return 2 * self.text.layers * self.text.key_heads * self.text.head_size * element
+
+
+# -- from a config ---------------------------------------------------------------------------------
+
+# Decoders with four attention matrices and a gated MLP in every layer.
+GATED = ("qwen2", "qwen3", "llama", "qwen2_vl_text", "qwen2_5_vl_text")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")  # experts in every layer instead of the MLP
+KNOWN = (*GATED, *MIXTURES)
+
+
+def shape_of(config: Any) -> Shape | None:
+    """From a transformers config; None for an architecture that is not known here."""
+    text = config.get_text_config()
+    towers = {"qwen2_vl": _qwen2_vision, "qwen2_5_vl": _qwen2_5_vision}
+    if text.model_type not in KNOWN or not (text is config or config.model_type in towers):
+        return None
+    if getattr(text, "mlp_only_layers", None) or getattr(text, "decoder_sparse_step", 1) != 1:
+        return None  # layers that differ
+    heads = text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    window = getattr(text, "sliding_window", None)
+    kinds = (
+        getattr(text, "layer_types", None)
+        or ["sliding_attention" if window else "full_attention"] * text.num_hidden_layers
+    )
+    hidden = text.hidden_size
+    mlp = _mixture if text.model_type in MIXTURES else _gated
+    return Shape(
+        text=Stack(
+            layers=text.num_hidden_layers,
+            hidden=hidden,
+            heads=heads,
+            key_heads=key_heads,
+            head_size=size,
+            head_norms=text.model_type in ("qwen3", "qwen3_moe"),
+            **mlp(
+                text,
+                (hidden, heads * size),
+                (hidden, key_heads * size),
+                (hidden, key_heads * size),
+                (heads * size, hidden),
+            ),
+        ),
+        vocabulary=text.vocab_size,
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        vision=None if text is config else towers[config.model_type](config.vision_config),
+    )
+
+
+def _gated(text: Any, *attention: tuple[int, int]) -> dict[str, Any]:
+    hidden, wide = text.hidden_size, text.intermediate_size
+    return {"intermediate": wide, "linears": (*attention, *_halves(hidden, wide))}
+
+
+def _mixture(text: Any, *attention: tuple[int, int]) -> dict[str, Any]:
+    """A router, its experts, and one more that all tokens pass, with a gate of its own."""
+    hidden = text.hidden_size
+    shared = getattr(text, "shared_expert_intermediate_size", 0)
+    always = (*_halves(hidden, shared), (hidden, 1)) if shared else ()
+    own = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    return {
+        "intermediate": shared,
+        "linears": (*attention, (hidden, text.num_experts), *always),
+        "expert": _halves(hidden, own),
+        "experts": text.num_experts,
+        "chosen": text.num_experts_per_tok,
+    }
+
+
+def _halves(hidden: int, wide: int) -> tuple[tuple[int, int], ...]:
+    return ((hidden, wide), (hidden, wide), (wide, hidden))
+
+
+def _qwen2_5_vision(vision: Any) -> Vision:
+    hidden, wide = vision.hidden_size, vision.intermediate_size
+    return _tower(
+        vision,
+        hidden,
+        wide,
+        mlp=_halves(hidden, wide),
+        out=vision.out_hidden_size,
+        window=vision.window_size // vision.spatial_merge_size // vision.patch_size,
+        full=len(set(vision.fullatt_block_indexes) & set(range(vision.depth))),
+    )
+
+
+def _qwen2_vision(vision: Any) -> Vision:
+    hidden, wide = vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio)
+    return _tower(
+        vision,
+        hidden,
+        wide,
+        mlp=((hidden, wide), (wide, hidden)),
+        out=vision.hidden_size,
+        window=None,
+        full=vision.depth,
+    )
+
+
+def _tower(
+    vision: Any,
+    hidden: int,
+    wide: int,
+    *,
+    mlp: tuple[tuple[int, int], ...],
+    out: int,
+    window: int | None,
+    full: int,
+) -> Vision:
+    merge, patch = vision.spatial_merge_size, vision.patch_size
+    merged = hidden * merge**2
+    return Vision(
+        blocks=Stack(
+            layers=vision.depth,
+            hidden=hidden,
+            heads=vision.num_heads,
+            key_heads=vision.num_heads,
+            head_size=hidden // vision.num_heads,
+            intermediate=wide,
+            linears=((hidden, 3 * hidden), (hidden, hidden), *mlp),
+        ),
+        patch_inputs=3 * vision.temporal_patch_size * patch**2,
+        merge=merge,
+        projector=((merged, merged), (merged, out)),
+        window=window,
+        full_layers=full,
+    )
