@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-KERNELS, NAMES = ("kernels", "draws"), ("kernels", "draws", "paged", "graphs")
+KERNELS = ("kernels", "truncation", "draws")
+NAMES = (*KERNELS, "paged", "graphs")
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ def test_fused_draws_are_those_of_the_sampler(vocabulary, temperature):
 @pytest.mark.parametrize("vocabulary", [50, 4097, 151_936])
 def test_logits_that_are_no_numbers_give_ids_that_exist(vocabulary, temperature):
     """A model that diverged is stopped by its log-probs, not by an id past the vocabulary."""
-    from saccade.engines.embedded import draws
+    from saccade.engines.embedded import draws, truncation
 
     logits = torch.randn(6, vocabulary, device=DEVICE, dtype=torch.bfloat16)
     logits[0], logits[1], logits[2, ::3] = torch.nan, -torch.inf, torch.nan
@@ -185,7 +185,7 @@ def test_logits_that_are_no_numbers_give_ids_that_exist(vocabulary, temperature)
     count = torch.arange(6, device=DEVICE)
     heat = torch.full((6,), temperature, device=DEVICE)
     for top_k, top_p in ((0, 1.0), (3, 1.0), (0, 0.5)):
-        floors = draws.cut(
+        floors = truncation.cut(
             logits,
             temperature=heat,
             top_k=torch.full_like(count, top_k),
@@ -204,7 +204,7 @@ def test_logits_that_are_no_numbers_give_ids_that_exist(vocabulary, temperature)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocabulary", [50, 300, 8192, 151_936])
 def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
-    from saccade.engines.embedded import draws
+    from saccade.engines.embedded import draws, truncation
 
     torch.manual_seed(vocabulary)
     count = 48
@@ -220,7 +220,7 @@ def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
     lengths = torch.ones(count, dtype=torch.int64, device=DEVICE)
     heat[3], lengths[4] = 0.0, -1  # greedy, idle: nothing is cut away
     state = {"lengths": lengths, "banned": banned}
-    floors = draws.cut(logits, temperature=heat, top_k=top_k, top_p=top_p, **state)
+    floors = truncation.cut(logits, temperature=heat, top_k=top_k, top_p=top_p, **state)
     keys = torch.randint(0, 1 << 62, (count,), device=DEVICE)
     noise = {"keys": keys, "index": torch.arange(count, device=DEVICE)}
     ids, logprobs = draws.draw(logits, temperature=heat, banned=banned, floors=floors, **noise)
@@ -231,7 +231,7 @@ def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
     wanted[5] = 0
     tick = torch.ones(1, dtype=torch.int32, device=DEVICE)
     outputs = {"tick": tick, "cursor": cursor, "kept": kept, "out_spans": spans}
-    draws.keep(logits, ids, floors=floors, wanted=wanted, **state, **outputs)
+    truncation.keep(logits, ids, floors=floors, wanted=wanted, **state, **outputs)
     close = 0
     for row in range(count):
         first, length = spans[1, :, row].tolist()
@@ -257,7 +257,7 @@ def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
         assert ids[row] in found
     assert close <= 6 and int(cursor) == int(spans[1, 1].sum())
     few = {**outputs, "kept": kept[: int(cursor) - 1], "cursor": cursor.zero_()}
-    draws.keep(logits, ids, floors=floors, wanted=wanted, **state, **few)
+    truncation.keep(logits, ids, floors=floors, wanted=wanted, **state, **few)
     assert int((ids < 0).sum()) == 1  # one found no room any more
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.engines.embedded import draws, rows, sequences
+from saccade.engines.embedded import draws, rows, sequences, truncation
 from saccade.engines.embedded.paged import PAGE, DecodePlan, PagedCache
 from saccade.engines.embedded.sampler import Drawn
 from saccade.models.experts import capturable
@@ -227,7 +227,7 @@ class Graphs:
         logits = self.model.lm_head(hidden)  # type: ignore[operator]
         floors = None
         if cutting:
-            floors = draws.cut(
+            floors = truncation.cut(
                 logits,
                 temperature=temperature,
                 top_k=state[rows.TOP_K],
@@ -245,7 +245,7 @@ class Graphs:
         )
         if floors is not None:
             cursor, kept, spans = self._room_for_support()
-            draws.keep(
+            truncation.keep(
                 logits,
                 ids,
                 floors=floors,

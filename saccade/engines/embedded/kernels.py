@@ -1,5 +1,5 @@
 """Triton kernels of the paged engine: attention of one new token per sequence over pages, writing
-and copying pages. What happens to the logits is in draws.py.
+and copying pages. What happens to the logits is in truncation.py and draws.py.
 
 A pool is found through `bases` [layers, 2], the addresses of its key and value tensors: kernels
 read them on the device, so a captured graph goes on working when the pool is allocated elsewhere.
