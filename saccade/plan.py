@@ -130,6 +130,7 @@ def total_rows(sources: Sequence[DataSource]) -> int | None:
         rows = count_rows(source)
         if rows is None:
             return None
+        rows = max(0, rows - source.offset)
         total += rows if source.max_samples is None else min(rows, source.max_samples)
     return total
 

@@ -25,9 +25,15 @@ from saccade.models.tiny import CONFIGS
 
 DEFAULT_FAMILY = "qwen2_5_vl"
 NAMES = {  # what a path tells, the first that fits; else the default
-    "vl": DEFAULT_FAMILY,
+    "qwen2-vl": "qwen2_vl",
+    "vl|vision": DEFAULT_FAMILY,
+    "omni": "qwen2_5_omni",
+    "audio": "qwen2_audio",
     r"mixtral|\dx\d+b": "mixtral",
     r"moe|-a\d[\d.]*b": "qwen3_moe",
+    "qwen3": "qwen3",
+    "qwen": "qwen2",
+    "llama": "llama",
 }
 TOKENS = 16
 PROMPT_TOKENS = 4000  # tiny models have 4096 positions
@@ -112,7 +118,11 @@ def with_examples(
         if missing and f"data.{name}" not in given:
             changes[f"data.{name}"] = [
                 source.model_dump(exclude_unset=True)
-                | ({"path": str(rows), "split": None} if source.path in missing else {})
+                | (
+                    {"path": str(rows), "split": None, "offset": 0}
+                    if source.path in missing
+                    else {}
+                )
                 for source in sources
             ]
             replaced.append(f"{rows} stands in for data.{name}: {', '.join(missing)}")
@@ -148,7 +158,8 @@ def model_type(config: Config) -> str:
     found = described(Path(path)) if path else {}
     if not found:
         guesses = (kind for name, kind in NAMES.items() if re.search(name, path.lower()))
-        return next(guesses, "qwen3_moe" if config.train.aux_coef else DEFAULT_FAMILY)
+        guess = next(guesses, DEFAULT_FAMILY)
+        return "qwen3_moe" if config.train.aux_coef and guess != "mixtral" else guess
     kind = found.get("model_type", DEFAULT_FAMILY)
     if kind in CONFIGS or {"vision_config", "audio_config"} & found.keys():
         return kind

@@ -10,47 +10,55 @@ from pathlib import Path
 import pytest
 
 from saccade.algorithms.build import from_config
+from saccade.backends.schedule import rate
 from saccade.checks import check
 from saccade.cli_run import MODULES
 from saccade.config import Config, defaults_for, load
+from saccade.data import datasets
 from saccade.errors import ConfigError
-from saccade.smoke import smoke, with_examples
+from saccade.recipes import generate, parts
+from saccade.rewards.formats import FORMATS
+from saccade.rewards.sample import reward_sample
+from saccade.rewards.scorer import Scorer
+from saccade.rewards.verifiers import VERIFIERS
+from saccade.smoke import model_type, smoke, with_examples
+from saccade.types import Sample
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 FILES = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
-TINY = {
-    "geo3k_grpo": "qwen2_5_vl",
+FAMILIES = {  # that --smoke takes, guessed by the name of a model that is not here
     "clevr_grpo": "qwen2_vl",
-    "gsm8k_grpo": "qwen2",
-    "dapo_math": "qwen3",
-    "sft_demonstrations": "qwen2_vl",
-    "minio3_sft": "qwen2_5_vl",
-    "minio3_rl": "qwen2_5_vl",
-    "minio3_eval": "qwen2_5_vl",
-    "minio3_small": "qwen2_5_vl",
-    "dpo": "qwen2_5_vl",
-    "kto": "qwen2_vl",
-    "rejection_sampling": "qwen2_5_vl",
-    "iter_dpo": "qwen2_vl",
-    "kd": "qwen2_5_vl",
     "continue_pretrain": "qwen2",
-    "lightrft_aqa": "qwen2_audio",
+    "dapo_math": "qwen3",
+    "dpo": "qwen2_5_vl",
     "ecg_grpo": "qwen2",
+    "geo3k_grpo": "qwen2_5_vl",
+    "gsm8k_grpo": "qwen2",
+    "iter_dpo": "qwen2_5_vl",
+    "kd": "qwen2_5_vl",
+    "kto": "qwen2_5_vl",
+    "lightrft_aqa": "qwen2_audio",
+    "lightrft_geo3k": "qwen2_5_vl",
+    "lightrft_geo3k_ppo": "qwen2_5_vl",
+    "lightrft_grm_rl": "qwen2_5_vl",
     "lightrft_grm_sft": "qwen2_5_vl",
-    "lightrft_grm_rl": "qwen2_vl",
-    "rm": "qwen2_5_vl",
-    "prm": "qwen2",
-    "lightrft_srm_vl": "qwen2_5_vl",
+    "lightrft_gsm8k": "qwen2",
     "lightrft_srm_al": "qwen2_audio",
+    "lightrft_srm_vl": "qwen2_5_vl",
+    "minio3_eval": "qwen2_5_vl",
+    "minio3_rl": "qwen2_5_vl",
+    "minio3_sft": "qwen2_5_vl",
+    "minio3_small": "qwen2_5_vl",
     "mixtral_lora": "mixtral",
     "ppo_70b": "llama",
+    "prm": "qwen2_5_vl",
+    "rejection_sampling": "qwen2_5_vl",
+    "rm": "qwen2_5_vl",
+    "sft_demonstrations": "qwen2_vl",
+    "text_grpo": "llama",
     "text_ppo": "llama",
-    "text_grpo": "qwen3",
-    "text_rpp": "qwen2",
-    "text_rpp_baseline": "qwen2",
-    "lightrft_gsm8k": "qwen2",
-    "lightrft_geo3k": "qwen2_5_vl",
-    "lightrft_geo3k_ppo": "qwen2_vl",
+    "text_rpp": "llama",
+    "text_rpp_baseline": "llama",
 }
 SHOWN = {"rl": "reward/mean", "sft": "sft/loss", "dpo": "dpo/loss", "reward-model": "rm/loss"}
 
@@ -62,21 +70,24 @@ def command_of(name: str) -> str:
     return command
 
 
-def runnable(name: str, out: Path) -> Config:
-    """The recipe with a model that is here and the example rows beside it."""
+def with_rows(name: str) -> Config:
+    """The recipe with the example rows beside it."""
     config, replaced = with_examples(load(FILES[name]), FILES[name])
     assert replaced
-    changes = [f"model.path=tiny:{TINY[name]}", f"run.out={out}"]
-    if config.sft.teacher:
-        changes.append(f"sft.teacher=tiny:{TINY[name]}")
-    if any(term.verifier == "model" for term in config.reward.terms):
-        term = {"verifier": "model", "args": {"path": f"tiny:{TINY[name]}"}}
-        changes.append(f"reward.terms={json.dumps([term])}")
-    return defaults_for(command_of(name), load(config, changes))
+    return config
 
 
-def test_these_recipes_are_shipped() -> None:
-    assert set(FILES) == set(TINY)
+def small(name: str, command: str, out: Path) -> Config:
+    """As `--smoke` makes it."""
+    config = smoke(defaults_for(command, with_rows(name)), command)
+    config = load(config, [f"run.out={out}", "track.tensorboard=false", "run.device=cpu"])
+    check(config, command)
+    return config
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_smoke_takes_a_model_of_the_family_of_the_recipe(name: str) -> None:
+    assert model_type(load(FILES[name])) == FAMILIES[name]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -90,7 +101,13 @@ def test_a_recipe_is_short_explained_and_names_no_place_of_its_own(name: str) ->
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_recipe_passes_the_checks(name: str, tmp_path: Path) -> None:
-    config = runnable(name, tmp_path)
+    config = with_rows(name)
+    tiny = f"tiny:{FAMILIES[name]}"
+    changes = [f"model.path={tiny}", f"run.out={tmp_path}"]
+    changes += [f"sft.teacher={tiny}"] if config.sft.teacher else []
+    if any(term.verifier == "model" for term in config.reward.terms):
+        changes.append(f"reward.terms=[{{verifier: model, args: {{path: '{tiny}'}}}}]")
+    config = defaults_for(command_of(name), load(config, changes))
     check(config, command_of(name))
     if command_of(name) == "rl":
         assert from_config(config).samples_per_prompt == config.train.samples_per_prompt
@@ -99,9 +116,7 @@ def test_a_recipe_passes_the_checks(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_recipe_runs(name: str, tmp_path: Path) -> None:
     command = command_of(name)
-    config = smoke(runnable(name, tmp_path), command)
-    config = load(config, ["track.tensorboard=false", "run.device=cpu"])
-    check(config, command)
+    config = small(name, command, tmp_path)
     last = import_module(f"saccade.recipes.{MODULES[command]}").run(config)
     if command == "eval":
         assert all(0 <= found["accuracy"] <= 1 for found in last.values())
@@ -112,10 +127,82 @@ def test_a_recipe_runs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rejection_sampling", "iter_dpo"])
 def test_a_recipe_of_rounds_makes_its_rows(name: str, tmp_path: Path) -> None:
-    config = smoke(runnable(name, tmp_path), "generate")
-    check(config, "generate")
-    result = import_module("saccade.recipes.generate").run(config)
+    result = generate.run(small(name, "generate", tmp_path))
     assert result["rows"] == 8 and Path(result["selected"]).is_file()
+
+
+@pytest.mark.parametrize("name", ["rejection_sampling", "iter_dpo"])
+def test_the_next_round_takes_the_next_prompts(name: str, tmp_path: Path) -> None:
+    said = [line.strip("# '") for line in FILES[name].read_text(encoding="utf-8").splitlines()]
+    (added,) = (line for line in said if line.startswith("data.train=["))
+    first, second = load(FILES[name]), load(FILES[name], [added])
+    assert second.data.train[0].path == first.data.train[0].path
+    assert second.data.train[0].offset == first.data.max_samples == 10240
+    path = with_rows(name).data.train[0].path
+    prompts = []
+    for offset in (0, 4):
+        source = f"data.train=[{{path: {path}, offset: {offset}}}]"
+        config = load(small(name, "generate", tmp_path), [source, "data.max_samples=4"])
+        generate.run(load(config, [f"run.name=round-{offset}"]))
+        made = tmp_path / f"round-{offset}" / "generations.jsonl"
+        lines = made.read_text(encoding="utf-8").splitlines()
+        prompts.append({json.dumps(json.loads(line)["prompt"]) for line in lines})
+    assert len(prompts[0]) == len(prompts[1]) == 4 and not prompts[0] & prompts[1]
+
+
+@pytest.mark.parametrize("name", ["aqa", "geo3k", "geo3k_ppo", "grm_rl", "gsm8k"])
+def test_rl_as_in_lightrft_warms_up_and_falls_to_a_tenth(name: str) -> None:
+    train = load(FILES[f"lightrft_{name}"]).train
+    keys = {name: getattr(train, name) for name in ("lr", "schedule", "warmup", "min_lr")}
+    rates = [rate(update, total=1000, **keys) for update in (0, 30, 515, 1000)]
+    assert rates == pytest.approx([1e-6 / 30, 1e-6, 5.5e-7, 1e-7])
+
+
+# What the right answer earns in the shape that the prompt asks for: answer and format together.
+FULL = {
+    "clevr_grpo": 2.0,
+    "dapo_math": 1.0,
+    "ecg_grpo": 1.0,
+    "geo3k_grpo": 1.0,
+    "gsm8k_grpo": 1.0,
+    "iter_dpo": 1.5,
+    "lightrft_aqa": 2.0,
+    "lightrft_geo3k": 1.0,
+    "lightrft_geo3k_ppo": 1.0,
+    "lightrft_grm_rl": 2.0,
+    "lightrft_grm_sft": 2.0,
+    "lightrft_gsm8k": 1.0,
+    "minio3_rl": 1.0,
+    "minio3_small": 1.0,
+    "rejection_sampling": 1.5,
+}
+
+
+def golds(row: Sample, scorer: Scorer) -> str:
+    recipe = scorer.recipe(row.data_source)
+    right = VERIFIERS[recipe.terms[recipe.outcome].verifier].right
+    if right is not None:
+        return right(reward_sample(row, ""))
+    return str(row.answer).rpartition("####")[2].strip()
+
+
+def test_a_right_answer_in_the_shape_that_is_asked_for_earns_everything() -> None:
+    earned = {}
+    for name in FILES:
+        config = with_rows(name)
+        if not config.reward.given or any(t.verifier == "model" for t in config.reward.terms):
+            continue
+        if not config.data.train:
+            continue
+        rows = datasets.load(config.data.train, config.data).samples
+        scorer = parts.make_scorer(config)
+        assert scorer is not None
+        with scorer:
+            render = FORMATS[config.prompt.format].render
+            samples = [reward_sample(row, render(golds(row, scorer))) for row in rows]
+            earned[name] = [scored.reward for scored in scorer.score(samples)]
+    least = {name: pytest.approx(min(rewards)) for name, rewards in earned.items()}
+    assert least == FULL
 
 
 def test_the_judge_of_minio3_is_switched_on_as_its_recipe_says(tmp_path: Path) -> None:

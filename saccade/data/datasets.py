@@ -201,15 +201,15 @@ def _limit(
 
 
 class _Counted:
-    """Rows with their numbers from 1, and how many were read so far."""
+    """Rows with their numbers in the file, from 1, and how many were read so far."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows, self.rows = rows, 0
+    def __init__(self, rows: Iterable[Row], passed: int) -> None:
+        self._rows, self._passed, self.rows = rows, passed, 0
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         for row in self._rows:
             self.rows += 1
-            yield self.rows, row
+            yield self._passed + self.rows, row
 
 
 class _Reader:
@@ -234,8 +234,15 @@ class _Reader:
     def read(self, source: DataSource, limit: int | None) -> Part:
         container = open_source(source, allow_network=self.config.allow_network)
         name, start = source.name or container.stem, len(self.samples)
-        rows = map(self._changed, islice(container.rows, limit))
+        rest = iter(container.rows)
+        passed = sum(1 for _ in islice(rest, source.offset))
+        rows = map(self._changed, islice(rest, limit))
         first = list(islice(rows, DETECTION_ROWS))
+        if source.offset and not first and limit != 0:
+            raise DataError(
+                f"{source.path}: offset={source.offset} leaves no row of {passed}; "
+                f"try offset={max(0, passed - 1)} or less"
+            )
         columns = {column for row in first if not isinstance(row, RowError) for column in row}
         if not columns and limit != 0:
             reason = f"no row can be read: {first[0]}" if first else "it holds no rows"
@@ -244,7 +251,7 @@ class _Reader:
             "open_image": self._opener(container.folder),
             "default_source": container.stem,
         }
-        counted = _Counted(chain(first, rows))
+        counted = _Counted(chain(first, rows), passed)
         format, numbered = self._format(source, container.folder, counted, columns, name)
         for number, row in numbered:
             if row is None:

@@ -19,6 +19,9 @@ class DataSource(Section):
         None, "Overrides the data_source of every row (chooses reward.by_source)."
     )
     split: str | None = option(None, "Split of a data set that has several.")
+    offset: int = option(
+        0, "Rows to leave out at the beginning; max_samples counts from there.", ge=0
+    )
     max_samples: int | None = option(None, "Use only the first rows.", ge=1)
     image_dir: str | None = option(
         None, "Folder that relative media paths start from; empty: the file's own folder."

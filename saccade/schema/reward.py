@@ -65,7 +65,7 @@ class RemoteConfig(Section):
         600.0, "Seconds for a request in all, also while a busy service asks to wait.", gt=0
     )
     send_images: bool = option(False, "Send the pictures of the question, too.")
-    template: Literal["chatml", "llama3", "deepseek", "base", "plain"] = option(
+    template: Literal["chatml", "llama3", "deepseek", "gemma", "mistral", "base", "plain"] = option(
         "chatml", "How prompt and response are joined in `query`, which old services read."
     )
     on_failure: Literal["error", "abstain"] = option(

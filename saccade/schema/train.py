@@ -145,7 +145,9 @@ class DpoConfig(Section):
 
 class RewardModelConfig(Section):
     kind: Literal["scalar", "process"] = option(
-        "scalar", "scalar: pairs of responses or media; process: a label for every step."
+        "scalar",
+        "scalar: pairs of responses or media; process: a label for every step. One that writes "
+        "its verdict: `saccade sft RUN.yaml data.compare=verdict train.lr=1e-5`.",
     )
     loss: Literal["bt", "logexp", "hps"] = option(
         "bt", "scalar: Bradley-Terry with a margin, without one, or with a learned scale."

@@ -6,6 +6,7 @@ from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.datasets import keep, load
 from saccade.errors import ConfigError, DataError
+from saccade.plan import total_rows
 
 
 def qa(count, **columns):
@@ -36,6 +37,23 @@ def test_limits_per_source_and_overall(jsonl):
         [source(p, weight=w) for p, w in zip(paths, (3, 1), strict=True)], DataConfig(max_samples=8)
     )
     assert [part.stop - part.start for part in data.parts] == [6, 2]
+
+
+def test_an_offset_leaves_out_the_first_rows_and_limits_count_from_there(jsonl):
+    path = jsonl(qa(10))
+    data = load([source(path, offset=4, max_samples=3)], DataConfig())
+    assert [sample.answer for sample in data.samples] == ["4", "5", "6"]
+    assert data.row_numbers == (5, 6, 7) and data.rows == 3  # numbers as in the file
+    data = load([source(path, offset=8), source(path)], DataConfig(max_samples=5))
+    assert [sample.answer for sample in data.samples] == ["8", "9", "0", "1", "2"]
+    assert total_rows([source(path, offset=8), source(path, offset=2, max_samples=3)]) == 5
+
+
+@pytest.mark.parametrize("offset", [10, 11])
+def test_an_offset_past_the_end_says_how_many_rows_there_are(jsonl, offset):
+    with pytest.raises(DataError, match=rf"offset={offset} leaves no row of 10; try offset=9 or"):
+        load([source(jsonl(qa(10)), offset=offset)], DataConfig())
+    assert total_rows([source(jsonl(qa(10)), offset=offset)]) == 0
 
 
 def test_bad_rows_are_set_aside_with_id_row_and_reason(jsonl):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +13,72 @@ import pytest
 from PIL import Image
 
 from saccade.config import DataSource, load
+from saccade.data.judging import ASKED, ENDING
 from saccade.errors import DataError
-from saccade.recipes import evaluate, models, questions, rl, sft
+from saccade.models.tiny import build
+from saccade.recipes import evaluate, models, parts, questions, rl, sft
+from saccade.rewards.sample import RewardSample
+from saccade.verdicts import VERDICTS
 
-COLOURS = 8
+STEPS = 28
+STORED = ("track.trajectories_every=1", "track.trajectories_groups=16")
+ROWS = {"train": 256, "held": 48}
+SAID = VERDICTS["image"]
+# What stands in every prompt and every answer, a token each: a tiny model learns it in seconds.
+PHRASES = (
+    ASKED.format(medium="image"),
+    *(f"\n\nImage {number}:\n" for number in (1, 2)),
+    ENDING.format(said=", ".join(SAID)),
+    *SAID,
+    "<answer>",
+    "</answer>",
+)
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The redder picture is better, in the layout of HPDv3."""
+    """The redder picture is better, in the layout of HPDv3; held-out pairs have other colours."""
     folder = tmp_path_factory.mktemp("rows")
-    for n in range(COLOURS):
-        Image.new("RGB", (28, 28), (30 * n, 255 - 30 * n, 30)).save(folder / f"{n}.png")
-    pairs = [(n, m) for n in range(COLOURS) for m in range(n)]
-    listed = [
-        {"prompt": "red", "path1": f"{n}.png", "path2": f"{m}.png", "confidence": 1}
-        for n, m in pairs
-    ]
-    (folder / "rows.json").write_text(json.dumps(listed))
-    return folder / "rows.json"
+    rng = random.Random(0)
+    for split, count in ROWS.items():
+        listed = []
+        for number in range(count):
+            worse = rng.randrange(200)
+            names = []
+            for place, red in {"b": rng.randrange(worse + 40, 256), "w": worse}.items():
+                names.append(f"{split}-{number}-{place}.png")
+                Image.new("RGB", (28, 28), (red, 255 - red, 30)).save(folder / names[-1])
+            listed.append({"prompt": "red", "path1": names[0], "path2": names[1], "confidence": 1})
+        (folder / f"{split}.json").write_text(json.dumps(listed))
+    return folder
 
 
-def config_of(rows: Path, out: Path, **changes: Any) -> Any:
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build("qwen2_vl", tmp_path_factory.mktemp("model"), phrases=PHRASES)
+
+
+@pytest.fixture(scope="module")
+def taught(rows: Path, start: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a judge that learned from written verdicts."""
+    out = tmp_path_factory.mktemp("taught")
+    more = {"run": {"max_steps": STEPS}, "train": {"prompts_per_step": 32}, "val": {"every": STEPS}}
+    config = config_of(rows, start, out, **more)
+    sft.run(load(config, ["val.before=true"]))
+    return out / "judge"
+
+
+def checkpoint(run: Path) -> str:
+    return str(run / "checkpoints" / f"step-{STEPS}")
+
+
+def config_of(rows: Path, model: str, out: Path, **changes: Any) -> Any:
     options = {
         "run": {"name": "judge", "out": str(out), "max_steps": 2, "device": "cpu"},
-        "model": {"path": "tiny:qwen2_vl"},
+        "model": {"path": model},
         "data": {
-            "train": str(rows),
-            "val": {"path": str(rows), "max_samples": 4},
+            "train": str(rows / "train.json"),
+            "val": {"path": str(rows / "held.json"), "name": "held"},
             "mapping": "hpdv3",
             "compare": "verdict",
             "min_pixels": 784,
@@ -48,25 +88,25 @@ def config_of(rows: Path, out: Path, **changes: Any) -> Any:
         "reward": {"terms": ["verdict"], "self_test": "off"},
         "rollout": {"max_tokens": 8},
         "train": {"prompts_per_step": 4, "lr": 3e-3},
-        "val": {"every": 2, "max_tokens": 40, "before": False},
+        "val": {"every": 2, "before": False},
         "save": {"every": 0},
         "track": {"tensorboard": False},
     }
     for section, values in changes.items():
-        options[section] = {**options.get(section, {}), **values}
+        options[section] = {**options[section], **values}
     return load(options)
 
 
-def test_verdicts_are_learned_and_their_accuracy_is_reported(rows: Path, tmp_path: Path) -> None:
-    config = config_of(rows, tmp_path, run={"max_steps": 8}, train={"prompts_per_step": 8})
-    config = load(config, ["val.every=8"])
-    last = sft.run(config)
-    assert last["sft/loss"] < 3.5  # from 5.6: the phrase is learned first
-    assert 0 <= last["val/rows/accuracy"] <= 1
+def test_a_judge_learns_to_rank_pictures_that_it_has_not_seen(
+    taught: Path, numbers: Callable[[Path], list[dict[str, Any]]]
+) -> None:
+    found = [row for row in numbers(taught) if "val/held/accuracy" in row]
+    before, after = (row["val/held/accuracy"] for row in found)
+    assert before == 0 and after > 0.75  # guessing is right on half of them
 
 
 def test_sft_learns_from_the_better_text_and_sends_media_to_judges(
-    rows: Path, tmp_path: Path
+    rows: Path, start: str, tmp_path: Path
 ) -> None:
     texts = [
         {"prompt": "2+2?", "a": a, "b": b, "labels": {"preference": side}}
@@ -74,7 +114,7 @@ def test_sft_learns_from_the_better_text_and_sends_media_to_judges(
     ]
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in texts))
-    config = config_of(rows, tmp_path)
+    config = config_of(rows, start, tmp_path)
     family = models.family_of(config, models.start_folder(config))
     plain = load(config, ["data.mapping=null", "data.compare=apart"])
     data = questions.load_dialogues(plain, [DataSource(path=str(path))], family)
@@ -84,12 +124,57 @@ def test_sft_learns_from_the_better_text_and_sends_media_to_judges(
         questions.load_dialogues(apart, apart.data.train, family)
 
 
-def test_rl_pays_for_the_right_verdict(rows: Path, tmp_path: Path) -> None:
-    config = config_of(rows, tmp_path, train={"samples_per_prompt": 2}, val={"every": 0})
-    last = rl.run(config)
-    assert math.isfinite(last["policy/loss"]) and 0 <= last["reward/mean"] <= 2
+def test_rl_pays_one_for_the_right_verdict_and_nothing_for_others(
+    rows: Path, taught: Path, tmp_path: Path
+) -> None:
+    few = {"prompts_per_step": 16, "samples_per_prompt": 4, "lr": 1e-4}
+    config = config_of(rows, checkpoint(taught), tmp_path, train=few, val={"every": 0})
+    last = rl.run(load(config, ["run.max_steps=1", *STORED]))
+    assert last["reward/mean"] > 0.6 and math.isfinite(last["policy/loss"])
+    records = [
+        json.loads(line)
+        for file in (tmp_path / "judge" / "trajectories").glob("*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
+    assert len(records) == 16 * 4
+    paid = {f"<answer>{verdict}</answer>": set[tuple[str, float]]() for verdict in SAID}
+    clean = 0
+    for record in records:
+        said = "".join(s["text"] for s in record["segments"] if s["source"] == "policy")
+        said = said.removesuffix("<|im_end|>")
+        clean += said in paid
+        paid.get(said, set()).add((record["gold"], record["reward"]))
+    assert clean > 0.75 * len(records)
+    first, second, _ = paid.values()  # no thought was written, so none is paid for its shape
+    assert {("A", 1.0)} <= first <= {("A", 1.0), ("B", 0.0)}
+    assert {("B", 1.0)} <= second <= {("B", 1.0), ("A", 0.0)}
+    assert any(record["reward"] == 0 for record in records)
 
 
-def test_a_judge_is_evaluated(rows: Path, tmp_path: Path) -> None:
-    (found,) = evaluate.run(config_of(rows, tmp_path)).values()
-    assert found["accuracy"] == 0  # an untrained model says nothing that is a verdict
+def test_a_judge_is_evaluated(rows: Path, start: str, taught: Path, tmp_path: Path) -> None:
+    (untaught,) = evaluate.run(config_of(rows, start, tmp_path)).values()
+    assert untaught["accuracy"] == 0  # it says nothing that is a verdict
+    model = config_of(rows, checkpoint(taught), tmp_path, run={"name": "again"})
+    (found,) = evaluate.run(model).values()
+    assert found["accuracy"] > 0.75
+
+
+def test_a_verdict_is_worth_what_it_says() -> None:
+    config = load({"reward.terms": ["verdict"], "prompt.format": "think_answer"})
+    answers = {
+        "<answer>Image 1 is better</answer>": 1.0,
+        "<think>redder</think><answer>Image 1 is better</answer>": 2.0,
+        "<think>redder</think><answer>Image 2 is better</answer>": 1.0,
+        "<answer>Image 2 is better</answer>": 0.0,
+        "<answer>Both images are equally good</answer>": 0.0,
+        "<answer>Image 1 is better. Image 2 is better</answer>": 0.0,
+        "Image 1 is better": 0.0,
+    }
+    samples = [RewardSample(id=text, response=text, answer="A") for text in answers]
+    scorer = parts.make_scorer(config)
+    assert scorer is not None
+    with scorer:
+        found = {
+            sample.id: s.reward for sample, s in zip(samples, scorer.score(samples), strict=True)
+        }
+    assert found == answers

@@ -16,7 +16,7 @@ from saccade.errors import ConfigError
 from saccade.models.tiny import build
 from saccade.recipes import dpo, reward_model, rl, sft
 from saccade.recipes.quickstart import WORDS
-from saccade.smoke import smoke
+from saccade.smoke import model_type, smoke
 
 Read = Callable[[Path], list[dict[str, Any]]]
 
@@ -122,6 +122,12 @@ def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(
     assert result.exit_code == 0, result.stderr
     line = f"tiny:{tiny} stands in for model.path: {path}"
     assert line + ("\n" if described else ", guessed by name") in result.stdout
+
+
+def test_who_balances_experts_gets_a_tiny_model_that_has_some() -> None:
+    paths = ("models/Qwen-own", "models/Mixtral-8x7B", "models/mine")
+    kinds = [model_type(load({"model.path": path, "train.aux_coef": 0.01})) for path in paths]
+    assert kinds == ["qwen3_moe", "mixtral", "qwen3_moe"]
 
 
 def test_what_is_no_mixture_or_cannot_read_one_is_refused(config: Any, tmp_path: Path) -> None:

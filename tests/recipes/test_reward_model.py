@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +21,13 @@ import saccade
 from saccade.backends.learned import LearnedReward
 from saccade.cli import app
 from saccade.config import defaults_for, load
-from saccade.data import synthetic
+from saccade.data import datasets, synthetic
 from saccade.errors import ConfigError, DataError
 from saccade.models.families import load_family
 from saccade.models.rating import Card, read_card, stepped, with_marks
+from saccade.models.tiny import build
 from saccade.recipes import models, reward_model
+from saccade.recipes.quickstart import WORDS
 from saccade.recipes.rated import task_of
 from saccade.rewards.sample import reward_sample
 from saccade.types import Message, replace
@@ -566,6 +569,53 @@ def test_rules_and_models_by_source_in_one_run(
         parts = row["parts"]
         assert parts["scaled"] == pytest.approx((parts["raw"] - mean) / std, abs=1e-4)
         assert row["reward"] == pytest.approx(0.25 * parts["raw"] + parts["scaled"], abs=1e-4)
+
+
+def test_two_reward_models_of_different_families_in_one_run(
+    tmp_path: Path, config: Make, trained: Path, rows: Path
+) -> None:
+    """Each response has the score that each folder gives it alone, and the weights are kept."""
+    start = build("qwen2_vl", tmp_path / "model", words=WORDS, seed=7)
+    made = {"run.name": "other", "model.path": start}
+    reward_model.run(config(tmp_path, run__max_steps=3) | made)
+    folders = {"taste": trained, "other": tmp_path / "other" / "checkpoints" / "step-3"}
+    weights = {"taste": 0.25, "other": -2.0}
+    terms = [
+        {"verifier": "model", "name": name, "weight": weights[name], "args": {"path": str(folder)}}
+        for name, folder in folders.items()
+    ]
+    options = config(tmp_path, run__max_steps=1) | {
+        "rollout.max_tokens": 2,
+        "reward.terms": terms,
+        "train.samples_per_prompt": 4,
+        "track.trajectories_every": 1,
+    }
+    saccade.rl(options)
+    (file,) = (tmp_path / "run" / "trajectories").glob("*.jsonl")
+    stored = [json.loads(line) for line in file.read_text().splitlines()]
+    data = datasets.load(load(options).data.train, load(options).data)
+
+    def said(row: dict[str, Any]) -> str:
+        texts = [part["text"] for part in row["segments"] if part["source"] == "policy"]
+        return "".join(texts).removesuffix("<|im_end|>").strip()
+
+    for name, folder in folders.items():
+        model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
+        alone = model.score([reward_sample(data.sample(r["id"]), said(r)) for r in stored])
+        assert [r["parts"][name] for r in stored] == pytest.approx(alone, abs=1e-4), name
+        assert np.std(alone) > 1e-3
+    for row in stored:
+        weighed = sum(weights[name] * row["parts"][name] for name in folders)
+        assert row["reward"] == pytest.approx(weighed, abs=1e-4)
+
+
+def test_a_judge_that_writes_is_trained_by_sft(config: Make, tmp_path: Path) -> None:
+    wanted = "`saccade sft RUN.yaml data.compare=verdict train.lr=1e-5`"
+    with pytest.raises(ConfigError, match=re.escape(wanted)) as refused:
+        saccade.reward_model(config(tmp_path, reward_model__kind="generative"))
+    assert "reward_model.kind" in str(refused.value)
+    _, command, _, *options = wanted.strip("`").split()
+    assert load(None, options).data.compare == "verdict" and command == "sft"
 
 
 def test_eval_scores_with_a_model_and_rescore_refuses(

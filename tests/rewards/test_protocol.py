@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from saccade.rewards.combine import Scored
-from saccade.rewards.protocol import read_reply, read_samples, reply_to, request_for, split_query
+from saccade.rewards.protocol import (
+    MARKS,
+    read_reply,
+    read_samples,
+    reply_to,
+    request_for,
+    split_query,
+)
 from saccade.rewards.sample import RewardSample
+from saccade.schema import RemoteConfig
 
 AT_HOME = ("media", "asked", "replied")  # records that never cross
 MESSAGES = [{"role": "system", "content": "Think."}, {"role": "user", "content": "<image>2+2?"}]
@@ -73,6 +81,12 @@ def test_no_gold_an_empty_gold_and_several_golds_stay_what_they_are() -> None:
             "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<answer>4</answer><|im_end|>",
         ),
         ("deepseek", "<｜User｜>2+2?<｜Assistant｜><answer>4</answer><｜end▁of▁sentence｜>"),  # noqa: RUF001
+        (
+            "gemma",
+            "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n<answer>4</answer>"
+            "<end_of_turn>",
+        ),
+        ("mistral", "[INST]2+2?[/INST]<answer>4</answer></s>"),
         ("base", "User: 2+2?\n\nAssistant: <answer>4</answer>"),
         ("plain", "2+2?<answer>4</answer>"),
     ],
@@ -82,6 +96,11 @@ def test_prompt_and_response_are_joined_as_old_services_split_them(
 ) -> None:
     sample = RewardSample(id="a", response="<answer>4</answer>", prompt="2+2?")
     assert sent([sample], template=template)["query"] == [query]
+
+
+def test_every_known_template_can_be_asked_for() -> None:
+    known = get_args(RemoteConfig.model_fields["template"].annotation)
+    assert set(known) == {*MARKS, "plain"}
 
 
 # -- requests of others ----------------------------------------------------------------------------
