@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from saccade.rewards.extract import NUMBER, fenced
+from saccade.rewards.wording import unsettled
 
 KEYS = ("bbox_2d", "bbox", "box", "objects_of_interest")
 POINT_KEYS = ("point_2d", "point", "coordinate")
@@ -107,6 +108,8 @@ def read_boxes(text: str) -> list[Found] | None:
     text = _body(text)
     if text.lower() in NOTHING:
         return []
+    if _in_doubt(text):
+        return None
     value = read_json(text)
     found = list(_boxes(value))[: MOST_BOXES + 1]
     if not found and value is None:
@@ -117,6 +120,8 @@ def read_boxes(text: str) -> list[Found] | None:
 
 def read_points(text: str) -> list[tuple[float, float]]:
     text = _body(text)
+    if _in_doubt(text):
+        return []
     found = list(_points(read_json(text)))
     if not found:
         numbers = [_to_float(number) for number in NUMBER.findall(text)[:3]]
@@ -127,14 +132,25 @@ def read_points(text: str) -> list[tuple[float, float]]:
 def read_json(text: str) -> Any:
     """The JSON that a text is or holds; None where there is none."""
     text = _body(text)
-    edges = [i for i in map(text.find, "[{") if i >= 0], [*map(text.rfind, "]}")]
-    inner = text[min(edges[0], default=0) : max(edges[1]) + 1]
+    inner = text[slice(*_brackets(text))]
     for candidate in (text, inner, f"[{inner}]") if inner else ():
         try:
             return json.loads(candidate)
         except (ValueError, RecursionError):  # no JSON, or nested beyond all measure
             continue
     return None
+
+
+def _brackets(text: str) -> tuple[int, int]:
+    """Where the first one opens and the last one closes."""
+    starts = [at for at in map(text.find, "[{") if at >= 0]
+    return min(starts, default=0), max(map(text.rfind, "]}")) + 1
+
+
+def _in_doubt(text: str) -> bool:
+    """What is said around the brackets: a label inside may well be `no helmet`."""
+    start, end = _brackets(text)
+    return unsettled(f"{text[:start]} {text[end:]}")
 
 
 def _body(text: str) -> str:
@@ -181,7 +197,8 @@ def _numbers(value: Any, count: int) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and value == value and abs(value) < LARGEST
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and value == value and abs(value) < LARGEST
 
 
 def _to_float(text: str) -> float:

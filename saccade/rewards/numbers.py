@@ -15,7 +15,9 @@ from typing import Literal
 from saccade.rewards.extract import NUMBER, Scope, answer_of
 from saccade.rewards.reading import rational
 from saccade.rewards.sample import RewardSample, graded, no_gold
-from saccade.rewards.spelling import NARROW, TooLarge, normalise
+from saccade.rewards.spelling import NARROW, TEXT, TooLarge, normalise, tidy
+from saccade.rewards.units import Unit, is_unit, split_unit
+from saccade.rewards.wording import SCALE, unsettled
 from saccade.types import Score
 
 NUMBER_ORDER = ("answer_tag", "boxed", "answer_line", "whole")
@@ -32,9 +34,25 @@ NUMBER_OR_WORD = re.compile(
 )
 # One number in these is not their value.
 FORMULA = re.compile(
-    r"\\(?:sqrt|pi|log|ln|sin|cos|tan|exp)|[\u221a\u03c0\u00b2\u00b3\u00b9\u2070-\u209f]"
+    r"\\(?!circ|degree)[a-zA-Z]+|\^(?!\s*\{?\s*\\circ)|[\u221a\u03c0\u00b2\u00b3\u00b9\u2070-\u209f]"
     r"|[\u00bc-\u00be\u2150-\u215e]"
 )
+# Right before a number: a sign, a bound, a function, the rest of a larger number.
+BEFORE = re.compile(
+    rf"(?:\b(?:{SCALE}(?:\s+and)?|at\s+(?:least|most)|(?:more|less|fewer|greater)\s+than|over|under"
+    r"|above|below|beyond|up\s+to|half\s+of|twice|double|triple|sqrt|log|ln|exp)"
+    r"|[-\u2010-\u2015<>\u2264\u2265\u2260\u00b1]|\\(?:[gl]eq?|[gl]t|neq?|pm)"
+    r"|至[少多]|最[少多]|超过|[高低多少]于|[十百千万])\s*[($]?\s*\Z",
+    re.IGNORECASE,
+)
+# Right behind it: more digits, a scale, a bound, an operator. Letters: see `_is_its_value`.
+BEHIND = re.compile(
+    rf"[\s-]*(?:and\s+an?\s+)?{SCALE}\b|\s*at\s+(?:least|most)\b|\s*(?:minimum|max(?:imum)?)\b"
+    r"|[.,]+\d|[_!+\u2030]|-[a-z]|\s(?-i:[kKMB])\b"
+    r"|\s*(?:个?半|以[上下内]|[十百万亿兆多几]|千(?![克米瓦]))",
+    re.IGNORECASE,
+)
+NEAR = 40  # characters before a number that are looked at
 LONGEST_NUMBER = 64  # characters; what is longer is no answer
 LARGEST_EXPONENT = 300
 
@@ -93,10 +111,22 @@ def gsm8k(
 def single_number(text: str) -> Number | None:
     """The number in a text that holds exactly one."""
     text = text.translate(NARROW)
-    hits = NUMBER_OR_WORD.findall(text)
-    if len(hits) == 1 and not FORMULA.search(text):
-        return to_number(hits[0])
-    return _rational(text) if len(text) <= LONGEST_NUMBER else None
+    value = _rational(text) if len(text) <= LONGEST_NUMBER else None
+    if value is not None:
+        return value
+    text = TEXT.sub(r"\1", text)
+    hits = list(NUMBER_OR_WORD.finditer(text))
+    if len(hits) != 1 or FORMULA.search(text) or unsettled(text):
+        return None
+    start, end = hits[0].span()
+    stands_alone = _is_its_value(text[max(0, start - NEAR) : start], text[end:])
+    return to_number(hits[0][0]) if stands_alone else None
+
+
+def _is_its_value(before: str, behind: str) -> bool:
+    """Whether a number means itself between these texts."""
+    word = re.match(r"[A-Za-z]+", behind)  # 12kg, not 12th or 12k
+    return not (BEFORE.search(before) or BEHIND.match(behind)) and (not word or is_unit(word[0]))
 
 
 def _rational(text: str) -> Number | None:
@@ -131,10 +161,20 @@ def _judge(
     value = single_number(found or "")
     if value is None and found:
         return Score(kind="value", value=0.0, reason="not_one_number")
-    return graded(found, value is not None and any(right(value, gold) for gold in golds))
+    if value is None:
+        return graded(found, False)
+    unit = _unit(found or "")
+    fitting = [gold for gold, its in golds if unit is None or its is None or unit == its]
+    return graded(found, any(right(value, gold) for gold in fitting))
 
 
 @lru_cache(maxsize=4096)
-def _golds(texts: tuple[str, ...]) -> tuple[Number, ...]:
-    numbers = [single_number(text.rpartition("####")[2]) for text in texts]
-    return tuple(number for number in numbers if number is not None)
+def _golds(texts: tuple[str, ...]) -> tuple[tuple[Number, Unit | None], ...]:
+    texts = tuple(text.rpartition("####")[2] for text in texts)
+    numbers = [(single_number(text), _unit(text)) for text in texts]
+    return tuple((number, unit) for number, unit in numbers if number is not None)
+
+
+def _unit(text: str) -> Unit | None:
+    """What stands on both sides must be the same; nothing is converted here."""
+    return split_unit(tidy(text))[1] if len(text) <= LONGEST_NUMBER else None

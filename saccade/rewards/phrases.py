@@ -15,6 +15,7 @@ from saccade.rewards.formats import check_think_answer
 from saccade.rewards.letters import letters_in
 from saccade.rewards.maths import spelling
 from saccade.rewards.sample import RewardSample, graded, no_gold
+from saccade.rewards.wording import REASON, unsettled
 from saccade.types import Score
 from saccade.verdicts import VERDICTS
 
@@ -22,11 +23,13 @@ __all__ = ["VERDICTS", "avqa", "dapo_math", "digit", "right_verdict", "verdict"]
 
 SHORT_ORDER = ("answer_tag",)
 
+ITEM = r"\b(?:image|video|audio|text|answer|response|item)\s*"
 BETTER = re.compile(
-    r"\b(?:image|video|audio|text|answer|response|item)\s*([12ab])\s+is\s+(?:the\s+)?better\b"
-    r"|\b(both\s+\w+\s+are\s+equally\s+good|tie)\b",
+    rf"{ITEM}([12ab])\s+is\s+(?:the\s+)?better\b(?:\s+than\s+(?:{ITEM}[12ab]|the\s+other)\b)?"
+    r"|\b(?:it\s+is\s+)?(?:a\s+)?(both\s+\w+\s+are\s+equally\s+good|tie)\b",
     re.IGNORECASE,
 )
+ALONE = re.compile(r"(?<![\d.-])\d(?!\.?\d)")  # a digit that is no part of a number
 SIDES = {"a": 0, "1": 0, "b": 1, "2": 1, "c": 2, "0": 2, "tie": 2, "equal": 2, "both": 2}
 
 
@@ -45,8 +48,9 @@ def digit(
     if not golds:
         return no_gold(sample)
     found = answer_of(sample, order, scope)
-    first = next((sign for sign in found or "" if sign in digits), None)
-    return graded(found, first in golds, "wrong" if first else "unparseable")
+    first = next((sign for sign in ALONE.findall(found or "") if sign in digits), None)
+    right = first in golds and not unsettled(found or "")
+    return graded(found, right, "wrong" if first else "unparseable")
 
 
 def dapo_math(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
@@ -76,13 +80,15 @@ def avqa(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
 def verdict(
     sample: RewardSample, *, order: Sequence[str] = SHORT_ORDER, scope: Scope = "after_think"
 ) -> Score:
-    """1 for naming the better of two items, or a tie, in words of `VERDICTS`; 1 for the shape."""
+    """1 for naming the better of two items, or a tie, in words of `VERDICTS` and no others but a
+    reason behind them; 1 for the shape.
+    """
     sides = [_side(gold) for gold in sample.golds]
     if not sides or None in sides:
         return no_gold(sample)
     found = answer_of(sample, order, scope)
-    said = {SIDES[item.lower()] if item else 2 for item, _ in BETTER.findall(found or "")}
-    return _two(sample, found, len(said) == 1 and said <= set(sides))
+    said = BETTER.fullmatch(REASON.sub("", found or "").strip(" *.,!\n"))
+    return _two(sample, found, said is not None and _side(said[0]) in sides)
 
 
 def right_verdict(sample: RewardSample, **args: Any) -> str:
@@ -102,8 +108,8 @@ def _option(text: str, choices: Sequence[str]) -> str:
     if len(letters) == 1:
         return letters.pop()
     text = text.strip().rstrip(".")
-    index = int(text) if text.isascii() and text.isdigit() and len(text) < 3 else len(choices)
-    return chr(65 + index) if index < len(choices) else re.sub(r"\s+", " ", text).casefold()
+    indices = {str(index): chr(65 + index) for index in range(len(choices))}
+    return indices.get(text) or re.sub(r"\s+", " ", text).casefold()
 
 
 def _two(sample: RewardSample, found: str | None, right: bool) -> Score:

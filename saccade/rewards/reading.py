@@ -21,7 +21,7 @@ from saccade.rewards.spelling import TooLarge, Unparseable
 
 @dataclass(frozen=True)
 class Node:
-    kind: str  # brackets such as [) or {}; list, union, matrix, row, leaf; = for an equation
+    kind: str  # brackets such as [) or {}; list, union, ratio, date, matrix, row, leaf; = equation
     items: tuple[Node, ...] = ()
     text: str = ""  # of a leaf or an equation
 
@@ -51,7 +51,9 @@ RATIONAL = re.compile(
     rf"([-+]?)\s*(?:(\d+)\s+(?=\S+/))?([-+]?{PLAIN}(?:[eE]([-+]?\d+))?)(?:\s*/\s*([-+]?{PLAIN}))?"
 )
 FRACTION = re.compile(r"\\frac\{\s*([^{}]*?)\s*\}\{\s*([^{}]*?)\s*\}")
-TEN = re.compile(r"\s*(?:\\times|\\cdot|\*)\s*10\s*\^\{\s*([^{}]*?)\s*\}")
+TEN = re.compile(r"(?:\s*(?:\\times|\\cdot|\*)|(?<=\d)\s+x\s)\s*10\s*\^\{\s*([^{}]*?)\s*\}")
+REPEATING = re.compile(r"([-+]?\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}")
+DATE = re.compile(r"\d{4}-\d\d?-\d\d?")
 TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|[a-zA-Z]+|\d+|\S|\s+")
 OPENING, CLOSING = {"(", "[", "{", r"\{", r"\begin"}, {")", "]", "}", r"\}", r"\end"}
 COMMAS = {",", ";", "or", "and", "或", "和"}  # the last two mean or, and
@@ -65,6 +67,11 @@ NAME = re.compile(r"((?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\{[^{}]*\})?'*)\s*(?:\([a-zA-Z]
 
 def rational(leaf: str) -> Fraction | None:
     """Integers, decimals, fractions, mixed numbers, scientific notation; exact."""
+    if (repeating := REPEATING.fullmatch(leaf.strip())) and len(leaf) <= MOST_DIGITS:
+        whole, once, again = repeating.groups()
+        nines = 10 ** len(once) * (10 ** len(again) - 1)
+        part = Fraction(int(once + again) - int(once or 0), nines)
+        return int(f"{whole}0") / Fraction(10) + (-part if whole.startswith("-") else part)
     match = RATIONAL.fullmatch(TEN.sub(r"e\1", FRACTION.sub(r" \1/\2", leaf)).strip())
     if match is None:
         return None
@@ -136,9 +143,11 @@ def _item(text: str) -> Node:
         return Node("=", tuple(map(_item, sides)), "=".join(sides))
     if signs:
         return _interval(sides, signs)
-    parts, unions = _split(text, {r"\cup"})
-    if unions:
-        return Node("union", tuple(map(_item, parts)))
+    # A ratio is no quotient (3:30 is a time), a date no difference.
+    for kind, mark in (("union", r"\cup"), ("ratio", ":"), ("date", "-")):
+        parts, marks = _split(text, {mark})
+        if marks and (kind != "date" or DATE.fullmatch(text)):
+            return Node(kind, tuple(map(_item, parts)))
     return _container(text) or Node("leaf", text=text)
 
 

@@ -24,9 +24,11 @@ class Unparseable(ValueError):
     """The text is not mathematics that we read."""
 
 
+# Marks without a width that do not change the order of what is seen.
+INVISIBLE = dict.fromkeys([*range(0x200B, 0x2010), 0x202A, 0x202C, 0x2060, 0x2066, 0x2069, 0xFEFF])
 # Full-width signs, letters and digits, and Chinese punctuation.
 NARROW = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | str.maketrans(
-    {"\u3000": " ", "\u3001": ",", "\u3002": ".", "\uff1a": ": "}
+    {"\u3000": " ", "\u3001": ",", "\u3002": ".", "\uff1a": ": ", **INVISIBLE}
 )
 SIGNS = NARROW | str.maketrans(
     {

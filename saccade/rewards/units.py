@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from saccade.rewards.spelling import CJK
+from saccade.rewards.wording import SCALE, unsettled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +59,10 @@ UNITS = {
     for entry in entries.split(",")
     for word in entry.split()[1:]
 }
-# Words that make another number of the one before them.
+# Words behind a number that are no unit of it: they make another one, or a sentence.
 QUANTITY = re.compile(
-    r"\b(?:or|and|to|not|is|half|halves|third|quarter|fifth|\w+ths?|hundred|thousand|[mbtr]+illion"
-    r"|dozen|score|pair|squared|cubed|factorial|times|plus|minus|over|base|more|less|wrong)s?\b"
-    r"|[万亿千百十半多或和到至不]"
+    rf"\b(?:{SCALE}|and|to|is|score|gross|grand|kilo|mega|times|twice|doubled?|tripled?|over|base|more"
+    r"|less|minimum|maximum|about|approx\w*|roughly|ish|i think)s?\b|[万亿千百十半多和到至]"
 )
 BARE_NOUN = re.compile(r"(?=.*[aeiouy])[A-Za-z]{4,}")
 POWERS = {None: 1, "square": 2, "sq": 2, "cubic": 3, "平方": 2, "立方": 3}
@@ -78,7 +78,7 @@ SINGLE = re.compile(
     r"(?:(square|sq|cubic)\s+|(平方|立方))?"
     rf"([A-Za-z]+|[{CJK}]+)(?:\s*\^\{{\s*([23])\s*\}})?"
 )
-PLAIN_NUMBER = re.compile(r"[-+]?[\d.,]+(?:\s*/\s*\d+)?")
+PLAIN_NUMBER = re.compile(r"[-+]?[\d.,]*\d\.?(?:\s*/\s*\d+)?")
 DEGREES = re.compile(r"\s*\^\\circ\s*")
 
 
@@ -120,14 +120,19 @@ def _unit(words: str) -> Unit | None:
 
 
 def _entry(word: str) -> tuple[str, Fraction] | None:
-    singular = word.lower().removesuffix("s") if len(word) > 2 else ""
-    return UNITS.get(word) or UNITS.get(word.lower()) or UNITS.get(singular)
+    lower = word.lower() if len(word) > 1 else word  # 7 M is no length
+    singular = lower.removesuffix("s") if len(word) > 2 else ""
+    return UNITS.get(word) or UNITS.get(lower) or UNITS.get(singular)
+
+
+def is_unit(word: str) -> bool:
+    return _entry(word) is not None
 
 
 def _own_unit(words: str) -> Unit | None:
     """Any other noun, such as `students`, is a unit that converts into nothing."""
     words = words.lower()
     short = len(words) < (2 if words.isascii() else 1) or len(words) > 40
-    if short or QUANTITY.search(words):
+    if short or QUANTITY.search(words) or unsettled(words):
         return None
     return Unit(dimensions=((words, 1),))

@@ -20,7 +20,8 @@ def right(row: dict[str, Any]) -> bool:
         id="a", response=row["response"], answer=row["gold"], choices=row.get("choices", ())
     )
     score = VERIFIERS[row["verifier"]].function(sample, **row.get("args", {}))
-    return score.kind == "value" and score.value == 1
+    outcome = score.parts.get("accuracy", score.value)  # without what the shape earns
+    return score.kind == "value" and outcome == 1
 
 
 def test_no_wrong_answer_passes_and_hardly_a_right_one_fails() -> None:
@@ -33,4 +34,6 @@ def test_no_wrong_answer_passes_and_hardly_a_right_one_fails() -> None:
 def test_the_file_asks_both_questions() -> None:
     shares = [row["right"] for row in ROWS]
     assert len(shares) >= 300 and 0.4 < sum(shares) / len(shares) < 0.6
-    assert {row["verifier"] for row in ROWS} == {"math", "choice", "number"}
+    for verifier in {row["verifier"] for row in ROWS}:
+        assert {row["right"] for row in ROWS if row["verifier"] == verifier} == {True, False}
+    assert {"math", "choice", "number", "count", "verdict"} <= {row["verifier"] for row in ROWS}
