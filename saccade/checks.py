@@ -210,7 +210,9 @@ def _series(config: Config) -> Iterator[str]:
             )
         return
     file, _, function = (encoder or "").rpartition(":")
-    if encoder not in (None, "patches") and not (Path(file).is_file() and function):
+    if file.endswith(".py") and function and not Path(file).is_file():
+        yield f"model.series.encoder: {file} does not exist (looked in {Path.cwd()})"
+    elif encoder not in (None, "patches") and not (file.endswith(".py") and function):
         yield (
             f"model.series.encoder: {encoder} is neither patches nor FILE.py:FUNCTION; "
             "try model.series.encoder=patches"
@@ -221,7 +223,7 @@ def _series(config: Config) -> Iterator[str]:
             f"rollout.{name}: {getattr(rollout, name)} has no encoder for time series; "
             "try rollout.engine=embedded rollout.replicas=0"
         )
-    if model.train in ADAPTED and not held:
+    if (model.train in ADAPTED or "series" in _frozen(model.train)) and not held:
         yield (
             f"model.train: {model.train} would leave the encoder of time series as it was drawn; "
             "train it first with model.train=freeze:llm, or try model.train=full"
@@ -363,6 +365,25 @@ def _optimizer(config: Config) -> Iterator[str]:
             yield f"train.lr_scale: unknown tower {name!r}; known are {', '.join(TOWERS)}"
         elif factor < 0:
             yield f"train.lr_scale: {name} has the factor {factor:g}; try 0.1"
+        elif name in _resting(config):
+            yield (
+                f"train.lr_scale.{name}: has no effect with model.train={config.model.train}, "
+                "which leaves that tower as it is; remove it"
+            )
+
+
+def _frozen(train: str) -> list[str]:
+    kind, _, listed = train.partition(":")
+    return [pattern.strip() for pattern in listed.split(",")] if kind == "freeze" else []
+
+
+def _resting(config: Config) -> list[str]:
+    """Towers of which nothing is trained, as far as their names say."""
+    model = config.model
+    if model.train not in ADAPTED:
+        return _frozen(model.train)
+    chosen = ("vision", "projector", "audio") if model.lora.targets == "all-linear" else ()
+    return ["series", *(name for name in chosen if name == "audio" or not model.lora.vision)]
 
 
 def _reward(config: Config) -> Iterator[str]:

@@ -231,7 +231,8 @@ def chat(
         bool, typer.Option("--no-token", help="Serve whoever asks on this machine.")
     ] = False,
 ) -> None:
-    """Talk with a model about images: /image PATH, /system TEXT, /greedy, /clear, /save FILE, exit.
+    """Talk with a model about images: /image PATH, /series PATH, /system TEXT, /greedy, /clear,
+    /save FILE, exit.
 
     A plain argument is a model folder, as model.path=FOLDER is. --serve asks clients for a token,
     which it prints; the environment variable SACCADE_TOKEN sets one.
