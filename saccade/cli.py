@@ -217,7 +217,8 @@ def chat(
     port: Port = 8000,
     no_token: NoToken = False,
 ) -> None:
-    """Talk with a model about images: /image PATH, /system TEXT, /greedy, /clear, /save FILE, exit.
+    """Talk with a model about images: /image PATH, /series PATH, /system TEXT, /greedy, /clear,
+    /save FILE, exit.
 
     A plain argument is a model folder, as model.path=FOLDER is. --serve asks clients for a token,
     which it prints; the environment variable SACCADE_TOKEN sets one.

@@ -139,7 +139,9 @@ def print_report(report: Report) -> None:
     lines = {
         "rows": f"{report.rows}, {report.good} good, {len(report.bad)} bad",
         "format": ", ".join(f"{name}: {format}" for name, format in report.formats.items()),
-        "images": f"{report.images} {'decoded' if report.decoded else 'with a readable header'}",
+        "media" if {"video", "audio", "series"} & set(report.media_kinds) else "images": (
+            f"{report.images} {'decoded' if report.decoded else 'with a readable header'}"
+        ),
         "answers": f"{report.gold_rate:.1%} of the good rows",
         "duplicate ids": str(len(report.duplicate_ids)),
     }
@@ -149,6 +151,9 @@ def print_report(report: Report) -> None:
     if report.self_test is not None:
         verdict = "passed" if report.self_test["passed"] else "FAILED"
         lines["reward test"] = f"{verdict} on {report.self_test['rows']} rows"
+        if not report.self_test["rows"]:
+            why = "; ".join(report.self_test["skipped"]) or "no good row"
+            lines["reward test"] = f"tested nothing: {why}"
     for name, text in lines.items():
         print(f"{name:<14} {text}")
     for failure in report.self_test["failures"][:LISTED] if report.self_test else ():
@@ -162,7 +167,7 @@ def print_report(report: Report) -> None:
 def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr, soft_wrap=True)
+    return Console(stderr=stderr, soft_wrap=True, emoji=False)
 
 
 def show_error(message: str, error: BaseException) -> None:

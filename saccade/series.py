@@ -25,14 +25,19 @@ from saccade.images.sources import DEFAULT_LIMITS, Encoded, read
 from saccade.types import Media
 
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+FILES = (str, bytes, bytearray, Path, Mapping)
 EXPECTED = "a time series is numbers [leads, samples], such as [[0.1, 0.2], [0.0, 0.3]]"
 
 
 def is_one(value: Any) -> bool:
-    """Whether a list is one series, numbers or leads of numbers, and not several of them."""
-    for _ in range(2):
-        value = value[0] if isinstance(value, list | tuple) and value else value
-    return isinstance(value, int | float) or value in ([], ())
+    """Whether a list is one series, numbers or leads of numbers, and not several of them. Leads of
+    texts are one, too, that is refused when it is opened.
+    """
+    depth = 0
+    while depth < 2 and isinstance(value, list | tuple) and value:
+        value, depth = value[0], depth + 1
+    leaf = isinstance(value, str) or value is None
+    return isinstance(value, int | float) or value in ([], ()) or (leaf and depth == 2)
 
 
 def open_series(
@@ -74,9 +79,17 @@ def decode(media: Media) -> np.ndarray:
 def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
     if isinstance(source, Mapping) and source.get("array") is not None:
         source = source["array"]
-    if not isinstance(source, list | tuple | np.ndarray):
+    if isinstance(source, Mapping) and all(source.get(key) is None for key in ("bytes", "path")):
+        raise ImageError(
+            f"series {{{', '.join(map(str, source))}}}: needs a value for array, bytes or path"
+        )
+    if not isinstance(source, (*FILES, list, tuple, np.ndarray)):
+        raise ImageError(f"a time series cannot be made from {type(source).__name__}; {EXPECTED}")
+    if isinstance(source, FILES):
         return read(source, base, limits)
     try:
+        if np.asarray(source).dtype.kind in "SU":
+            raise ValueError("text instead of numbers")
         with np.errstate(over="ignore"):  # what float32 cannot hold is found later
             values = np.asarray(source, np.float32)
     except (ValueError, TypeError) as error:
@@ -123,10 +136,32 @@ def _npy(data: bytes) -> np.ndarray:
 
 
 def _csv(data: bytes) -> np.ndarray:
-    lines = data.decode().strip().splitlines()
-    if lines and not all(map(_is_number, lines[0].split(","))):
-        lines = lines[1:]  # the names of the leads
-    return np.loadtxt(lines, delimiter=",", ndmin=2, comments=None).T if lines else np.zeros(0)
+    text = data.decode("utf-8-sig")
+    lines = {n: line for n, line in enumerate(text.splitlines(), 1) if line.strip()}
+    first = next(iter(lines), 0)
+    if lines and not any(_is_number(cell) or not cell.strip() for cell in lines[first].split(",")):
+        del lines[first]  # the names of the leads
+    if not lines:
+        return np.zeros(0)
+    try:
+        return np.loadtxt(list(lines.values()), delimiter=",", ndmin=2, comments=None).T
+    except ValueError as error:
+        raise ValueError(_flaw(lines) or str(error)) from None
+
+
+def _flaw(lines: Mapping[int, str]) -> str | None:
+    """The first cell that is no number, or the first line that is longer or shorter."""
+    width = len(next(iter(lines.values())).split(","))
+    for number, line in lines.items():
+        cells = line.split(",")
+        for column, cell in enumerate(cells, 1):
+            if not _is_number(cell):
+                parted = any(mark in line for mark in ";\t")
+                hint = "; commas part the cells, not semicolons or tabs" if parted else ""
+                return f"line {number}, cell {column}: {cell.strip()!r} is no number{hint}"
+        if len(cells) != width:
+            return f"line {number} has {len(cells)} cells, the ones before have {width}"
+    return None
 
 
 def _is_number(cell: str) -> bool:

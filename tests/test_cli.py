@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 import saccade
 from saccade.checks import check
 from saccade.cli import app
+from saccade.cli_run import show_error
 from saccade.config import load
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.plan import plan, total_steps
@@ -402,3 +403,8 @@ def test_check_data_lists_bad_rows_and_writes_the_good_ones(counting: Path, tmp_
     again = run("check-data", str(counting), "--fix", str(fixed))
     assert again.exit_code == 2 and "exists" in again.stderr and fixed.read_text() == written
     assert run("check-data", str(counting), "--fix", str(counting)).exit_code == 2
+
+
+def test_an_error_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    show_error("rew.py:x: [red]KeyError[/red] :x:", ValueError("x"))
+    assert capsys.readouterr().err == "rew.py:x: [red]KeyError[/red] :x:\n"

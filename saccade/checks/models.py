@@ -139,7 +139,9 @@ def series(config: Config) -> Iterator[str]:
             )
         return
     file, _, function = (encoder or "").rpartition(":")
-    if encoder not in (None, "patches") and not (Path(file).is_file() and function):
+    if file.endswith(".py") and function and not Path(file).is_file():
+        yield f"model.series.encoder: {file} does not exist (looked in {Path.cwd()})"
+    elif encoder not in (None, "patches") and not (file.endswith(".py") and function):
         yield (
             f"model.series.encoder: {encoder} is neither patches nor FILE.py:FUNCTION; "
             "try model.series.encoder=patches"
@@ -150,11 +152,16 @@ def series(config: Config) -> Iterator[str]:
             f"rollout.{name}: {getattr(rollout, name)} has no encoder for time series; "
             "try rollout.engine=embedded rollout.replicas=0"
         )
-    if model.train in ADAPTED and not held:
+    if (model.train in ADAPTED or "series" in frozen(model.train)) and not held:
         yield (
             f"model.train: {model.train} would leave the encoder of time series as it was drawn; "
             "train it first with model.train=freeze:llm, or try model.train=full"
         )
+
+
+def frozen(train: str) -> list[str]:
+    kind, _, listed = train.partition(":")
+    return [pattern.strip() for pattern in listed.split(",")] if kind == "freeze" else []
 
 
 def lora_dropout(config: Config) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from saccade import environments
+from saccade.checks.models import frozen
 from saccade.config import ADAPTED, Config
 from saccade.models.files import described, names_experts
 
@@ -84,6 +85,20 @@ def optimizer(config: Config) -> Iterator[str]:
             yield f"train.lr_scale: unknown tower {name!r}; known are {', '.join(TOWERS)}"
         elif factor < 0:
             yield f"train.lr_scale: {name} has the factor {factor:g}; try 0.1"
+        elif name in _resting(config):
+            yield (
+                f"train.lr_scale.{name}: has no effect with model.train={config.model.train}, "
+                "which leaves that tower as it is; remove it"
+            )
+
+
+def _resting(config: Config) -> list[str]:
+    """Towers of which nothing is trained, as far as their names say."""
+    model = config.model
+    if model.train not in ADAPTED:
+        return frozen(model.train)
+    others = ("vision", "projector", "audio") if model.lora.targets == "all-linear" else ()
+    return ["series", *(name for name in others if name == "audio" or not model.lora.vision)]
 
 
 def reward(config: Config) -> Iterator[str]:

@@ -180,13 +180,17 @@ def _short(value: Any) -> str:
 # -- arranging -------------------------------------------------------------------------------------
 
 
-def arrange(turns: Turns, pictures: Sequence[Picture], *, prepend: bool) -> Turns:
-    """Placeholders become the row's media; without any, they open the first user turn."""
+def arrange(
+    turns: Turns, pictures: Sequence[Picture], *, prepend: bool, columns: Collection[str] = ()
+) -> Turns:
+    """Placeholders become the row's media; without any, they open the first user turn. `columns`:
+    kinds of media that the row has a column for, be it empty.
+    """
     placed = any(isinstance(piece, Picture) for _, pieces in turns for piece in pieces)
     given = {picture.kind for picture in pictures}
     # Where the chat itself places its images, a placeholder in the text is something that the
     # author talks about; so are marks of media that the row does not have.
-    marks = given if placed else given | {"image"}
+    marks = given if placed else {*given, *columns, "image"}
     turns = [(role, _split(pieces, marks)) for role, pieces in turns]
     slots = [piece for _, pieces in turns for piece in pieces if isinstance(piece, Slot)]
     filled: dict[str, Iterator[Picture]] = {}
@@ -249,7 +253,7 @@ def _ordered(slots: Sequence[Slot], pictures: Sequence[Picture], kind: str) -> l
 
 
 def _count(pictures: Sequence[Picture], kind: str) -> str:
-    return f"{len(pictures)} {kind}{'' if len(pictures) == 1 else 's'}"
+    return f"{len(pictures)} {kind}{'' if len(pictures) == 1 or kind == 'series' else 's'}"
 
 
 def _counts(value: Any, least: int) -> bool:

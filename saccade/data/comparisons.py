@@ -40,7 +40,8 @@ def read_candidates(prompt: Any, replies: Sequence[Any]) -> tuple[Turns, list[Tu
     for side in sides:
         if side[-1][0] != "assistant":
             raise RowError(f"a candidate ends with a {side[-1][0]} message, not with a reply")
-        if not any(piece for role, pieces in side if role == "assistant" for piece in pieces):
+        said = [piece for role, pieces in side if role == "assistant" for piece in pieces]
+        if not any(piece.strip() if isinstance(piece, str) else piece for piece in said):
             raise RowError("a candidate is empty")
     return asked, sides
 

@@ -268,6 +268,10 @@ class _Reader:
                 self._keep(sample, name, number)
             except (RowError, ImageError) as error:
                 self._set_aside(row, name, number, str(error))
+            except ConfigError as error:
+                given = None if isinstance(row, RowError) else row_id(row, self.config)
+                named = f", {given}" if given else ""
+                raise ConfigError(f"{error} (row {number} of {name}{named})") from error
         return Part(
             name=name,
             format=format.name,

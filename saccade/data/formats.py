@@ -246,14 +246,14 @@ def read_row(
     default_source: str = "default",
 ) -> Sample:
     """One row as a sample; its images are opened with `open_image`."""
+    columns = columns_of(format, config.keys)
     fields = {
         role: _field(row, names, str if role == "data_source" else object)
-        for role, names in columns_of(format, config.keys).items()
+        for role, names in columns.items()
     }
     values = {role: value for role, (_, value) in fields.items()}
     if values["prompt"] is None and not format.candidates:
-        names = columns_of(format, config.keys)["prompt"]
-        raise RowError(f"no prompt in column {' or '.join(names)}")
+        raise RowError(f"no prompt in column {' or '.join(columns['prompt'])}")
     pictures = [
         picture
         for role, kind in KINDS.items()
@@ -261,7 +261,8 @@ def read_row(
     ]
     asked, candidates = _turns(values, format)
     turns = [*asked, *(turn for candidate in candidates for turn in candidate)]
-    turns = arrange(turns, pictures, prepend=config.placeholder == "prepend")
+    kinds = {kind for role, kind in KINDS.items() if any(name in row for name in columns[role])}
+    turns = arrange(turns, pictures, prepend=config.placeholder == "prepend", columns=kinds)
     count = sum(isinstance(piece, Picture) for _, pieces in turns for piece in pieces)
     if count > config.max_images:
         raise RowError(f"{count} images, data.max_images is {config.max_images}")

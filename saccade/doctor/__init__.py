@@ -76,7 +76,7 @@ def run(config: Config, *, as_json: bool = False) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console, found = Console(soft_wrap=True), []
+    console, found = Console(soft_wrap=True, emoji=False), []
     for finding in examine(config):
         found.append(finding)
         if not as_json:

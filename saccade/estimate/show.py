@@ -105,7 +105,7 @@ def show(found: Estimate) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    memory, console = found.memory, Console(soft_wrap=True)
+    memory, console = found.memory, Console(soft_wrap=True, emoji=False)
     console.print(f"{found.device.name}, prompts of {found.prompts}", highlight=False)
     table = Table("GiB", "rollout", "update", "", title="Memory", title_justify="left")
     for item in memory.items:

@@ -246,7 +246,8 @@ class Chat:
         if "series" not in self.placeholders:
             raise ConfigError(
                 f"a row holds a time series ({part.path or part.hash[:12]}), and this model has no "
-                "encoder for it; try model.series.encoder=patches"
+                "encoder for it; try model.series.encoder=patches "
+                f"model.series.channels={part.height}"
             )
         return SERIES_MARK
 

@@ -39,10 +39,10 @@ from saccade.config import SeriesConfig
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.images import ImageError
 from saccade.images.cache import DECODED
+from saccade.models import own_encoder
 from saccade.models.families import Family
 from saccade.models.families.qwen_omni import apart, as_shown
 from saccade.models.files import SERIES_FILE
-from saccade.own import own_module
 from saccade.types import Media, MediaSpan
 
 KIND = "series"  # of media; also the tower's name, and that of its module in the model
@@ -63,24 +63,34 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
     token = _token(family, settings)
     banned = family.banned.copy()
     banned[token] = True
-    module = None if settings.encoder == BUILT_IN else _own(settings, _hidden(family.path))
+    own, hidden = str(settings.encoder), 0
+    module, untried = None, True
+    if settings.encoder != BUILT_IN:
+        hidden = _hidden(family.path)
+        module = own_encoder.load(own, channels=settings.channels, hidden=hidden)
 
     def measure(media: Media) -> tuple[tuple[int, int, int], int]:
+        nonlocal untried
         if media.kind != KIND:
             return family.measure(media)
         if media.height != settings.channels:
+            turned = media.width == settings.channels
             raise ImageError(
                 f"{media.path or 'series'}: {media.height} leads, model.series.channels is "
-                f"{settings.channels}"
+                f"{settings.channels}{'; is it transposed, [samples, leads]?' if turned else ''}"
             )
         if module is None:
             return GRID, -(-media.width // settings.patch)
-        tokens = int(module.tokens(media.height, media.width))
+        tokens = own_encoder.count_tokens(own, module, media.height, media.width)
         if tokens < 1:
             raise ImageError(
                 f"{media.path or 'series'}: {media.width} samples are {tokens} tokens of "
                 f"{settings.encoder}; give more samples"
             )
+        if untried:
+            values = torch.tensor(DECODED.get(media))  # a copy: it may be written to
+            own_encoder.try_out(own, module, values, [tokens, hidden])
+            untried = False
         return GRID, tokens
 
     def positions(length: int, media: tuple[MediaSpan, ...]) -> np.ndarray:
@@ -164,9 +174,12 @@ def _token(family: Family, settings: SeriesConfig) -> int:
     else:
         name = settings.token if settings.token in free else None
     if name is None:
+        why = (
+            f"{settings.token} cannot" if settings.token else "no id is spare; no special token can"
+        )
         raise ConfigError(
-            f"model.series.token: {settings.token or 'no id is spare, and no special token'} can "
-            f"stand for a series in {family.path}; try model.series.token="
+            f"model.series.token: {why} stand for a series in {family.path}; "
+            "try model.series.token="
             f"{free[0] if free else 'TOKEN, a special one that you add to the tokenizer'}"
         )
     return known[name]
@@ -236,19 +249,6 @@ def _hidden(folder: str) -> int:
     return int(AutoConfig.from_pretrained(folder).get_text_config().hidden_size)
 
 
-def _own(settings: SeriesConfig, hidden: int) -> Any:
-    """The user's module. Raises what their file raises."""
-    path, _, name = str(settings.encoder).rpartition(":")
-    make = getattr(own_module(path), name, None)
-    made = make(settings.channels, hidden) if callable(make) else None
-    if not isinstance(made, nn.Module) or not callable(getattr(made, "tokens", None)):
-        raise ConfigError(
-            f"model.series.encoder={settings.encoder}: gives {type(made).__name__}; it needs a "
-            "torch.nn.Module with forward(values) and tokens(channels, samples)"
-        )
-    return made
-
-
 class Encoder(nn.Module):
     """Whoever made the module inside: all series of a forward, as many tokens as were promised."""
 
@@ -259,7 +259,9 @@ class Encoder(nn.Module):
         self.inner = (
             Patches(settings, hidden=self.hidden, spread=spread)
             if settings.encoder == BUILT_IN
-            else _own(settings, self.hidden)
+            else own_encoder.load(
+                str(settings.encoder), channels=settings.channels, hidden=self.hidden
+            )
         )
 
     def forward(self, values: Tensor, samples: Sequence[int], tokens: Sequence[int]) -> Tensor:
@@ -268,13 +270,11 @@ class Encoder(nn.Module):
         cut = values.split(list(samples), dim=1)
         if isinstance(self.inner, Patches) and len(set(samples)) == 1:
             return self.inner(torch.stack(cut)).flatten(0, 1)
-        made = [self.inner(one) for one in cut]
-        for one, count in zip(made, tokens, strict=True):
-            if tuple(one.shape) != (count, self.hidden):
-                raise ConfigError(
-                    f"model.series.encoder={self.settings.encoder}: forward gave "
-                    f"{list(one.shape)}, and by its tokens() it is {[count, self.hidden]}"
-                )
+        if isinstance(self.inner, Patches):
+            return torch.cat([self.inner(one) for one in cut])
+        shapes = [[count, self.hidden] for count in tokens]
+        named, pairs = str(self.settings.encoder), zip(cut, shapes, strict=True)
+        made = [own_encoder.forward(named, self.inner, one, shape) for one, shape in pairs]
         return torch.cat(made)
 
 

@@ -28,6 +28,7 @@ from saccade.models.families import Family
 from saccade.recipes import models, parts
 from saccade.recipes.engines import answering_engine, answering_family, model_name, room
 from saccade.rollout.episode import noise_key
+from saccade.series import open_series
 from saccade.serving.fields import Served
 from saccade.serving.http import make_token, shown_token
 from saccade.serving.hub import Hub
@@ -157,6 +158,17 @@ def _image(state: Talk, path: str) -> str:
     return f"{media.width}x{media.height}, goes with the next message"
 
 
+def _series(state: Talk, path: str) -> str:
+    if not path:
+        raise ConfigError("/series: give a file, such as /series ecg.npy")
+    if state.family.series is None:
+        raise ConfigError("/series: this model has no encoder; try model.series.encoder=patches")
+    media = open_series(Path(path).expanduser().absolute(), limits=state.config.data)
+    state.family.measure(media)  # refuses other leads than the encoder reads
+    state.pictures.append(media)
+    return f"{media.height} leads of {media.width} samples, go with the next message"
+
+
 def _clear(state: Talk, _: str) -> str:
     own = state.config.prompt.system
     state.messages = [Message(role="system", parts=(text_or_file(own),))] if own else []
@@ -189,6 +201,7 @@ def _save(state: Talk, path: str) -> str:
 
 COMMANDS: Mapping[str, Callable[[Talk, str], str]] = {
     "/image": _image,
+    "/series": _series,
     "/system": _system,
     "/greedy": _greedy,
     "/clear": _clear,

@@ -87,11 +87,13 @@ def _self_test(config: Config) -> Callable[[Sequence[Sample]], Any] | None:
         with Scorer(reward, prompt_format=style, max_tokens=config.rollout.max_tokens) as scorer:
             scorer.check_sources(sample.data_source for sample in samples)
             scorer.check_media(samples)
+            if warning := scorer.unused(sample.data_source for sample in samples):
+                print(warning)
             result = self_test(scorer, samples, format=style)
         return {
             "passed": result.passed,
             "rows": result.rows,
-            "failures": [str(failure) for failure in result.failures],
+            "failures": [*filter(None, [result.ended.strip()]), *map(str, result.failures)],
             "skipped": list(result.skipped),
         }
 

@@ -14,7 +14,7 @@ from saccade.algorithms.comparison import Comparison, from_config
 from saccade.backends.local import LocalBackend
 from saccade.config import Config, defaults_for, load
 from saccade.data.datasets import Dataset, Stream
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, DataError
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps
@@ -36,6 +36,13 @@ def run(config: Any) -> dict[str, Any]:
     family = models.family_of(config, models.start_folder(config))
     data = pairs.load_pairs(config, config.data.train, family, paired=row.paired)
     questions.not_empty(data, "data.train")
+    if not row.paired and len({sample.desirable for sample in data.samples}) == 1:
+        label = int(bool(data.samples[0].desirable))
+        raise DataError(
+            f"data.train: dpo.loss={config.dpo.loss} learns from good and bad responses, and all "
+            f"{len(data)} rows have the label {label}; add rows with the label {1 - label}, or use "
+            "saccade sft where all are good"
+        )
     held, asked = _validation_sets(config, family, row)
     with Run(config, "dpo", parts.manifest(family, data, config)) as this:
         this.console.note(data.summary)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,14 @@ from saccade.recipes import models, parts, questions
 from saccade.recipes.accuracy import (
     Cuts,
     Table,
-    accuracy,
     by_category,
     by_limit,
     by_turns,
     group_accuracy,
 )
 from saccade.recipes.engines import answering_engine, answering_family, expenses
-from saccade.rewards.sample import RewardSample, image_records
+from saccade.recipes.rescore import rescored
+from saccade.rewards.sample import image_records
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
@@ -48,7 +48,7 @@ from saccade.tracking.eval_report import RESULTS, table_lines, write_eval_report
 from saccade.tracking.folder import METRICS
 from saccade.tracking.metrics import episode_metrics
 from saccade.tracking.trajectories import TrajectoryWriter
-from saccade.types import Group, Media, Trajectory
+from saccade.types import Group, Trajectory
 
 Progress = Callable[[int, int], None]
 ANSWERS = "answers"
@@ -74,9 +74,24 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     config = config.model_copy(update={"reward": with_rewards(config.reward, config.eval)})
     models.quiet_libraries()
     folder, answers = _places(config, out)
+    with _kept_if_filled(folder):
+        if rescore is not None:
+            return _rescore(config, Path(rescore), folder)
+        return _evaluate(config, folder, answers)
+
+
+@contextmanager
+def _kept_if_filled(folder: Path) -> Iterator[None]:
+    """What is refused leaves no empty folder behind."""
     folder.mkdir(parents=True, exist_ok=True)
-    if rescore is not None:
-        return _rescore(config, Path(rescore), folder)
+    try:
+        yield
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
     family = answering_family(config)
     sets = questions.validation_sets(config, family) | questions.suite_sets(config, family)
     scorer = parts.make_scorer(config)
@@ -89,6 +104,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     ):
         for dataset in sets.values():
             parts.test_rewards(config, scorer, dataset.samples)
+        parts.warn_of_unused(scorer, sets.values(), console.note)
         results = []
         for name, dataset in sets.items():
             with console.phase(name):
@@ -258,10 +274,14 @@ def write_results(folder: Path, results: Sequence[Result], family: Family) -> di
         for group in result.groups
         for t in group.trajectories
     ]
+    _write(folder, summary, rows)
+    return summary
+
+
+def _write(folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     (folder / "samples.jsonl").write_text(text, encoding="utf-8")
     (folder / RESULTS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    return summary
 
 
 def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dict[str, Any]:
@@ -293,92 +313,13 @@ def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dic
 
 
 def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
-    """The rewards of this config on the responses of an earlier evaluation; no model is loaded."""
-    if not samples.is_file():
-        raise ConfigError(
-            f"--rescore {samples}: no such file; give the samples.jsonl of an evaluation"
+    with Console(None, "eval", name=folder.name) as console:
+        console.note(
+            f"answers of {samples} are scored again; data.val and eval.suites do not count"
         )
-    scorer = parts.make_scorer(config)
-    if scorer is None:
-        raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
-    if scorer.learned is not None:
-        raise ConfigError(
-            "reward.terms: --rescore has answers only, and a reward model reads the whole "
-            "conversation; remove the terms of `model`"
-        )
-    rows = [json.loads(line) for line in samples.read_bytes().split(b"\n") if line]
-    with scorer:
-        _require_pictures(config, rows)
-        summary = {
-            name: _rescored([row for row in rows if row["set"] == name], scorer)
-            for name in dict.fromkeys(row["set"] for row in rows)
-        }
-    text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    (folder / "samples.jsonl").write_text(text, encoding="utf-8")
-    (folder / RESULTS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        rows, summary = rescored(config, samples, say=console.note)
+        for name, metrics in summary.items():
+            console.note(describe(Result(name=name, groups=(), metrics=metrics)))
+        _write(folder, summary, rows)
+        console.note(f"{RESULTS}, samples.jsonl are in {folder}")
     return summary
-
-
-def _rescored(rows: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float]:
-    scored = scorer.score([_reward_sample(row) for row in rows])
-    items: dict[str, list[float]] = {}
-    for row, score in zip(rows, scored, strict=True):
-        row |= {"score": score.outcome, "reward": score.reward, "parts": dict(score.parts)}
-        row |= {"extracted": score.extracted, "reason": score.reason}
-        if score.outcome is not None:
-            items.setdefault(row["id"], []).append(score.outcome)
-    metrics = accuracy([np.array(values) for values in items.values()]) | {
-        "parse_rate": float(np.mean([parsed(s.extracted, s.reason) for s in scored])),
-        "error_rate": float(np.mean([s.status == "error" for s in scored])),
-        "abstain_rate": float(np.mean([s.status == "abstain" for s in scored])),
-    }
-    return metrics | scorer.metrics()
-
-
-def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
-    names = (
-        "id",
-        "response",
-        "data_source",
-        "prompt",
-        "choices",
-        "extra",
-        "end_reason",
-        "think_prefilled",
-    )
-    return RewardSample(
-        **{name: row[name] for name in names},
-        answer=row["gold"],
-        images=row["media"],
-        media=tuple(_media(record) for record in row["media"] if record["path"]),
-        turns=row.get("said") or (row["response"],),
-        tool_calls=row.get("tool_calls", ()),
-        length=row["tokens"],
-        truncated=row["status"] == "truncated",
-    )
-
-
-def _media(record: Mapping[str, Any]) -> Media:
-    (width, height), (least, most) = record["size"], record["pixels"]
-    return Media(
-        hash=record["hash"],
-        path=record["path"],
-        width=width,
-        height=height,
-        min_pixels=least,
-        max_pixels=most,
-    )
-
-
-def _require_pictures(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Where a judge or a service looks at them, each must still be where it was."""
-    if not (config.reward.judge.send_images or config.reward.remote.send_images):
-        return
-    records = [record for row in rows for record in row["media"]]
-    gone = [r for r in records if not (r["path"] and Path(r["path"]).is_file())]
-    if gone:
-        raise ConfigError(
-            f"reward.judge.send_images: {len(gone)} of {len(records)} pictures are in no file any "
-            f"more, such as {gone[0]['path'] or gone[0]['hash'][:12]}; restore them, or try "
-            "send_images=false"
-        )

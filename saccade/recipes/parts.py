@@ -7,7 +7,7 @@ Each function makes one part; the recipes decide which they need and in what ord
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,15 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
         result = self_test(scorer, samples, format=config.prompt.format)
         require(result, config.reward.self_test)
     scorer.metrics()  # those of the test belong to no step
+
+
+def warn_of_unused(
+    scorer: Scorer | None, sets: Iterable[datasets.Dataset], say: Callable[[str], Any]
+) -> None:
+    """Rewards of sources that none of the sets has: most likely the name is misspelt."""
+    sources = (sample.data_source for dataset in sets for sample in dataset.samples)
+    if scorer is not None and (warning := scorer.unused(sources)):
+        say(warning)
 
 
 def check_algorithm(

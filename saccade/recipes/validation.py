@@ -90,6 +90,7 @@ def answering(
     run.close_at_end(scorer)
     for dataset in sets.values():
         parts.test_rewards(config, scorer, dataset.samples)
+    parts.warn_of_unused(scorer, sets.values(), run.console.note)
     engine = make_engine(config, policy, logs=run.folder.path, say=run.console.note)
     run.close_at_end(engine)
     return Validation(

@@ -116,6 +116,14 @@ class Scorer:
         for source in sorted(set(sources)):
             self.recipe(source)
 
+    def unused(self, sources: Iterable[str]) -> str:
+        """A warning of recipes that no row asks for; empty where there are none."""
+        there = sorted(set(sources))
+        idle = sorted(set(self.recipes) - set(there))
+        listed, known = ", ".join(idle), ", ".join(there)
+        what = f"WARNING: reward.by_source: no row has the data_source {listed}; there is {known}"
+        return what if idle else ""
+
     def check_media(self, samples: Iterable[Sample]) -> None:
         """Refuse rows whose pictures a service needs and does not get, or a model cannot read."""
         shown = {media.kind: media for sample in samples for media in sample.media}

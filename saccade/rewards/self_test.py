@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from saccade.errors import SelfTestError
 from saccade.rewards.combine import Scored, Term
@@ -19,6 +19,7 @@ from saccade.rewards.custom import split_name
 from saccade.rewards.formats import FORMATS
 from saccade.rewards.maths import equivalent
 from saccade.rewards.numbers import single_number
+from saccade.rewards.pool import CRASHED
 from saccade.rewards.sample import RewardSample, reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import VERIFIERS, Verifier
@@ -28,6 +29,7 @@ Kind = Literal["gold", "empty", "foreign"]
 SHOWN = 5
 CLOSE = 1e-6  # boxes are rounded on their way through frames
 OWN = Verifier(function=lambda sample: Score(kind="abstain"))  # a function of the user
+HANGS = 3  # timeouts or crashes in a row, after which nobody waits for more
 SHARED = 0.5  # of the golds of other rows, where a place or a word can be right for several rows
 MISJUDGED = 0.1  # share of known answers that a judge may get wrong
 
@@ -53,6 +55,7 @@ class SelfTest:
     rows: int  # rows that were tested
     failures: tuple[Failure, ...] = ()
     skipped: tuple[str, ...] = ()  # outcome terms that no row could test, and why
+    ended: str = ""  # which function hung too often to be tested to the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +81,55 @@ def self_test(
             continue
         for index, row in enumerate(rows):
             cases += _cases(row, rows[index + 1 :] + rows[:index], term, format)
-    scored = scorer.score([case.sample for case in cases])
+    cases, scored, ended = _scored(scorer, cases)
     failures = _failures(cases, scored)
     rows_tested = sum(case.kind == "gold" for case in cases)
     return SelfTest(
-        passed=not failures, rows=rows_tested, failures=tuple(failures), skipped=tuple(skipped)
+        passed=not failures,
+        rows=rows_tested,
+        failures=tuple(failures),
+        skipped=tuple(skipped),
+        ended=ended,
+    )
+
+
+def _scored(scorer: Scorer, cases: Sequence[_Case]) -> tuple[list[_Case], list[Scored], str]:
+    """The cases with their scores, and which function was given up. Built-in terms at once; of a
+    function of the user more and more at a time, so that one that hangs does not take minutes.
+    """
+    sources = dict.fromkeys(case.sample.data_source for case in cases)
+    own_of = {
+        source: any(split_name(term.verifier) for term in scorer.recipe(source).terms)
+        for source in sources
+    }
+    done = [case for case in cases if not own_of[case.sample.data_source]]
+    scores, ended = scorer.score([case.sample for case in done]), ""
+    for source in filter(own_of.get, sources):
+        own = [case for case in cases if case.sample.data_source == source]
+        found: list[Scored] = []
+        while len(found) < len(own) and not ended:
+            some = own[len(found) : 2 * len(found) or HANGS]
+            found += scorer.score([case.sample for case in some])
+            if _hangs(own, found):
+                ended = (
+                    f"The test was ended after {len(found)} of {len(own)} responses ({source}): "
+                    f"{HANGS} in a row timed out or crashed.\n"
+                )
+        done, scores = done + own[: len(found)], scores + found
+    return done, scores, ended
+
+
+def _hangs(cases: Sequence[_Case], scored: Sequence[Scored]) -> bool:
+    """Whether several in a row did, of all responses or of one kind."""
+    hung = [
+        (case.kind, s.reason_kind in ("timeout", CRASHED))
+        for case, s in zip(cases, scored, strict=False)
+    ]
+    rows = [hung, *([pair for pair in hung if pair[0] == kind] for kind in get_args(Kind))]
+    return any(
+        all(bad for _, bad in row[start : start + HANGS])
+        for row in rows
+        for start in range(len(row) - HANGS + 1)
     )
 
 
@@ -93,7 +140,7 @@ def require(result: SelfTest, mode: Literal["strict", "warn", "off"]) -> None:
     shown = "\n".join(f"  {failure}" for failure in result.failures[:SHOWN])
     message = (
         f"the reward misjudges known answers ({len(result.failures)} cases, {result.rows} rows):\n"
-        f"{shown}\n"
+        f"{shown}\n{result.ended}"
         "Check that the verifier fits the answers and that prompt.format is where it looks "
         "(term args 'order'); set reward.self_test=warn to train all the same."
     )

@@ -119,7 +119,7 @@ class Console:
         self._idle = "starting"
         self._trends = {trend: deque[float](maxlen=48) for trend in TRENDS}
         self._ends: deque[float] = deque(maxlen=24)  # when the last steps ended
-        terminal = Terminal(file=self._file, force_terminal=live)
+        terminal = Terminal(file=self._file, force_terminal=live, emoji=False)
         if live is None:
             live = self._file.isatty() and not terminal.is_dumb_terminal
         self._spinner = Spinner("dots")

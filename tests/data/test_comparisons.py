@@ -88,6 +88,7 @@ def test_what_conversations_share_is_the_prompt():
         ("where?", [[ASKED, ANSWER], [ASKED, ANSWER]], "not of this prompt"),
         ("how many?", [[ASKED, ANSWER], "a dog"], "one candidate repeats the prompt"),
         ("how many?", ["", "a dog"], "a candidate is empty"),
+        ("how many?", [" \n", "a dog"], "a candidate is empty"),
         ("how many?", [None, "a dog"], "no reply"),
         ("how many?", [[ANSWER, LOOK], "a dog"], "ends with a user message"),
     ],

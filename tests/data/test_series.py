@@ -64,8 +64,16 @@ def test_every_source_is_the_same_series(tmp_path: Path) -> None:
         ([[]], "empty"),
         (b"", "empty"),
         (b"I,II\n", "empty"),
-        (b"1,2\n3\n", "columns changed"),
-        (b"1,2\n3,x\n", "could not convert"),
+        (b"1,2\n3\n", "line 2 has 1 cells, the ones before have 2"),
+        (b"1,2\n3,x\n", "line 2, cell 2: 'x' is no number"),
+        (b"1,\n3,4\n", "line 1, cell 2: '' is no number"),
+        (b"NA,0.5\n3,4\n", "line 1, cell 1: 'NA' is no number"),
+        (b"\n1.0,2.0O\n3,4\n", "line 2, cell 2: '2.0O' is no number"),
+        (b"I;II\n1;2\n", "'1;2' is no number; commas part the cells"),
+        (b"1\t2\n3\t4\n", "commas part the cells"),
+        ([["1", "2"], ["3", "4"]], "series: text instead of numbers"),
+        (5, "a time series cannot be made from int"),
+        ({"a": 1}, "series {a}: needs a value for array, bytes or path"),
         (b"\xff\xfe", "can't decode"),
         (npy(np.zeros((1, 2, 3))), r"an array \[1, 2, 3\]"),
         (npy(np.array([{"a": 1}]), allow_pickle=True), "an NPY file of object"),
@@ -101,7 +109,8 @@ def test_a_file_that_changed_is_noticed(tmp_path: Path) -> None:
 
 def test_lists_of_numbers_are_one_series() -> None:
     assert all(map(is_one, ([1, 2], [[1.0], [2.0]], [[]])))
-    assert not any(map(is_one, ([[[1]]], ["a.npy"], [{"path": "a"}], "a.npy", [["a"]])))
+    assert not any(map(is_one, ([[[1]]], ["a.npy"], [{"path": "a"}], "a.npy")))
+    assert is_one([["1", "2"], ["3", "4"]])  # refused for what it holds
 
 
 @pytest.mark.parametrize("column", ["series", "time_series", "time-series"])
@@ -115,6 +124,12 @@ def test_a_placeholder_says_where_a_series_stands(column: str) -> None:
     assert row(text="<series2>a<series1>", **{column: two}) == (second, "a", first)
     assert row(text="\\<series> <series>", **{column: one}) == ("<series> ", first)
     assert row(text="<series> of prose") == ("<series> of prose",)
+    for empty in (None, [], ""):
+        with pytest.raises(RowError, match=r"1 <series> placeholder\(s\) but 0 series"):
+            row(text="<series>?", **{column: empty})
+        with pytest.raises(RowError, match=r"1 <video> placeholder\(s\) but 0 videos"):
+            row(text="<video>?", videos=empty)
+        assert row(text="?", **{column: empty}) == ("?",)
     with pytest.raises(RowError, match=r"2 <series> placeholder\(s\) but 1 series"):
         row(text="<series><series>", **{column: one})
 

@@ -17,7 +17,7 @@ from saccade.config import load  # noqa: E402
 from saccade.engines import generate  # noqa: E402
 from saccade.engines.embedded import EmbeddedEngine  # noqa: E402
 from saccade.models.files import SERIES_FILE  # noqa: E402
-from saccade.recipes import parts, rl  # noqa: E402
+from saccade.recipes import models, rl  # noqa: E402
 from saccade.series import open_series  # noqa: E402
 from saccade.tracking.loggers import read_metrics  # noqa: E402
 from saccade.types import Message, Request, Sampling  # noqa: E402
@@ -103,10 +103,10 @@ def test_two_steps_train_the_encoder_and_its_folder_answers_alike(
 
     folder = tmp_path / "run" / "checkpoints" / f"step-{STEPS}"
     config = load(run)
-    family = parts.family_of(config, parts.start_folder(config))
-    drawn = parts.load_policy(config, family).model.series.state_dict()
+    family = models.family_of(config, models.start_folder(config))
+    drawn = models.load_policy(config, family).model.series.state_dict()
     saved = load(run | {"model.path": str(folder)})
-    again = parts.load_policy(saved, parts.family_of(saved, str(folder)))
+    again = models.load_policy(saved, models.family_of(saved, str(folder)))
     trained = again.model.series.state_dict()
     assert (folder / SERIES_FILE).is_file() and trained.keys() == drawn.keys()
     for tensor, before in drawn.items():

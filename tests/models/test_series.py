@@ -113,10 +113,15 @@ def test_nothing_that_is_typed_becomes_a_series(plugged):
 
 
 def test_rows_that_do_not_fit_are_refused(plugged, family_of):
-    with pytest.raises(ConfigError, match=r"no encoder for it; try model\.series\.encoder=patches"):
+    with pytest.raises(
+        ConfigError,
+        match=r"try model\.series\.encoder=patches model\.series\.channels=2",
+    ):
         family_of("qwen2").render(ask(wave(20)))
-    with pytest.raises(ImageError, match=r"3 leads, model\.series\.channels is 2"):
+    with pytest.raises(ImageError, match=r"3 leads, model\.series\.channels is 2$"):
         plugged("qwen2").render(ask(open_series(np.ones((3, 20)))))
+    with pytest.raises(ImageError, match=r"20 leads, .* is 2; is it transposed, \[samples, leads"):
+        plugged("qwen2").render(ask(open_series(np.ones((20, 2)))))
 
 
 def test_a_vocabulary_without_a_spare_row_lends_a_reserved_token(family_of):
@@ -131,7 +136,7 @@ def test_a_vocabulary_without_a_spare_row_lends_a_reserved_token(family_of):
     assert family.chat.placeholders["series"] == free and family.banned[free]
     typed = family.render(ask("<|vision_pad|>", wave(20)))
     assert (typed.ids == free).sum() == 2
-    with pytest.raises(ConfigError, match=r"<\|im_end\|> can stand"):
+    with pytest.raises(ConfigError, match=r"<\|im_end\|> cannot stand"):
         series.plugged(full, SETTINGS.model_copy(update={"token": "<|im_end|>"}))
 
 
@@ -280,7 +285,7 @@ def test_a_module_of_the_user_is_run_where_a_config_names_it(family_of, tmp_path
     wrong = named.model_copy(update={"encoder": f"{tmp_path}/own.py:wrong"})
     with pytest.raises(ConfigError, match="gives Linear; it needs"):
         series.plugged(family_of("qwen2"), wrong)
-    with pytest.raises(ConfigError, match="gives NoneType; it needs"):
+    with pytest.raises(ConfigError, match=r"no function 'lost' in .*; there is make, wrong"):
         lost = named.model_copy(update={"encoder": f"{tmp_path}/own.py:lost"})
         series.plugged(family_of("qwen2"), lost)
     other = OWN_MODULE.replace(
@@ -291,9 +296,77 @@ def test_a_module_of_the_user_is_run_where_a_config_names_it(family_of, tmp_path
         loaded(moved)
 
 
+BROKEN = """
+import torch
+
+class Base(torch.nn.Module):
+    def __init__(self, channels, hidden):
+        super().__init__()
+        self.out = torch.nn.Linear(channels, hidden)
+
+    def tokens(self, channels, samples):
+        return 1
+
+    def forward(self, values):
+        return {forward}
+
+def make({arguments}):
+    {first}
+    return Base(channels, hidden){end}
+"""
+READ = "self.out(values.mean(1))[None]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"end": ")"}, r"own\.py:make: loading the file raises SyntaxError: .*line 17 of own\.py"),
+        ({"end": "\nimport gone"}, r"raises ModuleNotFoundError: No module.*\(line 18 of own"),
+        (
+            {"first": "raise ValueError('boom')"},
+            r"\(2, 64\) raises ValueError: boom \(line 16 ",
+        ),
+        ({"arguments": ""}, r"make\(2, 64\) raises TypeError: make\(\) takes 0.*\(line 15 of own"),
+        (
+            {"forward": "values @ values"},
+            r"forward of \[2, 20\] raises RuntimeError: .*\(line 13",
+        ),
+        ({"forward": f"({READ},)"}, r"forward gave a tuple, and by its tokens\(\) it is \[1, 64\]"),
+        ({"forward": f"{READ} / 0 * 0"}, "forward gives numbers that are not finite"),
+        ({"forward": f"torch.dropout({READ}, 0.5, self.training)"}, "two forwards of the same"),
+        ({"forward": f"{READ} + torch.randn(1)"}, "remove dropout and noise"),
+        ({"forward": READ.replace("mean", "mul_(2).mean")}, "leave its input as it is"),
+    ],
+)
+def test_a_broken_module_is_refused_by_the_first_row(family_of, tmp_path, changes, why):
+    usual = {"forward": READ, "arguments": "channels, hidden", "first": "", "end": ""}
+    (tmp_path / "own.py").write_text(BROKEN.format(**usual | changes))
+    named = SeriesConfig(encoder=f"{tmp_path}/own.py:make", channels=2)
+    with pytest.raises(ConfigError, match=why):
+        series.plugged(family_of("qwen2"), named).render(ask(wave(20)))
+
+
+def test_a_module_without_parameters_or_a_file_is_refused(family_of, tmp_path):
+    (tmp_path / "own.py").write_text(
+        OWN_MODULE + "\ndef bare(c, h): return bare_module\n"
+        "bare_module = torch.nn.Module(); bare_module.tokens = lambda c, s: 1\n"
+    )
+    for name, why in (("own.py:bare", "has no parameters"), ("gone.py:make", "looked in")):
+        with pytest.raises(ConfigError, match=why):
+            named = SeriesConfig(encoder=f"{tmp_path}/{name}", channels=2)
+            series.plugged(family_of("qwen2"), named)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
+        (["model.series.encoder=gone.py:make"], r"gone\.py does not exist \(looked in /"),
+        (
+            ["model.series.encoder=patches", "model.train=freeze:vision,series"],
+            "freeze:vision,series would leave the encoder of time series as it was drawn",
+        ),
+        (["model.train=freeze:llm", "train.lr_scale.llm=2"], r"lr_scale\.llm: has no effect with"),
+        (["model.train=lora", "train.lr_scale.vision=2"], r"\.vision: has no effect with model"),
         (["model.series.patch=5"], r"model\.series\.patch: has no effect without an encoder"),
         (["model.series.encoder=waves"], "waves is neither patches nor FILE.py:FUNCTION"),
         (["model.series.encoder=patches", "rollout.engine=vllm"], "vllm has no encoder for time"),

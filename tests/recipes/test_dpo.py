@@ -220,6 +220,9 @@ def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path: Path, config: 
     with pytest.raises(DataError, match=r"dpo.loss=kto learns from such rows"):
         path.write_text(json.dumps({"input": "how ?", "output": "red", "label": 1}) + "\n")
         dpo.run(options | {"run.name": "other"})
+    with pytest.raises(DataError, match=r"all 1 rows have the label 1; add rows with the label 0"):
+        dpo.run(options | {"run.name": "other", "dpo.loss": "kto"})
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,27 @@ def test_responses_can_be_scored_again(
     assert [r["response"] for r in rescored] == [r["response"] for r in lines(samples)]
 
 
+def test_scoring_again_says_what_it_found_and_which_line_is_damaged(
+    four: tuple[Any, Path], judged: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples, cut = four[1] / "samples.jsonl", tmp_path / "cut.jsonl"
+    misspelt = judged(tmp_path, reward__by_source={"cuonting": "exact"})
+    evaluate.run(misspelt, out=tmp_path / "again", rescore=samples)
+    said = capsys.readouterr().out
+    assert "val: accuracy 0." in said and "data.val and eval.suites do not count" in said
+    assert "no row has the data_source cuonting; there is counting" in said
+    cut.write_bytes(samples.read_bytes()[:-20])
+    count = len(lines(samples))
+    with pytest.raises(ConfigError, match=rf"cut\.jsonl line {count} is no JSON"):
+        evaluate.run(judged(tmp_path), out=tmp_path / "none", rescore=cut)
+    cut.write_text('{"id": "a"}')
+    with pytest.raises(
+        ConfigError, match=r"line 1 has no choices, data_source, .*give the samples"
+    ):
+        evaluate.run(judged(tmp_path), out=tmp_path / "none", rescore=cut)
+    assert not (tmp_path / "none").exists()
+
+
 def test_odd_line_breaks_in_a_response_are_no_lines(
     tmp_path: Path, judged: Make, four: tuple[Any, Path]
 ) -> None:

@@ -132,6 +132,8 @@ def test_recipes_by_source() -> None:
         assert [s.reward for s in scoring.score(samples)] == [1.0, 0.9, 2.0]
         with pytest.raises(ConfigError, match="did you mean 'clevr'"):
             scoring.check_sources(["clevr", "clever"])
+        assert scoring.unused(["clevr", "geo", "words"]) == ""
+        assert "no row has the data_source geo, words; there is clevr" in scoring.unused(["clevr"])
     with scorer(by_source={**by_source, "default": "gsm8k"}) as scoring:
         scoring.check_sources(["anything"])
     with scorer(by_source=by_source, terms=["math"]) as scoring:

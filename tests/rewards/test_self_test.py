@@ -160,3 +160,13 @@ def test_the_package_imports_no_torch() -> None:
         "assert not {'torch', 'sympy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_function_that_hangs_is_given_up_soon(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text("def loop(sample):\n    while True: pass\n")
+    config = RewardConfig(terms=[f"{tmp_path}/loop.py:loop"], workers=1, deadline=0.2)
+    with Scorer(config, prompt_format="direct", max_tokens=64) as scorer:
+        result = self_test(scorer, rows(*map(str, range(20))), format="direct")
+    assert len(result.failures) == 3 and result.ended.startswith("The test was ended after 3 of 60")
+    with pytest.raises(SelfTestError, match="3 in a row timed out or crashed"):
+        require(result, "strict")

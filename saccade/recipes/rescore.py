@@ -1,0 +1,138 @@
+"""Answers of an earlier evaluation, scored again by the rewards of a config; no model is loaded.
+
+saccade eval run.yaml --rescore runs/run-eval/samples.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from saccade.config import Config
+from saccade.errors import ConfigError
+from saccade.recipes import parts
+from saccade.recipes.accuracy import accuracy
+from saccade.rewards.sample import RewardSample
+from saccade.rewards.scorer import Scorer
+from saccade.rollout.scoring import parsed
+from saccade.types import Media
+
+# Of a stored row, what a reward reads under the same name.
+NEEDED = [
+    "id",
+    "response",
+    "data_source",
+    "prompt",
+    "choices",
+    "extra",
+    "end_reason",
+    "think_prefilled",
+]
+
+
+def rescored(
+    config: Config, samples: Path, say: Callable[[str], Any]
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+    """The rows with their new scores, and the metrics of each set."""
+    if not samples.is_file():
+        raise ConfigError(
+            f"--rescore {samples}: no such file; give the samples.jsonl of an evaluation"
+        )
+    rows = _stored(samples)
+    scorer = parts.make_scorer(config)
+    if scorer is None:
+        raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
+    if scorer.learned is not None:
+        raise ConfigError(
+            "reward.terms: --rescore has answers only, and a reward model reads the whole "
+            "conversation; remove the terms of `model`"
+        )
+    with scorer:
+        _require_pictures(config, rows)
+        if warning := scorer.unused(row["data_source"] for row in rows):
+            say(warning)
+        return rows, {
+            name: _rescored([row for row in rows if row["set"] == name], scorer)
+            for name in dict.fromkeys(row["set"] for row in rows)
+        }
+
+
+def _stored(samples: Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(samples.read_bytes().split(b"\n"), 1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"--rescore: {samples} line {number} is no JSON: {error}") from None
+        row = row if isinstance(row, dict) else {}
+        missing = {*NEEDED, "set", "gold", "media", "tokens", "status"} - set(row)
+        if missing:
+            raise ConfigError(
+                f"--rescore: {samples} line {number} has no {', '.join(sorted(missing))}; give the "
+                "samples.jsonl of an evaluation"
+            )
+        rows.append(row)
+    if not rows:
+        raise ConfigError(f"--rescore: {samples} is empty; give the samples.jsonl of an evaluation")
+    return rows
+
+
+def _rescored(rows: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float]:
+    scored = scorer.score([_reward_sample(row) for row in rows])
+    items: dict[str, list[float]] = {}
+    for row, score in zip(rows, scored, strict=True):
+        row |= {"score": score.outcome, "reward": score.reward, "parts": dict(score.parts)}
+        row |= {"extracted": score.extracted, "reason": score.reason}
+        if score.outcome is not None:
+            items.setdefault(row["id"], []).append(score.outcome)
+    metrics = accuracy([np.array(values) for values in items.values()]) | {
+        "parse_rate": float(np.mean([parsed(s.extracted, s.reason) for s in scored])),
+        "error_rate": float(np.mean([s.status == "error" for s in scored])),
+        "abstain_rate": float(np.mean([s.status == "abstain" for s in scored])),
+    }
+    return metrics | scorer.metrics()
+
+
+def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
+    return RewardSample(
+        **{name: row[name] for name in NEEDED},
+        answer=row["gold"],
+        images=row["media"],
+        media=tuple(_media(record) for record in row["media"] if record["path"]),
+        turns=row.get("said") or (row["response"],),
+        tool_calls=row.get("tool_calls", ()),
+        length=row["tokens"],
+        truncated=row["status"] == "truncated",
+    )
+
+
+def _media(record: Mapping[str, Any]) -> Media:
+    (width, height), (least, most) = record["size"], record["pixels"]
+    return Media(
+        hash=record["hash"],
+        path=record["path"],
+        width=width,
+        height=height,
+        min_pixels=least,
+        max_pixels=most,
+    )
+
+
+def _require_pictures(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Where a judge or a service looks at them, each must still be where it was."""
+    if not (config.reward.judge.send_images or config.reward.remote.send_images):
+        return
+    records = [record for row in rows for record in row["media"]]
+    gone = [r for r in records if not (r["path"] and Path(r["path"]).is_file())]
+    if gone:
+        raise ConfigError(
+            f"reward.judge.send_images: {len(gone)} of {len(records)} pictures are in no file any "
+            f"more, such as {gone[0]['path'] or gone[0]['hash'][:12]}; restore them, or try "
+            "send_images=false"
+        )
