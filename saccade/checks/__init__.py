@@ -74,7 +74,7 @@ SAMPLING = (models.lora_dropout, steps.sampling, steps.response_length, steps.ba
 LOOKING = (rows.pixels, rows.prompt_files, models.judge)
 READING = (rows.data_files, *LOOKING)
 TRAINING = (*MODEL, rows.train_data, *READING, steps.optimizer, steps.validation, steps.resume)
-ANSWERING = (models.answering_model, models.series)
+ANSWERING = (models.answering_model, models.series, models.trained_series)
 RULES: dict[str, tuple[Rule, ...]] = {
     "rl": (
         *TRAINING,

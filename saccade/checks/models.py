@@ -159,6 +159,16 @@ def series(config: Config) -> Iterator[str]:
         )
 
 
+def trained_series(config: Config) -> Iterator[str]:
+    path = config.model.path
+    held = (Path(path) / SERIES_FILE).is_file()
+    if config.model.series.encoder and path and not held and not path.startswith("tiny:"):
+        yield (
+            f"model.series.encoder: {path} holds no encoder, and one that is drawn has learnt "
+            "nothing; train it first: saccade sft, then model.path=runs/NAME/checkpoints/step-N"
+        )
+
+
 def frozen(train: str) -> list[str]:
     kind, _, listed = train.partition(":")
     return [pattern.strip() for pattern in listed.split(",")] if kind == "freeze" else []

@@ -91,6 +91,14 @@ def test_a_model_learns_to_read_series_and_cannot_guess_them(tmp_path: Path) -> 
     assert again["accuracy"] == found[True]
 
 
+def test_an_encoder_that_has_learnt_nothing_answers_nothing(tmp_path: Path) -> None:
+    val = write(tmp_path / "val.jsonl", 4, seed=2)
+    folder = tiny.build("qwen2", tmp_path / "model")
+    run = options(tmp_path, val, model__path=str(folder)) | {"data.val": val}
+    with pytest.raises(ConfigError, match="holds no encoder, and one that is drawn has learnt"):
+        evaluate.run(run | {"reward.terms": ["exact"]})
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen2_5_vl"])
 def test_rl_trains_the_encoder_and_goes_on_exactly(name, tmp_path, same_weights) -> None:
     rows = write(tmp_path / "rows.jsonl", 8, seed=3)
