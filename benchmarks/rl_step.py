@@ -141,6 +141,8 @@ def summary(row: dict[str, Any]) -> dict[str, Any]:
         "rollout_gib": row["used"]["rollout"],
         "update_gib": row["used"]["update"],
         "mfu_update": row.get("perf/mfu_update"),
+        "tflop_update": row.get("flops/update"),
+        "tflop_recomputed": row.get("flops/recomputed"),  # beside them, for want of memory
         "bandwidth_rollout": row.get("perf/bandwidth_rollout"),
         "gap_mean": row.get("mismatch/logp_gap_mean"),
         "gap_max": row.get("mismatch/logp_gap_max"),
