@@ -5,7 +5,7 @@ saccade dpo run.yaml data.train=pairs.jsonl dpo.loss=ipo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from saccade.recipes.pairs import Comparer
 from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation, answering
 from saccade.recipes.work import sft_work
-from saccade.types import Metrics
+from saccade.types import Metrics, Sample
 
 
 def run(config: Any) -> dict[str, Any]:
@@ -36,13 +36,7 @@ def run(config: Any) -> dict[str, Any]:
     family = models.family_of(config, models.start_folder(config))
     data = pairs.load_pairs(config, config.data.train, family, paired=row.paired)
     questions.not_empty(data, "data.train")
-    if not row.paired and len({sample.desirable for sample in data.samples}) == 1:
-        label = int(bool(data.samples[0].desirable))
-        raise DataError(
-            f"data.train: dpo.loss={config.dpo.loss} learns from good and bad responses, and all "
-            f"{len(data)} rows have the label {label}; add rows with the label {1 - label}, or use "
-            "saccade sft where all are good"
-        )
+    _require_both_labels(config, data.samples)
     held, asked = _validation_sets(config, family, row)
     with Run(config, "dpo", parts.manifest(family, data, config)) as this:
         this.console.note(data.summary)
@@ -132,6 +126,18 @@ class HeldOut:
             self.run.console.note(f"step {step}  {text}")
             self.run.note_validation(values, step)
         return values | (self.answers.metrics(step=step) if self.answers.sets else {})
+
+
+def _require_both_labels(config: Config, samples: Sequence[Sample]) -> None:
+    """Of labelled responses; the two sides of a pair have them both, and no label."""
+    found = {sample.desirable for sample in samples}
+    if len(found) == 1 and None not in found:
+        label = int(found == {True})
+        raise DataError(
+            f"data.train: dpo.loss={config.dpo.loss} learns from good and bad responses, and all "
+            f"{len(samples)} rows have the label {label}; add rows with the label {1 - label}, or "
+            "use saccade sft where all are good"
+        )
 
 
 def _validation_sets(
