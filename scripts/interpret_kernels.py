@@ -1,0 +1,71 @@
+"""The paged engine with its own Triton kernels on a CPU, beside the engine with slots: a change of
+a kernel can be tried without a GPU. Needs the package triton; takes about two minutes.
+
+    python scripts/interpret_kernels.py
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+
+import tempfile
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from saccade.engines import embedded, generate
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.embedded.paged import PagedCache
+from saccade.models import tiny
+from saccade.models.families import load_family
+from saccade.models.load import load_model
+from saccade.types import Completion, Message, Request, Sampling
+
+FREE = Sampling(temperature=1.0, ignore_eos=True)
+SETTINGS = {
+    "free": FREE,
+    "greedy": replace(FREE, temperature=0.0),
+    "top_k": replace(FREE, top_k=5, support=True),
+    "top_p": replace(FREE, top_p=0.8, support=True),
+}
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # logarithms of 0, as on a GPU
+    PagedCache._budget = lambda self: 1 << 24  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as scratch:
+        family = load_family(str(tiny.build("qwen2", Path(scratch) / "model")))
+        model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+        prompts = [family.render([Message(role="user", parts=("Why? " * n,))]) for n in (2, 7)]
+        for name, sampling in SETTINGS.items():
+            asked = [
+                Request(
+                    key=f"{number}/{repeat}",
+                    ids=prompt.ids,
+                    sampling=replace(sampling, max_tokens=3 + 2 * repeat),
+                    noise=10 * number + repeat,
+                )
+                for number, prompt in enumerate(prompts)
+                for repeat in range(2)
+            ]
+            answers = []
+            for paged in (False, True):
+                embedded.can_page = lambda shape, paged=paged: paged  # type: ignore[assignment]
+                answers.append(generate(EmbeddedEngine(model, family, max_sequences=8), asked))
+            for slots, pages in zip(*answers, strict=True):
+                assert told(slots) == told(pages), f"{name}: {told(slots)}, and {told(pages)}"
+                assert np.abs(slots.logprobs - pages.logprobs).max() < 1e-5, name
+            print(f"{name}: the same {sum(len(a.ids) for a in answers[0])} tokens")
+
+
+def told(answer: Completion) -> tuple[list[int], list[list[int]]]:
+    return answer.ids.tolist(), [kept.tolist() for kept in answer.support or ()]
+
+
+if __name__ == "__main__":
+    main()
