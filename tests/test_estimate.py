@@ -135,9 +135,10 @@ LIMITED = (896, 1120, 1024)
 @pytest.mark.parametrize(
     ("size", "work", "options", "rollout", "update", "peak"),
     [
-        ("3b", W1, (), 2.42, 2.92, 103.7),
-        ("3b", W2, (), 1.73, 3.01, 121.4),
-        ("3b", W1, ("train.prompts_per_step=64",), 5.15, None, None),
+        ("3b", W1, (), 2.45, 2.95, 103.7),
+        ("3b", W2, (), 1.87, 2.98, 121.4),
+        ("3b", W1, ("train.prompts_per_step=64",), 5.23, None, None),
+        ("3b", W2, ("train.prompts_per_step=64",), 5.41, None, None),
         ("3b", BASE, ("train.prompts_per_step=4",), 2.02, 0.84, 102.5),
         ("0.5b", BASE, ("train.prompts_per_step=4",), 0.91, 0.51, 34.8),
         ("0.5b", BASE, ("train.prompts_per_step=4", "model.train=lora"), 1.54, None, 19.5),

@@ -42,9 +42,11 @@ def make_engine(
             f"rollout.engine={name}: the trainer holds all experts of a layer in one tensor, "
             f"which {name} cannot read; use rollout.engine=embedded"
         )
-    slow = "" if name != "embedded" else hindrance(shape_of(policy.model))
-    if slow and policy.model.device.type == "cuda":
-        say(f"generation waits for the GPU after every token, because {slow}")
+    if name == "embedded" and policy.model.device.type == "cuda":
+        if slow := hindrance(shape_of(policy.model)):
+            say(f"generation waits for the GPU after every token, because {slow}")
+        elif not experts.capturable(policy.model):
+            say("generation runs without CUDA graphs: on this GPU experts ask the host for sizes")
     settings = replace(settings_of(config, policy.family), first_tokens=first_tokens)
     return _make(config, settings, policy.family, policy.model, logs=logs, say=say)
 

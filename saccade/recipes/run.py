@@ -157,6 +157,8 @@ class Run:
         self._updating |= name == "update"
         with self.console.phase(name), self._range(name):
             yield
+            if name == "update" and torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # the optimizer's kernels are only queued by then
         peak = gpu_peak_gb()
         if peak is not None:
             self._peaks[f"mem/gpu_peak_gb/{name}"] = peak

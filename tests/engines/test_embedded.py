@@ -657,6 +657,37 @@ def test_the_memory_limit_makes_requests_wait(model, family, prompts, monkeypatc
         same(a, b)
 
 
+def test_longer_requests_find_fewer_slots_when_those_before_have_ended(
+    model, family, prompts, monkeypatch
+):
+    from saccade.engines.embedded import cache
+
+    engine = EmbeddedEngine(model, family)
+    budget = 6 * engine.cache.bytes_per_slot(128)
+    monkeypatch.setattr(cache, "CPU_CACHE_BYTES", budget)
+    new = 128 - max(map(len, prompts))
+    short = [
+        replace(r, episode=r.key)
+        for r in requests(prompts, replace(FREE, max_tokens=new), repeats=2)
+    ]
+    long = [
+        replace(r, key=f"9/{r.key}", sampling=replace(FREE, max_tokens=new + 150)) for r in short
+    ]
+    for request in short:
+        engine.submit(request)
+    done = engine.poll()
+    assert engine.cache.slots == 6
+    for request in long:
+        engine.submit(request)
+    while engine.pending:
+        done += engine.poll()
+        assert engine.cache.keys.nbytes + engine.cache.values.nbytes <= budget
+    assert engine.cache.slots == 2
+    wanted = generate(EmbeddedEngine(model, family), [*short, *long])
+    for a, b in zip(sorted(done, key=lambda c: c.key), wanted, strict=True):
+        same(a, b)
+
+
 def test_training_goes_on_after_generation(load, family, prompts):
     """Inference tensors of the engine must not end up in a graph."""
     from saccade.algorithms.build import resolve

@@ -290,12 +290,24 @@ def test_sequences_that_lose_their_pages_go_on_with_the_same_tokens(
     assert sum(lost) > 0 and engine.cache.pages.count == pages and empty(engine)
 
 
-def test_a_request_larger_than_the_memory_is_refused(model, family, prompts, paged):
+def test_a_request_larger_than_the_memory_is_refused_alone(model, family, prompts, paged, on_slots):
+    small, large, other = requests(prompts[:1])
+    wanted = on_slots([small, other])
     engine = EmbeddedEngine(model, family)
     paged.budget = 3 * engine.cache.bytes_per_page
-    engine.submit(requests(prompts[:1], replace(FREE, max_tokens=60))[0])
-    with pytest.raises(ConfigError, match=r"room for the keys and values of 48.*max_tokens"):
+    engine.submit(small)
+    engine.submit(replace(large, sampling=replace(FREE, max_tokens=60)))
+    engine.submit(other)
+    with pytest.raises(
+        ConfigError, match=r"room for the keys and values of 48.*max_tokens"
+    ) as told:
         engine.poll()
+    assert told.value.request == large.key
+    done = []
+    while engine.pending:
+        done += engine.poll()
+    same(done, wanted)
+    assert empty(engine)
 
 
 def test_turns_continue_from_their_pages(load, family, prompts, paged, on_slots):

@@ -1,11 +1,15 @@
 """Queries, keys and values from one product are those of three."""
 
+import numpy as np
 import pytest
 import torch
 
 from saccade.config import LoraConfig
+from saccade.engines import embedded, generate
+from saccade.engines.embedded import EmbeddedEngine
 from saccade.engines.embedded.projections import NAMES, Projections
 from saccade.models import lora
+from saccade.types import Message, Request, Sampling
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3", "llama", "mixtral", "qwen2_moe"])
@@ -73,3 +77,35 @@ def test_adapters_are_added_in_larger_products(load, family_of):
                 plain = [part.base_layer(x) for part in parts]
             for a, b, base in zip(got, wanted, plain, strict=True):
                 assert (a - b).abs().max() < 1e-4 < 0.1 < (a - base).abs().max()
+
+
+@pytest.mark.parametrize(
+    "targets", ["all-linear", r"re:self_attn\.(q|v)_proj$", "vision,projector"]
+)
+def test_the_paged_engine_follows_adapters_that_learn(load, family_of, image, paged, targets):
+    """All layers of an input, some of them, or none of the language model."""
+    pytest.importorskip("peft")
+    family, model = family_of("qwen2_5_vl"), load("qwen2_5_vl")
+    lora.add(model, family, LoraConfig(rank=4, targets=targets), seed=0)
+    prompt = family.render([Message(role="user", parts=(image(56, 56, 1), "What is this?"))])
+    sampling = Sampling(temperature=1.0, max_tokens=20, ignore_eos=True)
+    asked = [
+        Request(key=f"{n}", ids=prompt.ids, media=prompt.media, sampling=sampling, noise=n)
+        for n in range(3)
+    ]
+    engine, answers = EmbeddedEngine(model, family), []
+    for version in (1, 2):
+        generator = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for adapter in lora.adapters(model).values():
+                adapter += 0.2 * torch.randn(adapter.shape, generator=generator)
+        engine.update_weights(None, version=version)
+        answers.append(generate(engine, asked))
+        engine.sleep()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(embedded, "can_page", lambda shape: False)
+            wanted = generate(EmbeddedEngine(model, family), asked)
+        for got, plain in zip(answers[-1], wanted, strict=True):
+            assert got.ids.tolist() == plain.ids.tolist()
+            assert np.abs(got.logprobs - plain.logprobs).max() < 1e-4
+    assert answers[0][0].ids.tolist() != answers[1][0].ids.tolist()

@@ -160,3 +160,14 @@ def test_frozen_towers_look_once_at_an_image(family_of, batches):
     assert 0 < seen == len(calls)
     for (a, _), (b, _) in zip(first, second, strict=True):
         assert np.array_equal(a, b)
+
+
+def test_the_clock_of_an_update_waits_for_the_optimizer(rl_config, tmp_path):
+    """Else its kernels would count as a part of the next phase."""
+    from saccade.config import load
+    from saccade.recipes.run import Run
+
+    with Run(load(rl_config(tmp_path)), "rl", {}) as run, run.phase("update"):
+        torch.cuda._sleep(100_000_000)
+        assert not torch.cuda.current_stream().query()
+    assert torch.cuda.current_stream().query()

@@ -110,31 +110,51 @@ class Scheduler:
     def _make_room(self) -> None:
         """Memory for what waits, as far as there is some."""
         coming = [s.request for s in islice(self.waiting, self.max_sequences)]
-        longest = max((len(r.ids) + r.sampling.max_tokens for r in coming), default=0)
+        longest = max(map(_most_tokens, coming), default=0)
         if self.cache.paged:
             slots = self.max_sequences
             known = [*coming, *(s.request for s in self.running.values())]
-            self.cache.reserve(sum(len(r.ids) + r.sampling.max_tokens for r in known), longest)
-            if (limit := self.cache.pages.count * self.cache.pages.page) < longest:
-                raise ConfigError(
-                    f"a request may grow to {longest} tokens, but the memory of the GPU has room "
-                    f"for the keys and values of {limit}; lower rollout.max_tokens"
-                )
+            self.cache.reserve(sum(map(_most_tokens, known)), longest)
+            if longest > self.cache.pages.count * self.cache.pages.page:
+                self._refuse_longest(longest)
         elif coming:
-            capacity = max(longest, self.cache.capacity)
-            wanted = min(self.max_sequences, self.pending + len(self.kept.live))
-            affordable = self.cache.affordable(capacity)
-            if self.running:  # what runs keeps its slot
-                affordable = max(affordable, self.cache.slots)
-            slots = max(self.cache.slots, min(wanted, affordable))
-            self.cache.reserve(slots, capacity)
+            self._make_slots(longest)
+            slots = self.cache.slots
         if coming:
             self.records.resize(slots, max(r.sampling.max_tokens for r in coming))
+
+    def _refuse_longest(self, longest: int) -> None:
+        """It alone: whoever serves many goes on with the others."""
+        sequence = next(s for s in self.waiting if _most_tokens(s.request) == longest)
+        self.waiting.remove(sequence)
+        self.kept.no_longer_want(sequence.content)
+        limit = self.cache.pages.count * self.cache.pages.page
+        problem = ConfigError(
+            f"a request may grow to {longest} tokens, but the memory of the GPU has room for the "
+            f"keys and values of {limit}; lower rollout.max_tokens"
+        )
+        problem.request = sequence.request.key
+        raise problem
+
+    def _make_slots(self, longest: int) -> None:
+        """As many as are wanted, and as long. Where there is no memory for the present ones in that
+        length they end first: what does not fit into them waits.
+        """
+        if longest > self.cache.capacity and self.cache.slots > self.cache.affordable(longest):
+            if self.running:
+                return
+            while self.kept.drop_one():
+                pass
+            self.cache.clear()
+        capacity = max(longest, self.cache.capacity)
+        wanted = min(self.max_sequences, self.pending + len(self.kept.live))
+        slots = max(self.cache.slots, min(wanted, self.cache.affordable(capacity)))
+        self.cache.reserve(slots, capacity)
 
     def _place(self, sequence: Sequence) -> bool:
         """Give a sequence a slot, and pages where there are pages; False when it has to wait."""
         live = self.kept.turn_before(sequence.request)
-        if self.cache.paged and not self._find_pages(sequence, live):
+        if not self._has_room(sequence, live):
             slot = None
         elif sequence.slot >= 0:
             slot = sequence.slot  # it was evicted
@@ -151,6 +171,11 @@ class Scheduler:
             return False
         sequence.slot, sequence.cached = slot, 0 if live is None else live.cached
         return True
+
+    def _has_room(self, sequence: Sequence, live: Live | None) -> bool:
+        if self.cache.paged:
+            return self._find_pages(sequence, live)
+        return _most_tokens(sequence.request) <= self.cache.capacity
 
     def _find_pages(self, sequence: Sequence, live: Live | None) -> bool:
         pages = self.cache.pages
@@ -275,3 +300,7 @@ class Scheduler:
         waits = bool(ready) and self._waited < PATIENCE and 4 * coming > len(ready)
         self._waited = self._waited + 1 if waits else 0
         return bool(ready) and not waits
+
+
+def _most_tokens(request: Request) -> int:
+    return len(request.ids) + request.sampling.max_tokens
