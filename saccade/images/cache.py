@@ -64,7 +64,7 @@ class ImageCache:
     def prefetch(self, media: Iterable[Media]) -> None:
         """Begin, and do not wait. What fails now fails again for who asks for it."""
         for item in media:
-            _workers().submit(self.get, item)
+            in_background(self.get, item)
 
     def _fill(self, key: Any, entry: Future[np.ndarray], media: Media) -> None:
         try:
@@ -81,6 +81,11 @@ class ImageCache:
             while self.bytes > self.max_bytes:
                 oldest = next(key for key, other in self._entries.items() if other.done())
                 self.bytes -= self._entries.pop(oldest).result().nbytes
+
+
+def in_background(prepare: Callable[..., Any], *args: Any) -> None:
+    """For work whose result is kept where it is made, and whose errors come again there."""
+    _workers().submit(prepare, *args)
 
 
 @cache

@@ -18,6 +18,7 @@ from saccade.algorithms import stages
 from saccade.algorithms.algorithm import Algorithm
 from saccade.config import Config
 from saccade.errors import RewardError, TrainingError
+from saccade.images.cache import in_background
 from saccade.recipes import parts
 from saccade.recipes.run import Run
 from saccade.rollout.collect import collect
@@ -95,17 +96,20 @@ def sample_groups(run: Run, actors: Actors, step: int, metrics: Metrics) -> Roll
 
 
 def look_ahead(actors: Actors, samples: Sequence[Sample]) -> None:
-    """Process the pictures of these prompts, then those of the next ones, in the background: while
-    the GPU decodes the host has little to do, while it trains the host hands it one kernel after
-    the other.
+    """Process the pictures of these prompts, then those and the text of the next ones, in the
+    background: while the GPU decodes the host has little to do, while it trains the host hands it
+    one kernel after the other.
     """
-    for prompts in (samples, actors.stream.peek(actors.config.train.prompts_per_step)):
+    following = actors.stream.peek(actors.config.train.prompts_per_step)
+    for prompts in (samples, following):
         pictures = [media for sample in prompts for media in sample.media]
         layers = [PAIR if picture.kind == "video" else 1 for picture in pictures]
         tokens = [actors.family.measure(picture)[1] for picture in pictures]
         pixels = np.cumsum(np.multiply(layers, tokens)) * actors.family.unit**2
         fit = int((3 * pixels <= LOOK_AHEAD).sum())
         actors.family.prefetch(pictures[:fit])
+    for sample in following:
+        in_background(actors.family.render, sample.messages)
 
 
 def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:

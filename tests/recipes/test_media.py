@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import math
 import wave
 from dataclasses import replace
@@ -148,3 +149,7 @@ def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(
     own = data.samples[:1]
     rollouts.look_ahead(SimpleNamespace(config=config, family=family, stream=stream), own)
     assert begun == [*own[0].media[:ready], *coming[:ready]] and len(coming) == 4
+    deadline = time.monotonic() + 30
+    while family._render.cache_info().currsize < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert family._render.cache_info().currsize == 4  # their texts are ready, too
