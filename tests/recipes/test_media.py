@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 import math
+import time
 import wave
 from dataclasses import replace
 from pathlib import Path
