@@ -54,7 +54,11 @@ class State:
 
 
 def parse(level: str | Sequence[Any]) -> State:
-    """A level as text, rows of text, or rows of integers. Raises ValueError when it is none."""
+    """A level as text, rows of text, rows of integers, or a `.npy` file of these. Raises ValueError
+    when it is none.
+    """
+    if isinstance(level, str) and level.endswith(".npy"):
+        level = np.load(level, allow_pickle=False)
     rows = level.strip("\n").split("\n") if isinstance(level, str) else list(level)
     if rows and not isinstance(rows[0], str):
         rows = ["".join(_mark(cell) for cell in row) for row in rows]

@@ -127,7 +127,7 @@ def comparison_objective(
         losses, found = call(function, judged, options=row.options)
     nll = -totals[chosen].sum()
     loss = losses.sum() / row.count
-    if row.nll_coef:
+    if row.nll_coef and row.chosen_tokens:  # a step of kto may have bad responses only
         loss = loss + row.nll_coef * nll / row.chosen_tokens
     sums = {NAMES[name]: _total(values) for name, values in found.items()} | {
         "dpo/logp_chosen": _total(totals[chosen]),

@@ -11,6 +11,8 @@ function that counts tokens.
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +32,7 @@ from saccade.data.sources import Row, open_source
 from saccade.data.stream import Stream
 from saccade.errors import ConfigError, DataError
 from saccade.images import ImageError, open_media
-from saccade.images.sources import source_kind
+from saccade.images.sources import located, source_kind
 from saccade.series import open_series
 from saccade.sounds import open_sound
 from saccade.types import Media, Sample
@@ -40,6 +42,8 @@ __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
 
 DETECTION_ROWS = 100
 PROMPT_LIMIT = "data.max_prompt_tokens"
+FILES = ("segmentation_path", "mask", "level")  # columns that may name a file for a reward
+FILE_NAME = re.compile(r".+\.\w{2,5}")
 OPENERS: Mapping[str, Callable[..., Media]] = {
     "image": open_media,
     "video": open_video,
@@ -261,6 +265,7 @@ class _Reader:
                 if isinstance(row, RowError):
                     raise row
                 sample = read_row(row, format, self.config, **options)
+                sample = self._with_files(sample, container.folder)
                 if source.data_source is not None:
                     sample = replace(sample, data_source=source.data_source)
                 if self.config.compare == "verdict":
@@ -323,6 +328,17 @@ class _Reader:
             return known.setdefault(key if hashable else media.key, media)  # equal bytes once
 
         return open_image
+
+    def _with_files(self, sample: Sample, folder: Path | None) -> Sample:
+        """What rewards read lies where the media of a row do."""
+        found = {
+            name: str(path)
+            for name in FILES
+            if isinstance(given := sample.extra.get(name), str)
+            and FILE_NAME.fullmatch(given)  # a level may be a text of many lines
+            and os.path.isfile(path := located(given, folder, self.config))
+        }
+        return replace(sample, extra={**sample.extra, **found}) if found else sample
 
     def _set_aside(self, row: Row, name: str, number: int, reason: str) -> None:
         given = None if isinstance(row, RowError) else row_id(row, self.config)

@@ -142,10 +142,8 @@ def _inside(outer: Expression, key: Expression) -> Expression:
 def _added(values: list[Any]) -> Any:
     if any(value is None for value in values):
         return None
-    numbers = [number_of(value) for value in values]
-    if any(isinstance(value, str) for value in values) or None in numbers:
-        return "".join(map(str, values))
-    return sum(number for number in numbers if number is not None)
+    numbers = [number for value in values if (number := number_of(value)) is not None]
+    return sum(numbers) if len(numbers) == len(values) else "".join(map(str, values))
 
 
 def _compared(compare: Callable[[Any, Any], bool], left: Any, right: Any) -> bool:

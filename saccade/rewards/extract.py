@@ -53,13 +53,17 @@ def extract(
 
 
 def answer_of(sample: RewardSample, order: Sequence[str], scope: Scope) -> str | None:
-    """The answer of an episode, from its last turn; None also when it is there but empty. What
-    stands in a call to a tool is no answer: an episode may end before its calls are answered.
+    """The answer of an episode; None also when it is there but empty."""
+    return written(sample, order, scope) or None
+
+
+def written(sample: RewardSample, order: Sequence[str], scope: Scope) -> str | None:
+    """What stands where the answer should, in the last turn of an episode. What stands in a call to
+    a tool is no answer: an episode may end before its calls are answered.
     """
     prefilled, choices = sample.think_prefilled, sample.choices
     text = CALL.sub("", sample.turns[-1] if len(sample.turns) > 1 else sample.response)
-    found = extract(text, order, scope=scope, think_prefilled=prefilled, choices=choices)
-    return found or None
+    return extract(text, order, scope=scope, think_prefilled=prefilled, choices=choices)
 
 
 def answer_scope(response: str, think_prefilled: bool = False) -> str:

@@ -30,7 +30,7 @@ from saccade.rewards.boxes import (
     space_of,
     to_pixels,
 )
-from saccade.rewards.extract import Scope, extract
+from saccade.rewards.extract import Scope, written
 from saccade.rewards.overlap import MODES, Compare, covered, overlap
 from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.types import Score
@@ -58,7 +58,7 @@ def iou(
     """
     compare, single = _mode(mode)
     view = view_of(sample, answer_frame, layout, box_frame, box_layout, unit, image)
-    text = _text(sample, order, scope)
+    text = written(sample, order, scope)  # an empty one says that there is no box
     found = view.found(text)
     mask = mask_of(sample.extra) if mode == "mask" else None
     golds = [view.gold(gold) for gold in sample.golds] if mode != "mask" else []
@@ -94,7 +94,7 @@ def point(
     boxes = [found.box for gold in sample.golds for found in view.gold(gold) or ()]
     if not boxes:
         return no_gold(sample)
-    text = _text(sample, order, scope)
+    text = written(sample, order, scope)
     points = read_points(text or "")
     if len(points) != 1:
         return graded(text, False, "not_one_point")
@@ -181,11 +181,6 @@ def _placed(text: str | None, frame: Frame, space: Space) -> list[Found] | None:
     if found is None or space.scale(frame.name) is None:
         return None
     return [item._replace(box=to_pixels(item.box, frame, space)) for item in found]
-
-
-def _text(sample: RewardSample, order: Sequence[str], scope: Scope) -> str | None:
-    """Also where it is empty: an empty answer says that there is no box."""
-    return extract(sample.response, order, scope=scope, think_prefilled=sample.think_prefilled)
 
 
 def _count(found: list[Found] | None) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from string import punctuation
 from typing import Any
 
-from saccade.rewards.extract import Scope, extract
+from saccade.rewards.extract import Scope, answer_of, written
 from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.types import Score
 
@@ -98,7 +98,7 @@ def _labels(
     if sample.answer is None:
         return no_gold(sample)
     gold = labels_in(", ".join(sample.golds), synonyms)
-    text = extract(sample.response, order, scope=scope, think_prefilled=sample.think_prefilled)
+    text = written(sample, order, scope)
     if text is None:
         return graded(None, False)
     return _part(text, value(labels_in(text, synonyms), gold))
@@ -113,8 +113,8 @@ def _tokens(
     golds = [words for gold in sample.golds if (words := _words(gold))]
     if not golds:
         return no_gold(sample)
-    text = extract(sample.response, order, scope=scope, think_prefilled=sample.think_prefilled)
-    if not text:
+    text = answer_of(sample, order, scope)
+    if text is None:
         return graded(None, False)
     found = _words(text)
     return _part(

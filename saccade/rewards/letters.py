@@ -33,6 +33,11 @@ NAMED = re.compile(
     r"|(?:答案|选项|选择|选)[是为]?\s*:?\s*([A-Z])"
     r"(?![A-Za-z]|\s*[和与,/])"
 )
+# What may stand before `B.` in a sentence; hepatitis B. is no option.
+LEADING = re.compile(
+    r"(?:\A|[^\w\s,;.)/&\]}]|['\u2019]s"
+    r"|\b(?i:is|are|be|so|thus|hence|therefore|choose|chose|pick|select|say|think|with),?)\s*\Z"
+)
 # One option that it is not: not B, (B) is wrong.
 DENIED = re.compile(
     r"(?:\b(?:not|nor|neither|except|cannot)|n['\u2019]t)\s+"
@@ -76,19 +81,24 @@ def _named(sentence: str, choices: Sequence[str]) -> set[str] | None:
     sentence = DENIED.sub("", REASON.sub("", sentence))
     found: set[str] = set()
     said, end = "", 0  # all but the words of the options that it names
+    firm = False
     for match in NAMED.finditer(sentence):
-        named = "".join(filter(None, match.groups())).replace("and", "")
-        letters = set(re.findall("[A-Z]", named.upper()))
+        listed = "".join(filter(None, match.groups())).replace("and", "")
+        letters = set(re.findall("[A-Z]", listed.upper()))
         ends = _options_behind(sentence[match.end() :], choices)
         longest = max(ends.values(), default=0)  # dog food is not dog
-        if ends and longest not in [ends.get(letter) for letter in letters]:
-            return None
+        gap = sentence[end : match.start()] if match[1] else ""
+        before = _options_before(gap, choices) if gap else {}
+        for named in (ends, before):
+            if named and max(named.values()) not in [named.get(letter) for letter in letters]:
+                return None
         found |= letters
+        firm |= not match[2] or LEADING.search(sentence[end : match.start()]) is not None
         said += sentence[end : match.end()]
         end = match.end() + longest
     unlisted = not choices and re.match(r"[A-Z][.):]", sentence)  # B. and words that nobody knows
     said += "" if unlisted else sentence[end:]
-    return None if found and unsettled(said) else found
+    return None if found and (unsettled(said) or not firm) else found
 
 
 def _letters(choices: Sequence[str]) -> str:
@@ -107,13 +117,22 @@ def _by_words(text: str, choices: Sequence[str]) -> str | None:
 
 def _options_behind(text: str, choices: Sequence[str]) -> dict[str, int]:
     """The options whose words a text begins with, and where these end."""
-    ends = {}
+    return _options(rf"\A{BETWEEN}(?:(?:an?|the)\s+)?%s(?!\w)", text, choices)
+
+
+def _options_before(text: str, choices: Sequence[str]) -> dict[str, int]:
+    """The options whose words a text ends with, and how long these are."""
+    return _options(r"(?<!\w)%s[\s,:]*\Z", text, choices)
+
+
+def _options(pattern: str, text: str, choices: Sequence[str]) -> dict[str, int]:
+    found = {}
     for letter, option in zip(ascii_uppercase, choices, strict=False):
         words = re.escape(_words(_without_letter(option, letter))).replace(r"\ ", r"\s+")
-        match = re.match(rf"{BETWEEN}(?:(?:an?|the)\s+)?{words}(?!\w)", text, re.IGNORECASE)
+        match = re.search(pattern.replace("%s", words), text, re.IGNORECASE)
         if words and match:
-            ends[letter] = match.end()
-    return ends
+            found[letter] = len(match[0])
+    return found
 
 
 def _words(text: str) -> str:

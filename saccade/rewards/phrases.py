@@ -25,7 +25,7 @@ SHORT_ORDER = ("answer_tag",)
 
 ITEM = r"\b(?:image|video|audio|text|answer|response|item)\s*"
 BETTER = re.compile(
-    rf"{ITEM}([12ab])\s+is\s+(?:the\s+)?better\b(?:\s+than\s+(?:{ITEM}[12ab]|the\s+other)\b)?"
+    rf"{ITEM}([12ab])\s+is\s+(?:the\s+)?better\b(?:\s+than\s+(?:{ITEM}(?!\1)[12ab]|the\s+other)\b)?"
     r"|\b(?:it\s+is\s+)?(?:a\s+)?(both\s+\w+\s+are\s+equally\s+good|tie)\b",
     re.IGNORECASE,
 )

@@ -155,7 +155,7 @@ def _arguments(
                 raise ConfigError(f"{where}: {row.verifier} takes no arguments, remove {name!r}")
             raise ConfigError(f"{where}: {row.verifier}: {unknown('argument', name, names)}")
     args = dict(row.args)
-    if "order" in names and "order" not in args and "mode" not in args:
+    if "order" in names and "order" not in args:
         default = inspect.signature(verifier.function).parameters["order"].default
         args["order"] = _search_order(default, FORMATS[prompt_format].order)
     _try(where, row.verifier, verifier, args, max_tokens)

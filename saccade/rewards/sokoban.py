@@ -11,10 +11,8 @@ The level is the column `level`: text, rows of integers, or a `.npy` file.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
-
-import numpy as np
+from collections.abc import Sequence
+from typing import Literal
 
 from saccade import sokoban as game
 from saccade.rewards.extract import Scope, answer_of
@@ -44,7 +42,7 @@ def sokoban(
     text = answer_of(sample, ("answer_tag",), scope)
     if sample.extra.get("level") is None:
         return Score(kind="error", reason="no_level: the row has no column `level`")
-    state = _level(sample.extra)
+    state = game.parse(sample.extra["level"])
     moves, strange = game.read_moves((text or "")[:LONGEST])
     shaped = mode != "lmmr1" or check_think_answer(sample)
     if not moves or strange or not shaped:
@@ -72,13 +70,6 @@ def sokoban(
         parts={"accuracy": float(state.solved), "format": 1.0, **values},
         extracted=text,
     )
-
-
-def _level(extra: Mapping[str, Any]) -> game.State:
-    level = extra["level"]
-    if isinstance(level, str) and level.endswith(".npy"):
-        level = np.load(level, allow_pickle=False)
-    return game.parse(level)
 
 
 def _action_bonus(moves: Sequence[str]) -> float:

@@ -37,6 +37,7 @@ SIGNS = NARROW | str.maketrans(
         "\u03c0": r"\pi ", "\u222a": r"\cup ", "\u2208": r"\in ", "\u00b1": r"\pm ",
         "\u00b0": r"^\circ ", "\u2032": "'", "\u00a0": " ", "\u2205": r"\emptyset ",
         "\u221a": r"\sqrt ", "\u03b8": r"\theta ", "\u2044": "/", "\u03a9": r"\Omega ",
+        "\u2248": r"\approx ",
     }
 )  # fmt: skip
 RAISED = re.compile("[\u00b2\u00b3\u00b9\u2070\u2074-\u207b]+")  # superscripts

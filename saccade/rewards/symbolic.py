@@ -27,6 +27,7 @@ MOST_TERMS = 2_000  # of an expanded power of a sum
 MOST_BARS = 8  # each may open or close: the parser tries all
 PRECISION = 40  # digits at which constants are compared
 CLOSE = Fraction(1, 10**30)
+ROUNDING = 0.01  # how far apart, relatively, what is called nearly equal may be
 
 FUNCTIONS = r"\\(?:(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|ln|log)"
 PROSE = frozenset(
@@ -89,6 +90,9 @@ def formula(text: str) -> Any:
         raise TooLarge("too many bars")
     if MISREAD.search(text) or PROSE & set(re.findall(r"(?<!\\)\b[a-z]+\b", text.lower())):
         raise Unparseable(f"cannot read {text!r}")
+    exact, sign, rounded = text.partition(r"\approx")
+    if sign:
+        return _rounded(formula(exact), formula(rounded))
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
     sympy, parse, _ = load()
@@ -105,6 +109,14 @@ def formula(text: str) -> Any:
     if expression.has(sympy.zoo, sympy.nan):
         raise Unparseable("a division by zero")
     return expression
+
+
+def _rounded(exact: Any, rounded: Any) -> Any:
+    """Of a value and what it is rounded to, the value; the parser drops what it is rounded to."""
+    gap = abs(exact - rounded).evalf() - abs(exact).evalf() * ROUNDING
+    if gap.is_nonpositive is not True:
+        raise Unparseable("two values that are not nearly equal")
+    return exact
 
 
 def same(left: str, right: str, tolerance: Fraction = Fraction(0)) -> bool:

@@ -27,7 +27,7 @@ UNSETTLED = re.compile(
 SCALE = (
     r"(?:half|halves|thirds?|quarters?|tens|hundreds?|thousands?|[a-z]+illions?|bn|dozens?|pairs?"
     r"|couples?|lakhs?|crores?|myriads?|squared|cubed|factorial|plus|minus|negative"
-    r"|(?:fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+(?:teen|tie|hundred|sand|illion))ths?"
+    r"|(?:fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]*(?:teen|tie|hundred|sand|illion))ths?"
     r"|(?:thir|for|fif|six|seven|eigh|nine)ty)"
 )
 REASON = re.compile(r"\b(?:because|since)\b.*|因为.*", re.IGNORECASE | re.DOTALL)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pytest import approx
 from torch import Tensor
 
+from saccade.algorithms.comparison import Comparison, Sides, comparison_objective
 from saccade.algorithms.distillation import kd
 from saccade.algorithms.preference import (
     PREFERENCES,
@@ -107,6 +108,15 @@ def test_the_reference_value_of_the_nll_of_the_chosen(golden):
     total, tokens = chosen_nll(reference_pairs(golden))
     assert tokens.tolist() == [6, 3]
     assert (total.sum() / tokens.sum()).item() == approx(0.78735816, abs=1e-7)
+
+
+def test_a_step_without_good_responses_has_no_nll():
+    new, bad = tensor(-1, -2, -3), torch.tensor([False, False])
+    lengths, sequence = torch.tensor([2, 1]), torch.tensor([0, 0, 1])
+    sides = Sides(sequence=sequence, chosen=bad, lengths=lengths, ref=tensor(-2, -2))
+    row = Comparison(loss="kto", options={"beta": 0.1}, nll_coef=0.5, count=2)
+    loss, _ = comparison_objective(row, new, sides)
+    assert loss.item() == approx(tensor(-0.1, -0.1).sigmoid().mean().item())
 
 
 def test_the_gradient_of_dpo_with_respect_to_tokens(golden):

@@ -56,6 +56,24 @@ def test_an_offset_past_the_end_says_how_many_rows_there_are(jsonl, offset):
     assert total_rows([source(jsonl(qa(10)), offset=offset)]) == 0
 
 
+def test_files_for_rewards_lie_beside_the_rows(jsonl, tmp_path):
+    (tmp_path / "masks").mkdir()
+    (tmp_path / "masks" / "0.png").touch()
+    level = "#####\n#@$.#\n#####"
+    rows = [
+        {"segmentation_path": "masks/0.png", "level": level},
+        {"segmentation_path": "elsewhere/0.png", "mask": [[0, 1]]},
+        {"segmentation_path": "../0.png"},
+    ]
+    data = load(
+        [source(jsonl([{**qa(1)[0], **row} for row in rows]))], DataConfig(max_bad_fraction=1)
+    )
+    found, missing = (sample.extra for sample in data.samples)
+    assert found == {"segmentation_path": str(tmp_path / "masks" / "0.png"), "level": level}
+    assert missing == rows[1]
+    assert "leaves the folder" in data.quarantined[0].reason
+
+
 def test_bad_rows_are_set_aside_with_id_row_and_reason(jsonl):
     rows = qa(300)
     rows[7] = {"id": 7, "question": "<image>?", "answer": "1"}

@@ -422,6 +422,7 @@ def test_rows_that_lack_something_are_named() -> None:
         ("missing >= 0", False),
         ("missing != 1", False),
         ("missing + 1", None),
+        ("c + c", 1.8),  # cells of a CSV file are texts
     ],
 )
 def test_expressions_are_fields_sums_and_comparisons(text: str, value: Any) -> None:

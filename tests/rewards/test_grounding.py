@@ -77,6 +77,13 @@ def test_nothing_to_find_is_found_by_naming_nothing() -> None:
     assert iou(RewardSample(id="a", response="", answer="[]")).reason == "no_answer"
 
 
+def test_what_a_tool_was_asked_for_is_no_answer() -> None:
+    call = '<think>Look.</think><grounding>{"bbox_2d": [0, 0, 10, 10]}</grounding>'
+    for turns in ((call,), (f"<answer>{GOLD}</answer>", call)):
+        sample = RewardSample(id="a", response="\n".join(turns), turns=turns, answer=GOLD)
+        assert iou(sample, order=("answer_tag", "whole")).reason == "no_answer"
+
+
 def test_rows_that_cannot_be_compared_abstain() -> None:
     assert score(iou, GOLD, "the cat").kind == "abstain"
     assert score(iou, GOLD, None).kind == "abstain"

@@ -204,6 +204,8 @@ def test_the_prompt_format_tells_where_to_look() -> None:
     assert one(scorer(terms=["exact"]), "7").outcome == 0
     assert one(scorer(terms=["math"], form="direct", workers=1), "7").outcome == 1
     assert one(scorer(terms=["math"], workers=1), "7").reason == "no_answer"
+    boxes = {"verifier": "iou", "args": {"mode": "iou@0.5"}}
+    assert one(scorer(terms=[boxes], form="direct"), "[0,0,9,9]", answer="[0,0,9,9]").outcome == 1
 
 
 @pytest.mark.parametrize(
