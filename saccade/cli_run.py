@@ -54,7 +54,7 @@ def run_recipe(
         config = _shrunk(config, name, arguments or [])
         # Nothing of a smoke test is worth keeping, and it must be repeatable.
         shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
-    check(config, name)
+    check(config, "rescore" if more and more.get("rescore") else name)
     if dry_run:
         _print_plan(config, name)
     else:

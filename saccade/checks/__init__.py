@@ -88,6 +88,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *(rows.val_data, rows.val_files, *LOOKING),
         *(steps.response_length, steps.validation, steps.environment),
     ),
+    "rescore": (rows.pixels, models.judge),  # `eval` of answers that are there already
     "generate": (
         *ANSWERING,
         *(rows.some_data, *READING),

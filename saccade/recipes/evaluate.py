@@ -70,7 +70,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     into `out`.
     """
     config = load(config)
-    checks.check(config, "eval")
+    checks.check(config, "eval" if rescore is None else "rescore")
     config = config.model_copy(update={"reward": with_rewards(config.reward, config.eval)})
     models.quiet_libraries()
     folder, answers = _places(config, out)

@@ -30,6 +30,7 @@ CLOSE = Fraction(1, 10**30)
 ROUNDING = 0.01  # how far apart, relatively, what is called nearly equal may be
 
 FUNCTIONS = r"\\(?:(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|ln|log)"
+UNKNOWN = re.compile(r"\s*(?:[A-DF-Za-df-hj-z]|\\(?!pi\b)[a-z]+)?\s*")  # or nothing
 PROSE = frozenset(
     ["is", "if", "no", "yes", "the", "not", "are", "to", "of", "in", "at", "by", "be", "it", "so"]
 )
@@ -92,7 +93,8 @@ def formula(text: str) -> Any:
         raise Unparseable(f"cannot read {text!r}")
     exact, sign, rounded = text.partition(r"\approx")
     if sign:
-        return _rounded(formula(exact), formula(rounded))
+        named = UNKNOWN.fullmatch(exact)
+        return formula(rounded) if named else _rounded(formula(exact), formula(rounded))
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
     sympy, parse, _ = load()

@@ -137,6 +137,8 @@ def test_responses_can_be_scored_again(
     assert metrics["accuracy"] < other["val"]["accuracy"] <= metrics["parse_rate"]
     rescored = lines(tmp_path / "other" / "samples.jsonl")
     assert [r["response"] for r in rescored] == [r["response"] for r in lines(samples)]
+    alone = {"reward.terms": generous, "prompt.format": "think_answer"}  # no model, no rows
+    assert evaluate.run(alone, out=tmp_path / "alone", rescore=samples) == other
 
 
 def test_scoring_again_says_what_it_found_and_which_line_is_damaged(
