@@ -275,6 +275,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a stand-alone Hugging Face folder from a checkpoint."""
+    import_module("saccade.recipes.models").quiet_libraries()
     folder = import_module("saccade.export").export(checkpoint, out, dtype, verify, adapter_only)
     print(folder)
 

@@ -274,12 +274,34 @@ def _explain(error: Mapping[str, Any]) -> str:
 def unknown_key(key: str) -> str:
     """Says which option was meant: as other systems call it, in another section, or spelled so."""
     names = [name for name, _ in options()] + list(Config.model_fields)
-    leaf = key.rsplit(".", 1)[-1]
+    above, _, leaf = key.rpartition(".")
+    entry = _entry(above)
+    if entry is not None:
+        meant = difflib.get_close_matches(leaf, entry.model_fields, n=1)
+        known = (
+            f"did you mean {meant[0]!r}?" if meant else f"known: {', '.join(entry.model_fields)}"
+        )
+        return f"unknown key {key!r}; {known}"
     same_leaf = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     elsewhere = [ELSEWHERE[leaf.lower()]] if leaf.lower() in ELSEWHERE else []
     choice = (elsewhere or same_leaf or near or [""])[0]
     return f"unknown key {key!r}" + (f"; did you mean {choice!r}?" if choice else "")
+
+
+def _entry(key: str) -> type[Section] | None:
+    """What the entries of a list are, for the key of one of them such as `data.train.0`."""
+    name, _, index = key.rpartition(".")
+    field = dict(options()).get(name)
+    if field is None or not index.isdigit():
+        return None
+    kinds = [field.annotation]
+    while kinds:
+        kind = kinds.pop()
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+        kinds += get_args(kind)
+    return None
 
 
 def to_yaml(config: Config, *, full: bool = True) -> str:

@@ -111,6 +111,21 @@ def test_all_problems_come_at_once(rows: Path) -> None:
     assert len(str(caught.value).splitlines()) == 3
 
 
+def test_a_run_is_no_model_but_its_newest_checkpoint_is(rows: Path, tmp_path: Path) -> None:
+    for step in (5, 20):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    config = load({"model.path": str(tmp_path / "run"), "data.train": str(rows)})
+    with pytest.raises(ConfigError, match=rf"has no config.json; try model.path={folder}"):
+        check(config, "sft")
+
+
+def test_an_estimate_is_that_of_reinforcement_learning() -> None:
+    with pytest.raises(ConfigError, match="dpo.beta: has no effect in `saccade estimate`"):
+        check(load({"model.path": "tiny:qwen2_5_vl", "dpo.beta": 0.2}), "estimate")
+
+
 def test_eval_needs_a_validation_set(rows: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.val: nothing to evaluate"):
         check(config(rows, "data.val=[]"), "eval")

@@ -75,17 +75,18 @@ def judgements(
 @torch.no_grad()
 def measured(
     backend: LocalBackend, batches: Sequence[Batch], row: Rating | Steps, tokens: Sequence[int]
-) -> Metrics:
-    """What training on these batches would report, without it."""
-    stats = []
+) -> tuple[Metrics, list[np.ndarray]]:
+    """What training on these batches would report, without it, and the outputs of the model."""
     if isinstance(row, Steps):
-        for batch, found in zip(batches, judgements(backend, batches, tokens), strict=True):
-            stats.append(steps_objective(row, torch.from_numpy(found), batch)[1])
+        found = judgements(backend, batches, tokens)
+        pairs = zip(batches, map(torch.from_numpy, found), strict=True)
+        stats = [steps_objective(row, outputs, batch)[1] for batch, outputs in pairs]
     else:
+        found = ratings(backend, batches)
         kappa = head_of(backend).log_scale.exp().cpu()
-        for batch, found in zip(batches, ratings(backend, batches), strict=True):
-            stats.append(rating_objective(row, torch.from_numpy(found), kappa, batch.keys)[1])
-    return comparison_metrics(stats)
+        pairs = zip(batches, map(torch.from_numpy, found), strict=True)
+        stats = [rating_objective(row, outputs, kappa, b.keys)[1] for b, outputs in pairs]
+    return comparison_metrics(stats), found
 
 
 def _ready(backend: LocalBackend, batches: Sequence[Batch]) -> None:

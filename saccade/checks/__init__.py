@@ -50,6 +50,7 @@ WITHOUT_EFFECT = {
     "sft": SUPERVISED | DPO | RATING,
     "dpo": SUPERVISED | SFT | RATING,
     "reward-model": SUPERVISED | SFT | DPO | {"reward": "nothing is sampled"},
+    "estimate": SFT | DPO | RATING,  # it is that of rl
 }
 
 

@@ -18,7 +18,10 @@ from saccade.config import Config
 def folder(field: str, path: str) -> Iterator[str]:
     if not path.startswith("tiny:") and not (Path(path) / "config.json").is_file():
         reason = "has no config.json" if Path(path).is_dir() else "is not a folder"
-        yield f"{field}: {path} {reason}; give a Hugging Face model folder that is on this disk"
+        saved = [p.parent for p in (Path(path) / "checkpoints").glob("step-*/config.json")]
+        newest = max(saved, key=lambda p: p.stat().st_mtime, default=None)
+        advice = "give a Hugging Face model folder that is on this disk"
+        yield f"{field}: {path} {reason}; {f'try {field}={newest}' if newest else advice}"
 
 
 def imitation(config: Config) -> Iterator[str]:

@@ -27,6 +27,7 @@ from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.images.cache import DECODED
 from saccade.models.families import Family
+from saccade.models.rating import Card, read_card
 from saccade.recipes import models, parts, questions
 from saccade.recipes.accuracy import (
     Cuts,
@@ -36,6 +37,7 @@ from saccade.recipes.accuracy import (
     by_turns,
     group_accuracy,
 )
+from saccade.recipes.comparing import compare
 from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.recipes.rescore import rescored
 from saccade.rewards.sample import image_records
@@ -77,6 +79,8 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     with _kept_if_filled(folder):
         if rescore is not None:
             return _rescore(config, Path(rescore), folder)
+        if config.model.path and (card := read_card(config.model.path)):
+            return _compare(config, card, folder)
         return _evaluate(config, folder, answers)
 
 
@@ -310,6 +314,15 @@ def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dic
         "media": image_records(sample.media),
         "extra": dict(sample.extra),
     }
+
+
+def _compare(config: Config, card: Card, folder: Path) -> dict[str, Any]:
+    with Console(None, "eval", name=folder.name) as console:
+        console.note(f"{config.model.path} is a reward model: it judges the rows of data.val")
+        summary, rows = compare(config, card, console)
+        _write(folder, summary, rows)
+        console.note(f"{RESULTS}, samples.jsonl are in {folder}")
+    return summary
 
 
 def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:

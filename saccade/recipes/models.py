@@ -60,6 +60,7 @@ def model_folder(config: Config, path: str) -> str:
     kind = path.removeprefix("tiny:")
     folder = Path(config.run.out) / ".tiny" / f"{kind}-{config.run.seed}"
     if not (folder / "model.safetensors").is_file():
+        quiet_libraries()
         tiny.build(kind, folder, seed=config.run.seed)
     return str(folder)
 

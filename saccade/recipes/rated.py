@@ -46,6 +46,11 @@ MAIN = "preference"  # the head that chosen and rejected alone speak of
 class Task(Protocol):
     """A kind of reward model: its rows, its loss, its folder."""
 
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The verdicts of a process; empty where there is a head."""
+        ...
+
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset: ...
 
     def check(self, samples: Sequence[Sample]) -> None:
@@ -64,7 +69,10 @@ class Task(Protocol):
         self, backend: LocalBackend, batches: Sequence[Batch], row: Any, *, lr: float
     ) -> Update: ...
 
-    def measure(self, backend: LocalBackend, samples: Sequence[Sample]) -> Metrics: ...
+
+def measure(task: Task, backend: LocalBackend, samples: Sequence[Sample]) -> Metrics:
+    """What training on these rows would report, without it."""
+    return rated.measured(backend, *task.prepare(samples), task.tokens)[0]
 
 
 def task_of(config: Config, family: Family) -> Task:
@@ -82,6 +90,7 @@ class Pairs:
     config: Config
     family: Family
     row: rating.Rating
+    tokens: tuple[int, ...] = ()
 
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
         """Rows that say something about one of the heads."""
@@ -139,10 +148,6 @@ class Pairs:
         self, backend: LocalBackend, batches: Sequence[Batch], row: rating.Rating, *, lr: float
     ) -> Update:
         return rated.train_ratings(backend, batches, row, lr=lr)
-
-    def measure(self, backend: LocalBackend, samples: Sequence[Sample]) -> Metrics:
-        batches, row = self.prepare(samples)
-        return rated.measured(backend, batches, row, ())
 
     def _labels(self, sample: Sample) -> tuple[float, ...]:
         return labels_of(sample, self.row.heads)
@@ -268,10 +273,6 @@ class Process:
         self, backend: LocalBackend, batches: Sequence[Batch], row: rating.Steps, *, lr: float
     ) -> Update:
         return rated.train_steps(backend, batches, row, self.tokens, lr=lr)
-
-    def measure(self, backend: LocalBackend, samples: Sequence[Sample]) -> Metrics:
-        batches, row = self.prepare(samples)
-        return rated.measured(backend, batches, row, self.tokens)
 
     def _group(self, sample: Sample) -> Group:
         read = self._read(sample.id, sample.messages)

@@ -18,7 +18,7 @@ from saccade.models.rating import Card, write_card
 from saccade.plan import total_steps
 from saccade.recipes import average, models, pairs, parts, questions
 from saccade.recipes.guard import guard
-from saccade.recipes.rated import Task, named, statistics, task_of
+from saccade.recipes.rated import Task, measure, named, statistics, task_of
 from saccade.recipes.run import Run
 from saccade.recipes.work import sft_work
 from saccade.types import Sample
@@ -41,7 +41,7 @@ def run(config: Any) -> dict[str, Any]:
     task = task_of(config, family)
     data = questions.not_empty(task.load(config.data.train), "data.train")
     task.check(data.samples)
-    held = _held_out(config, task)
+    held = held_out(config, task)
     with Run(config, "reward-model", parts.manifest(family, data, config)) as this:
         this.console.note(data.summary)
         policy = models.load_policy(config, family, folder=str(this.start) if this.start else None)
@@ -123,13 +123,13 @@ class HeldOut:
         """Of some rows, only for what is remembered."""
         if self.card.heads:
             with self.run.phase("validation"):
-                self.remember(self.task.measure(self.backend, samples).means(), step)
+                self.remember(measure(self.task, self.backend, samples).means(), step)
 
     def metrics(self, *, step: int) -> dict[str, float]:
         values: dict[str, float] = {}
         with self.run.phase("validation"):
             for name, dataset in reversed(list(self.sets.items())):  # the first set is remembered
-                found = self.task.measure(self.backend, dataset.samples).means()
+                found = measure(self.task, self.backend, dataset.samples).means()
                 self.remember(found, step)
                 values |= named(found, f"val/{name}")
         shown = {n: v for n, v in values.items() if n.endswith("/accuracy")}
@@ -139,7 +139,7 @@ class HeldOut:
         return values
 
 
-def _held_out(config: Config, task: Task) -> dict[str, Dataset]:
+def held_out(config: Config, task: Task) -> dict[str, Dataset]:
     """Rows of data.val, under ids that no training row has."""
     sets: dict[str, Dataset] = {}
     for source in config.data.val if config.val.every else ():

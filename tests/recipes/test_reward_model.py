@@ -171,6 +171,29 @@ def test_pairs_of_pictures_are_learned_and_the_folder_scores_again(
     np.testing.assert_allclose(normal, (scores - mean) / std, rtol=1e-5)
 
 
+def test_eval_of_a_reward_model_judges_the_rows(
+    trained: Path, deep: Path, config: Make, rows: Path, tmp_path: Path, numbers: Read
+) -> None:
+    """Its folder alone says what it is; nothing of its training is given."""
+    held = rows / "held-pairs.jsonl"
+    wording = {"prompt.format": "direct", "prompt.instruction": "", "run.device": "cpu"}
+    options = wording | {"model.path": str(trained), "data.val": str(held)}
+    [(name, found)] = saccade.evaluate(options, out=tmp_path / "held").items()
+    last = numbers(trained.parents[1])[-1]
+    assert found["items"] == 12 and found["accuracy"] == last["val/held-pairs/accuracy"] == 1
+    for key in ("loss", "gap", "mean", "std"):
+        assert found[key] == pytest.approx(last[f"val/{name}/{key}"], rel=1e-5)
+    lines = (tmp_path / "held" / "samples.jsonl").read_text().splitlines()
+    gaps = [
+        row["chosen"]["preference"] - row["rejected"]["preference"]
+        for row in map(json.loads, lines)
+    ]
+    assert len(gaps) == 12 and np.mean(gaps) == pytest.approx(found["gap"], rel=1e-5)
+    options |= {"model.path": str(deep), "data.val": str(rows / "train-pairs.jsonl")}
+    [found] = saccade.evaluate(options, out=tmp_path / "deep").values()
+    assert found["accuracy"] == (np.diff(scores_of(deep, config(tmp_path))) < 0).mean()
+
+
 def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
     deep: Path, config: Make, tmp_path: Path, word_model: str
 ) -> None:
@@ -437,6 +460,10 @@ def test_steps_are_judged_and_a_response_by_its_steps(
         one = reward_sample(asked, right)
         least, mean, end = (model.score([two], steps=s)[0] for s in ("min", "mean", "last"))
         assert least < 0.2 and end == least and 0.3 < mean < 0.7 and model.score([one])[0] > 0.8
+    wording = {"prompt.format": "direct", "prompt.instruction": "", "run.device": "cpu"}
+    wording |= {"model.path": str(folder), "data.val": held["data.val"]}
+    [found] = saccade.evaluate(wording, out=tmp_path / "held").values()
+    assert found["accuracy"] == 1 and found["loss"] == pytest.approx(last["val/held-steps/loss"])
 
 
 def test_soft_labels_are_probabilities(tmp_path: Path, config: Make) -> None:

@@ -1,0 +1,84 @@
+"""`saccade eval` of a reward model: how often it prefers what the rows of `data.val` prefer.
+
+What it judges, and how, is read from its folder; nothing is generated.
+
+    saccade eval model.path=runs/rm/checkpoints/step-100 data.val=held_out.jsonl
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from saccade.backends.local import LocalBackend
+from saccade.backends.rating import measured
+from saccade.config import Config, defaults_for
+from saccade.models.rating import Card
+from saccade.recipes import models
+from saccade.recipes.rated import named, task_of
+from saccade.recipes.reward_model import held_out
+from saccade.tracking.console import Console
+from saccade.types import Batch
+
+Summary = dict[str, dict[str, float]]
+
+
+def compare(config: Config, card: Card, console: Console) -> tuple[Summary, list[dict[str, Any]]]:
+    """The metrics of every set; of a scalar model also its scores of each pair."""
+    config = as_trained(config, card)
+    family = models.family_of(config, config.model.path)
+    task = task_of(config, family)
+    sets = held_out(config, task)
+    model = models.load_policy(config, family, train="full").model
+    task.attach(model, Path(family.path), next(iter(sets.values())).samples)
+    backend = LocalBackend(model, family)
+    summary, rows = Summary(), list[dict[str, Any]]()
+    for name, dataset in sets.items():
+        with console.phase(name):
+            batches, row = task.prepare(dataset.samples)
+            metrics, outputs = measured(backend, batches, row, task.tokens)
+        found = named(metrics.means(), name)
+        summary[name] = {n.removeprefix(f"{name}/"): value for n, value in found.items()}
+        summary[name]["items"] = len(dataset.samples)
+        console.note(
+            f"{name}: accuracy {summary[name]['accuracy']:.3f}  items {len(dataset.samples)}"
+        )
+        if dataset.overlong or dataset.quarantined:
+            console.note(f"{name}: {dataset.summary}")
+        if card.heads:
+            rows += [{"set": name, **scored} for scored in _scored(card.heads, batches, outputs)]
+    return summary, rows
+
+
+def as_trained(config: Config, card: Card) -> Config:
+    """With the options that the folder was trained with."""
+    own: dict[str, Any] = {"kind": card.kind}
+    if card.kind == "process":
+        own |= {"placeholder": card.placeholder, "tokens": card.tokens}
+    else:
+        attends = card.pooling == "attention"
+        own |= {
+            "heads": {name: config.reward_model.heads.get(name, 1.0) for name in card.heads},
+            "pooling": card.pooling,
+            "pooling_heads": card.pooling_heads if attends else None,
+            "probe_layer": card.probe_layer,
+            "head": card.head,
+            "bounded": card.bounded,
+        }
+    changed = config.reward_model.model_copy(update=own)
+    return defaults_for("reward-model", config.model_copy(update={"reward_model": changed}))
+
+
+def _scored(
+    heads: Sequence[str], batches: Sequence[Batch], outputs: Sequence[np.ndarray]
+) -> Iterator[dict[str, Any]]:
+    for batch, scores in zip(batches, outputs, strict=True):
+        for (uid, _), first, second in zip(batch.keys[::2], scores[::2], scores[1::2], strict=True):
+            yield {
+                "id": uid,
+                "chosen": dict(zip(heads, first.tolist(), strict=True)),
+                "rejected": dict(zip(heads, second.tolist(), strict=True)),
+            }
