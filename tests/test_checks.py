@@ -122,7 +122,7 @@ def test_a_run_is_no_model_but_its_newest_checkpoint_is(rows: Path, tmp_path: Pa
 
 
 def test_an_estimate_is_that_of_reinforcement_learning() -> None:
-    with pytest.raises(ConfigError, match="dpo.beta: has no effect in `saccade estimate`"):
+    with pytest.raises(ConfigError, match=r"dpo\.beta: has no effect in `saccade estimate`"):
         check(load({"model.path": "tiny:qwen2_5_vl", "dpo.beta": 0.2}), "estimate")
 
 
