@@ -5,6 +5,7 @@ rollouts = sample_groups(run, actors, step, metrics)
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +22,9 @@ from saccade.errors import RewardError, TrainingError
 from saccade.images.cache import in_background
 from saccade.recipes import parts
 from saccade.recipes.run import Run
+from saccade.rewards.custom import LATE
 from saccade.rollout.collect import collect
-from saccade.rollout.scoring import RewardStream, make_room, parsed, thinks
+from saccade.rollout.scoring import GIVEN_UP, RewardStream, make_room, parsed, thinks
 from saccade.rollout.stored import load_groups, save_groups
 from saccade.tracking.metrics import group_metrics
 from saccade.types import Group, Metrics, Sample
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 # Bytes of pixels, a quarter of what is kept: more would push out those that are trained on.
 LOOK_AHEAD = 512 << 20
+PATIENCE = 15.0  # seconds of waiting for rewards before a word is said, then twice as many
 
 
 @dataclass(kw_only=True)
@@ -132,9 +135,32 @@ def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:
     )
     make_room(actors.engine, actors.scorer)
     with run.console.phase("reward_wait"):
-        groups = rewards.attach(groups, run.watch)
+        watch, tolerated = _telling(run, actors), config.reward.max_error_rate
+        groups = rewards.attach(groups, watch, tolerated=tolerated)
     check_errors(groups, config)
     return groups
+
+
+def _telling(run: Run, actors: Actors) -> Callable[[int, int], None]:
+    """Shows progress; when rewards take long, also says in words what is waited for."""
+    begun, patience, reward = time.monotonic(), PATIENCE, actors.config.reward
+
+    def watch(done: int, total: int) -> None:
+        nonlocal patience
+        run.watch(done, total)
+        if actors.scorer is None or (waited := time.monotonic() - begun) < patience:
+            return
+        patience = 2 * waited
+        limits = (
+            f"; a sample has reward.deadline={reward.deadline:g} seconds, {reward.workers} at once "
+            "(reward.workers)"
+        )
+        run.console.note(
+            f"waiting for rewards ({', '.join(actors.scorer.awaited)}): {done} of {total} after "
+            f"{waited:.0f} s{limits if actors.scorer.pool is not None else ''}"
+        )
+
+    return watch
 
 
 def _rollout_metrics(scored: Sequence[Group], actors: Actors, metrics: Metrics) -> None:
@@ -199,12 +225,16 @@ def check_errors(groups: Sequence[Group], config: Config) -> None:
     if len(failed) > config.reward.max_error_rate * total:
         kinds = Counter((t.reason or t.end_reason).split(":")[0] for t in failed)
         example = failed[0]
-        theirs = sum(t.end_reason in ("env_error", "timeout") for t in failed)
+        left = sum(t.reason == GIVEN_UP.result().reason for t in everybody)
+        others = f" and {left} others were not waited for" if left else ""
+        theirs = [t for t in failed if t.end_reason in ("env_error", "timeout")]
         blamed = [f"the environment ({config.env.name})"] if theirs else []
-        blamed += ["the reward"] if theirs < len(failed) else []
+        blamed += ["the reward"] if len(theirs) < len(failed) else []
+        late = any(LATE in t.reason for t in failed)
+        deadline = f"reward.deadline above {config.reward.deadline:g} s, or " if late else ""
         raise RewardError(
-            f"{len(failed)} of {total} samples could not be scored ({dict(kinds)}), for example "
-            f"{example.sample_id}: {example.reason or example.end_reason}; mend "
-            f"{' and '.join(blamed)}, or raise "
+            f"{len(failed)} of {total} samples could not be scored ({dict(kinds)}){others}, for "
+            f"example {example.sample_id}: {example.reason or example.end_reason}; mend "
+            f"{' and '.join(blamed)}, or raise {deadline}"
             f"reward.max_error_rate above {config.reward.max_error_rate:g}"
         )

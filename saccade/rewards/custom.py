@@ -30,6 +30,11 @@ from saccade.rewards.sample import RewardSample
 from saccade.types import Score
 
 DEFAULT_NAME = "compute_score"
+LATE = "reward.deadline"  # names the option in the reason of a timeout
+SHAPES = (
+    "f(sample), f(samples), f(reward_input), f(reward_inputs), f(completions) or "
+    "f(queries, prompts, labels)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +130,17 @@ def form_of(function: Callable[..., Any]) -> Form:
 def check_arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
     """Refuse arguments that the function does not take, and required ones that are missing."""
     form, signature = form_of(function), inspect.signature(function)
-    if form.name == "completions":  # what else it requires are columns of the data
-        signature.bind_partial(**args)
-    else:
-        signature.bind(*(None for _ in range(3 if form.name == "queries" else 1)), **args)
+    given = {"completions": 0, "queries": 3}.get(form.name, 1)
+    # Of completions: what else it requires are columns of the data.
+    bind = signature.bind if given else signature.bind_partial
+    try:
+        bind(*[None] * given, **args)
+    except TypeError as error:
+        own = ", ".join(list(signature.parameters)[given:]) or "none"
+        raise TypeError(
+            f"{getattr(function, '__name__', 'f')}{signature}: {error}; a reward is {SHAPES}, and "
+            f"further parameters are the args of the term (here: {own})"
+        ) from None
 
 
 def call(function: Callable[..., Any], form: Form, given: Any, args: Mapping[str, Any]) -> Any:
@@ -139,6 +151,11 @@ def call(function: Callable[..., Any], form: Form, given: Any, args: Mapping[str
         accepted = {parameter.name for parameter in parameters}
         named = {name: column for name, column in named.items() if name in accepted}
     return function(*positional, **{**named, **args})
+
+
+def late(deadline: float, *, own: bool = False) -> str:
+    """`own`: the deadline of a built-in verifier, which no option raises."""
+    return f"no result after {deadline:g} s" + ("" if own else f" ({LATE})")
 
 
 # -- results ---------------------------------------------------------------------------------------

@@ -167,3 +167,4 @@ FORMATS: dict[str, ResponseFormat] = {
         render=lambda gold: f"<answer>{gold}</answer>",
     ),
 }
+FORMATS["counting"] = FORMATS["think_answer"]  # in other words

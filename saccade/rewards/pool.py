@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saccade.rewards.custom import late
 from saccade.rewards.sample import RewardSample, to_json
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Score
@@ -187,16 +188,16 @@ class WorkerPool:
         call = chunk[0].call
         asked = [job for job in chunk if job.sample is not None]
         samples = ",".join(job.sample for job in asked if job.sample is not None)
-        head = (
-            f'{{"verifier": {json.dumps(call.verifier)}, "args": {call.args}, '
-            f'"deadline": {call.deadline}, "samples": [{samples}]}}\n'
+        request = (
+            f'"verifier": {json.dumps(call.verifier)}, "args": {call.args}, '
+            f'"deadline": {call.deadline}, "samples": [{samples}]'
         )
-        reply = process.ask(head, START_LIMIT)
+        reply = process.ask(request, START_LIMIT)
         if not reply and process.proven:  # it ended while idle: not the fault of this chunk
             self._put(chunk)
             return False
         if "ready" not in reply:
-            trouble = reply.get("failed") or process.trouble(START_LIMIT)
+            trouble = reply.get("failed") or process.trouble(f"not loaded after {START_LIMIT:g} s")
             if not reply and trouble.startswith(CRASHED):
                 self._blame(chunk, True, trouble)
                 return False
@@ -217,7 +218,8 @@ class WorkerPool:
         while waiting:
             reply = process.receive(end)
             if not reply:
-                self._blame(list(waiting.values()), together, process.trouble(deadline))
+                trouble = process.trouble(late(deadline, own=deadline < self.deadline))
+                self._blame(list(waiting.values()), together, trouble)
                 return False
             if "index" in reply:
                 waiting.pop(reply["index"]).future.set_result(Score(**reply["score"]))
@@ -253,6 +255,7 @@ class _Process:
         )
         assert self.process.stdout is not None
         self.proven = False  # has answered before
+        self.request = 0  # the one that is being answered
         self.lines: deque[bytes] = deque()
         self.rest = b""
         self.selector = selectors.DefaultSelector()
@@ -260,8 +263,9 @@ class _Process:
 
     def ask(self, request: str, limit: float) -> Mapping[str, Any]:
         assert self.process.stdin is not None
+        self.request += 1
         try:
-            data = memoryview(request.encode())
+            data = memoryview(f'{{"id": {self.request}, {request}}}\n'.encode())
             while data:
                 data = data[self.process.stdin.write(data) :]
         except BrokenPipeError:
@@ -269,9 +273,15 @@ class _Process:
         return self.receive(time.monotonic() + limit)
 
     def receive(self, end: float) -> Mapping[str, Any]:
-        """The next reply; nothing when the time is over or the process has ended."""
+        """The next reply to the request; nothing when the time is over or the process has ended.
+        What answers an earlier one is passed over.
+        """
         assert self.process.stdout is not None
-        while not self.lines:
+        while True:
+            while self.lines:
+                reply = json.loads(self.lines.popleft())
+                if reply["id"] == self.request:
+                    return reply
             if not self.selector.select(max(0.0, end - time.monotonic())):
                 return {}
             data = os.read(self.process.stdout.fileno(), 1 << 16)
@@ -279,13 +289,12 @@ class _Process:
                 return {}
             *lines, self.rest = (self.rest + data).split(b"\n")
             self.lines.extend(lines)
-        return json.loads(self.lines.popleft())
 
-    def trouble(self, limit: float) -> str:
+    def trouble(self, what: str) -> str:
         try:
             code = self.process.wait(timeout=0.05)
         except subprocess.TimeoutExpired:
-            return f"timeout: no result after {limit:g} s"
+            return f"timeout: {what}"
         return f"{CRASHED}: the worker ended with code {code}"
 
     def kill(self) -> None:

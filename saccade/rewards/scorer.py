@@ -102,6 +102,13 @@ class Scorer:
             metrics |= {f"service/{name}/{key}": v for key, v in scorer.metrics().items()}
         return metrics
 
+    @property
+    def awaited(self) -> list[str]:
+        """The terms that are scored elsewhere: by workers, a judge, a service or a model."""
+        recipes = [*self.recipes.values(), *filter(None, [self.default])]
+        terms = [term for recipe in recipes for term in recipe.terms]
+        return list(dict.fromkeys(t.name for t in terms if t.function is None or t.judged))
+
     def recipe(self, data_source: str) -> Recipe:
         found = self.recipes.get(data_source, self.default)
         if found is None:

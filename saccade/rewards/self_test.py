@@ -1,52 +1,33 @@
 """Does the reward know right from wrong? Asked before step 1, of rows whose answer is known.
 
 On the raw outcome only: the gold, written in the response format, must score the maximum; an
-empty response and the gold of a row with another answer must score the minimum. Shaping and
-format terms play no part. A judge may err on a few: two golds that differ may mean the same.
+empty response and the gold of a row with another answer must score the minimum, and few of them
+may be abstained from. Of other terms only those count that fail most of the time. A judge may err
+on a few: two golds that differ may mean the same.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from saccade.errors import SelfTestError
-from saccade.rewards.combine import Scored, Term
+from saccade.rewards.combine import Recipe, Scored, Term
 from saccade.rewards.custom import split_name
 from saccade.rewards.formats import FORMATS
 from saccade.rewards.maths import equivalent
+from saccade.rewards.misjudged import OWN, Case, Failure, Kind, failures_of
 from saccade.rewards.numbers import single_number
 from saccade.rewards.pool import CRASHED
-from saccade.rewards.sample import RewardSample, reward_sample
+from saccade.rewards.sample import reward_sample
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.verifiers import VERIFIERS, Verifier
-from saccade.types import Sample, Score
+from saccade.rewards.verifiers import VERIFIERS
+from saccade.types import Sample
 
-Kind = Literal["gold", "empty", "foreign"]
 SHOWN = 5
-CLOSE = 1e-6  # boxes are rounded on their way through frames
-OWN = Verifier(function=lambda sample: Score(kind="abstain"))  # a function of the user
 HANGS = 3  # timeouts or crashes in a row, after which nobody waits for more
-SHARED = 0.5  # of the golds of other rows, where a place or a word can be right for several rows
-MISJUDGED = 0.1  # share of known answers that a judge may get wrong
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    sample_id: str
-    case: Kind
-    response: str
-    scored: str  # value, or status with its reason
-    expected: str
-
-    def __str__(self) -> str:
-        return (
-            f"row {self.sample_id}: {self.case} response {self.response!r} "
-            f"scored {self.scored}, expected {self.expected}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,20 +37,28 @@ class SelfTest:
     failures: tuple[Failure, ...] = ()
     skipped: tuple[str, ...] = ()  # outcome terms that no row could test, and why
     ended: str = ""  # which function hung too often to be tested to the end
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Case:
-    kind: Kind
-    sample: RewardSample
-    term: Term
+    format: str = ""  # in which golds were written
 
 
 def self_test(
     scorer: Scorer, samples: Sequence[Sample], *, format: str, count: int = 32
 ) -> SelfTest:
-    """Test the outcome term on up to `count` rows of each data source."""
-    cases: list[_Case] = []
+    """Test the outcome term on up to `count` rows of each data source. Where the user's own words
+    ask for an answer (prompt.format=none), a function of theirs may read the bare one, or tags.
+    """
+    result = _test(scorer, samples, format, count, tagged=set())
+    failed = {f.verifier for f in result.failures if f.case.kind == "gold" and not f.broken}
+    own = set(filter(split_name, failed))
+    if format != "none" or not own:
+        return result
+    again = _test(scorer, samples, format, count, tagged=own)
+    return again if again.passed else result
+
+
+def _test(
+    scorer: Scorer, samples: Sequence[Sample], format: str, count: int, *, tagged: Set[str]
+) -> SelfTest:
+    cases: list[Case] = []
     skipped: list[str] = []
     for source in dict.fromkeys(sample.data_source for sample in samples):
         recipe = scorer.recipe(source)
@@ -79,10 +68,12 @@ def self_test(
             why = "no row has an answer" if term.needs_answer else "it needs no answer"
             skipped.append(f"{term.name} ({source}): {why}")
             continue
+        plain = format == "none" and split_name(term.verifier) and term.verifier not in tagged
+        render = FORMATS["direct" if plain else format].render
         for index, row in enumerate(rows):
-            cases += _cases(row, rows[index + 1 :] + rows[:index], term, format)
+            cases += _cases(row, rows[index + 1 :] + rows[:index], recipe, render)
     cases, scored, ended = _scored(scorer, cases)
-    failures = _failures(cases, scored)
+    failures = failures_of(list(zip(cases, scored, strict=True)), format)
     rows_tested = sum(case.kind == "gold" for case in cases)
     return SelfTest(
         passed=not failures,
@@ -90,10 +81,11 @@ def self_test(
         failures=tuple(failures),
         skipped=tuple(skipped),
         ended=ended,
+        format=format,
     )
 
 
-def _scored(scorer: Scorer, cases: Sequence[_Case]) -> tuple[list[_Case], list[Scored], str]:
+def _scored(scorer: Scorer, cases: Sequence[Case]) -> tuple[list[Case], list[Scored], str]:
     """The cases with their scores, and which function was given up. Built-in terms at once; of a
     function of the user more and more at a time, so that one that hangs does not take minutes.
     """
@@ -119,7 +111,7 @@ def _scored(scorer: Scorer, cases: Sequence[_Case]) -> tuple[list[_Case], list[S
     return done, scores, ended
 
 
-def _hangs(cases: Sequence[_Case], scored: Sequence[Scored]) -> bool:
+def _hangs(cases: Sequence[Case], scored: Sequence[Scored]) -> bool:
     """Whether several in a row did, of all responses or of one kind."""
     hung = [
         (case.kind, s.reason_kind in ("timeout", CRASHED))
@@ -138,26 +130,46 @@ def require(result: SelfTest, mode: Literal["strict", "warn", "off"]) -> None:
     if result.passed or mode == "off":
         return
     shown = "\n".join(f"  {failure}" for failure in result.failures[:SHOWN])
+    broken = any(failure.broken for failure in result.failures)
     message = (
-        f"the reward misjudges known answers ({len(result.failures)} cases, {result.rows} rows):\n"
-        f"{shown}\n{result.ended}"
-        "Check that the verifier fits the answers and that prompt.format is where it looks "
-        "(term args 'order'); set reward.self_test=warn to train all the same."
+        f"the reward {'fails on' if broken else 'misjudges'} known answers "
+        f"({sum(f.cases for f in result.failures)} cases, {result.rows} rows):\n"
+        f"{shown}\n{result.ended}{MEND if broken else _advice(result)}".rstrip()
     )
     if mode == "strict":
         raise SelfTestError(message)
     logging.getLogger("saccade").warning(message)
 
 
-def _cases(row: Sample, others: Sequence[Sample], term: Term, format: str) -> list[_Case]:
-    render = FORMATS[format].render
-    cases: list[_Case] = []
+MEND = "Mend what fails: it would fail in training, too."
+
+
+def _advice(result: SelfTest) -> str:
+    warn = "reward.self_test=warn trains all the same."
+    if all(failure.advised for failure in result.failures):
+        return warn
+    if not any(split_name(failure.verifier) for failure in result.failures):
+        how = "term args 'order'"
+    elif result.format == "none":
+        how = "golds were tried bare and in <answer> tags"
+    else:
+        how = "for a function that compares the bare response: prompt.format=direct"
+    return (
+        "Check that the verifier fits the answers and looks where prompt.format="
+        f"{result.format} puts them ({how}); {warn}"
+    )
+
+
+def _cases(
+    row: Sample, others: Sequence[Sample], recipe: Recipe, render: Callable[[str], str]
+) -> list[Case]:
+    cases: list[Case] = []
+    term = recipe.terms[recipe.outcome]
 
     def add(kind: Kind, response: str) -> None:
         length = len(response.split())
-        cases.append(
-            _Case(kind=kind, sample=reward_sample(row, response, length=length), term=term)
-        )
+        seen = reward_sample(row, response, length=length, token_ids=[0] * length)
+        cases.append(Case(kind=kind, sample=seen, recipe=recipe))
 
     gold = _gold(row, term)
     add("gold", render(gold))
@@ -190,59 +202,3 @@ def _distance(text: str, gold: str) -> float:
     """Between numbers; verifiers with a tolerance need a foreign answer that is far away."""
     a, b = single_number(text), single_number(gold)
     return 0.0 if a is None or b is None else abs(float(a - b))
-
-
-def _failures(cases: Sequence[_Case], scored: Sequence[Scored]) -> list[Failure]:
-    ranges = {term: _range(term, cases, scored) for term in {case.term.verifier for case in cases}}
-    failures: dict[tuple[str, Kind, bool], list[Failure]] = {}
-    for case, result in zip(cases, scored, strict=True):
-        low, high = ranges[case.term.verifier]
-        wanted = high if case.kind == "gold" else low
-        excused = result.outcome is None and result.status == "abstain" and case.kind != "gold"
-        if not excused and (low == high or not _as_wanted(case, result.outcome, low, high)):
-            value = f"{result.outcome:g}" if result.outcome is not None else result.status
-            reason = f" ({result.reason})" if result.reason else ""
-            failures.setdefault((case.term.verifier, case.kind, case.term.judged), []).append(
-                Failure(
-                    sample_id=case.sample.id,
-                    case=case.kind,
-                    response=case.sample.response,
-                    scored=value + reason,
-                    expected="right and wrong answers to differ" if low == high else f"{wanted:g}",
-                )
-            )
-    asked = Counter((case.term.verifier, case.kind) for case in cases)
-    return [
-        failure
-        for (verifier, kind, judged), some in failures.items()
-        if len(some) > _tolerated(verifier, kind, judged) * asked[verifier, kind]
-        for failure in some
-    ]
-
-
-def _as_wanted(case: _Case, outcome: float | None, low: float, high: float) -> bool:
-    """Where an answer may be partly right, the gold of another row only falls short of the best."""
-    if outcome is None:
-        return False
-    if case.kind == "foreign" and VERIFIERS.get(case.term.verifier, OWN).graded:
-        return outcome < high - CLOSE
-    return abs(outcome - (high if case.kind == "gold" else low)) <= CLOSE
-
-
-def _tolerated(verifier: str, kind: str, judged: bool) -> float:
-    """The share of known answers that may be scored otherwise."""
-    if kind == "foreign" and VERIFIERS.get(verifier, OWN).graded:
-        return SHARED
-    return MISJUDGED if judged else 0.0
-
-
-def _range(verifier: str, cases: Sequence[_Case], scored: Sequence[Scored]) -> tuple[float, float]:
-    """Built-in outcomes are 0 or 1; of a function of the user we know what it has returned."""
-    if split_name(verifier) is None:
-        return 0.0, 1.0
-    seen = [
-        result.outcome
-        for case, result in zip(cases, scored, strict=True)
-        if case.term.verifier == verifier and result.outcome is not None
-    ]
-    return min(seen, default=0.0), max(seen, default=0.0)

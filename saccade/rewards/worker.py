@@ -1,9 +1,10 @@
 """The process for verifiers that may hang, crash or belong to the user: JSON lines both ways.
 
-A request holds a verifier, its arguments, a deadline and samples. The first reply says that the
-function is loaded, or why not; one reply follows per sample. A deadline is enforced by the
-parent, which ends this process; when the parent is gone, this process ends itself. User code
-cannot disturb the pipes: its output goes to standard error.
+A request holds its id, a verifier, its arguments, a deadline and samples. The first reply says that
+the function is loaded, or why not; one reply follows per sample, none where there are no samples.
+Every reply names the request that it answers. A deadline is enforced by the parent, which ends
+this process; when the parent is gone, this process ends itself. User code cannot disturb the pipes:
+its output goes to standard error.
 
     $ python -m saccade.rewards.worker
 """
@@ -18,6 +19,7 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from saccade.rewards import custom
@@ -26,6 +28,7 @@ from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Score
 
 Emit = Callable[[Mapping[str, Any]], None]
+Failure = Callable[[Exception], Score]
 
 
 def main() -> None:
@@ -41,7 +44,8 @@ def main() -> None:
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(requests, inbox), daemon=True).start()
     while True:
-        serve(json.loads(inbox.get()), emit)
+        request = json.loads(inbox.get())
+        serve(request, lambda reply, id=request["id"]: emit({**reply, "id": id}))  # type: ignore[misc]
 
 
 def _listen(requests: Any, inbox: queue.SimpleQueue[bytes]) -> None:
@@ -53,21 +57,29 @@ def _listen(requests: Any, inbox: queue.SimpleQueue[bytes]) -> None:
 def serve(request: Mapping[str, Any], emit: Emit) -> None:
     """Answer one request: `ready` or `failed`, then `{index, score}` for every sample."""
     args = request["args"]
+    file = (custom.split_name(request["verifier"]) or ("",))[0]
     try:
         function, form = _function(request["verifier"], args)
     except Exception as error:
-        emit({"failed": _told(error)})
+        emit({"failed": _told(error, file)})
         return
     coroutine = _is_async(function)
     emit({"ready": True, "together": form.batch or coroutine})
     samples = [RewardSample(**row) for row in request["samples"]]
+    if not samples:
+        return  # only asked whether it loads: a function need not know what to do with none
+    failure = partial(_failure, file=file)
     if form.batch:
-        _batch(function, form, samples, args, emit)
+        _batch(function, form, samples, args, emit, failure)
     elif coroutine:
-        asyncio.run(_concurrently(function, form, samples, args, request["deadline"], emit))
+        deadline = request["deadline"]
+        asyncio.run(_concurrently(function, form, samples, args, deadline, emit, failure))
     else:
         _one_by_one(
-            lambda sample: custom.to_score(custom.call(function, form, sample, args)), samples, emit
+            lambda sample: custom.to_score(custom.call(function, form, sample, args)),
+            samples,
+            emit,
+            failure,
         )
 
 
@@ -89,13 +101,16 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _one_by_one(
-    score: Callable[[RewardSample], Score], samples: Sequence[RewardSample], emit: Emit
+    score: Callable[[RewardSample], Score],
+    samples: Sequence[RewardSample],
+    emit: Emit,
+    failure: Failure,
 ) -> None:
     for index, sample in enumerate(samples):
         try:
             result = score(sample)
         except Exception as error:
-            result = _failure(error)
+            result = failure(error)
         emit(_reply(index, result))
 
 
@@ -105,6 +120,7 @@ def _batch(
     samples: Sequence[RewardSample],
     args: Mapping[str, Any],
     emit: Emit,
+    failure: Failure,
 ) -> None:
     """All at once; when that fails, one at a time, so that only the culprits fail."""
 
@@ -123,7 +139,7 @@ def _batch(
             emit(_reply(index, score))
     except Exception:
         emit({"together": False})
-        _one_by_one(lambda sample: scores([sample])[0], samples, emit)
+        _one_by_one(lambda sample: scores([sample])[0], samples, emit, failure)
 
 
 class BadLength(ValueError):
@@ -141,30 +157,36 @@ async def _concurrently(
     args: Mapping[str, Any],
     deadline: float,
     emit: Emit,
+    failure: Failure,
 ) -> None:
     async def one(index: int, sample: RewardSample) -> None:
         try:
             pending = custom.call(function, form, sample, args)
             score = custom.to_score(await asyncio.wait_for(pending, deadline))
         except asyncio.TimeoutError:
-            score = Score(kind="error", reason=f"timeout: no result after {deadline:g} s")
+            score = Score(kind="error", reason=f"timeout: {custom.late(deadline)}")
         except Exception as error:
-            score = _failure(error)
+            score = failure(error)
         emit(_reply(index, score))
 
     await asyncio.gather(*(one(index, sample) for index, sample in enumerate(samples)))
 
 
-def _failure(error: Exception) -> Score:
+def _failure(error: Exception, file: str) -> Score:
     kind = "bad_length" if isinstance(error, BadLength) else "raised"
-    return Score(kind="error", reason=f"{kind}: {_told(error)}")
+    return Score(kind="error", reason=f"{kind}: {_told(error, file)}")
 
 
-def _told(error: BaseException) -> str:
-    """The exception and the last line of user code that it passed through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+def _told(error: BaseException, file: str) -> str:
+    """The exception and the line: of the syntax error, or the last that it passed in the user's
+    file; of a built-in verifier (no file) the last of all.
+    """
+    message, places = str(error), traceback.extract_tb(error.__traceback__)
+    lines = [(place.filename, place.lineno) for place in places if file in ("", place.filename)]
+    if isinstance(error, SyntaxError) and error.filename:
+        message, lines = error.msg, [(error.filename, error.lineno)]
+    where = f" ({os.path.basename(lines[-1][0])}:{lines[-1][1]})" if lines else ""
+    return f"{type(error).__name__}: {message}{where}"
 
 
 def _reply(index: int, score: Score) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from saccade.rewards.scorer import Scorer
 from saccade.types import ALWAYS_EXCLUDED, Group, Message, Sample, Trajectory
 
 GLANCE = 0.25  # seconds between two looks at rewards that are still out
+GIVEN_UP: Future[Scored] = Future()
+GIVEN_UP.set_result(Scored(status="abstain", reason="given_up: too many others failed"))
 Progress = Callable[[int, int], None]  # done, all
 
 
@@ -49,12 +51,27 @@ class RewardStream:
             seen = seen_by_reward(question, trajectory, self.family)
             self._pending[trajectory.key] = self.scorer.submit(seen)
 
-    def attach(self, groups: Sequence[Group], progress: Progress | None = None) -> list[Group]:
-        """Waits for the rewards that are still out; `progress` hears of it and may raise."""
+    def attach(
+        self,
+        groups: Sequence[Group],
+        progress: Progress | None = None,
+        *,
+        tolerated: float = 1.0,
+    ) -> list[Group]:
+        """Waits for the rewards that are still out; `progress` hears of it and may raise. When more
+        than the `tolerated` share of all members has failed, the others are not waited for.
+        """
         if self.scorer is not None:
             self.scorer.flush()
+        members = [t for g in groups for t in (*g.trajectories, g.greedy) if t is not None]
+        lost = {t.key for t in members if t.status == "error"}
         out = set(self._pending.values()) if progress is not None else set()
         while progress is not None and (out := wait(out, timeout=GLANCE).not_done):
+            scored = {key: f.result() for key, f in self._pending.items() if f.done()}
+            failed = {key for key, score in scored.items() if score.status == "error"}
+            if len(lost | failed) > tolerated * len(members):
+                self._pending |= dict.fromkeys(self._pending.keys() - scored.keys(), GIVEN_UP)
+                break
             progress(len(self._pending) - len(out), len(self._pending))
         return [
             _dropped_together(

@@ -110,7 +110,7 @@ class PromptConfig(Section):
     format: str = option(
         "think_answer",
         "How the model answers: think_answer | think_boxed | boxed | answer_line | hash | letter | "
-        "grounding | boxes_json | direct | none.",
+        "counting | grounding | boxes_json | direct | none.",
     )
     instruction: str | None = option(
         None, "Replaces the format's instruction; an empty string adds none."

@@ -29,7 +29,7 @@ from saccade.errors import (
     RewardError,
     TrainingError,
 )
-from saccade.recipes import rl
+from saccade.recipes import rl, rollouts
 from saccade.recipes.guard import check_mismatch
 from saccade.recipes.rollouts import check_errors
 from saccade.tracking.loggers import read_metrics
@@ -81,6 +81,22 @@ def test_what_fails_before_an_update_keeps_the_steps_before_it(
     rows = read_metrics(tmp_path / "run")
     assert [row["turns/void_frac"] for row in rows] == [0, 0]
     assert [row["length/parse_rate"] for row in rows] == [1, 1]
+
+
+def test_a_reward_that_hangs_is_told_of_and_given_up_before_all_have_hung(
+    rl_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "PATIENCE", 0.0)
+    reward = tmp_path / "reward.py"
+    reward.write_text("import time\n\ndef slow(sample):\n    time.sleep(100)\n")
+    changes = {"reward.terms": [f"{reward}:slow"], "reward.deadline": 1.0, "reward.workers": 1}
+    with pytest.raises(RewardError) as error:
+        rl.run(rl_config(tmp_path) | changes | {"reward.self_test": "off"})
+    failed, total, left = map(int, re.findall(r"(\d+) (?:of|samples|others)", str(error.value)))
+    assert 0 < failed < total and left == total - failed
+    assert "raise reward.deadline above 1 s, or reward.max_error_rate above" in str(error.value)
+    told = (tmp_path / "run" / "log.txt").read_text()
+    assert f"waiting for rewards (slow): 0 of {total} after" in told
 
 
 def test_old_rollout_still_measures_the_gap_between_engine_and_trainer(

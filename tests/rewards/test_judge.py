@@ -305,6 +305,6 @@ def test_the_self_test_tells_a_judge_from_a_yes_man(fair: Endpoint) -> None:
     yes = chat_answer("Score: 1")
     with scripted(lambda body: yes) as endpoint, scorer(endpoint.url) as scoring:
         result = self_test(scoring, samples, format="think_answer")
-    assert {failure.case for failure in result.failures} == {"foreign"}
+    assert {failure.case.kind for failure in result.failures} == {"foreign"}
     with pytest.raises(SelfTestError, match="foreign response"):
         require(result, "strict")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from saccade.rewards.pool import WorkerPool
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.pool import WorkerPool, _Process
+from saccade.rewards.sample import RewardSample, to_json
 from saccade.types import Score
 
 BAD = """
@@ -40,6 +40,10 @@ def once(sample):
         os.kill(os.getpid(), 9)
     return float(sample.id)
 def once_together(samples): return [once(s) for s in samples]
+def first_one(completions, solution, **columns):
+    first = completions[0]
+    return [float(right in c[0]["content"]) for c, right in zip(completions, solution)]
+def one_only(completions, **columns): return [float(completions[0][0]["content"] != "drop")]
 def dies_later(sample):
     import threading
     threading.Timer(0.2, os._exit, [7]).start()
@@ -119,8 +123,44 @@ def test_check_tells_what_is_wrong(functions: str, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_module_at_all\n")
     with WorkerPool(workers=1, deadline=5) as pool:
         assert "single, batch" in (pool.check(f"{functions}:sinlge") or "")
-        assert "unexpected" in (pool.check(f"{functions}:single", {"bonus": 1}) or "")
-        assert "no_such_module" in (pool.check(f"{tmp_path}/broken.py:f") or "")
+        bonus = pool.check(f"{functions}:single", {"bonus": 1}) or ""
+        assert "unexpected" in bonus and bonus.endswith("(here: none)")
+        missing = pool.check(f"{tmp_path}/broken.py:f") or ""
+        assert "no_such_module" in missing and missing.endswith("(broken.py:1)")
+        (tmp_path / "typo.py").write_text("x = 1\ndef f(sample) return 1\n")
+        assert pool.check(f"{tmp_path}/typo.py:f") == "load: SyntaxError: expected ':' (typo.py:2)"
+        (tmp_path / "none.py").write_text("def f(): return 1\ndef g(response, answer): return 1\n")
+        for name in "fg":
+            told = pool.check(f"{tmp_path}/none.py:{name}") or ""
+            assert "f(sample), f(samples)" in told and ".py:" not in told
+
+
+@pytest.mark.parametrize("name", ["first_one", "one_only"])
+def test_whether_a_list_function_loads_is_asked_without_calling_it(
+    functions: str, name: str
+) -> None:
+    samples = [RewardSample(id=str(n), response="red" * (n % 3), answer="red") for n in range(96)]
+    with WorkerPool(workers=2, deadline=30) as pool:
+        checks = [pool.check(f"{functions}:{name}") for _ in range(3)]
+        found = [pool.submit(f"{functions}:{name}", sample) for sample in samples]
+        values = [future.result(timeout=60).value for future in found]
+        assert checks == [None] * 3 and pool.replaced == 0
+    right = [float(bool(n % 3) or name == "one_only") for n in range(96)]
+    assert values == right
+
+
+def test_a_late_reply_is_never_taken_for_one_to_another_request(functions: str) -> None:
+    def request(*samples: RewardSample) -> str:
+        rows = ",".join(map(to_json, samples))
+        return f'"verifier": "{functions}:single", "args": {{}}, "deadline": 9, "samples": [{rows}]'
+
+    some = [RewardSample(id=str(n), response="none") for n in range(20)]
+    process, end = _Process(), time.monotonic() + 60
+    assert process.ask(request(*some), 60)["ready"]
+    reply = process.ask(request(RewardSample(id="a", response="good")), 60)  # twenty are still out
+    assert reply["ready"] and reply["id"] == 2
+    assert process.receive(end)["score"]["value"] == 1
+    process.dispose()
 
 
 def test_closing_ends_the_processes_and_answers_what_is_left(functions: str) -> None:

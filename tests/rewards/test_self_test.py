@@ -90,13 +90,38 @@ def test_shaping_and_format_play_no_part() -> None:
 
 
 def test_a_verifier_that_does_not_fit_the_answers_is_refused() -> None:
-    result = result_of(rows("cat", "dog"), ["count"])
-    assert not result.passed
-    assert result.failures[0].sample_id == "row-0"
-    with pytest.raises(SelfTestError, match="row row-0: gold response") as error:
+    result = result_of(rows("3.5", "7.25"), ["count"])
+    assert [f.case.sample.id for f in result.failures] == ["row-0", "row-1"]
+    told = r"row row-0: gold response .*prompt.format=think_answer.* scored 0.*expected 1"
+    with pytest.raises(SelfTestError, match=told) as error:
         require(result, "strict")
     assert error.value.exit_code == 2
     require(result, "off")
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answers", "told"),
+    [
+        # Its own text it knows, but every wrong word is abstained from.
+        ("math", ("true", "false"), r"right answer of 0 of 2 rows .* 2 of 2.*terms=\[exact\]"),
+        ("count", ("cat", "dog"), r"right answer of 2 of 2 rows .*terms=\[exact\]"),
+        ("contains_one_of", ("7", "8"), r"such as '7'; .*terms=\[number\]"),
+        ("iou", ("left", "right"), r"\[10, 20, 50, 80\]"),
+    ],
+)
+def test_golds_that_cannot_be_read_are_refused_with_what_reads_them(
+    verifier: str, answers: tuple[str, ...], told: str
+) -> None:
+    result = result_of(rows(*answers), [verifier])
+    assert len(result.failures) == 1
+    with pytest.raises(SelfTestError, match=f"{verifier} cannot read these golds.*{told}"):
+        require(result, "strict")
+    if verifier != "iou":
+        assert result_of(rows(*answers), ["exact"]).passed
+
+
+def test_a_few_words_among_formulas_pass() -> None:
+    assert result_of(rows("1", "2", "3", "cat"), ["math"]).passed
 
 
 def test_warn_only_warns(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,13 +142,58 @@ def test_warn_only_warns(caplog: pytest.LogCaptureFixture) -> None:
 def test_careless_custom_rewards_are_refused(tmp_path: Path, body: str, case: str) -> None:
     (tmp_path / "mine.py").write_text(f"def compute_score(sample):\n    {body}\n")
     result = result_of(rows("7", "8"), [f"{tmp_path}/mine.py"])
-    assert case in {failure.case for failure in result.failures}
+    assert case in {failure.case.kind for failure in result.failures}
 
 
 def test_a_careful_custom_reward_passes(tmp_path: Path) -> None:
     body = "return 2.0 * (f'<answer>{sample.answer}</answer>' in sample.response) - 1"
     (tmp_path / "mine.py").write_text(f"def compute_score(sample):\n    {body}\n")
     assert result_of(rows("7", "8"), [f"{tmp_path}/mine.py"]).passed
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (
+            "raise ValueError('boom ' + sample.id)",
+            r"mine.py:f raised ValueError: boom row-0 \(mine.py:2\), on 5 of 5 rows, first on the "
+            "gold",
+        ),
+        ("return float('nan')", "mine.py:f: nan: the function returned nan, on 5 of 5 rows"),
+        ("return '1.0'", "mine.py:f: bad_type: a reward is a number.* not str, on 5 of 5 rows"),
+        ("return float(sample.response[0] == sample.answer[0])", r"IndexError.*mine.py:2.*5 of 5"),
+    ],
+)
+@pytest.mark.parametrize("second", [False, True])
+def test_what_a_function_fails_with_is_told_once(
+    tmp_path: Path, body: str, told: str, second: bool
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def f(sample):\n    {body}\n")
+    own = f"{tmp_path}/mine.py:f"
+    result = result_of(rows(*map(str, range(5))), ["count", own] if second else [own], "direct")
+    if second and "IndexError" in told:  # one response in three costs no other term its place
+        assert result.passed
+        return
+    with pytest.raises(SelfTestError, match=told) as error:
+        require(result, "strict")
+    assert len(result.failures) == 1 and "self_test" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "body", ["sample.response == sample.answer", "f'<answer>{sample.answer}<' in sample.response"]
+)
+def test_without_a_format_own_functions_may_read_the_bare_answer_or_tags(
+    tmp_path: Path, body: str
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def f(sample):\n    return float({body})\n")
+    terms = [f"{tmp_path}/mine.py:f"]
+    assert result_of(rows("red", "blue"), terms, "none").passed
+    shaped = result_of(rows("red", "blue"), terms, "think_boxed")
+    with pytest.raises(SelfTestError, match=r"scores 0 for all 6.*\n.*prompt.format=direct"):
+        require(shaped, "strict")
+    (tmp_path / "mine.py").write_text("def f(sample):\n    return float('7' in sample.response)\n")
+    with pytest.raises(SelfTestError, match=r"prompt.format=none puts them .*bare and in <answer>"):
+        require(result_of(rows("red", "17"), terms, "none"), "strict")
 
 
 def test_terms_without_gold_are_skipped_and_listed() -> None:
@@ -167,6 +237,7 @@ def test_a_function_that_hangs_is_given_up_soon(tmp_path: Path) -> None:
     config = RewardConfig(terms=[f"{tmp_path}/loop.py:loop"], workers=1, deadline=0.2)
     with Scorer(config, prompt_format="direct", max_tokens=64) as scorer:
         result = self_test(scorer, rows(*map(str, range(20))), format="direct")
-    assert len(result.failures) == 3 and result.ended.startswith("The test was ended after 3 of 60")
-    with pytest.raises(SelfTestError, match="3 in a row timed out or crashed"):
+    assert result.ended.startswith("The test was ended after 3 of 60")
+    told = r"loop.py:loop: timeout: no result after 0.2 s \(reward.deadline\), on 1 of 1 rows"
+    with pytest.raises(SelfTestError, match=rf"{told}.*\n.*3 in a row timed out or crashed"):
         require(result, "strict")

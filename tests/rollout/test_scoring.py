@@ -67,6 +67,24 @@ def test_a_failure_may_cost_the_whole_group(
     assert statuses(scored.trajectories) == [others, ("error", None), others]
 
 
+def test_when_too_many_have_failed_the_rest_is_not_waited_for(
+    group: Group, family_of: Callable[[str], Family]
+) -> None:
+    failed = Scored(status="error", reason="timeout: no result")
+    for tolerated, heard in ((0.3, []), (0.34, [(2, 3)])):  # one of three has failed
+        scores, said = Given(GOOD, failed), []
+
+        def progress(done: int, total: int, scores: Given = scores, said: list = said) -> None:
+            said.append((done, total))
+            scores.last.set_result(GOOD)
+
+        waiting = stream(scores, group, family_of("qwen2_5_vl"))
+        (scored,) = waiting.attach([group], progress, tolerated=tolerated)
+        last = ("ok", 1.0) if heard else ("abstain", None)
+        assert statuses(scored.trajectories) == [("ok", 1.0), ("error", None), last]
+        assert said == heard
+
+
 def test_whoever_waits_hears_of_it_and_may_give_up(
     group: Group, family_of: Callable[[str], Family]
 ) -> None:
