@@ -18,8 +18,8 @@ import typer
 
 from saccade import __version__
 from saccade.cli_data import data_commands
-from saccade.cli_run import as_override, print_report, read_config, run_recipe, show_error
-from saccade.errors import ConfigError, DataError, SaccadeError, SelfTestError
+from saccade.cli_run import as_override, read_config, run_recipe, show_error
+from saccade.errors import ConfigError, SaccadeError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -298,10 +298,13 @@ def inspect_data(
     ] = None,
     reads: Annotated[
         str | None,
-        typer.Option("--for", metavar="COMMAND", help="Also what sft, dpo or reward-model refuse."),
+        typer.Option(
+            "--for", metavar="COMMAND", help="Also what rl, sft, dpo or reward-model drop."
+        ),
     ] = None,
 ) -> None:
     """Look at every row and image of a data set and list what is wrong, row by row."""
+    from saccade.cli_run import print_report, refuse_data
     from saccade.data.check import write_fixed
     from saccade.recipes.check_data import run
 
@@ -315,14 +318,7 @@ def inspect_data(
     print_report(report)
     if fix is not None:
         print("wrote " + ", ".join(map(str, write_fixed(report, fix))))
-    if not report.acceptable:
-        raise DataError(
-            f"{len(report.bad)} of {report.rows} rows are bad, and data.max_bad_fraction is "
-            f"{config.data.max_bad_fraction:g}; "
-            + (f"the good ones are in {fix}" if fix else "mend them, or use --fix FILE")
-        )
-    if report.self_test is not None and not report.self_test["passed"]:
-        raise SelfTestError("the reward misjudges known answers; see the rows above")
+    refuse_data(report, config, fix)
 
 
 @command("estimate", panel="Look", example="saccade estimate run.yaml --device H100")

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, DataError, SelfTestError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -136,18 +136,31 @@ def _print_plan(config: Config, name: str) -> None:
 
 
 def print_report(report: Report) -> None:
+    counts = {
+        "bad": len(report.bad),
+        "overlong": len(report.overlong),
+        "left out": len(report.left_out),
+        "filtered by the mapping": report.filtered,
+    }
+    others = "".join(f", {n} {what}" for what, n in counts.items() if n or what == "bad")
     lines = {
-        "rows": f"{report.rows}, {report.good} good, {len(report.bad)} bad",
+        "rows": f"{report.rows}, {report.good} good{others}",
         "format": ", ".join(f"{name}: {format}" for name, format in report.formats.items()),
         "media" if {"video", "audio", "series"} & set(report.media_kinds) else "images": (
             f"{report.images} {'decoded' if report.decoded else 'with a readable header'}"
         ),
         "answers": f"{report.gold_rate:.1%} of the good rows",
-        "duplicate ids": str(len(report.duplicate_ids)),
+        "duplicate ids": "0",
     }
+    if report.compared == report.good and not report.gold_rate:
+        del lines["answers"]  # candidates need none
+    if report.duplicate_ids:
+        many = f"{len(report.duplicate_ids)}, and {report.renamed} rows got a suffix"
+        lines["duplicate ids"] = many
+    if report.repeated:
+        lines["val in train"] = f"{report.repeated} different rows of data.val are in data.train"
     if report.lengths:
         lines["prompt tokens"] = ", ".join(f"{k} {v:.0f}" for k, v in report.lengths.items())
-        lines["overlong"] = f"{len(report.overlong)} rows"
     if report.self_test is not None:
         verdict = "passed" if report.self_test["passed"] else "FAILED"
         lines["reward test"] = f"{verdict} on {report.self_test['rows']} rows"
@@ -158,10 +171,25 @@ def print_report(report: Report) -> None:
         print(f"{name:<14} {text}")
     for failure in report.self_test["failures"][:LISTED] if report.self_test else ():
         print(f"  {failure}")
-    for row in report.bad[:LISTED]:
+    listed = (*report.bad, *report.overlong, *report.left_out)
+    for row in listed[:LISTED]:
         print(f"  {row}")
-    if len(report.bad) > LISTED:
-        print(f"  and {len(report.bad) - LISTED} more; --out FILE lists all")
+    if len(listed) > LISTED:
+        print(f"  and {len(listed) - LISTED} more; --out FILE lists all")
+
+
+def refuse_data(report: Report, config: Config, fixed: Path | None) -> None:
+    """Where training would stop."""
+    if not report.acceptable:
+        raise DataError(
+            f"{len(report.bad)} of {report.rows} rows are bad, and data.max_bad_fraction is "
+            f"{config.data.max_bad_fraction:g}; "
+            + (f"the good ones are in {fixed}" if fixed else "mend them, or use --fix FILE")
+        )
+    if empty := [split for split, samples in report.samples.items() if not samples]:
+        raise DataError(f"data.{empty[0]} has no usable row; the reasons stand above")
+    if report.self_test is not None and not report.self_test["passed"]:
+        raise SelfTestError("the reward misjudges known answers; see the rows above")
 
 
 def _console(*, stderr: bool = False) -> Console:

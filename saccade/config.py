@@ -135,6 +135,7 @@ def defaults_for(command: str, config: Config) -> Config:
 # -- loading ---------------------------------------------------------------------------------------
 
 # Elsewhere an empty text means: not given.
+ROWS = (".jsonl", ".csv", ".parquet", ".arrow", ".gz")  # endings of files that are no config
 EMPTY_IS_A_VALUE = {"prompt.instruction", "env.instruction"}
 
 
@@ -171,13 +172,18 @@ def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, A
     path = Path(source)
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist; `saccade init` writes one")
+    if path.name.endswith(ROWS):
+        raise ConfigError(f"{path} holds rows, not options; give it as data.train={path}")
     try:
         written = parse(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(written, dict):
         kind = type(written).__name__
-        raise ConfigError(f"{path} must hold sections such as 'model:' and 'data:', not a {kind}")
+        raise ConfigError(
+            f"{path} must hold sections such as 'model:' and 'data:', not a {kind}; "
+            f"rows are given as data.train={path}"
+        )
     return _read(written)
 
 

@@ -98,6 +98,8 @@ def _steps(config: Config, per_step: int) -> list[tuple[str, str]]:
     if rows is not None and config.data.max_samples is not None:
         rows = min(rows, config.data.max_samples)
     per_epoch = "not counted" if rows is None else f"{rows / per_step:.4g} ({rows} rows)"
+    if rows and per_step > rows:
+        per_epoch += f"; a step takes each row {per_step / rows:.2g} times"
     if rows is None and config.run.max_steps is None:
         steps = f"{config.train.epochs:g} epochs"
     else:

@@ -26,6 +26,11 @@ from saccade.types import Media
 
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 FILES = (str, bytes, bytearray, Path, Mapping)
+OTHERS = {
+    b"\x89PNG": "a PNG picture",
+    b"\xff\xd8\xff": "a JPEG picture",
+    b"PK\x03\x04": "an NPZ file",
+}
 EXPECTED = "a time series is numbers [leads, samples], such as [[0.1, 0.2], [0.0, 0.3]]"
 
 
@@ -103,7 +108,12 @@ def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
 def _values(data: bytes, name: str) -> np.ndarray:
     """float32 [leads, samples] of a whole file."""
     try:
+        other = next((kind for start, kind in OTHERS.items() if data.startswith(start)), None)
+        if other:
+            raise ValueError(f"{other}, and neither NPY nor CSV")
         made = _npy(data) if data.startswith(npy.MAGIC_PREFIX) else _csv(data)
+    except UnicodeDecodeError:
+        raise ImageError(f"{name}: neither NPY nor CSV, which is text; {EXPECTED}") from None
     except ValueError as error:
         raise ImageError(f"{name}: {error}; {EXPECTED}") from None
     values = made[None] if made.ndim == 1 else made

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -385,9 +386,52 @@ def test_check_data_knows_what_a_command_refuses(counting: Path, tmp_path: Path)
         assert "3, 2 good, 1 bad" in result.stdout and f"  {bad} (row" in result.stdout
     assert run(*check, "--for", "dpo", "--fix", str(fixed)).exit_code == 0
     assert [json.loads(line)["id"] for line in fixed.open()] == ["n0", "n1"]
-    for command, reason in {"rl": "known are sft", "dpo": "model.path=tiny"}.items():
+    for command, reason in {"kto": "known are rl, sft, dpo", "dpo": "model.path=tiny"}.items():
         result = run("check-data", str(path), "--for", command)
         assert result.exit_code == 2 and reason in result.stderr
+
+
+def test_check_data_counts_what_a_command_leaves_out(tmp_path: Path) -> None:
+    def written(name: str, rows: list[dict[str, Any]]) -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"id": f"n{n}"} | r) + "\n" for n, r in enumerate(rows)))
+        return str(path)
+
+    pair = {"prompt": "which?", "chosen": "this", "rejected": "that"}
+    tie, long, bad = {"rejected": "this"}, {"chosen": "this " * 400}, {"chosen": ""}
+    rows = written("rows.jsonl", [pair, pair | tie, pair | long, pair | bad])
+    check = ["check-data", "model.path=tiny:qwen2", f"run.out={tmp_path}", "--for"]
+    result = run(*check, "dpo", rows, "data.max_bad_fraction=0.3", "dpo.max_tokens=300")
+    assert result.exit_code == 0 and "answers" not in result.stdout
+    assert "4, 1 good, 1 bad, 1 overlong, 1 left out" in result.stdout
+    assert "n1 (row 2 of rows): a tie prefers neither side" in result.stdout
+    assert "tokens, dpo.max_tokens is 300" in result.stdout
+    # A reward model learns from ties, and has a limit of its own.
+    own = "reward_model.max_tokens=3000"
+    result = run(*check, "reward-model", rows, "data.max_bad_fraction=0.3", own)
+    assert "4, 3 good, 1 bad" in result.stdout
+    ties = written("ties.jsonl", [pair | tie] * 3)
+    result = run(*check, "dpo", ties)
+    assert result.exit_code == 2 and "data.train has no usable row" in result.stderr
+    assert "3, 0 good, 0 bad, 3 left out" in result.stdout
+    texts = written("texts.jsonl", [{"text": "Once upon a time."}])
+    assert "1, 1 good" in run(*check, "sft", texts, "sft.mode=pretrain").stdout
+
+
+def test_check_data_counts_rows_that_repeat_or_lack_an_answer(tmp_path: Path) -> None:
+    rows = [{"id": "a", "question": "1+1?", "answer": "2"}] * 3 + [{"question": "why?"}] * 2
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run("check-data", str(path), f"data.val={path}", "reward.terms=[exact]")
+    assert "duplicate ids  4, and 6 rows got a suffix" in result.stdout
+    assert "2 different rows of data.val are in data.train" in result.stdout
+    assert "4 of 10 rows have no answer, and exact abstains" in result.stdout
+
+
+def test_a_data_file_is_no_config(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "2+2?"}\n')
+    result = run("rl", str(tmp_path / "rows.jsonl"))
+    assert result.exit_code == 2 and "give it as data.train=" in result.stderr
 
 
 def test_check_data_lists_bad_rows_and_writes_the_good_ones(counting: Path, tmp_path: Path) -> None:

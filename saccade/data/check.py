@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from datetime import date, datetime
@@ -28,6 +28,9 @@ from saccade.data.records import plain, to_row
 from saccade.errors import DataError
 from saccade.types import Media, Sample
 
+# (train or val, sources, options) → rows as they are in the file, rows that are used.
+Read = Callable[[str, Sequence[DataSource], DataConfig], tuple[Dataset, Dataset]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -37,13 +40,18 @@ class Report:
     good: int
     bad: tuple[BadRow, ...]
     overlong: tuple[BadRow, ...]
+    left_out: tuple[BadRow, ...]  # good rows that the command leaves out, as ties are by dpo
+    filtered: int  # rows that their mapping leaves out
     acceptable: bool
     formats: Mapping[str, str]
     duplicate_ids: tuple[str, ...]
+    renamed: int  # rows that got a suffix, as an earlier one has their id
+    repeated: int  # different rows of val that are in train, too
     media_kinds: Mapping[str, int]
     images: int  # different ones
     decoded: bool
     gold_rate: float  # share of the good rows that have an answer
+    compared: int  # good rows with candidates, which need none
     lengths: Mapping[
         str, float
     ]  # min, mean, median, p95, max in tokens; empty without a length function
@@ -57,7 +65,7 @@ class Report:
         named = {
             item.name: getattr(self, item.name) for item in fields(self) if item.name != "samples"
         }
-        for name in ("bad", "overlong"):
+        for name in ("bad", "overlong", "left_out"):
             named[name] = [vars(row) for row in named[name]]
         return json.dumps(plain(named), indent=2, ensure_ascii=False)
 
@@ -69,47 +77,53 @@ def check_data(
     headers_only: bool = False,
     workers: int = 2,
     self_test: Callable[[Sequence[Sample]], Any] | None = None,
-    read: Callable[[Sequence[DataSource], DataConfig], Dataset] | None = None,
+    read: Read | None = None,
+    marks: Collection[str] = (),
 ) -> Report:
     """Read train and validation sets; `self_test` gets the good samples and adds to the report.
-    What `read`, a command's own way to read its training sets, refuses is bad, too.
+    `read` is a command's own way to read a set: what it refuses is bad, too. `marks`: see `load`.
     """
-    sources = {"train": config.data.train, "val": config.data.val}
-    sets = {
-        split: _load(listed, config.data, length, read if split == "train" else None)
-        for split, listed in sources.items()
+    wanted = [("train", config.data.train), *(("val", [source]) for source in config.data.val)]
+    sets = [
+        (split, _load(split, listed, config.data, length, read, marks))
+        for split, listed in wanted
         if listed
-    }
+    ]
     if not sets:
         raise DataError("no data to check: set data.train or data.val")
+    every = [data for _, data in sets]
     every_image = {
-        media.key[:2]: media
-        for data in sets.values()
-        for s in data.samples
-        for media in s.every_media
+        media.key[:2]: media for data in every for s in data.samples for media in s.every_media
     }
     broken = {} if headers_only else _broken(every_image, workers)
-    good = {
-        split: tuple(s for s in data.samples if _problem(s, broken) is None)
-        for split, data in sets.items()
-    }
-    bad = [row for data in sets.values() for row in (*data.quarantined, *_damaged(data, broken))]
-    rows = sum(data.rows for data in sets.values())
+    good: dict[str, tuple[Sample, ...]] = {}
+    contents: dict[str, frozenset[str]] = {}
+    for split, data in sets:
+        fine = (s for s in data.samples if _problem(s, broken) is None)
+        good[split] = (*good.get(split, ()), *fine)
+        contents[split] = contents.get(split, frozenset()) | data.contents
+    bad = [row for data in every for row in (*data.quarantined, *_damaged(data, broken))]
+    rows = sum(data.rows for data in every)
     samples = [sample for part in good.values() for sample in part]
     tokens = [] if length is None else [length(sample) for sample in samples]
     return Report(
         rows=rows,
         good=len(samples),
         bad=tuple(bad),
-        overlong=tuple(row for data in sets.values() for row in data.overlong),
+        overlong=tuple(row for data in every for row in data.overlong),
+        left_out=tuple(row for data in every for row in data.left_out),
+        filtered=sum(data.filtered for data in every),
         acceptable=len(bad) <= config.data.max_bad_fraction * rows,
-        formats={name: format for data in sets.values() for name, format in data.formats.items()},
-        duplicate_ids=tuple(id for data in sets.values() for id in data.duplicate_ids),
-        media_kinds=dict(sum((Counter(data.media_kinds) for data in sets.values()), Counter())),
+        formats={name: format for data in every for name, format in data.formats.items()},
+        duplicate_ids=tuple(id for data in every for id in data.duplicate_ids),
+        renamed=sum(data.renamed for data in every),
+        repeated=len(frozenset.intersection(*contents.values())) if len(contents) > 1 else 0,
+        media_kinds=dict(sum((Counter(data.media_kinds) for data in every), Counter())),
         images=len(every_image),
         decoded=not headers_only,
         gold_rate=sum(sample.answer not in (None, "", ()) for sample in samples)
         / max(1, len(samples)),
+        compared=sum(bool(sample.candidates) for sample in samples),
         lengths=_statistics(tokens),
         histogram=_histogram(tokens),
         self_test=None if self_test is None else self_test(samples),
@@ -118,27 +132,35 @@ def check_data(
 
 
 def _load(
+    split: str,
     sources: Sequence[DataSource],
     config: DataConfig,
     length: Callable[[Sample], int] | None,
-    read: Callable[[Sequence[DataSource], DataConfig], Dataset] | None,
+    read: Read | None,
+    marks: Collection[str],
 ) -> Dataset:
-    """As training does, but going on where training would stop."""
+    """As training does, but going on where training would stop. Samples are as in the file, though
+    a command words them otherwise.
+    """
     going_on: dict[str, Any] = {"on_bad_row": "quarantine", "max_bad_fraction": 1.0}
     if config.overlong == "error":
         going_on["overlong"] = "drop"
     config = config.model_copy(update=going_on)
-    data = load(sources, config, length=length)
     if read is None:
-        return data
-    reasons = {(row.source, row.row): row.reason for row in read(sources, config).quarantined}
-    places = {
-        data.samples[n].id: (part.name, data.row_numbers[n])
-        for part in data.parts
-        for n in range(part.start, part.stop)
-    }
-    data = keep(data, lambda sample: reasons.get(places[sample.id]))
-    return replace(data, quarantined=(*data.quarantined, *data.left_out))
+        return load(sources, config, length=length, marks=marks)
+    data, taken = read(split, sources, config)
+    used = set(_places(taken))
+    place = {data.samples[n].id: at for n, at in enumerate(_places(data))}
+    kept = keep(data, lambda sample: None if place[sample.id] in used else "the command drops it")
+    lists = {name: getattr(taken, name) for name in ("quarantined", "overlong", "left_out")}
+    return replace(kept, **lists)
+
+
+def _places(data: Dataset) -> Iterator[tuple[int, int]]:
+    """Of each sample: which source, and which row there."""
+    for number, part in enumerate(data.parts):
+        for index in range(part.start, part.stop):
+            yield number, data.row_numbers[index]
 
 
 # -- images ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Data sets in memory: rows of all sources as samples, with what was set aside and why.
+"""Rows of all sources as one data set, with what was set aside and why.
 
 Reads headers, not pixels. A bad row is quarantined with its id and reason, never replaced; too
 many of them stop the run. How long a prompt is depends on the model, so the caller passes the
@@ -14,15 +14,16 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, compress, islice
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.bad_rows import BadRow, too_many
 from saccade.data.chats import RowError
+from saccade.data.dataset import PROMPT_LIMIT, Dataset, Part, keep
 from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id
 from saccade.data.judging import judged
 from saccade.data.mappings import apply, load_mapping, tables_of
@@ -41,7 +42,6 @@ from saccade.videos import open_video
 __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
 
 DETECTION_ROWS = 100
-PROMPT_LIMIT = "data.max_prompt_tokens"
 FILES = ("segmentation_path", "mask", "level")  # columns that may name a file for a reward
 FILE_NAME = re.compile(r".+\.\w{2,5}")
 OPENERS: Mapping[str, Callable[..., Media]] = {
@@ -52,68 +52,6 @@ OPENERS: Mapping[str, Callable[..., Media]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """The samples of one source: `samples[start:stop]`."""
-
-    name: str
-    format: str
-    start: int
-    stop: int
-    rows: int  # as read, bad ones included
-    weight: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dataset:
-    """Samples in file order, source after source, with what a manifest wants to know."""
-
-    samples: tuple[Sample, ...]
-    parts: tuple[Part, ...]
-    quarantined: tuple[BadRow, ...] = ()
-    overlong: tuple[BadRow, ...] = ()
-    left_out: tuple[BadRow, ...] = ()  # good rows that teach nothing
-    limit: str = PROMPT_LIMIT  # the option that overlong rows exceed
-    shortened: int = 0
-    filtered: int = 0  # rows that their mapping leaves out
-    lengths: tuple[int, ...] = ()  # tokens of each sample, where a length function was given
-    duplicate_ids: tuple[str, ...] = ()  # repeats got a suffix: id, id#2, id#3
-    media_kinds: Mapping[str, int] = field(default_factory=dict)
-    row_numbers: tuple[int, ...] = ()  # of each sample in its source, from 1
-    hash: str = ""
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def sample(self, id: str) -> Sample:
-        """The sample of that id."""
-        return next(sample for sample in self.samples if sample.id == id)
-
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def formats(self) -> dict[str, str]:
-        return {part.name: part.format for part in self.parts}
-
-    @property
-    def summary(self) -> str:
-        lines = [
-            f"{p.name}: {p.stop - p.start} of {p.rows} rows, format {p.format}" for p in self.parts
-        ]
-        counts = {
-            "bad rows set aside": len(self.quarantined),
-            f"rows over {self.limit} left out": len(self.overlong),
-            "rows shortened": self.shortened,
-            "rows left out by keep_if of the mapping": self.filtered,
-            "ids made unique": len(self.duplicate_ids),
-        }
-        reasons = Counter(row.reason for row in self.left_out)
-        counts |= {f"rows left out: {reason}": count for reason, count in reasons.items()}
-        return "\n".join(lines + [f"{count} {what}" for what, count in counts.items() if count])
-
-
 def load(
     sources: Sequence[DataSource],
     config: DataConfig,
@@ -121,14 +59,16 @@ def load(
     length: Callable[[Sample], int] | None = None,
     change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     limit: str = PROMPT_LIMIT,
+    marks: Collection[str] = (),
 ) -> Dataset:
     """Read the sources. `length` counts tokens; prompts over the limit follow `config.overlong`.
     `change` makes rows of a layout of its own into rows of a known format. `limit` names the option
     that max_prompt_tokens stands for, where a command has its own; its `length` then refuses rows
-    that others take.
+    that others take. `marks`: kinds of media that the model is there for, whose placeholder is
+    never plain text.
     """
     _check(sources, config)
-    reader = _Reader(config, length, change, limit)
+    reader = _Reader(config, length, change, limit, marks)
     parts: list[Part] = []
     for source in sources:
         most = _limit(source, sources, config, rows=sum(part.rows for part in parts))
@@ -137,9 +77,10 @@ def load(
     if len(reader.bad) > config.max_bad_fraction * rows:
         raise DataError(too_many(reader.bad, rows, sources, config, checked=limit == PROMPT_LIMIT))
     samples, duplicates = _with_unique_ids(reader.samples)
+    hashes = [content_hash(sample, everything=True) for sample in samples]
     return Dataset(
         samples=tuple(samples),
-        parts=tuple(parts),
+        parts=tuple(replace(p, hash=_hash(hashes[p.start : p.stop])) for p in parts),
         quarantined=tuple(reader.bad),
         overlong=tuple(reader.overlong),
         limit=limit,
@@ -147,31 +88,11 @@ def load(
         filtered=reader.filtered,
         lengths=tuple(reader.lengths),
         duplicate_ids=duplicates,
+        renamed=sum(a.id != b.id for a, b in zip(samples, reader.samples, strict=True)),
         media_kinds=dict(reader.kinds),
         row_numbers=tuple(reader.row_numbers),
-        hash=_hash(samples),
-    )
-
-
-def keep(dataset: Dataset, unwanted: Callable[[Sample], str | None]) -> Dataset:
-    """Without the samples that it gives a reason against; they are neither bad nor overlong."""
-    reasons = [unwanted(sample) for sample in dataset.samples]
-    flags = [reason is None for reason in reasons]
-    before = [0, *accumulate(flags)]
-    moved = (replace(p, start=before[p.start], stop=before[p.stop]) for p in dataset.parts)
-    left_out = (
-        BadRow(id=dataset.samples[n].id, source=p.name, row=dataset.row_numbers[n], reason=reason)
-        for p in dataset.parts
-        for n in range(p.start, p.stop)
-        if (reason := reasons[n]) is not None
-    )
-    return replace(
-        dataset,
-        samples=tuple(compress(dataset.samples, flags)),
-        lengths=tuple(compress(dataset.lengths, flags)),
-        row_numbers=tuple(compress(dataset.row_numbers, flags)),
-        parts=tuple(moved),
-        left_out=(*dataset.left_out, *left_out),
+        hash=_hash(hashes),
+        contents=frozenset(content_hash(sample)[:16] for sample in samples),
     )
 
 
@@ -225,8 +146,10 @@ class _Reader:
         length: Callable[[Sample], int] | None,
         change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None,
         limit: str,
+        marks: Collection[str],
     ) -> None:
         self.config, self.length, self.change, self.limit = config, length, change, limit
+        self.marks = marks
         self.samples: list[Sample] = []
         self.row_numbers: list[int] = []
         self.lengths: list[int] = []
@@ -254,6 +177,7 @@ class _Reader:
         options: dict[str, Any] = {
             "open_image": self._opener(container.folder),
             "default_source": container.stem,
+            "marks": self.marks,
         }
         counted = _Counted(chain(first, rows), passed)
         format, numbered = self._format(source, container.folder, counted, columns, name)
@@ -284,6 +208,7 @@ class _Reader:
             stop=len(self.samples),
             rows=counted.rows,
             weight=source.weight,
+            path=source.path,
         )
 
     def _changed(self, row: Row) -> Row:
@@ -386,8 +311,5 @@ def _with_unique_ids(samples: Sequence[Sample]) -> tuple[list[Sample], tuple[str
     return unique, tuple(id for id, count in seen.items() if count > 1)
 
 
-def _hash(samples: Sequence[Sample]) -> str:
-    digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(bytes.fromhex(content_hash(sample, everything=True)))
-    return digest.hexdigest()
+def _hash(hashes: Iterable[str]) -> str:
+    return hashlib.sha256(b"".join(map(bytes.fromhex, hashes))).hexdigest()

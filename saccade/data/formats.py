@@ -244,8 +244,9 @@ def read_row(
     *,
     open_image: OpenImage,
     default_source: str = "default",
+    marks: Collection[str] = (),
 ) -> Sample:
-    """One row as a sample; its images are opened with `open_image`."""
+    """One row as a sample. Placeholders of `marks`, kinds of media, are never plain text."""
     columns = columns_of(format, config.keys)
     fields = {
         role: _field(row, names, str if role == "data_source" else object)
@@ -262,6 +263,7 @@ def read_row(
     asked, candidates = _turns(values, format)
     turns = [*asked, *(turn for candidate in candidates for turn in candidate)]
     kinds = {kind for role, kind in KINDS.items() if any(name in row for name in columns[role])}
+    kinds = kinds.union(marks)
     turns = arrange(turns, pictures, prepend=config.placeholder == "prepend", columns=kinds)
     count = sum(isinstance(piece, Picture) for _, pieces in turns for piece in pieces)
     if count > config.max_images:

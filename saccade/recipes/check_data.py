@@ -7,74 +7,100 @@ saccade check-data run.yaml --for dpo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from saccade import checks
 from saccade.config import Config, DataConfig, DataSource, defaults_for, load
-from saccade.data import check
+from saccade.data import check, datasets
 from saccade.data.datasets import Dataset
 from saccade.errors import ConfigError
 from saccade.types import Sample
 
-COMMANDS = ("sft", "dpo", "reward-model")  # that refuse rows which others take
+if TYPE_CHECKING:
+    from saccade.models.families import Family
+
+TRAINING = ("rl", "sft", "dpo", "reward-model")  # that read rows each in its own way
 
 
 def run(
     config: Any, *, headers_only: bool = False, workers: int = 2, command: str | None = None
 ) -> check.Report:
     """Lengths are counted when the config names a model, rewards are tested when it names some.
-    Training rows that `command` would refuse are bad, too.
+    Rows that `command` would refuse are bad, too; what else it would leave out is listed.
     """
     config = load(config)
     checks.check(config, "check-data")
+    if command is not None:
+        config = _as_command(config, command)
+    read: dict[str, Any] = _with_model(config, command) if config.model.path else {}
     return check.check_data(
         config,
-        read=_reader(config, command) if command else None,
-        length=_length(config) if config.model.path else None,
         self_test=_self_test(config),
         headers_only=headers_only,
         workers=workers,
+        **read,
     )
 
 
-def _reader(config: Config, command: str) -> Callable[[Sequence[DataSource], DataConfig], Dataset]:
-    """The training rows as the command reads them."""
-    if command not in COMMANDS:
-        raise ConfigError(f"--for {command}: it has no demands; known are {', '.join(COMMANDS)}")
+def _as_command(config: Config, command: str) -> Config:
+    if command not in TRAINING:
+        raise ConfigError(
+            f"--for {command}: is no command that trains; known are {', '.join(TRAINING)}"
+        )
     if not config.model.path:
         raise ConfigError(
             f"--for {command}: reads rows with the tokenizer of a model; "
             "give a Hugging Face model folder, or model.path=tiny:qwen2_5_vl"
         )
-    from saccade.algorithms.comparison import from_config
-    from saccade.recipes import models, pairs, questions, rated
-
-    config = defaults_for(command, config)
-    family = models.family_of(config, models.start_folder(config))
-
-    def read(sources: Sequence[DataSource], data: DataConfig) -> Dataset:
-        own = config.model_copy(update={"data": data})
-        if command == "reward-model":
-            return rated.task_of(own, family).load(sources)
-        if command == "dpo":
-            paired = from_config(own.dpo).paired
-            return pairs.load_pairs(own, sources, family, paired=paired)
-        reads = questions.load_documents if own.sft.mode == "pretrain" else questions.load_dialogues
-        return reads(own, sources, family)
-
-    return read
+    return defaults_for(command, config)
 
 
-def _length(config: Config) -> Callable[[Sample], int]:
+def _with_model(config: Config, command: str | None) -> dict[str, Any]:
+    """What a tokenizer and a family of models know about rows."""
     from saccade.recipes import models, questions
 
     models.quiet_libraries()
     family = models.family_of(config, models.start_folder(config))
     ask = questions.asker(config)
-    return lambda sample: len(family.render(ask(sample).messages))
+    return {
+        "length": lambda sample: len(family.render(ask(sample).messages)),
+        "marks": questions.marks_of(family),
+        "read": _reader(config, command, family) if command else None,
+    }
+
+
+def _reader(config: Config, command: str, family: Family) -> check.Read:
+    """The sets as the command reads them, to train and to validate on."""
+    from saccade.algorithms.comparison import from_config
+    from saccade.recipes import pairs, questions, rated
+
+    def used(split: str, sources: Sequence[DataSource], own: Config) -> Dataset:
+        if command == "reward-model":
+            return rated.task_of(own, family).load(sources)
+        if command == "sft" and split == "train":
+            return questions.load_dialogues(own, sources, family)
+        asked = questions.load_prompts(own, sources, family)
+        compares = split == "train" or any(sample.candidates for sample in asked.samples)
+        if command == "dpo" and compares:
+            paired = from_config(own.dpo).paired
+            return pairs.load_pairs(own, sources, family, paired=paired)
+        return asked
+
+    def read(
+        split: str, sources: Sequence[DataSource], data: DataConfig
+    ) -> tuple[Dataset, Dataset]:
+        own = config.model_copy(update={"data": data})
+        if command == "sft" and own.sft.mode == "pretrain" and split == "train":
+            documents = questions.load_documents(own, sources, family)
+            return documents, documents
+        as_they_are = datasets.load(sources, data, marks=questions.marks_of(family))
+        return as_they_are, used(split, sources, own)
+
+    return read
 
 
 def _self_test(config: Config) -> Callable[[Sequence[Sample]], Any] | None:
+    from saccade.recipes.parts import unanswered
     from saccade.rewards.scorer import Scorer
     from saccade.rewards.self_test import self_test
 
@@ -88,6 +114,8 @@ def _self_test(config: Config) -> Callable[[Sequence[Sample]], Any] | None:
             scorer.check_sources(sample.data_source for sample in samples)
             scorer.check_media(samples)
             if warning := scorer.unused(sample.data_source for sample in samples):
+                print(warning)
+            if warning := unanswered(scorer, samples):
                 print(warning)
             result = self_test(scorer, samples, format=style)
         return {

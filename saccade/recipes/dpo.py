@@ -54,6 +54,8 @@ def run(config: Any) -> dict[str, Any]:
             totals = partial(pairs.computed, reference)
         comparer = Comparer(config=config, family=family, row=row, totals=totals, strange=strange)
         stream = this.stream(data, backend)
+        every_set = [*held.values(), *asked.values()]
+        parts.warn_of_rows(config, stream, every_set, this.console.note)
         answers = answering(this, config, policy, backend, asked)
         validation = HeldOut(this, comparer, backend, held, answers)
         averages = average.kept(config, family, backend, this.start)

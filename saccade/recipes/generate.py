@@ -31,9 +31,11 @@ from saccade.recipes.selection import SELECT, write_selected
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream, make_room
 from saccade.tracking.console import Console
+from saccade.tracking.folder import differences
 from saccade.types import Group
 
 BLOCK = 512  # prompts between two writes
+FILES = "files"  # that a response depends on, in what it was made of
 # Options of rollout that say how answers are come by, and change none.
 HOW = ("http", "replicas", "tensor_parallel", "memory_share", "parity_max", "max_sequences")
 # Options of reward that change no score, in its sections too.
@@ -56,8 +58,12 @@ def run(config: Any) -> dict[str, Any]:
     family = answering_family(config)
     data = questions.load_prompts(config, config.data.train or config.data.val, family)
     taught = path.parent / "coldstart" / "train.jsonl"
-    made_by = _made_by(config, family.path)
-    done = _done(path, made_by)
+    made_of = _made_of(config, family.path)
+    made_by = {
+        "model": made_of["model.path"],
+        "settings": _digest(json.dumps(made_of, sort_keys=True).encode()),
+    }
+    done = _done(path, made_of, made_by)
     todo = [sample for sample in data.samples if sample.id not in done]
     skipped = len(done)
     scorer = parts.make_scorer(config)
@@ -163,20 +169,27 @@ def _row(group: Group, family: Any) -> dict[str, Any]:
     }
 
 
-def _made_by(config: Config, folder: str) -> dict[str, str]:
+def _made_of(config: Config, folder: str) -> dict[str, Any]:
     """What a response and its score depend on besides the row: answers of two models, and scores of
     two rewards, never mix in one file.
     """
-    rollout, http = config.rollout, config.rollout.http
-    model = f"{http.model} at {http.url}" if rollout.engine == "http" else config.model.path
-    asked = rollout.model_dump(exclude=set(HOW)) | {"api": http.api}
-    generate = config.generate  # other selections are made from the file and change no response
-    made = (generate.output, generate.n, generate.select == "correct")
-    reward = _without_pace(config.reward.model_dump())
-    files = [_stamped(text) for text in (folder, *_texts(reward))]
-    chosen = [config.prompt, asked, config.env, made, config.run.seed, reward, files]
-    text = repr(chosen).encode()
-    return {"model": model, "settings": hashlib.blake2b(text, digest_size=6).hexdigest()}
+    rollout, http, generate = config.rollout, config.rollout.http, config.generate
+    http_used = rollout.engine == "http"
+    reward = _without_pace(config.reward.model_dump(mode="json"))
+    prompt, env = config.prompt.model_dump(mode="json"), config.env.model_dump(mode="json")
+    made: dict[str, Any] = {
+        "model.path": f"{http.model} at {http.url}" if http_used else config.model.path,
+        "run.seed": config.run.seed,
+        "rollout": rollout.model_dump(mode="json", exclude=set(HOW)) | {"http.api": http.api},
+        "prompt": prompt,
+        "env": env,
+        "reward": reward,
+        # other selections are made from the file and change no response
+        "generate": {"n": generate.n, "select=correct": generate.select == "correct"},
+    }
+    files = {text: _stamped(text) for text in (folder, *_texts([reward, prompt, env]))}
+    made[FILES] = {name: digest for name, digest in files.items() if digest}
+    return json.loads(json.dumps(made))
 
 
 def _without_pace(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,28 +210,43 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _stamped(text: str) -> Any:
-    """What lies in a folder of weights, or in a file of rewards or templates; else None."""
+def _stamped(text: str) -> str | None:
+    """Of a folder of weights, or of a file of rewards or templates; else None."""
     if text and os.path.isfile(os.path.join(text, "config.json")):
-        return stamp(Path(text))
+        return _digest(repr(stamp(Path(text))).encode())
     path = text.partition(":")[0]
-    return Path(path).read_bytes() if os.path.isfile(path) else None
+    return _digest(Path(path).read_bytes()) if os.path.isfile(path) else None
 
 
-def _done(path: Path, made_by: Mapping[str, str]) -> set[str]:
-    """Ids of whole lines; a line that a kill cut off is removed, so its row is made again."""
-    if not path.is_file():
-        return set()
-    data = path.read_bytes()  # the cut may have hit the middle of a character
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=6).hexdigest()
+
+
+def _done(path: Path, made_of: Mapping[str, Any], made_by: Mapping[str, str]) -> set[str]:
+    """Ids of whole lines; a line that a kill cut off is removed, so its row is made again. What
+    the lines were made of stands beside the file.
+    """
+    beside = path.with_name(f"{path.name}.settings.json")
+    data = path.read_bytes() if path.is_file() else b""  # the cut may be inside a character
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         path.write_bytes(whole)
     rows = [json.loads(line) for line in whole.split(b"\n") if line]
-    for row in rows:
-        if any(row.get(name) != value for name, value in made_by.items()):
-            raise ConfigError(
-                f"{path} holds responses of {row.get('model')} with other settings, rewards or "
-                "weights; give another "
-                "run.name or generate.output"
-            )
+    if any(row.get(name) != value for row in rows for name, value in made_by.items()):
+        before = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else made_of
+        found = [_told(*change) for change in differences(before, made_of).items()]
+        raise ConfigError(
+            f"{path} holds responses of {rows[0].get('model')} with other settings, rewards or "
+            f"weights{' (' * bool(found)}{'; '.join(found)}{')' * bool(found)}; give another "
+            "run.name or generate.output"
+        )
+    if not rows:
+        temporary = beside.with_name(f"{beside.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(made_of, ensure_ascii=False), encoding="utf-8")
+        temporary.replace(beside)
     return {row["id"] for row in rows}
+
+
+def _told(name: str, values: tuple[Any, Any]) -> str:
+    file = name.removeprefix(f"{FILES}.")
+    return f"{name}: {values[0]!r} there, {values[1]!r} now" if file == name else f"{file} changed"

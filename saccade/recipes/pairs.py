@@ -89,7 +89,13 @@ def load_pairs(
         def longest(sample: Sample) -> int:
             return max(side(sample, c) for c in word(sample).candidates)
 
-        data = datasets.load(sources, limits, length=longest, limit=f"{section}.max_tokens")
+        data = datasets.load(
+            sources,
+            limits,
+            length=longest,
+            limit=f"{section}.max_tokens",
+            marks=questions.marks_of(family),
+        )
     data = questions.worded(data, word)
     return data if judge else datasets.keep(data, _undecided)
 

@@ -7,6 +7,7 @@ Each function makes one part; the recipes decide which they need and in what ord
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -18,10 +19,12 @@ import numpy as np
 from saccade.algorithms.algorithm import Algorithm
 from saccade.config import Config
 from saccade.data import datasets, prompts
+from saccade.data.stream import Stream
 from saccade.environments import Environment, stop_strings, texts_hash
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.recipes.models import load_learned
+from saccade.rewards.custom import split_name
 from saccade.rewards.formats import FORMATS
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.self_test import require, self_test
@@ -70,10 +73,49 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
 def warn_of_unused(
     scorer: Scorer | None, sets: Iterable[datasets.Dataset], say: Callable[[str], Any]
 ) -> None:
-    """Rewards of sources that none of the sets has: most likely the name is misspelt."""
-    sources = (sample.data_source for dataset in sets for sample in dataset.samples)
-    if scorer is not None and (warning := scorer.unused(sources)):
-        say(warning)
+    """Rewards of sources that none of the sets has: most likely the name is misspelt. And rows that
+    have nothing to compare an answer with.
+    """
+    if scorer is None:
+        return
+    samples = [sample for dataset in sets for sample in dataset.samples]
+    for warning in (scorer.unused(s.data_source for s in samples), unanswered(scorer, samples)):
+        if warning:
+            say(warning)
+
+
+def unanswered(scorer: Scorer, samples: Sequence[Sample]) -> str:
+    """Rows that a built-in outcome term cannot judge; empty where there are none."""
+    terms: Counter[str] = Counter()
+    for sample in samples:
+        recipe = scorer.recipe(sample.data_source)
+        term = recipe.terms[recipe.outcome]
+        compares = term.needs_answer and not split_name(term.verifier)
+        terms[term.name] += compares and sample.answer in (None, "", ())
+    return "; ".join(
+        f"WARNING: {count} of {len(samples)} rows have no answer, and {name} abstains where it has "
+        "none to compare with; data.keys.answer names the column, or leave such rows out"
+        for name, count in terms.items()
+        if count
+    )
+
+
+def warn_of_rows(
+    config: Config, stream: Stream, held: Iterable[datasets.Dataset], say: Callable[[str], Any]
+) -> None:
+    """What is likely a mistake about the rows as a whole, and nothing to stop for."""
+    rows, wanted = stream.rows_per_epoch, config.train.prompts_per_step
+    if wanted > rows:
+        say(
+            f"WARNING: train.prompts_per_step={wanted} and an epoch has {rows} rows: a step takes "
+            f"each {wanted / rows:.2g} times; try train.prompts_per_step={rows}"
+        )
+    for data in held:
+        if same := len(data.contents & stream.dataset.contents):
+            say(
+                f"WARNING: {same} of {len(data.contents)} different rows of {data.parts[0].path} "
+                "(data.val) are in data.train, too: there it measures what was memorised"
+            )
 
 
 def check_algorithm(
@@ -154,6 +196,10 @@ def manifest(family: Family, data: datasets.Dataset | None, config: Config) -> d
     template = hashlib.sha256(family.chat.template.encode()).hexdigest()
     return {
         "data": data.hash if data is not None else None,
+        "sets": [
+            {"path": part.path, "rows": part.stop - part.start, "hash": part.hash}
+            for part in (data.parts if data is not None else ())
+        ],
         "template": template,
         "prompt_texts": prompts.texts_hash(),
         "environment_texts": texts_hash(),

@@ -51,6 +51,13 @@ def asker(config: Config) -> Callable[[Sample], Sample]:
     return ask
 
 
+def marks_of(family: Family) -> tuple[str, ...]:
+    """Media whose placeholder is never plain text, beside images: who plugs in an encoder of
+    series has rows with series.
+    """
+    return ("series",) if family.series is not None else ()
+
+
 def load_prompts(
     config: Config,
     sources: Sequence[DataSource],
@@ -60,7 +67,10 @@ def load_prompts(
     """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
     ask = asker(config)
     with remembered(config, family, "prompt", ask, family.render) as length:
-        return worded(datasets.load(sources, config.data, length=length, change=change), ask)
+        data = datasets.load(
+            sources, config.data, length=length, change=change, marks=marks_of(family)
+        )
+    return worded(data, ask)
 
 
 def load_dialogues(
@@ -84,7 +94,9 @@ def load_dialogues(
 
     limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": config.sft.max_tokens})
     with remembered(config, family, "dialogue", word, family.render_dialogue) as length:
-        data = datasets.load(sources, limits, length=length, limit="sft.max_tokens")
+        data = datasets.load(
+            sources, limits, length=length, limit="sft.max_tokens", marks=marks_of(family)
+        )
     return worded(data, word)
 
 

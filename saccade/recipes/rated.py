@@ -244,7 +244,13 @@ class Process:
         limits: DataConfig = config.data.model_copy(update=longest)
         read = lambda messages: self._read("", messages).ids[:-1]  # noqa: E731
         with remembered(config, family, f"steps-{mark}", word, read) as length:
-            data = datasets.load(sources, limits, length=length, limit="reward_model.max_tokens")
+            data = datasets.load(
+                sources,
+                limits,
+                length=length,
+                limit="reward_model.max_tokens",
+                marks=questions.marks_of(family),
+            )
         return questions.worded(data, word)
 
     def check(self, samples: Sequence[Sample]) -> None:

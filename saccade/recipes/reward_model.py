@@ -50,6 +50,7 @@ def run(config: Any) -> dict[str, Any]:
         checkpointing = models.use_checkpointing(config)
         backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
         stream = this.stream(data, backend)
+        parts.warn_of_rows(config, stream, held.values(), this.console.note)
 
         def attach(model: Any) -> None:
             own = task.attach(model, this.start, data.samples)

@@ -77,10 +77,8 @@ def run(config: Any) -> dict[str, Any]:
     data = questions.load_prompts(config, config.data.train, family)
     warnings = preflight(config, family, data.samples)
     with Run(config, "rl", parts.manifest(family, data, config)) as this:
-        this.console.note(data.summary)
-        this.console.note(describe(algorithm))
-        for warning in warnings:
-            this.console.note(warning)
+        for text in (data.summary, describe(algorithm), *warnings):
+            this.console.note(text)
         actors = _actors(config, algorithm, family, data, this)
         total = total_steps(config, actors.stream.rows_per_epoch)
         averages = average.kept(config, family, actors.policy, this.start)
@@ -359,6 +357,7 @@ def _actors(
     run.progress["algorithm"] = describe(algorithm).splitlines()
     sets = questions.validation_sets(config, family) if config.val.every else {}
     parts.warn_of_unused(scorer, [data, *sets.values()], run.console.note)
+    parts.warn_of_rows(config, stream, sets.values(), run.console.note)
     reference = critic = None
     if algorithm.needs_reference:
         reference = models.load_reference(config, family, algorithm, backend)

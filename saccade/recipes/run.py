@@ -34,7 +34,7 @@ from saccade.recipes.work import shares
 from saccade.tracking.console import Console
 from saccade.tracking.diagnosis import diagnose
 from saccade.tracking.folder import RunFolder
-from saccade.tracking.loggers import Loggers
+from saccade.tracking.loggers import Loggers, read_metrics
 from saccade.tracking.metrics import host_memory
 from saccade.tracking.trace import named_range, traced
 from saccade.tracking.trajectories import TrajectoryWriter
@@ -91,6 +91,8 @@ class Run:
                     f"WARNING: {path} is not what it was when this run was last started; what it "
                     "computes may differ from the steps before"
                 )
+            if self.folder.resumed and self.start is None:
+                self._begin_again()
             self.loggers = Loggers(self.folder, self.config.track, say=self.console.note)
             stack.callback(self.loggers.close)
             self.trajectories = TrajectoryWriter(self.folder, say=self.console.note)
@@ -108,6 +110,8 @@ class Run:
             self.console.log(str(error) if told else "".join(format_exception(error)).rstrip())
         if isinstance(error, Exception) and self.step > (self._saved or 0) and not self._updating:
             self.save()  # what failed had not touched the weights of the last finished step
+        if isinstance(error, Exception) and self._saved:
+            self._say_how_to_go_on(error)
         if isinstance(error, torch.OutOfMemoryError):
             asked = str(error).partition(". GPU")[0]
             message = (
@@ -118,6 +122,28 @@ class Run:
             self._services.__exit__(kind, error, trace)
             raise EnvironmentProblem(message) from error
         self._services.__exit__(kind, error, trace)
+
+    def _begin_again(self) -> None:
+        """A folder with steps and without a checkpoint; one that was killed early has neither."""
+        steps = [row["step"] for row in read_metrics(self.folder.metrics) if row["step"]]
+        if steps:
+            there = sorted(entry.name for entry in self.folder.checkpoints.iterdir())
+            self.console.note(
+                f"WARNING: {self.folder.path} records steps up to {steps[-1]} and has no complete "
+                f"checkpoint to go on from (checkpoints/ holds {', '.join(there) or 'nothing'}): "
+                "training begins again with step 1. What was recorded is kept as "
+                f"{' and '.join(self.folder.set_aside_records())}"
+            )
+
+    def _say_how_to_go_on(self, error: Exception) -> None:
+        text = (
+            f"step {self._saved} is kept in {self.folder.checkpoints / f'step-{self._saved}'}; "
+            "once the cause is mended, the same command with run.resume=auto goes on from there"
+        )
+        if isinstance(error, SaccadeError):
+            error.args = (f"{error}\n{text}",)
+        else:
+            self.console.note(text)
 
     def stream(self, data: Dataset, backend: Backend) -> Stream:
         """The rows in order. From a checkpoint both go on where they were."""

@@ -51,6 +51,7 @@ def run(config: Any) -> dict[str, Any]:
         backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
         stream = this.stream(data, backend)
         sets = questions.validation_sets(config, family) if config.val.every else {}
+        parts.warn_of_rows(config, stream, sets.values(), this.console.note)
         sets = questions.asking_for_the_best(config, data, sets)
         validation = answering(this, config, policy, backend, sets)
         teacher = models.load_teacher(config, family)

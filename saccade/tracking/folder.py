@@ -18,10 +18,11 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 CONFIG, MANIFEST, METRICS, LOG = "config.resolved.yaml", "manifest.json", "metrics.jsonl", "log.txt"
 TRAJECTORIES, CHECKPOINTS, LOCK = "trajectories", "checkpoints", ".lock"
 
-# What a resumed run may change: how long it goes on, what watches it, and where its judge is. Name
-# and place of the folder are where it was found, so they cannot contradict it.
+# What a resumed run may change: how long it goes on, what watches it, what it puts up with, and
+# where its judge is. Name and place of the folder are where it was found, so they cannot contradict
+# it.
 MAY_DIFFER = (
     *("run.max_steps", "run.max_hours", "run.resume", "run.name", "run.out", "run.trace"),
+    *("reward.max_error_rate", "reward.deadline", "reward.workers", "data.max_bad_fraction"),
     *("reward.judge.url", "reward.judge.key", "reward.judge.cache", "reward.judge.price"),
     *("reward.judge.concurrency", "reward.judge.per_minute", "reward.judge.retries"),
     *("reward.judge.timeout", "reward.judge.deadline"),
@@ -97,6 +100,15 @@ class RunFolder:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
+
+    def set_aside_records(self) -> list[str]:
+        """Metrics and rollouts under new names, which are returned; the run begins again."""
+        number = next(n for n in count(1) if not (self.path / f"{METRICS}.{n}").exists())
+        for file in (self.metrics, self.trajectories):
+            file.rename(f"{file}.{number}")
+        self.metrics.touch()
+        self.trajectories.mkdir()
+        return [f"{METRICS}.{number}", f"{TRAJECTORIES}.{number}"]
 
     def close(self) -> None:
         if self._lock is not None:
@@ -188,30 +200,49 @@ def _take_up(path: Path, config: Config, manifest: Mapping[str, Any]) -> bool:
 
 
 def _config_changes(stored: Config, config: Config) -> list[str]:
-    before = dict(_leaves(stored.model_dump(mode="json")))
-    now = dict(_leaves(config.model_dump(mode="json")))
+    found = differences(stored.model_dump(mode="json"), config.model_dump(mode="json"))
     return [
-        f"{key}: {before.get(key)!r} in the folder, {now.get(key)!r} now"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-        and key not in MAY_DIFFER
-        and not key.startswith(MAY_DIFFER_SECTIONS)
+        f"{key}: {before!r} in the folder, {now!r} now"
+        for key, (before, now) in found.items()
+        if key not in MAY_DIFFER and not key.startswith(MAY_DIFFER_SECTIONS)
     ]
 
 
 def _manifest_changes(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
     now = json.loads(json.dumps(dict(manifest), default=str))
+    changed = [key for key in PINNED if key in stored and key in now and stored[key] != now[key]]
+    sets = _changed_sets(stored.get("sets", []), now.get("sets", []))
     return [
-        f"{key} changed on disk: {stored[key]!r} in the folder, {now[key]!r} now"
-        for key in PINNED
-        if key in stored and key in now and stored[key] != now[key]
+        f"{key} changed on disk: "
+        + (sets if key == "data" and sets else f"{stored[key]!r} in the folder, {now[key]!r} now")
+        for key in changed
     ]
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _changed_sets(stored: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
+    """Which files they are; empty where an older folder does not tell."""
+    return ", ".join(
+        f"{new['path']}, or a picture or recording that its rows show ({old['rows']} usable rows "
+        f"in the folder, {new['rows']} now)"
+        for old, new in zip(stored, now, strict=False)
+        if old["hash"] != new["hash"]
+    )
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Options that are not the same in two trees, by their whole names."""
+    old, new = dict(leaves(before)), dict(leaves(now))
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -74,9 +74,11 @@ def test_what_fails_before_an_update_keeps_the_steps_before_it(
         "    return float(len(sample.token_ids) % 3)\n"
     )
     changes = {"reward.terms": [f"{reward}:score"], "reward.self_test": "warn", "save.every": 0}
-    with pytest.raises(RewardError, match="went home"):
+    with pytest.raises(RewardError, match="went home") as stopped:
         rl.run(rl_config(tmp_path) | changes | {"run.max_steps": 5})
     assert complete_steps(tmp_path / "run" / "checkpoints") == [2]
+    assert str(stopped.value).endswith("run.resume=auto goes on from there")
+    assert "step 2 is kept in" in str(stopped.value)
     # A number says nothing of whether an answer could be read.
     rows = read_metrics(tmp_path / "run")
     assert [row["turns/void_frac"] for row in rows] == [0, 0]
@@ -222,3 +224,29 @@ def test_the_log_holds_the_traceback_of_what_nobody_expected(
     told = (run / "log.txt").read_text()
     assert "Traceback (most recent call last):" in told and f"{raised.__name__}: " in told
     assert raised is FileExistsError or f'File "{mine}", line 8, in keep' in told
+
+
+def test_steps_without_a_checkpoint_are_kept_and_begun_again(
+    rl_config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = rl_config(tmp_path) | {"run.max_steps": 2, "track.trajectories_every": 1}
+    rl.run(changes)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    capsys.readouterr()
+    rl.run(changes | {"run.resume": "auto"})
+    said = capsys.readouterr().out
+    assert "records steps up to 2 and has no complete checkpoint" in said
+    assert "metrics.jsonl.1 and trajectories.1" in said
+    old, new = (read_metrics(tmp_path / "run" / f"metrics.jsonl{end}") for end in (".1", ""))
+    assert [row["step"] for row in old] == [row["step"] for row in new]
+    assert list((tmp_path / "run" / "trajectories.1").glob("step-*.jsonl"))
+
+
+def test_more_prompts_than_rows_and_rows_seen_in_training_are_told(
+    rl_config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = rl_config(tmp_path) | {"run.max_steps": 1, "data.max_samples": 2}
+    rl.run(changes | {"train.prompts_per_step": 6, "data.val": changes["data.train"]})
+    said = capsys.readouterr().out
+    assert "train.prompts_per_step=6 and an epoch has 2 rows: a step takes each 3 times" in said
+    assert "2 of 2 different rows of" in said

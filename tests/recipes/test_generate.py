@@ -87,7 +87,9 @@ def test_without_rewards_nothing_is_scored(tmp_path: Path, config: Make) -> None
 def test_answers_of_two_models_or_settings_never_mix(config: Make, tmp_path: Path) -> None:
     few = {"data.max_samples": 2}
     saccade.generate(config(tmp_path) | few)
-    with pytest.raises(ConfigError, match=r"other settings.*run\.name"):
+    with pytest.raises(
+        ConfigError, match=r"other settings.*max_tokens: \d+ there, 4 now.*run\.name"
+    ):
         saccade.generate(config(tmp_path) | few | {"rollout.max_tokens": 4})
     how = {"rollout.memory_share": 0.3, "rollout.parity_max": 1.0, "rollout.max_sequences": 7}
     assert saccade.generate(config(tmp_path) | few | how)["skipped"] == 2
@@ -111,7 +113,9 @@ def test_scores_of_other_rewards_or_weights_are_not_taken_for_done(
         with pytest.raises(ConfigError, match="other settings, rewards or weights"):
             saccade.generate(few | change)
     own.write_text("def score(sample):\n    return 0.0\n")
-    with pytest.raises(ConfigError, match="other settings, rewards or weights"):
+    with pytest.raises(
+        ConfigError, match=r"other settings, rewards or weights \(.*own.py.*changed\)"
+    ):
         saccade.generate(few)
     own.write_text("def score(sample):\n    return 1.0\n")
     assert saccade.generate(few)["skipped"] == 1

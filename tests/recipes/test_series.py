@@ -153,12 +153,16 @@ def test_preferences_and_reward_models_read_series(tmp_path: Path) -> None:
 def test_rows_of_another_shape_are_listed_and_no_encoder_is_an_error(tmp_path: Path) -> None:
     rows = Path(write(tmp_path / "rows.jsonl", 3, seed=6))
     odd = {"id": "odd", "question": "?", "answer": "1", "series": [[1.0, 2.0]]}
-    (tmp_path / "odd.jsonl").write_text(json.dumps(odd))
+    none = {"id": "none", "question": "<series>?", "answer": "1"}  # a mark, and nothing there
+    spoken = {"id": "spoken", "question": "What is \\<series>?", "answer": "1"}
+    odd_rows = "".join(json.dumps(row) + "\n" for row in (odd, none, spoken))
+    (tmp_path / "odd.jsonl").write_text(odd_rows)
     run = options(tmp_path, str(rows)) | {"data.train": [str(rows), str(tmp_path / "odd.jsonl")]}
     report = check_data.run({n: v for n, v in run.items() if not n.startswith(("train", "roll"))})
-    (bad,) = report.bad
+    bad, lost = report.bad
     assert bad.id == "odd" and "1 leads, model.series.channels is 4" in bad.reason
-    assert report.good == 3 and report.lengths["max"] < 60
+    assert lost.id == "none" and "1 <series> placeholder(s) but 0 series" in lost.reason
+    assert report.good == 4 and report.lengths["max"] < 60
     without = {name: value for name, value in run.items() if "series" not in name}
     with pytest.raises(ConfigError, match=r"try model\.series\.encoder=patches"):
         sft.run(without | {"run.name": "without"})

@@ -71,6 +71,14 @@ def test_resume_refuses_data_that_changed_on_disk(open_folder: Open) -> None:
         open_folder("run.resume=auto", data={"train": "cd"})
 
 
+def test_resume_names_the_file_that_changed(open_folder: Open) -> None:
+    sets = [{"path": f"{name}.jsonl", "rows": 8, "hash": name} for name in ("a", "b")]
+    open_folder(data="ab", sets=sets).close()
+    changed = [sets[0], sets[1] | {"hash": "c", "rows": 9}]
+    with pytest.raises(ConfigError, match=r"data changed on disk: b\.jsonl.*8 usable.*9 now"):
+        open_folder("run.resume=auto", data="ac", sets=changed)
+
+
 def test_a_foreign_folder_is_not_taken_over(open_folder: Open, config: Config) -> None:
     home = Path(config.run.out) / config.run.name
     home.mkdir(parents=True)

@@ -1,0 +1,104 @@
+"""A data set in memory: its samples, where they are from, and what was set aside.
+
+>>> print(data.summary); keep(data, lambda sample: None if sample.answer else "no answer")
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, compress
+
+from saccade.data.bad_rows import BadRow
+from saccade.types import Sample
+
+PROMPT_LIMIT = "data.max_prompt_tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The samples of one source: `samples[start:stop]`."""
+
+    name: str
+    format: str
+    start: int
+    stop: int
+    rows: int  # as read, bad ones included
+    weight: float | None = None
+    path: str = ""  # its address
+    hash: str = ""  # of its samples, with their media
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Samples in file order, source after source, with what a manifest wants to know."""
+
+    samples: tuple[Sample, ...]
+    parts: tuple[Part, ...]
+    quarantined: tuple[BadRow, ...] = ()
+    overlong: tuple[BadRow, ...] = ()
+    left_out: tuple[BadRow, ...] = ()  # good rows that teach nothing
+    limit: str = PROMPT_LIMIT  # the option that overlong rows exceed
+    shortened: int = 0
+    filtered: int = 0  # rows that their mapping leaves out
+    lengths: tuple[int, ...] = ()  # tokens of each sample, where a length function was given
+    duplicate_ids: tuple[str, ...] = ()  # repeats got a suffix: id, id#2, id#3
+    renamed: int = 0  # rows that got one
+    media_kinds: Mapping[str, int] = field(default_factory=dict)
+    row_numbers: tuple[int, ...] = ()  # of each sample in its source, from 1
+    hash: str = ""
+    contents: frozenset[str] = frozenset()  # hashes of rows as read, whatever they are called
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def sample(self, id: str) -> Sample:
+        """The sample of that id."""
+        return next(sample for sample in self.samples if sample.id == id)
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def formats(self) -> dict[str, str]:
+        return {part.name: part.format for part in self.parts}
+
+    @property
+    def summary(self) -> str:
+        lines = [
+            f"{p.name}: {p.stop - p.start} of {p.rows} rows, format {p.format}" for p in self.parts
+        ]
+        counts = {
+            "bad rows set aside": len(self.quarantined),
+            f"rows over {self.limit} left out": len(self.overlong),
+            "rows shortened": self.shortened,
+            "rows left out by keep_if of the mapping": self.filtered,
+            f"rows repeat {len(self.duplicate_ids)} ids, and got a suffix": self.renamed,
+        }
+        reasons = Counter(row.reason for row in self.left_out)
+        counts |= {f"rows left out: {reason}": count for reason, count in reasons.items()}
+        return "\n".join(lines + [f"{count} {what}" for what, count in counts.items() if count])
+
+
+def keep(dataset: Dataset, unwanted: Callable[[Sample], str | None]) -> Dataset:
+    """Without the samples that it gives a reason against; they are neither bad nor overlong."""
+    reasons = [unwanted(sample) for sample in dataset.samples]
+    flags = [reason is None for reason in reasons]
+    before = [0, *accumulate(flags)]
+    moved = (replace(p, start=before[p.start], stop=before[p.stop]) for p in dataset.parts)
+    left_out = (
+        BadRow(id=dataset.samples[n].id, source=p.name, row=dataset.row_numbers[n], reason=reason)
+        for p in dataset.parts
+        for n in range(p.start, p.stop)
+        if (reason := reasons[n]) is not None
+    )
+    return replace(
+        dataset,
+        samples=tuple(compress(dataset.samples, flags)),
+        lengths=tuple(compress(dataset.lengths, flags)),
+        row_numbers=tuple(compress(dataset.row_numbers, flags)),
+        parts=tuple(moved),
+        left_out=(*dataset.left_out, *left_out),
+    )
