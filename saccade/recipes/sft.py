@@ -52,6 +52,7 @@ def run(config: Any) -> dict[str, Any]:
         stream = this.stream(data, backend)
         sets = questions.validation_sets(config, family) if config.val.every else {}
         sets = questions.asking_for_the_best(config, data, sets)
+        this.check_best(sets)
         validation = answering(this, config, policy, backend, sets)
         teacher = models.load_teacher(config, family)
         averages = average.kept(config, family, backend, this.start)
