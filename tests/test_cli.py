@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.plan import plan, total_steps
 from saccade.recipes.init import guess_reward
 from saccade.smoke import smoke, with_examples
-from saccade.types import Sample
+from saccade.types import Media, Message, Sample
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 COMMANDS = {
@@ -300,12 +301,52 @@ def test_init_writes_a_config_that_loads(tmp_path: Path, model: Path, counting: 
         (["3", "12", "-1"], "count"),
         (["A", "(C)", "B"], "choice"),
         (["3", "x^2"], "math"),
-        (["red", "blue"], "math"),
+        (["x", "2y", r"\frac{1}{2}", r"\sqrt{12}", "3 m"], "math"),
+        (["true", "false"], "exact"),
+        (["Yes.", "no"], "exact"),
+        (["red", "dark blue", "New York", "North-west", "是"], "exact"),
+        (["[0, 1.5, 20, 30]", "[3,4,5,6]"], "math"),  # there is no picture
+        (["red", "12"], "math {gold_unparseable: string}"),
+        (["A", "none"], "math {gold_unparseable: string}"),
+        (["Route 66", r"\text{red}"], "math {gold_unparseable: string}"),
     ],
 )
 def test_the_reward_follows_from_the_golds(golds: list[str], reward: str) -> None:
     samples = [Sample(id=str(i), messages=(), answer=gold) for i, gold in enumerate(golds)]
-    assert guess_reward(samples)[0] == reward
+    assert " ".join(guess_reward(samples)[:2]).strip() == reward
+
+
+def test_golds_of_pictures_may_be_boxes() -> None:
+    asked = (Message(role="user", parts=(Media(hash="a", width=9, height=9, path="a"), "where?")),)
+    assert guess_reward([Sample(id="a", messages=asked, answer="[0, 1.5, 3, 4]")])[0] == "iou"
+
+
+def test_init_of_mixed_golds_names_the_argument(tmp_path: Path, model: Path) -> None:
+    rows = [{"question": "?", "answer": gold} for gold in ("red", "12")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "run.yaml"
+    result = run("init", str(model), str(tmp_path / "rows.jsonl"), "--out", str(out))
+    assert result.exit_code == 0, result.stderr
+    term = load(out).reward.terms[0]
+    assert (term.verifier, term.args) == ("math", {"gold_unparseable": "string"})
+
+
+def test_init_sends_pairs_and_labels_to_their_commands(tmp_path: Path, model: Path) -> None:
+    """With command lines whose options are in order."""
+    pair = {"prompt": "?", "chosen": "a", "rejected": "b"}
+    label = {"input": "?", "output": "a", "label": 1}
+    for row, what, commands in (
+        (pair, "preference pairs", ["dpo", "reward-model"]),
+        (label, "labelled good or bad", ["dpo"]),
+    ):
+        data = tmp_path / "some rows.jsonl"
+        data.write_text(json.dumps(row) + "\n")
+        result = run("init", str(model), str(data), "--out", str(tmp_path / "run.yaml"))
+        assert result.exit_code == 2 and what in result.stderr
+        named = [shlex.split(line) for line in result.stderr.split("\n") if "  saccade " in line]
+        assert [words[1] for words in named] == commands
+        for words in named:
+            check(load(None, words[2:]), words[1])
 
 
 def test_init_reads_real_data(tmp_path: Path, model: Path, shared: Path) -> None:

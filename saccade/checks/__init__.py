@@ -74,7 +74,10 @@ CRITIC = (models.critic, models.critic_warmup)
 SAMPLING = (models.lora_dropout, steps.sampling, steps.response_length, steps.batch)
 LOOKING = (rows.pixels, rows.prompt_files, models.judge)
 READING = (rows.data_files, *LOOKING)
-TRAINING = (*MODEL, rows.train_data, *READING, steps.optimizer, steps.validation, steps.resume)
+TRAINING = (
+    *(*MODEL, rows.train_data, *READING),
+    *(steps.optimizer, steps.validation, steps.best, steps.resume),
+)
 ANSWERING = (models.answering_model, models.series, models.trained_series)
 RULES: dict[str, tuple[Rule, ...]] = {
     "rl": (

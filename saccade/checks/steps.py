@@ -126,6 +126,16 @@ def validation(config: Config) -> Iterator[str]:
     yield from environments.sweep_problems(config.env, val.turns)
 
 
+def best(config: Config) -> Iterator[str]:
+    name = config.save.best_metric
+    if name and not (config.data.val and config.val.every):
+        lacking = "val.every=0" if config.data.val else "there is no data.val"
+        yield (
+            f"save.best_metric: {name} is never measured, as {lacking}; set data.val=val.jsonl and "
+            "val.every=50, or remove it"
+        )
+
+
 def selection(config: Config) -> Iterator[str]:
     if config.generate.select != "all":
         yield from reward(config)

@@ -1,7 +1,8 @@
 """What scored groups say: accuracy with its interval, avg@k and pass@k, also under limits of turns,
-by turns that were used, and by category.
+by turns that were used, by category and by source.
 
-Works on outcomes; knows nothing of models, engines or files.
+An outcome that is no share of right answers, such as the score of a reward model, is reported as
+`score` and never averaged with others. Works on outcomes; knows nothing of engines or files.
 
     >>> accuracy([np.array([1.0, 0.0]), np.array([1.0, 1.0])])["avg@2"]
     0.75
@@ -9,7 +10,7 @@ Works on outcomes; knows nothing of models, engines or files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +18,39 @@ import numpy as np
 
 from saccade import statistics
 from saccade.data.suites import ROTATION_OF
+from saccade.rewards.scorer import Scorer
 from saccade.types import ALWAYS_EXCLUDED, Group, Trajectory
 
 MOST_CATEGORIES = 40
-Table = dict[str, dict[str, float]]  # limit, number of turns or category -> numbers
+SLACK = 1e-6  # of sums that should be 1
+Table = dict[str, dict[str, float]]  # limit, number of turns, category or source -> numbers
+Scores = Mapping[str, str]  # data source whose outcome is a score -> what gives that score
+NO_SCORES: Scores = {}
+
+
+def score_terms(
+    scorer: Scorer | None, outcomes: Mapping[str, Sequence[float]], known: Collection[str] = ()
+) -> dict[str, str]:
+    """Sources whose outcome is no accuracy: it comes from a reward model, a value lies beyond 0..1,
+    or that is `known` from values before these.
+    """
+    found = {}
+    for source, values in outcomes.items():
+        term = None
+        if scorer is not None:
+            recipe = scorer.recipe(source)
+            term = recipe.terms[recipe.outcome]
+        beyond = any(not -SLACK <= value <= 1 + SLACK for value in values)
+        if beyond or source in known or (term is not None and term.learned):
+            found[source] = str(term and (term.verifier, sorted(term.args.items())))
+    return found
+
+
+def outcomes_by_source(groups: Sequence[Group]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        found.setdefault(group.sample.data_source, []).extend(_outcomes(group).tolist())
+    return found
 
 
 def accuracy(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
@@ -32,6 +62,29 @@ def accuracy(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
         metrics |= {"accuracy": mean, "ci_low": low, "ci_high": high}
         metrics |= _at_k(outcomes)
     return metrics
+
+
+def measured(items: Sequence[tuple[str, np.ndarray]], scores: Scores) -> dict[str, float]:
+    """Accuracy, and apart from it the scores: one mean where one term gives them all, else one for
+    each source. `items`: source and outcomes of each; those without any do not count.
+    """
+    items = [(source, values) for source, values in items if len(values)]
+    metrics = accuracy([values for source, values in items if source not in scores])
+    metrics["items"] = float(len(items))
+    rated: dict[str, list[np.ndarray]] = {}
+    for source, values in items:
+        if source in scores:
+            rated.setdefault(source, []).append(values)
+    everyone = [values for of_source in rated.values() for values in of_source]
+    if len({scores[source] for source in rated}) == 1:
+        low, high = statistics.mean_interval(everyone)
+        mean = float(np.mean([values.mean() for values in everyone]))
+        metrics |= {"score": mean, "score_ci_low": low, "score_ci_high": high}
+    else:
+        for source, of_source in rated.items():
+            mean = float(np.mean([values.mean() for values in of_source]))
+            metrics[f"score/{source}"] = mean
+    return metrics | ({"score_items": float(len(everyone))} if rated else {})
 
 
 def _at_k(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
@@ -49,16 +102,18 @@ def _at_k(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
     return metrics
 
 
-def group_accuracy(groups: Sequence[Group]) -> dict[str, float]:
+def group_accuracy(groups: Sequence[Group], scores: Scores = NO_SCORES) -> dict[str, float]:
     """Where rows ask the same in several orders of the options, those of one question are drawn
     together for the interval, and `all_rotations` is the share of questions that were answered
     rightly in every order.
     """
     outcomes = [_outcomes(group) for group in groups]
-    metrics = accuracy([values for values in outcomes if len(values)])
+    sources = [group.sample.data_source for group in groups]
+    metrics = measured(list(zip(sources, outcomes, strict=True)), scores)
     questions: dict[str, list[np.ndarray]] = {}
     for group, values in zip(groups, outcomes, strict=True):
-        if ROTATION_OF in group.sample.extra and len(values):
+        right_or_wrong = group.sample.data_source not in scores
+        if ROTATION_OF in group.sample.extra and len(values) and right_or_wrong:
             questions.setdefault(group.sample.extra[ROTATION_OF], []).append(values)
     if questions:
         together = [np.concatenate(orders) for orders in questions.values()]
@@ -77,34 +132,46 @@ def _outcomes(group: Group) -> np.ndarray:
     return np.array([t.outcome for t in live if t.outcome is not None], dtype=np.float64)
 
 
-def by_category(groups: Sequence[Group]) -> Table:
+def by_category(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
     """Of sets whose rows say what they are about; a column with many values is no category."""
-    named = [(str(group.sample.extra.get("category") or ""), group) for group in groups]
-    categories = sorted({name for name, _ in named if name})
+    return _by([str(group.sample.extra.get("category") or "") for group in groups], groups, scores)
+
+
+def by_source(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
+    """Of sets whose rows come from several."""
+    sources = [group.sample.data_source for group in groups]
+    return _by(sources, groups, scores) if len(set(sources)) > 1 else {}
+
+
+def _by(names: Sequence[str], groups: Sequence[Group], scores: Scores) -> Table:
+    kinds = sorted({name for name in names if name})
+    pairs = list(zip(names, groups, strict=True))
     return {
-        category: group_accuracy([group for name, group in named if name == category])
-        for category in (categories if len(categories) <= MOST_CATEGORIES else ())
+        kind: group_accuracy([group for name, group in pairs if name == kind], scores)
+        for kind in (kinds if len(kinds) <= MOST_CATEGORIES else ())
     }
 
 
-def by_limit(groups_under: Mapping[int, Sequence[Group]]) -> Table:
+def by_limit(groups_under: Mapping[int, Sequence[Group]], scores: Scores = NO_SCORES) -> Table:
     """Accuracy under each limit of turns, and the share of episodes that it cut off."""
     table: Table = {}
     for limit, groups in sorted(groups_under.items()):
         members = [t for group in groups for t in group.trajectories]
         cut = float(np.mean([t.end_reason == "max_turns" for t in members]))
         turns = float(np.mean([t.turns for t in members]))
-        table[str(limit)] = group_accuracy(groups) | {"overturn_frac": cut, "turns_mean": turns}
+        about = {"overturn_frac": cut, "turns_mean": turns}
+        table[str(limit)] = group_accuracy(groups, scores) | about
     return table
 
 
-def by_turns(groups: Sequence[Group]) -> Table:
+def by_turns(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
     """Of the episodes that used so many turns: how many there are, and how many were right."""
     judged = [
         (t.turns, t.outcome)
         for group in groups
         for t in group.trajectories
         if t.outcome is not None and t.status not in ALWAYS_EXCLUDED
+        if group.sample.data_source not in scores
     ]
     table: Table = {}
     for turns in sorted({turns for turns, _ in judged}):

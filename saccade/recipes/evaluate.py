@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,25 +30,32 @@ from saccade.models.families import Family
 from saccade.models.rating import Card, read_card
 from saccade.recipes import models, parts, questions
 from saccade.recipes.accuracy import (
+    NO_SCORES,
     Cuts,
+    Scores,
     Table,
     by_category,
     by_limit,
+    by_source,
     by_turns,
     group_accuracy,
+    outcomes_by_source,
+    score_terms,
 )
 from saccade.recipes.comparing import compare
 from saccade.recipes.engines import answering_engine, answering_family, expenses
-from saccade.recipes.rescore import rescored
+from saccade.recipes.rescore import StoredVerdict, rescored
+from saccade.recipes.rollouts import check_errors, refuse_errors
 from saccade.rewards.sample import image_records
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.rollout.scoring import RewardStream, make_room, parsed, thinks
-from saccade.tracking.console import Console
+from saccade.tracking.console import Console, unscored
 from saccade.tracking.eval_report import RESULTS, table_lines, write_eval_report
 from saccade.tracking.folder import METRICS
-from saccade.tracking.metrics import episode_metrics
+from saccade.tracking.metrics import episode_metrics, without_scores
+from saccade.tracking.sections import interval_of
 from saccade.tracking.trajectories import TrajectoryWriter
 from saccade.types import Group, Trajectory
 
@@ -64,7 +71,8 @@ class Result:
     name: str
     groups: tuple[Group, ...]
     metrics: Mapping[str, float]  # without the val/<set>/ prefix
-    tables: Mapping[str, Table] = field(default_factory=dict)  # by_limit, by_turns, by_category
+    tables: Mapping[str, Table] = field(default_factory=dict)  # by_limit, by_turns, …
+    scores: Scores = field(default_factory=dict)
 
 
 def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) -> dict[str, Any]:
@@ -128,6 +136,8 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
         write_eval_report(folder)
         made = [name for name in FILES if (folder / name).is_file()]
         console.note(f"{', '.join(made)} are in {folder}")
+        for result in results:  # only now: no answer is lost
+            check_errors(result.groups, config)
     return summary
 
 
@@ -150,10 +160,11 @@ def evaluate_sets(
     sets: Mapping[str, Dataset],
     config: Config,
     progress: Progress | None = None,
+    known: Collection[str] = (),
 ) -> tuple[list[Result], dict[str, float]]:
-    """All sets, and their metrics under `val/<set>/`."""
+    """All sets, and their metrics under `val/<set>/`. `known`: sources whose outcome is a score."""
     results = [
-        evaluate_set(engine, family, scorer, name, dataset, config, progress)
+        evaluate_set(engine, family, scorer, name, dataset, config, progress, known)
         for name, dataset in sets.items()
     ]
     metrics = {f"val/{r.name}/{key}": value for r in results for key, value in r.metrics.items()}
@@ -168,6 +179,7 @@ def evaluate_set(
     dataset: Dataset,
     config: Config,
     progress: Progress | None = None,
+    known: Collection[str] = (),
 ) -> Result:
     stream = RewardStream(scorer, family)
     limits = parts.limits_of(config, evaluation=True)
@@ -187,31 +199,38 @@ def evaluate_set(
     )
     tables: dict[str, Table] = {}
     make_room(engine, scorer)
-    if scorer is not None or gives_rewards(config.env):  # else nobody has judged anything
+    judged = scorer is not None or gives_rewards(config.env)
+    if judged:
         groups = stream.attach(groups, progress)
-        tables = _tables(groups, cuts, limits)
-    metrics = set_metrics(groups, family) | (scorer.metrics() if scorer else {})
+    scores = score_terms(scorer, outcomes_by_source(groups), known)
+    if judged:
+        tables = _tables(groups, cuts, limits, scores)
+    metrics = set_metrics(groups, family, scores) | (scorer.metrics() if scorer else {})
     for limit, row in tables.get("by_limit", {}).items():
         if "accuracy" in row:
             metrics[f"accuracy_within_{limit}_turns"] = row["accuracy"]
-    return Result(name=name, groups=tuple(groups), metrics=metrics, tables=tables)
+    return Result(name=name, groups=tuple(groups), metrics=metrics, tables=tables, scores=scores)
 
 
-def _tables(groups: Sequence[Group], cuts: Cuts, limits: Limits) -> dict[str, Table]:
-    tables = {"by_category": by_category(groups)}
+def _tables(
+    groups: Sequence[Group], cuts: Cuts, limits: Limits, scores: Scores
+) -> dict[str, Table]:
+    tables = {"by_category": by_category(groups, scores), "by_source": by_source(groups, scores)}
     if limits.max_turns > 1:
-        tables["by_turns"] = by_turns(groups)
+        tables["by_turns"] = by_turns(groups, scores)
     if limits.marks:
-        tables["by_limit"] = by_limit({**cuts.attach(groups), limits.max_turns: groups})
+        tables["by_limit"] = by_limit({**cuts.attach(groups), limits.max_turns: groups}, scores)
     return {name: table for name, table in tables.items() if table}
 
 
-def set_metrics(groups: Sequence[Group], family: Family) -> dict[str, float]:
+def set_metrics(
+    groups: Sequence[Group], family: Family, scores: Scores = NO_SCORES
+) -> dict[str, float]:
     """Accuracy with its interval, and beside it what a gain could hide behind: parsing, thinking,
     cut-off answers.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    metrics = group_accuracy(groups)
+    metrics = group_accuracy(groups, scores)
     rewards = [t.reward for t in trajectories if t.reward is not None]
     if rewards:
         metrics["reward"] = float(np.mean(rewards))
@@ -229,22 +248,30 @@ def set_metrics(groups: Sequence[Group], family: Family) -> dict[str, float]:
         "error_rate": float(np.mean([t.status == "error" for t in trajectories])),
         "abstain_rate": float(np.mean([t.status == "abstain" for t in trajectories])),
     }
-    return metrics | episode_metrics(trajectories)
+    plain = [t for group in without_scores(groups, scores) for t in group.trajectories]
+    return metrics | episode_metrics(plain)
 
 
 def describe(result: Result) -> str:
     m = result.metrics
-    accuracy = (
-        f"accuracy {m['accuracy']:.3f} [{m['ci_low']:.3f}, {m['ci_high']:.3f}]"
-        if "accuracy" in m
-        else "nothing scored, for want of reward.terms"
-        if "reward" not in m
+    rates = (("abstain", "abstain_rate"), ("error", "error_rate"))
+    lost = [f"{label} {share}" for label, share in unscored(m, rates)]
+    found = [_measure(m, key) for key in m if key in ("accuracy", "score") or "score/" in key] or [
+        "nothing could be scored"
+        if lost
         else "no outcome"
-    )
-    rates = "  ".join(
+        if "parse_rate" in m
+        else "nothing scored, for want of reward.terms"
+    ]
+    beside = [
         f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac") if key in m
-    )
-    return f"{result.name}: {accuracy}  {rates}  items {m['items']:.0f}"
+    ]
+    return f"{result.name}: " + "  ".join([*found, *lost, *beside, f"items {m['items']:.0f}"])
+
+
+def _measure(m: Mapping[str, float], key: str) -> str:
+    ends = [f"{m[end]:.3f}" for end in interval_of(key) if end in m]
+    return f"{key} {m[key]:.3f}" + (f" [{', '.join(ends)}]" if ends else "")
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -335,4 +362,6 @@ def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
             console.note(describe(Result(name=name, groups=(), metrics=metrics)))
         _write(folder, summary, rows)
         console.note(f"{RESULTS}, samples.jsonl are in {folder}")
+        for name in summary:
+            refuse_errors([StoredVerdict.of(row) for row in rows if row["set"] == name], config)
     return summary

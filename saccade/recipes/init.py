@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -25,12 +26,26 @@ from saccade.types import Media, Sample
 LOOKED_AT = 200
 UNOPENED = Media(hash="", width=1, height=1, path="")
 
-# The first kind that fits every gold: (reward, pattern, what the golds look like).
+NUMBER = r"\s*-?\d+(?:\.\d+)?\s*"
+# A letter alone is a variable, and letters behind a backslash are a command of LaTeX.
+WORD = r"(?<![\\A-Za-z])[^\W\d_]{2}|[\u3040-\u30ff\u4e00-\u9fff]"
+MATHS = r"[\d\\=+^{}$<>*/|_]"
+# The first kind that fits every gold: (reward, its arguments, pattern, what the golds look like).
 KINDS = (
-    ("count", r"[+-]?\d+", "every gold is an integer"),
-    ("choice", r"\(?[A-Z]\)?\.?", "every gold is a letter"),
-    ("math", r"(?s).*", "golds are numbers, formulas or words"),
+    ("count", "", r"[+-]?\d+", "every gold is an integer"),
+    ("choice", "", r"\(?[A-Z]\)?\.?", "every gold is a letter"),
+    ("iou", "", rf"\[{NUMBER}(?:,{NUMBER}){{3}}\]", "golds are boxes, in pixels of the picture"),
+    ("exact", "", rf"(?s)(?!.*{MATHS}).*(?:{WORD}).*", "golds are words"),
+    ("math", "", rf"(?s)(?!.*(?:{WORD})).*", "golds are numbers or formulas"),
+    ("math", "{gold_unparseable: string}", r"(?s).*", "numbers by value, words by their spelling"),
 )
+# Rows of these formats are trained on by other commands.
+ELSEWHERE = {
+    "pairs": ("preference pairs", ("dpo", "reward-model"), ""),
+    "sides": ("preference pairs", ("dpo", "reward-model"), ""),
+    "labels": ("responses that are labelled good or bad", ("dpo",), " dpo.loss=kto"),
+    "steps": ("labelled steps", ("reward-model",), " reward_model.kind=process"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +57,7 @@ class Findings:
     rows: int
     images: int
     reward: str
+    args: str
     because: str
 
 
@@ -62,14 +78,27 @@ def _look(model: Path, data: Path) -> Findings:
         raise ConfigError(f"{model} has no config.json; give a Hugging Face model folder")
     model_type = json.loads(described.read_text(encoding="utf-8")).get("model_type", "unknown")
     format, samples = _first_rows(data)
-    reward, because = guess_reward(samples)
+    if format in ELSEWHERE and not any(sample.answer for sample in samples):
+        raise DataError(_elsewhere(format, model, data))
+    reward, args, because = guess_reward(samples)
     return Findings(
         model_type=model_type,
         format=format,
         rows=len(samples),
         images=sum(bool(sample.media) for sample in samples),
         reward=reward,
+        args=args,
         because=because,
+    )
+
+
+def _elsewhere(format: str, model: Path, data: Path) -> str:
+    what, commands, more = ELSEWHERE[format]
+    given = shlex.join([f"model.path={model}", f"data.train={data}"])
+    lines = [f"saccade {command} {given} prompt.format=none{more}" for command in commands]
+    return (
+        f"{data} holds {what}, with no answer that a reward could score; `saccade init` writes "
+        "configs for `saccade rl`. Train on these rows with\n  " + "\n  ".join(lines)
     )
 
 
@@ -99,22 +128,24 @@ def _leave_unopened(
     return UNOPENED
 
 
-def guess_reward(samples: Sequence[Sample]) -> tuple[str, str]:
-    """(verifier, why) from the golds."""
+def guess_reward(samples: Sequence[Sample]) -> tuple[str, str, str]:
+    """(verifier, its arguments, why) from the golds."""
     answers = [sample.answer for sample in samples if sample.answer]
     golds = [
         gold for answer in answers for gold in ([answer] if isinstance(answer, str) else answer)
     ]
     if not golds:
         raise DataError(
-            "no row has an answer to score against; name its column with data.keys.answer"
+            "no row has an answer to score against; call its column `answer`, or write a config "
+            "with data.keys.answer. Demonstrations without answers are for `saccade sft`"
         )
     if all(sample.choices for sample in samples):
-        return "choice", "every row lists its choices"
+        return "choice", "", "every row lists its choices"
     return next(
-        (reward, because)
-        for reward, pattern, because in KINDS
+        (reward, args, because)
+        for reward, args, pattern, because in KINDS
         if all(re.fullmatch(pattern, gold.strip()) for gold in golds)
+        if reward != "iou" or all(sample.media for sample in samples)
     )
 
 
@@ -146,6 +177,7 @@ def _page(found: Findings, model: Path, data: Path) -> str:
         ("reward:", ""),
         ("  terms:", "added up; the first is the accuracy that is reported"),
         (f"    - verifier: {found.reward}", found.because),
+        *([(f"      args: {found.args}", "words are no mathematics")] if found.args else []),
         ("    - verifier: format:think_answer", "keeps the answer where it can be found"),
         ("      weight: 0.2", "small, so that form never outweighs being right"),
         ("algorithm:", ""),

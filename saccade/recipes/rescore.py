@@ -1,4 +1,5 @@
 """Answers of an earlier evaluation, scored again by the rewards of a config; no model is loaded.
+The rewards are not tested on known answers before: what they say of these can be read.
 
 saccade eval run.yaml --rescore runs/run-eval/samples.jsonl
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,12 @@ import numpy as np
 from saccade.config import Config
 from saccade.errors import ConfigError
 from saccade.recipes import parts
-from saccade.recipes.accuracy import accuracy
+from saccade.recipes.accuracy import measured, score_terms
+from saccade.rewards.combine import Scored
 from saccade.rewards.sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import parsed
-from saccade.types import Media
+from saccade.types import STATUS_OF_END, Media
 
 # Of a stored row, what a reward reads under the same name.
 NEEDED = [
@@ -61,6 +64,19 @@ def rescored(
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoredVerdict:
+    sample_id: str
+    status: str
+    reason: str
+    end_reason: str
+
+    @staticmethod
+    def of(row: Mapping[str, Any]) -> StoredVerdict:
+        named = {name: row[name] for name in ("status", "reason", "end_reason")}
+        return StoredVerdict(sample_id=row["id"], **named)
+
+
 def _stored(samples: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(samples.read_bytes().split(b"\n"), 1):
@@ -84,19 +100,35 @@ def _stored(samples: Path) -> list[dict[str, Any]]:
 
 
 def _rescored(rows: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float]:
-    scored = scorer.score([_reward_sample(row) for row in rows])
-    items: dict[str, list[float]] = {}
-    for row, score in zip(rows, scored, strict=True):
-        row |= {"score": score.outcome, "reward": score.reward, "parts": dict(score.parts)}
-        row |= {"extracted": score.extracted, "reason": score.reason}
-        if score.outcome is not None:
-            items.setdefault(row["id"], []).append(score.outcome)
-    metrics = accuracy([np.array(values) for values in items.values()]) | {
-        "parse_rate": float(np.mean([parsed(s.extracted, s.reason) for s in scored])),
-        "error_rate": float(np.mean([s.status == "error" for s in scored])),
-        "abstain_rate": float(np.mean([s.status == "abstain" for s in scored])),
+    items: dict[tuple[str, str], list[float]] = {}
+    outcomes: dict[str, list[float]] = {}
+    for row, score in zip(rows, scorer.score([_reward_sample(row) for row in rows]), strict=True):
+        row |= _verdict(row, score)
+        if row["score"] is not None:
+            items.setdefault((row["data_source"], row["id"]), []).append(row["score"])
+            outcomes.setdefault(row["data_source"], []).append(row["score"])
+    judged = [(source, np.array(values)) for (source, _), values in items.items()]
+    metrics = measured(judged, score_terms(scorer, outcomes)) | {
+        "parse_rate": float(np.mean([parsed(row["extracted"], row["reason"]) for row in rows])),
+        "error_rate": float(np.mean([row["status"] == "error" for row in rows])),
+        "abstain_rate": float(np.mean([row["status"] == "abstain" for row in rows])),
     }
     return metrics | scorer.metrics()
+
+
+def _verdict(row: Mapping[str, Any], score: Scored) -> dict[str, Any]:
+    """What an evaluation would have stored. An episode that failed stays without a score."""
+    ended = row["end_reason"]
+    status = STATUS_OF_END.get(ended, "ok")
+    if status in ("error", "aborted"):
+        return {"status": status, "score": None, "reward": None, "parts": {}, "extracted": None}
+    found: dict[str, Any] = {"parts": dict(score.parts), "reason": score.reason, "score": None}
+    found |= {"reward": score.reward, "extracted": score.extracted}
+    if score.status != "ok":
+        return found | {"status": score.status}
+    if not parsed(score.extracted, score.reason) and ended == "answered":
+        ended, status = "eos_no_answer", "void"
+    return found | {"score": score.outcome, "status": status, "end_reason": ended}
 
 
 def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
@@ -108,7 +140,7 @@ def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
         turns=row.get("said") or (row["response"],),
         tool_calls=row.get("tool_calls", ()),
         length=row["tokens"],
-        truncated=row["status"] == "truncated",
+        truncated=STATUS_OF_END.get(row["end_reason"]) == "truncated",
     )
 
 

@@ -43,6 +43,7 @@ def run(config: Any) -> dict[str, Any]:
     task.check(data.samples)
     held = held_out(config, task)
     with Run(config, "reward-model", parts.manifest(family, data, config)) as this:
+        this.check_best(held)
         this.console.note(data.summary)
         policy = models.load_policy(config, family, folder=str(this.start) if this.start else None)
         card = task.attach(policy.model, this.start, data.samples)

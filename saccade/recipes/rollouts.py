@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from saccade.config import Config
 from saccade.errors import RewardError, TrainingError
 from saccade.images.cache import in_background
 from saccade.recipes import parts
+from saccade.recipes.accuracy import outcomes_by_source, score_terms
 from saccade.recipes.run import Run
 from saccade.rewards.custom import LATE
 from saccade.rollout.collect import collect
@@ -81,7 +82,7 @@ def sample_groups(run: Run, actors: Actors, step: int, metrics: Metrics) -> Roll
             dropped += reasons
         kept += groups
     actors.engine.sleep()
-    _rollout_metrics(scored, actors, metrics)
+    _rollout_metrics(run, scored, actors, metrics)
     metrics.add("group/rounds", rounds)
     metrics.add("group/carried", len(carried))
     metrics.add("group/kept_frac", len(kept) - len(carried), len(scored))
@@ -163,12 +164,16 @@ def _telling(run: Run, actors: Actors) -> Callable[[int, int], None]:
     return watch
 
 
-def _rollout_metrics(scored: Sequence[Group], actors: Actors, metrics: Metrics) -> None:
-    algorithm = actors.algorithm
+def _rollout_metrics(run: Run, scored: Sequence[Group], actors: Actors, metrics: Metrics) -> None:
+    algorithm, known = actors.algorithm, run.progress.setdefault("scores", [])
+    scores = score_terms(actors.scorer, outcomes_by_source(scored), known)
+    known += sorted(set(scores) - set(known))
     found = group_metrics(
         scored,
         algorithm.exclude_status,
         excluded_in_baseline=algorithm.excluded_in_baseline,
+        compares=algorithm.estimator.group,
+        scores=scores,
     )
     for name, value in found.items():
         metrics.add(name, value)
@@ -219,8 +224,28 @@ def _unique(groups: Sequence[Group]) -> list[Group]:
     return result
 
 
+class Judged(Protocol):
+    """What is known of an episode after its reward: that of a trajectory, or of a stored row."""
+
+    @property
+    def sample_id(self) -> str: ...
+
+    @property
+    def status(self) -> str: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def end_reason(self) -> str: ...
+
+
 def check_errors(groups: Sequence[Group], config: Config) -> None:
-    everybody = [t for g in groups for t in (*g.trajectories, g.greedy) if t is not None]
+    refuse_errors([t for g in groups for t in (*g.trajectories, g.greedy) if t is not None], config)
+
+
+def refuse_errors(everybody: Sequence[Judged], config: Config) -> None:
+    """When more than `reward.max_error_rate` of them have no score because something failed."""
     failed, total = [t for t in everybody if t.status == "error"], len(everybody)
     if len(failed) > config.reward.max_error_rate * total:
         kinds = Counter((t.reason or t.end_reason).split(":")[0] for t in failed)

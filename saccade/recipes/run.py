@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from traceback import format_exception
 from types import FrameType
@@ -25,7 +25,7 @@ from saccade.backends import Backend
 from saccade.backends.schedule import rate
 from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
-from saccade.errors import DataError, EnvironmentProblem, Interrupted, SaccadeError
+from saccade.errors import ConfigError, DataError, EnvironmentProblem, Interrupted, SaccadeError
 from saccade.images import ImageError
 from saccade.images.cache import DECODED
 from saccade.models.families import Family
@@ -36,6 +36,7 @@ from saccade.tracking.diagnosis import diagnose
 from saccade.tracking.folder import RunFolder
 from saccade.tracking.loggers import Loggers, read_metrics
 from saccade.tracking.metrics import host_memory
+from saccade.tracking.sections import MEASURE
 from saccade.tracking.trace import named_range, traced
 from saccade.tracking.trajectories import TrajectoryWriter
 from saccade.types import Group, Sample
@@ -69,6 +70,7 @@ class Run:
         self._noted = -NOTED_EVERY
         self._rss_at_start = host_memory()["mem/host_rss_gb"]
         self._peaks: dict[str, float] = {}
+        self._missed = False  # whether the lack of save.best_metric was told
         self._updating = False  # between the first weight that moves and the end of the step
         self.set_aside = 0  # rows found bad while training
         self._range: Callable[[str], AbstractContextManager[object]] = nullcontext
@@ -269,13 +271,37 @@ class Run:
 
     def note_validation(self, metrics: Mapping[str, float], step: int) -> None:
         """Remember which step was best by `save.best_metric`; its checkpoint is kept."""
-        name = self.config.save.best_metric
-        if name is None:
-            name = next((key for key in metrics if key.endswith("/accuracy")), None)
-        score = metrics.get(name) if name else None
-        best = self.progress["best_score"]
-        if step > 0 and score is not None and (best is None or score > best):
+        wanted, before = self.config.save.best_metric, self.progress.get("best_metric")
+        name = wanted or default_best(metrics, before)
+        if name is None or name not in metrics:
+            self._miss_best(wanted, metrics)
+            return
+        if name != (before or name):  # best by another measure says nothing about this one
+            self.progress |= {"best_score": None, "best_step": None}
+        self.progress["best_metric"] = name
+        score, best = metrics[name], self.progress["best_score"]
+        if step > 0 and (best is None or score > best):
             self.progress |= {"best_score": score, "best_step": step}
+
+    def _miss_best(self, wanted: str | None, metrics: Mapping[str, float]) -> None:
+        """Said once; that of a set which is measured elsewhere is not missed."""
+        there = [k for k in metrics if wanted and wanted.startswith(k.rpartition("/")[0] + "/")]
+        if there and not self._missed:
+            self._missed = True
+            self.console.note(
+                f"WARNING: save.best_metric: {wanted} was not measured, so no checkpoint counts as "
+                f"the best; there are {', '.join(there)}"
+            )
+
+    def check_best(self, sets: Iterable[str]) -> None:
+        """Refuse a `save.best_metric` of no set that is validated."""
+        wanted, names = self.config.save.best_metric, list(sets)
+        if wanted and not any(wanted.startswith(f"val/{name}/") for name in names):
+            raise ConfigError(
+                f"save.best_metric: {wanted} is a metric of no validation set; there are "
+                f"{', '.join(f'val/{name}/…' for name in names)}; "
+                f"try save.best_metric=val/{names[0]}/accuracy"
+            )
 
     def save(self) -> None:
         if self._saved == self.step:
@@ -359,6 +385,18 @@ class Run:
         raise Interrupted(
             f"stopped after step {self.step}; go on with run.resume=auto ({self.folder.path})"
         )
+
+
+def default_best(metrics: Mapping[str, float], before: str | None) -> str | None:
+    """Accuracy of the first set, or its score where nothing is right or wrong; None where only
+    other sets than that were measured.
+    """
+    of_set = f"{before.rpartition('/')[0]}/" if before else ""
+    if not any(key.startswith(of_set) for key in metrics):
+        return None
+    measures = [key for key in metrics if MEASURE.fullmatch(key)]
+    accuracies = [key for key in measures if key.endswith("/accuracy")]
+    return next(iter(accuracies or measures), None)
 
 
 def speeds(metrics: Mapping[str, float], times: Mapping[str, Any]) -> dict[str, float]:

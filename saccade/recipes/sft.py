@@ -53,6 +53,7 @@ def run(config: Any) -> dict[str, Any]:
         sets = questions.validation_sets(config, family) if config.val.every else {}
         parts.warn_of_rows(config, stream, sets.values(), this.console.note)
         sets = questions.asking_for_the_best(config, data, sets)
+        this.check_best(sets)
         validation = answering(this, config, policy, backend, sets)
         teacher = models.load_teacher(config, family)
         averages = average.kept(config, family, backend, this.start)

@@ -51,6 +51,7 @@ class Validation:
 
     def metrics(self, *, step: int) -> dict[str, float]:
         assert self.engine is not None
+        known = self.run.progress.setdefault("scores", [])
         self.engine.update_weights(self.weights, version=step)
         with self.run.phase("validation"):
             try:
@@ -61,12 +62,14 @@ class Validation:
                     self.sets,
                     self.config,
                     self.run.watch_validation,
+                    known,
                 )
             except Stopping:  # the run ends after this step; half a validation says nothing
                 return {}
         if self.training_follows:
             self.engine.sleep()
         for result in results:
+            known += sorted(set(result.scores) - set(known))
             groups = result.groups[: self.config.val.log_generations]
             self.run.store(groups, step=step, kind=f"val/{result.name}")
             self.run.console.note(f"step {step}  {describe(result)}")

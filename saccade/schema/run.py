@@ -91,7 +91,9 @@ class SaveConfig(Section):
     every: int = option(50, "Checkpoint every N steps; 0: only at the end.", ge=0)
     keep: int = option(3, "Newest checkpoints to keep, the best one beside them.", ge=1)
     best_metric: str | None = option(
-        None, "Metric that names the best checkpoint; empty: accuracy of the first set."
+        None,
+        "Metric that names the best checkpoint, such as val/SET/accuracy; empty: accuracy of the "
+        "first set, or its score.",
     )
 
 

@@ -91,9 +91,9 @@ def _chips(record: Record) -> str:
     if outcome is not None:
         name = (
             "right"
-            if outcome >= RIGHT
+            if RIGHT <= outcome <= 1
             else "wrong"
-            if outcome <= WRONG
+            if 0 <= outcome <= WRONG
             else f"outcome {outcome:.2f}"
         )
         chips.append(

@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from saccade.tracking.clock import Phase, PhaseClock
+from saccade.tracking.sections import MEASURE
 
 Row = Mapping[str, float | str]
 
@@ -45,6 +46,7 @@ def _short(value: float) -> str:
 
 
 # What a step line leads with, in order; a column without its metric is left out.
+LOST = (("abstain", "reward/abstain_rate"), ("error", "reward/error_rate"))  # only where there are
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "reward/mean", lambda v: f"{v:.3f}"),
     ("acc", "reward/accuracy", lambda v: f"{v:.3f}"),
@@ -70,6 +72,7 @@ MORE_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 TRENDS = ("reward/accuracy",)
 PHASE_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_black")
+NEARLY_ALL = 1 - 1e-9  # of a sum of shares
 BLOCKS = "▁▂▃▄▅▆▇█"
 REFRESH_PER_SECOND = 4
 
@@ -77,10 +80,19 @@ REFRESH_PER_SECOND = 4
 def step_line(step: int, total: int | None, metrics: Row) -> str:
     """`step 12/350  reward 0.412  acc 0.380  dead 25%  …  bottleneck rollout 61%`."""
     cells = [f"step {step}/{total}" if total else f"step {step}"]
-    cells += [f"{label} {text}" for label, text in _cells(COLUMNS, metrics)]
+    if sum(_number(metrics, name) or 0.0 for _, name in LOST) >= NEARLY_ALL:
+        cells.append("nothing could be scored")
+    shown = unscored(metrics, LOST) + _cells(COLUMNS, metrics)
+    cells += [f"{label} {text}" for label, text in shown]
     cells += [f"{label} {text}" for label, text in _bottleneck(metrics)]
     cells += [f"{label} {text}" for label, text in _validation_cells(metrics)]
     return "  ".join(cells)
+
+
+def unscored(metrics: Row, named: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
+    """`abstain 32%`, `error 5%`: what has no score, where that is anything."""
+    found = ((label, _number(metrics, name)) for label, name in named)
+    return [(label, _percent(v) if v >= 0.01 else "<1%") for label, v in found if v]
 
 
 def sparkline(values: list[float]) -> str:
@@ -230,7 +242,8 @@ class Console:
         return Text(f"{hours}:{minutes:02d}:{seconds:02d} left", style="dim")
 
     def _table(self) -> Table:
-        cells = _cells(COLUMNS, self._metrics) + _bottleneck(self._metrics)
+        cells = unscored(self._metrics, LOST) + _cells(COLUMNS, self._metrics)
+        cells += _bottleneck(self._metrics)
         cells += _cells(MORE_COLUMNS, self._metrics) + list(self._validation.items())
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for label, _ in cells:
@@ -287,8 +300,7 @@ def _validation_cells(metrics: Row) -> list[tuple[str, str]]:
     return [
         (name.removesuffix("/accuracy"), f"{value:.3f}")
         for name in metrics
-        if name.startswith("val/") and name.endswith("/accuracy")
-        if (value := _number(metrics, name)) is not None
+        if MEASURE.fullmatch(name) and (value := _number(metrics, name)) is not None
     ]
 
 

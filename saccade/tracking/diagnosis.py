@@ -115,10 +115,17 @@ def diagnose(history: Sequence[Mapping[str, Any]]) -> str | None:
     last = list(islice(steps, WINDOW))
     if len(last) < WINDOW:
         return None
-    dead = all(row.get("group/dead_frac") in (None, 1.0) for row in last)
+    dead = all(_is_dead(row) for row in last)
     for cause in CAUSES:
         if cause.while_dead and not dead:
             continue
         if all(row.get(cause.metric) == cause.value for row in last):
             return f"nothing is learned: {cause.line}"
     return None
+
+
+def _is_dead(row: Mapping[str, Any]) -> bool:
+    """Whether no rewards differ that are compared: inside groups, or all of the step."""
+    if "group/dead_frac" in row:
+        return row["group/dead_frac"] == 1.0
+    return row.get("reward/std") in (None, 0.0)

@@ -101,7 +101,8 @@ def _chips(record: Record) -> str:
     chips = [f"{record['kind']} · step {record['step']}", f"{record['id']}", record["end_reason"]]
     tone = ""
     if outcome is not None:
-        tone = "right" if outcome >= RIGHT else "wrong" if outcome <= WRONG else ""
+        right, wrong = RIGHT <= outcome <= 1, 0 <= outcome <= WRONG
+        tone = "right" if right else "wrong" if wrong else ""
         chips.append(tone or f"outcome {outcome:.2f}")
     if record["extracted"] is not None:
         chips.append(f"read as {shortened(record['extracted'], 60)}")

@@ -1,5 +1,6 @@
-"""What an evaluation found, for the terminal and as report.html: accuracy of each set, then by
-limit of turns, by turns that were used and by category where there are such tables.
+"""What an evaluation found, for the terminal and as report.html: accuracy or score of each set,
+then by limit of turns, by turns that were used, by category and by source where there are such
+tables.
 
     print("\n".join(table_lines("vstar", results["vstar"])))
 """
@@ -13,18 +14,18 @@ from typing import Any
 
 from saccade.tracking.folder import TRAJECTORIES
 from saccade.tracking.report import BESIDE_ACCURACY, episodes_of, write_report
-from saccade.tracking.sections import Cell, Estimate, Table
+from saccade.tracking.sections import Cell, Estimate, Table, interval_of
 from saccade.tracking.trajectories import read_trajectories, stored_steps
 
 RESULTS = "results.json"
 TITLES = {
-    "by_limit": ("Accuracy by limit of turns", "limit"),
-    "by_turns": ("Accuracy by turns that were used", "turns used"),
-    "by_category": ("Accuracy by category", "category"),
+    "by_limit": ("by limit of turns", "limit"),
+    "by_turns": ("by turns that were used", "turns used"),
+    "by_category": ("by category", "category"),
+    "by_source": ("by source", "source"),
 }
 LABELS = {"overturn_frac": "cut off", "turns_mean": "turns", "all_rotations": "all rotations"}
 COUNTS = ("items", "episodes", "turns_mean")  # numbers that are no shares
-INTERVAL = ("ci_low", "ci_high")
 
 
 def table_lines(name: str, found: Mapping[str, Any]) -> list[str]:
@@ -37,14 +38,18 @@ def table_lines(name: str, found: Mapping[str, Any]) -> list[str]:
             cells = [[label, *(_text(row, c) for c in columns)] for label, row in rows.items()]
             cells.insert(0, [first, *(LABELS.get(c, c) for c in columns)])
             widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-            lines.append(f"{name}: {title.lower()}")
+            lines.append(f"{name}: {_kind(rows).lower()} {title}")
             lines += ["  " + "  ".join(map(str.rjust, row, widths)) for row in cells]
     return lines
 
 
 def _columns(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
     names = dict.fromkeys(name for row in rows.values() for name in row)
-    return [name for name in names if name not in INTERVAL]
+    return [n for n in names if not n.endswith(("ci_low", "ci_high")) and n != "score_items"]
+
+
+def _kind(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    return "Accuracy" if any("accuracy" in row for row in rows.values()) else "Score"
 
 
 def _text(row: Mapping[str, float], column: str) -> str:
@@ -52,7 +57,7 @@ def _text(row: Mapping[str, float], column: str) -> str:
         return ""
     if column in COUNTS:
         return f"{row[column]:g}" if column != "turns_mean" else f"{row[column]:.2f}"
-    ends = [f"{row[end]:.3f}" for end in INTERVAL if column == "accuracy" and end in row]
+    ends = [f"{row[end]:.3f}" for end in interval_of(column) if end in row]
     return f"{row[column]:.3f}" + (f" [{', '.join(ends)}]" if ends else "")
 
 
@@ -76,21 +81,26 @@ def _summary(results: Mapping[str, Mapping[str, Any]]) -> Table:
     beside = {
         n: about for n, about in BESIDE_ACCURACY.items() if any(n in m for m in results.values())
     }
+    measures = sorted({n for found in results.values() for n in found if _is_measure(n)})
     rows = [
         (
             name,
-            _cell(found, "accuracy"),
+            *(_cell(found, measure, measure == "accuracy") for measure in measures),
             *(_cell(found, n, percent) for n, (_, percent) in beside.items()),
             _cell(found, "items", percent=False),
         )
         for name, found in results.items()
     ]
     return Table(
-        title="Accuracy",
-        columns=("set", "accuracy", *(label for label, _ in beside.values()), "items"),
+        title=_kind(results),
+        columns=("set", *measures, *(label for label, _ in beside.values()), "items"),
         rows=tuple(rows),
         note="Brackets hold 95 % intervals over the items of a set.",
     )
+
+
+def _is_measure(name: str) -> bool:
+    return name in ("accuracy", "score") or name.startswith("score/")
 
 
 def _tables(name: str, found: Mapping[str, Any]) -> Iterator[Table]:
@@ -99,17 +109,21 @@ def _tables(name: str, found: Mapping[str, Any]) -> Iterator[Table]:
         columns = _columns(rows)
         if rows:
             yield Table(
-                title=f"{title}: {name}",
+                title=f"{_kind(rows)} {title}: {name}",
                 columns=(first, *(LABELS.get(c, c) for c in columns)),
                 rows=tuple(
-                    (label, *(_cell(row, column, column not in COUNTS) for column in columns))
+                    (label, *(_cell(row, column, _is_share(column)) for column in columns))
                     for label, row in rows.items()
                 ),
             )
 
 
+def _is_share(column: str) -> bool:
+    return column not in COUNTS and not column.startswith("score")
+
+
 def _cell(row: Mapping[str, Any], name: str, percent: bool = True) -> Cell:
     if name not in row:
         return None
-    low, high = (row.get(end) if name == "accuracy" else None for end in INTERVAL)
+    low, high = (row.get(end) if _is_measure(name) else None for end in interval_of(name))
     return Estimate(value=row[name], low=low, high=high, percent=percent)

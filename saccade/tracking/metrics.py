@@ -16,6 +16,7 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -34,10 +35,15 @@ def group_metrics(
     exclude_status: Collection[str] = (),
     *,
     excluded_in_baseline: bool = False,
+    compares: bool = True,
+    scores: Collection[str] = (),
 ) -> dict[str, float]:
-    """All metrics of one step or validation set; the options as in the algorithm's row."""
+    """All metrics of one step or validation set; the options as in the algorithm's row. `compares`:
+    whether it learns from differences inside a group. `scores`: sources whose outcome is no
+    accuracy.
+    """
     excluded = ALWAYS_EXCLUDED | set(exclude_status)
-    members = [_members(group) for group in groups]
+    members = [_members(group) for group in without_scores(groups, scores)]
     everyone = [t for group in members for t in group]
     if not everyone:
         return {}
@@ -55,12 +61,24 @@ def group_metrics(
     sources = [group.sample.data_source for group in groups]
     return (
         _reward_metrics(everyone, live, sources)
-        | _group_metrics(live, compared)
+        | _group_metrics(live, compared if compares else [])
         | _length_metrics(everyone)
         | _turn_metrics(everyone)
         | tool_metrics(everyone, RIGHT)
         | _advantage_metrics(everyone, excluded)
     )
+
+
+def without_scores(groups: Sequence[Group], scores: Collection[str]) -> Sequence[Group]:
+    """The groups, with no outcome where it says nothing about right and wrong."""
+    if not scores:
+        return groups
+    return [
+        replace(group, trajectories=tuple(replace(t, outcome=None) for t in group.trajectories))
+        if group.sample.data_source in scores
+        else group
+        for group in groups
+    ]
 
 
 def episode_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
@@ -121,13 +139,14 @@ def _group_metrics(
     rewards = [[float(t.reward or 0.0) for t in group] for group in live]
     outcomes = [[t.outcome for t in group if t.outcome is not None] for group in live]
     spreads = [_std(values) for values in rewards if len(values) > 1]
-    metrics = {
-        "group/dead_frac": _share(
+    metrics = {}
+    if compared:
+        metrics["group/dead_frac"] = _share(
             _is_dead([float(t.reward or 0.0) for t in group]) for group in compared
-        ),
-        "group/all_right_frac": _share(bool(v) and min(v) >= RIGHT for v in outcomes),
-        "group/all_wrong_frac": _share(bool(v) and max(v) <= WRONG for v in outcomes),
-    }
+        )
+    if any(outcomes):
+        metrics["group/all_right_frac"] = _share(bool(v) and min(v) >= RIGHT for v in outcomes)
+        metrics["group/all_wrong_frac"] = _share(bool(v) and max(v) <= WRONG for v in outcomes)
     return metrics | ({"group/std_mean": fmean(spreads)} if spreads else {})
 
 

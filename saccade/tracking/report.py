@@ -118,10 +118,12 @@ def from_run(folder: Path) -> Path:
 def run_facts(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
     """Tiles: how good, how long, with what."""
     facts = {}
-    for name in sections.validation_sets(rows):
-        first, last = _first_and_last(rows, f"val/{name}/accuracy")
-        change = f"{100 * first:.1f} → " if first != last else ""
-        facts[f"accuracy on {name}"] = f"{change}{charts.number(last, True)}"
+    for name, leaf in sections.validation_measures(rows):
+        first, last = _first_and_last(rows, f"val/{name}/{leaf}")
+        percent = leaf == "accuracy"
+        before = f"{100 * first:.1f}" if percent else charts.number(first, False)
+        change = f"{before} → " if first != last else ""
+        facts[f"{leaf} on {name}"] = f"{change}{charts.number(last, percent)}"
     steps = [row["step"] for row in rows]
     seconds = sum(row.get("time/step") or 0.0 for row in rows)
     facts["steps"] = str(max(steps, default=0))
@@ -143,11 +145,12 @@ def before_after(rows: Rows) -> list[Table]:
     """Each validation set the first and the last time it was measured; no table without any."""
     lines: list[tuple[Cell, ...]] = []
     steps = set()
-    for name in sections.validation_sets(rows):
-        measured = [row for row in rows if row.get(f"val/{name}/accuracy") is not None]
+    for name, leaves in groupby(sections.validation_measures(rows), key=lambda pair: pair[0]):
+        found = [leaf for _, leaf in leaves]
+        measured = [r for r in rows if any(r.get(f"val/{name}/{n}") is not None for n in found)]
         if measured:
             steps.add((measured[0]["step"], measured[-1]["step"]))
-            lines += _compared(name, measured[0], measured[-1])
+            lines += _compared(name, found, measured[0], measured[-1])
     if not lines:
         return []
     first, last = steps.pop() if len(steps) == 1 else ("first", "last")
@@ -160,15 +163,13 @@ def before_after(rows: Rows) -> list[Table]:
 
 
 def _compared(
-    name: str, first: Mapping[str, Any], last: Mapping[str, Any]
+    name: str, leaves: Sequence[str], first: Mapping[str, Any], last: Mapping[str, Any]
 ) -> Iterator[tuple[Cell, ...]]:
     prefix = f"val/{name}/"
-    low, high = f"{prefix}ci_low", f"{prefix}ci_high"
-    before, after = (
-        Estimate(value=row[f"{prefix}accuracy"], low=row.get(low), high=row.get(high))
-        for row in (first, last)
-    )
-    yield name, "accuracy", before, after, _change(before, after)
+    for leaf in leaves:
+        before, after = (_estimate(row, prefix, leaf) for row in (first, last))
+        change = None if before is None or after is None else _change(before, after)
+        yield name, leaf, before, after, change
     for metric, (label, percent) in BESIDE_ACCURACY.items():
         a, b = first.get(prefix + metric), last.get(prefix + metric)
         if a is not None and b is not None:
@@ -177,12 +178,22 @@ def _compared(
             yield None, label, *pair, change
 
 
+def _estimate(row: Mapping[str, Any], prefix: str, leaf: str) -> Estimate | None:
+    if row.get(prefix + leaf) is None:
+        return None
+    low, high = (row.get(prefix + end) for end in sections.interval_of(leaf))
+    return Estimate(value=row[prefix + leaf], low=low, high=high, percent=leaf == "accuracy")
+
+
 def _change(before: Estimate, after: Estimate) -> Estimate:
     if before.low is None or before.high is None or after.low is None or after.high is None:
-        return Estimate(value=after.value - before.value, change=True)
+        value = after.value - before.value
+        return Estimate(value=value, percent=after.percent, change=True)
     intervals = Interval(before.low, before.high), Interval(after.low, after.high)
     change = independent_difference(before.value, intervals[0], after.value, intervals[1])
-    return Estimate(value=change.mean, low=change.low, high=change.high, change=True)
+    return Estimate(
+        value=change.mean, low=change.low, high=change.high, percent=after.percent, change=True
+    )
 
 
 def sample_rollouts(folder: Path, samples: int = 8, members: int = 4) -> list[dict[str, Any]]:

@@ -81,6 +81,10 @@ DULL = {"Cut responses": 0.0, "Turns": 1.0}  # left out where it never leaves th
 NOT_PARTS = {"mean", "std", "min", "max", "accuracy", "abstain_rate", "error_rate", "clip_frac"}
 
 
+# How good a set is: its name, and accuracy or a score of whatever scale.
+MEASURE = re.compile(r"val/(.+?)/(accuracy|score(?:/.+)?)")
+
+
 def section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
 
@@ -150,8 +154,11 @@ def curve_sections(curves: Mapping[str, Sequence[Point]] | Rows) -> Iterator[str
             _chart(name, [Series(name=name, points=points)]) for name, points in curves.items()
         ]
     else:
-        validation = [_validation_series(curves, name) for name in validation_sets(curves)]
-        drawn = [_chart("Validation accuracy", validation, percent=True)]
+        drawn = [
+            _chart(f"Validation {kind}", series, percent=kind == "accuracy")
+            for kind in ("accuracy", "score")
+            if (series := list(_validation_series(curves, kind)))
+        ]
         shown = {**CHARTS, "Reward parts": _reward_parts(curves)}
         drawn += [
             _chart(title, _series(curves, metrics, DULL.get(title)), percent=title in PERCENT)
@@ -182,14 +189,17 @@ def _series(rows: Rows, metrics: Mapping[str, str], dull: float | None) -> list[
     return [] if all(y == dull for one in series for _, y in one.points) else series
 
 
-def _validation_series(rows: Rows, name: str) -> Series:
-    accuracy, low, high = (f"val/{name}/{leaf}" for leaf in ("accuracy", "ci_low", "ci_high"))
-    band = [
-        (row["step"], row[low], row[high])
-        for row in rows
-        if row.get(low) is not None and row.get(high) is not None
-    ]
-    return Series(name=name, points=_points(rows, accuracy), band=band)
+def _validation_series(rows: Rows, kind: str) -> Iterator[Series]:
+    for name, leaf in validation_measures(rows):
+        low, high = (f"val/{name}/{end}" for end in interval_of(leaf))
+        band = [
+            (row["step"], row[low], row[high])
+            for row in rows
+            if row.get(low) is not None and row.get(high) is not None
+        ]
+        if leaf.startswith(kind):
+            label = name + leaf.removeprefix(kind)
+            yield Series(name=label, points=_points(rows, f"val/{name}/{leaf}"), band=band)
 
 
 def _reward_parts(rows: Rows) -> dict[str, str]:
@@ -210,6 +220,13 @@ def _phase_seconds(rows: Rows) -> dict[str, float]:
     return totals | ({"other": rest} if totals and rest > 0.005 * whole else {})
 
 
-def validation_sets(rows: Rows) -> list[str]:
-    names = {name for row in rows for name in row if re.fullmatch(r"val/.+/accuracy", name)}
-    return sorted(name.removeprefix("val/").removesuffix("/accuracy") for name in names)
+def validation_measures(rows: Rows) -> list[tuple[str, str]]:
+    """(set, accuracy or score), in order."""
+    found = {MEASURE.fullmatch(name) for row in rows for name in row}
+    return sorted({(match[1], match[2]) for match in found if match})
+
+
+def interval_of(leaf: str) -> tuple[str, str]:
+    """Metrics of its 95 % interval."""
+    prefix = "" if leaf == "accuracy" else f"{leaf}_"
+    return f"{prefix}ci_low", f"{prefix}ci_high"

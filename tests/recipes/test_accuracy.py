@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from saccade.recipes.accuracy import by_category, by_limit, by_turns, group_accuracy
+from saccade.config import RewardConfig
+from saccade.recipes.accuracy import (
+    by_category,
+    by_limit,
+    by_source,
+    by_turns,
+    group_accuracy,
+    outcomes_by_source,
+    score_terms,
+)
+from saccade.rewards.scorer import Scorer
 from saccade.types import Group, Message, Sample, Source, Trajectory
 
 
-def group(id: str, outcomes: Sequence[float | None], turns: int = 1, **extra: Any) -> Group:
-    sample = Sample(id=id, messages=(Message(role="user", parts=("?",)),), extra=extra)
+def group(
+    id: str, outcomes: Sequence[float | None], turns: int = 1, source: str = "", **extra: Any
+) -> Group:
+    asked = (Message(role="user", parts=("?",)),)
+    sample = Sample(id=id, messages=asked, extra=extra, data_source=source or "default")
     members = tuple(
         Trajectory(
             sample_id=id,
@@ -61,3 +75,39 @@ def test_categories_turns_and_limits() -> None:
     assert list(rows) == ["2", "4"] and rows["2"]["overturn_frac"] == 0
     assert rows["4"]["overturn_frac"] == pytest.approx(1 / 3)
     assert rows["4"]["turns_mean"] == pytest.approx(16 / 6)
+
+
+def test_which_outcomes_are_scores(tmp_path: Path) -> None:
+    """Those of a reward model, whatever they are, and values beyond 0..1."""
+    (tmp_path / "config.json").write_text('{"reward_model": {}}')
+    model = [{"verifier": "model", "args": {"path": str(tmp_path)}}]
+    config = RewardConfig(by_source={"a": ["exact", *model], "b": model, "c": "exact"})
+    scorer = Scorer(config, prompt_format="none", max_tokens=8)
+    found = score_terms(scorer, {"a": [0.0, 1.0], "b": [0.5], "c": [0.2]})
+    assert list(found) == ["b"]
+    assert list(score_terms(scorer, {"a": [1.0], "c": [1.5]})) == ["c"]
+    assert list(score_terms(scorer, {"a": [1.0], "c": [1.0]}, known=["c"])) == ["c"]
+    assert list(score_terms(None, {"a": [-0.1], "b": [1 + 1e-9]})) == ["a"]
+
+
+def test_scores_are_never_averaged_with_right_and_wrong() -> None:
+    groups = [
+        group("a", [1, 0], source="colour"),
+        group("b", [1, 1], source="colour"),
+        group("c", [-4, -2], source="hue"),
+    ]
+    scores = score_terms(None, outcomes_by_source(groups))
+    found = group_accuracy(groups, scores)
+    assert found["accuracy"] == found["avg@2"] == 0.75 and found["pass@2"] == 1
+    assert found["score"] == -3 and found["score_ci_low"] == found["score_ci_high"] == -3
+    assert found["items"] == 3 and found["score_items"] == 1
+    parts = by_source(groups, scores)
+    assert parts["colour"]["accuracy"] == 0.75 and "score" not in parts["colour"]
+    assert parts["hue"]["score"] == -3 and "accuracy" not in parts["hue"]
+    assert by_source(groups[:2]) == {} and by_turns(groups, scores)["1"]["episodes"] == 4
+
+
+def test_scores_of_different_terms_stay_apart() -> None:
+    groups = [group("a", [3], source="x"), group("b", [50], source="y")]
+    found = group_accuracy(groups, {"x": "model 1", "y": "model 2"})
+    assert (found["score/x"], found["score/y"]) == (3, 50) and "score" not in found

@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 import saccade
 from saccade.cli import app
 from saccade.config import load
-from saccade.errors import ConfigError, DataError, SelfTestError
+from saccade.errors import ConfigError, DataError, RewardError, SelfTestError
 from saccade.recipes import evaluate, rl, sft
 from saccade.statistics import mean_interval, pass_at_k
 
 Make = Callable[..., dict[str, Any]]
+SAMPLES = "eval/samples.jsonl"
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -205,7 +206,7 @@ def test_turns_are_scored_again_turn_by_turn(
 
 
 def test_rewards_that_fail_are_counted_beside_the_accuracy(
-    tmp_path: Path, judged: Make, four: tuple[Any, Path]
+    tmp_path: Path, judged: Make, four: tuple[Any, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(
         "def score(sample):\n"
@@ -214,9 +215,59 @@ def test_rewards_that_fail_are_counted_beside_the_accuracy(
     )
     config = judged(tmp_path, reward__terms=[f"{tmp_path}/mine.py:score"])
     rows = lines(four[1] / "samples.jsonl")
-    result = evaluate.run(config, out=tmp_path / "eval", rescore=four[1] / "samples.jsonl")["val"]
+    with pytest.raises(RewardError, match=r"4 of 32 samples could not be scored \({'raised': 4}\)"):
+        evaluate.run(config, out=tmp_path / "eval", rescore=four[1] / "samples.jsonl")
+    result = json.loads((tmp_path / "eval/results.json").read_text())["val"]  # nothing is lost
     ones = sum(row["gold"] == "1" for row in rows)
     assert result["error_rate"] == ones / 32 > 0 and result["items"] == 8 - ones / 4
+    assert "error 12%" in capsys.readouterr().out
+    stored = lines(tmp_path / "eval" / "samples.jsonl")
+    assert [r["status"] == "error" for r in stored] == [r["gold"] == "1" for r in rows]
+    evaluate.run(
+        config | {"reward.max_error_rate": 0.2}, out=tmp_path / "b", rescore=tmp_path / SAMPLES
+    )
+    assert lines(tmp_path / "b/samples.jsonl") == stored  # as if it had never failed before
+
+
+def test_an_evaluation_whose_rewards_fail_ends_with_its_samples(
+    tmp_path: Path, judged: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(sample):\n    raise ValueError('no')\n")
+    own = {"reward__terms": [f"{tmp_path}/mine.py:score"], "reward__self_test": "off"}
+    with pytest.raises(RewardError, match="8 of 8 samples could not be scored"):
+        evaluate.run(judged(tmp_path, **own), out=tmp_path / "eval")
+    said = capsys.readouterr().out
+    assert "val: nothing could be scored  error 100%" in said and "reward.terms" not in said
+    first = lines(tmp_path / SAMPLES)
+    again = judged(tmp_path, **own, reward__max_error_rate=1.0)
+    evaluate.run(again, out=tmp_path / "again", rescore=tmp_path / SAMPLES)
+    assert lines(tmp_path / "again/samples.jsonl") == first
+
+
+def test_what_abstains_is_said_and_scored_again_alike(
+    tmp_path: Path, judged: Make, four: tuple[Any, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row | {"gold": "see figure"} for row in lines(four[1] / "samples.jsonl")]
+    rows[0] |= {"response": "<think>a</think><answer>see figure</answer>", "end_reason": "answered"}
+    file = tmp_path / "words.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = judged(tmp_path, reward__terms=["math"])
+    metrics = evaluate.run(config, out=tmp_path / "eval", rescore=file)["val"]
+    stored = lines(tmp_path / SAMPLES)
+    assert metrics["abstain_rate"] == np.mean([r["status"] == "abstain" for r in stored]) > 0.3
+    assert f"abstain {100 * metrics['abstain_rate']:.0f}%" in capsys.readouterr().out
+    assert all(r["score"] is None for r in stored if r["status"] == "abstain")
+
+
+def test_a_value_beyond_one_is_a_score_and_no_accuracy(
+    tmp_path: Path, judged: Make, four: tuple[Any, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(sample):\n    return float(sample.answer)\n")
+    config = judged(tmp_path, reward__terms=[f"{tmp_path}/mine.py:score"])
+    found = evaluate.run(config, out=tmp_path / "a", rescore=four[1] / "samples.jsonl")["val"]
+    golds = [float(row["gold"]) for row in lines(four[1] / "samples.jsonl")]
+    assert found["score"] == pytest.approx(np.mean(golds)) and "accuracy" not in found
+    assert f"val: score {np.mean(golds):.3f} [" in capsys.readouterr().out
 
 
 def test_a_set_without_a_usable_row(tmp_path: Path, judged: Make) -> None:

@@ -652,7 +652,7 @@ def test_eval_scores_with_a_model_and_rescore_refuses(
     options = rl_config(tmp_path, data__val=str(scenes / "val.jsonl"))
     options |= {"reward.terms": [learned]}
     found = saccade.evaluate(options, out=tmp_path / "eval")
-    assert np.isfinite(found["val"]["accuracy"])
+    assert np.isfinite(found["val"]["score"]) and "accuracy" not in found["val"]
     with pytest.raises(ConfigError, match="remove the terms of `model`"):
         saccade.evaluate(options, rescore=tmp_path / "eval" / "samples.jsonl", out=tmp_path / "b")
 

@@ -18,6 +18,7 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, TrainingError
 from saccade.recipes import rl
+from saccade.recipes.run import default_best
 
 Make = Callable[..., dict[str, Any]]
 Read = Callable[[Path], list[dict[str, Any]]]
@@ -110,6 +111,25 @@ def test_validation_before_every_and_last(finished: Path, numbers: Read) -> None
     validated = [row["step"] for row in rows if "val/val/accuracy" in row]
     assert validated == [0, 2, 4, 5]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_best_metric_that_cannot_exist_is_refused(
+    tmp_path: Path, rl_config: Make, scenes: Path
+) -> None:
+    foo, val = {"save__best_metric": "val/foo/accuracy"}, {"data__val": str(scenes / "val.jsonl")}
+    with pytest.raises(ConfigError, match=r"best_metric: val/foo/accuracy is never measured.*no d"):
+        rl.run(rl_config(tmp_path, **foo))
+    with pytest.raises(ConfigError, match=r"no validation set; there are val/val/…; try save\.b"):
+        rl.run(rl_config(tmp_path, **foo, **val))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_best_is_that_of_one_measure() -> None:
+    both = {"val/a/reward": 9.0, "val/a/score": 2.0, "val/b/accuracy": 0.5}
+    assert default_best(both, None) == "val/b/accuracy"
+    assert default_best({"val/a/reward": 9.0, "val/a/score": 2.0}, None) == "val/a/score"
+    assert default_best(both, "val/pairs/accuracy") is None  # of other sets
+    assert default_best({"val/a/margin": 1.0}, None) is None
 
 
 def test_the_best_checkpoint_stays_beside_the_newest(finished: Path, numbers: Read) -> None:

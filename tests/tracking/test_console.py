@@ -38,6 +38,21 @@ def test_a_missing_or_null_metric_is_left_out() -> None:
     assert step_line(1, 2, {"reward/mean": None}) == "step 1/2"  # type: ignore[dict-item]
 
 
+def test_what_has_no_score_is_said_where_there_is_any() -> None:
+    rates = {"reward/mean": 0.5, "reward/abstain_rate": 0.32, "reward/error_rate": 0.004}
+    assert step_line(1, 2, rates) == "step 1/2  abstain 32%  error <1%  reward 0.500"
+    assert step_line(1, 2, {"reward/mean": 0.5, "reward/error_rate": 0.0}).endswith("reward 0.500")
+    nothing = {"reward/abstain_rate": 0.7, "reward/error_rate": 0.3, "group/dead_frac": 1.0}
+    assert step_line(1, 2, nothing) == (
+        "step 1/2  nothing could be scored  abstain 70%  error 30%  dead 100%"
+    )
+
+
+def test_a_score_is_called_one() -> None:
+    line = step_line(1, 2, {"val/six/accuracy": 0.5, "val/a/score": -0.6, "val/a/score_ci_low": -1})
+    assert line == "step 1/2  val/six 0.500  val/a/score -0.600"
+
+
 def test_sparkline() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([0.3, 0.3]) == "▁▁"

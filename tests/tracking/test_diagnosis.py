@@ -64,3 +64,9 @@ def test_validation_rows_and_nulls_do_not_confuse() -> None:
     rows = [GOOD | DEAD, {"val/six/accuracy": 0.5}] * WINDOW
     assert diagnose(rows) is not None
     assert diagnose([GOOD | {"policy/grad_norm": None}] * WINDOW) is None
+
+
+def test_without_comparison_in_groups_the_rewards_of_the_step_must_differ() -> None:
+    alone = {k: v for k, v in GOOD.items() if k != "group/dead_frac"} | {"group/all_right_frac": 1}
+    assert diagnose([alone | {"reward/std": 0.2}] * WINDOW) is None
+    assert "every response is right" in str(diagnose([alone | {"reward/std": 0.0}] * WINDOW))

@@ -118,3 +118,21 @@ def test_host_memory() -> None:
     now = host_memory()["mem/host_rss_gb"]
     assert 0.01 < now < 1000
     assert abs(host_memory(now - 1)["mem/rss_growth_gb"] - 1) < 0.5
+
+
+def test_scores_are_no_accuracy_and_neither_right_nor_wrong(build: SimpleNamespace) -> None:
+    t = build.trajectory
+    rated = build.group(t(0, -3.0, outcome=-3.0), t(1, 2.0, outcome=2.0), source="c")
+    metrics = group_metrics([*mixed(build), rated], scores={"c"})
+    assert metrics["reward/accuracy"] == 0.75 and metrics["reward/min"] == -3.0
+    assert "reward/by_source/c/accuracy" not in metrics
+    assert metrics["reward/by_source/c/mean"] == -0.5
+    alone = group_metrics([rated], scores={"c"})
+    assert {"reward/accuracy", "group/all_right_frac", "group/all_wrong_frac"}.isdisjoint(alone)
+
+
+def test_nothing_is_dead_where_members_are_not_compared(build: SimpleNamespace) -> None:
+    one = build.group(build.trajectory(0, 1.0))
+    assert group_metrics([one])["group/dead_frac"] == 1.0
+    alone = group_metrics([one], compares=False)
+    assert "group/dead_frac" not in alone and alone["group/all_right_frac"] == 1.0
