@@ -98,9 +98,13 @@ class LearnedReward:
     ) -> None:
         heads, where = self.card.heads, self.family.path
         if head is not None and head not in heads:
-            raise ConfigError(f"reward.terms: {where} has no head {head!r}; it has {heads}")
+            raise ConfigError(
+                f"reward.terms: {where} has no head {head!r}; it has {', '.join(heads)}"
+            )
         if head is None and len(heads) > 1:
-            raise ConfigError(f"reward.terms: {where} has the heads {heads}; set args.head")
+            raise ConfigError(
+                f"reward.terms: {where} has the heads {', '.join(heads)}; set args.head"
+            )
         if steps is not None and self.card.kind == "scalar":
             raise ConfigError(f"reward.terms: {where} scores whole responses; drop steps={steps}")
         if normalise and not self.card.statistics:

@@ -125,7 +125,7 @@ class HeldOut:
                 values |= pairs.named(found, f"val/{name}")
         if values:
             shown = {n: v for n, v in values.items() if n.endswith(("/accuracy", "/margin"))}
-            text = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
+            text = "  ".join(f"{name} {value:.3g}" for name, value in shown.items())
             self.run.console.note(f"step {step}  {text}")
             self.run.note_validation(values, step)
         return values | (self.answers.metrics(step=step) if self.answers.sets else {})

@@ -195,9 +195,8 @@ def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Recipe
         if names.count(name) > 1:
             raise ConfigError(f"{where}: two terms are called {name!r}; give one of them a name")
     if not any(term.kind != "shaping" for term in terms):
-        raise ConfigError(
-            f"{where}: only shaping terms; add one that judges the answer, such as math"
-        )
+        found = "only shaping terms" if terms else "no terms"
+        raise ConfigError(f"{where}: {found}; add one that judges the answer, such as math")
     combination, gate = _combination(where, config.combine, terms)
     return Recipe(
         terms=terms,

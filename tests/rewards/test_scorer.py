@@ -233,6 +233,7 @@ def test_the_prompt_format_tells_where_to_look() -> None:
         ({"terms": ["math"], "outcome": "count"}, "unknown term 'count'"),
         ({"terms": ["format:boxed"]}, "reward.outcome=format"),
         ({"terms": ["repetition"]}, "only shaping terms"),
+        ({"by_source": {"geo": []}}, "reward.by_source.geo: no terms; add one"),
         ({"terms": [{"verifier": "overlong", "args": {"buffer": 100}}]}, "0 < buffer < 100"),
         ({"terms": ["math", "overlong"]}, "buffer"),
         ({"terms": ["nowhere/reward.py:f"]}, "does not exist"),
