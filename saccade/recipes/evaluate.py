@@ -50,7 +50,7 @@ from saccade.rewards.sample import image_records
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
-from saccade.rollout.scoring import RewardStream, make_room, parsed, thinks
+from saccade.rollout.scoring import RewardStream, make_room, parsed, telling, thinks
 from saccade.tracking.console import Console, unscored
 from saccade.tracking.eval_report import RESULTS, table_lines, write_eval_report
 from saccade.tracking.folder import METRICS
@@ -121,7 +121,11 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
         for name, dataset in sets.items():
             with console.phase(name):
                 results.append(
-                    evaluate_set(engine, family, scorer, name, dataset, config, console.progress)
+                    evaluate_set(
+                        *(engine, family, scorer, name, dataset, config),
+                        progress=console.progress,
+                        say=console.note,
+                    )
                 )
             console.note(describe(results[-1]))
             for line in table_lines(name, results[-1].tables):
@@ -159,12 +163,19 @@ def evaluate_sets(
     scorer: Scorer | None,
     sets: Mapping[str, Dataset],
     config: Config,
-    progress: Progress | None = None,
-    known: Collection[str] = (),
+    *,
+    progress: Progress,
+    say: Callable[[str], Any],
+    known: Collection[str],
 ) -> tuple[list[Result], dict[str, float]]:
     """All sets, and their metrics under `val/<set>/`. `known`: sources whose outcome is a score."""
     results = [
-        evaluate_set(engine, family, scorer, name, dataset, config, progress, known)
+        evaluate_set(
+            *(engine, family, scorer, name, dataset, config),
+            progress=progress,
+            say=say,
+            known=known,
+        )
         for name, dataset in sets.items()
     ]
     metrics = {f"val/{r.name}/{key}": value for r in results for key, value in r.metrics.items()}
@@ -178,7 +189,9 @@ def evaluate_set(
     name: str,
     dataset: Dataset,
     config: Config,
-    progress: Progress | None = None,
+    *,
+    progress: Progress,
+    say: Callable[[str], Any],
     known: Collection[str] = (),
 ) -> Result:
     stream = RewardStream(scorer, family)
@@ -201,7 +214,7 @@ def evaluate_set(
     make_room(engine, scorer)
     judged = scorer is not None or gives_rewards(config.env)
     if judged:
-        groups = stream.attach(groups, progress)
+        groups = stream.attach(groups, telling(progress, say, scorer, config.reward))
     scores = score_terms(scorer, outcomes_by_source(groups), known)
     if judged:
         tables = _tables(groups, cuts, limits, scores)

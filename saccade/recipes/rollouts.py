@@ -5,7 +5,6 @@ rollouts = sample_groups(run, actors, step, metrics)
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from saccade.recipes.accuracy import outcomes_by_source, score_terms
 from saccade.recipes.run import Run
 from saccade.rewards.custom import LATE
 from saccade.rollout.collect import collect
-from saccade.rollout.scoring import GIVEN_UP, RewardStream, make_room, parsed, thinks
+from saccade.rollout.scoring import GIVEN_UP, RewardStream, make_room, parsed, telling, thinks
 from saccade.rollout.stored import load_groups, save_groups
 from saccade.tracking.metrics import group_metrics
 from saccade.types import Group, Metrics, Sample
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 # Bytes of pixels, a quarter of what is kept: more would push out those that are trained on.
 LOOK_AHEAD = 512 << 20
-PATIENCE = 15.0  # seconds of waiting for rewards before a word is said, then twice as many
 
 
 @dataclass(kw_only=True)
@@ -136,32 +134,10 @@ def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:
     )
     make_room(actors.engine, actors.scorer)
     with run.console.phase("reward_wait"):
-        watch, tolerated = _telling(run, actors), config.reward.max_error_rate
-        groups = rewards.attach(groups, watch, tolerated=tolerated)
+        watch = telling(run.watch, run.console.note, actors.scorer, config.reward)
+        groups = rewards.attach(groups, watch, tolerated=config.reward.max_error_rate)
     check_errors(groups, config)
     return groups
-
-
-def _telling(run: Run, actors: Actors) -> Callable[[int, int], None]:
-    """Shows progress; when rewards take long, also says in words what is waited for."""
-    begun, patience, reward = time.monotonic(), PATIENCE, actors.config.reward
-
-    def watch(done: int, total: int) -> None:
-        nonlocal patience
-        run.watch(done, total)
-        if actors.scorer is None or (waited := time.monotonic() - begun) < patience:
-            return
-        patience = 2 * waited
-        limits = (
-            f"; a sample has reward.deadline={reward.deadline:g} seconds, {reward.workers} at once "
-            "(reward.workers)"
-        )
-        run.console.note(
-            f"waiting for rewards ({', '.join(actors.scorer.awaited)}): {done} of {total} after "
-            f"{waited:.0f} s{limits if actors.scorer.pool is not None else ''}"
-        )
-
-    return watch
 
 
 def _rollout_metrics(run: Run, scored: Sequence[Group], actors: Actors, metrics: Metrics) -> None:

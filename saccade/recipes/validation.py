@@ -56,13 +56,10 @@ class Validation:
         with self.run.phase("validation"):
             try:
                 results, metrics = evaluate_sets(
-                    self.engine,
-                    self.family,
-                    self.scorer,
-                    self.sets,
-                    self.config,
-                    self.run.watch_validation,
-                    known,
+                    *(self.engine, self.family, self.scorer, self.sets, self.config),
+                    progress=self.run.watch_validation,
+                    say=self.run.console.note,
+                    known=known,
                 )
             except Stopping:  # the run ends after this step; half a validation says nothing
                 return {}

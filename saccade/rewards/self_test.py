@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from saccade.errors import SelfTestError
 from saccade.rewards.combine import Recipe, Scored, Term
-from saccade.rewards.custom import split_name
+from saccade.rewards.custom import LATE, split_name
 from saccade.rewards.formats import FORMATS
 from saccade.rewards.maths import equivalent
 from saccade.rewards.misjudged import OWN, Case, Failure, Kind, failures_of
@@ -134,14 +134,17 @@ def require(result: SelfTest, mode: Literal["strict", "warn", "off"]) -> None:
     message = (
         f"the reward {'fails on' if broken else 'misjudges'} known answers "
         f"({sum(f.cases for f in result.failures)} cases, {result.rows} rows):\n"
-        f"{shown}\n{result.ended}{MEND if broken else _advice(result)}".rstrip()
+        f"{shown}\n{result.ended}{_remedy(shown) if broken else _advice(result)}".rstrip()
     )
     if mode == "strict":
         raise SelfTestError(message)
     logging.getLogger("saccade").warning(message)
 
 
-MEND = "Mend what fails: it would fail in training, too."
+def _remedy(shown: str) -> str:
+    if LATE in shown:
+        return f"Raise {LATE}; what takes long once, such as an import, belongs above the function."
+    return "Mend what fails: it would fail in training, too."
 
 
 def _advice(result: SelfTest) -> str:

@@ -6,12 +6,14 @@ groups = stream.attach(collect(..., on_finish=stream.submit))
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from math import isfinite
-from typing import Protocol
+from typing import Any, Protocol
 
+from saccade.config import RewardConfig
 from saccade.engines import Engine
 from saccade.models.families import Family
 from saccade.rewards.combine import DROP_GROUP, Scored
@@ -23,6 +25,7 @@ from saccade.types import ALWAYS_EXCLUDED, Group, Message, Sample, Trajectory
 GLANCE = 0.25  # seconds between two looks at rewards that are still out
 GIVEN_UP: Future[Scored] = Future()
 GIVEN_UP.set_result(Scored(status="abstain", reason="given_up: too many others failed"))
+PATIENCE = 15.0  # seconds of waiting before a word is said, then twice as many
 Progress = Callable[[int, int], None]  # done, all
 
 
@@ -114,6 +117,30 @@ class RewardStream:
             end_reason="eos_no_answer" if unanswered else trajectory.end_reason,
             status="void" if unanswered else trajectory.status,
         )
+
+
+def telling(
+    progress: Progress, say: Callable[[str], Any], scorer: Scorer | None, reward: RewardConfig
+) -> Progress:
+    """Shows progress; when rewards take long, also says in words what is waited for."""
+    begun, patience = time.monotonic(), PATIENCE
+
+    def watch(done: int, total: int) -> None:
+        nonlocal patience
+        progress(done, total)
+        if scorer is None or (waited := time.monotonic() - begun) < patience:
+            return
+        patience = 2 * waited
+        limits = (
+            f"; a sample has reward.deadline={reward.deadline:g} seconds, {reward.workers} at once "
+            "(reward.workers)"
+        )
+        say(
+            f"waiting for rewards ({', '.join(scorer.awaited)}): {done} of {total} after "
+            f"{waited:.0f} s{limits if scorer.pool is not None else ''}"
+        )
+
+    return watch
 
 
 def make_room(engine: Engine, scorer: Scorer | None) -> None:

@@ -29,9 +29,10 @@ from saccade.errors import (
     RewardError,
     TrainingError,
 )
-from saccade.recipes import rl, rollouts
+from saccade.recipes import rl
 from saccade.recipes.guard import check_mismatch
 from saccade.recipes.rollouts import check_errors
+from saccade.rollout import scoring
 from saccade.tracking.loggers import read_metrics
 from saccade.types import Group, Metrics, Sample, Trajectory
 
@@ -88,7 +89,7 @@ def test_what_fails_before_an_update_keeps_the_steps_before_it(
 def test_a_reward_that_hangs_is_told_of_and_given_up_before_all_have_hung(
     rl_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollouts, "PATIENCE", 0.0)
+    monkeypatch.setattr(scoring, "PATIENCE", 0.0)
     reward = tmp_path / "reward.py"
     reward.write_text("import time\n\ndef slow(sample):\n    time.sleep(100)\n")
     changes = {"reward.terms": [f"{reward}:slow"], "reward.deadline": 1.0, "reward.workers": 1}
