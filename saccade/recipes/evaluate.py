@@ -358,7 +358,10 @@ def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dic
 
 def _compare(config: Config, card: Card, folder: Path) -> dict[str, Any]:
     with Console(None, "eval", name=folder.name) as console:
-        console.note(f"{config.model.path} is a reward model: it judges the rows of data.val")
+        console.note(
+            f"{config.model.path} is a reward model: it judges the rows of data.val, worded by "
+            f"prompt.format={config.prompt.format}, which should be that of its training"
+        )
         summary, rows = compare(config, card, console)
         _write(folder, summary, rows)
         console.note(f"{RESULTS}, samples.jsonl are in {folder}")
