@@ -247,7 +247,10 @@ def test_more_prompts_than_rows_and_rows_seen_in_training_are_told(
     rl_config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = rl_config(tmp_path) | {"run.max_steps": 1, "data.max_samples": 2}
-    rl.run(changes | {"train.prompts_per_step": 6, "data.val": changes["data.train"]})
+    rows = Path(changes["data.train"])
+    again = rows.with_name("again.jsonl")  # beside its pictures
+    again.write_text(rows.read_text())
+    rl.run(changes | {"train.prompts_per_step": 6, "data.val": str(again)})
     said = capsys.readouterr().out
     assert "train.prompts_per_step=6 and an epoch has 2 rows: a step takes each 3 times" in said
     assert "2 of 2 different rows of" in said
