@@ -112,7 +112,7 @@ class Run:
             self.console.log(str(error) if told else "".join(format_exception(error)).rstrip())
         if isinstance(error, Exception) and self.step > (self._saved or 0) and not self._updating:
             self.save()  # what failed had not touched the weights of the last finished step
-        if isinstance(error, Exception) and self._saved:
+        if isinstance(error, Exception) and self._saved and not isinstance(error, Interrupted):
             self._say_how_to_go_on(error)
         if isinstance(error, torch.OutOfMemoryError):
             asked = str(error).partition(". GPU")[0]
