@@ -134,8 +134,8 @@ def defaults_for(command: str, config: Config) -> Config:
 
 # -- loading ---------------------------------------------------------------------------------------
 
-# Elsewhere an empty text means: not given.
 ROWS = (".jsonl", ".csv", ".parquet", ".arrow", ".gz")  # endings of files that are no config
+# Elsewhere an empty text means: not given.
 EMPTY_IS_A_VALUE = {"prompt.instruction", "env.instruction"}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from saccade.backends.local import LocalBackend
 from saccade.backends.rating import measured
 from saccade.config import Config, defaults_for
+from saccade.errors import ConfigError
 from saccade.models.rating import Card
 from saccade.recipes import models
 from saccade.recipes.rated import named, task_of
@@ -28,6 +29,8 @@ Summary = dict[str, dict[str, float]]
 
 def compare(config: Config, card: Card, console: Console) -> tuple[Summary, list[dict[str, Any]]]:
     """The metrics of every set; of a scalar model also its scores of each pair."""
+    if not config.data.val:
+        raise ConfigError("data.val: a reward model judges rows; try data.val=held_out.jsonl")
     config = as_trained(config, card)
     family = models.family_of(config, config.model.path)
     task = task_of(config, family)

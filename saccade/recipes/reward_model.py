@@ -41,7 +41,7 @@ def run(config: Any) -> dict[str, Any]:
     task = task_of(config, family)
     data = questions.not_empty(task.load(config.data.train), "data.train")
     task.check(data.samples)
-    held = held_out(config, task)
+    held = held_out(config, task) if config.val.every else {}
     with Run(config, "reward-model", parts.manifest(family, data, config)) as this:
         this.check_best(held)
         this.console.note(data.summary)
@@ -144,7 +144,7 @@ class HeldOut:
 def held_out(config: Config, task: Task) -> dict[str, Dataset]:
     """Rows of data.val, under ids that no training row has."""
     sets: dict[str, Dataset] = {}
-    for source in config.data.val if config.val.every else ():
+    for source in config.data.val:
         found = task.load([source])
         name = source.name or found.parts[0].name
         name = name if name not in sets else f"{name}-{len(sets)}"

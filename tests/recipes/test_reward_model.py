@@ -26,10 +26,11 @@ from saccade.errors import ConfigError, DataError
 from saccade.models.families import load_family
 from saccade.models.rating import Card, read_card, stepped, with_marks
 from saccade.models.tiny import build
-from saccade.recipes import models, reward_model
+from saccade.recipes import comparing, models, reward_model
 from saccade.recipes.quickstart import WORDS
 from saccade.recipes.rated import task_of
 from saccade.rewards.sample import reward_sample
+from saccade.tracking.console import Console
 from saccade.types import Message, replace
 
 Make = Callable[..., dict[str, Any]]
@@ -190,8 +191,16 @@ def test_eval_of_a_reward_model_judges_the_rows(
     ]
     assert len(gaps) == 12 and np.mean(gaps) == pytest.approx(found["gap"], rel=1e-5)
     options |= {"model.path": str(deep), "data.val": str(rows / "train-pairs.jsonl")}
+    options["val.every"] = 0  # training looked at no set
     [found] = saccade.evaluate(options, out=tmp_path / "deep").values()
     assert found["accuracy"] == (np.diff(scores_of(deep, config(tmp_path))) < 0).mean()
+    card = read_card(deep)
+    assert card is not None
+    with (
+        pytest.raises(ConfigError, match=r"judges rows; try data\.val="),
+        Console(None, "eval") as c,
+    ):
+        comparing.compare(load({"model.path": str(deep)}), card, c)  # suites alone have none
 
 
 def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
