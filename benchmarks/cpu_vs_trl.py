@@ -30,15 +30,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs/cpu_vs_trl"))
-    parser.add_argument("--work", default=WORK)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path("runs/cpu_vs_trl"), help="for results")
+    parser.add_argument("--work", default=WORK, help="NAME[,key=number…] of benchmarks/works.py")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each, at least 1")
+    parser.add_argument("--steps", type=int, default=6, help="of a turn, at least 2")
+    parser.add_argument("--threads", type=int, default=2, help="of torch")
     args = parser.parse_args()
+    if args.rounds < 1 or args.steps < 2:
+        parser.error("--rounds 1 and --steps 2 are the least")
     missing = [module for module in SYSTEMS["trl"].needs if find_spec(module) is None]
     if missing:
-        raise SystemExit(f"no module {', '.join(missing)}; pip install 'saccade[trl,data]'")
+        raise SystemExit(
+            f"no module {', '.join(missing)}; pip install -c constraints.txt -e '.[trl,data]'"
+        )
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "CUDA_VISIBLE_DEVICES": ""}
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)

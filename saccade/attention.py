@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from saccade import kernels
 from saccade.errors import EnvironmentProblem
 from saccade.transfer import to_device
 
@@ -174,6 +175,8 @@ def paths(parents: np.ndarray) -> list[list[int]]:
 @dataclass(frozen=True, kw_only=True)
 class _VarlenPlan:
     keys: Tensor  # [K] token index of each gathered key
+    places: Tensor  # [K] where the keys of each token were gathered to, token after token
+    offsets: Tensor  # [T + 1] where those of each token begin
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
@@ -182,7 +185,8 @@ class _VarlenPlan:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        k, v = _GatherRows.apply(k, self.keys), _GatherRows.apply(v, self.keys)
+        back = self.keys, self.places, self.offsets
+        k, v = _GatherRows.apply(k, *back), _GatherRows.apply(v, *back)
         return varlen(
             q,
             k,
@@ -202,8 +206,13 @@ def _varlen_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) 
     gathered = [np.concatenate([spans[node] for node in path]) for path in paths(parents)]
     key_lengths = np.array([len(index) for index in gathered])
     move = functools.partial(to_device, device=device)
+    keys = move(np.concatenate(gathered))
+    sorted_keys, places = torch.sort(keys, stable=True)
+    tokens = torch.arange(int(starts[-1]) + 1, device=device)
     return _VarlenPlan(
-        keys=move(np.concatenate(gathered)),
+        keys=keys,
+        places=places,
+        offsets=torch.searchsorted(sorted_keys, tokens),
         cu_q=move(starts.astype(np.int32)),
         cu_k=move(np.concatenate([[0], key_lengths.cumsum()]).astype(np.int32)),
         max_q=int(np.diff(starts).max()),
@@ -217,16 +226,20 @@ class _GatherRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.rows = x.shape[0]
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(index, places, offsets)
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        total = torch.zeros((ctx.rows, *grad.shape[1:]), dtype=torch.float32, device=grad.device)
-        return total.index_add_(0, index, grad.float()).to(grad.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        index, places, offsets = ctx.saved_tensors
+        if kernels.available(grad.device):
+            from saccade.kernels.rows import sum_rows
+
+            return sum_rows(grad, places, offsets), None, None, None
+        shape = (offsets.shape[0] - 1, *grad.shape[1:])
+        total = torch.zeros(shape, dtype=torch.float32, device=grad.device)
+        return total.index_add_(0, index, grad.float()).to(grad.dtype), None, None, None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,12 +126,26 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Every file that was written is still there, as large as it was."""
+    return not _lacking(checkpoint)
+
+
+def not_whole(folder: Path) -> dict[Path, str]:
+    """Checkpoints that were finished once and are not whole any more, and what each lacks."""
+    found = {path: _lacking(path) for path in sorted(folder.glob("step-*"))}
+    return {path: lacking for path, lacking in found.items() if lacking}
+
+
+def _lacking(checkpoint: Path) -> str:
+    """Empty where every file that was written is still there, as large as it was."""
     files = _listing(checkpoint)
-    return files is not None and all(
-        (checkpoint / name).is_file() and (checkpoint / name).stat().st_size == entry["bytes"]
-        for name, entry in files.items()
-    )
+    if files is None:
+        return "state/files.json is missing"
+    for name, entry in files.items():
+        size = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
+        if size != entry["bytes"]:
+            there = "is missing" if size is None else f"has {size:,} of {entry['bytes']:,} bytes"
+            return f"{name} {there}"
+    return ""
 
 
 def _listing(checkpoint: Path) -> dict[str, dict[str, Any]] | None:

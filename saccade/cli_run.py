@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -83,6 +84,13 @@ def read_config(arguments: Sequence[str]) -> Config:
     files = config_files(arguments)
     if len(files) > 1:
         raise ConfigError(f"one config file, not {len(files)}: {', '.join(files)}")
+    for path in map(Path, files):
+        if path.name == "config.resolved.yaml" and path.with_name("config.yaml").is_file():
+            raise ConfigError(
+                f"{path} lists all options, also those of other commands; those that were chosen "
+                f"are in {path.with_name('config.yaml')}: give that, with run.resume=auto to go on "
+                "or another run.name=… to run it again"
+            )
     return load(files[0] if files else None, [item for item in arguments if "=" in item])
 
 
@@ -171,11 +179,15 @@ def print_report(report: Report) -> None:
         print(f"{name:<14} {text}")
     for failure in report.self_test["failures"][:LISTED] if report.self_test else ():
         print(f"  {failure}")
-    listed = (*report.bad, *report.overlong, *report.left_out)
+    listed = (*report.bad, *report.overlong)
     for row in listed[:LISTED]:
         print(f"  {row}")
     if len(listed) > LISTED:
         print(f"  and {len(listed) - LISTED} more; --out FILE lists all")
+    reasons = Counter(row.reason for row in report.left_out)
+    firsts = {row.reason: row for row in reversed(report.left_out)}
+    for reason, count in reasons.items():  # good rows, so the first stands for all of them
+        print(f"  {count} left out, first {firsts[reason]}")
 
 
 def refuse_data(report: Report, config: Config, fixed: Path | None) -> None:
@@ -189,7 +201,8 @@ def refuse_data(report: Report, config: Config, fixed: Path | None) -> None:
     if empty := [split for split, samples in report.samples.items() if not samples]:
         raise DataError(f"data.{empty[0]} has no usable row; the reasons stand above")
     if report.self_test is not None and not report.self_test["passed"]:
-        raise SelfTestError("the reward misjudges known answers; see the rows above")
+        does = "fails on" if report.self_test["broken"] else "misjudges"
+        raise SelfTestError(f"the reward {does} known answers; see the rows above")
 
 
 def _console(*, stderr: bool = False) -> Console:

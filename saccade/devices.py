@@ -54,19 +54,30 @@ TABLE = (
     ("MI300X", 191.5, 1307, 5.3),
     ("Ascend 910B", 61.0, 354, 1.6),
 )
+CONTEXT_GIB = 0.8  # of a process on a GPU before its first tensor
 OTHER_CHIPS = {"laptop"}  # share a name with a larger one
 MEMORY = re.compile(r"(\d+) ?g(?:i?b)?\b")  # in a name
 
 
 def named(name: str) -> Device | None:
     """The row of a device, by what a driver or a person calls it."""
-    words = set(re.split(r"[^a-z0-9]+", MEMORY.sub(r"\1gb", name.lower())))
+    words = _words(name)
     for known, memory, tflops, bandwidth in TABLE:
-        if set(known.lower().split()) <= words and not words & OTHER_CHIPS:
+        if _words(known) <= words and not words & OTHER_CHIPS:
             return Device(
                 name=name, memory=memory, tflops=float(tflops), bandwidth=float(bandwidth)
             )
     return None
+
+
+def only(part: str) -> Device | None:
+    """The row that alone has all these words: a 4090 is an RTX 4090."""
+    rows = [row[0] for row in TABLE if _words(part) <= _words(row[0])]
+    return named(rows[0]) if len(rows) == 1 else None
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", MEMORY.sub(r"\1gb", name.lower())))
 
 
 def says_otherwise(name: str, device: Device) -> bool:
@@ -94,13 +105,14 @@ def free_bytes(device: Any) -> int:
 
 
 def limit_memory(device: Any, gib: float) -> None:
-    """This process takes no more than that of the GPU."""
+    """This process takes no more than that of the GPU, its context included."""
     import torch
 
     total = torch.cuda.mem_get_info(device)[1]
+    share = min(1.0, max(0.0, gib - CONTEXT_GIB) * 2**30 / total)
     # An index: torch refuses a plain "cuda" here.
     index = torch.device(device).index or torch.cuda.current_device()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), index)
+    torch.cuda.set_per_process_memory_fraction(share, index)
 
 
 def unoccupied(wanted: str = "auto") -> Device:

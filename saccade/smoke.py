@@ -41,7 +41,7 @@ IMAGE_PIXELS = 112 * 112
 FRAMES = 4
 ROWS = 8
 TINY_HIDDEN = 64
-# Folder beside a config: NAME.jsonl in the layout that it describes, public/ for suites.
+# Folder beside a config: rows in the layout that it describes, public/ for suites.
 EXAMPLES = "rows"
 OF_OTHER_ENGINES = ("tensor_parallel", "memory_share", "engine_args", "parity_max")
 
@@ -110,7 +110,7 @@ def with_examples(
     """Example rows instead of data that are not on this disk, and what they stand in for. `given`
     options were named beside the config's file: those stay.
     """
-    rows, public = (file.parent / EXAMPLES / name for name in (f"{file.stem}.jsonl", "public"))
+    rows, public = _rows(file.parent / EXAMPLES, file.stem), file.parent / EXAMPLES / "public"
     changes, replaced = dict[str, Any](), list[str]()
     for name in ("train", "val", "demonstrations") if rows.is_file() else ():
         sources = getattr(config.data, name)
@@ -131,6 +131,13 @@ def with_examples(
         changes["eval.folder"] = str(public)
         replaced.append(f"{public} stands in for eval.folder: {config.eval.folder}")
     return load(config, _options(changes)), replaced
+
+
+def _rows(folder: Path, name: str) -> Path:
+    """NAME.jsonl or, where recipes share rows, A_B.jsonl or A.jsonl for the name A_B_C."""
+    while not (rows := folder / f"{name}.jsonl").is_file() and "_" in name:
+        name = name.rpartition("_")[0]
+    return rows
 
 
 def _options(changes: Mapping[str, Any]) -> list[str]:

@@ -153,7 +153,8 @@ def test_segments_attend_inside_themselves_only(lengths):
 
 def test_gathered_rows_sum_their_gradients_in_fp32():
     rows = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    gathered = attention._GatherRows.apply(rows, torch.zeros(257, dtype=torch.long))
+    index, offsets = torch.zeros(257, dtype=torch.long), torch.tensor([0, 257])
+    gathered = attention._GatherRows.apply(rows, index, torch.arange(257), offsets)
     gradient = torch.full_like(gathered, 2.0**-9)
     gradient[0] = 1.0
     gathered.backward(gradient)

@@ -252,6 +252,9 @@ def test_what_a_kill_left_behind_is_ignored_and_cleaned(
     weights.write_bytes(weights.read_bytes()[:-1])
     assert checkpoint.complete_steps(tmp_path) == [1]
     assert checkpoint.find(tmp_path, "auto") == whole
+    size = weights.stat().st_size
+    lacking = f"model.safetensors has {size:,} of {size + 1:,} bytes"
+    assert checkpoint.not_whole(tmp_path) == {cut: lacking}
     saver(tmp_path, 2)
     assert not half.exists() and checkpoint.complete_steps(tmp_path) == [1, 2]
 

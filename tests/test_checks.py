@@ -28,12 +28,23 @@ def test_a_plain_config_passes(rows: Path, command: str) -> None:
     check(config(rows), command)
 
 
+def test_targets_of_adapters_that_are_no_expression(rows: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.lora\.targets: 're:self_attn\.\(q' is no regular"
+    ):
+        check(config(rows, "model.train=lora", "model.lora.targets=re:self_attn.(q"), "rl")
+
+
 @pytest.mark.parametrize(
     ("override", "field", "remedy"),
     [
         ("model.path=''", "model.path", "model.path=tiny:qwen2_5_vl"),
         ("model.path=no/such/folder", "model.path", "model folder that is on this disk"),
         ("model.train=vision", "model.train", "freeze:vision"),
+        ("model.train=LoRA", "model.train", "try lora"),
+        ("model.train=freeze:vision,re:(", "model.train", "try re:self_attn"),
+        ("rollout.stop=['']", "rollout.stop", "rollout.stop=[]"),
+        ("env.max_total_tokens=4096", "env.max_total_tokens", "data.max_prompt_tokens=2048"),
         ("data.train=[]", "data.train", "data.train=train.jsonl"),
         ("data.train=missing.jsonl", "data.train", "data.allow_network=true"),
         ("data.val=missing.jsonl", "data.val", "data.allow_network=true"),
@@ -52,6 +63,7 @@ def test_a_plain_config_passes(rows: Path, command: str) -> None:
         ("train.lr_scale={eyes: 1}", "train.lr_scale", "vision, projector, llm"),
         ("reward.terms=[]", "reward.terms", "reward.terms=[math]"),
         ("reward.clip=[1,-1]", "reward.clip", "reward.clip=[-1,1]"),
+        ("save.best_metric=val/foo/accuracy", "save.best_metric", "=val/rows/accuracy"),
         ("run.resume=no/such/step", "run.resume", "run.resume=auto"),
         ("sft.loss_on=all", "sft.loss_on", "remove it"),
         ("generate.n=4", "generate.n", "remove it"),
@@ -122,7 +134,7 @@ def test_a_run_is_no_model_but_its_newest_checkpoint_is(rows: Path, tmp_path: Pa
 
 
 def test_an_estimate_is_that_of_reinforcement_learning() -> None:
-    with pytest.raises(ConfigError, match=r"dpo\.beta: has no effect in `saccade estimate`"):
+    with pytest.raises(ConfigError, match=r"^dpo: .* plans steps of `saccade rl` only"):
         check(load({"model.path": "tiny:qwen2_5_vl", "dpo.beta": 0.2}), "estimate")
 
 

@@ -445,7 +445,7 @@ def test_check_data_counts_what_a_command_leaves_out(tmp_path: Path) -> None:
     result = run(*check, "dpo", rows, "data.max_bad_fraction=0.3", "dpo.max_tokens=300")
     assert result.exit_code == 0 and "answers" not in result.stdout
     assert "4, 1 good, 1 bad, 1 overlong, 1 left out" in result.stdout
-    assert "n1 (row 2 of rows): a tie prefers neither side" in result.stdout
+    assert "1 left out, first n1 (row 2 of rows): a tie prefers neither side" in result.stdout
     assert "tokens, dpo.max_tokens is 300" in result.stdout
     # A reward model learns from ties, and has a limit of its own.
     own = "reward_model.max_tokens=3000"
@@ -455,8 +455,24 @@ def test_check_data_counts_what_a_command_leaves_out(tmp_path: Path) -> None:
     result = run(*check, "dpo", ties)
     assert result.exit_code == 2 and "data.train has no usable row" in result.stderr
     assert "3, 0 good, 0 bad, 3 left out" in result.stdout
+    assert result.stdout.count("a tie prefers") == 1 and "3 left out, first n0" in result.stdout
     texts = written("texts.jsonl", [{"text": "Once upon a time."}])
     assert "1, 1 good" in run(*check, "sft", texts, "sft.mode=pretrain").stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "ends"),
+    [
+        ("1 / 0", "the reward fails on known answers; see the rows above\n"),
+        ("return 0.5", "the reward misjudges known answers; see the rows above\n"),
+    ],
+)
+def test_check_data_says_how_a_reward_fails(body: str, ends: str, tmp_path: Path) -> None:
+    rows, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    rows.write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
+    mine.write_text(f"def score(sample):\n    {body}\n")
+    result = run("check-data", str(rows), f"reward.terms=[{mine}:score]")
+    assert result.exit_code == 2 and result.stderr == ends
 
 
 def test_check_data_counts_rows_that_repeat_or_lack_an_answer(tmp_path: Path) -> None:
@@ -473,6 +489,15 @@ def test_a_data_file_is_no_config(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "2+2?"}\n')
     result = run("rl", str(tmp_path / "rows.jsonl"))
     assert result.exit_code == 2 and "give it as data.train=" in result.stderr
+
+
+def test_a_run_is_repeated_from_the_options_that_were_chosen(tmp_path: Path) -> None:
+    for name in ("config.yaml", "config.resolved.yaml"):
+        (tmp_path / name).write_text("run: {name: first}\n")
+    result = run("rl", str(tmp_path / "config.resolved.yaml"))
+    assert result.exit_code == 2 and f"are in {tmp_path / 'config.yaml'}" in result.stderr
+    result = run("rl", str(tmp_path / "config.yaml"))  # read, and what it lacks is said
+    assert result.exit_code == 2 and "data.train" in result.stderr
 
 
 def test_check_data_lists_bad_rows_and_writes_the_good_ones(counting: Path, tmp_path: Path) -> None:

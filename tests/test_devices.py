@@ -44,6 +44,12 @@ def test_the_memory_in_a_name_chooses_the_row(name):
     assert found.memory == 39.4 and not devices.says_otherwise(name, found)
 
 
+def test_words_that_one_row_alone_has_name_it():
+    assert devices.only("4090") == devices.named("RTX 4090")
+    assert devices.only("rtx-6000").memory == 47.4
+    assert devices.only("RTX") is devices.only("4090 laptop") is devices.only("") is None
+
+
 @pytest.mark.parametrize(
     ("name", "otherwise"),
     [

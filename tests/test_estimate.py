@@ -130,49 +130,43 @@ def test_peaks_measured_on_an_h200(large, work, phase, checkpointing, measured):
 
 BASE = (224, 512, 512)
 LIMITED = (896, 1120, 1024)
+SMALL = ("train.prompts_per_step=8", "run.memory=24")
 
 
 @pytest.mark.parametrize(
     ("size", "work", "options", "rollout", "update", "peak"),
     [
-        ("3b", W1, (), 2.45, 2.95, 103.7),
-        ("3b", W2, (), 1.87, 2.98, 121.4),
+        ("3b", W1, (), 2.31, 3.14, 103.7),
+        ("3b", W2, (), 1.85, 2.98, 121.4),
+        ("3b", W1, ("train.prompts_per_step=8",), 1.72, None, None),
         ("3b", W1, ("train.prompts_per_step=64",), 5.23, None, None),
         ("3b", W2, ("train.prompts_per_step=64",), 5.41, None, None),
-        ("3b", BASE, ("train.prompts_per_step=4",), 2.02, 0.84, 102.5),
-        ("0.5b", BASE, ("train.prompts_per_step=4",), 0.91, 0.51, 34.8),
-        ("0.5b", BASE, ("train.prompts_per_step=4", "model.train=lora"), 1.54, None, 19.5),
-        ("3b", BASE, ("train.prompts_per_step=4", "model.train=lora"), 2.90, 0.79, 56.7),
-        ("7b", BASE, ("train.prompts_per_step=4", "model.train=lora"), 3.93, 1.20, 81.2),
-        (
-            "3b",
-            LIMITED,
-            ("train.prompts_per_step=8", "model.train=lora", "run.memory=24"),
-            7.0,
-            3.6,
-            21.7,
-        ),
+        ("3b", BASE, ("train.prompts_per_step=4",), None, 0.84, 102.5),
+        ("0.5b", BASE, ("train.prompts_per_step=4",), None, 0.51, 34.8),
+        ("0.5b", BASE, ("train.prompts_per_step=4", "model.train=lora"), None, None, 19.5),
+        ("3b", BASE, ("train.prompts_per_step=4", "model.train=lora"), None, 0.79, 56.7),
+        ("7b", BASE, ("train.prompts_per_step=4", "model.train=lora"), None, 1.20, 81.2),
+        ("3b", LIMITED, (*SMALL, "model.train=lora"), 6.48, 3.81, 21.7),
+        ("3b", (896, 1120, 256), (*SMALL, "model.train=qlora"), 2.97, 1.45, 21.2),
     ],
 )
 def test_seconds_and_peaks_measured_on_an_h200(shaped, size, work, options, rollout, update, peak):
     found = planned(shaped(size), H200, work, *options)
-    assert found.pace.seconds["rollout"] == pytest.approx(rollout, rel=0.1)
-    if update is not None:
-        assert found.pace.seconds["update"] == pytest.approx(update, rel=0.1)
+    for phase, measured in (("rollout", rollout), ("update", update)):
+        if measured is not None:
+            assert found.pace.seconds[phase] == pytest.approx(measured, rel=0.1)
     if peak is not None:
         assert max(found.memory.peaks.values()) == pytest.approx(peak, rel=0.05)
 
 
 def test_packed_weights_save_memory_and_cost_time(large):
-    options = ("train.prompts_per_step=8", "run.memory=24")
     lora, qlora = (
-        planned(large, H200, (896, 1120, 256), *options, f"model.train={train}")
+        planned(large, H200, (896, 1120, 256), *SMALL, f"model.train={train}")
         for train in ("lora", "qlora")
     )
     assert sizes(qlora)["weights"] < sizes(lora)["weights"] / 2
-    for phase, measured in (("rollout", 3.5), ("update", 1.4)):
+    for phase in ("rollout", "update"):
         assert lora.pace.seconds[phase] < qlora.pace.seconds[phase]
-        assert qlora.pace.seconds[phase] == pytest.approx(measured, rel=0.1)
 
 
 def test_every_prompt_of_a_step_is_computed(large):
@@ -294,6 +288,19 @@ def test_adapters_lift_the_limit_of_a_small_gpu(large):
     assert planned(large, RTX_4090, W1, "model.train=lora").memory.fits
 
 
+def test_keys_and_values_give_way_to_prompts_as_far_as_the_engine_leaves_room(shaped):
+    """512 sequences of a 7B on an L4: of 11.7 GiB the engine leaves a fifth beside its pool."""
+    options = ("model.train=qlora", "train.prompts_per_step=512", "rollout.max_tokens=2048")
+    found = planned(shaped("7b"), devices.named("L4"), (448, 457, 2048), *options)
+    assert found.memory.fits
+    assert found.memory.peaks["rollout"] == pytest.approx(found.memory.limit)
+    free = found.memory.free
+    assert 0.75 * free < found.memory.pool < 0.8 * free
+    tight = devices.Device(name="tight", memory=20.0)  # 2.2 GiB are more than a fifth
+    found = planned(shaped("7b"), tight, (448, 457, 2048), *options)
+    assert not found.memory.fits and found.memory.pool == pytest.approx(0.8 * found.memory.free)
+
+
 def test_every_option_that_is_enough_alone_is_named(large):
     tight = devices.Device(name="tight", memory=70.7)
     found = planned(large, tight, W1, "model.checkpointing=on")
@@ -322,7 +329,7 @@ def test_shorter_responses_and_smaller_pictures_lift_the_limit_too(shaped):
     tight = devices.Device(name="tight", memory=23.0)
     found = planned(shaped("3b"), tight, (3000, 500, 256), *large)
     assert not found.memory.fits
-    assert found.advice == ("model.train=qlora", "data.max_pixels=562500")
+    assert found.advice == ("model.train=lora", "model.train=qlora", "data.max_pixels=562500")
 
 
 def test_nothing_helps_only_after_everything_was_tried(large):
@@ -388,6 +395,14 @@ def test_a_run_that_cannot_fit_is_refused_unless_one_insists(large):
     assert "does not fit" in text
 
 
+def test_a_run_is_told_of_a_limit_that_limits_nothing(large):
+    (text,) = started(large, 120.0, "run.memory=121")
+    assert text == "run.memory=121 has no effect: GPU has 120.0 GiB to give"
+    config = load({"model.path": large, "run.memory": 2})
+    (text,) = preflight(config, load_family(large), [], device=devices.present("cpu"))
+    assert text == "run.memory=2 has no effect on a CPU; it is for a GPU"
+
+
 def test_a_run_starts_on_a_cpu_and_with_an_unknown_shape(large, tmp_path):
     config = load({"model.path": large})
     family = load_family(large)
@@ -414,6 +429,46 @@ def test_without_data_prompts_are_as_long_as_allowed(word_model):
     assert found.prompts == "2000 tokens, a picture of 1001x1001 (data.max_prompt_tokens)"
 
 
+def test_pictures_of_planned_prompts_are_shrunk_as_those_of_rows_would_be(large):
+    config = load({"model.path": large, "data.max_pixels": 2048**2, "data.max_prompt_tokens": 2048})
+    found = estimate(config, H200)
+    assert found.prompts == "2048 tokens, a picture of 1172x1172 (data.max_prompt_tokens)"
+    assert found.notes == ()  # nothing was said of data
+    few = load(config, ["data.max_prompt_tokens=50", "data.min_pixels=262144"])
+    assert estimate(few, H200).prompts == "50 tokens (data.max_prompt_tokens)"
+
+
+def test_data_that_is_not_there_is_named(word_model):
+    options = ["data.train=trian.parquet@train", "data.max_prompt_tokens=500"]
+    arguments = ["estimate", f"model.path={word_model}", *options, "--device", "cpu"]
+    said = "data.train: trian.parquet not found, so prompts are as long as "
+    said += "data.max_prompt_tokens=500 allows"
+    assert said in CliRunner().invoke(app, arguments).stdout
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert json.loads(result.stdout)["notes"] == [said]
+    result = CliRunner().invoke(app, [*arguments, "--json", "--prompt-tokens", "40"])
+    assert json.loads(result.stdout)["notes"] == []
+
+
+def test_a_prompt_is_longer_than_its_picture(large):
+    found = planned(large, H200, (448, 10, 512))
+    assert found.prompts == "257 tokens, a picture of 448x448 (the picture alone takes 256)"
+
+
+def test_a_large_group_is_a_multiple_of_some_of_its_members(large):
+    """Of 1,000,000 as of 128: prompts are computed once, all else as often as there are members."""
+    few, many = (
+        planned(large, H200, W1, f"train.samples_per_prompt={n}") for n in (128, 1_000_000)
+    )
+    assert many.memory == few.memory
+    times = 1_000_000 / 128
+    assert many.pace.tflop["update"] == pytest.approx(times * few.pace.tflop["update"])
+    once = planned(large, H200, W1, "train.samples_per_prompt=64").pace.tflop["rollout"]
+    decode = (few.pace.tflop["rollout"] - once) / 64  # a member
+    whole = few.pace.tflop["rollout"] + decode * (1_000_000 - 128)
+    assert many.pace.tflop["rollout"] == pytest.approx(whole)
+
+
 def test_longer_responses_take_more(large):
     short, long = (planned(large, H200, (448, 374, new)) for new in (256, 1024))
     assert long.pace.seconds["rollout"] > 3 * short.pace.seconds["rollout"]
@@ -424,10 +479,18 @@ def test_longer_responses_take_more(large):
 
 
 def test_the_command_prints_items_and_seconds(large):
-    arguments = ["estimate", f"model.path={large}", "--device", "H200", "--image", "448x448"]
-    result = CliRunner().invoke(app, arguments)
+    arguments = ["estimate", f"model.path={large}", "--device", "4090", "--image", "448X448"]
+    result = CliRunner().invoke(app, [*arguments, "model.train=lora"])
     assert result.exit_code == 0, result.output
-    for word in ("weights", "keys and values", "peak", "an estimate", "rollout", "update"):
+    for word in (
+        "RTX 4090, prompts",
+        "weights",
+        "keys and values",
+        "peak",
+        "an estimate",
+        "rollout",
+        "update",
+    ):
         assert word in result.output
 
 
@@ -445,6 +508,7 @@ def test_the_command_refuses_what_cannot_fit_and_says_so_in_json_too(large):
     ("options", "message"),
     [
         (["--device", "H201"], "known are GH200, B200, H200"),
+        (["--device", "RTX"], "known are GH200, B200, H200"),
         (["--device", "A100 48 GB"], "the one in the table has 79.2 GiB"),
         (["--prompt-tokens", "9999999"], "has 32768; try --prompt-tokens 16384"),
         (["model.train=lora", "model.lora.dropout=0.1"], "try model.lora.dropout=0"),
@@ -475,13 +539,38 @@ def test_an_unknown_architecture_is_refused(tmp_path):
 
 
 def test_a_size_needs_two_numbers():
-    assert show.size_of("640x480") == (640, 480)
+    assert show.size_of("640x480") == show.size_of("640X480") == (640, 480)
     with pytest.raises(ConfigError, match="448x448"):
         show.size_of("0x480")
 
 
 def test_what_is_not_counted_is_said(large):
-    assert planned(large, H200, W1).note == ""
+    assert planned(large, H200, W1).notes == ()
     vllm = planned(large, H200, W1, "rollout.engine=vllm", "rollout.memory_share=0.4")
-    assert "rollout.engine=vllm is not counted" in vllm.note and "holds 0.4" in vllm.note
-    assert "2 is not counted" in planned(large, H200, W1, "rollout.replicas=2").note
+    (note,) = vllm.notes
+    assert "rollout.engine=vllm is not counted" in note and "holds 0.4" in note
+    (note,) = planned(large, H200, W1, "rollout.replicas=2").notes
+    assert "2 is not counted" in note
+
+
+def test_a_reward_model_that_is_not_there_is_not_counted(large, tmp_path):
+    rated = f"reward.terms=[{{verifier: model, name: rm, args: {{path: {tmp_path}}}}}]"
+    kept = (rated, "reward.offload=false")
+    found = planned(large, H200, W1, *kept)
+    assert found.notes == (
+        f"the reward model {tmp_path} is not counted: no *.safetensors lie there",
+    )
+    (tmp_path / "model.safetensors").write_bytes(bytes(2**20))
+    found = planned(large, H200, W1, *kept)
+    assert found.notes == () and sizes(found)["reward models"] == 2**-10
+
+
+def test_a_limit_that_limits_nothing_is_said(large, word_model):
+    found = planned(large, H200, W1, "run.memory=500")
+    assert found.notes == ("run.memory=500 has no effect: H200 has 139.8 GiB to give",)
+    assert found.memory == planned(large, H200, W1).memory
+    assert planned(large, H200, W1, "run.memory=100").notes == ()
+    config = load({"model.path": word_model, "run.memory": 0.001})
+    found = estimate(config, devices.present("cpu"), prompt_tokens=40)
+    assert found.notes == ("run.memory=0.001 has no effect on a CPU; it is for a GPU",)
+    assert found.memory.fits

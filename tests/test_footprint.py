@@ -43,7 +43,7 @@ def as_on_a_gpu(monkeypatch):
     gate.multiply = lambda gate, up: gate * up
     monkeypatch.setitem(sys.modules, "saccade.kernels.gate", gate)
     rotary = types.ModuleType("saccade.kernels.rotary")
-    rotary.rotate = lambda x, cos, sin: x.clone()
+    rotary.rotate = lambda q, k, cos, sin: (q.clone(), k.clone())
     monkeypatch.setitem(sys.modules, "saccade.kernels.rotary", rotary)
     monkeypatch.setattr(fused, "_applies", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(fused, "_near", lambda *_: True)

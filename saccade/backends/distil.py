@@ -1,13 +1,13 @@
-"""Losses of a student beside its teacher, chunk by chunk: no [tokens, vocabulary] is kept.
+"""A student beside its teacher. Losses are read chunk by chunk: no [tokens, vocabulary] is kept.
 
-losses, terms = read_taught(hidden, student_head, taught, teacher_head, targets, kd_coef=0.4, ...)
+update = train_distilled(backend, batches, teacher, kd_coef=0.4, lr=1e-5)
 
 Legend: R reads, V vocabulary of the student, E hidden sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,45 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from saccade.algorithms.distillation import kd
+from saccade.algorithms.imitation import ImitationStats, imitation_metrics, imitation_objective
+from saccade.backends import Update
+from saccade.backends.inputs import column
+from saccade.backends.local import LocalBackend
 from saccade.logprobs import CHUNK_ELEMENTS
+from saccade.types import Batch
 
 Head = Callable[[Tensor], Tensor]
+
+
+def train_distilled(
+    backend: LocalBackend,
+    batches: Sequence[Batch],
+    teacher: LocalBackend,
+    *,
+    kd_coef: float,
+    lr: float,
+) -> Update:
+    """One optimizer step on demonstrations and on what the teacher thinks of every token."""
+    teacher.model.eval()
+
+    def loss_of(batch: Batch) -> tuple[Tensor, ImitationStats]:
+        with torch.no_grad():
+            taught = teacher._hidden(batch, batch.reads)
+        losses, terms = read_taught(
+            backend._hidden(batch, batch.reads),
+            backend.model.lm_head,  # type: ignore[arg-type]
+            taught,
+            teacher.model.lm_head,  # type: ignore[arg-type]
+            backend._tensor(batch.targets),
+            kd_coef=kd_coef,
+            vocabulary=backend.family.vocabulary,
+        )
+        shown = {f"sft/{name}": values for name, values in terms.items()}
+        return imitation_objective(losses, shown, column(batch.scales, losses))
+
+    loss, metrics = imitation_metrics(backend._accumulate(batches, loss_of))
+    metrics.add("policy/loss", loss)
+    return backend._update("policy", metrics, lr)
 
 
 def read_taught(

@@ -30,26 +30,18 @@ from saccade.algorithms.comparison import (
 from saccade.algorithms.imitation import ImitationStats, imitation_metrics, imitation_objective
 from saccade.algorithms.objective import Stats, objective, to_metrics
 from saccade.algorithms.value import ValueStats, value_metrics, value_objective
-from saccade.backends import OWN, Scoring, Update
+from saccade.backends import OWN, Scoring, Update, state
 from saccade.backends.balance import Balance
-from saccade.backends.distil import read_taught
 from saccade.backends.features import FeatureCache
 from saccade.backends.inputs import Ahead, Inputs, column, columns_of, inputs_of
 from saccade.backends.memory import Recompute
 from saccade.backends.optimizer import Optimizer
-from saccade.backends.state import (
-    draws,
-    random_state,
-    require_same,
-    restore_random_state,
-    save_tensors,
-)
 from saccade.config import TrainConfig
 from saccade.forest import halves
 from saccade.logprobs import read_logprobs
-from saccade.models import lora, series
+from saccade.models import lora
 from saccade.models.families import Family
-from saccade.models.heads import RewardHead, read_scores, save_reward, without_reward
+from saccade.models.heads import RewardHead, read_scores, without_reward
 from saccade.models.load import banned_mask, hidden_states, media_inputs, negated
 from saccade.transfer import to_device
 from saccade.types import Batch, Metrics
@@ -223,31 +215,6 @@ class LocalBackend:
         stats = self._accumulate(batches, loss_of, whole=comparison.paired)
         return self._update("policy", comparison_metrics(stats), lr)
 
-    def train_distilled(
-        self, batches: Sequence[Batch], teacher: LocalBackend, *, kd_coef: float, lr: float
-    ) -> Update:
-        """One optimizer step on demonstrations and on what the teacher thinks of every token."""
-        teacher.model.eval()
-
-        def loss_of(batch: Batch) -> tuple[Tensor, ImitationStats]:
-            with torch.no_grad():
-                taught = teacher._hidden(batch, batch.reads)
-            losses, terms = read_taught(
-                self._hidden(batch, batch.reads),
-                self.model.lm_head,  # type: ignore[arg-type]
-                taught,
-                teacher.model.lm_head,  # type: ignore[arg-type]
-                self._tensor(batch.targets),
-                kd_coef=kd_coef,
-                vocabulary=self.family.vocabulary,
-            )
-            shown = {f"sft/{name}": values for name, values in terms.items()}
-            return imitation_objective(losses, shown, column(batch.scales, losses))
-
-        loss, metrics = imitation_metrics(self._accumulate(batches, loss_of))
-        metrics.add("policy/loss", loss)
-        return self._update("policy", metrics, lr)
-
     def _accumulate(
         self,
         batches: Sequence[Batch],
@@ -362,45 +329,22 @@ class LocalBackend:
     def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:
         assert self.optimizer is None, "a model that trains follows its optimizer"
         assert 0 < share <= 1, share
-        mine, theirs = dict(self.weights()), dict(source)
-        require_same("the weights to follow", mine, theirs)
-        for name, weight in mine.items():
-            target = theirs[name].detach().to(weight.device)
-            if share == 1:
-                weight.copy_(target)
-                continue
-            average = weight
-            if torch.promote_types(weight.dtype, torch.float32) != weight.dtype:
-                # Rounded to bf16 at every step, an average would stand still.
-                average = self.averages.setdefault(name, weight.float())
-            average.lerp_(target.to(average.dtype), share)
-            weight.copy_(average)
-        if share == 1:
-            self.averages = {}
+        state.blend_into(dict(self.weights()), dict(source), share, self.averages)
         self._seen.clear()
 
     def save_model(self, folder: Path) -> None:
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
         assert self.optimizer is None or trained == self.optimizer.parameters.keys()
-        # Without its head and its encoder it is a model that anybody can load.
-        with without_reward(self.model) as head, series.without_series(self.model) as encoder:
-            if lora.is_adapted(self.model):
-                lora.save(self.model, folder)
-            else:
-                self.model.save_pretrained(folder)  # type: ignore[operator]
-        if head is not None:
-            save_reward(head, folder)
-        if encoder is not None:
-            series.save(encoder, folder)
+        state.save_model(self.model, folder)
 
     def saved_bytes(self) -> int:
-        state = self.optimizer.state() if self.optimizer is not None else {}
+        steps = self.optimizer.state() if self.optimizer is not None else {}
         with without_reward(self.model):  # whose folder has more blocks than it reads
-            return sum(t.nbytes for t in (*(t for _, t in self.weights()), *state.values()))
+            return sum(t.nbytes for t in (*(t for _, t in self.weights()), *steps.values()))
 
     def save_weights(self, folder: Path) -> None:
         averages = {f"{AVERAGE}{name}": average for name, average in self.averages.items()}
-        save_tensors(folder / WEIGHTS, dict(self.weights()) | averages)
+        state.save_tensors(folder / WEIGHTS, dict(self.weights()) | averages)
 
     @torch.no_grad()
     def load_weights(self, folder: Path) -> None:
@@ -409,7 +353,7 @@ class LocalBackend:
         stored = load_file(folder / WEIGHTS)
         averages = {name: stored.pop(name) for name in list(stored) if name.startswith(AVERAGE)}
         mine = dict(self.weights())
-        require_same(str(folder / WEIGHTS), mine, stored)
+        state.require_same(str(folder / WEIGHTS), mine, stored)
         for name, weight in mine.items():
             weight.copy_(stored[name])
         self._seen.clear()
@@ -422,9 +366,9 @@ class LocalBackend:
         if self._weights_are_state:
             self.save_weights(folder)
         if self.optimizer is not None:
-            save_tensors(folder / OPTIMIZER, self.optimizer.state())
-            if draws(self.model):
-                save_tensors(folder / RANDOM, random_state(self.device))
+            state.save_tensors(folder / OPTIMIZER, self.optimizer.state())
+            if state.draws(self.model):
+                state.save_tensors(folder / RANDOM, state.random_state(self.device))
 
     def load_state(self, folder: Path) -> None:
         from safetensors.torch import load_file
@@ -433,8 +377,8 @@ class LocalBackend:
             self.load_weights(folder)
         if self.optimizer is not None:
             self.optimizer.load(load_file(folder / OPTIMIZER))
-            if draws(self.model):
-                restore_random_state(load_file(folder / RANDOM), self.device)
+            if state.draws(self.model):
+                state.restore_random_state(load_file(folder / RANDOM), self.device)
 
     @property
     def _weights_are_state(self) -> bool:

@@ -1,4 +1,4 @@
-"""Tensors in files, and what a training step depends on beside its weights.
+"""Weights in files and followed by others, and what a training step depends on beside them.
 
 save_tensors(folder / "optimizer.safetensors", optimizer.state())
 """
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from saccade.errors import EnvironmentProblem
+from saccade.models import lora, series
+from saccade.models.heads import save_reward, without_reward
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -35,6 +37,43 @@ def require_same(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Ten
         raise EnvironmentProblem(
             f"{what}: not those of this model ({'; '.join(listed)}); use the same model.path"
         )
+
+
+def save_model(model: nn.Module, folder: Path) -> None:
+    """Its head and its encoder apart: without them it is a model that anybody can load."""
+    with without_reward(model) as head, series.without_series(model) as encoder:
+        if lora.is_adapted(model):
+            lora.save(model, folder)
+        else:
+            model.save_pretrained(folder)  # type: ignore[operator]
+    if head is not None:
+        save_reward(head, folder)
+    if encoder is not None:
+        series.save(encoder, folder)
+
+
+def blend_into(
+    mine: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    share: float,
+    averages: dict[str, Tensor],
+) -> None:
+    """mine = share * theirs + (1 - share) * mine. `averages` keeps in fp32 what is stored with
+    less: rounded to bf16 at every step, an average would stand still. A copy (1) needs none.
+    """
+    require_same("the weights to follow", mine, theirs)
+    for name, weight in mine.items():
+        target = theirs[name].detach().to(weight.device)
+        if share == 1:
+            weight.copy_(target)
+            continue
+        average = weight
+        if torch.promote_types(weight.dtype, torch.float32) != weight.dtype:
+            average = averages.setdefault(name, weight.float())
+        average.lerp_(target.to(average.dtype), share)
+        weight.copy_(average)
+    if share == 1:
+        averages.clear()
 
 
 def draws(model: nn.Module) -> bool:

@@ -50,7 +50,6 @@ WITHOUT_EFFECT = {
     "sft": SUPERVISED | DPO | RATING,
     "dpo": SUPERVISED | SFT | RATING,
     "reward-model": SUPERVISED | SFT | DPO | {"reward": "nothing is sampled"},
-    "estimate": SFT | DPO | RATING,  # it is that of rl
 }
 
 
@@ -69,7 +68,19 @@ def _without_effect(config: Config, command: str) -> Iterator[str]:
                 yield f"{name}: has no effect in `saccade {command}` ({reason}); remove it"
 
 
-MODEL = (models.model, models.own_weights, models.engine_options, models.lora, models.series)
+def _planned(config: Config) -> Iterator[str]:
+    sections = {name.partition(".")[0] for name in chosen(config)}
+    for section in sorted(sections & {"sft", "dpo", "reward_model"}):
+        yield (
+            f"{section}: `saccade estimate` plans steps of `saccade rl` only, none of "
+            f"`saccade {section.replace('_', '-')}`; give it the config of an rl run"
+        )
+
+
+MODEL = (
+    *(models.model, models.patterns, models.own_weights, models.engine_options, models.lora),
+    models.series,
+)
 CRITIC = (models.critic, models.critic_warmup)
 SAMPLING = (models.lora_dropout, steps.sampling, steps.response_length, steps.batch)
 LOOKING = (rows.pixels, rows.prompt_files, models.judge)
@@ -100,7 +111,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "chat": (*ANSWERING, rows.pixels, rows.prompt_files),
     # those of rl that need neither rows nor rewards
-    "estimate": (*MODEL, rows.pixels, steps.optimizer, *CRITIC, *SAMPLING),
+    "estimate": (_planned, *MODEL, rows.pixels, steps.optimizer, *CRITIC, *SAMPLING),
     "check-data": (models.series, rows.some_data, *READING),
     "serve-reward": (rows.pixels, models.judge, steps.reward),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -34,10 +35,32 @@ def model(config: Config) -> Iterator[str]:
         yield from offline.folder("model.path", path)
     frozen = train.removeprefix("freeze:")
     if train not in ("full", *ADAPTED) and (frozen == train or not frozen.strip(", ")):
+        near = get_close_matches(train.lower(), ("full", *ADAPTED), n=1)
         yield (
             f"model.train: {train!r} is none of full, lora, qlora and freeze:PATTERNS; "
-            "try freeze:vision"
+            f"try {near[0] if near else 'freeze:vision'}"
         )
+
+
+def patterns(config: Config) -> Iterator[str]:
+    """Regular expressions that are none."""
+    lora = config.model.lora
+    written = {
+        "model.train": frozen(config.model.train),
+        "model.lora.targets": lora.targets.split(","),
+        "model.lora.exclude": lora.exclude.split(","),
+    }
+    for name, listed in written.items():
+        for pattern in (text.strip() for text in listed):
+            if not pattern.startswith("re:"):
+                continue
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                yield (
+                    f"{name}: {pattern!r} is no regular expression: {error}; "
+                    r"try re:self_attn\.(q|v)_proj"
+                )
 
 
 def answering_model(config: Config) -> Iterator[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from saccade import environments
 from saccade.checks.models import frozen
 from saccade.config import ADAPTED, Config
+from saccade.data.sources import set_names
 from saccade.models.files import described, names_experts
 
 # The fewest tokens of an answer where every tag is one token: with less, no response can be right.
@@ -17,6 +18,8 @@ TOWERS = ("vision", "projector", "llm", "audio", "series")
 
 def sampling(config: Config) -> Iterator[str]:
     rollout = config.rollout
+    if "" in rollout.stop:
+        yield "rollout.stop: an empty text ends every response at once; try rollout.stop=[]"
     if rollout.support == "refuse":
         for name, truncates, off in (
             ("top_p", rollout.top_p < 1, 1),
@@ -48,6 +51,13 @@ def response_length(config: Config) -> Iterator[str]:
             f"env.max_total_tokens: {total} leaves no room for a prompt beside "
             f"rollout.max_tokens={config.rollout.max_tokens}; "
             f"try env.max_total_tokens={config.rollout.max_tokens + config.data.max_prompt_tokens}"
+        )
+    elif (longest := config.data.max_prompt_tokens) > total - shortest:
+        yield (
+            f"env.max_total_tokens: {total} leaves no room for a response behind a prompt of "
+            f"data.max_prompt_tokens={longest}; try env.max_total_tokens="
+            f"{longest + config.rollout.max_tokens}, or "
+            f"data.max_prompt_tokens={total - config.rollout.max_tokens}"
         )
 
 
@@ -133,6 +143,13 @@ def best(config: Config) -> Iterator[str]:
         yield (
             f"save.best_metric: {name} is never measured, as {lacking}; set data.val=val.jsonl and "
             "val.every=50, or remove it"
+        )
+        return
+    sets = [f"val/{set_name}/" for set_name in set_names(config.data.val)]
+    if name and not name.startswith(tuple(sets)):
+        yield (
+            f"save.best_metric: {name} is a metric of no validation set; there are "
+            f"{', '.join(f'{start}…' for start in sets)}; try save.best_metric={sets[0]}accuracy"
         )
 
 

@@ -16,8 +16,9 @@ import importlib.util
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -75,6 +76,16 @@ def open_source(source: DataSource, *, allow_network: bool = False) -> Container
         if not folder.is_dir():
             raise DataError(f"{source.path}: image_dir {folder} does not exist")
     return Container(rows=rows, folder=folder, stem=_stem(path))
+
+
+def set_names(sources: Sequence[DataSource]) -> list[str]:
+    """What each is called where it is a set of its own; nothing is opened for it."""
+    names: list[str] = []
+    for source in sources:
+        name = source.name or _stem(Path(parse_address(source.path).path))
+        others = (f"{name}-{n}" for n in count(len(names)))
+        names.append(next(n for n in chain([name], others) if n not in names))
+    return names
 
 
 def _stem(path: Path) -> str:

@@ -10,7 +10,7 @@ that was measured on one GPU: an estimate, and called that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -18,13 +18,14 @@ from saccade.algorithms.build import from_config
 from saccade.config import Config, load
 from saccade.devices import Device
 from saccade.estimate.advice import advice
-from saccade.estimate.memory import Memory, memory_of
+from saccade.estimate.memory import Memory, memory_of, reward_folders, weights_in
 from saccade.estimate.pace import Pace, pace_of
 from saccade.estimate.plan import Plan, element_of, make_plan
 from saccade.estimate.sizing import (
     build_skeleton,
     empty_model,
     make_step,
+    missing_data,
     prompts_of,
     typical_prompts,
 )
@@ -40,7 +41,7 @@ class Estimate:
     memory: Memory
     pace: Pace | None  # none where it does not fit
     advice: tuple[str, ...]  # what lifts the limit, each alone; nothing where it fits
-    note: str  # what is not counted
+    notes: tuple[str, ...]  # what is not counted, or not as the config says
 
 
 def estimate(
@@ -56,7 +57,10 @@ def estimate(
     be loaded again: the family, `samples` of the data.
     """
     family = family or models.family_of(config, models.start_folder(config))
-    if config.run.memory is not None:
+    notes = [*not_counted(config), *missing_rewards(config), *of_no_use(config, device)]
+    if samples is None and prompt_tokens is None and image is None:
+        notes += missing_rows(config)
+    if config.run.memory is not None and device.is_gpu:
         device = replace(device, memory=min(device.memory, config.run.memory))
     model, element = empty_model(config, family), element_of(config, device)
     build = cache(lambda train: build_skeleton(config, family, model, element, train))
@@ -81,23 +85,46 @@ def estimate(
         prompts=prompts(config.data.max_pixels)[1],
         memory=memory,
         pace=pace_of(plan, memory) if memory.fits else None,
-        note=not_counted(config),
+        notes=tuple(notes),
         advice=() if memory.fits else tuple(advice(plan, lambda c: memory_of(planned(*c)).fits)),
     )
 
 
-def not_counted(config: Config) -> str:
+def not_counted(config: Config) -> Iterator[str]:
     """The rollout is always counted as that of the embedded engine in the trainer's process."""
     rollout = config.rollout
     if rollout.engine != "embedded":
-        return (
+        yield (
             f"rollout.engine={rollout.engine} is not counted, the rollout is that of the embedded "
             f"engine; it holds {rollout.memory_share:g} of its GPUs (rollout.memory_share) while "
             "it generates"
         )
-    if rollout.replicas:
-        return (
+    elif rollout.replicas:
+        yield (
             f"rollout.replicas={rollout.replicas} is not counted, the rollout is that of one "
             "engine in the trainer's process; each replica holds the weights once more"
         )
-    return ""
+
+
+def missing_rewards(config: Config) -> Iterator[str]:
+    for folder in reward_folders(config):
+        if not weights_in(folder):
+            yield f"the reward model {folder} is not counted: no *.safetensors lie there"
+
+
+def missing_rows(config: Config) -> Iterator[str]:
+    if missing := missing_data(config):
+        yield (
+            f"data.train: {', '.join(missing)} not found, so prompts are as long as "
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} allows"
+        )
+
+
+def of_no_use(config: Config, device: Device) -> Iterator[str]:
+    """A limit that limits nothing."""
+    wanted = config.run.memory
+    if wanted is not None and not device.is_gpu:
+        yield f"run.memory={wanted:g} has no effect on a CPU; it is for a GPU"
+    elif wanted is not None and wanted > device.memory:
+        there = f"{device.name} has {device.memory:.1f} GiB to give"
+        yield f"run.memory={wanted:g} has no effect: {there}"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from saccade import footprint
 from saccade.backends.features import MAX_BYTES as FEATURE_BYTES
+from saccade.backends.memory import MARGIN
+from saccade.config import Config
 from saccade.engines.embedded.cache import CPU_CACHE_BYTES
 from saccade.engines.embedded.pages import POOL_SHARE
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS
@@ -100,13 +102,21 @@ def _reference(plan: Plan) -> list[Item]:
 
 def _learned(plan: Plan) -> list[Item]:
     """Reward models that do not leave the GPU; others come when everything else has gone."""
-    reward = plan.config.reward
-    folders = {Path(args["path"]) for args in model_terms(reward)}
-    files = [file for folder in folders for file in folder.glob("*.safetensors")]
+    files = [file for folder in reward_folders(plan.config) for file in weights_in(folder)]
     size = sum(file.stat().st_size for file in files) / GIB
-    if not size or reward.offload:
+    if not size or plan.config.reward.offload:
         return []
     return [Item(name="reward models", gib=size, phase="always")]
+
+
+def reward_folders(config: Config) -> list[str]:
+    """Each once; a tiny model is built in place and weighs nothing."""
+    paths = {args["path"]: None for args in model_terms(config.reward)}
+    return [path for path in paths if not path.startswith("tiny:")]
+
+
+def weights_in(folder: str) -> list[Path]:
+    return list(Path(folder).glob("*.safetensors"))
 
 
 def _features(plan: Plan) -> list[Item]:
@@ -124,19 +134,23 @@ def _rollout(plan: Plan, free: float) -> list[Item]:
     shape, element, step = plan.policy.shape, plan.element, plan.step
     per_token = shape.kv_bytes(element) / GIB
     wanted = plan.sequences * step.mean_length * per_token
-    room = POOL_SHARE * free if plan.device.is_gpu else CPU_CACHE_BYTES / GIB
-    # The pool takes what there is, as long as one sequence finds room.
-    pool = max(min(wanted, room), step.longest * per_token)
-    fitting = min(plan.sequences, int(pool / wanted * plan.sequences))
     prompts = min(plan.config.train.prompts_per_step, -(-PREFILL_TOKENS // step.mean_prompt))
     prefill = footprint.prefill_bytes(
         shape, int(prompts * step.mean_prompt), int(prompts * step.mean_patches), element=element
     )
     drawn = float(plan.sequences * shape.vocabulary * element)
+    beside = (prefill + drawn) / GIB
+    room = POOL_SHARE * free if plan.device.is_gpu else CPU_CACHE_BYTES / GIB
+    # The engine knows no margin: it leaves a share of that, too, to what lies beside the pool.
+    if beside <= (1 - POOL_SHARE) * (free + MARGIN * plan.device.memory):
+        room = min(room, (free - beside) * (1 - 1e-9))  # rounding must not lift it over the limit
+    # The pool takes what there is, as long as one sequence finds room.
+    pool = max(min(wanted, room), step.longest * per_token)
+    fitting = min(plan.sequences, int(pool / wanted * plan.sequences))
     note = f"{fitting} of {plan.sequences} sequences at a time, {step.mean_length:.0f} tokens each"
     return [
         Item(name=POOL, gib=pool, phase="rollout", note=note),
-        Item(name="prompts and logits", gib=(prefill + drawn) / GIB, phase="rollout"),
+        Item(name="prompts and logits", gib=beside, phase="rollout"),
     ]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from saccade import flops
-from saccade.engines.embedded.rows import members_of
+from saccade.engines.embedded.rows import FEW, members_of
 from saccade.estimate.memory import GIB, Memory, layers_that_keep
 from saccade.estimate.plan import Plan
 from saccade.flops import Generation
@@ -23,12 +23,12 @@ REACHED = {
     "update": 0.46,
     "optimizer": 0.7,
 }
-# Seconds of a layer that no peak shortens, kernel after kernel: in a step of decoding, beside what
-# it reads, and at least in forward and backward of a micro-batch.
+# Seconds of a layer that no peak shortens, kernel after kernel: in a step of decoding FEW rows or
+# many, beside what it reads, and at least in forward and backward of a micro-batch.
 LAYER = {
-    "full": {"decode": 64e-6, "update": 4.6e-3},
-    "lora": {"decode": 117e-6, "update": 10e-3},
-    "qlora": {"decode": 325e-6, "update": 16e-3},
+    "full": {"few": 43e-6, "many": 55e-6, "update": 4.6e-3},
+    "lora": {"few": 107e-6, "many": 107e-6, "update": 10e-3},
+    "qlora": {"few": 268e-6, "many": 268e-6, "update": 16e-3},
 }
 OPTIMIZER_BYTES = 40  # read and written per trained weight: gradient, clipping, master, moments
 
@@ -43,7 +43,7 @@ class Pace:
 def pace_of(plan: Plan, memory: Memory) -> Pace:
     made, step = _generation(plan), plan.step
     passes, again, layers = _passes(plan, memory)
-    work = {"rollout": step.times * (made.prefill.total + made.decode.total)} | passes
+    work = {"rollout": step.times * made.prefill.total + step.repeats * made.decode.total} | passes
     return Pace(
         tflop={phase: count / TERA for phase, count in work.items()},
         recomputed=again / TERA,
@@ -68,8 +68,8 @@ def _passes(plan: Plan, memory: Memory) -> tuple[dict[str, float], float, float]
     for each micro-batch.
     """
     shape, step = plan.policy.shape, plan.step
-    repeats = step.times * plan.config.train.epochs_per_batch
-    forward = step.times * sum(flops.forward(shape, batch).total for batch in step.batches)
+    repeats = step.repeats * plan.config.train.epochs_per_batch
+    forward = step.repeats * sum(flops.forward(shape, batch).total for batch in step.batches)
     extra = {
         "logp_old": plan.algorithm.old == "recompute",
         "logp_ref": plan.algorithm.needs_reference,
@@ -102,19 +102,19 @@ def _seconds(
     again: float,
     layers: float,
 ) -> dict[str, float]:
-    device, times = plan.device, plan.step.times
+    device, times, repeats = plan.device, plan.step.times, plan.step.repeats
     if device.tflops is None or device.bandwidth is None:
         return {}
     peak, bandwidth = device.tflops * TERA, device.bandwidth * TERA
     shape, least = plan.policy.shape, LAYER.get(plan.config.model.train, LAYER["full"])
     per_sequence = shape.kv_bytes(plan.element) * plan.step.mean_length
     at_once = max(1, min(plan.sequences, int(memory.pool * GIB / per_sequence)))
-    steps = max(made.longest, made.sampled * times / at_once)
-    rows = made.sampled * times / steps
-    read = steps * made.weight_bytes(rows) + made.cache_bytes * times
-    decode = steps * shape.text.layers * least["decode"] + max(
+    steps = max(made.longest, made.sampled * repeats / at_once)
+    rows = made.sampled * repeats / steps
+    read = steps * made.weight_bytes(rows) + made.cache_bytes * repeats
+    decode = steps * shape.text.layers * least["few" if rows <= FEW else "many"] + max(
         read / (bandwidth * REACHED["reading"]),
-        made.decode.total * times / (peak * REACHED["decode"]),
+        made.decode.total * repeats / (peak * REACHED["decode"]),
     )
     updates = plan.config.train.epochs_per_batch * plan.algorithm.updates_per_step
     moved = updates * OPTIMIZER_BYTES * sum(learner.trained for learner in plan.learners)

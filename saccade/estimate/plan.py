@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from saccade.algorithms.algorithm import Algorithm
 from saccade.backends.memory import MARGIN
 from saccade.config import ADAPTED, Config
-from saccade.devices import Device
+from saccade.devices import CONTEXT_GIB, Device
 from saccade.estimate.sizing import Skeleton, Step
 
 Build = Callable[[str], Skeleton]  # of a `model.train`
-CONTEXT_GIB = 0.8  # of a process on a GPU before its first tensor
 
 
 @dataclass(frozen=True, kw_only=True)

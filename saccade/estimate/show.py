@@ -58,7 +58,7 @@ def find_device(name: str | None, config: Config) -> Device:
         return devices.present(config.run.device)
     if name.lower() == "cpu":
         return devices.present("cpu")
-    known = devices.named(name)
+    known = devices.named(name) or devices.only(name)
     if known is None:
         names = ", ".join(row[0] for row in devices.TABLE)
         raise ConfigError(f"--device {name}: not in the table; known are {names}, cpu")
@@ -71,7 +71,7 @@ def find_device(name: str | None, config: Config) -> Device:
 
 
 def size_of(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    match = re.fullmatch(r"(\d+)[xX](\d+)", text)
     if match is None or not all(map(int, match.groups())):
         raise ConfigError(f"--image {text}: write width and height in pixels, such as 448x448")
     return int(match[1]), int(match[2])
@@ -117,8 +117,8 @@ def show(found: Estimate) -> None:
     peaks = [f"{memory.peaks[phase]:.1f}" for phase in ("rollout", "update")]
     table.add_row("peak", *peaks, f"of {memory.limit:.1f} that can be planned with", style="bold")
     console.print(table)
-    if found.note:
-        console.print(found.note, highlight=False)
+    for note in found.notes:
+        console.print(note, highlight=False, markup=False)
     if found.pace is None:
         return
     table = Table(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 from saccade import flops, shapes
 from saccade.algorithms.algorithm import Algorithm
 from saccade.config import ADAPTED, Config
+from saccade.data.overlong import SHRINK_STEP
 from saccade.data.sources import parse_address
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.flops import Training
@@ -44,6 +46,7 @@ from saccade.types import (
 
 ROWS = 64  # of the data that are looked at
 MICRO_BATCHES = 4  # of which the rest of a step is a multiple
+MEMBERS = 128  # of a group, and more only to fill these; the rest are a multiple, too
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -144,7 +147,13 @@ class Step:
 
     groups: list[Group]
     batches: list[Batch]
-    times: float  # how often they fit into a step
+    times: float  # how often the groups fit into a step
+    fold: float  # how often the members of one stand for those that it has
+
+    @property
+    def repeats(self) -> float:
+        """How often members and forests fit into a step."""
+        return self.times * self.fold
 
     @property
     def longest(self) -> int:
@@ -167,20 +176,18 @@ def typical_prompts(
     config: Config, family: Family, *, prompt_tokens: int | None, image: tuple[int, int] | None
 ) -> tuple[list[Rendered], str]:
     """As long as said, else those of the first rows of the data, else as long as allowed."""
-    files = [Path(parse_address(source.path).path) for source in config.data.train]
-    if prompt_tokens is None and image is None and files and all(f.exists() for f in files):
+    said = prompt_tokens is not None or image is not None
+    if not said and config.data.train and not missing_data(config):
         few = [s.model_copy(update={"max_samples": ROWS}) for s in config.data.train]
         return prompts_of(questions.load_prompts(config, few, family).samples, family)
-    said = "as said" if prompt_tokens or image else "data.max_prompt_tokens"
-    if prompt_tokens is None and image is None and family.spec.image_token:
-        side = int(config.data.max_pixels**0.5)
-        image = (side, side)
-    spans: tuple[MediaSpan, ...] = ()
-    least = 1
-    if image is not None:
-        spans = (_picture(image, config, family),)
-        least = spans[0].length + 1
-    tokens = max(least, prompt_tokens or config.data.max_prompt_tokens)
+    source = "as said" if said else "data.max_prompt_tokens"
+    if not said and family.spec.image_token:
+        image = _largest_picture(config, family)
+    spans = (_picture(image, config, family),) if image else ()
+    tokens = prompt_tokens or config.data.max_prompt_tokens
+    if spans and tokens <= spans[0].length:
+        source = f"the picture alone takes {spans[0].length}"
+        tokens = spans[0].length + 1
     if tokens >= family.max_positions:
         raise ConfigError(
             f"a prompt of {tokens} tokens leaves no position for a response: {family.path} has "
@@ -189,7 +196,7 @@ def typical_prompts(
     shown = f", a picture of {image[0]}x{image[1]}" if image else ""
     nothing = np.zeros(tokens, np.int64)
     prompt = Rendered(ids=nothing, sources=nothing.astype(np.int8), media=spans)
-    return [prompt], f"{tokens} tokens{shown} ({said})"
+    return [prompt], f"{tokens} tokens{shown} ({source})"
 
 
 def prompts_of(samples: Sequence[Sample], family: Family) -> tuple[list[Rendered], str]:
@@ -199,6 +206,22 @@ def prompts_of(samples: Sequence[Sample], family: Family) -> tuple[list[Rendered
     prompts = [family.render(sample.messages) for sample in samples[:ROWS]]
     mean = fmean(map(len, prompts))
     return prompts, f"{mean:.0f} tokens (mean of {len(prompts)} rows of data.train)"
+
+
+def missing_data(config: Config) -> list[str]:
+    paths = [parse_address(source.path).path for source in config.data.train]
+    return [str(path) for path in paths if not Path(path).exists()]
+
+
+def _largest_picture(config: Config, family: Family) -> tuple[int, int] | None:
+    """A square that leaves a prompt room for a word, found as `data.overlong=shrink` finds it."""
+    data = config.data
+    budget = data.max_pixels
+    while _picture((side := isqrt(budget), side), config, family).length >= data.max_prompt_tokens:
+        if budget <= data.min_pixels:
+            return None
+        budget = max(data.min_pixels, int(budget * SHRINK_STEP))
+    return side, side
 
 
 def _picture(size: tuple[int, int], config: Config, family: Family) -> MediaSpan:
@@ -218,17 +241,21 @@ def make_step(
     config: Config, algorithm: Algorithm, family: Family, prompts: Sequence[Rendered]
 ) -> Step:
     """Responses have their full length and differ from the first token on."""
-    train, members = config.train, algorithm.samples_per_prompt
+    train, new = config.train, config.rollout.max_tokens
+    members = min(
+        algorithm.samples_per_prompt, max(MEMBERS, -(-MICRO_BATCHES * train.micro_tokens // new))
+    )
     groups: list[Group] = []
     tokens = 0
     while len(groups) < train.prompts_per_step and tokens < MICRO_BATCHES * train.micro_tokens:
         prompt = prompts[len(groups) % len(prompts)]
         groups.append(_group(prompt, len(groups), members, config))
-        tokens += len(prompt) + members * config.rollout.max_tokens
+        tokens += len(prompt) + members * new
     return Step(
         groups=groups,
         batches=pack(groups, positions=family.positions, micro_tokens=train.micro_tokens),
         times=train.prompts_per_step / len(groups),
+        fold=algorithm.samples_per_prompt / members,
     )
 
 

@@ -85,7 +85,23 @@ class ImageCache:
 
 def in_background(prepare: Callable[..., Any], *args: Any) -> None:
     """For work whose result is kept where it is made, and whose errors come again there."""
-    _workers().submit(prepare, *args)
+    _aside().submit(prepare, *args)
+
+
+def drop_background() -> None:
+    """What has not begun; a process that ends would wait for it."""
+    if _aside.cache_info().currsize:
+        _aside().shutdown(wait=False, cancel_futures=True)
+        _aside.cache_clear()
+
+
+@cache
+def _aside() -> ThreadPoolExecutor:
+    """Few: threads that work ahead take the interpreter from the one that hands kernels to a GPU.
+    With eight of them each of its calls waits three to five times as long. Who needs a picture now
+    does not wait for its turn here.
+    """
+    return ThreadPoolExecutor(2, thread_name_prefix="ahead")
 
 
 @cache

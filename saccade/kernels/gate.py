@@ -2,6 +2,8 @@
 layer has to keep the gate and the other half for its backward, not what follows from them.
 
     product = multiply(gate, up)
+
+Without a gradient and for few rows, the products that lead there are part of it: project(x, …).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
+TILE = 64  # of project
 
 
 def multiply(gate: Tensor, up: Tensor) -> Tensor:
@@ -31,13 +34,18 @@ def gradients(gate: Tensor, up: Tensor, to_product: Tensor) -> tuple[Tensor, Ten
 
 
 @triton.jit
+def _rounded(value, like):  # pragma: no cover - runs on the GPU
+    """As a kernel of its own would leave it."""
+    return value.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def _multiply(gate, up, product, size, BLOCK: tl.constexpr):  # pragma: no cover - runs on the GPU
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     g = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
-    # Rounded in between, as two kernels would.
-    active = (g * tl.sigmoid(g)).to(product.dtype.element_ty).to(tl.float32)
+    active = _rounded(g * tl.sigmoid(g), product)
     tl.store(product + places, (active * u).to(product.dtype.element_ty), mask=inside)
 
 
@@ -51,8 +59,45 @@ def _gradients(
     u = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(to_product + places, mask=inside, other=0.0).to(tl.float32)
     open_ = tl.sigmoid(g)
-    active = (g * open_).to(product.dtype.element_ty).to(tl.float32)
+    active = _rounded(g * open_, product)
     slope = open_ * (1.0 + g * (1.0 - open_))
     tl.store(product + places, (active * u).to(product.dtype.element_ty), mask=inside)
     tl.store(to_up + places, (d * active).to(to_up.dtype.element_ty), mask=inside)
     tl.store(to_gate + places, (d * u * slope).to(to_gate.dtype.element_ty), mask=inside)
+
+
+# -- the products that lead to both halves ---------------------------------------------------------
+
+
+def project(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """silu(x gateᵀ) * (x upᵀ) of few rows, x [M, K], gate and up [N, K]: such a product takes as
+    long as its matrices are read, and one kernel reads both. K and N are multiples of TILE.
+    """
+    rows, width = x.shape
+    out = torch.empty((rows, gate.shape[0]), dtype=x.dtype, device=x.device)
+    _project[(gate.shape[0] // TILE,)](
+        x.contiguous(), gate, up, out, rows, gate.shape[0], WIDTH=width,
+        ROWS=max(16, triton.next_power_of_2(rows)), TILE=TILE, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _project(
+    x, gate, up, out, rows, columns, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
+):  # pragma: no cover - runs on the GPU
+    column = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    row, lane = tl.arange(0, ROWS), tl.arange(0, TILE)
+    real = (row < rows)[None, :]
+    at_matrix = column[:, None] * WIDTH + lane[None, :]
+    at_x = row[None, :] * WIDTH + lane[:, None]
+    g = tl.zeros((TILE, ROWS), tl.float32)
+    u = tl.zeros((TILE, ROWS), tl.float32)
+    for start in range(0, WIDTH, TILE):
+        piece = tl.load(x + at_x + start, mask=real, other=0.0)
+        g = tl.dot(tl.load(gate + at_matrix + start), piece, g)
+        u = tl.dot(tl.load(up + at_matrix + start), piece, u)
+    g, u = _rounded(g, out), _rounded(u, out)
+    product = _rounded(g * tl.sigmoid(g), out) * u
+    at_out = out + row[None, :] * columns + column[:, None]
+    tl.store(at_out, product.to(out.dtype.element_ty), mask=real)

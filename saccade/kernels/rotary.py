@@ -1,8 +1,8 @@
-"""Rotary position embedding of queries or keys in one pass, into the layout that attention reads.
+"""Rotary position embedding of queries and keys in one pass, into the layout that attention reads.
 
-Legend: T tokens, H heads, D head size.
+Legend: T tokens, H heads (of queries and of keys), D head size.
 
-    q = rotate(q, cos, sin)
+    q, k = rotate(q, k, cos, sin)
 """
 
 from __future__ import annotations
@@ -13,30 +13,38 @@ import triton.language as tl
 from torch import Tensor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-    """x [T, H, D], cos and sin [T, D] → x cos + (-right half, left half) sin, contiguous. `back`:
-    the transposed product, which is its gradient.
+def rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False
+) -> tuple[Tensor, Tensor]:
+    """q and k [T, H, D], cos and sin [T, D] → x cos + (-right half, left half) sin of both,
+    contiguous. `back`: the transposed product, which is its gradient.
     """
-    tokens, heads, size = x.shape
-    out = torch.empty((tokens, heads, size), dtype=x.dtype, device=x.device)
-    if out.numel():
-        x = x if x.stride(-1) == 1 else x.contiguous()
+    tokens, _, size = q.shape
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    out_q, out_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    if out_q.numel():
         _rotate[(tokens,)](
-            x,
+            q,
+            k,
             cos.contiguous(),
             sin.contiguous(),
-            out,
-            x.stride(0),
-            x.stride(1),
-            heads,
+            out_q,
+            out_k,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            q.shape[1],
+            k.shape[1],
             HALF=size // 2,
-            HEADS=triton.next_power_of_2(heads),
+            Q_HEADS=triton.next_power_of_2(q.shape[1]),
+            K_HEADS=triton.next_power_of_2(k.shape[1]),
             COLUMNS=triton.next_power_of_2(size // 2),
             BACK=back,
             num_warps=4,
             enable_fp_fusion=False,  # a fused multiply-add would skip a rounding
         )
-    return out
+    return out_q, out_k
 
 
 @triton.jit
@@ -47,21 +55,45 @@ def _rounded(product, like):  # pragma: no cover - runs on the GPU
 
 @triton.jit
 def _rotate(
-    x,
+    q,
+    k,
     cos,
     sin,
-    out,
-    token_stride,
-    head_stride,
-    heads,
+    out_q,
+    out_k,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    q_heads,
+    k_heads,
     HALF: tl.constexpr,
-    HEADS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BACK: tl.constexpr,
 ):  # pragma: no cover - runs on the GPU
     token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
+    _turn(q + token * q_token, out_q, token, q_head, q_heads, cos, sin, column, HALF, Q_HEADS, BACK)
+    _turn(k + token * k_token, out_k, token, k_head, k_heads, cos, sin, column, HALF, K_HEADS, BACK)
+
+
+@triton.jit
+def _turn(
+    x,
+    out,
+    token,
+    head_stride,
+    heads,
+    cos,
+    sin,
+    column,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    BACK: tl.constexpr,
+):  # pragma: no cover - runs on the GPU
+    head = tl.arange(0, HEADS)[:, None]
     narrow = column < HALF
     inside = (head < heads) & narrow
     angles = token * 2 * HALF + column
@@ -69,7 +101,7 @@ def _rotate(
     cos_right = tl.load(cos + angles + HALF, mask=narrow, other=0.0).to(tl.float32)
     sin_left = tl.load(sin + angles, mask=narrow, other=0.0).to(tl.float32)
     sin_right = tl.load(sin + angles + HALF, mask=narrow, other=0.0).to(tl.float32)
-    source = x + token * token_stride + head * head_stride + column
+    source = x + head * head_stride + column
     left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     if BACK:

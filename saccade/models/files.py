@@ -31,6 +31,12 @@ def require_whole(folder: Path) -> None:
             raise EnvironmentProblem(f"model.path: {folder / shard} {found}; {AGAIN}")
 
 
+def require_some(folder: Path) -> None:
+    """Refuse a folder that has none, as a download leaves it that was ended early."""
+    if not shards(folder) and not any(folder.glob("*.bin")):
+        raise EnvironmentProblem(f"model.path: {folder} has no {SINGLE} or other weights; {AGAIN}")
+
+
 def described(folder: Path) -> dict[str, Any]:
     """What its config.json says; nothing where there is none."""
     file = folder / "config.json"

@@ -181,33 +181,30 @@ def _rotary(
     usual = not more and not options and q.ndim == 4 and cos.shape == (1, q.shape[2], q.shape[3])
     if not usual or not _applies(q):
         return plain(q, k, cos, sin, *more, **options)
-    return tuple(
-        _Rotate.apply(x.squeeze(0).transpose(0, 1), cos[0], sin[0]).transpose(0, 1).unsqueeze(0)
-        for x in (q, k)
-    )
+    turned = _Rotate.apply(*(x.squeeze(0).transpose(0, 1) for x in (q, k)), cos[0], sin[0])
+    return tuple(x.transpose(0, 1).unsqueeze(0) for x in turned)
 
 
 def _vision_rotary(plain: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """q and k [T, H, D], cos and sin [T, D]."""
     if q.ndim != 3 or cos.shape != (q.shape[0], q.shape[2]) or not _applies(q):
         return plain(q, k, cos, sin)
-    return tuple(_Rotate.apply(x, cos, sin) for x in (q, k))
+    return _Rotate.apply(q, k, cos, sin)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         from saccade.kernels.rotary import rotate
 
         ctx.save_for_backward(cos, sin)
-        return rotate(x, cos, sin)
+        return rotate(q, k, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, to_q: Tensor, to_k: Tensor) -> tuple[Tensor | None, ...]:
         from saccade.kernels.rotary import rotate
 
-        cos, sin = ctx.saved_tensors
-        return rotate(gradient, cos, sin, back=True), None, None
+        return *rotate(to_q, to_k, *ctx.saved_tensors, back=True), None, None
 
 
 # (width of the input of a module of the kind, else None; its fused forward)

@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from saccade import attention
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models import experts, series
 from saccade.models.families import Family
+from saccade.models.files import require_some
 from saccade.models.fused import fuse
 from saccade.transfer import to_device
 from saccade.types import MediaSpan
@@ -62,6 +64,7 @@ def load_model(
     """
     import transformers
 
+    require_some(Path(family.path))
     auto = getattr(transformers, family.spec.auto_class)
     model, info = auto.from_pretrained(
         family.path,

@@ -19,6 +19,7 @@ import numpy as np
 from saccade import statistics
 from saccade.data.suites import ROTATION_OF
 from saccade.rewards.scorer import Scorer
+from saccade.tracking.sections import interval_of
 from saccade.types import ALWAYS_EXCLUDED, Group, Trajectory
 
 MOST_CATEGORIES = 40
@@ -85,6 +86,12 @@ def measured(items: Sequence[tuple[str, np.ndarray]], scores: Scores) -> dict[st
             mean = float(np.mean([values.mean() for values in of_source]))
             metrics[f"score/{source}"] = mean
     return metrics | ({"score_items": float(len(everyone))} if rated else {})
+
+
+def with_interval(metrics: Mapping[str, float], name: str) -> str:
+    """One of them as text, with its interval where it has one."""
+    ends = [f"{metrics[end]:.3f}" for end in interval_of(name) if end in metrics]
+    return f"{name} {metrics[name]:.3f}" + (f" [{', '.join(ends)}]" if ends else "")
 
 
 def _at_k(outcomes: Sequence[np.ndarray]) -> dict[str, float]:

@@ -100,7 +100,7 @@ def _reader(config: Config, command: str, family: Family) -> check.Read:
 
 
 def _self_test(config: Config) -> Callable[[Sequence[Sample]], Any] | None:
-    from saccade.recipes.parts import unanswered
+    from saccade.recipes.parts import warnings_of
     from saccade.rewards.scorer import Scorer
     from saccade.rewards.self_test import self_test
 
@@ -113,13 +113,12 @@ def _self_test(config: Config) -> Callable[[Sequence[Sample]], Any] | None:
         with Scorer(reward, prompt_format=style, max_tokens=config.rollout.max_tokens) as scorer:
             scorer.check_sources(sample.data_source for sample in samples)
             scorer.check_media(samples)
-            if warning := scorer.unused(sample.data_source for sample in samples):
-                print(warning)
-            if warning := unanswered(scorer, samples):
+            for warning in warnings_of(scorer, samples):
                 print(warning)
             result = self_test(scorer, samples, format=style)
         return {
             "passed": result.passed,
+            "broken": any(failure.broken for failure in result.failures),
             "rows": result.rows,
             "failures": [*filter(None, [result.ended.strip()]), *map(str, result.failures)],
             "skipped": list(result.skipped),

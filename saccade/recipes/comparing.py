@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from saccade import statistics
+from saccade.algorithms.rating import Rating, Steps
 from saccade.backends.local import LocalBackend
 from saccade.backends.rating import measured
 from saccade.config import Config, defaults_for
 from saccade.errors import ConfigError
 from saccade.models.rating import Card
 from saccade.recipes import models
+from saccade.recipes.accuracy import with_interval
 from saccade.recipes.rated import named, task_of
 from saccade.recipes.reward_model import held_out
 from saccade.tracking.console import Console
@@ -45,15 +48,56 @@ def compare(config: Config, card: Card, console: Console) -> tuple[Summary, list
             metrics, outputs = measured(backend, batches, row, task.tokens)
         found = named(metrics.means(), name)
         summary[name] = {n.removeprefix(f"{name}/"): value for n, value in found.items()}
+        summary[name] |= intervals(row, batches, outputs)
         summary[name]["items"] = len(dataset.samples)
-        console.note(
-            f"{name}: accuracy {summary[name]['accuracy']:.3f}  items {len(dataset.samples)}"
-        )
+        shown = with_interval(summary[name], "accuracy")
+        console.note(f"{name}: {shown}  items {len(dataset.samples)}")
         if dataset.overlong or dataset.quarantined:
             console.note(f"{name}: {dataset.summary}")
         if card.heads:
             rows += [{"set": name, **scored} for scored in _scored(card.heads, batches, outputs)]
     return summary, rows
+
+
+def intervals(
+    row: Rating | Steps, batches: Sequence[Batch], outputs: Sequence[np.ndarray]
+) -> dict[str, float]:
+    """Of the accuracy; of several heads each has its own, and their mean has none."""
+    pairs = list(zip(batches, outputs, strict=True))
+    if isinstance(row, Steps):
+        rows = [right for batch, found in pairs for right in _right_steps(row, batch, found)]
+        return _ends("", _shares(rows))
+    labels = np.concatenate([[row.labels[uid] for uid, _ in b.keys[::2]] for b in batches])
+    gaps = np.concatenate([found[::2] - found[1::2] for found in outputs])
+    ends: dict[str, float] = {}
+    for name, label, gap in zip(row.heads, labels.T, gaps.T, strict=True):
+        decided = np.abs(label) == 1
+        right = (label * gap > 0)[decided].astype(float)
+        ends |= _ends(f"{name}/" if len(row.heads) > 1 else "", right)
+    return ends
+
+
+def _right_steps(row: Steps, batch: Batch, found: np.ndarray) -> list[np.ndarray]:
+    """Of each sequence, which of its steps were judged as labelled."""
+    wanted = [row.labels[uid] for uid, _ in batch.keys]
+    right = found.argmax(-1) == np.concatenate(wanted).argmax(-1)
+    return np.split(right, np.cumsum([len(labels) for labels in wanted])[:-1])
+
+
+def _shares(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """One value for each row, whose mean is the accuracy over all steps: rows are drawn, as steps
+    of one are correlated, and a longer one weighs more.
+    """
+    right, steps = np.array([(values.sum(), values.size) for values in rows], float).T
+    accuracy = right.sum() / steps.sum()
+    return accuracy + (right - accuracy * steps) / steps.mean()
+
+
+def _ends(prefix: str, values: np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {}
+    low, high = np.clip(statistics.mean_interval(values), 0.0, 1.0).tolist()
+    return {f"{prefix}ci_low": low, f"{prefix}ci_high": high}
 
 
 def as_trained(config: Config, card: Card) -> Config:

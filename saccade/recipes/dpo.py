@@ -39,7 +39,6 @@ def run(config: Any) -> dict[str, Any]:
     _require_both_labels(config, data.samples)
     held, asked = _validation_sets(config, family, row)
     with Run(config, "dpo", parts.manifest(family, data, config)) as this:
-        this.check_best([*held, *asked])
         this.console.note(data.summary)
         every = [sample for dataset in (data, *held.values()) for sample in dataset.samples]
         strange = {} if row.paired else pairs.strangers(every)

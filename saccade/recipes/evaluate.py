@@ -8,11 +8,8 @@ the exported folder.
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,6 @@ from saccade.data.datasets import Dataset
 from saccade.data.suites import with_rewards
 from saccade.engines import Engine
 from saccade.environments import gives_rewards
-from saccade.errors import ConfigError
 from saccade.images.cache import DECODED
 from saccade.models.families import Family
 from saccade.models.rating import Card, read_card
@@ -41,38 +37,25 @@ from saccade.recipes.accuracy import (
     group_accuracy,
     outcomes_by_source,
     score_terms,
+    with_interval,
 )
 from saccade.recipes.comparing import compare
 from saccade.recipes.engines import answering_engine, answering_family, expenses
+from saccade.recipes.guard import check_errors, refuse_errors
 from saccade.recipes.rescore import StoredVerdict, rescored
-from saccade.recipes.rollouts import check_errors, refuse_errors
-from saccade.rewards.sample import image_records
+from saccade.recipes.results import Result, kept_if_filled, places, write_files, write_results
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.rollout.scoring import RewardStream, make_room, parsed, telling, thinks
 from saccade.tracking.console import Console, unscored
 from saccade.tracking.eval_report import RESULTS, table_lines, write_eval_report
-from saccade.tracking.folder import METRICS
 from saccade.tracking.metrics import episode_metrics, without_scores
-from saccade.tracking.sections import interval_of
 from saccade.tracking.trajectories import TrajectoryWriter
-from saccade.types import Group, Trajectory
+from saccade.types import ALWAYS_EXCLUDED, Group
 
 Progress = Callable[[int, int], None]
-ANSWERS = "answers"
 FILES = (RESULTS, "samples.jsonl", "report.html", "episodes.html")  # the last of several turns
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """One set, evaluated."""
-
-    name: str
-    groups: tuple[Group, ...]
-    metrics: Mapping[str, float]  # without the val/<set>/ prefix
-    tables: Mapping[str, Table] = field(default_factory=dict)  # by_limit, by_turns, …
-    scores: Scores = field(default_factory=dict)
 
 
 def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) -> dict[str, Any]:
@@ -83,24 +66,13 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     checks.check(config, "eval" if rescore is None else "rescore")
     config = config.model_copy(update={"reward": with_rewards(config.reward, config.eval)})
     models.quiet_libraries()
-    folder, answers = _places(config, out)
-    with _kept_if_filled(folder):
+    folder, answers = places(config, out)
+    with kept_if_filled(folder):
         if rescore is not None:
             return _rescore(config, Path(rescore), folder)
         if config.model.path and (card := read_card(config.model.path)):
             return _compare(config, card, folder)
         return _evaluate(config, folder, answers)
-
-
-@contextmanager
-def _kept_if_filled(folder: Path) -> Iterator[None]:
-    """What is refused leaves no empty folder behind."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    finally:
-        if not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
@@ -116,7 +88,7 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
     ):
         for dataset in sets.values():
             parts.test_rewards(config, scorer, dataset.samples)
-        parts.warn_of_unused(scorer, sets.values(), console.note)
+        parts.warn_of_unused(scorer, sets.values(), console.note, shared=False)
         results = []
         for name, dataset in sets.items():
             with console.phase(name):
@@ -154,6 +126,7 @@ def _store(writer: TrajectoryWriter, result: Result, config: Config, family: Fam
         version=0,
         kind=f"val/{result.name}",
         unit=family.unit,
+        scores=result.scores,
     )
 
 
@@ -250,10 +223,9 @@ def set_metrics(
     formats = [v for t in trajectories for k, v in t.parts.items() if k.startswith("format")]
     if formats:
         metrics["format"] = float(np.mean(formats))
-    if any(t.reward is not None or t.reason for t in trajectories):  # else nobody has read them
-        metrics["parse_rate"] = float(
-            np.mean([parsed(t.extracted, t.reason) for t in trajectories])
-        )
+    judged = [t for t in trajectories if t.status not in ALWAYS_EXCLUDED]
+    if any(t.reward is not None or t.reason for t in judged):  # else nobody has read them
+        metrics["parse_rate"] = float(np.mean([parsed(t.extracted, t.reason) for t in judged]))
     metrics |= {
         "think_rate": float(np.mean([thinks(t, family) for t in trajectories])),
         "truncated_frac": float(np.mean([t.status == "truncated" for t in trajectories])),
@@ -269,7 +241,8 @@ def describe(result: Result) -> str:
     m = result.metrics
     rates = (("abstain", "abstain_rate"), ("error", "error_rate"))
     lost = [f"{label} {share}" for label, share in unscored(m, rates)]
-    found = [_measure(m, key) for key in m if key in ("accuracy", "score") or "score/" in key] or [
+    measures = [key for key in m if key in ("accuracy", "score") or "score/" in key]
+    found = [with_interval(m, key) for key in measures] or [
         "nothing could be scored"
         if lost
         else "no outcome"
@@ -282,80 +255,6 @@ def describe(result: Result) -> str:
     return f"{result.name}: " + "  ".join([*found, *lost, *beside, f"items {m['items']:.0f}"])
 
 
-def _measure(m: Mapping[str, float], key: str) -> str:
-    ends = [f"{m[end]:.3f}" for end in interval_of(key) if end in m]
-    return f"{key} {m[key]:.3f}" + (f" [{', '.join(ends)}]" if ends else "")
-
-
-# -- files -----------------------------------------------------------------------------------------
-
-
-def _places(config: Config, out: Path | None) -> tuple[Path, Path]:
-    """A folder for the results, and one inside for the answers of an endpoint. The first of
-    NAME-eval, NAME-eval-2 … that is free: nothing is overwritten. But what was broken off since the
-    last that ended goes on where its answers are, and does not ask for them again.
-    """
-    if out is not None:
-        for name in (RESULTS, METRICS):
-            if (Path(out) / name).exists():
-                raise ConfigError(f"--out {out}: it holds {name} already; name a new folder")
-        return Path(out), Path(out) / ANSWERS
-    name = f"{config.run.name}-eval"
-    names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
-    earlier: list[Path] = []
-    while (folder := Path(config.run.out) / next(names)).exists():
-        earlier.insert(0, folder)
-    broken_off = itertools.takewhile(lambda path: not (path / RESULTS).exists(), earlier)
-    folder = next((path for path in broken_off if (path / ANSWERS).exists()), folder)
-    return folder, folder / ANSWERS
-
-
-def write_results(folder: Path, results: Sequence[Result], family: Family) -> dict[str, Any]:
-    summary = {result.name: {**result.metrics, **result.tables} for result in results}
-    rows = [
-        _row(result.name, group, t, family)
-        for result in results
-        for group in result.groups
-        for t in group.trajectories
-    ]
-    _write(folder, summary, rows)
-    return summary
-
-
-def _write(folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    (folder / "samples.jsonl").write_text(text, encoding="utf-8")
-    (folder / RESULTS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-
-
-def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dict[str, Any]:
-    sample, added = group.sample, trajectory.messages[trajectory.context :]
-    return {
-        "set": name,
-        "id": sample.id,
-        "repeat": trajectory.repeat,
-        "data_source": sample.data_source,
-        "prompt": "\n".join(message.text for message in sample.messages),
-        "response": family.decode(trajectory.response_ids),
-        "think_prefilled": family.chat.think_prefilled,
-        "extracted": trajectory.extracted,
-        "gold": sample.answer,
-        "choices": list(sample.choices),
-        "score": trajectory.outcome,
-        "reward": trajectory.reward,
-        "parts": dict(trajectory.parts),
-        "tokens": trajectory.response_length,
-        "turns": trajectory.turns,
-        "said": [m.text for m in added if m.role == "assistant"],
-        "tool_calls": trajectory.info.get("tool_calls") or [],
-        "end_reason": trajectory.end_reason,
-        "status": trajectory.status,
-        "reason": trajectory.reason,
-        "media": image_records(sample.media),
-        "extra": dict(sample.extra),
-    }
-
-
 def _compare(config: Config, card: Card, folder: Path) -> dict[str, Any]:
     with Console(None, "eval", name=folder.name) as console:
         console.note(
@@ -363,7 +262,7 @@ def _compare(config: Config, card: Card, folder: Path) -> dict[str, Any]:
             f"prompt.format={config.prompt.format}, which should be that of its training"
         )
         summary, rows = compare(config, card, console)
-        _write(folder, summary, rows)
+        write_files(folder, summary, rows)
         console.note(f"{RESULTS}, samples.jsonl are in {folder}")
     return summary
 
@@ -376,7 +275,7 @@ def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
         rows, summary = rescored(config, samples, say=console.note)
         for name, metrics in summary.items():
             console.note(describe(Result(name=name, groups=(), metrics=metrics)))
-        _write(folder, summary, rows)
+        write_files(folder, summary, rows)
         console.note(f"{RESULTS}, samples.jsonl are in {folder}")
         for name in summary:
             refuse_errors([StoredVerdict.of(row) for row in rows if row["set"] == name], config)

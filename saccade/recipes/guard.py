@@ -1,17 +1,23 @@
-"""What happens when an update could not be made, or engine and trainer mean different policies."""
+"""What happens when an update could not be made, when engine and trainer mean different policies,
+when too many answers could not be scored.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from typing import Protocol
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.backends import Update
-from saccade.config import TrainConfig
-from saccade.errors import TrainingError
+from saccade.config import Config, TrainConfig
+from saccade.errors import RewardError, TrainingError
 from saccade.recipes.parts import save_batches
 from saccade.recipes.run import Run
-from saccade.types import Batch, Metrics
+from saccade.rewards.custom import LATE
+from saccade.rollout.scoring import GIVEN_UP
+from saccade.types import Batch, Group, Metrics
 
 LARGEST_MISMATCH = 1.05  # mean of exp|old - rollout|: beyond it the engine samples another policy
 MOST_UNSCORED = 0.01  # share of tokens that an engine may leave without a log-prob
@@ -57,4 +63,45 @@ def check_mismatch(metrics: Metrics, algorithm: Algorithm, parity_max: float | N
             f"the engine gave no log-prob for {unscored:.1%} of its tokens, more than "
             f"{MOST_UNSCORED:.0%}; use an engine that returns log-probs, such as "
             "rollout.engine=embedded"
+        )
+
+
+class Judged(Protocol):
+    """What is known of an episode after its reward: that of a trajectory, or of a stored row."""
+
+    @property
+    def sample_id(self) -> str: ...
+
+    @property
+    def status(self) -> str: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def end_reason(self) -> str: ...
+
+
+def check_errors(groups: Sequence[Group], config: Config) -> None:
+    refuse_errors([t for g in groups for t in (*g.trajectories, g.greedy) if t is not None], config)
+
+
+def refuse_errors(everybody: Sequence[Judged], config: Config) -> None:
+    """When more than `reward.max_error_rate` of them have no score because something failed."""
+    failed, total = [t for t in everybody if t.status == "error"], len(everybody)
+    if len(failed) > config.reward.max_error_rate * total:
+        kinds = Counter((t.reason or t.end_reason).split(":")[0] for t in failed)
+        example = failed[0]
+        left = sum(t.reason == GIVEN_UP.result().reason for t in everybody)
+        others = f" and {left} others were not waited for" if left else ""
+        theirs = [t for t in failed if t.end_reason in ("env_error", "timeout")]
+        blamed = [f"the environment ({config.env.name})"] if theirs else []
+        blamed += ["the reward"] if len(theirs) < len(failed) else []
+        late = any(LATE in t.reason for t in failed)
+        deadline = f"reward.deadline above {config.reward.deadline:g} s, or " if late else ""
+        raise RewardError(
+            f"{len(failed)} of {total} samples could not be scored ({dict(kinds)}){others}, for "
+            f"example {example.sample_id}: {example.reason or example.end_reason}; mend "
+            f"{' and '.join(blamed)}, or raise {deadline}"
+            f"reward.max_error_rate above {config.reward.max_error_rate:g}"
         )

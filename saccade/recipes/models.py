@@ -91,6 +91,11 @@ def load_policy(
     """Weights from `folder` (a checkpoint) or from the family's own; `train` instead of
     `model.train`. Adapters always lie over the family's own: a checkpoint has them merged in.
     """
+    if strange := sorted(set(config.train.lr_scale) - set(family.spec.towers)):
+        raise ConfigError(
+            f"train.lr_scale: the model has no tower {strange[0]!r}; it has "
+            f"{', '.join(family.spec.towers)}"
+        )
     train = train or config.model.train
     adapted = train in ADAPTED
     device = device_of(config)

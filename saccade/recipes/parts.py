@@ -71,17 +71,23 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
 
 
 def warn_of_unused(
-    scorer: Scorer | None, sets: Iterable[datasets.Dataset], say: Callable[[str], Any]
+    scorer: Scorer | None,
+    sets: Iterable[datasets.Dataset],
+    say: Callable[[str], Any],
+    *,
+    shared: bool = True,
 ) -> None:
-    """Rewards of sources that none of the sets has: most likely the name is misspelt. And rows that
-    have nothing to compare an answer with.
+    samples = [sample for data in sets for sample in data.samples]
+    for warning in warnings_of(scorer, samples, shared=shared) if scorer is not None else ():
+        say(warning)
+
+
+def warnings_of(scorer: Scorer, samples: Sequence[Sample], *, shared: bool = True) -> list[str]:
+    """Rewards of sources that no row has: most likely the name is misspelt; rewards that score
+    none. And rows that have nothing to compare an answer with.
     """
-    if scorer is None:
-        return
-    samples = [sample for dataset in sets for sample in dataset.samples]
-    for warning in (scorer.unused(s.data_source for s in samples), unanswered(scorer, samples)):
-        if warning:
-            say(warning)
+    unused = scorer.unused((sample.data_source for sample in samples), shared=shared)
+    return [*unused, *filter(None, [unanswered(scorer, samples)])]
 
 
 def unanswered(scorer: Scorer, samples: Sequence[Sample]) -> str:

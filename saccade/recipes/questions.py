@@ -17,6 +17,7 @@ from saccade.config import Config, DataConfig, DataSource
 from saccade.data import datasets, prompts, suites
 from saccade.data.chats import RowError
 from saccade.data.comparisons import chosen_first
+from saccade.data.sources import set_names
 from saccade.errors import DataError
 from saccade.models.families import Family
 from saccade.recipes.lengths import remembered
@@ -160,12 +161,11 @@ def write_quarantine(path: Path, data: datasets.Dataset) -> None:
 
 
 def validation_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:
-    sets: dict[str, datasets.Dataset] = {}
-    for source in config.data.val:
-        dataset = not_empty(load_prompts(config, [source], family), f"data.val: {source.path}")
-        name = source.name or dataset.parts[0].name
-        sets[name if name not in sets else f"{name}-{len(sets)}"] = dataset
-    return sets
+    val = config.data.val
+    return {
+        name: not_empty(load_prompts(config, [source], family), f"data.val: {source.path}")
+        for name, source in zip(set_names(val), val, strict=True)
+    }
 
 
 def not_empty(dataset: datasets.Dataset, where: str) -> datasets.Dataset:

@@ -22,7 +22,7 @@ from saccade.rewards.combine import Scored
 from saccade.rewards.sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import parsed
-from saccade.types import STATUS_OF_END, Media
+from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Media
 
 # Of a stored row, what a reward reads under the same name.
 NEEDED = [
@@ -56,7 +56,7 @@ def rescored(
         )
     with scorer:
         _require_pictures(config, rows)
-        if warning := scorer.unused(row["data_source"] for row in rows):
+        for warning in scorer.unused((row["data_source"] for row in rows), shared=False):
             say(warning)
         return rows, {
             name: _rescored([row for row in rows if row["set"] == name], scorer)
@@ -108,8 +108,13 @@ def _rescored(rows: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float
             items.setdefault((row["data_source"], row["id"]), []).append(row["score"])
             outcomes.setdefault(row["data_source"], []).append(row["score"])
     judged = [(source, np.array(values)) for (source, _), values in items.items()]
+    read = [
+        parsed(row["extracted"], row["reason"])
+        for row in rows
+        if row["status"] not in ALWAYS_EXCLUDED
+    ]
     metrics = measured(judged, score_terms(scorer, outcomes)) | {
-        "parse_rate": float(np.mean([parsed(row["extracted"], row["reason"]) for row in rows])),
+        **({"parse_rate": float(np.mean(read))} if read else {}),
         "error_rate": float(np.mean([row["status"] == "error" for row in rows])),
         "abstain_rate": float(np.mean([row["status"] == "abstain" for row in rows])),
     }

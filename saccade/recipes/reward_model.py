@@ -13,6 +13,7 @@ from saccade import checks
 from saccade.backends.local import LocalBackend
 from saccade.config import Config, defaults_for, load
 from saccade.data.datasets import Dataset, Stream
+from saccade.data.sources import set_names
 from saccade.models.load import describe_trained
 from saccade.models.rating import Card, write_card
 from saccade.plan import total_steps
@@ -43,7 +44,6 @@ def run(config: Any) -> dict[str, Any]:
     task.check(data.samples)
     held = held_out(config, task) if config.val.every else {}
     with Run(config, "reward-model", parts.manifest(family, data, config)) as this:
-        this.check_best(held)
         this.console.note(data.summary)
         policy = models.load_policy(config, family, folder=str(this.start) if this.start else None)
         card = task.attach(policy.model, this.start, data.samples)
@@ -143,10 +143,8 @@ class HeldOut:
 
 def held_out(config: Config, task: Task) -> dict[str, Dataset]:
     """Rows of data.val, under ids that no training row has."""
-    sets: dict[str, Dataset] = {}
-    for source in config.data.val:
-        found = task.load([source])
-        name = source.name or found.parts[0].name
-        name = name if name not in sets else f"{name}-{len(sets)}"
-        sets[name] = pairs.held_out(found, name, source.path)
-    return sets
+    val = config.data.val
+    return {
+        name: pairs.held_out(task.load([source]), name, source.path)
+        for name, source in zip(set_names(val), val, strict=True)
+    }

@@ -10,28 +10,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from saccade.algorithms import stages
 from saccade.algorithms.algorithm import Algorithm
-from saccade.config import Config
-from saccade.errors import RewardError, TrainingError
+from saccade.errors import TrainingError
 from saccade.images.cache import in_background
 from saccade.recipes import parts
 from saccade.recipes.accuracy import outcomes_by_source, score_terms
+from saccade.recipes.guard import check_errors
 from saccade.recipes.run import Run
-from saccade.rewards.custom import LATE
 from saccade.rollout.collect import collect
-from saccade.rollout.scoring import GIVEN_UP, RewardStream, make_room, parsed, telling, thinks
+from saccade.rollout.scoring import RewardStream, make_room, parsed, telling, thinks
 from saccade.rollout.stored import load_groups, save_groups
 from saccade.tracking.metrics import group_metrics
-from saccade.types import Group, Metrics, Sample
+from saccade.types import ALWAYS_EXCLUDED, Group, Metrics, Sample
 from saccade.videos import PAIR
 
 if TYPE_CHECKING:
-    from saccade.recipes.rl import Actors
+    from saccade.recipes.actors import Actors
 
 # Bytes of pixels, a quarter of what is kept: more would push out those that are trained on.
 LOOK_AHEAD = 512 << 20
@@ -97,19 +96,22 @@ def sample_groups(run: Run, actors: Actors, step: int, metrics: Metrics) -> Roll
     return Rollouts(groups=chosen, scored=scored, surplus=surplus)
 
 
-def look_ahead(actors: Actors, samples: Sequence[Sample]) -> None:
-    """Process the pictures of these prompts, then those and the text of the next ones, in the
-    background: while the GPU decodes the host has little to do, while it trains the host hands it
-    one kernel after the other.
+def prepare_pictures(actors: Actors, samples: Sequence[Sample]) -> None:
+    """In the background, as many as are kept."""
+    pictures = [media for sample in samples for media in sample.media]
+    layers = [PAIR if picture.kind == "video" else 1 for picture in pictures]
+    tokens = [actors.family.measure(picture)[1] for picture in pictures]
+    pixels = np.cumsum(np.multiply(layers, tokens)) * actors.family.unit**2
+    fit = int((3 * pixels <= LOOK_AHEAD).sum())
+    actors.family.prefetch(pictures[:fit])
+
+
+def look_ahead(actors: Actors) -> None:
+    """Pictures and text of the next prompts, in the background: while the GPU decodes the host has
+    little to do; while it reads prompts or trains the host hands it one kernel after the other.
     """
     following = actors.stream.peek(actors.config.train.prompts_per_step)
-    for prompts in (samples, following):
-        pictures = [media for sample in prompts for media in sample.media]
-        layers = [PAIR if picture.kind == "video" else 1 for picture in pictures]
-        tokens = [actors.family.measure(picture)[1] for picture in pictures]
-        pixels = np.cumsum(np.multiply(layers, tokens)) * actors.family.unit**2
-        fit = int((3 * pixels <= LOOK_AHEAD).sum())
-        actors.family.prefetch(pictures[:fit])
+    prepare_pictures(actors, following)
     for sample in following:
         in_background(actors.family.render, sample.messages)
 
@@ -118,7 +120,16 @@ def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:
     config, algorithm = actors.config, actors.algorithm
     rewards = RewardStream(actors.scorer, actors.family, step=step)
     samples = run.take(actors.stream, config.train.prompts_per_step)
-    look_ahead(actors, samples)
+    prepare_pictures(actors, samples)
+    looked_ahead = False
+
+    def progress(done: int, total: int) -> None:
+        nonlocal looked_ahead
+        if not looked_ahead:  # after the engine's first look, so most prompts are read
+            looked_ahead = True
+            look_ahead(actors)
+        run.watch(done, total)
+
     groups = collect(
         actors.engine,
         samples,
@@ -130,7 +141,7 @@ def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:
         limits=parts.limits_of(config),
         seed=f"{config.run.seed}/{step}/{round}",
         on_finish=rewards.submit,
-        progress=run.watch,
+        progress=progress,
     )
     make_room(actors.engine, actors.scorer)
     with run.console.phase("reward_wait"):
@@ -160,7 +171,9 @@ def _rollout_metrics(run: Run, scored: Sequence[Group], actors: Actors, metrics:
     metrics.add("count/samples", len(trajectories) + len(greedy))
     metrics.add("count/rollout_tokens", sum(t.response_length for t in [*trajectories, *greedy]))
     for name, flags in {
-        "length/parse_rate": [parsed(t.extracted, t.reason) for t in trajectories],
+        "length/parse_rate": [
+            parsed(t.extracted, t.reason) for t in trajectories if t.status not in ALWAYS_EXCLUDED
+        ],
         "length/think_rate": [thinks(t, actors.family) for t in trajectories],
     }.items():
         metrics.add(name, sum(flags), len(flags))
@@ -198,44 +211,3 @@ def _unique(groups: Sequence[Group]) -> list[Group]:
         used.add(group.uid)
         result.append(group)
     return result
-
-
-class Judged(Protocol):
-    """What is known of an episode after its reward: that of a trajectory, or of a stored row."""
-
-    @property
-    def sample_id(self) -> str: ...
-
-    @property
-    def status(self) -> str: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def end_reason(self) -> str: ...
-
-
-def check_errors(groups: Sequence[Group], config: Config) -> None:
-    refuse_errors([t for g in groups for t in (*g.trajectories, g.greedy) if t is not None], config)
-
-
-def refuse_errors(everybody: Sequence[Judged], config: Config) -> None:
-    """When more than `reward.max_error_rate` of them have no score because something failed."""
-    failed, total = [t for t in everybody if t.status == "error"], len(everybody)
-    if len(failed) > config.reward.max_error_rate * total:
-        kinds = Counter((t.reason or t.end_reason).split(":")[0] for t in failed)
-        example = failed[0]
-        left = sum(t.reason == GIVEN_UP.result().reason for t in everybody)
-        others = f" and {left} others were not waited for" if left else ""
-        theirs = [t for t in failed if t.end_reason in ("env_error", "timeout")]
-        blamed = [f"the environment ({config.env.name})"] if theirs else []
-        blamed += ["the reward"] if len(theirs) < len(failed) else []
-        late = any(LATE in t.reason for t in failed)
-        deadline = f"reward.deadline above {config.reward.deadline:g} s, or " if late else ""
-        raise RewardError(
-            f"{len(failed)} of {total} samples could not be scored ({dict(kinds)}){others}, for "
-            f"example {example.sample_id}: {example.reason or example.end_reason}; mend "
-            f"{' and '.join(blamed)}, or raise {deadline}"
-            f"reward.max_error_rate above {config.reward.max_error_rate:g}"
-        )

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from traceback import format_exception
 from types import FrameType
@@ -25,18 +25,18 @@ from saccade.backends import Backend
 from saccade.backends.schedule import rate
 from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
-from saccade.errors import ConfigError, DataError, EnvironmentProblem, Interrupted, SaccadeError
+from saccade.errors import DataError, EnvironmentProblem, Interrupted, SaccadeError
 from saccade.images import ImageError
-from saccade.images.cache import DECODED
+from saccade.images.cache import DECODED, drop_background
 from saccade.models.families import Family
 from saccade.models.load import gpu_peak_gb
-from saccade.recipes.work import shares
+from saccade.recipes import best
+from saccade.recipes.work import shares, speeds
 from saccade.tracking.console import Console
 from saccade.tracking.diagnosis import diagnose
 from saccade.tracking.folder import RunFolder
 from saccade.tracking.loggers import Loggers, read_metrics
 from saccade.tracking.metrics import host_memory
-from saccade.tracking.sections import MEASURE
 from saccade.tracking.trace import named_range, traced
 from saccade.tracking.trajectories import TrajectoryWriter
 from saccade.types import Group, Sample
@@ -84,6 +84,7 @@ class Run:
             self.start = checkpoint.find(self.folder.checkpoints, self.config.run.resume)
             if self.start is not None:
                 self.progress = checkpoint.read_progress(self.start)
+            passed = checkpoint.not_whole(self.folder.checkpoints) if self.start else {}
             self._saved = self.step if self.start else None
             self.console = stack.enter_context(
                 Console(None, self.command, name=self.folder.path.name, log=self.folder.log)
@@ -93,6 +94,8 @@ class Run:
                     f"WARNING: {path} is not what it was when this run was last started; what it "
                     "computes may differ from the steps before"
                 )
+            for broken, lacking in passed.items():
+                self.console.note(f"WARNING: {broken} is passed over, it is not whole: {lacking}")
             if self.folder.resumed and self.start is None:
                 self._begin_again()
             self.loggers = Loggers(self.folder, self.config.track, say=self.console.note)
@@ -103,6 +106,7 @@ class Run:
                 last = self.step or -1  # validation before step 1 is made again
                 self.loggers.truncate_after(last)
                 self.trajectories.truncate_after(last)
+            stack.callback(drop_background)
             self._services = stack.pop_all()
         return self
 
@@ -138,9 +142,12 @@ class Run:
             )
 
     def _say_how_to_go_on(self, error: Exception) -> None:
+        kept = self.folder.checkpoints / f"step-{self._saved}"
+        if not kept.is_dir():  # begun from that of another run, and nothing saved yet
+            return
         text = (
-            f"step {self._saved} is kept in {self.folder.checkpoints / f'step-{self._saved}'}; "
-            "once the cause is mended, the same command with run.resume=auto goes on from there"
+            f"step {self._saved} is kept in {kept}; once the cause is mended, the same command "
+            "with run.resume=auto goes on from there"
         )
         if isinstance(error, SaccadeError):
             error.args = (f"{error}\n{text}",)
@@ -234,8 +241,11 @@ class Run:
     def _traced(self) -> Iterator[None]:
         path = self.folder.path / f"trace-step-{self.step + 1}.json.gz"
         self._range = named_range
-        with traced(path):
+        with ExitStack() as stack:
+            stack.enter_context(traced(path))
             yield
+            with self.console.phase("trace"):  # of the next step, and not a part of what it does
+                stack.close()
         self._range = nullcontext
         self.console.note(f"trace {path}; ui.perfetto.dev shows it, and that step took longer")
 
@@ -252,15 +262,16 @@ class Run:
             **host_memory(self._rss_at_start),
             **times,
         }
-        self.loggers.log(row, self.step)
+        with self.console.phase("log"):  # of the step that begins here
+            self.loggers.log(row, self.step)
         self.console.step(self.step, row)
         self._history.append(row)
         line = diagnose(self._history)
         if line is not None and self.step - self._noted >= NOTED_EVERY:
             self.console.note(line)
             self._noted = self.step
-        best = self.config.save.every and self.progress["best_step"] == self.step
-        if self.saves(self.step) or best:
+        is_best = self.config.save.every and self.progress["best_step"] == self.step
+        if self.saves(self.step) or is_best:
             self.save()
         return row
 
@@ -271,37 +282,10 @@ class Run:
 
     def note_validation(self, metrics: Mapping[str, float], step: int) -> None:
         """Remember which step was best by `save.best_metric`; its checkpoint is kept."""
-        wanted, before = self.config.save.best_metric, self.progress.get("best_metric")
-        name = wanted or default_best(metrics, before)
-        if name is None or name not in metrics:
-            self._miss_best(wanted, metrics)
-            return
-        if name != (before or name):  # best by another measure says nothing about this one
-            self.progress |= {"best_score": None, "best_step": None}
-        self.progress["best_metric"] = name
-        score, best = metrics[name], self.progress["best_score"]
-        if step > 0 and (best is None or score > best):
-            self.progress |= {"best_score": score, "best_step": step}
-
-    def _miss_best(self, wanted: str | None, metrics: Mapping[str, float]) -> None:
-        """Said once; that of a set which is measured elsewhere is not missed."""
-        there = [k for k in metrics if wanted and wanted.startswith(k.rpartition("/")[0] + "/")]
-        if there and not self._missed:
+        missed = best.remember(self.progress, metrics, step, self.config.save.best_metric)
+        if missed and not self._missed:
             self._missed = True
-            self.console.note(
-                f"WARNING: save.best_metric: {wanted} was not measured, so no checkpoint counts as "
-                f"the best; there are {', '.join(there)}"
-            )
-
-    def check_best(self, sets: Iterable[str]) -> None:
-        """Refuse a `save.best_metric` of no set that is validated."""
-        wanted, names = self.config.save.best_metric, list(sets)
-        if wanted and not any(wanted.startswith(f"val/{name}/") for name in names):
-            raise ConfigError(
-                f"save.best_metric: {wanted} is a metric of no validation set; there are "
-                f"{', '.join(f'val/{name}/…' for name in names)}; "
-                f"try save.best_metric=val/{names[0]}/accuracy"
-            )
+            self.console.note(f"WARNING: {missed}")
 
     def save(self) -> None:
         if self._saved == self.step:
@@ -328,6 +312,7 @@ class Run:
             version=step - (kind == "train"),  # its samples are older than its update
             kind=kind,
             unit=self._family.unit,
+            scores=self.progress.get("scores", ()),
         )
 
     def watch(self, done: int, total: int) -> None:
@@ -385,32 +370,6 @@ class Run:
         raise Interrupted(
             f"stopped after step {self.step}; go on with run.resume=auto ({self.folder.path})"
         )
-
-
-def default_best(metrics: Mapping[str, float], before: str | None) -> str | None:
-    """Accuracy of the first set, or its score where nothing is right or wrong; None where only
-    other sets than that were measured.
-    """
-    of_set = f"{before.rpartition('/')[0]}/" if before else ""
-    if not any(key.startswith(of_set) for key in metrics):
-        return None
-    measures = [key for key in metrics if MEASURE.fullmatch(key)]
-    accuracies = [key for key in measures if key.endswith("/accuracy")]
-    return next(iter(accuracies or measures), None)
-
-
-def speeds(metrics: Mapping[str, float], times: Mapping[str, Any]) -> dict[str, float]:
-    """Rates of the step from what it counted (`count/…`) and how long its phases took."""
-    wanted = {
-        "perf/rollout_tokens_per_s": ("count/rollout_tokens", "time/rollout"),
-        "perf/update_tokens_per_s": ("count/update_tokens", "time/update"),
-        "perf/samples_per_s": ("count/samples", "time/step"),
-    }
-    return {
-        name: metrics[count] / times[seconds]
-        for name, (count, seconds) in wanted.items()
-        if count in metrics and times.get(seconds)
-    }
 
 
 def damage(sample: Sample) -> str | None:

@@ -16,6 +16,7 @@ from saccade import checks
 from saccade.algorithms import stages
 from saccade.algorithms.build import resolve
 from saccade.backends import OWN, Update
+from saccade.backends.distil import train_distilled
 from saccade.backends.local import LocalBackend
 from saccade.config import AlgorithmConfig, Config, defaults_for, load
 from saccade.data.datasets import Stream
@@ -53,7 +54,6 @@ def run(config: Any) -> dict[str, Any]:
         sets = questions.validation_sets(config, family) if config.val.every else {}
         parts.warn_of_rows(config, stream, sets.values(), this.console.note)
         sets = questions.asking_for_the_best(config, data, sets)
-        this.check_best(sets)
         validation = answering(this, config, policy, backend, sets)
         teacher = models.load_teacher(config, family)
         averages = average.kept(config, family, backend, this.start)
@@ -107,7 +107,7 @@ def _learn(
 ) -> Update:
     if teacher is None:
         return backend.train_step(batches, SUPERVISED, OWN, lr=lr)
-    return backend.train_distilled(batches, teacher, kd_coef=config.sft.kd_coef, lr=lr)
+    return train_distilled(backend, batches, teacher, kd_coef=config.sft.kd_coef, lr=lr)
 
 
 def _metrics(update: Metrics, rows: Sequence[Group], stream: Stream) -> dict[str, float]:

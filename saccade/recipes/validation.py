@@ -83,6 +83,11 @@ def answering(
 ) -> Validation:
     """For training that samples nothing itself: engine and rewards only where there are sets."""
     if not sets:
+        if config.reward.given:
+            run.console.note(
+                "WARNING: reward: scores nothing, as no set of data.val has questions that are "
+                "answered while this trains; add one, or remove it"
+            )
         return Validation(
             run, config, policy.family, None, weights, None, sets, training_follows=True
         )

@@ -23,7 +23,7 @@ from saccade.shapes import Shape
 from saccade.types import Batch
 
 if TYPE_CHECKING:
-    from saccade.recipes.rl import Actors
+    from saccade.recipes.actors import Actors
     from saccade.recipes.rollouts import Rollouts
 
 TERA, GIGA = 1e12, 1e9
@@ -146,3 +146,17 @@ def shares(work: Mapping[str, float], times: Mapping[str, Any], device: Device) 
         if kind == "bytes" and seconds and device.bandwidth is not None:
             found[f"perf/bandwidth_{phase}"] = amount * GIGA / (seconds * device.bandwidth * TERA)
     return found
+
+
+def speeds(metrics: Mapping[str, float], times: Mapping[str, Any]) -> dict[str, float]:
+    """Rates of the step from what it counted (`count/…`) and how long its phases took."""
+    wanted = {
+        "perf/rollout_tokens_per_s": ("count/rollout_tokens", "time/rollout"),
+        "perf/update_tokens_per_s": ("count/update_tokens", "time/update"),
+        "perf/samples_per_s": ("count/samples", "time/step"),
+    }
+    return {
+        name: metrics[count] / times[seconds]
+        for name, (count, seconds) in wanted.items()
+        if count in metrics and times.get(seconds)
+    }

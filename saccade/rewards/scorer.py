@@ -52,6 +52,7 @@ class Scorer:
         `load_model` makes a folder into what scores; without it terms of models abstain.
         """
         self.max_tokens = max_tokens
+        self._for_others = next((n for n in ("terms", "preset") if getattr(config, n)), None)
         self.recipes: Mapping[str, Recipe]
         self.default: Recipe | None
         self.recipes, self.default = resolve_recipes(
@@ -123,13 +124,22 @@ class Scorer:
         for source in sorted(set(sources)):
             self.recipe(source)
 
-    def unused(self, sources: Iterable[str]) -> str:
-        """A warning of recipes that no row asks for; empty where there are none."""
+    def unused(self, sources: Iterable[str], *, shared: bool = True) -> list[str]:
+        """Warnings of recipes that no row asks for; `shared`: also of that for all others, which
+        an evaluation of other sets may well not need.
+        """
         there = sorted(set(sources))
-        idle = sorted(set(self.recipes) - set(there))
-        listed, known = ", ".join(idle), ", ".join(there)
-        what = f"WARNING: reward.by_source: no row has the data_source {listed}; there is {known}"
-        return what if idle else ""
+        idle, known = sorted(set(self.recipes) - set(there)), ", ".join(there)
+        found = []
+        if idle:
+            listed = ", ".join(idle)
+            found = [f"reward.by_source: no row has the data_source {listed}; there is {known}"]
+        if shared and self._for_others and there and set(there) <= set(self.recipes):
+            found.append(
+                f"reward.{self._for_others}: scores no row, as reward.by_source names the "
+                f"data_source of all ({known}); remove it, or those"
+            )
+        return [f"WARNING: {text}" for text in found]
 
     def check_media(self, samples: Iterable[Sample]) -> None:
         """Refuse rows whose pictures a service needs and does not get, or a model cannot read."""

@@ -166,7 +166,9 @@ def _dropped_together(group: Group) -> Group:
 
 
 def parsed(extracted: str | None, reason: str) -> bool:
-    """Whether an answer was found; a reward that looks for none gives no reason either."""
+    """Whether an answer was found; a reward that looks for none gives no reason either. Where
+    there is no verdict, the reason says why, and nothing about the answer.
+    """
     return extracted is not None or not reason
 
 

@@ -82,6 +82,14 @@ def _answer(record: Record, files: Record, pictures: Path | None) -> str:
     )
 
 
+def tone_of(record: Record) -> str:
+    """Right or wrong; empty where it is between, or a score and neither."""
+    outcome = record["outcome"]
+    if outcome is None or record.get("outcome_is_score"):
+        return ""
+    return "right" if RIGHT <= outcome <= 1 else "wrong" if 0 <= outcome <= WRONG else ""
+
+
 def _chips(record: Record) -> str:
     outcome, status = record["outcome"], record["status"]
     label = f"step {record['step']}" + (
@@ -89,16 +97,8 @@ def _chips(record: Record) -> str:
     )
     chips = [f'<span class="chip">{escape(label)}</span>']
     if outcome is not None:
-        name = (
-            "right"
-            if RIGHT <= outcome <= 1
-            else "wrong"
-            if 0 <= outcome <= WRONG
-            else f"outcome {outcome:.2f}"
-        )
-        chips.append(
-            f'<span class="chip {name if name in ("right", "wrong") else ""}">{name}</span>'
-        )
+        tone = tone_of(record)
+        chips.append(f'<span class="chip {tone}">{tone or f"outcome {outcome:.2f}"}</span>')
     if record["extracted"] is not None:
         chips.append(
             f'<span class="chip">read as {escape(shortened(record["extracted"], 60))}</span>'

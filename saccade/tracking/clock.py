@@ -1,12 +1,12 @@
 """Where the seconds of a step go.
 
-A nested phase pauses the one around it, so the phases of a step never add up to more than the step.
-One thread only.
+A nested phase pauses the one around it, and what is in none is `other`, so the phases of a step add
+up to the step. One thread only.
 
     >>> clock = PhaseClock()
     >>> with clock.phase("rollout"): pass
-    >>> sorted(clock.lap())
-    ['time/bottleneck', 'time/rollout', 'time/share/rollout', 'time/step']
+    >>> [name for name in sorted(clock.lap()) if "share" not in name]
+    ['time/bottleneck', 'time/other', 'time/rollout', 'time/step']
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class PhaseClock:
         self._charge()
         total = self._mark - self._lap_began
         seconds, self._seconds, self._lap_began = self._seconds, {}, self._mark
+        seconds["other"] = total - sum(seconds.values())
         lap: dict[str, float | str] = {"time/step": total}
         lap |= {f"time/{name}": value for name, value in seconds.items()}
-        if seconds and total > 0:
+        if total > 0:
             lap |= {f"time/share/{name}": value / total for name, value in seconds.items()}
             lap["time/bottleneck"] = max(seconds, key=seconds.__getitem__)
         return lap

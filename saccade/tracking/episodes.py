@@ -16,8 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from saccade.tracking.cards import Record, golds, question, shortened
-from saccade.tracking.metrics import RIGHT, WRONG
+from saccade.tracking.cards import Record, golds, question, shortened, tone_of
 
 TEMPLATE = Path(__file__).with_name("episodes.html")
 MOST = 64  # episodes of one page
@@ -99,10 +98,8 @@ def _episode(record: Record, album: _Album) -> str:
 def _chips(record: Record) -> str:
     outcome = record["outcome"]
     chips = [f"{record['kind']} · step {record['step']}", f"{record['id']}", record["end_reason"]]
-    tone = ""
+    tone = tone_of(record)
     if outcome is not None:
-        right, wrong = RIGHT <= outcome <= 1, 0 <= outcome <= WRONG
-        tone = "right" if right else "wrong" if wrong else ""
         chips.append(tone or f"outcome {outcome:.2f}")
     if record["extracted"] is not None:
         chips.append(f"read as {shortened(record['extracted'], 60)}")

@@ -30,6 +30,7 @@ from saccade import config as configs
 from saccade.config import Config
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 
+CHOSEN = "config.yaml"  # the options that were given; beside it all, with their values
 CONFIG, MANIFEST, METRICS, LOG = "config.resolved.yaml", "manifest.json", "metrics.jsonl", "log.txt"
 TRAJECTORIES, CHECKPOINTS, LOCK = "trajectories", "checkpoints", ".lock"
 
@@ -146,6 +147,7 @@ class RunFolder:
             "starts": [*before.get("starts", []), start],
         }
         _write(self.path / CONFIG, configs.to_yaml(config))
+        _write(self.path / CHOSEN, configs.to_yaml(config, full=False))
         text = json.dumps(facts, indent=2, ensure_ascii=False, default=str)
         _write(self.path / MANIFEST, text + "\n")
 
@@ -154,7 +156,7 @@ class RunFolder:
 
         Only what `open` wrote is removed, by name; anything else keeps the folder.
         """
-        ours = (CONFIG, MANIFEST, METRICS, LOG, LOCK)
+        ours = (CHOSEN, CONFIG, MANIFEST, METRICS, LOG, LOCK)
         inside = {entry.name for entry in self.path.iterdir()}
         used = self.metrics.stat().st_size > 0 or any(self.trajectories.iterdir())
         if used or any(self.checkpoints.iterdir()) or inside - {*ours, TRAJECTORIES, CHECKPOINTS}:

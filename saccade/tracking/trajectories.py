@@ -14,7 +14,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -59,15 +59,17 @@ class TrajectoryWriter:
         version: int,
         kind: str = "train",
         unit: int | None = None,
+        scores: Collection[str] = (),
     ) -> None:
         """Queue the groups of a step; `kind` is train or val/SET. The same step and kind replaces
         its file. `unit`, the side of what the model sees as one token, says at which size it saw
-        pictures; those of several turns are also stored as it saw them.
+        pictures; those of several turns are also stored as it saw them. `scores`: sources whose
+        outcome is a score, neither right nor wrong.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="trajectories", daemon=True)
             self._thread.start()
-        groups = tuple(groups)
+        groups, scores = tuple(groups), frozenset(scores)
 
         def job() -> None:
             lines = []
@@ -75,6 +77,7 @@ class TrajectoryWriter:
                 for trajectory in group.trajectories:
                     record = {"run": self._run, "step": step, "version": version, "kind": kind}
                     record |= record_of(group, trajectory, decode_text)
+                    record["outcome_is_score"] = record["data_source"] in scores
                     record["images"] = [
                         _image_facts(span.media, span.start, span.length)
                         | view

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from saccade.algorithms import columns, memory
 from saccade.algorithms.advantages import AdvantageInputs
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.build import from_config
@@ -24,7 +25,8 @@ from saccade.algorithms.table import call
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.forest import pack
-from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
+from saccade.types import Batch, Group, Message, Metrics, Sample, Source, Trajectory
+from tests.algorithms.by_member import LENGTHS, rows
 
 REWARDS = (1.0, 0.0, 0.5, 2.0)
 
@@ -261,3 +263,30 @@ class Records:
 @pytest.fixture
 def records() -> type[Records]:
     return Records
+
+
+@pytest.fixture
+def written(records, golden):
+    """The reference fixture as two groups, with their advantages written; by token, rows are in
+    the order of the fixture while nothing is packed otherwise.
+    """
+
+    def write(row, *, budget=1000, flip=False, updates=1, metrics=None):
+        groups = [
+            records.group("a", [2.0, 0.0], LENGTHS[:2]),
+            records.group("b", [0.5, 2.0], LENGTHS[2:]),
+        ]
+        groups = groups[::-1] if flip else groups
+        parts = [groups] if updates == 1 else [[group] for group in groups]
+        packed = records.filled(
+            records.packed(parts, budget),
+            old_logprobs=rows(golden.old),
+            rollout_logprobs=rows(golden.rollout),
+            ref_logprobs=rows(golden.ref),
+            old_entropies=rows(1 + (2 * golden.sequence + 3 * golden.position).double().sin()),
+        )
+        found = Metrics() if metrics is None else metrics
+        known = memory.observe(memory.recall(row, None), groups, row)
+        return columns.write_advantages(packed, groups, row, known, found)
+
+    return write

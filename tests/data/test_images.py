@@ -1,6 +1,7 @@
 import base64
 import io
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from PIL import Image
 
 from saccade.config import DataConfig
 from saccade.images import ImageError, crop, decode, open_media, resized_size
-from saccade.images.cache import ImageCache
+from saccade.images.cache import ImageCache, drop_background, in_background
 from saccade.images.sources import source_kind
 
 
@@ -293,3 +294,22 @@ def test_cache_of_what_is_made_of_images(noise):
     cache.prefetch([media, media])
     assert all(found is cache.get(media) for found in cache.get_all([media] * 3))
     assert made == [media.hash] and cache.get(media).ndim == 2
+
+
+def test_what_was_asked_for_ahead_ends_with_its_run():
+    begun, gate = [], threading.Event()
+
+    def work(number):
+        begun.append(number)
+        gate.wait(30)
+
+    for number in range(6):
+        in_background(work, number)
+    while len(begun) < 2:
+        time.sleep(0.001)
+    drop_background()
+    gate.set()
+    in_background(work, 6)  # the next run has threads of its own
+    while 6 not in begun:
+        time.sleep(0.001)
+    assert sorted(begun) == [0, 1, 6]

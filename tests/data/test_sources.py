@@ -7,7 +7,7 @@ import pytest
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.datasets import load
-from saccade.data.sources import Address, open_source, parse_address
+from saccade.data.sources import Address, open_source, parse_address, set_names
 from saccade.errors import DataError
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}]
@@ -15,6 +15,12 @@ ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}
 
 def rows(path, **options):
     return list(open_source(DataSource(path=str(path), **options)).rows)
+
+
+def test_sets_of_one_name_are_told_apart_before_they_are_opened():
+    paths = ["a/val.jsonl", "b/val.jsonl.gz", "org/val:clean@test", "val-2", "val"]
+    sources = [DataSource(path=path) for path in paths] + [DataSource(path="x.csv", name="mine")]
+    assert set_names(sources) == ["val", "val-1", "val-2", "val-2-3", "val-4", "mine"]
 
 
 # -- files ------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""The paged engine on a CPU: the same scheduler, with the kernels in plain torch."""
+"""A tiny model with prompts for it; the paged engine on a CPU: the same scheduler, with the kernels
+in plain torch.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -6,8 +8,31 @@ from types import SimpleNamespace
 
 import pytest
 
+from saccade.types import Message
+from tests.engines.asked import NAME
+
 KERNELS = ("kernels", "truncation", "draws")
 NAMES = (*KERNELS, "paged", "graphs")
+
+
+@pytest.fixture(scope="module")
+def model(load):
+    return load(NAME)
+
+
+@pytest.fixture(scope="module")
+def family(family_of):
+    return family_of(NAME)
+
+
+@pytest.fixture(scope="module")
+def prompts(family, image):
+    """Rendered prompts with 0, 1, 2 and 3 images of several sizes."""
+    pictures = [image(56, 56, 1), image(140, 84, 2), image(84, 56, 3)]
+    return [
+        family.render([Message(role="user", parts=(*pictures[:n], f"What are these {n}?"))])
+        for n in range(4)
+    ]
 
 
 @pytest.fixture

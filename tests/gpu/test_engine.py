@@ -13,11 +13,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 from saccade.backends import Scoring  # noqa: E402
 from saccade.backends.local import LocalBackend  # noqa: E402
+from saccade.config import LoraConfig  # noqa: E402
 from saccade.engines import embedded, generate  # noqa: E402
 from saccade.engines.embedded import EmbeddedEngine  # noqa: E402
 from saccade.engines.embedded import rows as fields  # noqa: E402
 from saccade.engines.embedded.sampler import sample  # noqa: E402
 from saccade.forest import pack  # noqa: E402
+from saccade.models import lora  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
 from saccade.types import (  # noqa: E402
     Group,
@@ -65,18 +67,30 @@ TOLERANCE = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 1e-5}
         (3, 1, 16, 16, (32, 32)),
     ],
 )
-def test_decode_attention_is_that_of_float64(heads, key_heads, size, page, splits, dtype):
+@pytest.mark.parametrize("together", [0, 256])
+def test_decode_attention_is_that_of_float64(
+    heads, key_heads, size, page, splits, dtype, together, monkeypatch
+):
+    """Also with rows behind their families, as many rows have it: 0, where a row is one part."""
+    from saccade.engines.embedded import kernels
+
+    monkeypatch.setattr(kernels, "TOGETHER", together)
     decodes_like_float64(heads, key_heads, size, page, splits, dtype, seed=heads * size + page)
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_decode_attention_of_any_shape_is_that_of_float64(seed):
+def test_decode_attention_of_any_shape_is_that_of_float64(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     dtype = [torch.bfloat16, torch.float16, torch.float32][seed % 3]
     size = int(rng.choice([16, 32, 64, 128] if dtype == torch.float32 else [16, 64, 128, 256]))
     key_heads, group = int(rng.integers(1, 9)), int(rng.integers(1, 17))
     page = int(rng.choice([8, 16, 32, 64]))
     front, back = (int(2 ** rng.integers(0, 6)) for _ in range(2))
+    if seed % 2:  # rows that are one part, behind their families
+        from saccade.engines.embedded import kernels
+
+        back = 1
+        monkeypatch.setattr(kernels, "TOGETHER", 0)
     decodes_like_float64(key_heads * group, key_heads, size, page, (front, back), dtype, seed=seed)
 
 
@@ -359,8 +373,13 @@ def test_tokens_are_those_of_the_slots(model, family, asked, changes, monkeypatc
 DENSE, MIXTURES = ("qwen2", "qwen3", "llama", "qwen2_vl"), ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
-def over_pages_and_slots(family, dtype, monkeypatch):
+def over_pages_and_slots(family, dtype, monkeypatch, *, adapted=False):
     model = load_model(family, dtype=dtype, device=DEVICE)
+    if adapted:
+        lora.add(model, family, LoraConfig(rank=4), seed=0)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.05)
     prompts = [family.render([Message(role="user", parts=("Why? " * n,))]) for n in (1, 9)]
     requests = [
         Request(key=f"{i}/{r}", ids=p.ids, sampling=FREE, noise=10 * i + r)
@@ -379,6 +398,17 @@ def test_every_family_decodes_over_pages(name, family_of, monkeypatch):
         patch.setattr(embedded, "can_page", lambda shape: True)
         got, wanted = over_pages_and_slots(family_of(name), torch.float32, patch)
     assert alike(got, wanted, limit=1e-3) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_decode_over_pages(name, dtype, family_of, monkeypatch):
+    pytest.importorskip("peft")
+    with monkeypatch.context() as patch:
+        patch.setattr(embedded, "can_page", lambda shape: True)
+        got, wanted = over_pages_and_slots(family_of(name), dtype, patch, adapted=True)
+    limits = {"limit": 1e-3} if dtype == torch.float32 else {}
+    assert alike(got, wanted, **limits) >= (1 if dtype == torch.float32 else 0.5)
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -121,11 +121,20 @@ def test_rotary_embeddings(dtype):
             x * narrow[0][:, None]
             + torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1) * (narrow[1][:, None])
         )
-        assert torch.equal(rotate(x, *narrow), plain)  # rounded where separate kernels round
-        got = rotate(x, cos.float(), sin.float())
-        assert got.is_contiguous() and (got - turned).norm() <= limit * turned.norm()
-        got = rotate(gradient.to(dtype), cos.float(), sin.float(), back=True)
-        assert (got - wanted).norm() <= 2 * limit * wanted.norm()
+        few = slice(0, (heads + 1) // 2)  # keys have fewer heads
+        both = rotate(x, x[:, few], *narrow)
+        assert torch.equal(both[0], plain) and torch.equal(both[1], plain[:, few])
+        for got, right in zip(
+            rotate(x, x[:, few], cos.float(), sin.float()), (turned, turned[:, few]), strict=True
+        ):
+            assert got.is_contiguous() and (got - right).norm() <= limit * right.norm()
+        narrow_gradient = gradient.to(dtype)
+        for got, right in zip(
+            rotate(narrow_gradient, narrow_gradient[:, few], cos.float(), sin.float(), back=True),
+            (wanted, wanted[:, few]),
+            strict=True,
+        ):
+            assert (got - right).norm() <= 2 * limit * right.norm()
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3"])
@@ -176,3 +185,54 @@ def test_a_gated_layer_of_odd_width_is_padded():
     exact(x.float()).square().sum().backward()
     for a, b in zip(layer.parameters(), exact.parameters(), strict=True):
         assert a.grad.shape == a.shape and (a.grad - b.grad).norm() <= 0.02 * b.grad.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gathered_rows_sum_their_gradients(dtype):
+    from saccade.kernels.rows import sum_rows
+
+    for seed, (tokens, keys, width) in enumerate(((1, 1, 1), (40, 200, 48), (5_000, 40_000, 256))):
+        torch.manual_seed(seed)
+        index = torch.randint(0, tokens, (keys,), device=DEVICE)
+        ordered, places = torch.sort(index, stable=True)
+        offsets = torch.searchsorted(ordered, torch.arange(tokens + 1, device=DEVICE))
+        grad = torch.randn(keys, width, device=DEVICE).to(dtype)
+        exact = torch.zeros(tokens, width, device=DEVICE, dtype=torch.float64)
+        exact.index_add_(0, index, grad.double())
+        got = sum_rows(grad, places, offsets)
+        assert (got - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
+        assert torch.equal(got, sum_rows(grad, places, offsets))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_and_its_norm(dtype):
+    from torch.nn.functional import rms_norm
+
+    from saccade.kernels.norm import add_norm
+
+    torch.manual_seed(0)
+    for shape in ((1, 1), (3, 5), (2, 7, 896), (1, 130, 2048), (4, 8192)):
+        x, y = (torch.randn(shape, device=DEVICE, dtype=dtype) for _ in range(2))
+        weight = torch.randn(shape[-1], device=DEVICE, dtype=dtype)
+        total, normed = add_norm(x, y, weight, 1e-6)
+        assert torch.equal(total, x + y)
+        exact = rms_norm(total.double(), weight.shape, weight.double(), 1e-6)
+        assert (normed - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_both_halves_of_a_gated_layer_in_one_product(dtype):
+    from saccade.kernels.gate import project
+
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        rows, width, columns = int(rng.integers(1, 65)), *(64 * rng.integers(1, 40, 2)).tolist()
+        x = torch.from_numpy(rng.normal(size=(rows, width))).to(DEVICE, dtype)
+        gate, up = (
+            torch.from_numpy(rng.normal(size=(columns, width)) / width**0.5).to(DEVICE, dtype)
+            for _ in range(2)
+        )
+        exact = torch.nn.functional.silu(x.double() @ gate.double().T) * (
+            x.double() @ up.double().T
+        )
+        assert (project(x, gate, up) - exact).norm() <= 3 * torch.finfo(dtype).eps * exact.norm()

@@ -158,11 +158,17 @@ def test_without_its_adapter_the_policy_is_the_reference(tmp_path: Path, config:
 
 @pytest.mark.parametrize("loss", ["simpo", "reference_free"])
 def test_a_loss_without_a_reference_loads_none(
-    tmp_path: Path, config: Make, monkeypatch: pytest.MonkeyPatch, loss: str
+    tmp_path: Path,
+    config: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    loss: str,
 ) -> None:
     monkeypatch.setattr(pairs, "precomputed", None)
-    row = dpo.run(config(tmp_path, dpo__loss=loss, run__max_steps=1))
+    unused = {"reward.terms": ["exact"]} if loss == "simpo" else {}
+    row = dpo.run(config(tmp_path, dpo__loss=loss, run__max_steps=1) | unused)
     assert row["dpo/reward_chosen"] < 0
+    assert ("WARNING: reward: scores nothing" in capsys.readouterr().out) == bool(unused)
 
 
 def test_kto_learns_from_labels_and_from_pairs(

@@ -16,6 +16,7 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, DataError, RewardError, SelfTestError
 from saccade.recipes import evaluate, rl, sft
+from saccade.recipes.results import places
 from saccade.statistics import mean_interval, pass_at_k
 
 Make = Callable[..., dict[str, Any]]
@@ -238,6 +239,7 @@ def test_an_evaluation_whose_rewards_fail_ends_with_its_samples(
         evaluate.run(judged(tmp_path, **own), out=tmp_path / "eval")
     said = capsys.readouterr().out
     assert "val: nothing could be scored  error 100%" in said and "reward.terms" not in said
+    assert "parse_rate" not in said  # the reward failed, not the answers
     first = lines(tmp_path / SAMPLES)
     again = judged(tmp_path, **own, reward__max_error_rate=1.0)
     evaluate.run(again, out=tmp_path / "again", rescore=tmp_path / SAMPLES)
@@ -257,6 +259,8 @@ def test_what_abstains_is_said_and_scored_again_alike(
     assert metrics["abstain_rate"] == np.mean([r["status"] == "abstain" for r in stored]) > 0.3
     assert f"abstain {100 * metrics['abstain_rate']:.0f}%" in capsys.readouterr().out
     assert all(r["score"] is None for r in stored if r["status"] == "abstain")
+    found = [r["extracted"] is not None for r in stored if r["status"] != "abstain"]
+    assert metrics["parse_rate"] == np.mean(found)  # what abstains says nothing of the answer
 
 
 def test_a_value_beyond_one_is_a_score_and_no_accuracy(
@@ -323,11 +327,11 @@ def test_a_reward_that_does_not_fit_is_refused(tmp_path: Path, judged: Make) -> 
 def test_a_second_evaluation_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     """But what was broken off since the last that ended goes on."""
     config = load(None, [f"run.out={tmp_path}", "run.name=a"])
-    assert evaluate._places(config, None) == (tmp_path / "a-eval", tmp_path / "a-eval/answers")
+    assert places(config, None) == (tmp_path / "a-eval", tmp_path / "a-eval/answers")
     for made in ("a-eval/answers", "a-eval-2/answers", "a-eval-3"):
         (tmp_path / made).mkdir(parents=True)
     broken, later = tmp_path / "a-eval-2", tmp_path / "a-eval-4"
-    assert evaluate._places(config, None) == (broken, broken / "answers")
+    assert places(config, None) == (broken, broken / "answers")
     (tmp_path / "a-eval-2/results.json").write_text("{}")
-    assert evaluate._places(config, None) == (later, later / "answers")
-    assert evaluate._places(config, tmp_path / "b") == (tmp_path / "b", tmp_path / "b/answers")
+    assert places(config, None) == (later, later / "answers")
+    assert places(config, tmp_path / "b") == (tmp_path / "b", tmp_path / "b/answers")

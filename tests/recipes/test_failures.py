@@ -30,8 +30,7 @@ from saccade.errors import (
     TrainingError,
 )
 from saccade.recipes import rl
-from saccade.recipes.guard import check_mismatch
-from saccade.recipes.rollouts import check_errors
+from saccade.recipes.guard import check_errors, check_mismatch
 from saccade.rollout import scoring
 from saccade.tracking.loggers import read_metrics
 from saccade.types import Group, Metrics, Sample, Trajectory
@@ -225,6 +224,40 @@ def test_the_log_holds_the_traceback_of_what_nobody_expected(
     told = (run / "log.txt").read_text()
     assert "Traceback (most recent call last):" in told and f"{raised.__name__}: " in told
     assert raised is FileExistsError or f'File "{mine}", line 8, in keep' in told
+
+
+def test_a_checkpoint_that_was_cut_is_passed_over_and_named(
+    rl_config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = rl_config(tmp_path) | {"run.max_steps": 2, "save.every": 1}
+    rl.run(changes)
+    weights = tmp_path / "run" / "checkpoints" / "step-2" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    capsys.readouterr()
+    rl.run(changes | {"run.resume": "auto"})
+    said = capsys.readouterr().out.replace("\n", "")
+    assert "step-2 is passed over, it is not whole: model.safetensors has 1,000 of" in said
+    assert "step 2/2" in said and "step 1/2" not in said
+
+
+def test_a_refusal_names_no_checkpoint_of_another_run(rl_config: Make, tmp_path: Path) -> None:
+    rl.run(rl_config(tmp_path, run__max_steps=1))
+    start = str(tmp_path / "run" / "checkpoints" / "step-1")
+    other = rl_config(
+        tmp_path, run__name="other", run__resume=start, train__lr_scale={"audio": 2.0}
+    )
+    with pytest.raises(ConfigError, match=r"the model has no tower 'audio'; it has ") as refused:
+        rl.run(other)
+    assert "is kept in" not in str(refused.value)
+
+
+def test_a_folder_without_weights_is_refused(rl_config: Make, tmp_path: Path) -> None:
+    config = rl_config(tmp_path)
+    empty = tmp_path / "empty"
+    shutil.copytree(config["model.path"], empty, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(EnvironmentProblem, match=r"empty has no model\.safetensors"):
+        rl.run(config | {"model.path": str(empty)})
+    assert not (tmp_path / "run").exists()
 
 
 def test_steps_without_a_checkpoint_are_kept_and_begun_again(

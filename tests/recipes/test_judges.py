@@ -4,52 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
+from benchmarks.generative_judge import PHRASES, SAID, write_rows
 from saccade.config import DataSource, load
-from saccade.data.judging import ASKED, ENDING
 from saccade.errors import DataError
 from saccade.models.tiny import build
 from saccade.recipes import evaluate, models, parts, questions, rl, sft
 from saccade.rewards.sample import RewardSample
-from saccade.verdicts import VERDICTS
 
 STEPS = 28
 STORED = ("track.trajectories_every=1", "track.trajectories_groups=16")
 ROWS = {"train": 256, "held": 48}
-SAID = VERDICTS["image"]
-# What stands in every prompt and every answer, a token each: a tiny model learns it in seconds.
-PHRASES = (
-    ASKED.format(medium="image"),
-    *(f"\n\nImage {number}:\n" for number in (1, 2)),
-    ENDING.format(said=", ".join(SAID)),
-    *SAID,
-    "<answer>",
-    "</answer>",
-)
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The redder picture is better, in the layout of HPDv3; held-out pairs have other colours."""
     folder = tmp_path_factory.mktemp("rows")
-    rng = random.Random(0)
-    for split, count in ROWS.items():
-        listed = []
-        for number in range(count):
-            worse = rng.randrange(200)
-            names = []
-            for place, red in {"b": rng.randrange(worse + 40, 256), "w": worse}.items():
-                names.append(f"{split}-{number}-{place}.png")
-                Image.new("RGB", (28, 28), (red, 255 - red, 30)).save(folder / names[-1])
-            listed.append({"prompt": "red", "path1": names[0], "path2": names[1], "confidence": 1})
-        (folder / f"{split}.json").write_text(json.dumps(listed))
+    write_rows(folder, 0, ROWS)
     return folder
 
 

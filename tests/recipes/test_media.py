@@ -21,6 +21,7 @@ from saccade.data.datasets import load as load_data
 from saccade.data.records import to_row
 from saccade.data.stream import Stream
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
+from saccade.engines.embedded import EmbeddedEngine
 from saccade.export import export
 from saccade.recipes import dpo, reward_model, rl, rollouts, sft
 from saccade.types import Media
@@ -147,9 +148,32 @@ def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(
     monkeypatch.setattr(rollouts, "LOOK_AHEAD", 3 * sum(pixels[:ready]))
     config = load({"train.prompts_per_step": 4})
     own = data.samples[:1]
-    rollouts.look_ahead(SimpleNamespace(config=config, family=family, stream=stream), own)
+    actors = SimpleNamespace(config=config, family=family, stream=stream)
+    rollouts.prepare_pictures(actors, own)
+    rollouts.look_ahead(actors)
     assert begun == [*own[0].media[:ready], *coming[:ready]] and len(coming) == 4
     deadline = time.monotonic() + 30
     while family._render.cache_info().currsize < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert family._render.cache_info().currsize == 4  # their texts are ready, too
+
+
+def test_the_next_prompts_are_prepared_once_the_engine_has_begun(
+    rl_config, tmp_path, monkeypatch
+) -> None:
+    looks, ahead = [0], []
+    poll, look_ahead = EmbeddedEngine.poll, rollouts.look_ahead
+
+    def counting(engine):
+        looks[0] += 1
+        return poll(engine)
+
+    def noting(actors):
+        ahead.append(looks[0])
+        look_ahead(actors)
+
+    monkeypatch.setattr(EmbeddedEngine, "poll", counting)
+    monkeypatch.setattr(rollouts, "look_ahead", noting)
+    rl.run(rl_config(tmp_path, run__max_steps=2, val__every=0))
+    assert len(ahead) == 2 and ahead[0] == 1  # once in a step, after its first look
+    assert 1 < ahead[1] < looks[0]

@@ -18,7 +18,7 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, TrainingError
 from saccade.recipes import rl
-from saccade.recipes.run import default_best
+from saccade.recipes.best import default_best
 
 Make = Callable[..., dict[str, Any]]
 Read = Callable[[Path], list[dict[str, Any]]]

@@ -132,12 +132,17 @@ def test_recipes_by_source() -> None:
         assert [s.reward for s in scoring.score(samples)] == [1.0, 0.9, 2.0]
         with pytest.raises(ConfigError, match="did you mean 'clevr'"):
             scoring.check_sources(["clevr", "clever"])
-        assert scoring.unused(["clevr", "geo", "words"]) == ""
-        assert "no row has the data_source geo, words; there is clevr" in scoring.unused(["clevr"])
+        assert scoring.unused(["clevr", "geo", "words"]) == []
+        [warning] = scoring.unused(["clevr"])
+        assert "no row has the data_source geo, words; there is clevr" in warning
     with scorer(by_source={**by_source, "default": "gsm8k"}) as scoring:
         scoring.check_sources(["anything"])
     with scorer(by_source=by_source, terms=["math"]) as scoring:
         scoring.check_sources(["anything"])
+        assert scoring.unused(["clevr", "geo", "words", "anything"]) == []
+        [warning] = scoring.unused(["clevr", "geo", "words"])
+        assert warning.startswith("WARNING: reward.terms: scores no row, as reward.by_source")
+        assert scoring.unused(["clevr", "geo", "words"], shared=False) == []
 
 
 def test_weights_of_the_components_of_a_sum() -> None:

@@ -29,8 +29,10 @@ def test_a_nested_phase_pauses_the_outer_one() -> None:
         "time/step": 10.0,
         "time/rollout": 5.0,
         "time/reward_wait": 1.0,
+        "time/other": 4.0,
         "time/share/rollout": 0.5,
         "time/share/reward_wait": 0.1,
+        "time/share/other": 0.4,
         "time/bottleneck": "rollout",
     }
 
@@ -42,10 +44,28 @@ def test_each_lap_starts_from_zero_and_splits_an_open_phase() -> None:
         time.now += 2
         assert clock.lap()["time/save"] == 2
         time.now += 3
-    assert clock.lap() == approx(
-        {"time/step": 3, "time/save": 3, "time/share/save": 1, "time/bottleneck": "save"}
+    lap = clock.lap()
+    assert lap.pop("time/bottleneck") == "save"
+    assert lap == approx(
+        {
+            "time/step": 3,
+            "time/save": 3,
+            "time/share/save": 1,
+            "time/other": 0,
+            "time/share/other": 0,
+        }
     )
-    assert clock.lap() == {"time/step": 0.0}
+    assert clock.lap() == {"time/step": 0.0, "time/other": 0.0}
+
+
+def test_what_is_in_no_phase_may_be_what_takes_longest() -> None:
+    time = Time()
+    clock = PhaseClock(time)
+    with clock.phase("rollout"):
+        time.now += 1
+    time.now += 3
+    lap = clock.lap()
+    assert lap["time/bottleneck"] == "other" and lap["time/share/other"] == 0.75
 
 
 def test_the_same_phase_twice_adds_up() -> None:

@@ -25,6 +25,8 @@ def test_a_new_folder_holds_everything(open_folder: Open, config: Config) -> Non
         names = {entry.name for entry in folder.path.iterdir()}
         manifest = json.loads((folder.path / "manifest.json").read_text())
         stored = load(folder.path / "config.resolved.yaml")
+        chosen = load(folder.path / "config.yaml")
+    assert chosen == config and chosen.model_fields_set == config.model_fields_set
     assert names >= {"config.resolved.yaml", "manifest.json", "metrics.jsonl", "log.txt"}
     assert names >= {"trajectories", "checkpoints"}
     assert not folder.resumed

@@ -13,6 +13,7 @@ from pytest import approx
 
 from saccade.config import TrackConfig
 from saccade.errors import ConfigError
+from saccade.tracking.cards import rollout_cards
 from saccade.tracking.charts import (
     Series,
     interval_bar,
@@ -26,7 +27,7 @@ from saccade.tracking.folder import RunFolder
 from saccade.tracking.loggers import Loggers
 from saccade.tracking.report import before_after, from_run, write_report
 from saccade.tracking.sections import Estimate, Table
-from saccade.tracking.trajectories import TrajectoryWriter
+from saccade.tracking.trajectories import TrajectoryWriter, read_trajectories
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 VOID = {"meta", "img", "br", "link"}
@@ -158,6 +159,25 @@ def test_nothing_foreign_becomes_markup(tmp_path: Path, build: SimpleNamespace) 
     assert "script" not in page.tags and "img" not in page.tags
     assert page.events == [] and page.links == []
     assert "default-src 'none'" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_score", "tone"),
+    [(1.0, False, "right"), (0.0, False, "wrong"), (0.995, True, ""), (0.0, True, "")],
+)
+def test_a_score_is_neither_right_nor_wrong(
+    tmp_path: Path, build: SimpleNamespace, outcome: float, is_score: bool, tone: str
+) -> None:
+    scores = ["count"] if is_score else []
+    how = {"decode_text": build.decode, "image_bytes": build.pixels, "version": 1}
+    with TrajectoryWriter(tmp_path) as writer:
+        writer.write(1, [build.group(build.trajectory(0, outcome))], scores=scores, **how)
+    page = rollout_cards(read_trajectories(tmp_path, "train", 1), None)
+    assert ('class="chip right"' in page, 'class="chip wrong"' in page) == (
+        tone == "right",
+        tone == "wrong",
+    )
+    assert (f"outcome {outcome:.2f}" in page) == is_score
 
 
 def test_the_page_needs_no_network(tmp_path: Path) -> None:

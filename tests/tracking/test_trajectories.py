@@ -49,6 +49,7 @@ def test_a_record_holds_what_happened(folder: RunFolder, build: SimpleNamespace)
     assert policy["source"] == "policy" and policy["logp"] == [-0.5] * 5
     assert policy["text"] == "<think> </think> <answer> 3 </answer>"
     assert (record["extracted"], record["reward"], record["outcome"]) == ("3", 1.2, 1.0)
+    assert not record["outcome_is_score"]
     assert record["parts"] == {"count": 1.0, "format": 0.2} and record["advantage"] == 0.7
     assert record["tokens"] == {"prompt": 7, "response": 5, "vision": 4, "total": 12}
     assert record["info"]["boxes"] == [[1, 2]] and record["info"]["score"] is None

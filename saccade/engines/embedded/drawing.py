@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -15,6 +15,7 @@ from saccade.transfer import to_device
 from saccade.types import Sampling
 
 NOTHING_CUT = np.empty(0, dtype=np.int64)  # the support of a token drawn from the whole vocabulary
+SORTED = 64  # rows at a time: where ids are cut away outside of a graph, they are sorted in float32
 # (logits, lines to read or all, settings, keys, index): where nothing is cut away.
 QuickDraw = Callable[[Tensor, Tensor | None, Sampling, Tensor, Tensor], Drawn]
 
@@ -32,7 +33,7 @@ def draw(
     """
     ids = np.empty(len(sequences), dtype=np.int64)
     logprobs = np.empty(len(sequences), dtype=np.float32)
-    for sampling, chosen in by_sampling(sequences):
+    for sampling, chosen in _pieces(sequences):
         members = [sequences[i] for i in chosen]
         own: Tensor | None = None
         if lines is not None or len(chosen) < len(sequences):
@@ -47,6 +48,13 @@ def draw(
             elif sequence.request.sampling.support and cuts(sequence.request.sampling):
                 sequence.support.append(NOTHING_CUT)
     return ids, logprobs
+
+
+def _pieces(sequences: SequenceOf[Sequence]) -> Iterator[tuple[Sampling, list[int]]]:
+    for sampling, chosen in by_sampling(sequences):
+        most = SORTED if cuts(sampling) else len(chosen)
+        for first in range(0, len(chosen), most):
+            yield sampling, chosen[first : first + most]
 
 
 def _draw_alike(

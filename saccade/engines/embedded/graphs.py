@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from saccade.engines.embedded import draws, rows, sequences, truncation
+from saccade.engines.embedded.layers import joined_forwards
 from saccade.engines.embedded.paged import PAGE, DecodePlan, PagedCache
+from saccade.engines.embedded.projections import exchanged
 from saccade.engines.embedded.sampler import Drawn
 from saccade.models.experts import capturable
 from saccade.models.families import Family
@@ -53,6 +55,7 @@ class Graphs:
     ) -> None:
         self.model, self.family, self.cache, self.banned = model, family, cache, banned
         self.device = cache.device
+        self._joined = joined_forwards(model)
         self._captures = self.device.type == "cuda" and capturable(model)
         count = rows.bucket(cache.slots)
         self.eos = torch.from_numpy(eos).to(self.device)
@@ -223,7 +226,8 @@ class Graphs:
             ),
         )
         positions = state[rows.POSITION].expand(self.family.axes, -1)
-        hidden = hidden_states(self.model, self.family, state[rows.TOKEN], positions, (), plan)
+        with exchanged(self._joined):
+            hidden = hidden_states(self.model, self.family, state[rows.TOKEN], positions, (), plan)
         logits = self.model.lm_head(hidden)  # type: ignore[operator]
         floors = None
         if cutting:

@@ -23,6 +23,7 @@ from torch import Tensor
 from saccade.engines.embedded import rows as fields
 
 LOG2_E = 1.4426950408889634
+TOGETHER = 256  # programs of rows, at most, that run beside those of families
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -42,7 +43,6 @@ def decode_attention(
     page: int,
     scale: float,
     splits: tuple[int, int],
-    stages: int = 3,
 ) -> Tensor:
     """q [B, H, D], k and v [B, G, D] of one new token per row → [B, H, D]. The new key and value
     are written behind the `lengths` [B] tokens of the row's pages, `table` [B, pages].
@@ -57,36 +57,33 @@ def decode_attention(
     front, back = splits
     queries = fields.members_of(group) * group
     assert q.stride(2) == k.stride(2) == v.stride(2) == table.stride(1) == families.stride(1) == 1
+    of_families, of_rows = key_heads * front * families.shape[1], key_heads * back * rows
+    # Few rows do not fill a GPU, so they run beside the families, and a second kernel merges. Many
+    # rows do, so they run behind them, and each begins with what its family found.
+    together = back > 1 or of_rows <= TOGETHER
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
-    fronts = torch.empty((rows, heads, front, size), **fp32)
-    front_sums = torch.empty((rows, heads, front), **fp32)
-    options: dict[str, Any] = {
-        "KEY_HEADS": key_heads,
-        "GROUP": group,
-        "SIZE": size,
-        "PAGE": page,
-        "BLOCK": 64 if size <= 128 else 32,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "num_stages": stages,
-    }
-    _attend_families[(front, families.shape[1], key_heads)](
-        q, fronts, front_sums, bases, table, families, layer, scale * LOG2_E,
-        q.stride(0), q.stride(1), table.stride(0), families.stride(0),
-        TILE=max(16, triton.next_power_of_2(queries)), PARTS=front, **options,
-    )  # fmt: skip
+    parts = torch.empty((rows, heads, front + back * together, size), **fp32)
+    sums = torch.empty((rows, heads, front + back * together), **fp32)
     out = torch.empty((rows, heads, size), dtype=q.dtype, device=q.device)
-    parts, sums = out, front_sums  # unused when a row is one part
-    if back > 1:
-        parts = torch.empty((rows, heads, back, size), **fp32)
-        sums = torch.empty((rows, heads, back), **fp32)
-    _attend_rows[(back, key_heads, rows)](
-        q, k, v, fronts, front_sums, parts, sums, bases, table, lengths, shared, layer,
-        scale * LOG2_E, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
-        v.stride(1), table.stride(0),
-        TILE=max(16, triton.next_power_of_2(group)), FRONT=front, PARTS=back, **options,
-    )  # fmt: skip
-    if back > 1:
-        _merge[(rows, heads)](parts, sums, lengths, out, SIZE=size, PARTS=back, num_warps=1)
+    launches = [(True, True)] if together else [(True, False), (False, True)]
+    for has_families, has_rows in launches:
+        _attend[(of_families * has_families + of_rows * has_rows,)](
+            q, k, v, out, parts, sums, bases, table, lengths, shared, families, layer,
+            scale * LOG2_E, of_families * has_families,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            table.stride(0), families.stride(0),
+            FAMILIES=has_families, ROWS=has_rows,
+            KEY_HEADS=key_heads, GROUP=group, SIZE=size, PAGE=page, FRONT=front, BACK=back,
+            QUERIES=max(16, triton.next_power_of_2(queries)),
+            LANES=max(16, triton.next_power_of_2(group)), BLOCK=64 if size <= 128 else 32,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_stages=2 if together else 3,  # as measured
+        )  # fmt: skip
+    if together:
+        _merge[(rows, heads)](
+            parts, sums, lengths, shared, out, SIZE=size, FRONT=front, PARTS=front + back,
+            PADDED=triton.next_power_of_2(front + back), num_warps=1,
+        )  # fmt: skip
     return out
 
 
@@ -119,63 +116,91 @@ def _scan(
 
 
 @triton.jit
-def _attend_families(
-    q, parts, sums, bases, table, families, layer, scale, q_row, q_head, table_row, families_row,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+def _attend(
+    q, k, v, out, parts, sums, bases, table, lengths, shared, families, layer, scale, of_families,
+    q_row, q_head, k_row, k_head, v_row, v_head, table_row, families_row,
+    FAMILIES: tl.constexpr, ROWS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    SIZE: tl.constexpr, PAGE: tl.constexpr, FRONT: tl.constexpr, BACK: tl.constexpr,
+    QUERIES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    part, family, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """The first `of_families` programs: each a part of a family, for one key head. The others: each
+    a part of a row, for one key head.
+    """
+    dtype = q.dtype.element_ty
+    keys = tl.load(bases + 2 * layer).to(tl.pointer_type(dtype))
+    values = tl.load(bases + 2 * layer + 1).to(tl.pointer_type(dtype))
+    program = tl.program_id(0)
+    # Asked one by one: what a constant rules out is not compiled.
+    if FAMILIES:  # noqa: SIM102
+        if program < of_families:
+            _attend_family(
+                program % FRONT, program // FRONT % KEY_HEADS, program // (FRONT * KEY_HEADS),
+                q, keys, values, parts, sums, table, families, scale,
+                q_row, q_head, table_row, families_row, FRONT + BACK if ROWS else FRONT,
+                KEY_HEADS, GROUP, SIZE, PAGE, FRONT, QUERIES, BLOCK, PRECISION,
+            )  # fmt: skip
+    if ROWS:  # noqa: SIM102
+        if program >= of_families:
+            program -= of_families
+            _attend_row(
+                program % BACK, program // BACK % KEY_HEADS,
+                (program // (BACK * KEY_HEADS)).to(tl.int64),
+                q, k, v, out, keys, values, parts, sums, table, lengths, shared, scale,
+                q_row, q_head, k_row, k_head, v_row, v_head, table_row, not FAMILIES,
+                KEY_HEADS, GROUP, SIZE, PAGE, FRONT, BACK, LANES, BLOCK, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def _attend_family(
+    part, head, family, q, keys, values, parts, sums, table, families, scale,
+    q_row, q_head, table_row, families_row, PARTS: tl.constexpr,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    FRONT: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     length = tl.load(families + 2 * families_row + family).to(tl.int32)
     if length > 0:
-        dtype = q.dtype.element_ty
-        keys = tl.load(bases + 2 * layer).to(tl.pointer_type(dtype))
-        values = tl.load(bases + 2 * layer + 1).to(tl.pointer_type(dtype))
         row = tl.load(families + family).to(tl.int64)
-        member, column = tl.arange(0, TILE), tl.arange(0, SIZE)
+        member, column = tl.arange(0, QUERIES), tl.arange(0, SIZE)
         real = member // GROUP < tl.load(families + families_row + family)
         own, lane = row + member // GROUP, head * GROUP + member % GROUP
         query_at = q + own[:, None] * q_row + lane[:, None] * q_head + column[None, :]
         query = tl.load(query_at, mask=real[:, None], other=0.0)
-        per_part = tl.cdiv(tl.cdiv(length, PARTS), BLOCK) * BLOCK
+        per_part = tl.cdiv(tl.cdiv(length, FRONT), BLOCK) * BLOCK
         first = part * per_part
         highest, total, mixed = _scan(
             query, keys, values, table + row * table_row, first,
             tl.minimum(first + per_part, length), scale,
-            tl.full([TILE], float("-inf"), tl.float32), tl.zeros([TILE], tl.float32),
-            tl.zeros([TILE, SIZE], tl.float32), head * SIZE,
+            tl.full([QUERIES], float("-inf"), tl.float32), tl.zeros([QUERIES], tl.float32),
+            tl.zeros([QUERIES, SIZE], tl.float32), head * SIZE,
             KEY_HEADS, SIZE, PAGE, BLOCK, PRECISION,
         )  # fmt: skip
         target = (own * (KEY_HEADS * GROUP) + lane) * PARTS + part
-        at = parts + target[:, None] * SIZE + column[None, :]
-        some = tl.where(total > 0, total, 1.0)
-        tl.store(at, mixed / some[:, None], mask=real[:, None])
-        tl.store(sums + target, highest + tl.log2(some), mask=real)
+        _store(parts, sums, target, highest, total, mixed, real, SIZE)
 
 
 @triton.jit
-def _attend_rows(
-    q, k, v, fronts, front_sums, parts, sums, bases, table, lengths, shared, layer, scale,
-    q_row, q_head, k_row, k_head, v_row, v_head, table_row,
+def _attend_row(
+    part, head, row, q, k, v, out, keys, values, parts, sums, table, lengths, shared, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head, table_row, WHOLE: tl.constexpr,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, FRONT: tl.constexpr, PARTS: tl.constexpr,
+    FRONT: tl.constexpr, BACK: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    dtype = q.dtype.element_ty
+    """`WHOLE`: the row is one part, and ends here with what its family found."""
     length = tl.load(lengths + row).to(tl.int32)
     begin = tl.load(shared + row).to(tl.int32)
-    keys = tl.load(bases + 2 * layer).to(tl.pointer_type(dtype))
-    values = tl.load(bases + 2 * layer + 1).to(tl.pointer_type(dtype))
-    member, column = tl.arange(0, TILE), tl.arange(0, SIZE)
+    member, column = tl.arange(0, LANES), tl.arange(0, SIZE)
     real = member < GROUP
     lane = head * GROUP + member
     query_at = q + row * q_row + lane[:, None] * q_head + column[None, :]
     query = tl.load(query_at, mask=real[:, None], other=0.0)
     pages = table + row * table_row
+    line = row * (KEY_HEADS * GROUP) + lane
 
-    highest = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    mixed = tl.zeros([TILE, SIZE], tl.float32)
+    highest = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    mixed = tl.zeros([LANES, SIZE], tl.float32)
     if part == 0 and length >= 0:
         # The new token attends to itself, and lies in its page for those that follow.
         new_key = tl.load(k + row * k_row + head * k_head + column)
@@ -187,43 +212,60 @@ def _attend_rows(
         at = (number * PAGE + length % PAGE) * (KEY_HEADS * SIZE) + head * SIZE + column
         tl.store(tl.multiple_of(keys + at, 16), new_key)
         tl.store(tl.multiple_of(values + at, 16), new_value)
-        if begin > 0:
-            target = (row * (KEY_HEADS * GROUP) + lane) * FRONT
-            for i in range(FRONT):
-                mass = tl.load(front_sums + target + i, mask=real, other=float("-inf"))
-                at_part = fronts + (target + i)[:, None] * SIZE + column[None, :]
-                each = tl.load(at_part, mask=real[:, None], other=0.0)
-                higher = tl.maximum(highest, mass)
-                shrink, weight = tl.exp2(highest - higher), tl.exp2(mass - higher)
-                mixed = mixed * shrink[:, None] + each * weight[:, None]
-                total = total * shrink + weight
-                highest = higher
+        if WHOLE:  # noqa: SIM102
+            if begin > 0:
+                for i in range(FRONT):
+                    found = line * FRONT + i
+                    mass = tl.load(sums + found, mask=real, other=float("-inf"))
+                    at_part = parts + found[:, None] * SIZE + column[None, :]
+                    each = tl.load(at_part, mask=real[:, None], other=0.0)
+                    higher = tl.maximum(highest, mass)
+                    shrink, weight = tl.exp2(highest - higher), tl.exp2(mass - higher)
+                    mixed = mixed * shrink[:, None] + each * weight[:, None]
+                    total = total * shrink + weight
+                    highest = higher
 
-    per_part = tl.cdiv(tl.cdiv(tl.maximum(length - begin, 0), PARTS), BLOCK) * BLOCK
+    per_part = tl.cdiv(tl.cdiv(tl.maximum(length - begin, 0), BACK), BLOCK) * BLOCK
     first = begin + part * per_part
     highest, total, mixed = _scan(
         query, keys, values, pages, first, tl.minimum(first + per_part, length), scale, highest,
         total, mixed, head * SIZE, KEY_HEADS, SIZE, PAGE, BLOCK, PRECISION,
     )  # fmt: skip
-    some = tl.where(total > 0, total, 1.0)
-    target = (row * (KEY_HEADS * GROUP) + lane) * PARTS + part
-    at_out = parts + target[:, None] * SIZE + column[None, :]
-    tl.store(at_out, (mixed / some[:, None]).to(parts.dtype.element_ty), mask=real[:, None])
-    if PARTS > 1:
-        tl.store(sums + target, highest + tl.log2(some), mask=real)
+    if WHOLE:
+        some = tl.where(total > 0, total, 1.0)
+        at_out = out + line[:, None] * SIZE + column[None, :]
+        tl.store(at_out, (mixed / some[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+    else:
+        target = line * (FRONT + BACK) + FRONT + part
+        _store(parts, sums, target, highest, total, mixed, real, SIZE)
 
 
 @triton.jit
-def _merge(parts, sums, lengths, out, SIZE: tl.constexpr, PARTS: tl.constexpr):
-    """Parts of one row, weighted by the mass of each."""
+def _store(parts, sums, target, highest, total, mixed, real, SIZE: tl.constexpr):
+    """What a part of a context gave, and the logarithm of its mass."""
+    some = tl.where(total > 0, total, 1.0)
+    at = parts + target[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(at, mixed / some[:, None], mask=real[:, None])
+    tl.store(sums + target, highest + tl.log2(some), mask=real)
+
+
+@triton.jit
+def _merge(
+    parts, sums, lengths, shared, out,
+    SIZE: tl.constexpr, FRONT: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Parts of one row, weighted by the mass of each; those of a family where it has one."""
     row = tl.program_id(0).to(tl.int64)
     target = row * tl.num_programs(1) + tl.program_id(1)
-    column, part = tl.arange(0, SIZE), tl.arange(0, PARTS)
+    column, part = tl.arange(0, SIZE), tl.arange(0, PADDED)
     mixed = tl.zeros([SIZE], tl.float32)
     if tl.load(lengths + row) >= 0:
-        mass = tl.load(sums + target * PARTS + part)
+        first = tl.where(tl.load(shared + row) > 0, 0, FRONT)
+        made = (part >= first) & (part < PARTS)
+        mass = tl.load(sums + target * PARTS + part, mask=made, other=float("-inf"))
         weight = tl.exp2(mass - tl.max(mass, 0))
-        each = tl.load(parts + (target * PARTS + part[:, None]) * SIZE + column[None, :])
+        at = parts + (target * PARTS + part[:, None]) * SIZE + column[None, :]
+        each = tl.load(at, mask=made[:, None], other=0.0)
         mixed = tl.sum(each * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out + target * SIZE + column, mixed.to(out.dtype.element_ty))
 

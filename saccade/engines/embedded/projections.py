@@ -13,8 +13,8 @@ whenever they may have changed. What is quantised stays so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -52,16 +52,25 @@ class Projections:
         for layer in self._all:
             layer.refresh()
 
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        # Written past nn.Module's own setter, which is slow: this happens at every look.
-        for part, forward in self._exchanged:
-            part.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            for part, _ in self._exchanged:
-                del part.__dict__["forward"]
+    def joined(self) -> AbstractContextManager[None]:
+        return exchanged(self._exchanged)
+
+
+@contextmanager
+def exchanged(forwards: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Inside, these modules have these forwards."""
+    # Past nn.Module's own setter, which is slow: this happens at every look.
+    before = [module.__dict__.get("forward") for module, _ in forwards]
+    try:
+        for module, forward in forwards:
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for (module, _), own in zip(forwards, before, strict=True):
+            if own is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = own
 
 
 def _joinable(parts: tuple[Any, ...]) -> bool:

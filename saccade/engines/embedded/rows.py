@@ -20,6 +20,8 @@ NAMES = (
 )
 FIELDS = len(NAMES)
 TOKEN, LENGTH, POSITION, INDEX, KEY, REMAINING, STOPS, TOP_K, SUPPORT, SHARED = range(FIELDS)
+# Rows for which one kernel reads both matrices of a gate; for more, two products are as fast.
+FEW = 64
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 

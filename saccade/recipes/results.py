@@ -1,0 +1,117 @@
+"""What an evaluation found, and the folder that it is written to.
+
+folder, answers = places(config, None)
+with kept_if_filled(folder):
+    write_results(folder, results, family)
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from saccade.config import Config
+from saccade.errors import ConfigError
+from saccade.models.families import Family
+from saccade.recipes.accuracy import Scores, Table
+from saccade.rewards.sample import image_records
+from saccade.tracking.eval_report import RESULTS
+from saccade.tracking.folder import METRICS
+from saccade.types import Group, Trajectory
+
+ANSWERS = "answers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One set, evaluated."""
+
+    name: str
+    groups: tuple[Group, ...]
+    metrics: Mapping[str, float]  # without the val/<set>/ prefix
+    tables: Mapping[str, Table] = field(default_factory=dict)  # by_limit, by_turns, …
+    scores: Scores = field(default_factory=dict)
+
+
+def places(config: Config, out: Path | None) -> tuple[Path, Path]:
+    """A folder for the results, and one inside for the answers of an endpoint. The first of
+    NAME-eval, NAME-eval-2 … that is free: nothing is overwritten. But what was broken off since the
+    last that ended goes on where its answers are, and does not ask for them again.
+    """
+    if out is not None:
+        for name in (RESULTS, METRICS):
+            if (Path(out) / name).exists():
+                raise ConfigError(f"--out {out}: it holds {name} already; name a new folder")
+        return Path(out), Path(out) / ANSWERS
+    name = f"{config.run.name}-eval"
+    names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
+    earlier: list[Path] = []
+    while (folder := Path(config.run.out) / next(names)).exists():
+        earlier.insert(0, folder)
+    broken_off = itertools.takewhile(lambda path: not (path / RESULTS).exists(), earlier)
+    folder = next((path for path in broken_off if (path / ANSWERS).exists()), folder)
+    return folder, folder / ANSWERS
+
+
+@contextmanager
+def kept_if_filled(folder: Path) -> Iterator[None]:
+    """What is refused leaves no empty folder behind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def write_results(folder: Path, results: Sequence[Result], family: Family) -> dict[str, Any]:
+    summary = {result.name: {**result.metrics, **result.tables} for result in results}
+    rows = [
+        _row(result.name, group, t, family)
+        for result in results
+        for group in result.groups
+        for t in group.trajectories
+    ]
+    write_files(folder, summary, rows)
+    return summary
+
+
+def write_files(
+    folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    (folder / "samples.jsonl").write_text(text, encoding="utf-8")
+    (folder / RESULTS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dict[str, Any]:
+    sample, added = group.sample, trajectory.messages[trajectory.context :]
+    return {
+        "set": name,
+        "id": sample.id,
+        "repeat": trajectory.repeat,
+        "data_source": sample.data_source,
+        "prompt": "\n".join(message.text for message in sample.messages),
+        "response": family.decode(trajectory.response_ids),
+        "think_prefilled": family.chat.think_prefilled,
+        "extracted": trajectory.extracted,
+        "gold": sample.answer,
+        "choices": list(sample.choices),
+        "score": trajectory.outcome,
+        "reward": trajectory.reward,
+        "parts": dict(trajectory.parts),
+        "tokens": trajectory.response_length,
+        "turns": trajectory.turns,
+        "said": [m.text for m in added if m.role == "assistant"],
+        "tool_calls": trajectory.info.get("tool_calls") or [],
+        "end_reason": trajectory.end_reason,
+        "status": trajectory.status,
+        "reason": trajectory.reason,
+        "media": image_records(sample.media),
+        "extra": dict(sample.extra),
+    }

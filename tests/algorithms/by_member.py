@@ -1,0 +1,57 @@
+"""The reference fixture by member, and the loss over the forests that it is packed into."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from saccade.algorithms.objective import Columns, Stats, objective, to_metrics
+
+LENGTHS = (6, 4, 5, 3)
+KEYS = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+FIRST = [0, 6, 10, 15]  # tokens with which members begin
+NO_KL = ("kl.coef=0", "clip_high=0.28", "advantage=no_std", "aggregation=token_mean")
+
+
+def rows(values):
+    """A column of the fixture by member."""
+    parts = torch.as_tensor(values).split(LENGTHS)
+    return {key: part.tolist() for key, part in zip(KEYS, parts, strict=True)}
+
+
+def loss_of(row, batches, new):
+    """The loss of an optimizer step over its forests, and its metrics; `new` by member."""
+    total, stats = 0.0, list[Stats]()
+    for batch in batches:
+
+        def column(name, batch=batch):
+            values = getattr(batch, name)
+            return None if values is None else torch.from_numpy(values).double()
+
+        current = np.concatenate([new[key] for key in batch.keys])
+        loss, one = objective(
+            row,
+            torch.from_numpy(current),
+            None,
+            Columns(
+                advantages=column("advantages"),
+                scales=column("scales"),
+                sequence=torch.from_numpy(batch.sequence),
+                sequences=len(batch.keys),
+                old=column("old_logprobs"),
+                rollout=column("rollout_logprobs"),
+                ref=column("ref_logprobs"),
+                keep=column("keep"),
+                weights=column("weights"),
+                rewards=column("rewards"),
+                selected=None if batch.selected is None else column("selected").bool(),
+                stale=None if batch.stale is None else column("stale").bool(),
+            ),
+        )
+        total, stats = total + loss.item(), [*stats, one]
+    return total, to_metrics(row, stats).means()
+
+
+def exact(values, rel=1e-6):
+    return pytest.approx(values, rel=rel, abs=1e-7)

@@ -1,0 +1,216 @@
+"""Corrections as columns of the forests; a hot first token, which has its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from saccade.algorithms import columns, memory
+from saccade.algorithms.corrections import effective_sample_size
+from saccade.types import Metrics
+from tests.algorithms.by_member import FIRST, KEYS, NO_KL, exact, loss_of, rows
+
+# -- corrections -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "value"),
+    [
+        (["correct=[{name: icepop, low: 0.97, high: 1.03}]"], 0.06566720),
+        (["correct=[{name: icepop, low: 0.97, high: 1.03}]", "denominator=kept"], 0.16885852),
+        (["entropy_top=0.2"], 0.11624419),
+        (["entropy_top=0.2", "denominator=kept"], 0.52309886),
+        (["correct=[{name: tis.token, low: 0.97, high: 1.03}]"], -0.01514937),
+        (["correct=[seq_mask_tis]"], -0.34281679),
+        (["correct=[tis.token]", "dual_clip=3"], -0.01421687),
+        (["correct=[tis.sequence]", "dual_clip=3"], -0.01688046),
+        (["correct=[{name: opsm, threshold: 0.01}]"], -0.22400677),
+    ],
+)
+def test_reference_values_over_forests(algorithm, written, golden, overrides, value):
+    row = algorithm(*NO_KL, *overrides, "old=recompute")
+    for packing in ({}, {"budget": 8}, {"flip": True}, {"budget": 8, "flip": True}):
+        (batches,) = columns.write_corrections(written(row, **packing), row, Metrics())
+        assert len(batches) == (4 if "budget" in packing else 1)
+        loss, _ = loss_of(row, batches, rows(golden.new))
+        assert loss == pytest.approx(value, abs=3e-7)
+
+
+def test_seven_of_eighteen_tokens_are_kept_and_counted(algorithm, written, records):
+    row = algorithm(*NO_KL, "correct=[{name: icepop, low: 0.97, high: 1.03}]", "denominator=kept")
+    metrics = Metrics()
+    updates = columns.write_corrections(written(row), row, metrics)
+    keep = np.concatenate(list(records.column(updates, "keep").values()))
+    assert (keep > 0).sum() == 7 and keep[keep > 0].tolist() == exact([18 / 7] * 7)
+    assert metrics.means()["mismatch/masked_frac"] == pytest.approx(11 / 18)
+    row = algorithm(*NO_KL, "entropy_top=0.2")
+    columns.write_corrections(written(row), row, metrics)
+    assert metrics.means()["policy/entropy_kept_frac"] == pytest.approx(4 / 18)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean", "seq_sum", "group_mean"])
+def test_over_what_was_kept_the_factors_make_up_for_the_rest(
+    algorithm, written, records, aggregation
+):
+    """With a mean the factors of the kept tokens add up to 1; the KL keeps its denominator."""
+    row = algorithm(
+        *NO_KL[1:3],
+        f"aggregation={aggregation}",
+        "correct=[{name: reject.token.k1, low: 0.97, high: 1.03}]",
+        "denominator=kept",
+    )
+    before = written(row)
+    updates = columns.write_corrections(before, row, Metrics())
+    assert records.column(updates, "scales") == records.column(before, "scales")
+    scales, keep = (
+        np.concatenate(list(records.column(updates, name).values())) for name in ("scales", "keep")
+    )
+    kept = np.array([sum(np.array(k) > 0) for k in records.column(updates, "keep").values()])
+    total = kept.sum() / (kept > 0).sum() if aggregation == "seq_sum" else 1.0
+    assert (scales * keep).sum() == exact(total)
+
+
+def test_the_kl_ignores_what_a_filter_drops(algorithm, written, golden):
+    overrides = ("kl.coef=0.1", *NO_KL[1:], "old=recompute")
+    plain, kept = algorithm(*overrides), algorithm(*overrides, "entropy_top=0.2")
+    logs = []
+    for row in (plain, kept):
+        (batches,) = columns.write_corrections(written(row), row, Metrics())
+        logs.append(loss_of(row, batches, rows(golden.new))[1])
+    assert logs[0]["policy/kl_loss"] == logs[1]["policy/kl_loss"] == exact(0.03932377)
+    assert logs[1]["policy/pg_loss"] == exact(0.11624419, 3e-6)
+
+
+def test_weights_average_to_one_in_each_update(algorithm, written, records, golden):
+    row = algorithm(*NO_KL, "correct=[tis.token]", "self_normalise=true", updates_per_step=2)
+    plain = replace(row, self_normalise=False)
+    before, after = (
+        columns.write_corrections(written(row, updates=2, budget=8), one, Metrics())
+        for one in (plain, row)
+    )
+    assert [len(batches) for batches in after] == [2, 2]
+    for raw, normal in zip(before, after, strict=True):
+        one, other = (
+            np.concatenate(list(records.column([batches], "weights").values()))
+            for batches in (raw, normal)
+        )
+        assert other.mean() == exact(1.0)
+        assert other.tolist() == exact((one / one.mean()).tolist())
+
+
+def test_the_effective_sample_size_is_that_of_the_weights(algorithm, written, golden):
+    row, metrics = algorithm(*NO_KL, "correct=[tis.token]"), Metrics()
+    columns.write_corrections(written(row), row, metrics)
+    weights = (golden.old - golden.rollout).exp()
+    log = metrics.means()
+    assert log["mismatch/ess"] == exact(effective_sample_size(weights, golden.live))
+    assert log["mismatch/ess"] == exact((weights.sum() ** 2 / (18 * (weights**2).sum())).item())
+    assert log["mismatch/is_weight_mean"] == exact(0.99365108)
+    assert log["mismatch/is_weight_max"] == exact(weights.max().item())
+
+
+def test_no_correction_writes_no_column(algorithm, written):
+    row = algorithm(*NO_KL)
+    updates = written(row)
+    assert columns.write_corrections(updates, row, Metrics()) is updates
+
+
+# -- a hot first token -----------------------------------------------------------------------------
+
+
+def test_a_hot_first_token_is_weighed_by_its_own_gap(algorithm, written, records, golden):
+    row = algorithm(*NO_KL, "preset=grpo+fire", "fire.cap=1.02")
+    before = written(row)
+    updates = columns.write_corrections(before, row, Metrics())
+    weights = np.concatenate(list(records.column(updates, "weights").values()))
+    expected = np.ones(18)
+    expected[FIRST] = (golden.old - golden.rollout).exp().clamp(max=1.02)[FIRST]
+    assert (expected[FIRST] == 1.02).any() and (expected[FIRST] < 1.02).any()
+    assert weights.tolist() == exact(expected.tolist())
+    # The gap is by design, so it is none of the mismatch.
+    rollout = np.concatenate(list(records.column(updates, "rollout_logprobs").values()))
+    replaced = golden.rollout.clone()
+    replaced[FIRST] = golden.old[FIRST]
+    assert rollout.tolist() == exact(replaced.tolist())
+    _, log = loss_of(row, updates[0], rows(golden.new))
+    gap = (golden.old - replaced).abs()
+    assert log["mismatch/logp_gap_mean"] == exact(gap.mean().item(), 1e-5)
+
+
+def test_corrections_do_not_see_the_gap_of_a_hot_first_token(algorithm, written, records, golden):
+    row = algorithm(*NO_KL, "preset=grpo+fire", "fire.cap=1.02", "correct=[tis.sequence]")
+    updates = columns.write_corrections(written(row), row, Metrics())
+    weights = records.column(updates, "weights")
+    gaps = rows(golden.old - golden.rollout)
+    for key in KEYS:
+        others = float(np.exp(sum(gaps[key][1:])))
+        first = min(float(np.exp(gaps[key][0])), 1.02)
+        assert weights[key] == exact([others * first] + [others] * (len(gaps[key]) - 1), 1e-5)
+
+
+def test_a_hot_first_token_without_a_log_prob_weighs_one(algorithm, written, records, golden):
+    row = algorithm(*NO_KL, "preset=grpo+fire")
+    unknown = rows(torch.full_like(golden.rollout, float("nan")))
+    updates = records.filled(written(row), rollout_logprobs=unknown)
+    updates = columns.write_corrections(updates, row, Metrics())
+    assert set(np.concatenate(list(records.column(updates, "weights").values()))) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "scale"),
+    [
+        ("token_mean", [1 / 14] * 4),
+        ("seq_mean", [1 / (4 * n) for n in (5, 3, 4, 2)]),
+        ("seq_sum", [1 / 4] * 4),
+    ],
+)
+def test_a_masked_first_token_is_in_no_denominator(algorithm, written, records, aggregation, scale):
+    metrics = Metrics()
+    row = algorithm(
+        *NO_KL[:3], f"aggregation={aggregation}", "preset=grpo+fire", "fire.first_token=mask"
+    )
+    updates = written(row, metrics=metrics)
+    for key, value in zip(KEYS, scale, strict=True):
+        found = records.column(updates, "scales")[key]
+        assert found[0] == 0 and found[1:] == exact([value] * (len(found) - 1))
+        assert records.column(updates, "advantages")[key][0] == 0
+    log = metrics.means()
+    assert (log["policy/live_tokens"], log["policy/live_sequences"]) == (14, 4)
+    assert columns.write_corrections(updates, row, Metrics()) is updates
+
+
+def test_a_response_of_one_masked_token_does_not_train(algorithm, records):
+    row, metrics = algorithm("preset=grpo+fire", "fire.first_token=mask"), Metrics()
+    groups = [records.group("a", [0.0, 1.0, 5.0], [2, 3, 1])]
+    updates = columns.write_advantages(
+        records.packed([groups]), groups, row, memory.recall(row, None), metrics
+    )
+    assert records.column(updates, "scales")["a", 2] == [0]
+    assert metrics.means()["policy/live_sequences"] == 2
+    values = records.column(updates, "advantages")
+    assert [values["a", 0][1], values["a", 1][1]] == exact([-(2**-0.5), 2**-0.5], 1e-5)
+
+
+def test_lengths_are_without_a_masked_first_token(algorithm, written, records):
+    row = algorithm("preset=opo+fire", "fire.first_token=mask")
+    values = records.column(written(row), "advantages")
+    baseline = (5 * 2.0 + 3 * 0.0) / 8
+    assert values["a", 0][1:] == exact([2.0 - baseline] * 5)
+
+
+def test_the_ratio_of_a_sequence_is_without_a_masked_first_token(algorithm, written, golden):
+    row = algorithm(
+        *("preset=gspo+fire", "fire.first_token=mask", "advantage=no_std", "clip=50"),
+        "old=recompute",
+    )
+    (batches,) = written(row)
+    loss, _ = loss_of(row, batches, rows(golden.new))
+    gaps, advantages = rows(golden.new - golden.old).values(), (1, -1, -0.75, 0.75)
+    ratios = [np.exp(np.mean(gap[1:])) for gap in gaps]
+    expected = -np.mean([a * r for a, r in zip(advantages, ratios, strict=True)])
+    assert loss == exact(expected)
+    poisoned = {key: [float("nan"), *values[1:]] for key, values in rows(golden.new).items()}
+    assert loss_of(row, batches, poisoned)[0] == loss

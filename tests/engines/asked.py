@@ -1,0 +1,125 @@
+"""Requests to the embedded engine, and what looks at how it answers them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from saccade.engines import generate
+from saccade.types import Completion, Group, Message, Request, Sample, Sampling, Source, Trajectory
+
+NAME = "qwen2_5_vl"
+FREE = Sampling(temperature=1.0, max_tokens=8, ignore_eos=True)
+
+
+def requests(prompts, sampling: Sampling = FREE, repeats: int = 1) -> list[Request]:
+    return [
+        Request(
+            key=f"{i}/{r}",
+            ids=prompt.ids,
+            media=prompt.media,
+            sampling=sampling,
+            noise=1000 * i + r,
+        )
+        for i, prompt in enumerate(prompts)
+        for r in range(repeats)
+    ]
+
+
+@contextmanager
+def counted(model) -> Iterator[list[tuple[int, int]]]:
+    """(tokens, images) of every forward. Images are encoded before the forward that reads them."""
+    calls: list[tuple[int, int]] = []
+    encoded = [0]
+
+    def note_images(module, args, kwargs):
+        encoded[0] += len(kwargs["grid_thw"])
+
+    def note(module, args, kwargs):
+        read = kwargs["inputs_embeds"] if "inputs_embeds" in kwargs else kwargs["input_ids"]
+        calls.append((read.shape[1], encoded[0]))
+        encoded[0] = 0
+
+    handles = [
+        model.model.visual.register_forward_pre_hook(note_images, with_kwargs=True),
+        model.base_model.register_forward_pre_hook(note, with_kwargs=True),
+    ]
+    yield calls
+    for handle in handles:
+        handle.remove()
+
+
+@contextmanager
+def head(model, change) -> Iterator[None]:
+    """Change what the language head says."""
+    handle = model.lm_head.register_forward_hook(lambda module, args, logits: change(logits))
+    yield
+    handle.remove()
+
+
+@contextmanager
+def scripted(model, ids: list[int]) -> Iterator[None]:
+    """Call after call the head wants the next of these ids."""
+    calls = iter(ids)
+
+    def change(logits):
+        wanted = torch.zeros_like(logits)
+        wanted[:, next(calls)] = 1e4
+        return wanted
+
+    with head(model, change):
+        yield
+
+
+def same(a: Completion, b: Completion, limit: float = 1e-5) -> None:
+    assert a.ids.tolist() == b.ids.tolist() and a.finish == b.finish, a.key
+    assert np.abs(a.logprobs - b.logprobs).max(initial=0) < limit, a.key
+
+
+def trajectories(asked: list[Request], answers: list[Completion]) -> Group:
+    members = []
+    for repeat, (request, answer) in enumerate(zip(asked, answers, strict=True)):
+        n, m = len(request.ids), len(answer.ids)
+        members.append(
+            Trajectory(
+                sample_id="g",
+                repeat=repeat,
+                ids=np.concatenate([request.ids, answer.ids]),
+                sources=np.array([Source.PROMPT] * n + [Source.POLICY] * m, np.int8),
+                logprobs=np.concatenate([np.full(n, np.nan), answer.logprobs]).astype(np.float32),
+                versions=np.full(n + m, -1, np.int32),
+                media=request.media,
+                support=answer.support,
+            )
+        )
+    return Group(sample=Sample(id="g", messages=()), uid="g", trajectories=tuple(members))
+
+
+def support_of(completion: Completion) -> list[list[int]] | None:
+    return None if completion.support is None else [ids.tolist() for ids in completion.support]
+
+
+def turn(request: Request, answer: Completion, family, parts) -> Request:
+    """The request of the next turn, after the environment said `parts`."""
+    added = family.render_continuation(
+        [Message(role="user", parts=parts)], last_id=int(answer.ids[-1])
+    )
+    before = np.concatenate([request.ids, answer.ids])
+    return replace(
+        request,
+        ids=np.concatenate([before, added.ids]),
+        media=(*request.media, *(span.moved(len(before)) for span in added.media)),
+        first_index=request.first_index + len(answer.ids),
+    )
+
+
+def play(engine, family, image, request: Request, turns: int) -> list[tuple[Request, Completion]]:
+    played = []
+    for number in range(turns):
+        (answer,) = generate(engine, [request])
+        played.append((request, answer))
+        parts = (image(84, 56, number), "more") if number % 2 else ("look again",)
+        request = turn(request, answer, family, parts)
+    return played

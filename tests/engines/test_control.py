@@ -1,0 +1,161 @@
+"""The embedded engine over time: aborts, new weights, sleep, and a cache that grows and shrinks."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.engines import generate
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.forest import pack
+from tests.engines.asked import FREE, NAME, requests, same, trajectories, turn
+
+
+def test_abort_of_waiting_and_running_requests(model, family, prompts):
+    engine = EmbeddedEngine(model, family, max_sequences=1)
+    first, second, third = requests(prompts[:3])
+    for request in (replace(first, episode="e"), second, third):
+        engine.submit(request)
+    assert engine.poll() == [] and engine.pending == 3
+    engine.abort("0/0")
+    engine.abort("1/0")
+    engine.abort("unknown")
+    done = {c.key: c for c in engine.poll()}
+    assert set(done) == {"0/0", "1/0"}
+    assert all(c.finish == "aborted" for c in done.values())
+    assert 1 <= len(done["0/0"].ids) <= 2 and len(done["1/0"].ids) == 0
+    assert not engine.scheduler.kept.live
+    rest = []
+    while engine.pending:
+        rest += engine.poll()
+    assert [c.key for c in rest] == ["2/0"]
+    same(rest[0], generate(EmbeddedEngine(model, family), [third])[0])
+
+
+def test_versions_are_recorded_per_token_and_idle_caches_dropped(load, family, prompts, image):
+    model = load(NAME)
+    engine = EmbeddedEngine(model, family)
+    first, second = requests(prompts[:2])
+    (answer,) = generate(engine, [replace(first, episode="e")])
+    assert answer.versions.tolist() == [0] * 8
+    engine.submit(second)
+    for _ in range(3):
+        engine.poll()
+    with torch.no_grad():
+        model.model.language_model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    engine.update_weights(None, version=4)
+    assert not engine.scheduler.kept.live
+    done = []
+    while engine.pending:
+        done += engine.poll()
+    assert done[0].versions.tolist() == [0] * 3 + [4] * 5
+    # The next turn of the idle episode reads nothing that the old weights wrote.
+    request = turn(replace(first, episode="e"), answer, family, ("more",))
+    (again,) = generate(engine, [request])
+    same(again, generate(EmbeddedEngine(model, family), [request])[0])
+
+
+def test_weights_are_the_trainers_own(load, family, prompts):
+    model = load(NAME)
+    engine = EmbeddedEngine(model, family)
+    asked = requests(prompts[1:2])
+    (before,) = generate(engine, asked)
+    with torch.no_grad():
+        model.model.visual.patch_embed.proj.weight.mul_(1.5)
+    engine.update_weights(None, version=1)
+    (after,) = generate(engine, asked)
+    same(after, generate(EmbeddedEngine(model, family), asked)[0])
+    assert abs(after.logprobs[0] - before.logprobs[0]) > 1e-4
+
+
+def test_sleep_gives_the_cache_back(model, family, prompts):
+    engine = EmbeddedEngine(model, family)
+    asked = [replace(r, episode=r.key) for r in requests(prompts)]
+    wanted = generate(engine, asked)
+    assert engine.cache.keys.numel() > 0
+    engine.sleep()
+    assert engine.cache.keys.numel() == engine.cache.values.numel() == 0
+    assert engine.records.tokens.size == 0 and not engine.scheduler.kept.live
+    engine.wake()
+    for a, b in zip(generate(engine, asked), wanted, strict=True):
+        same(a, b)
+
+
+def test_the_cache_grows_while_sequences_run(model, family, prompts):
+    engine = EmbeddedEngine(model, family)
+    short, *others = requests(prompts)
+    engine.submit(short)
+    engine.poll()
+    long = [replace(r, sampling=replace(FREE, max_tokens=80)) for r in others]
+    for request in long:
+        engine.submit(request)
+    done = []
+    while engine.pending:
+        done += engine.poll()
+    for completion, request in zip(sorted(done, key=lambda c: c.key), (short, *long), strict=True):
+        same(completion, generate(EmbeddedEngine(model, family), [request])[0])
+
+
+def test_the_memory_limit_makes_requests_wait(model, family, prompts, monkeypatch):
+    from saccade.engines.embedded import cache
+
+    engine = EmbeddedEngine(model, family)
+    monkeypatch.setattr(cache, "CPU_CACHE_BYTES", 2 * engine.cache.bytes_per_slot(100) + 1)
+    asked = requests(prompts, repeats=2)
+    got = generate(engine, asked)
+    assert engine.cache.slots == 2
+    for a, b in zip(got, generate(EmbeddedEngine(model, family), asked), strict=True):
+        same(a, b)
+
+
+def test_longer_requests_find_fewer_slots_when_those_before_have_ended(
+    model, family, prompts, monkeypatch
+):
+    from saccade.engines.embedded import cache
+
+    engine = EmbeddedEngine(model, family)
+    budget = 6 * engine.cache.bytes_per_slot(128)
+    monkeypatch.setattr(cache, "CPU_CACHE_BYTES", budget)
+    new = 128 - max(map(len, prompts))
+    short = [
+        replace(r, episode=r.key)
+        for r in requests(prompts, replace(FREE, max_tokens=new), repeats=2)
+    ]
+    long = [
+        replace(r, key=f"9/{r.key}", sampling=replace(FREE, max_tokens=new + 150)) for r in short
+    ]
+    for request in short:
+        engine.submit(request)
+    done = engine.poll()
+    assert engine.cache.slots == 6
+    for request in long:
+        engine.submit(request)
+    while engine.pending:
+        done += engine.poll()
+        assert engine.cache.keys.nbytes + engine.cache.values.nbytes <= budget
+    assert engine.cache.slots == 2
+    wanted = generate(EmbeddedEngine(model, family), [*short, *long])
+    for a, b in zip(sorted(done, key=lambda c: c.key), wanted, strict=True):
+        same(a, b)
+
+
+def test_training_goes_on_after_generation(load, family, prompts):
+    """Inference tensors of the engine must not end up in a graph."""
+    from saccade.algorithms.build import resolve
+    from saccade.config import AlgorithmConfig, TrainConfig
+
+    model = load(NAME)
+    engine = EmbeddedEngine(model, family)
+    asked = requests(prompts)
+    group = trajectories(asked, generate(engine, asked))
+    (batch,) = pack([group], positions=family.positions, micro_tokens=9999)
+    ones = np.ones(len(batch.reads), np.float32)
+    batch = replace(batch, advantages=ones, scales=ones / len(ones))
+    backend = LocalBackend(model, family, TrainConfig())
+    algorithm = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=8)
+    assert not backend.train_step([batch], algorithm, Scoring(), lr=1e-3).skipped
+    engine.update_weights(backend, version=1)
+    changed = generate(engine, asked)
+    assert changed[0].versions.tolist() == [1] * 8

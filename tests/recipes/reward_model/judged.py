@@ -1,0 +1,52 @@
+"""What the tests of reward models have in common: rows that are judged, and their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from saccade.backends.learned import LearnedReward
+from saccade.config import defaults_for, load
+from saccade.recipes import models
+from saccade.recipes.rated import task_of
+from saccade.rewards.sample import reward_sample
+from saccade.types import replace
+
+Make = Callable[..., dict[str, Any]]
+Read = Callable[[Path], list[dict[str, Any]]]
+OTHER = {"red": "blue", "blue": "red"}
+MARK = "black"  # a word of the tiny model that no scene of these shows
+
+
+DEEP = {
+    "reward_model.loss": "hps",
+    "reward_model.pooling": "attention",
+    "reward_model.head": "mlp",
+    "reward_model.bounded": True,
+    "reward_model.probe_layer": 0,
+}
+
+
+PROCESS = {
+    "reward_model.kind": "process",
+    "reward_model.placeholder": MARK,
+    "reward_model.tokens": ["1", "2"],
+}
+
+
+def scores_of(folder: Path, config: dict[str, Any], **options: Any) -> np.ndarray:
+    """[pairs, sides] of the training rows."""
+    resolved = defaults_for("reward-model", load(config))
+    task = task_of(resolved, models.family_of(resolved, resolved.model.path))
+    samples = task.load(resolved.data.train).samples
+    model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
+    replies = [
+        replace(reward_sample(sample, side[-1].text), replied=side)
+        for sample in samples
+        for side in sample.candidates
+    ]
+    return np.array(model.score(replies, **options)).reshape(-1, 2)

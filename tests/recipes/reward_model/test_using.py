@@ -1,0 +1,253 @@
+"""RL, sft and eval with a reward model; folders and options that are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import saccade
+from saccade.backends.learned import LearnedReward
+from saccade.cli import app
+from saccade.config import defaults_for, load
+from saccade.data import datasets
+from saccade.errors import ConfigError
+from saccade.models.rating import read_card
+from saccade.models.tiny import build
+from saccade.recipes import reward_model
+from saccade.recipes.quickstart import WORDS
+from saccade.rewards.sample import reward_sample
+from saccade.tracking.trajectories import read_trajectories
+from tests.recipes.reward_model.judged import Make, Read
+
+
+def test_ppo_with_a_critic_raises_the_score_of_the_model(
+    tmp_path: Path, config: Make, rows: Path, trained: Path, numbers: Read
+) -> None:
+    """That the true score rises with it is what benchmarks/reward_model.py shows."""
+    learned = {"verifier": "model", "name": "rm", "args": {"path": str(trained), "normalise": True}}
+    saccade.rl(
+        config(tmp_path, run__max_steps=10, train__lr=2e-3)
+        | {
+            "rollout.max_tokens": 2,
+            "reward.terms": [learned, {"verifier": "exact", "weight": 0.0}],
+            "reward.outcome": "exact",  # reported beside it, without a weight
+            "algorithm.preset": "ppo",
+            "algorithm.critic.path": str(trained),
+            "algorithm.critic.lr": 2e-3,
+            "train.samples_per_prompt": 4,
+        }
+    )
+    first, *_, last = numbers(tmp_path / "run")
+    assert last["reward/mean"] > first["reward/mean"] + 0.1
+    assert last["reward/mean"] == pytest.approx(last["reward/rm"])
+    assert 0 <= last["reward/accuracy"] <= 1 and np.isfinite(last["critic/loss"])
+
+
+def test_a_critic_draws_its_own_head_where_it_cannot_take_one(
+    tmp_path: Path, config: Make, deep: Path
+) -> None:
+    learned = {"verifier": "model", "args": {"path": str(deep), "normalise": True}}
+    options = config(tmp_path, run__max_steps=1) | {
+        "rollout.max_tokens": 2,
+        "reward.terms": [learned],
+        "algorithm.preset": "ppo",
+        "algorithm.critic.path": str(deep),
+        "train.samples_per_prompt": 2,
+    }
+    last = saccade.rl(options)
+    assert np.isfinite(last["reward/mean"]) and np.isfinite(last["critic/loss"])
+    assert "draws a head of its own" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_rules_and_models_by_source_in_one_run(
+    tmp_path: Path, rl_config: Make, trained: Path, scenes: Path, numbers: Read
+) -> None:
+    """Two models, weighed, on one source; a rule on the other."""
+    model = {"verifier": "model", "args": {"path": str(trained)}}
+    terms = [
+        {"verifier": "exact", "weight": 0.0},
+        model | {"name": "raw", "weight": 0.25},
+        model | {"name": "scaled", "args": {"path": str(trained), "normalise": True}},
+    ]
+    lines = (scenes / "train.jsonl").read_text().splitlines()
+    mixed = [json.loads(line) for line in lines[:16]]
+    for number, row in enumerate(mixed):
+        row["data_source"] = ("learned", "ruled")[number % 2]
+        row["images"] = [str(scenes / image) for image in row["images"]]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    options = rl_config(tmp_path, data__train=str(path), run__max_steps=2)
+    options |= {"reward.terms": [], "reward.by_source": {"learned": terms, "ruled": "count"}}
+    options |= {"reward.self_test": "warn", "track.trajectories_every": 1}
+    saccade.rl(options)
+    stored = [
+        json.loads(line)
+        for file in sorted((tmp_path / "run" / "trajectories").glob("*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
+    seen = {row["data_source"]: row["parts"].keys() for row in stored}
+    assert seen["learned"] == {"exact", "raw", "scaled"} and seen["ruled"] == {"count"}
+    card = read_card(trained)
+    assert card is not None
+    mean, std = card.statistics["preference"]
+    for row in (row for row in stored if row["data_source"] == "learned"):
+        parts = row["parts"]
+        assert parts["scaled"] == pytest.approx((parts["raw"] - mean) / std, abs=1e-4)
+        assert row["reward"] == pytest.approx(0.25 * parts["raw"] + parts["scaled"], abs=1e-4)
+
+
+def test_two_reward_models_of_different_families_in_one_run(
+    tmp_path: Path, config: Make, trained: Path, rows: Path
+) -> None:
+    """Each response has the score that each folder gives it alone, and the weights are kept."""
+    start = build("qwen2_vl", tmp_path / "model", words=WORDS, seed=7)
+    made = {"run.name": "other", "model.path": start}
+    reward_model.run(config(tmp_path, run__max_steps=3) | made)
+    folders = {"taste": trained, "other": tmp_path / "other" / "checkpoints" / "step-3"}
+    weights = {"taste": 0.25, "other": -2.0}
+    terms = [
+        {"verifier": "model", "name": name, "weight": weights[name], "args": {"path": str(folder)}}
+        for name, folder in folders.items()
+    ]
+    options = config(tmp_path, run__max_steps=1) | {
+        "rollout.max_tokens": 2,
+        "reward.terms": terms,
+        "train.samples_per_prompt": 4,
+        "track.trajectories_every": 1,
+    }
+    saccade.rl(options)
+    (file,) = (tmp_path / "run" / "trajectories").glob("*.jsonl")
+    stored = [json.loads(line) for line in file.read_text().splitlines()]
+    data = datasets.load(load(options).data.train, load(options).data)
+
+    def said(row: dict[str, Any]) -> str:
+        texts = [part["text"] for part in row["segments"] if part["source"] == "policy"]
+        return "".join(texts).removesuffix("<|im_end|>").strip()
+
+    for name, folder in folders.items():
+        model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
+        alone = model.score([reward_sample(data.sample(r["id"]), said(r)) for r in stored])
+        assert [r["parts"][name] for r in stored] == pytest.approx(alone, abs=1e-4), name
+        assert np.std(alone) > 1e-3
+    for row in stored:
+        weighed = sum(weights[name] * row["parts"][name] for name in folders)
+        assert row["reward"] == pytest.approx(weighed, abs=1e-4)
+
+
+def test_a_judge_that_writes_is_trained_by_sft(config: Make, tmp_path: Path) -> None:
+    wanted = "`saccade sft RUN.yaml data.compare=verdict train.lr=1e-5`"
+    with pytest.raises(ConfigError, match=re.escape(wanted)) as refused:
+        saccade.reward_model(config(tmp_path, reward_model__kind="generative"))
+    assert "reward_model.kind" in str(refused.value)
+    _, command, _, *options = wanted.strip("`").split()
+    assert load(None, options).data.compare == "verdict" and command == "sft"
+
+
+def test_eval_scores_with_a_model_and_rescore_refuses(
+    tmp_path: Path, rl_config: Make, trained: Path, scenes: Path
+) -> None:
+    learned = {"verifier": "model", "args": {"path": str(trained)}}
+    options = rl_config(tmp_path, data__val=str(scenes / "val.jsonl"))
+    options |= {"reward.terms": [learned]}
+    found = saccade.evaluate(options, out=tmp_path / "eval")
+    assert np.isfinite(found["val"]["score"]) and "accuracy" not in found["val"]
+    stored = list(read_trajectories(tmp_path / "eval", "val/val", 0))
+    assert stored and all(record["outcome_is_score"] for record in stored)
+    with pytest.raises(ConfigError, match="remove the terms of `model`"):
+        saccade.evaluate(options, rescore=tmp_path / "eval" / "samples.jsonl", out=tmp_path / "b")
+
+
+def test_a_folder_that_is_no_reward_model(tmp_path: Path, rl_config: Make, word_model: str) -> None:
+    term = {"verifier": "model", "args": {"path": word_model}}
+    with pytest.raises(ConfigError, match="is no reward model"):
+        saccade.rl(rl_config(tmp_path) | {"reward.terms": [term]})
+    with pytest.raises(ConfigError, match=r"nowhere has no config.json"):
+        term = {"verifier": "model", "args": {"path": "nowhere"}}
+        saccade.rl(rl_config(tmp_path) | {"reward.terms": [term]})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("reward_head.safetensors", None, "reward_head.safetensors is missing"),
+        ("reward_head.safetensors", b"\x08\0\0\0\0\0\0\0{}", "is cut short in its header"),
+        ("model.safetensors", None, "model.safetensors is missing"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "model-2.safetensors"}}',
+            "model-2.safetensors is missing",
+        ),
+        ("config.json", b"{", "config.json cannot be read"),
+        ("config.json", b'{"reward_model": {"kind": "scalar"}}', "names neither heads nor tokens"),
+    ],
+)
+def test_a_damaged_reward_model_is_refused_before_the_run_has_a_folder(
+    tmp_path: Path, rl_config: Make, trained: Path, name: str, content: bytes | None, words: str
+) -> None:
+    copied = Path(shutil.copytree(trained, tmp_path / "rm"))
+    (copied / name).unlink(missing_ok=True)
+    if content is not None:
+        (copied / name).write_bytes(content)
+    term = {"verifier": "model", "args": {"path": str(copied)}}
+    with pytest.raises(ConfigError, match=words):
+        saccade.rl(rl_config(tmp_path) | {"reward.terms": [term]})
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_starts_from_a_reward_model_is_none(
+    tmp_path: Path, rl_config: Make, trained: Path
+) -> None:
+    learned = {"verifier": "model", "name": "taste", "args": {"path": str(trained)}}
+    options = rl_config(tmp_path, run__max_steps=1, model__path=str(trained))
+    last = saccade.rl(options | {"reward.terms": [learned, "exact"], "reward.self_test": "off"})
+    assert last["reward/accuracy"] == last["reward/exact"]  # a rule goes before a learned score
+    saved = tmp_path / "run" / "checkpoints" / "step-1"
+    assert read_card(saved) is None and not (saved / "reward_head.safetensors").exists()
+    learned["args"] = {"path": str(trained), "steps": "min"}
+    with pytest.raises(ConfigError, match=r"scores whole responses; drop steps=min"):
+        saccade.rl(rl_config(tmp_path, run__name="b") | {"reward.terms": [learned]})
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("reward_model.loss=hps; reward_model.margin=0.2", "margin: has no effect with loss=hps"),
+        ("reward_model.pooling_heads=2", "pooling_heads: has no effect without"),
+        ("reward_model.bounded=true; reward_model.center_coef=0.1", "where a sigmoid cannot go"),
+        ("reward_model.probe_layer=2", "is none of the 2 blocks of this model; give -2 to 1"),
+        ("reward_model.probe_layer=-3", "is none of the 2 blocks of this model; give -2 to 1"),
+        (
+            "reward_model.pooling=attention; reward_model.pooling_heads=3",
+            "pooling_heads: 3 does not divide the hidden size 64 of this model",
+        ),
+        ("reward_model.tokens=[1,2]", "reward_model.tokens: has no effect"),
+        ("dpo.beta=1", "has no effect in `saccade reward-model`"),
+        ("reward.terms=[math]", "has no effect in `saccade reward-model`"),
+        ("reward_model.heads={preference: 0}", "weights above 0"),
+    ],
+)
+def test_what_is_refused(config: Make, tmp_path: Path, override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        reward_model.run(load(config(tmp_path), override.split("; ")))
+    assert words in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_defaults_and_the_dry_run(config: Make, tmp_path: Path) -> None:
+    plain = defaults_for("reward-model", load(None))
+    assert (plain.train.lr, plain.reward_model.max_tokens) == (9e-6, 512)
+    process = defaults_for("reward-model", load({"reward_model.kind": "process"}))
+    assert (process.train.lr, process.reward_model.max_tokens) == (1e-6, 2048)
+    words = [f"{k}={json.dumps(v)}" for k, v in config(tmp_path).items() if k != "model.path"]
+    shown = CliRunner().invoke(
+        app, ["reward-model", *words, "model.path=tiny:qwen2_5_vl", "--dry-run"]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "pairs per step" in shown.output and "512 tokens" in shown.output
