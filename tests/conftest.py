@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+with suppress(ImportError):  # the environment of vLLM has no hypothesis
+    from hypothesis import settings
+
+    # The same examples in every run; --hypothesis-profile=default looks for new ones.
+    settings.register_profile("repeatable", derandomize=True)
+    settings.load_profile("repeatable")
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -32,6 +40,14 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("no folder of real data beside the repository")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """What a test draws does not depend on the tests that its process ran before."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
