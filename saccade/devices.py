@@ -110,9 +110,9 @@ def limit_memory(device: Any, gib: float) -> None:
 
     total = torch.cuda.mem_get_info(device)[1]
     share = min(1.0, max(0.0, gib - CONTEXT_GIB) * 2**30 / total)
-    # An index: torch refuses a plain "cuda" here.
-    index = torch.device(device).index or torch.cuda.current_device()
-    torch.cuda.set_per_process_memory_fraction(share, index)
+    index = torch.device(device).index  # torch refuses a plain "cuda" here
+    chosen = torch.cuda.current_device() if index is None else index
+    torch.cuda.set_per_process_memory_fraction(share, chosen)
 
 
 def unoccupied(wanted: str = "auto") -> Device:
