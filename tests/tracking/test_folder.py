@@ -111,7 +111,7 @@ from saccade.config import load
 from saccade.tracking.folder import RunFolder
 config = load({"run.out": sys.argv[1], "run.name": "first"})
 folder = RunFolder.open(config, command="rl", manifest={})
-worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3,))
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(40,))
 worker.start()
 print("open", flush=True)
 time.sleep(60)
@@ -129,7 +129,7 @@ def test_a_killed_process_lets_go_even_when_its_worker_lives(
             open_folder("run.resume=auto")
         process.send_signal(signal.SIGKILL)
         process.wait()
-        until = time.monotonic() + 2  # the worker may not have run yet; it sleeps for longer
+        until = time.monotonic() + 20  # the worker may not have run yet; it sleeps for longer
         while True:
             try:
                 open_folder("run.resume=auto").close()
