@@ -41,6 +41,11 @@ def _declare() -> None:
         _DECLARED.append(library)
 
 
+def acted() -> bool:
+    """Whether this torchvision works here alone, and not in a process that does without us."""
+    return bool(_DECLARED)
+
+
 def before_torchvision() -> None:
     if "torchvision" not in sys.modules:
         sys.meta_path.insert(0, _BeforeTorchvision())

@@ -14,6 +14,14 @@ from saccade.types import Completion, Group, Message, Request, Sample, Sampling
 NAME = "qwen2_5_vl"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_remembered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What vLLM learned of models in earlier runs of the tests would hide that it cannot now."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def family(family_of: Callable[[str], Any]) -> Any:
     return family_of(NAME)

@@ -12,6 +12,8 @@ named after the version of the weights. Kept ids of truncated sampling are not r
 from __future__ import annotations
 
 import gc
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from saccade.engines.vllm.weights import Announced, HandOver, renaming, sample_f
 from saccade.engines.weights import folder_shapes, in_memory
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.images.cache import ImageCache
+from saccade.models import mend
 from saccade.models.families import Family
 from saccade.types import Completion, Request
 
@@ -295,4 +298,16 @@ def _build(settings: Settings, family: Family, found: probing.Probe) -> Any:
         arguments["logits_processors"] = ["saccade.engines.vllm.worker:First"]
     if device.type == "cpu":
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE}
+    if mend.acted():
+        _inspect_here(settings.folder)
     return LLMEngine.from_engine_args(EngineArgs(**arguments | dict(settings.args)))
+
+
+def _inspect_here(folder: str) -> None:
+    """vLLM looks at the class of a model in a process of its own, where torchvision would die."""
+    from vllm import ModelRegistry
+
+    described = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    for name in described.get("architectures") or ():
+        if (known := ModelRegistry.models.get(name)) is not None:
+            ModelRegistry.register_model(name, known.load_model_cls())
