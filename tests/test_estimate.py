@@ -395,14 +395,6 @@ def test_a_run_that_cannot_fit_is_refused_unless_one_insists(large):
     assert "does not fit" in text
 
 
-def test_a_run_is_told_of_a_limit_that_limits_nothing(large):
-    (text,) = started(large, 120.0, "run.memory=121")
-    assert text == "run.memory=121 has no effect: GPU has 120.0 GiB to give"
-    config = load({"model.path": large, "run.memory": 2})
-    (text,) = preflight(config, load_family(large), [], device=devices.present("cpu"))
-    assert text == "run.memory=2 has no effect on a CPU; it is for a GPU"
-
-
 def test_a_run_starts_on_a_cpu_and_with_an_unknown_shape(large, tmp_path):
     config = load({"model.path": large})
     family = load_family(large)
