@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def test_targets_of_adapters_that_are_no_expression(rows: Path) -> None:
         ("train.min_lr=0.1", "train.min_lr", "train.schedule=linear"),
         ("train.betas=[0.9,1.0]", "train.betas", "[0.9,0.95]"),
         ("train.lr_scale={eyes: 1}", "train.lr_scale", "vision, projector, llm"),
+        ("train.lr_scale.vision=0", "train.lr_scale.vision", "; model.train=freeze:vision spares"),
         ("reward.terms=[]", "reward.terms", "reward.terms=[math]"),
         ("reward.clip=[1,-1]", "reward.clip", "reward.clip=[-1,1]"),
         ("save.best_metric=val/foo/accuracy", "save.best_metric", "=val/rows/accuracy"),
@@ -115,6 +117,23 @@ def test_eval_takes_the_file_of_a_training_run(rows: Path) -> None:
 )
 def test_the_remedies_work(rows: Path, overrides: list[str]) -> None:
     check(config(rows, *overrides), "rl")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (["model.train=freeze:re:embed"], "model.train=freeze:re:embed,vision"),
+        (["train.lr_scale.projector=0"], "model.train=freeze:vision,projector"),
+        (["model.train=lora", "model.lora.vision=true"], "model.lora.exclude=vision"),
+        (["model.train=lora", "model.lora.targets=llm,vision"], "model.lora.exclude=vision"),
+    ],
+)
+def test_a_tower_that_learns_nothing_is_frozen_by_its_option(
+    rows: Path, overrides: list[str], remedy: str
+) -> None:
+    for command in ("rl", "sft", "dpo", "reward-model"):
+        with pytest.raises(ConfigError, match=f"; {re.escape(remedy)} spares both"):
+            check(config(rows, "train.lr_scale.vision=0", *overrides), command)
 
 
 def test_all_problems_come_at_once(rows: Path) -> None:
