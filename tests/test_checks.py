@@ -97,6 +97,40 @@ def test_sft_refuses_what_it_does_not_read(rows: Path, override: str) -> None:
         check(config(rows, override), "sft")
 
 
+@pytest.mark.parametrize("command", ["sft", "dpo", "reward-model"])
+@pytest.mark.parametrize(
+    "override",
+    ["run.overcommit=true", "track.trajectories_every=5", "rollout.http.url=http://127.0.0.1/v1"],
+)
+def test_supervised_commands_refuse_what_only_others_read(
+    rows: Path, override: str, command: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config(rows, override, reward=False), command)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(override.partition("=")[0])
+    assert f"has no effect in `saccade {command}`" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("reward.terms=[math]", "nothing is sampled"),
+        ("rollout.max_tokens=64", "nothing is sampled"),
+        ("val.n=4", "nothing is sampled"),
+        ("val.log_generations=1", "nothing is sampled"),
+        ("generate.n=4", "nothing is sampled"),
+        ("data.max_prompt_tokens=99", "reward_model.max_tokens limits whole rows"),
+    ],
+)
+def test_a_reward_model_asks_for_no_answers(rows: Path, override: str, reason: str) -> None:
+    name = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=re.escape(f"{name}: has no effect")) as caught:
+        check(config(rows, override, reward=False), "reward-model")
+    assert f"({reason}); remove it" in str(caught.value)
+    check(config(rows, override, reward=False), "sft")
+
+
 def test_eval_takes_the_file_of_a_training_run(rows: Path) -> None:
     check(config(rows, "algorithm.preset=dapo", "train.updates_per_step=4"), "eval")
     check(config(rows, "rollout.memory_share=0.4", "rollout.parity_max=0.1"), "eval")
