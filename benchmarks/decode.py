@@ -16,6 +16,7 @@ import json
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,11 @@ from update import family_and_model
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.parity import trajectory
 from saccade.forest import pack
 from saccade.images import open_media
 from saccade.models.families import Family
-from saccade.types import (
-    Completion,
-    Group,
-    MediaSpan,
-    Request,
-    Sample,
-    Sampling,
-    Source,
-    Trajectory,
-)
+from saccade.types import Completion, Group, MediaSpan, Request, Sample, Sampling
 
 REPEATS = 8
 
@@ -111,22 +104,11 @@ def gap(
     model: Any, family: Family, asked: list[Request], done: dict[str, Completion]
 ) -> dict[str, float]:
     """Between the engine's log-probs and the trainer's, over one group."""
-    members = []
-    for repeat, request in enumerate(asked[:REPEATS]):
-        answer = done[request.key]
-        n, m = len(request.ids), len(answer.ids)
-        members.append(
-            Trajectory(
-                sample_id="g",
-                repeat=repeat,
-                ids=np.concatenate([request.ids, answer.ids]),
-                sources=np.array([Source.PROMPT] * n + [Source.POLICY] * m, np.int8),
-                logprobs=np.concatenate([np.full(n, np.nan), answer.logprobs]).astype(np.float32),
-                versions=np.full(n + m, -1, np.int32),
-                media=request.media,
-            )
-        )
-    group = Group(sample=Sample(id="g", messages=()), uid="g", trajectories=tuple(members))
+    members = tuple(
+        replace(trajectory(request, done[request.key]), sample_id="g", repeat=repeat)
+        for repeat, request in enumerate(asked[:REPEATS])
+    )
+    group = Group(sample=Sample(id="g", messages=()), uid="g", trajectories=members)
     batches = pack([group], positions=family.positions, micro_tokens=1 << 20)
     scored = LocalBackend(model, family).logprobs(batches, Scoring())
     apart = np.abs(

@@ -115,7 +115,7 @@ def _print_plan(config: Config, name: str) -> None:
     from saccade.plan import plan
 
     algorithm = from_config(config) if name == "rl" else None
-    if algorithm is not None and (config.reward.terms or config.reward.preset):
+    if config.reward.given:
         from saccade.rewards.resolve import resolve_recipes
 
         resolve_recipes(  # refuses unknown verifiers

@@ -115,6 +115,15 @@ def limit_memory(device: Any, gib: float) -> None:
     torch.cuda.set_per_process_memory_fraction(share, chosen)
 
 
+def no_limit(gib: float | None, device: Device) -> str | None:
+    """Why `run.memory` limits nothing on this device; None where it does, or is not set."""
+    if gib is None or (device.is_gpu and gib <= device.memory):
+        return None
+    if not device.is_gpu:
+        return f"run.memory={gib:g} has no effect on a CPU; it is for a GPU"
+    return f"run.memory={gib:g} has no effect: {device.name} has {device.memory:.1f} GiB to give"
+
+
 def unoccupied(wanted: str = "auto") -> Device:
     """The device of this process with the memory that others have left."""
     import torch

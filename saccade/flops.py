@@ -1,10 +1,10 @@
 """FLOPs and bytes that a phase needs, counted from shapes alone.
 
 What is counted is what the work needs, not what a kernel happens to do: a trunk once however many
-leaves it has, a key only for the queries that see it (its ancestors, half of a causal square),
-an image once per node that holds it, no padding. Recomputed activations are counted apart and are
-no useful work. Reads the shape of a model and the records of a step; knows nothing of weights or
-clocks.
+leaves it has, a key only for the queries that see it (its ancestors, half of a causal square), a
+picture or a sound once per node that holds it, no padding. Recomputed activations are counted apart
+and are no useful work. Reads the shape of a model and the records of a step; knows nothing of
+weights or clocks.
 
     shape = shape_of(model.config)
     work = forward(shape, batch)
@@ -17,20 +17,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from saccade.shapes import Shape, Stack, Vision
-from saccade.types import Batch, Group, Trajectory
+from saccade.shapes import Audio, Shape, Stack, Vision
+from saccade.types import Batch, Group, MediaSpan, Trajectory
 
 Mode = Literal["full", "adapter", "frozen"]
-Grid = tuple[int, int, int]
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its doubly quantised scales
-TOWERS = ("vision", "projector", "llm")
+SENSES = ("vision", "audio")
+TOWERS = (*SENSES, "projector", "llm")
 
 
 # -- one forward -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensed:
+    """FLOPs of a tower over pictures or sounds, and of the projector behind it."""
+
+    inputs: float = 0.0  # first product with pixels or mel frames, which want no gradient
+    stem: float = 0.0  # what follows before the blocks
+    blocks: float = 0.0  # their matrices
+    attention: float = 0.0
+    projector: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    def __add__(self, other: Sensed) -> Sensed:
+        return _sum(self, other)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +58,25 @@ class Forward:
     text: float = 0.0  # matrices of the decoder's layers
     text_attention: float = 0.0
     head: float = 0.0  # logits that are read
-    patches: float = 0.0  # embedding of pixels
-    vision: float = 0.0  # matrices of the tower's blocks
-    vision_attention: float = 0.0
-    projector: float = 0.0
     adapters: float = 0.0
+    vision: Sensed = field(default_factory=Sensed)
+    audio: Sensed = field(default_factory=Sensed)
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, part.name) for part in fields(self))
+        decoder = self.text + self.text_attention + self.head
+        return decoder + self.adapters + self.vision.total + self.audio.total
 
     def __add__(self, other: Forward) -> Forward:
-        names = [part.name for part in fields(self)]
-        return Forward(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return _sum(self, other)
+
+
+Parts = TypeVar("Parts", Sensed, Forward)
+
+
+def _sum(one: Parts, other: Parts) -> Parts:
+    names = [part.name for part in fields(one)]
+    return type(one)(**{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +94,7 @@ class Training:
     @property
     def towers_stand(self) -> bool:
         """Then a picture is looked at once, however often it is shown."""
-        return self.mode("vision") == self.mode("projector") == "frozen"
+        return all(self.mode(tower) == "frozen" for tower in (*SENSES, "projector"))
 
 
 FULL = Training()
@@ -93,15 +117,15 @@ def forward(
     batch: Batch,
     *,
     head: bool = True,
-    pictures: bool = True,
+    media: bool = True,
     training: Training = FULL,
 ) -> Forward:
-    """A forest, its pictures and the logits at its reads."""
+    """A forest, its media and the logits at its reads."""
     return count(
         shape,
         depths=token_depths(batch.node_starts, batch.parents),
         reads=len(batch.reads) if head else 0,
-        grids=[span.grid for span in batch.media] if pictures else (),
+        media=batch.media if media else (),
         training=training,
     )
 
@@ -111,7 +135,7 @@ def count(
     *,
     depths: np.ndarray,
     reads: int,
-    grids: Sequence[Grid] = (),
+    media: Sequence[MediaSpan] = (),
     training: Training = FULL,
 ) -> Forward:
     """`depths`: how many tokens each token sees before itself."""
@@ -126,18 +150,22 @@ def count(
         head=2.0 * reads * shape.head_weights,
         adapters=2.0 * tokens * training.adapters.get("llm", 0),
     )
-    return work + pictures(shape, grids, training)
+    return work + sensed(shape, media, training)
 
 
-def pictures(shape: Shape, grids: Iterable[Grid], training: Training = FULL) -> Forward:
-    """Towers and projector alone."""
-    if shape.vision is None:
-        return Forward()
-    return sum((_picture(shape.vision, grid, training) for grid in grids), Forward())
+def sensed(shape: Shape, media: Iterable[MediaSpan], training: Training = FULL) -> Forward:
+    """Towers and projectors alone. Time series have a small encoder, which is not counted."""
+    work = Forward()
+    for span in media:
+        if shape.audio is not None and span.media.kind == "audio":
+            work += _sound(shape.audio, span, training)
+        if shape.vision is not None and span.media.kind in ("image", "video"):
+            work += _picture(shape.vision, span, training)
+    return work
 
 
-def _picture(vision: Vision, grid: Grid, training: Training) -> Forward:
-    frames, rows, columns = grid
+def _picture(vision: Vision, span: MediaSpan, training: Training) -> Forward:
+    frames, rows, columns = span.grid
     patches, blocks = frames * rows * columns, vision.blocks
     whole = frames * float(rows * columns) ** 2  # a frame is a sequence of its own
     windowed = (
@@ -145,13 +173,35 @@ def _picture(vision: Vision, grid: Grid, training: Training) -> Forward:
     )
     merged = patches / vision.merge**2
     return Forward(
-        patches=2.0 * patches * vision.patch_inputs * blocks.hidden,
-        vision=2.0 * patches * blocks.weights,
-        vision_attention=blocks.pair_flops
-        * (vision.full_layers * whole + (blocks.layers - vision.full_layers) * windowed),
-        projector=2.0 * merged * sum(m * n for m, n in vision.projector),
+        vision=Sensed(
+            inputs=2.0 * patches * vision.patch_inputs * blocks.hidden,
+            blocks=2.0 * patches * blocks.weights,
+            attention=blocks.pair_flops
+            * (vision.full_layers * whole + (blocks.layers - vision.full_layers) * windowed),
+            projector=2.0 * merged * sum(m * n for m, n in vision.projector),
+        ),
         adapters=2.0 * patches * training.adapters.get("vision", 0)
         + 2.0 * merged * training.adapters.get("projector", 0),
+    )
+
+
+def _sound(audio: Audio, span: MediaSpan, training: Training) -> Forward:
+    """Of the frames that are heard: silence that fills up half a minute is padding."""
+    frames, blocks = span.grid[2], audio.blocks
+    window = audio.window or frames
+    windows = np.diff([*range(0, frames, window), frames])
+    halves = (windows + 1) // 2
+    heard = float(halves.sum())
+    return Forward(
+        audio=Sensed(
+            inputs=2.0 * frames * audio.kernel * audio.mels * blocks.hidden,
+            stem=2.0 * heard * audio.kernel * blocks.hidden**2,
+            blocks=2.0 * heard * blocks.weights,
+            attention=blocks.pair_flops * blocks.layers * float((halves**2).sum()),
+            projector=2.0 * span.length * sum(m * n for m, n in audio.projector),
+        ),
+        adapters=2.0 * heard * training.adapters.get("audio", 0)
+        + 2.0 * span.length * training.adapters.get("projector", 0),
     )
 
 
@@ -177,17 +227,19 @@ def token_depths(starts: np.ndarray, parents: np.ndarray) -> np.ndarray:
 
 
 def backward(work: Forward, training: Training) -> float:
-    """Twice the forward, less what nobody asks for: gradients of frozen matrices, of pixels, and
-    everything below the first tower that learns.
+    """Twice the forward, less what nobody asks for: gradients of frozen matrices, of pixels and mel
+    frames, and everything below the first tower that learns.
     """
-    vision, projector, llm = (training.mode(tower) for tower in TOWERS)
+    projector, llm = training.mode("projector"), training.mode("llm")
     total = 2.0 * work.adapters
-    if vision != "frozen":
-        total += (vision == "full") * (work.patches + work.vision)
-        total += work.vision + 2 * work.vision_attention
-    if (vision, projector) != ("frozen", "frozen"):
-        total += (1 + (projector == "full")) * work.projector
-    if (vision, projector, llm) != ("frozen", "frozen", "frozen"):
+    for sense, own in (("vision", work.vision), ("audio", work.audio)):
+        tower = training.mode(sense)
+        if tower != "frozen":
+            total += (tower == "full") * (own.inputs + 2 * own.stem + own.blocks)
+            total += own.blocks + 2 * own.attention
+        if (tower, projector) != ("frozen", "frozen"):
+            total += (1 + (projector == "full")) * own.projector
+    if any(training.mode(tower) != "frozen" for tower in TOWERS):
         total += (1 + (llm == "full")) * (work.text + work.head) + 2 * work.text_attention
     return total
 
@@ -197,8 +249,10 @@ def recomputed(shape: Shape, work: Forward, training: Training) -> float:
     gradient passes.
     """
     total = work.text * _until_last(shape.text) + work.text_attention + work.adapters
-    if shape.vision is not None and training.mode("vision") != "frozen":
-        total += work.vision * _until_last(shape.vision.blocks) + work.vision_attention
+    towers = {"vision": (shape.vision, work.vision), "audio": (shape.audio, work.audio)}
+    for sense, (tower, own) in towers.items():
+        if tower is not None and training.mode(sense) != "frozen":
+            total += own.blocks * _until_last(tower.blocks) + own.attention
     return total
 
 
@@ -219,7 +273,7 @@ def _until_last(stack: Stack) -> float:
 class Generation:
     """What sampling some groups needs at least, however it is scheduled."""
 
-    prefill: Forward  # prompts once per group, what environments said, and all pictures
+    prefill: Forward  # prompts once per group, what environments said, and all media
     decode: Forward  # sampled tokens
     sampled: int
     longest: int  # most tokens that one member sampled
@@ -257,8 +311,8 @@ def generation(
     contexts = 0
     for prompt, members in _shared_prompts(groups):
         start, steps = prompt.prompt_length, []
-        grids = [span.grid for span in prompt.media if span.start < start]
-        prefill += count(shape, depths=np.arange(start), reads=1, grids=grids, training=training)
+        shown = [span for span in prompt.media if span.start < start]
+        prefill += count(shape, depths=np.arange(start), reads=1, media=shown, training=training)
         for member in members:
             policy = np.flatnonzero(member.policy_mask)
             if not len(policy):
@@ -266,8 +320,8 @@ def generation(
             sampled.append(len(policy))
             rest = np.arange(start, policy[-1])  # the last sampled token is never an input
             own = member.policy_mask[rest]
-            later = [span.grid for span in member.media if span.start >= start]
-            prefill += count(shape, depths=rest[~own], reads=0, grids=later, training=training)
+            later = [span for span in member.media if span.start >= start]
+            prefill += count(shape, depths=rest[~own], reads=0, media=later, training=training)
             # Its first logits came with the prompt, and were shared.
             decode += count(shape, depths=rest[own], reads=len(policy) - 1, training=training)
             contexts += int((rest[own] + 1 - start).sum())

@@ -149,14 +149,40 @@ def _node_of(batch: Batch, tokens: np.ndarray) -> np.ndarray:
 def _trees(groups: Sequence[Group], budget: int | None, ends: bool) -> Iterator[_Tree]:
     for index, group in enumerate(groups):
         members = [t for t in group.trajectories if t.trained and t.response_length]
+        if not members:
+            continue
+        whole = _tree(members, index, ends)
+        if budget is None or whole.tokens <= budget:
+            yield whole
+            continue
+        taken = len(members) * budget // whole.tokens
         while members:
-            taken = len(members)
-            tree = _tree(members, index, ends)
-            while budget is not None and tree.tokens > budget and taken > 1:
-                taken = max(1, min(taken - 1, taken * budget // tree.tokens))
-                tree = _tree(members[:taken], index, ends)
+            tree = _fitting(members, index, ends, budget, guess=taken)
             yield tree
+            taken = len(tree.members)
             members = members[taken:]
+
+
+def _fitting(
+    members: Sequence[Trajectory], group: int, ends: bool, budget: int, *, guess: int
+) -> _Tree:
+    """The tree of as many members, from the first on, as fit the budget, and of one at least.
+
+    Looks further and further from the guess, then halves what is left: a tree costs as much as it
+    has members, and most neighbours in a group take about as many.
+    """
+    fits, too_many = 0, len(members) + 1
+    count, step = max(1, min(guess, len(members))), 1
+    while too_many - fits > 1:
+        tree = _tree(members[:count], group, ends)
+        if tree.tokens <= budget or count == 1:
+            found, fits, count = tree, count, count + step
+        else:
+            too_many, count = count, count - step
+        step *= 2
+        if not fits < count < too_many:
+            count = (fits + too_many) // 2
+    return found
 
 
 def _tree(members: Sequence[Trajectory], group: int, with_ends: bool) -> _Tree:

@@ -6,7 +6,7 @@ read from its config. Knows no weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +76,25 @@ class Vision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Audio:
+    """A tower over mel frames and the projector behind it. The second of two convolutions halves
+    the frames, a mean halves them again.
+    """
+
+    blocks: Stack
+    mels: int  # numbers of one frame
+    kernel: int  # frames that a convolution sees at a time
+    projector: tuple[tuple[int, int], ...]
+    window: int | None  # frames that attend to each other; None: those of the whole sound
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shape:
     text: Stack
     vocabulary: int
     windows: tuple[int | None, ...]  # of each decoder layer
     vision: Vision | None = None
+    audio: Audio | None = None
 
     @property
     def head_weights(self) -> int:
@@ -94,7 +108,7 @@ class Shape:
 # -- from a config ---------------------------------------------------------------------------------
 
 # Decoders with four attention matrices and a gated MLP in every layer.
-GATED = ("qwen2", "qwen3", "llama", "qwen2_vl_text", "qwen2_5_vl_text")
+GATED = ("qwen2", "qwen3", "llama", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")  # experts in every layer instead of the MLP
 KNOWN = (*GATED, *MIXTURES)
 
@@ -102,8 +116,8 @@ KNOWN = (*GATED, *MIXTURES)
 def shape_of(config: Any) -> Shape | None:
     """From a transformers config; None for an architecture that is not known here."""
     text = config.get_text_config()
-    towers = {"qwen2_vl": _qwen2_vision, "qwen2_5_vl": _qwen2_5_vision}
-    if text.model_type not in KNOWN or not (text is config or config.model_type in towers):
+    known = text is config or config.model_type in TOWERS
+    if text.model_type not in KNOWN or not known:
         return None
     if getattr(text, "mlp_only_layers", None) or getattr(text, "decoder_sparse_step", 1) != 1:
         return None  # layers that differ
@@ -135,7 +149,7 @@ def shape_of(config: Any) -> Shape | None:
         ),
         vocabulary=text.vocab_size,
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
-        vision=None if text is config else towers[config.model_type](config.vision_config),
+        **({} if text is config else TOWERS[config.model_type](config)),
     )
 
 
@@ -217,3 +231,40 @@ def _tower(
         window=window,
         full_layers=full,
     )
+
+
+def _hearing(audio: Any, *, out: int, window: int | None) -> Audio:
+    hidden, wide = audio.d_model, audio.encoder_ffn_dim
+    return Audio(
+        blocks=Stack(
+            layers=audio.encoder_layers,
+            hidden=hidden,
+            heads=audio.encoder_attention_heads,
+            key_heads=audio.encoder_attention_heads,
+            head_size=hidden // audio.encoder_attention_heads,
+            intermediate=wide,
+            linears=(*[(hidden, hidden)] * 4, (hidden, wide), (wide, hidden)),
+        ),
+        mels=audio.num_mel_bins,
+        kernel=3,
+        projector=((hidden, out),),
+        window=window,
+    )
+
+
+# What stands before a decoder, by the type of the whole.
+TOWERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "qwen2_vl": lambda config: {"vision": _qwen2_vision(config.vision_config)},
+    "qwen2_5_vl": lambda config: {"vision": _qwen2_5_vision(config.vision_config)},
+    "qwen2_audio": lambda config: {
+        "audio": _hearing(config.audio_config, out=config.text_config.hidden_size, window=None)
+    },
+    "qwen2_5_omni_thinker": lambda config: {
+        "vision": _qwen2_5_vision(config.vision_config),
+        "audio": _hearing(
+            config.audio_config,
+            out=config.audio_config.output_dim,
+            window=2 * config.audio_config.n_window,
+        ),
+    },
+}

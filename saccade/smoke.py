@@ -17,6 +17,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+from saccade.checks import unread
 from saccade.config import Config, load
 from saccade.data.sources import parse_address
 from saccade.data.suites import problems
@@ -101,7 +102,8 @@ def smoke(config: Config, command: str) -> Config:
     tree = config.model_dump(exclude_unset=True)
     for name in OF_OTHER_ENGINES:
         tree.get("rollout", {}).pop(name, None)
-    return load(tree, _options(changes))
+    read = {name: value for name, value in changes.items() if not unread(name, command)}
+    return load(tree, _options(read))
 
 
 def with_examples(

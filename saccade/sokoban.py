@@ -4,8 +4,7 @@ Level text: `#` wall, blank floor, `.` goal, `$` box, `*` box on goal, `@` playe
 goal; or a grid of integers (0 wall, 1 floor, 2 goal, 3 box on goal, 4 box, 5 player, 6 player on
 goal). What lies under a box or the player is remembered.
 
-    >>> start = parse("#####\\n#@$.#\\n#####")
-    >>> moved, reward = move(start, "right")
+    >>> moved, reward = move(start("#####\\n#@$.#\\n#####"), "right")
     >>> moved.solved, round(reward, 1)
     (True, 10.9)
 """
@@ -81,6 +80,14 @@ def parse(level: str | Sequence[Any]) -> State:
         boxes=boxes,
         player=next(iter(players)),
     )
+
+
+def start(level: str | Sequence[Any]) -> State:
+    """A level to play. Raises ValueError also where nothing is left to do: any move would pay."""
+    state = parse(level)
+    if state.solved:
+        raise ValueError("a level is solved at its start: every box stands on a goal")
+    return state
 
 
 def _mark(number: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def test_targets_of_adapters_that_are_no_expression(rows: Path) -> None:
         ("train.min_lr=0.1", "train.min_lr", "train.schedule=linear"),
         ("train.betas=[0.9,1.0]", "train.betas", "[0.9,0.95]"),
         ("train.lr_scale={eyes: 1}", "train.lr_scale", "vision, projector, llm"),
+        ("train.lr_scale.vision=0", "train.lr_scale.vision", "; model.train=freeze:vision spares"),
         ("reward.terms=[]", "reward.terms", "reward.terms=[math]"),
         ("reward.clip=[1,-1]", "reward.clip", "reward.clip=[-1,1]"),
         ("save.best_metric=val/foo/accuracy", "save.best_metric", "=val/rows/accuracy"),
@@ -95,6 +97,40 @@ def test_sft_refuses_what_it_does_not_read(rows: Path, override: str) -> None:
         check(config(rows, override), "sft")
 
 
+@pytest.mark.parametrize("command", ["sft", "dpo", "reward-model"])
+@pytest.mark.parametrize(
+    "override",
+    ["run.overcommit=true", "track.trajectories_every=5", "rollout.http.url=http://127.0.0.1/v1"],
+)
+def test_supervised_commands_refuse_what_only_others_read(
+    rows: Path, override: str, command: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config(rows, override, reward=False), command)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(override.partition("=")[0])
+    assert f"has no effect in `saccade {command}`" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("reward.terms=[math]", "nothing is sampled"),
+        ("rollout.max_tokens=64", "nothing is sampled"),
+        ("val.n=4", "nothing is sampled"),
+        ("val.log_generations=1", "nothing is sampled"),
+        ("generate.n=4", "nothing is sampled"),
+        ("data.max_prompt_tokens=99", "reward_model.max_tokens limits whole rows"),
+    ],
+)
+def test_a_reward_model_asks_for_no_answers(rows: Path, override: str, reason: str) -> None:
+    name = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=re.escape(f"{name}: has no effect")) as caught:
+        check(config(rows, override, reward=False), "reward-model")
+    assert f"({reason}); remove it" in str(caught.value)
+    check(config(rows, override, reward=False), "sft")
+
+
 def test_eval_takes_the_file_of_a_training_run(rows: Path) -> None:
     check(config(rows, "algorithm.preset=dapo", "train.updates_per_step=4"), "eval")
     check(config(rows, "rollout.memory_share=0.4", "rollout.parity_max=0.1"), "eval")
@@ -115,6 +151,23 @@ def test_eval_takes_the_file_of_a_training_run(rows: Path) -> None:
 )
 def test_the_remedies_work(rows: Path, overrides: list[str]) -> None:
     check(config(rows, *overrides), "rl")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (["model.train=freeze:re:embed"], "model.train=freeze:re:embed,vision"),
+        (["train.lr_scale.projector=0"], "model.train=freeze:vision,projector"),
+        (["model.train=lora", "model.lora.vision=true"], "model.lora.exclude=vision"),
+        (["model.train=lora", "model.lora.targets=llm,vision"], "model.lora.exclude=vision"),
+    ],
+)
+def test_a_tower_that_learns_nothing_is_frozen_by_its_option(
+    rows: Path, overrides: list[str], remedy: str
+) -> None:
+    for command in ("rl", "sft", "dpo", "reward-model"):
+        with pytest.raises(ConfigError, match=f"; {re.escape(remedy)} spares both"):
+            check(config(rows, "train.lr_scale.vision=0", *overrides), command)
 
 
 def test_all_problems_come_at_once(rows: Path) -> None:

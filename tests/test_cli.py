@@ -168,6 +168,14 @@ def test_dry_run_of_the_other_commands(command: str, counting: Path) -> None:
     assert "24" in result.stdout.partition("Batch arithmetic")[2]
 
 
+@pytest.mark.parametrize("command", ["rl", "sft", "dpo", "eval", "generate"])
+def test_dry_run_refuses_rewards_that_nobody_knows(command: str, counting: Path) -> None:
+    data = [f"data.{name}={counting}" for name in ("train", "val")]
+    for given in ("reward.terms=[cuont]", "reward.by_source={counting: cuont}"):
+        result = run(command, "model.path=tiny:qwen2_5_vl", *data, given, "--dry-run")
+        assert result.exit_code == 2 and "did you mean 'count'?" in result.stderr
+
+
 def test_arithmetic_of_an_uneven_step() -> None:
     config = load({"train.prompts_per_step": 10})
     rows = dict(plan(config, "rl", samples_per_prompt=4, updates_per_step=3))

@@ -31,9 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 FILES = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
 FAMILIES = {  # that --smoke takes, guessed by the name of a model that is not here
-    "clevr_grpo": "qwen2_vl",
     "continue_pretrain": "qwen2",
-    "dapo_math": "qwen3",
     "dpo": "qwen2_5_vl",
     "easyr1_clevr": "qwen2_5_vl",
     "easyr1_dapo17k": "qwen3",
@@ -50,7 +48,6 @@ FAMILIES = {  # that --smoke takes, guessed by the name of a model that is not h
     "easyr1_math_qwen3_lora": "qwen3",
     "easyr1_multi_image": "qwen2_5_vl",
     "ecg_grpo": "qwen2",
-    "geo3k_grpo": "qwen2_5_vl",
     "gsm8k_grpo": "qwen2",
     "iter_dpo": "qwen2_5_vl",
     "kd": "qwen2_5_vl",
@@ -85,7 +82,6 @@ FAMILIES = {  # that --smoke takes, guessed by the name of a model that is not h
     "r1v_sft": "qwen2_vl",
     "rejection_sampling": "qwen2_5_vl",
     "rm": "qwen2_5_vl",
-    "sft_demonstrations": "qwen2_vl",
     "text_grpo": "llama",
     "text_ppo": "llama",
     "text_rpp": "llama",
@@ -204,8 +200,6 @@ def test_rl_as_in_lightrft_warms_up_and_falls_to_a_tenth(name: str) -> None:
 
 # What the right answer earns in the shape that the prompt asks for: answer and format together.
 FULL = {
-    "clevr_grpo": 2.0,
-    "dapo_math": 1.0,
     "easyr1_clevr": 1.0,
     "easyr1_dapo17k": 1.0,
     "easyr1_geo3k_cispo": 1.0,
@@ -221,7 +215,6 @@ FULL = {
     "easyr1_math_qwen3_lora": 1.0,
     "easyr1_multi_image": 1.0,
     "ecg_grpo": 1.0,
-    "geo3k_grpo": 1.0,
     "gsm8k_grpo": 1.0,
     "iter_dpo": 1.5,
     "lightrft_aqa": 2.0,

@@ -13,7 +13,7 @@ from saccade import devices, flops
 from saccade.algorithms.build import from_config
 from saccade.cli import app
 from saccade.config import LoraConfig, load
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.estimate import estimate, show, sizing
 from saccade.estimate.advice import levers
 from saccade.estimate.plan import make_plan
@@ -395,14 +395,6 @@ def test_a_run_that_cannot_fit_is_refused_unless_one_insists(large):
     assert "does not fit" in text
 
 
-def test_a_run_is_told_of_a_limit_that_limits_nothing(large):
-    (text,) = started(large, 120.0, "run.memory=121")
-    assert text == "run.memory=121 has no effect: GPU has 120.0 GiB to give"
-    config = load({"model.path": large, "run.memory": 2})
-    (text,) = preflight(config, load_family(large), [], device=devices.present("cpu"))
-    assert text == "run.memory=2 has no effect on a CPU; it is for a GPU"
-
-
 def test_a_run_starts_on_a_cpu_and_with_an_unknown_shape(large, tmp_path):
     config = load({"model.path": large})
     family = load_family(large)
@@ -534,7 +526,14 @@ def test_an_unknown_architecture_is_refused(tmp_path):
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(described | {"model_type": "phi"}))
     config = load({"model.path": str(folder)})
-    with pytest.raises(Exception, match="shapes of a phi are not known"):
+    with pytest.raises(Exception, match="memory of a phi is not known"):
+        estimate(config, H200, prompt_tokens=10)
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni_thinker"])
+def test_a_tower_that_hears_is_refused(name, tmp_path):
+    config = load({"model.path": tiny.build(name, tmp_path / "model")})
+    with pytest.raises(EnvironmentProblem, match=f"memory of a {name} is not known.* hears"):
         estimate(config, H200, prompt_tokens=10)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from saccade import flops, shapes
+from saccade import flops, shapes, sounds
 from saccade.algorithms.build import resolve
 from saccade.attention import paths
 from saccade.backends import Scoring
@@ -17,10 +17,12 @@ from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.engines.embedded.rows import find_families
 from saccade.forest import pack
 from saccade.models.load import freeze
-from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
+from saccade.recipes.dialogues import compared
+from saccade.types import Batch, Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+HEARING = {"qwen2_audio": 30.0, "qwen2_5_omni": 4.0}  # seconds that need no padding
 ALGORITHM = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.0}), max_tokens=64)
 SCORING = Scoring()
 
@@ -69,6 +71,27 @@ def forest(family, grow, *, images: int, seed: int = 0) -> Batch:
     return replace(batch, scales=np.full(len(batch.reads), 0.01, np.float32))
 
 
+def noise(seconds: float) -> Media:
+    samples = np.random.default_rng(0).normal(size=round(seconds * 16_000))
+    return sounds.open_sound(samples.astype("f4") * 0.1)
+
+
+def dialogue_about(family, *media: Media) -> Batch:
+    replies = [(Message(role="assistant", parts=(text,)),) for text in ("rain", "a bell")]
+    asked = (Message(role="user", parts=(*media, "what?")),)
+    sample = Sample(id="s", messages=asked, candidates=tuple(replies))
+    (batch,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
+    reads = len(batch.reads)
+    return replace(
+        batch, scales=np.full(reads, 0.01, np.float32), advantages=np.ones(reads, np.float32)
+    )
+
+
+def heard_and_seen(name: str, family, image) -> Batch:
+    seen = [image(84, 56)] if "omni" in name else []
+    return dialogue_about(family, noise(HEARING[name]), *seen)
+
+
 def backend_of(model, family, *, checkpointing: bool = False) -> LocalBackend:
     return LocalBackend(model, family, TrainConfig(), checkpointing=checkpointing)
 
@@ -81,17 +104,26 @@ def training_of(model, family) -> flops.Training:
 # -- against the counter ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *HEARING])
 def test_every_matrix_is_counted(name, family_of, load):
     model = load(name)
     shape = shapes.shape_of(model.config)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     counted = shape.text.weights + shape.head_weights
-    if shape.vision is not None:
-        counted += shape.vision.blocks.weights + sum(m * n for m, n in shape.vision.projector)
-        linear_patches = model.model.visual.patch_embed.proj.weight.numel()
-        assert linear_patches == shape.vision.patch_inputs * shape.vision.blocks.hidden
+    for tower in (shape.vision, shape.audio):
+        if tower is not None:
+            counted += tower.blocks.weights + sum(m * n for m, n in tower.projector)
     assert counted == linear
+    convolved = {
+        m.weight.numel()
+        for m in model.modules()
+        if isinstance(m, (torch.nn.Conv1d, torch.nn.Conv3d))
+    }
+    if shape.vision is not None:
+        assert shape.vision.patch_inputs * shape.vision.blocks.hidden in convolved
+    if shape.audio is not None:
+        hidden, mels = shape.audio.blocks.hidden, shape.audio.mels
+        assert {3 * mels * hidden, 3 * hidden**2} <= convolved
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -114,7 +146,42 @@ def test_the_forward_of_a_forest(name, family_of, load, grow, exact_attention):
     work = flops.forward(shapes.shape_of(model.config), batch)
     counted = measured(lambda: backend.logprobs([batch], SCORING))
     assert work.total == pytest.approx(counted, rel=0.01)
-    assert (work.vision > 0) == name.endswith("vl")
+    assert (work.vision.blocks > 0) == name.endswith("vl")
+
+
+@pytest.mark.parametrize("name", HEARING)
+def test_the_forward_of_sounds(name, family_of, load, image, exact_attention):
+    family, model = family_of(name), load(name)
+    batch, backend = heard_and_seen(name, family, image), backend_of(model, family)
+    work = flops.forward(shapes.shape_of(model.config), batch)
+    counted = measured(lambda: backend.logprobs([batch], SCORING))
+    assert work.total == pytest.approx(counted, rel=0.01)
+    assert work.audio.total > 0.5 * work.total
+
+
+def test_of_a_sound_counts_what_is_heard(family_of, load):
+    """Half a minute of a tower that looks at all of it, windows of two seconds of the other."""
+    half, whole = (dialogue_about(family_of("qwen2_audio"), noise(s)) for s in (15.0, 30.0))
+    shape = shapes.shape_of(load("qwen2_audio").config)
+    one, other = (flops.forward(shape, batch).audio for batch in (half, whole))
+    assert (one.inputs, one.stem, one.blocks) == tuple(
+        part / 2 for part in (other.inputs, other.stem, other.blocks)
+    )
+    assert one.projector == other.projector / 2 and one.attention == other.attention / 4
+    shape = shapes.shape_of(load("qwen2_5_omni").config)
+    work = flops.forward(shape, dialogue_about(family_of("qwen2_5_omni"), noise(5.01))).audio
+    pairs = 100**2 + 100**2 + 51**2  # of 501 frames: 200, 200 and 101, every other of them
+    assert work.attention == 2 * 4 * 64 * pairs and work.projector == 2 * 125 * 64 * 64
+
+
+def test_a_series_is_no_picture(load, image):
+    shape, picture = shapes.shape_of(load("qwen2_5_vl").config), image()
+    spans = [
+        MediaSpan(media=replace(picture, kind=kind), start=0, length=4, grid=(1, 4, 4))
+        for kind in ("series", "image")
+    ]
+    assert flops.sensed(shape, spans) == flops.sensed(shape, spans[1:])
+    assert flops.sensed(shape, spans[:1]).total == 0
 
 
 def test_the_measuring_attention_is_the_real_one(family_of, load, grow, monkeypatch):
@@ -149,9 +216,23 @@ def test_a_training_step(name, train, family_of, load, grow, exact_attention):
     backend = backend_of(model, family)
     shape, training = shapes.shape_of(model.config), training_of(model, family)
     stands = train == "freeze:vision,projector"
-    work = flops.forward(shape, batch, pictures=not stands)
+    work = flops.forward(shape, batch, media=not stands)
     if stands:  # then equal pictures are looked at once
-        work += flops.pictures(shape, {s.media.key: s.grid for s in batch.media}.values())
+        work += flops.sensed(shape, {s.media.key: s for s in batch.media}.values())
+    counted = measured(lambda: backend.train_step([batch], ALGORITHM, SCORING, lr=0.0))
+    assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "train", ["full", "freeze:vision", "freeze:audio,llm", "freeze:vision,audio,projector"]
+)
+def test_a_training_step_of_sounds(train, family_of, load, image, exact_attention):
+    name = "qwen2_5_omni"
+    family, model = family_of(name), load(name)
+    freeze(model, family, train)
+    batch, backend = heard_and_seen(name, family, image), backend_of(model, family)
+    shape, training = shapes.shape_of(model.config), training_of(model, family)
+    work = flops.forward(shape, batch)
     counted = measured(lambda: backend.train_step([batch], ALGORITHM, SCORING, lr=0.0))
     assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.01)
 
@@ -168,17 +249,20 @@ def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(
     lora.add(model, family, LoraConfig(rank=8), seed=0)
     batch, backend = forest(family, grow, images=1), backend_of(model, family)
     training = training_of(model, family)
-    assert training.modes == {"vision": "frozen", "projector": "frozen", "llm": "adapter"}
+    assert training.modes == dict.fromkeys(flops.TOWERS, "frozen") | {"llm": "adapter"}
     work = flops.forward(shape, batch, training=training)
     counted = measured(lambda: backend.train_step([batch], ALGORITHM, SCORING, lr=0.0))
     # The first of its two layers wants no gradient of its input, which is not subtracted.
     assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.025)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "mixtral"])
-def test_recomputation_is_counted_apart(name, family_of, load, grow, exact_attention):
-    family = family_of(name)
-    batch, counted = forest(family, grow, images=name.endswith("vl")), {}
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "mixtral", "qwen2_5_omni"])
+def test_recomputation_is_counted_apart(name, family_of, load, grow, image, exact_attention):
+    family, counted = family_of(name), {}
+    if name in HEARING:
+        batch = heard_and_seen(name, family, image)
+    else:
+        batch = forest(family, grow, images=name.endswith("vl"))
     for checkpointing in (False, True):
         model = load(name)
         model.set_experts_implementation("eager")
@@ -213,7 +297,7 @@ def test_a_sliding_window_limits_the_keys():
     assert work.text_attention == 4 * 4 * 8 * (55 + 1 + 2 + 3 + 7 * 4)
 
 
-def test_windows_of_a_picture_that_they_do_not_tile():
+def test_windows_of_a_picture_that_they_do_not_tile(image):
     vision = shapes.Vision(
         blocks=tiny_shape().text,
         patch_inputs=12,
@@ -225,10 +309,13 @@ def test_windows_of_a_picture_that_they_do_not_tile():
     # 6 x 5 merged patches: windows of 4+2 rows and 4+1 columns; each merged patch is 4 patches.
     squares = sum((4 * a * b) ** 2 for a in (4, 2) for b in (4, 1))
     work = flops.count(
-        replace(tiny_shape(), vision=vision), depths=np.arange(1), reads=0, grids=[(1, 12, 10)]
+        replace(tiny_shape(), vision=vision),
+        depths=np.arange(1),
+        reads=0,
+        media=[MediaSpan(media=image(), start=0, length=30, grid=(1, 12, 10))],
     )
-    assert work.vision_attention == 4 * 4 * 8 * (squares + 120**2)
-    assert work.projector == 2 * 30 * 128 * 128
+    assert work.vision.attention == 4 * 4 * 8 * (squares + 120**2)
+    assert work.vision.projector == 2 * 30 * 128 * 128
 
 
 def tiny_shape() -> shapes.Shape:

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from saccade import forest
 from saccade.forest import MIN_BRANCH, has_media, pack, select
 from saccade.images import crop
 from saccade.types import READ_COLUMNS, Batch, Group, MediaSpan, Sample, Source, Trajectory
@@ -221,6 +222,27 @@ def test_a_group_over_the_budget_repeats_its_trunk_and_a_long_sequence_is_alone(
     assert [batch.keys for batch in batches] == [(("g", 0), ("g", 1)), (("g", 2), ("g", 3))]
     batches = pack([group(*members)], positions=counting, micro_tokens=5)
     assert [batch.tokens for batch in batches] == [13] * 4
+
+
+def test_a_group_over_the_budget_is_cut_where_the_next_member_does_not_fit():
+    lengths = [5, 9, 2, 14, 3, 3, 3, 20, 1, 1, 1, 30, 6]
+    members = [plain("g", r, [1, 2], [20 + r] * n) for r, n in enumerate(lengths)]
+    batches = pack([group(*members)], positions=counting, micro_tokens=17)
+    counts = [len(batch.keys) for batch in batches]
+    assert counts == [3, 2, 2, 1, 3, 1, 1]  # 2 for the trunk and n - 1 for each answer, up to 17
+
+
+def test_the_work_of_cutting_a_group_grows_with_its_members_alone(monkeypatch):
+    looked_at = []
+    tree = forest._tree
+    monkeypatch.setattr(forest, "_tree", lambda m, *a: looked_at.append(len(m)) or tree(m, *a))
+    rng = np.random.default_rng(0)
+    for size in (100, 1000):
+        looked_at.clear()
+        answers = [[20 + r] * int(rng.integers(2, 7)) for r in range(size)]
+        members = [plain("g", r, [1, 2], answer) for r, answer in enumerate(answers)]
+        batches = pack([group(*members)], positions=counting, micro_tokens=22)
+        assert len(batches) > size / 10 and sum(looked_at) < 8 * size
 
 
 def test_members_that_do_not_train_or_said_nothing_are_left_out():

@@ -20,6 +20,7 @@ from saccade.backends import Update
 from saccade.backends.inputs import column
 from saccade.backends.local import LocalBackend
 from saccade.logprobs import CHUNK_ELEMENTS
+from saccade.transfer import to_device
 from saccade.types import Batch
 
 Head = Callable[[Tensor], Tensor]
@@ -38,22 +39,22 @@ def train_distilled(
 
     def loss_of(batch: Batch) -> tuple[Tensor, ImitationStats]:
         with torch.no_grad():
-            taught = teacher._hidden(batch, batch.reads)
+            taught = teacher.hidden_at(batch, batch.reads)
         losses, terms = read_taught(
-            backend._hidden(batch, batch.reads),
+            backend.hidden_at(batch, batch.reads),
             backend.model.lm_head,  # type: ignore[arg-type]
             taught,
             teacher.model.lm_head,  # type: ignore[arg-type]
-            backend._tensor(batch.targets),
+            to_device(batch.targets, backend.device),
             kd_coef=kd_coef,
             vocabulary=backend.family.vocabulary,
         )
         shown = {f"sft/{name}": values for name, values in terms.items()}
         return imitation_objective(losses, shown, column(batch.scales, losses))
 
-    loss, metrics = imitation_metrics(backend._accumulate(batches, loss_of))
+    loss, metrics = imitation_metrics(backend.sum_gradients(batches, loss_of))
     metrics.add("policy/loss", loss)
-    return backend._update("policy", metrics, lr)
+    return backend.take_step("policy", metrics, lr)
 
 
 def read_taught(

@@ -221,5 +221,5 @@ class LearnedReward:
         for parameter, host in self._resting:
             parameter.data = host
         if self._resting:
-            self.backend._seen.clear()
+            self.backend.forget_features()
             torch.cuda.empty_cache()

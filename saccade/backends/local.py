@@ -93,14 +93,14 @@ class LocalBackend:
         self, batches: Sequence[Batch], scoring: Scoring
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         self.model.eval()
-        self._prefetch(batches)
+        self.prefetch(batches)
         results = [self._read(batch, scoring) for batch in batches]
         return [(new.float().cpu().numpy(), entropy.cpu().numpy()) for new, entropy in results]
 
     @torch.no_grad()
     def values(self, batches: Sequence[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
         self.model.eval()
-        self._prefetch(batches)
+        self.prefetch(batches)
         results = []
         for batch in batches:
             reads, ends = batch.reads, batch.ends
@@ -118,7 +118,7 @@ class LocalBackend:
         """
         logits = len(batch.reads) * self.family.vocabulary * self.dtype.itemsize
         return read_logprobs(
-            self._hidden(batch, batch.reads),
+            self.hidden_at(batch, batch.reads),
             self.model.lm_head,  # type: ignore[arg-type]
             self._tensor(batch.targets),
             temperature=scoring.temperature,
@@ -131,10 +131,10 @@ class LocalBackend:
 
     def _values(self, batch: Batch, places: np.ndarray) -> Tensor:
         assert hasattr(self.model, "score"), "values need a model with a score head"
-        return read_scores(self.model.score, self._hidden(batch, places))  # type: ignore[arg-type]
+        return read_scores(self.model.score, self.hidden_at(batch, places))  # type: ignore[arg-type]
 
-    def _hidden(self, batch: Batch, places: np.ndarray) -> Tensor:
-        """Last hidden states at some tokens of the forest."""
+    def hidden_at(self, batch: Batch, places: np.ndarray) -> Tensor:
+        """Last hidden states [places, hidden size] at some tokens of the forest."""
         inputs = self._inputs.get(batch)
         hidden = hidden_states(
             self.model,
@@ -161,11 +161,15 @@ class LocalBackend:
             ),
         )
 
+    def forget_features(self) -> None:
+        """Of media; whoever changes the weights of a tower, or wants the memory, says so."""
+        self._seen.clear()
+
     def _make_inputs(self, batch: Batch) -> Inputs:
         pixels = not self._towers_stand
         return inputs_of(batch, self.family, self.device, self.dtype, pixels=pixels)
 
-    def _prefetch(self, batches: Sequence[Batch]) -> None:
+    def prefetch(self, batches: Sequence[Batch]) -> None:
         """Threads make the pixels of later batches while the first ones are computed."""
         self.family.prefetch([span.media for batch in batches for span in batch.media])
 
@@ -178,12 +182,12 @@ class LocalBackend:
         metrics = to_metrics(algorithm, [one for one in found if isinstance(one, Stats)])
         _, shown = imitation_metrics([one for one in found if isinstance(one, ImitationStats)])
         metrics.merge(shown)
-        return self._update("policy", metrics, lr)
+        return self.take_step("policy", metrics, lr)
 
     def accumulate(
         self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring
     ) -> list[Stats | ImitationStats]:
-        """The first half of a step: the gradients, summed in the optimizer."""
+        """The first half of `train_step`."""
 
         def loss_of(batch: Batch) -> tuple[Tensor, Stats | ImitationStats]:
             asked, spare = algorithm.entropy.coef != 0, self.recompute.spare
@@ -195,7 +199,7 @@ class LocalBackend:
             new, entropy = self._read(batch, scoring, entropy_gradient=asked, spare=spare)
             return objective(algorithm, new, entropy, columns_of(batch, self.family, new))
 
-        return self._accumulate(batches, loss_of)
+        return self.sum_gradients(batches, loss_of)
 
     def train_values(self, batches: Sequence[Batch], *, clip: float, lr: float) -> Update:
         def loss_of(batch: Batch) -> tuple[Tensor, ValueStats]:
@@ -203,7 +207,7 @@ class LocalBackend:
             old, returns = column(batch.values, new), column(batch.returns, new)
             return value_objective(new, old, returns, column(batch.scales, new), clip=clip)
 
-        return self._update("critic", value_metrics(self._accumulate(batches, loss_of)), lr)
+        return self.take_step("critic", value_metrics(self.sum_gradients(batches, loss_of)), lr)
 
     def train_comparison(
         self, batches: Sequence[Batch], comparison: Comparison, *, lr: float
@@ -212,24 +216,25 @@ class LocalBackend:
             new, _ = self._read(batch, OWN, spare=self.recompute.spare)
             return comparison_objective(comparison, new, sides_of(batch, new))
 
-        stats = self._accumulate(batches, loss_of, whole=comparison.paired)
-        return self._update("policy", comparison_metrics(stats), lr)
+        stats = self.sum_gradients(batches, loss_of, whole=comparison.paired)
+        return self.take_step("policy", comparison_metrics(stats), lr)
 
-    def _accumulate(
+    def sum_gradients(
         self,
         batches: Sequence[Batch],
         loss_of: Callable[[Batch], tuple[Tensor, S]],
         *,
         whole: bool = False,
     ) -> list[S]:
-        """The gradients of all batches, summed in the optimizer; what `loss_of` reports of each.
-        `whole`: the members of a group are compared, so they stay together.
+        """The first half of a step, for any loss: the gradients of all batches, summed in the
+        optimizer; what `loss_of` reports of each. It is asked for parts of a batch that does not
+        fit into memory; `whole`: the members of a group are compared, so they stay together.
         """
         assert self.optimizer is not None, "this backend only scores"
         self.model.train()
         self.optimizer.begin()
         self.oom_splits = 0
-        self._prefetch(batches)
+        self.prefetch(batches)
         self._inputs.clear()
         self.balance.begin(batches)
         following = dict(zip(map(id, batches), batches[1:], strict=False))
@@ -282,8 +287,10 @@ class LocalBackend:
             for stats in self._micro_step(half, loss_of, added, whole=whole, cautious=cautious)
         ]
 
-    def _update(self, role: str, metrics: Metrics, lr: float) -> Update:
-        """Take the step, unless the loss or a gradient is not finite."""
+    def take_step(self, role: str, metrics: Metrics, lr: float) -> Update:
+        """The second half: move the weights, unless the loss (`role`/loss of the metrics) or a
+        gradient is not finite.
+        """
         assert self.optimizer is not None
         norm = self.optimizer.norm()
         vision = [n for n in self.optimizer.parameters if self.family.tower_of(n) == "vision"]
@@ -317,9 +324,9 @@ class LocalBackend:
     def changed(self, tower: str) -> Iterator[str]:
         """Inside, one weight of a tower differs, for probes; afterwards all are as before."""
         with negated(self.model, self.family, tower) as name:
-            self._seen.clear()
+            self.forget_features()
             yield name
-        self._seen.clear()
+        self.forget_features()
 
     def follow_with(self, average: LocalBackend, share: float) -> None:
         """After every update `average` blends in these weights."""
@@ -330,7 +337,7 @@ class LocalBackend:
         assert self.optimizer is None, "a model that trains follows its optimizer"
         assert 0 < share <= 1, share
         state.blend_into(dict(self.weights()), dict(source), share, self.averages)
-        self._seen.clear()
+        self.forget_features()
 
     def save_model(self, folder: Path) -> None:
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
@@ -356,7 +363,7 @@ class LocalBackend:
         state.require_same(str(folder / WEIGHTS), mine, stored)
         for name, weight in mine.items():
             weight.copy_(stored[name])
-        self._seen.clear()
+        self.forget_features()
         self.averages = {
             name.removeprefix(AVERAGE): average.to(self.device)
             for name, average in averages.items()

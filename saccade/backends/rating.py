@@ -34,8 +34,8 @@ def train_ratings(
         scores = _rate(backend, head, batch)
         return rating_objective(row, scores, head.log_scale.exp(), batch.keys)
 
-    stats = backend._accumulate(batches, loss_of, whole=True)
-    update = backend._update("policy", comparison_metrics(stats), lr)
+    stats = backend.sum_gradients(batches, loss_of, whole=True)
+    update = backend.take_step("policy", comparison_metrics(stats), lr)
     with torch.no_grad():  # not in the loss: there a clamp would stop the gradient for good
         head.log_scale.clamp_(max=LARGEST_LOG_KAPPA)
     return update
@@ -49,8 +49,8 @@ def train_steps(
     def loss_of(batch: Batch) -> tuple[Tensor, ComparisonStats]:
         return steps_objective(row, _judge(backend, batch, tokens), batch)
 
-    stats = backend._accumulate(batches, loss_of)
-    return backend._update("policy", comparison_metrics(stats), lr)
+    stats = backend.sum_gradients(batches, loss_of)
+    return backend.take_step("policy", comparison_metrics(stats), lr)
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def measured(
 
 def _ready(backend: LocalBackend, batches: Sequence[Batch]) -> None:
     backend.model.eval()
-    backend._prefetch(batches)
+    backend.prefetch(batches)
 
 
 def head_of(backend: LocalBackend) -> RewardHead:
@@ -106,11 +106,11 @@ def _rate(backend: LocalBackend, head: RewardHead, batch: Batch) -> Tensor:
     places, sequence = batch.sampled, batch.sequence
     if head.card.pooling == "last":
         places, sequence = batch.ends, np.arange(count)
-    hidden = backend._hidden(batch, places)
+    hidden = backend.hidden_at(batch, places)
     return head(hidden, torch.from_numpy(sequence).to(hidden.device), count)
 
 
 def _judge(backend: LocalBackend, batch: Batch, tokens: Sequence[int]) -> Tensor:
     weight = backend.model.lm_head.weight[list(tokens)]  # type: ignore[union-attr, index]
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return backend._hidden(batch, batch.reads).to(wide) @ weight.to(wide).T
+    return backend.hidden_at(batch, batch.reads).to(wide) @ weight.to(wide).T

@@ -22,6 +22,8 @@ from saccade.errors import ConfigError
 Rule = Callable[[Config], Iterator[str]]
 
 SUPERVISED = {
+    "run.overcommit": "only `saccade rl` plans its memory before it starts",
+    "rollout.http": "an endpoint only evaluates",
     "algorithm": "only `saccade rl` reads it",
     "eval": "only `saccade eval` reads it",
     "prompt.permute_choices": "rows name the letters that they were written with",
@@ -30,10 +32,24 @@ SUPERVISED = {
     "train.samples_per_prompt": "nothing is sampled",
     "train.updates_per_step": "a step is one update",
     "train.epochs_per_batch": "a step is one update",
+    **dict.fromkeys(
+        ("track.trajectories_every", "track.trajectories_groups"),
+        "only `saccade rl` stores rollouts of its steps",
+    ),
 }
 SFT = {"sft": "only `saccade sft` reads it"}
 DPO = {"dpo": "only `saccade dpo` reads it"}
 RATING = {"reward_model": "only `saccade reward-model` reads it"}
+# Of a reward model neither training nor evaluation asks for answers.
+UNASKED = {
+    **dict.fromkeys(("reward", "rollout", "generate"), "nothing is sampled"),
+    **dict.fromkeys(
+        [f"val.{name}" for name in ("n", "temperature", "top_p", "max_tokens", "turns")],
+        "nothing is sampled",
+    ),
+    "val.log_generations": "nothing is sampled",
+    "data.max_prompt_tokens": "reward_model.max_tokens limits whole rows",
+}
 
 # Options and sections that a training command does not read. `generate` makes rows for sft and dpo,
 # so one file may hold both. Eval and generate take the file of a training run as it is, so there
@@ -49,7 +65,7 @@ WITHOUT_EFFECT = {
     },
     "sft": SUPERVISED | DPO | RATING,
     "dpo": SUPERVISED | SFT | RATING,
-    "reward-model": SUPERVISED | SFT | DPO | {"reward": "nothing is sampled"},
+    "reward-model": SUPERVISED | SFT | DPO | UNASKED,
 }
 
 
@@ -61,11 +77,16 @@ def check(config: Config, command: str) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def unread(name: str, command: str) -> str | None:
+    """Why an option has no effect in a command; None where it has."""
+    reasons = WITHOUT_EFFECT.get(command, {}).items()
+    return next((why for key, why in reasons if name == key or name.startswith(f"{key}.")), None)
+
+
 def _without_effect(config: Config, command: str) -> Iterator[str]:
     for name in chosen(config):
-        for key, reason in WITHOUT_EFFECT.get(command, {}).items():
-            if name == key or name.startswith(f"{key}."):
-                yield f"{name}: has no effect in `saccade {command}` ({reason}); remove it"
+        if reason := unread(name, command):
+            yield f"{name}: has no effect in `saccade {command}` ({reason}); remove it"
 
 
 def _planned(config: Config) -> Iterator[str]:

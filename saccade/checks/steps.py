@@ -100,6 +100,22 @@ def optimizer(config: Config) -> Iterator[str]:
                 f"train.lr_scale.{name}: has no effect with model.train={config.model.train}, "
                 "which leaves that tower as it is; remove it"
             )
+        elif factor == 0:
+            yield (
+                f"train.lr_scale.{name}: 0 leaves the tower as it is, but computes its gradients "
+                f"and clips by them; {_rest(config)} spares both"
+            )
+
+
+def _rest(config: Config) -> str:
+    """The option that freezes the towers whose learning rate is 0, beside what it says now."""
+    model, scales = config.model, config.train.lr_scale
+    still = [
+        name for name, factor in scales.items() if factor == 0 and name not in _resting(config)
+    ]
+    if model.train in ADAPTED:
+        return f"model.lora.exclude={','.join(filter(None, [model.lora.exclude, *still]))}"
+    return f"model.train=freeze:{','.join([*frozen(model.train), *still])}"
 
 
 def _resting(config: Config) -> list[str]:

@@ -32,7 +32,7 @@ class SokobanStep:
     def reset(self, sample: Sample, seed: int) -> Sequence[Message]:
         if "level" not in sample.extra:
             raise ValueError(f"sample {sample.id} has no column `level`")
-        self.state = sokoban.parse(sample.extra["level"])
+        self.state = sokoban.start(sample.extra["level"])
         if sample.media:
             return sample.messages
         *before, last = sample.messages

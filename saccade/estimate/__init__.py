@@ -16,7 +16,7 @@ from functools import cache
 
 from saccade.algorithms.build import from_config
 from saccade.config import Config, load
-from saccade.devices import Device
+from saccade.devices import Device, no_limit
 from saccade.estimate.advice import advice
 from saccade.estimate.memory import Memory, memory_of, reward_folders, weights_in
 from saccade.estimate.pace import Pace, pace_of
@@ -57,7 +57,9 @@ def estimate(
     be loaded again: the family, `samples` of the data.
     """
     family = family or models.family_of(config, models.start_folder(config))
-    notes = [*not_counted(config), *missing_rewards(config), *of_no_use(config, device)]
+    notes = [*not_counted(config), *missing_rewards(config)]
+    if unlimited := no_limit(config.run.memory, device):
+        notes.append(unlimited)
     if samples is None and prompt_tokens is None and image is None:
         notes += missing_rows(config)
     if config.run.memory is not None and device.is_gpu:
@@ -118,13 +120,3 @@ def missing_rows(config: Config) -> Iterator[str]:
             f"data.train: {', '.join(missing)} not found, so prompts are as long as "
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} allows"
         )
-
-
-def of_no_use(config: Config, device: Device) -> Iterator[str]:
-    """A limit that limits nothing."""
-    wanted = config.run.memory
-    if wanted is not None and not device.is_gpu:
-        yield f"run.memory={wanted:g} has no effect on a CPU; it is for a GPU"
-    elif wanted is not None and wanted > device.memory:
-        there = f"{device.name} has {device.memory:.1f} GiB to give"
-        yield f"run.memory={wanted:g} has no effect: {there}"

@@ -66,13 +66,16 @@ class Skeleton:
 
 
 def described(config: Config, family: Family) -> tuple[Any, Shape | None]:
-    """The folder's config, and its shape if that is known."""
+    """The folder's config, and its shape if its memory can be told from that: what a tower that
+    hears keeps is not known.
+    """
     from transformers import AutoConfig
 
     settings = AutoConfig.from_pretrained(
         family.path, trust_remote_code=config.model.trust_remote_code
     )
-    return settings, shapes.shape_of(settings)
+    shape = shapes.shape_of(settings)
+    return settings, None if shape is not None and shape.audio is not None else shape
 
 
 def empty_model(config: Config, family: Family) -> Any:
@@ -83,8 +86,9 @@ def empty_model(config: Config, family: Family) -> Any:
     settings, shape = described(config, family)
     if shape is None:
         raise EnvironmentProblem(
-            f"{family.path}: the shapes of a {family.name} are not known, so nothing can be "
-            f"estimated; known are {', '.join(shapes.KNOWN)} and vision models over them"
+            f"{family.path}: the memory of a {family.name} is not known, so nothing can be "
+            f"estimated; known are {', '.join(shapes.KNOWN)} and vision models over them, but "
+            "none that hears"
         )
     with torch.device("meta"):
         model = getattr(transformers, family.spec.auto_class).from_config(settings)

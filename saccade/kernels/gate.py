@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kernels.rounding import rounded
+
 BLOCK = 2048
 TILE = 64  # of project
 
@@ -34,18 +36,12 @@ def gradients(gate: Tensor, up: Tensor, to_product: Tensor) -> tuple[Tensor, Ten
 
 
 @triton.jit
-def _rounded(value, like):  # pragma: no cover - runs on the GPU
-    """As a kernel of its own would leave it."""
-    return value.to(like.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
 def _multiply(gate, up, product, size, BLOCK: tl.constexpr):  # pragma: no cover - runs on the GPU
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     g = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
-    active = _rounded(g * tl.sigmoid(g), product)
+    active = rounded(g * tl.sigmoid(g), product)
     tl.store(product + places, (active * u).to(product.dtype.element_ty), mask=inside)
 
 
@@ -59,7 +55,7 @@ def _gradients(
     u = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(to_product + places, mask=inside, other=0.0).to(tl.float32)
     open_ = tl.sigmoid(g)
-    active = _rounded(g * open_, product)
+    active = rounded(g * open_, product)
     slope = open_ * (1.0 + g * (1.0 - open_))
     tl.store(product + places, (active * u).to(product.dtype.element_ty), mask=inside)
     tl.store(to_up + places, (d * active).to(to_up.dtype.element_ty), mask=inside)
@@ -97,7 +93,7 @@ def _project(
         piece = tl.load(x + at_x + start, mask=real, other=0.0)
         g = tl.dot(tl.load(gate + at_matrix + start), piece, g)
         u = tl.dot(tl.load(up + at_matrix + start), piece, u)
-    g, u = _rounded(g, out), _rounded(u, out)
-    product = _rounded(g * tl.sigmoid(g), out) * u
+    g, u = rounded(g, out), rounded(u, out)
+    product = rounded(g * tl.sigmoid(g), out) * u
     at_out = out + row[None, :] * columns + column[:, None]
     tl.store(at_out, product.to(out.dtype.element_ty), mask=real)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kernels.rounding import rounded
+
 
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False
@@ -45,12 +47,6 @@ def rotate(
             enable_fp_fusion=False,  # a fused multiply-add would skip a rounding
         )
     return out_q, out_k
-
-
-@triton.jit
-def _rounded(product, like):  # pragma: no cover - runs on the GPU
-    """As a kernel of its own would leave it."""
-    return product.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -105,11 +101,11 @@ def _turn(
     left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     if BACK:
-        new_left = _rounded(left * cos_left, cos) + _rounded(right * sin_right, cos)
-        new_right = _rounded(right * cos_right, cos) - _rounded(left * sin_left, cos)
+        new_left = rounded(left * cos_left, cos) + rounded(right * sin_right, cos)
+        new_right = rounded(right * cos_right, cos) - rounded(left * sin_left, cos)
     else:
-        new_left = _rounded(left * cos_left, cos) - _rounded(right * sin_left, cos)
-        new_right = _rounded(right * cos_right, cos) + _rounded(left * sin_right, cos)
+        new_left = rounded(left * cos_left, cos) - rounded(right * sin_left, cos)
+        new_right = rounded(right * cos_right, cos) + rounded(left * sin_right, cos)
     place = out + (token * heads + head) * 2 * HALF + column
     tl.store(place, new_left.to(out.dtype.element_ty), mask=inside)
     tl.store(place + HALF, new_right.to(out.dtype.element_ty), mask=inside)

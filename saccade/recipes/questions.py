@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from saccade import sokoban
 from saccade.config import Config, DataConfig, DataSource
 from saccade.data import datasets, prompts, suites
 from saccade.data.chats import RowError
@@ -21,6 +22,7 @@ from saccade.data.sources import set_names
 from saccade.errors import DataError
 from saccade.models.families import Family
 from saccade.recipes.lengths import remembered
+from saccade.rewards.resolve import verifiers_for
 from saccade.rollout import hosting
 from saccade.types import Sample
 
@@ -39,6 +41,7 @@ def asker(config: Config) -> Callable[[Sample], Sample]:
     instruction, episodes = instruction_of(config), config.env.name != "single_turn"
 
     def ask(sample: Sample) -> Sample:
+        _require_a_game(sample, config)
         messages, roles = sample.messages, [message.role for message in sample.messages]
         if roles[-1] == "assistant" and (episodes or "tool" in roles):
             messages = messages[: roles.index("assistant") or 1]
@@ -50,6 +53,20 @@ def asker(config: Config) -> Callable[[Sample], Sample]:
         )
 
     return ask
+
+
+def _require_a_game(sample: Sample, config: Config) -> None:
+    """A level that nobody can play, or that is solved already, teaches nothing."""
+    level = sample.extra.get("level")
+    if level is None or not (
+        config.env.name == "sokoban_step"
+        or "sokoban" in verifiers_for(config.reward, sample.data_source)
+    ):
+        return
+    try:
+        sokoban.start(level)
+    except (ValueError, TypeError, OSError) as error:
+        raise RowError(f"level: {error}") from None
 
 
 def marks_of(family: Family) -> tuple[str, ...]:

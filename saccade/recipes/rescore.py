@@ -18,7 +18,7 @@ from saccade.config import Config
 from saccade.errors import ConfigError
 from saccade.recipes import parts
 from saccade.recipes.accuracy import measured, score_terms
-from saccade.rewards.combine import Scored
+from saccade.rewards.combine import DROPPED, Scored, drops_group
 from saccade.rewards.sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import parsed
@@ -104,6 +104,8 @@ def _rescored(rows: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float
     outcomes: dict[str, list[float]] = {}
     for row, score in zip(rows, scorer.score([_reward_sample(row) for row in rows]), strict=True):
         row |= _verdict(row, score)
+    _drop_together(rows)
+    for row in rows:
         if row["score"] is not None:
             items.setdefault((row["data_source"], row["id"]), []).append(row["score"])
             outcomes.setdefault(row["data_source"], []).append(row["score"])
@@ -119,6 +121,18 @@ def _rescored(rows: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float
         "abstain_rate": float(np.mean([row["status"] == "abstain" for row in rows])),
     }
     return metrics | scorer.metrics()
+
+
+def _drop_together(rows: Sequence[dict[str, Any]]) -> None:
+    """Where a reward failed that costs the whole group, its other answers have no score either."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["id"], []).append(row)
+    for members in groups.values():
+        if drops_group(row["reason"] for row in members):
+            for row in members:
+                if row["status"] not in ALWAYS_EXCLUDED:
+                    row |= {"status": "abstain", "score": None, "reward": None, "reason": DROPPED}
 
 
 def _verdict(row: Mapping[str, Any], score: Scored) -> dict[str, Any]:

@@ -89,6 +89,9 @@ class Run:
             self.console = stack.enter_context(
                 Console(None, self.command, name=self.folder.path.name, log=self.folder.log)
             )
+            config = self.config.run
+            if unlimited := devices.no_limit(config.memory, devices.unoccupied(config.device)):
+                self.console.note(unlimited)
             for path in self.folder.changed:
                 self.console.note(
                     f"WARNING: {path} is not what it was when this run was last started; what it "

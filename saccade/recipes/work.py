@@ -39,21 +39,21 @@ class Meter:
     repeats: float  # share of the layers that compute their activations again
     head: bool  # logits are read, not values
 
-    def forward(self, batches: Sequence[Batch], *, pictures: bool = True) -> Forward:
-        every = pictures and not self.training.towers_stand
+    def forward(self, batches: Sequence[Batch], *, media: bool = True) -> Forward:
+        every = media and not self.training.towers_stand
         work = Forward()
         for batch in batches:
             work += flops.forward(
-                self.shape, batch, head=self.head, pictures=every, training=self.training
+                self.shape, batch, head=self.head, media=every, training=self.training
             )
-        if pictures and self.training.towers_stand:
-            once = {span.media.key: span.grid for batch in batches for span in batch.media}
-            work += flops.pictures(self.shape, once.values())
+        if media and self.training.towers_stand:
+            once = {span.media.key: span for batch in batches for span in batch.media}
+            work += flops.sensed(self.shape, once.values())
         return work
 
-    def train_step(self, batches: Sequence[Batch], *, pictures: bool = True) -> tuple[float, float]:
+    def train_step(self, batches: Sequence[Batch], *, media: bool = True) -> tuple[float, float]:
         """Useful FLOPs, and those that are only repeated."""
-        work = self.forward(batches, pictures=pictures)
+        work = self.forward(batches, media=media)
         again = self.repeats * flops.recomputed(self.shape, work, self.training)
         return work.total + flops.backward(work, self.training), again
 
@@ -103,7 +103,7 @@ def rl_work(
         known = policy.training.towers_stand
     if actors.reference is not None:
         reference, shared = replace(policy, training=STANDING), config.model.train in ADAPTED
-        work["logp_ref"] = reference.forward(every, pictures=not (known and shared)).total
+        work["logp_ref"] = reference.forward(every, media=not (known and shared)).total
         known |= policy.training.towers_stand and shared
     if critic is not None:
         work["values"] = critic.forward(every).total
@@ -117,7 +117,7 @@ def rl_work(
         for epoch in range(config.train.epochs_per_batch if learner else 0):
             assert learner is not None
             seen = learner.training.towers_stand and (epoch > 0 or (learner is policy and known))
-            useful, again = learner.train_step(live, pictures=not seen)
+            useful, again = learner.train_step(live, media=not seen)
             work["update"] += useful
             work["recomputed"] += again
     counted = {f"flops/{phase}": count / TERA for phase, count in work.items()}

@@ -11,7 +11,7 @@ The raw outcome is kept apart: filters and accuracy read it, never the reward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from typing import Any, Literal
 from saccade.types import Score
 
 DROP_GROUP = "drop_group"  # kind of a reason that excludes the other members of a group, too
+DROPPED = f"{DROP_GROUP}: another member could not be scored"  # what is said of those
 TIMES_OUTCOME = "times_outcome"  # in a score's info: its value counts as far as the answer does
 
 
@@ -162,6 +163,11 @@ def _renormalised(recipe: Recipe, pairs: Pairs) -> float | None:
         for term, score in left
     ]
     return _reward(replace(recipe, gate=gate), scaled)
+
+
+def drops_group(reasons: Iterable[str]) -> bool:
+    """Whether one of the members, each with the reason of its score, costs the others theirs."""
+    return any(reason.startswith(f"{DROP_GROUP}:") for reason in reasons)
 
 
 def _first(pairs: Pairs, kind: str) -> str:

@@ -63,6 +63,18 @@ def resolve_recipes(
     return recipes, recipe("reward.terms", rows)
 
 
+def verifiers_for(config: RewardConfig, data_source: str) -> set[str]:
+    """Names of the terms that score rows of a source."""
+    value = config.by_source.get(data_source, config.by_source.get("default"))
+    if value is not None:
+        rows = _rows(f"reward.by_source.{data_source}", value)
+    elif config.preset is not None:
+        rows = _rows("reward.preset", _preset(config.preset))
+    else:
+        rows = list(config.terms)
+    return {row.verifier for row in rows}
+
+
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)

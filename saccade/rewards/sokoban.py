@@ -42,7 +42,7 @@ def sokoban(
     text = answer_of(sample, ("answer_tag",), scope)
     if sample.extra.get("level") is None:
         return Score(kind="error", reason="no_level: the row has no column `level`")
-    state = game.parse(sample.extra["level"])
+    state = game.start(sample.extra["level"])
     moves, strange = game.read_moves((text or "")[:LONGEST])
     shaped = mode != "lmmr1" or check_think_answer(sample)
     if not moves or strange or not shaped:

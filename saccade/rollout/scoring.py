@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from saccade.config import RewardConfig
 from saccade.engines import Engine
 from saccade.models.families import Family
-from saccade.rewards.combine import DROP_GROUP, Scored
+from saccade.rewards.combine import DROPPED, Scored, drops_group
 from saccade.rewards.extract import has_think
 from saccade.rewards.sample import RewardSample, reward_sample
 from saccade.rewards.scorer import Scorer
@@ -152,14 +152,13 @@ def make_room(engine: Engine, scorer: Scorer | None) -> None:
 def _dropped_together(group: Group) -> Group:
     """Where a reward failed that costs the whole group, nobody else is compared either."""
     everybody = [*group.trajectories, *filter(None, [group.greedy])]
-    if not any(t.reason.startswith(f"{DROP_GROUP}:") for t in everybody):
+    if not drops_group(t.reason for t in everybody):
         return group
 
     def out(t: Trajectory) -> Trajectory:
         if t.status in ALWAYS_EXCLUDED:
             return t
-        why = f"{DROP_GROUP}: another member could not be scored"
-        return replace(t, status="abstain", reward=None, outcome=None, reason=why)
+        return replace(t, status="abstain", reward=None, outcome=None, reason=DROPPED)
 
     members = tuple(out(t) for t in group.trajectories)
     return replace(group, trajectories=members, greedy=out(group.greedy) if group.greedy else None)

@@ -35,7 +35,7 @@ class TrainConfig(Section):
         gt=0,
     )
     lr_scale: dict[str, float] = option(
-        {}, "Factors per tower: vision, projector, llm, audio, series."
+        {}, "Factors above 0 per tower: vision, projector, llm, audio, series."
     )
     schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
         "constant", "Shape of the learning rate; but for rl cosine_with_min_lr unless set."

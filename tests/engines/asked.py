@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from saccade.engines import generate
-from saccade.types import Completion, Group, Message, Request, Sample, Sampling, Source, Trajectory
+from saccade.engines.parity import trajectory
+from saccade.types import Completion, Group, Message, Request, Sample, Sampling
 
 NAME = "qwen2_5_vl"
 FREE = Sampling(temperature=1.0, max_tokens=8, ignore_eos=True)
@@ -79,22 +80,11 @@ def same(a: Completion, b: Completion, limit: float = 1e-5) -> None:
 
 
 def trajectories(asked: list[Request], answers: list[Completion]) -> Group:
-    members = []
-    for repeat, (request, answer) in enumerate(zip(asked, answers, strict=True)):
-        n, m = len(request.ids), len(answer.ids)
-        members.append(
-            Trajectory(
-                sample_id="g",
-                repeat=repeat,
-                ids=np.concatenate([request.ids, answer.ids]),
-                sources=np.array([Source.PROMPT] * n + [Source.POLICY] * m, np.int8),
-                logprobs=np.concatenate([np.full(n, np.nan), answer.logprobs]).astype(np.float32),
-                versions=np.full(n + m, -1, np.int32),
-                media=request.media,
-                support=answer.support,
-            )
-        )
-    return Group(sample=Sample(id="g", messages=()), uid="g", trajectories=tuple(members))
+    members = tuple(
+        replace(trajectory(*pair), sample_id="g", repeat=repeat)
+        for repeat, pair in enumerate(zip(asked, answers, strict=True))
+    )
+    return Group(sample=Sample(id="g", messages=()), uid="g", trajectories=members)
 
 
 def support_of(completion: Completion) -> list[list[int]] | None:

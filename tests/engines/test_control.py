@@ -110,6 +110,17 @@ def test_the_memory_limit_makes_requests_wait(model, family, prompts, monkeypatc
         same(a, b)
 
 
+def test_slots_that_grow_in_steps_stay_inside_the_memory_limit(model, family, monkeypatch):
+    from saccade.engines.embedded import cache
+
+    slots = EmbeddedEngine(model, family).cache
+    budget = 6 * 70 * slots.shape.bytes_per_token
+    monkeypatch.setattr(cache, "CPU_CACHE_BYTES", budget)
+    assert slots.affordable(70) == 3  # 420 tokens, and one of 70 takes 128
+    slots.reserve(slots.affordable(70), 70)
+    assert slots.keys.nbytes + slots.values.nbytes <= budget
+
+
 def test_longer_requests_find_fewer_slots_when_those_before_have_ended(
     model, family, prompts, monkeypatch
 ):

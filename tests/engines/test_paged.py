@@ -10,6 +10,7 @@ from saccade.engines import embedded, generate
 from saccade.engines.embedded import EmbeddedEngine, rows, scheduler
 from saccade.errors import ConfigError
 from saccade.types import Completion, Message, Request, Sampling
+from tests.engines.asked import requests as requests_for
 
 FREE = Sampling(temperature=1.0, max_tokens=20, ignore_eos=True)
 
@@ -34,11 +35,7 @@ def prompts(family, image):
 
 
 def requests(prompts, sampling: Sampling = FREE, repeats: int = 3) -> list[Request]:
-    return [
-        Request(key=f"{i}/{r}", ids=p.ids, media=p.media, sampling=sampling, noise=1000 * i + r)
-        for i, p in enumerate(prompts)
-        for r in range(repeats)
-    ]
+    return requests_for(prompts, sampling, repeats)
 
 
 @pytest.fixture(scope="module")

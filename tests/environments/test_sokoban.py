@@ -122,6 +122,8 @@ def test_the_end_of_a_game(start):
         assert not turn(environment, " ".join(["down"] * 50)).done
     last = turn(environment, " ".join(["down"] * 50))
     assert last.done and last.info["moves"] == 120 and not last.info["solved"]
+    with pytest.raises(ValueError, match="solved at its start"):
+        start("#####\n#@ *#\n#####")
     with pytest.raises(ValueError, match="no column `level`"):
         build(EnvConfig(name="sokoban_step"), Setting(answer=lambda text: None)).reset(
             Sample(id="s", messages=(Message(role="user", parts=("x",)),)), 0

@@ -21,15 +21,9 @@ from saccade.engines.embedded.sampler import sample  # noqa: E402
 from saccade.forest import pack  # noqa: E402
 from saccade.models import lora  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
-from saccade.types import (  # noqa: E402
-    Group,
-    Message,
-    Request,
-    Sample,
-    Sampling,
-    Source,
-    Trajectory,
-)
+from saccade.types import Message, Request, Sampling  # noqa: E402
+from tests.engines.asked import requests as requests_for  # noqa: E402
+from tests.engines.asked import trajectories  # noqa: E402
 from tests.engines.reference import attention, places_of  # noqa: E402
 
 DEVICE = torch.device("cuda")
@@ -320,11 +314,7 @@ def asked(family, image):
         family.render([Message(role="user", parts=(*pictures[: n % 4], f"What are {n}?" * n))])
         for n in range(6)
     ]
-    return [
-        Request(key=f"{i}/{r}", ids=p.ids, media=p.media, sampling=FREE, noise=1000 * i + r)
-        for i, p in enumerate(rendered)
-        for r in range(4)
-    ]
+    return requests_for(rendered, FREE, 4)
 
 
 def on_slots(model, family, requests, monkeypatch):
@@ -432,19 +422,7 @@ def test_mixtures_may_choose_another_expert_in_half_precision(name, family_of, m
 
 def test_log_probs_are_those_of_the_trainer(model, family, asked):
     answers = generate(EmbeddedEngine(model, family), asked)
-    members = tuple(
-        Trajectory(
-            sample_id="g",
-            repeat=i,
-            ids=np.concatenate([r.ids, a.ids]),
-            sources=np.array([Source.PROMPT] * len(r.ids) + [Source.POLICY] * len(a.ids), np.int8),
-            logprobs=np.concatenate([np.full(len(r.ids), np.nan), a.logprobs]).astype(np.float32),
-            versions=np.full(len(r.ids) + len(a.ids), -1, np.int32),
-            media=r.media,
-        )
-        for i, (r, a) in enumerate(zip(asked, answers, strict=True))
-    )
-    group = Group(sample=Sample(id="g", messages=()), uid="g", trajectories=members)
+    group = trajectories(asked, answers)
     (batch,) = pack([group], positions=family.positions, micro_tokens=99_999)
     ((new, _),) = LocalBackend(model, family).logprobs([batch], Scoring())
     gap = np.abs(new - batch.rollout_logprobs)

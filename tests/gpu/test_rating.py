@@ -86,10 +86,10 @@ def test_a_deep_head_learns_and_its_folder_scores_alike(
         heads.append({n: p.detach().cpu().clone() for n, p in self.model.score.named_parameters()})
         return update(self, *args)
 
-    update = LocalBackend._update
+    update = LocalBackend.take_step
     with monkeypatch.context() as patch:
         patch.setattr(LocalBackend, "save_model", noted)
-        patch.setattr(LocalBackend, "_update", counted)
+        patch.setattr(LocalBackend, "take_step", counted)
         last = reward_model.run(
             {
                 "run.out": str(tmp_path),

@@ -31,7 +31,6 @@ from saccade.models.families import load_family
 from saccade.models.load import freeze, hidden_states, load_model
 from saccade.recipes.dialogues import compared, dialogue
 from saccade.recipes.sft import SUPERVISED
-from saccade.shapes import shape_of
 from saccade.types import Media, Message, Request, Sample, Sampling
 
 CPU = torch.device("cpu")
@@ -293,10 +292,6 @@ def test_of_a_whole_checkpoint_the_thinker_is_loaded_and_saved(family, tmp_path)
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
     theirs = dict(stock.named_parameters())
     assert all(torch.equal(p, theirs[name]) for name, p in model.named_parameters())
-
-
-def test_its_work_is_not_counted(stock):
-    assert shape_of(stock(NAME).config) is None
 
 
 def test_other_engines_are_refused(family):

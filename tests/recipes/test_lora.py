@@ -69,7 +69,7 @@ def test_a_tower_of_its_own_and_its_learning_rate(
     sft.run(config | {"run.name": "vision", "model.lora.targets": "vision"})
     names = moved(config, tensors, name="vision", step=2)
     assert names and all("visual.blocks." in name for name in names)
-    both = {"model.lora.vision": True, "train.lr_scale": {"vision": 0.0, "projector": 0.0}}
+    both = {"model.lora.vision": True, "train.lr_scale": {"vision": 1e-20, "projector": 1e-20}}
     sft.run(config | {"run.name": "scaled"} | both)
     assert len(moved(config, tensors, name="scaled", step=2)) == 14
 

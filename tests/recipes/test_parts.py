@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from saccade.config import DataConfig, DataSource, load
 from saccade.data import datasets
 from saccade.data.stream import Stream
-from saccade.recipes import parts
+from saccade.recipes import parts, questions
 
 
 def read(folder: Path, name: str, *questions: str) -> datasets.Dataset:
@@ -32,3 +35,32 @@ def test_rows_that_repeat_in_a_step_or_in_validation_are_told(tmp_path: Path) ->
     assert (
         f"1 of 2 different rows of {tmp_path / 'b.jsonl'} (data.val) are in data.train" in said[1]
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"env.name": "sokoban_step"}, 2),
+        ({"reward.terms": ["sokoban"]}, 2),
+        ({"reward.preset": "lmmr1_sokoban"}, 2),
+        ({"reward.by_source": {"games": "lmmr1_sokoban", "default": "math"}}, 2),
+        ({"reward.by_source": {"games": "math", "default": "lmmr1_sokoban"}}, 0),
+        ({"reward.terms": ["math"]}, 0),  # a level may be anything else
+    ],
+)
+def test_levels_that_are_no_game_are_bad_rows(
+    options: dict[str, Any], refused: int, tmp_path: Path, family_of: Any
+) -> None:
+    levels = ["#####\n#@$.#\n#####", "#####\n#@ *#\n#####", "hard"]
+    rows = [{"question": "Push.", "level": level, "data_source": "games"} for level in levels]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = load(
+        {"run.out": str(tmp_path), "data.train": str(tmp_path / "rows.jsonl")}
+        | {"data.max_bad_fraction": 0.9}
+        | options
+    )
+    data = questions.load_prompts(config, config.data.train, family_of("qwen2_5_vl"))
+    reasons = [row.reason for row in data.quarantined]
+    solved = "level: a level is solved at its start: every box stands on a goal"
+    assert len(data.samples) == 3 - refused and len(reasons) == refused
+    assert not refused or (reasons[0] == solved and "a level has no cells" in reasons[1])

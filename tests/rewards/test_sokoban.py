@@ -77,6 +77,11 @@ def test_levels_as_grids_and_files(tmp_path: Path) -> None:
     assert score("right", None).kind == "error"
 
 
+def test_a_level_that_is_solved_already_pays_for_nothing() -> None:
+    with pytest.raises(ValueError, match="solved at its start"):
+        score("left", "#####\n#@ *#\n#####")
+
+
 def test_only_the_first_actions_are_played() -> None:
     assert score("left " * 49 + "right").value == 1
     assert score("left " * 50 + "right").value == 0

@@ -29,6 +29,14 @@ def test_contains_one_of(response: str, golds: Any, expected: float) -> None:
     assert score("contains_one_of", response, golds).value == expected
 
 
+def test_words_are_matched_and_no_sentence_is_read() -> None:
+    denied = "it is not a cat"
+    assert score("contains_one_of", denied, "cat").value == 1
+    assert score("token_recall", denied, "cat").value == 1
+    assert score("token_f1", denied, "cat").value == pytest.approx(2 / 5)
+    assert score("number", "it is not 7", "7").value == 0  # those that read one do
+
+
 def test_golds_that_any_text_contains_are_refused() -> None:
     for golds in ("a", ("cat", "A"), "", None):
         assert score("contains_one_of", "a cat", golds).kind == "abstain"

@@ -103,7 +103,7 @@ def gap(backend: Any, family: Any) -> Callable[..., float]:
             Group(sample=Sample(id=m.sample_id, messages=()), trajectories=(m,)) for m in members
         ]
         batches = pack(groups, positions=family.positions, micro_tokens=1 << 20)
-        backend._seen.clear()  # weights were changed behind its back
+        backend.forget_features()  # weights were changed behind its back
         found = {}
         for batch, (scores, _) in zip(
             batches, backend.logprobs(batches, Scoring(temperature=temperature)), strict=True

@@ -67,6 +67,10 @@ def hindrance(shape: Shape) -> str:
     return "" if find_spec("triton") is not None else "triton is not installed"
 
 
+def _in_steps(capacity: int) -> int:
+    return -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
+
+
 class Cache:
     """keys and values: [layers, S, G, C, D]. Grows on demand and keeps what it holds; `clear` gives
     it all back. A finished turn that is kept stays in its slot.
@@ -94,7 +98,8 @@ class Cache:
         return self.keys.shape[3]
 
     def bytes_per_slot(self, capacity: int) -> int:
-        return capacity * self.shape.bytes_per_token
+        """Of one that holds so many tokens, in the size that `reserve` gives it."""
+        return _in_steps(capacity) * self.shape.bytes_per_token
 
     def affordable(self, capacity: int) -> int:
         """Slots of this capacity that there is memory for, those that it has included."""
@@ -105,7 +110,7 @@ class Cache:
         return max(1, budget // self.bytes_per_slot(capacity))
 
     def reserve(self, slots: int, capacity: int) -> None:
-        capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
+        capacity = _in_steps(capacity)
         if slots <= self.slots and capacity <= self.capacity:
             return
         slots, capacity = max(slots, self.slots), max(capacity, self.capacity)

@@ -13,6 +13,7 @@ from saccade.images import open_media
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.types import Message, Request, Sampling
+from tests.engines.asked import requests
 
 SAMPLED = Sampling(temperature=1.0, max_tokens=24, ignore_eos=True)
 
@@ -54,20 +55,10 @@ def ask(family, image, tmp_path_factory) -> Callable[..., list[Request]]:
         for n, question in enumerate(questions)
     ]
 
-    def requests(sampling: Sampling = SAMPLED, repeats: int = 3) -> list[Request]:
-        return [
-            Request(
-                key=f"{i}/{r}",
-                ids=prompt.ids,
-                media=prompt.media,
-                sampling=sampling,
-                noise=100 * i + r,
-            )
-            for i, prompt in enumerate(prompts)
-            for r in range(repeats)
-        ]
+    def asked(sampling: Sampling = SAMPLED, repeats: int = 3) -> list[Request]:
+        return requests(prompts, sampling, repeats)
 
-    return requests
+    return asked
 
 
 @pytest.fixture(scope="session")
