@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from saccade.backends import Scoring
@@ -170,3 +171,22 @@ def test_training_goes_on_after_generation(load, family, prompts):
     engine.update_weights(backend, version=1)
     changed = generate(engine, asked)
     assert changed[0].versions.tolist() == [1] * 8
+
+
+def test_prompts_that_memory_is_too_short_for_are_computed_in_turn(load, family, prompts):
+    asked = requests(prompts)
+    wanted = generate(EmbeddedEngine(load(NAME), family), asked)
+    model, most = load(NAME), max(len(p) for p in prompts)
+
+    def check(module, arguments, options):
+        if options["inputs_embeds"].shape[1] > most:
+            raise torch.OutOfMemoryError("simulated")
+
+    model.model.language_model.register_forward_pre_hook(check, with_kwargs=True)
+    engine = EmbeddedEngine(model, family)
+    for ours, theirs in zip(generate(engine, asked), wanted, strict=True):
+        same(ours, theirs)
+    assert engine.scheduler.prefill_tokens <= sum(len(p) for p in prompts)
+    most -= 1  # in slots a prompt is computed whole
+    with pytest.raises(torch.OutOfMemoryError):
+        generate(EmbeddedEngine(model, family), asked)

@@ -218,6 +218,29 @@ def test_long_prompts_are_computed_in_pieces(
     assert empty(engine)
 
 
+def too_small_for(model, most: int) -> None:
+    """From now on there is no memory for a forward over more tokens."""
+
+    def check(module, arguments, options):
+        if options["inputs_embeds"].shape[1] > most:
+            raise torch.OutOfMemoryError("simulated")
+
+    model.model.language_model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def test_prompts_that_memory_is_too_short_for_are_halved(load, family, prompts, paged, on_slots):
+    asked = requests(prompts)
+    wanted = on_slots(asked)
+    model = load("qwen2_5_vl")
+    longest = max(span.length for p in prompts for span in p.media)
+    too_small_for(model, longest + 3)
+    engine = EmbeddedEngine(model, family)
+    same(generate(engine, asked), wanted)
+    assert engine.scheduler.prefill_tokens <= longest + 3 and empty(engine)
+    engine.sleep()
+    assert engine.scheduler.prefill_tokens == scheduler.PREFILL_TOKENS
+
+
 @pytest.mark.parametrize("running, most_waits", [(8, 0), (3, scheduler.PATIENCE)])
 def test_decoding_goes_on_between_the_pieces(
     model, family, prompts, paged, monkeypatch, running, most_waits
@@ -227,7 +250,7 @@ def test_decoding_goes_on_between_the_pieces(
     for request in requests(prompts[:1], replace(FREE, max_tokens=1000), repeats=running):
         engine.submit(request)
     engine.poll()
-    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 10)
+    engine.scheduler.prefill_tokens = 10
     (late,) = requests(prompts[3:], repeats=1)
     engine.submit(replace(late, key="late"))
     grown = []

@@ -26,8 +26,8 @@ from saccade.engines.embedded.drawing import draw
 from saccade.engines.embedded.forward import compute, step
 from saccade.engines.embedded.records import Records
 from saccade.engines.embedded.rows import fields_of, heats_of
-from saccade.engines.embedded.scheduler import Scheduler
-from saccade.engines.embedded.sequences import Sequence, cuts
+from saccade.engines.embedded.scheduler import PREFILL_TOKENS, Scheduler
+from saccade.engines.embedded.sequences import Part, Sequence, cuts
 from saccade.engines.requests import require_room
 from saccade.errors import EnvironmentProblem
 from saccade.models.families import Family
@@ -112,6 +112,7 @@ class EmbeddedEngine:
     def sleep(self) -> None:
         assert not self.scheduler.running, "sleep while sequences are running"
         self.scheduler.kept.clear()
+        self.scheduler.prefill_tokens = PREFILL_TOKENS
         self.cache.clear()
         self.records.clear()
 
@@ -157,13 +158,27 @@ class EmbeddedEngine:
                 [p for p in batches[0] if bool(p[0].cached) == late] for late in (False, True)
             ]
         for batch in filter(None, batches):
-            compute(self.model, self.family, self.cache, batch)
+            self._compute(batch)
         started = self.scheduler.start()
         members = [sequence for _, some in started for sequence in some]
         if members:
             hidden = torch.stack([last for last, _ in started])
             rows = np.repeat(np.arange(len(started)), [len(some) for _, some in started])
             self._draw(hidden, rows, members)
+
+    def _compute(self, parts: list[Part]) -> None:
+        """Out of memory: as two halves, which give the same."""
+        try:
+            compute(self.model, self.family, self.cache, parts)
+        except torch.OutOfMemoryError:
+            halves = self.scheduler.halves(parts)
+            if halves is None:
+                raise
+        else:
+            return
+        torch.cuda.empty_cache()  # outside of the error, which holds what filled the memory
+        for half in halves:
+            self._compute(half)
 
     def _draw(
         self, hidden: Tensor, rows: np.ndarray | None, sequences: SequenceOf[Sequence]

@@ -33,6 +33,7 @@ class Scheduler:
     def __init__(self, family: Family, cache: Any, records: Records, max_sequences: int) -> None:
         self.family, self.cache, self.records = family, cache, records
         self.max_sequences = max_sequences
+        self.prefill_tokens = PREFILL_TOKENS  # fewer where memory was too short for them
         self.waiting: deque[Sequence] = deque()
         self.evicted: deque[Sequence] = deque()  # lost their pages, keep slot and records
         self.running: dict[str, Sequence] = {}  # in the order of admission
@@ -95,7 +96,7 @@ class Scheduler:
             return
         self._make_room()
         tokens = sum(job.left for job in self.jobs.values())
-        while tokens < PREFILL_TOKENS and (queue := self.evicted or self.waiting):
+        while tokens < self.prefill_tokens and (queue := self.evicted or self.waiting):
             sequence = queue[0]
             if not self._place(sequence):
                 break
@@ -221,16 +222,27 @@ class Scheduler:
         return job.left
 
     def next_parts(self) -> list[Part]:
-        """About PREFILL_TOKENS tokens. In pages a prompt may be cut, in slots it is computed
-        whole.
-        """
-        parts, budget = [], PREFILL_TOKENS
+        """About `prefill_tokens`. In pages a prompt may be cut, in slots it is computed whole."""
+        parts, budget = [], self.prefill_tokens
         for job in self.jobs.values():
             if job.left and budget > 0:
                 end = job.cut(budget) if self.cache.paged else len(job.ids)
                 budget -= end - job.cached
                 parts.append((job, end))
         return parts
+
+    def halves(self, parts: list[Part]) -> list[list[Part]] | None:
+        """Two forwards instead of one that memory was too short for, and fewer tokens for those to
+        come. None where there is nothing to halve.
+        """
+        tokens = sum(end - job.cached for job, end in parts)
+        self.prefill_tokens = min(self.prefill_tokens, -(-tokens // 2))
+        if len(parts) > 1:
+            middle = len(parts) // 2
+            return [parts[:middle], parts[middle:]]
+        ((job, end),) = parts
+        cut = job.cut(tokens // 2)
+        return [[(job, cut)], parts] if self.cache.paged and job.cached < cut < end else None
 
     def start(self) -> list[tuple[Tensor, list[Sequence]]]:
         """All members of complete jobs begin with what was computed: the last hidden state of each
