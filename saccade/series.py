@@ -22,6 +22,7 @@ from numpy.lib import format as npy
 from saccade.config import DataConfig
 from saccade.images.files import ImageError
 from saccade.images.sources import DEFAULT_LIMITS, Encoded, read
+from saccade.images.spill import encoded
 from saccade.types import Media
 
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
@@ -71,11 +72,7 @@ def open_series(
 def decode(media: Media) -> np.ndarray:
     """float32 [leads, samples]."""
     name = media.path or f"series {media.hash[:12]}"
-    data = media.data
-    if media.path is not None:
-        data = read(Path(media.path), None, DEFAULT_LIMITS).data
-    assert data is not None
-    values = _values(data, name)
+    values = _values(encoded(media), name)
     if len(values) != media.height or values.shape[1] < media.width:
         raise ImageError(f"{name}: is {list(values.shape)} now, so it changed after it was read")
     return np.ascontiguousarray(values[:, : media.width])

@@ -24,6 +24,7 @@ from saccade.config import DataConfig
 from saccade.errors import EnvironmentProblem
 from saccade.images.files import ImageError
 from saccade.images.sources import DEFAULT_LIMITS, Encoded, read
+from saccade.images.spill import encoded
 from saccade.types import Media
 
 RATE = 16_000
@@ -101,9 +102,7 @@ def probe(data: bytes, name: str) -> Header:
 def decode(media: Media) -> np.ndarray:
     """float32 [samples] at 16 kHz within -1..1."""
     name = media.path or f"sound {media.hash[:12]}"
-    data = Path(media.path).read_bytes() if media.path else media.data
-    assert data is not None
-    samples, rate = _samples(data, name)
+    samples, rate = _samples(encoded(media), name)
     # Cut first: what comes after the end is not heard in it.
     mono = resampled(samples.mean(1)[: -(-media.width * rate // RATE)], rate)
     if len(mono) < media.width:

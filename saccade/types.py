@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -49,12 +49,21 @@ STATUS_OF_END: Mapping[str, Status] = {
 }
 
 
+class Extent(NamedTuple):
+    """Bytes inside of a file that holds many things."""
+
+    file: str
+    start: int
+    length: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Media:
     """A reference to an image, a video, a sound or a time series: a content hash, where to get it,
     its upright size, its pixel budget.
 
-    The encoded file is either at `path` or in `data`. A crop keeps the file of its root and adds
+    The encoded file is either at `path` or in `data`, there as bytes or as where they lie
+    (`images.spill.encoded` reads all three). A crop keeps the file of its root and adds
     `box`, in upright pixels of the root, so a derived image can be made again from its reference
     alone; `parent` is for display. A video says which `frames` of its file are shown; one that is
     no file has them in `pictures`. Its budget is that of a frame. A sound is as wide as it has
@@ -67,7 +76,7 @@ class Media:
     height: int
     kind: Literal["image", "video", "audio", "series"] = "image"
     path: str | None = field(default=None, compare=False)  # the hash says which content it is
-    data: bytes | None = field(default=None, repr=False, compare=False)
+    data: bytes | Extent | None = field(default=None, repr=False, compare=False)
     min_pixels: int = 3136
     max_pixels: int = 1_003_520
     box: tuple[int, int, int, int] | None = None

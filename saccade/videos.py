@@ -26,6 +26,7 @@ from saccade.config import DataConfig
 from saccade.errors import EnvironmentProblem
 from saccade.images import ImageError, files
 from saccade.images.sources import DEFAULT_LIMITS, SCHEMES, located, read
+from saccade.images.spill import encoded
 from saccade.types import Media
 
 PAIR = 2  # frames that a model sees as one
@@ -177,10 +178,9 @@ def _frames(media: Media) -> Iterator[tuple[int, np.ndarray]]:
         yield from ((index, images.decode(media.pictures[index])) for index in sorted(missing))
         return
     name = media.path or f"video {media.hash[:12]}"
-    data = media.data if media.path is None else _start(media.path)
-    assert data is not None
+    data = encoded(media) if media.path is None else _start(media.path)
     if media.path is not None and _is_animation(data):
-        data = Path(media.path).read_bytes()
+        data = encoded(media)
     for index, frame in _reader(data)(data, media.path, name, frozenset(missing)):
         if frame.shape != (media.height, media.width, 3):
             raise ImageError(f"{name}: changed after it was read")

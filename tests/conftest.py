@@ -243,6 +243,20 @@ def image() -> Callable[..., Media]:
     return made
 
 
+@pytest.fixture
+def on_disk(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Media], Media]]:
+    """Files inside of rows lie on disk, in TMPDIR, however few they are; this puts one there."""
+    from saccade.images import spill
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("spill")))
+    monkeypatch.setattr(spill, "IN_MEMORY", 0)
+    spill._file_of.cache_clear()
+    yield spill.Spill()
+    spill._file_of.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def grow(image: Callable[..., Media]) -> Callable[..., Group]:
     """A random group whose members share prefixes at several depths."""

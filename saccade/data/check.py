@@ -233,11 +233,13 @@ def write_fixed(report: Report, path: Path) -> list[Path]:
     return paths
 
 
-def convert(samples: Iterable[Sample], path: Path) -> None:
+def convert(samples: Sequence[Sample], path: Path) -> None:
     """Samples as canonical JSONL, which the `messages` format reads back as the same samples."""
-    lines = [_line(sample) for sample in samples]
+    for sample in samples:  # a row that cannot be written is found before the file is touched
+        _line(replace(sample, messages=(), candidates=()))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(lines), encoding="utf-8")
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(map(_line, samples))  # one at a time: media may be inside of them
 
 
 def _line(sample: Sample) -> str:

@@ -34,6 +34,7 @@ from saccade.data.stream import Stream
 from saccade.errors import ConfigError, DataError
 from saccade.images import ImageError, open_media
 from saccade.images.sources import located, source_kind
+from saccade.images.spill import Spill
 from saccade.series import open_series
 from saccade.sounds import open_sound
 from saccade.types import Media, Sample
@@ -44,6 +45,7 @@ __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
 DETECTION_ROWS = 100
 FILES = ("segmentation_path", "mask", "level")  # columns that may name a file for a reward
 FILE_NAME = re.compile(r".+\.\w{2,5}")
+LONGEST_NAME = 1024  # of a file; longer text is the file itself
 OPENERS: Mapping[str, Callable[..., Media]] = {
     "image": open_media,
     "video": open_video,
@@ -157,6 +159,7 @@ class _Reader:
         self.overlong: list[BadRow] = []
         self.shortened = self.filtered = 0
         self.kinds: Counter[str] = Counter()
+        self.spill = Spill()
 
     def read(self, source: DataSource, limit: int | None) -> Part:
         container = open_source(source, allow_network=self.config.allow_network)
@@ -243,14 +246,17 @@ class _Reader:
         ) -> Media:
             kind = more.pop("kind", "image")
             self.kinds[source_kind(source, folder) if kind == "image" else kind] += 1
-            key = (source, min_pixels, max_pixels, kind, repr(more))
-            hashable = isinstance(source, str)
-            if hashable and key in known:
+            named = isinstance(source, str) and len(source) < LONGEST_NAME
+            key: Any = (source, min_pixels, max_pixels, kind, repr(more)) if named else None
+            if key in known:
                 return known[key]
             if kind in ("image", "video"):
                 more |= {"min_pixels": min_pixels, "max_pixels": max_pixels}
             media = OPENERS[kind](source, base=folder, limits=self.config, **more)
-            return known.setdefault(key if hashable else media.key, media)  # equal bytes once
+            key = key or media.key  # equal bytes once
+            if key not in known:
+                known[key] = self.spill(media)
+            return known[key]
 
         return open_image
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from saccade.data.chats import escape
 from saccade.images import decode
+from saccade.images.spill import encoded
 from saccade.types import Media, Message, Sample
 
 SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
@@ -54,6 +55,6 @@ def _stored(media: Media, folder: Path) -> dict[str, Any]:
             Image.fromarray(decode(media)).save(file, "PNG")
             data = file.getvalue()
         else:
-            data = Path(media.path).read_bytes() if media.path else media.data or b""
+            data = encoded(media)
         target.write_bytes(data)
     return {"path": name, "min_pixels": media.min_pixels, "max_pixels": media.max_pixels}

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from saccade.data.chats import escape
+from saccade.images.spill import encoded
 from saccade.types import Media, Message, Sample
 
 WRITTEN = ("messages", "pairs", "sides", "labels")
@@ -78,7 +79,7 @@ def _item(part: str | Media) -> dict[str, Any]:
 def _source(media: Media) -> Any:
     if media.pictures:
         return [_source(media.pictures[frame]) for frame in media.frames]
-    return media.path or "data:;base64," + base64.b64encode(media.data or b"").decode()
+    return media.path or "data:;base64," + base64.b64encode(encoded(media)).decode()
 
 
 def content_hash(sample: Sample, *, everything: bool = False) -> str:

@@ -28,7 +28,8 @@ from saccade.errors import DataError, EnvironmentProblem
 from saccade.own import own_module
 
 Row = Mapping[str, Any] | RowError
-BATCH = 256
+BATCH = 256  # rows of a table that are in memory at once, or as many as BATCH_BYTES hold
+BATCH_BYTES = 8 << 20
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
 
@@ -172,8 +173,12 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     from pyarrow import ArrowException, parquet
 
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=BATCH):
+        # Reading ahead would hold the whole file, and reading without a buffer a whole row group.
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            facts = file.metadata
+            groups = map(facts.row_group, range(facts.num_row_groups))
+            size = sum(group.total_byte_size for group in groups)
+            for batch in file.iter_batches(batch_size=_at_once(facts.num_rows, size)):
                 yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
         raise DataError(f"{path}: not a parquet file: {error}") from None
@@ -184,12 +189,28 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
 
     try:
         with pyarrow.memory_map(str(path)) as file:
-            kind = pyarrow.ipc.open_file if file.read(6) == b"ARROW1" else pyarrow.ipc.open_stream
+            random_access = file.read(6) == b"ARROW1"
             file.seek(0)
-            for batch in kind(file).read_all().to_batches(max_chunksize=BATCH):
-                yield from batch.to_pylist()
+            if random_access:
+                reader = pyarrow.ipc.open_file(file)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+            else:
+                batches = iter(pyarrow.ipc.open_stream(file))
+            for batch in batches:  # what is compressed is not in memory as a whole
+                yield from _in_parts(batch)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not an arrow file: {error}") from None
+
+
+def _in_parts(table: Any) -> Iterator[Row]:
+    step = _at_once(table.num_rows, table.nbytes)
+    for start in range(0, table.num_rows, step):
+        yield from table.slice(start, step).to_pylist()
+
+
+def _at_once(rows: int, size: int) -> int:
+    """How many rows of a table that has so many in so many bytes."""
+    return max(1, min(BATCH, rows * BATCH_BYTES // max(1, size)))
 
 
 def _python_rows(path: Path, split: str | None) -> Iterator[Row]:
@@ -291,7 +312,7 @@ def _one_split(loaded: Any, split: str | None, name: str) -> Any:
 def _table_rows(dataset: Any) -> Iterator[Row]:
     # The arrow view hands out images as they are stored: nothing is decoded.
     for table in dataset.with_format("arrow").iter(batch_size=BATCH):
-        yield from table.to_pylist()
+        yield from _in_parts(table)
 
 
 def _datasets() -> Any:

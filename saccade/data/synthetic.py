@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from saccade.images.spill import encoded
 from saccade.types import Media, Message, Sample, replace
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -156,9 +157,8 @@ def write_rows(
     with path.open("w", encoding="utf-8") as file:
         for sample in samples:
             (media,) = sample.media
-            assert media.data is not None, sample.id
             image = f"images/{media.hash[:16]}.png"
-            (folder / image).write_bytes(media.data)
+            (folder / image).write_bytes(encoded(media))
             file.write(json.dumps(row(sample, image)) + "\n")
     return path
 

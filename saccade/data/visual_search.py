@@ -47,6 +47,7 @@ from saccade.data.optotypes import (
 )
 from saccade.data.synthetic import write_rows
 from saccade.errors import ConfigError
+from saccade.images.spill import encoded
 from saccade.types import Media, Message, Sample
 
 Box = tuple[int, int, int, int]
@@ -299,7 +300,7 @@ def readability(samples: Sequence[Sample]) -> dict[str, float]:
     """
     right: Counter[str] = Counter()
     for sample in samples:
-        image = np.asarray(Image.open(io.BytesIO(sample.media[0].data or b"")))
+        image = np.asarray(Image.open(io.BytesIO(encoded(sample.media[0]))))
         x, y = sample.extra["box"][:2]
         place = len(image) // sample.extra["grid"]
         sides = {"whole": len(image), "place": place}

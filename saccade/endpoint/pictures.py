@@ -13,12 +13,12 @@ import io
 import math
 import threading
 from functools import lru_cache
-from pathlib import Path
 
 from PIL import Image
 
 from saccade.images import ImageError, decode
 from saccade.images.files import ORIENTATION
+from saccade.images.spill import encoded
 from saccade.types import Media
 
 COMMON = ("PNG", "JPEG", "WEBP")
@@ -46,7 +46,7 @@ def encode(media: Media) -> tuple[str, str]:
             f"{media.path or media.hash}: endpoints are sent images, and no {media.kind}"
         )
     small = media.width * media.height <= media.max_pixels
-    data = media.data if media.data is not None else Path(media.path or "").read_bytes()
+    data = encoded(media)
     with Image.open(io.BytesIO(data)) as image:
         kind, size = image.format or "", image.size
         upright = image.getexif().get(ORIENTATION, 1) == 1

@@ -22,7 +22,8 @@ from PIL import Image
 
 from saccade.config import DataConfig
 from saccade.images.files import ImageError, ends, opened, orientation, upright_rgb, upright_size
-from saccade.images.sources import DEFAULT_LIMITS, from_file, read
+from saccade.images.sources import DEFAULT_LIMITS, read
+from saccade.images.spill import encoded
 from saccade.types import Media
 
 MAX_ASPECT = 200
@@ -79,8 +80,7 @@ def decode(media: Media) -> np.ndarray:
 
         return {"video": videos, "audio": sounds, "series": series}[media.kind].decode(media)
     name = media.path or f"image {media.hash[:12]}"
-    data = media.data if media.path is None else from_file(Path(media.path), name).data
-    assert data is not None
+    data = encoded(media)
     with opened(data, name) as image:
         size = _padded_size(*upright_size(image, data, name))
         wanted = media.box[2:] if media.box else (media.width, media.height)

@@ -21,6 +21,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from saccade.errors import DataError
+from saccade.images.spill import encoded
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Trajectory
 
 ROWS, ARRAYS = "groups.json", "groups.safetensors"
@@ -104,7 +105,7 @@ def _media_row(media: Media, known: set[str], arrays: Arrays) -> dict[str, Any]:
     if root in known:
         return row
     if media.data is not None:
-        arrays[f"media/{root}"] = np.frombuffer(media.data, np.uint8)
+        arrays[f"media/{root}"] = np.frombuffer(encoded(media), np.uint8)
     return row | {"path": media.path}
 
 

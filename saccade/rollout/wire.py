@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from saccade.images import root_hash
+from saccade.images.spill import encoded
 from saccade.types import Media, Message, Sample
 
 FIELDS = tuple(field.name for field in fields(Media))
@@ -75,7 +76,7 @@ def _plain_media(media: Media, known: Known) -> dict[str, Any]:
     if (root := root_hash(media)) in known:
         return row | {"path": None, "data": None, "pictures": (), "known": root}
     pictures = [_plain_media(picture, NOTHING) for picture in media.pictures]
-    data = media.data and base64.b64encode(media.data).decode()
+    data = None if media.data is None else base64.b64encode(encoded(media)).decode()
     return row | {"data": data, "pictures": pictures}
 
 
@@ -84,5 +85,5 @@ def _media(row: Mapping[str, Any], known: Known) -> Media:
     if (root := row.pop("known", None)) is not None:
         return Media(**row | {n: getattr(known[root], n) for n in ("path", "data", "pictures")})
     pictures = tuple(_media(picture, NOTHING) for picture in row["pictures"])
-    data = row["data"] and base64.b64decode(row["data"])
+    data = None if row["data"] is None else base64.b64decode(row["data"])
     return Media(**row | {"data": data, "pictures": pictures})

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from saccade.config import load as load_config
-from saccade.data.check import check_data, write_fixed
+from saccade.data.check import check_data, convert, write_fixed
 from saccade.data.datasets import load
 from saccade.errors import DataError
 
@@ -70,6 +70,13 @@ def test_a_fixed_copy_holds_the_good_rows(mixed, tmp_path):
     again = load(config.data.train, config.data)
     assert again.samples == report.samples["train"] and again.formats == {"clean": "messages"}
     assert check_data(config).acceptable
+
+
+def test_a_column_that_is_no_json_leaves_the_file_as_it_was(tmp_path, ask):
+    (tmp_path / "clean.jsonl").write_text("before")
+    with pytest.raises(DataError, match="row b: a column cannot be written as JSON"):
+        convert([ask("?", id="a"), ask("?", id="b", extra={"x": b"1"})], tmp_path / "clean.jsonl")
+    assert (tmp_path / "clean.jsonl").read_text() == "before"
 
 
 def test_train_and_val_get_a_file_each(mixed, tmp_path):

@@ -62,6 +62,34 @@ def test_parquet_and_arrow_keep_image_bytes(tmp_path):
         assert rows(tmp_path / name) == [expected]
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "stream.arrow"])
+def test_tables_are_read_in_parts(tmp_path, monkeypatch, name):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import feather, parquet
+
+    large = [bytes(14_000) + number.to_bytes(4, "big") for number in range(600)]
+    monkeypatch.setattr("saccade.data.sources.BATCH_BYTES", 1 << 18)
+    table = pyarrow.table({"images": [[{"bytes": file}] for file in large]})
+    path = str(tmp_path / name)
+    if name == "a.parquet":
+        parquet.write_table(table, path, row_group_size=20, compression="none")
+    elif name == "file.arrow":
+        feather.write_feather(table, path, compression="lz4", chunksize=20)
+    else:
+        packed = pyarrow.ipc.IpcWriteOptions(compression="lz4")
+        with (
+            pyarrow.OSFile(path, "wb") as sink,
+            pyarrow.ipc.new_stream(sink, table.schema, options=packed) as writer,
+        ):
+            writer.write_table(table, max_chunksize=20)
+    del table
+    before, held = pyarrow.total_allocated_bytes(), []
+    for row, file in zip(open_source(DataSource(path=path)).rows, large, strict=True):
+        assert row["images"][0]["bytes"] == file
+        held.append(pyarrow.total_allocated_bytes() - before)
+    assert max(held) < sum(map(len, large)) / 4
+
+
 def test_a_python_file_gets_the_split(tmp_path):
     (tmp_path / "a.py").write_text("def load(split):\n    return [{'question': split}]\n")
     assert rows(f"{tmp_path}/a.py@test") == [{"question": "test"}]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from saccade.config import load
 from saccade.errors import ConfigError, TrainingError
 from saccade.recipes import rl
 from saccade.recipes.best import default_best
+from saccade.types import Media
 
 Make = Callable[..., dict[str, Any]]
 Read = Callable[[Path], list[dict[str, Any]]]
@@ -243,6 +246,36 @@ def test_bfloat16(tmp_path: Path, rl_config: Make, optimizer: str) -> None:
     for steps in (1, 2):  # the second goes on from the state of the first
         row = rl.run(config | {"run.resume": "auto", "run.max_steps": steps})
         assert row["guard/nonfinite"] == 0 and row["mismatch/mult_prob_error"] < 1.01
+
+
+def test_pictures_in_a_spill_file_change_nothing_also_when_a_run_goes_on(
+    tmp_path: Path,
+    rl_config: Make,
+    scenes: Path,
+    numbers: Read,
+    same_weights: Callable[..., bool],
+    monkeypatch: pytest.MonkeyPatch,
+    on_disk: Callable[[Media], Media],
+) -> None:
+    rows = [json.loads(line) for line in (scenes / "train.jsonl").read_text().splitlines()]
+    for row in rows:
+        files = [(scenes / image).read_bytes() for image in row["images"]]
+        row["images"] = [base64.b64encode(file).decode() for file in files]
+    inside = tmp_path / "rows.jsonl"
+    inside.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = rl_config(tmp_path, data__train=str(inside), train__schedule="constant")
+    config |= {"track.trajectories_every": 1}
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    for steps in (2, 4):
+        rl.run(config | {"run.out": str(disk), "run.resume": "auto", "run.max_steps": steps})
+    assert list(Path(os.environ["TMPDIR"]).iterdir())
+    monkeypatch.setattr("saccade.images.spill.IN_MEMORY", 1 << 30)
+    rl.run(config | {"run.out": str(memory)})
+    assert numbers(disk / "run") == numbers(memory / "run")
+    assert same_weights(*(out / "run" / "checkpoints" / "step-4" for out in (disk, memory)))
+    stored = [sorted((out / "run" / "trajectories").rglob("*.*")) for out in (disk, memory)]
+    for one, other in zip(*stored, strict=True):
+        assert one.name == other.name and one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.parametrize("preset", ["rloo", "reinforce_pp", "dr_grpo", "gspo", "gpg"])

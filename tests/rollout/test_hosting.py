@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -336,7 +337,7 @@ def test_the_example(image):
     wait(tool.close())
 
 
-def test_samples_survive_the_wire(image):
+def test_samples_survive_the_wire(image, on_disk):
     sample = Sample(
         id="s",
         messages=(Message(role="user", parts=(image(56, 84, 3), "x")),),
@@ -346,6 +347,8 @@ def test_samples_survive_the_wire(image):
     )
     assert sample_of(plain_sample(sample)) == sample
     assert sample_of(plain_sample(sample)).media[0].data == sample.media[0].data
+    moved = replace(sample, messages=(Message(role="user", parts=(on_disk(sample.media[0]), "x")),))
+    assert plain_sample(moved) == plain_sample(sample)
 
 
 def test_a_host_needs_no_torch():

@@ -19,7 +19,7 @@ from saccade.forest import pack
 from saccade.images import crop, decode
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
-from saccade.rollout.stored import ARRAYS, load_groups, save_groups
+from saccade.rollout.stored import ARRAYS, ROWS, load_groups, save_groups
 from saccade.types import Group, Media, Message, Sample, Sampling, Source, Trajectory
 
 COLUMNS = {"ids", "sources", "logprobs", "versions", "advantages"}
@@ -208,6 +208,25 @@ def test_only_pictures_that_no_sample_has_are_written(tmp_path, collected):
     written = (tmp_path / ARRAYS).read_bytes()
     assert [written.count(data) for data in own] == [1]
     assert not any(group.sample.media[0].data in written for group in collected)
+
+
+def test_what_lies_in_a_spill_file_is_written_as_the_same_bytes(tmp_path, collected, on_disk):
+    """A file that goes with its process is of no use to the next one."""
+
+    def moved(member: Trajectory) -> Trajectory:
+        spans = tuple(replace(span, media=on_disk(span.media)) for span in member.media)
+        turns = (
+            replace(m, parts=tuple(p if isinstance(p, str) else on_disk(p) for p in m.parts))
+            for m in member.messages
+        )
+        return replace(member, media=spans, messages=tuple(turns))
+
+    spilled = [replace(g, trajectories=tuple(map(moved, g.trajectories))) for g in collected]
+    assert not any(isinstance(s.media.data, bytes) for s in spilled[0].trajectories[0].media)
+    save_groups(tmp_path / "memory", collected)
+    save_groups(tmp_path / "disk", spilled)
+    for name in (ROWS, ARRAYS):
+        assert (tmp_path / "memory" / name).read_bytes() == (tmp_path / "disk" / name).read_bytes()
 
 
 def test_media_get_their_file_from_the_sample(tmp_path, collected, image):

@@ -24,6 +24,7 @@ from saccade.engines.build import Settings
 from saccade.engines.remote import wire
 from saccade.engines.remote.process import GRACE, Died, Process, mended, tail
 from saccade.errors import EnvironmentProblem, SaccadeError
+from saccade.images.spill import encoded
 from saccade.types import Completion, Request
 
 POLL_WAIT = 0.02  # seconds: the caller has signals and environments to look after
@@ -159,9 +160,9 @@ class RemoteEngine:
         except wire.MissingFiles as missing:
             media = [span.media for request in batch for span in request.media]
             media += [picture for one in media for picture in one.pictures]
-            files = {wire.file_name(m): m.data for m in media if m.data is not None}
+            files = {wire.file_name(m): m for m in media if m.data is not None}
             for name in missing.args:
-                self._ask(f"media/{quote(name, safe='')}", files[name])
+                self._ask(f"media/{quote(name, safe='')}", encoded(files[name]))
             self._ask("submit", body)
 
     def poll(self) -> list[Completion]:

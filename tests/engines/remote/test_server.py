@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from http.client import HTTPConnection
 from types import SimpleNamespace
 
@@ -60,6 +61,18 @@ def test_it_answers_with_what_the_same_engine_says_in_this_process(engine, load,
             assert a.key == b.key and a.ids.tolist() == b.ids.tolist() and a.finish == b.finish
             assert np.abs(a.logprobs - b.logprobs).max() < 1e-5
     assert engine.pending == 0
+
+
+def test_a_picture_in_a_spill_file_is_sent(engine, load, family, ask, image, on_disk):
+    request = ask(Sampling(temperature=0.0, max_tokens=12), repeats=1)[1]
+
+    def showing(media):  # one that the server has not seen
+        return replace(request, media=(replace(request.media[0], media=media),))
+
+    (there,) = generate(engine, [showing(on_disk(image(56, 56, 77)))])
+    (here,) = generate(EmbeddedEngine(load(), family), [showing(image(56, 56, 77))])
+    assert there.ids.tolist() == here.ids.tolist()
+    assert np.abs(there.logprobs - here.logprobs).max() < 1e-5
 
 
 def test_only_the_token_opens(engine):
