@@ -291,7 +291,7 @@ class Run:
         if self._saved == self.step:
             return
         with self.console.phase("save"):
-            checkpoint.save(
+            write = checkpoint.prepare(
                 self.folder.checkpoints,
                 self.step,
                 self._backend,
@@ -301,6 +301,7 @@ class Run:
                 keep=self.config.save.keep,
                 best=self.progress["best_step"],
             )
+            write()
         self._saved = self.step
 
     def store(self, groups: Sequence[Group], *, step: int, kind: str = "train") -> None:
