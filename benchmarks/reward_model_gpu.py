@@ -28,6 +28,7 @@ from saccade.backends.learned import LearnedReward
 from saccade.backends.local import LocalBackend
 from saccade.checkpoint import copy_processor
 from saccade.config import Config, defaults_for, load
+from saccade.contents import write_files
 from saccade.data import synthetic
 from saccade.recipes import models
 from saccade.recipes.rated import named, task_of
@@ -97,7 +98,7 @@ def train(config: Config, folder: Path, per_step: int, found: dict[str, Any]) ->
     found |= {"train_tokens": tokens, "step_s": warm, "pairs_per_s": per_step / warm}
     found |= {name: shown[f"rm/{name}"] for name in ("loss", "accuracy")}
     with measured(found, "save"):
-        backend.save_model(folder)
+        write_files(folder, backend.model_files())
         copy_processor(family, folder)
     return data.samples
 

@@ -3,8 +3,10 @@ from.
 
 Written under a temporary name, verified, renamed; the old ones go only after that, so a kill at any
 moment leaves the last good one. Tensors are safetensors, the rest is JSON: nothing is unpickled.
+What is collected and the writing of it are apart, so that training can go on in between.
 
-    save(run / "checkpoints", 50, backend, family, progress={...}, keep=3, best=40)
+    write = prepare(run / "checkpoints", 50, backend, family, progress={...}, keep=3, best=40)
+    write()
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from saccade.backends import Backend
+from saccade.contents import File, text_file, write_files
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
 
@@ -32,10 +36,12 @@ HASHED_UP_TO = 64 << 20  # larger files are verified by size and tensor names
 
 
 class Stateful(Protocol):
-    def save_state(self, folder: Path) -> None: ...
+    def saved_bytes(self) -> int: ...
+
+    def state_files(self, *, copy: bool = False) -> Iterator[File]: ...
 
 
-def save(
+def prepare(
     folder: Path,
     step: int,
     backend: Backend,
@@ -45,28 +51,64 @@ def save(
     keep: int,
     parts: Mapping[str, Stateful] | None = None,
     best: int | None = None,
-) -> Path:
-    """`progress` is plain data: what the recipe needs to go on. `parts` write what else has a
-    state, each into a folder of its name. `best` is the step of the best validation.
+    copy: bool = False,
+) -> Callable[[], Path]:
+    """What comes back writes the checkpoint. With `copy` all of it is in main memory by then, and
+    training may go on; without, it is read while it is written.
+
+    `progress` is plain data: what the recipe needs to go on. `parts` are what else has a state,
+    each in a folder of its name. `best` is the step of the best validation.
     """
+    parts = parts or {}
     folder.mkdir(parents=True, exist_ok=True)
-    final = folder / f"step-{step}"
-    temporary = folder / f".step-{step}.{os.getpid()}"
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover)
-    _check_disk(folder, backend)
-    state = temporary / "state"
-    state.mkdir(parents=True)
-    backend.save_model(temporary)
-    copy_processor(family, temporary)
-    backend.save_state(state)
-    for name, part in (parts or {}).items():
-        (state / name).mkdir()
-        part.save_state(state / name)
-    (state / "progress.json").write_text(json.dumps(progress, indent=1))
-    _verify(temporary, backend)
+    _check_disk(folder, saved_bytes(backend, parts))
+    files: Iterable[File] = _collect(backend, family, progress, parts, copy=copy)
+    weights = [(name, shape) for name, shape, _ in backend.weight_shapes()]
+    return partial(
+        _write, folder, step, list(files) if copy else files, weights, keep=keep, best=best
+    )
+
+
+def saved_bytes(backend: Backend, parts: Mapping[str, Stateful]) -> int:
+    return sum(one.saved_bytes() for one in (backend, *parts.values()))
+
+
+def _collect(
+    backend: Backend,
+    family: Family,
+    progress: Mapping[str, Any],
+    parts: Mapping[str, Stateful],
+    *,
+    copy: bool,
+) -> Iterator[File]:
+    yield from backend.model_files(copy=copy)
+    yield "", partial(copy_processor, family)
+    states: dict[str, Stateful | Backend] = {"state": backend}
+    states |= {f"state/{name}": part for name, part in parts.items()}
+    for place, one in states.items():
+        for path, writer in one.state_files(copy=copy):
+            yield f"{place}/{path}", writer
+    yield "state/progress.json", text_file(json.dumps(progress, indent=1))
+
+
+def _write(
+    folder: Path,
+    step: int,
+    files: Iterable[File],
+    weights: Sequence[tuple[str, tuple[int, ...]]],
+    *,
+    keep: int,
+    best: int | None,
+) -> Path:
+    final = folder / f"step-{step}"
+    temporary = folder / f".step-{step}.{os.getpid()}"
+    temporary.mkdir()
+    write_files(temporary, files)
+    _verify(temporary, weights)
     manifest = {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)}
-    (state / "files.json").write_text(json.dumps(manifest, indent=1))
+    (temporary / "state" / "files.json").write_text(json.dumps(manifest, indent=1))
     for path in _files(temporary):
         _sync(path)
     if final.exists():
@@ -210,18 +252,17 @@ def tensor_shapes(folder: Path) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _verify(folder: Path, backend: Backend) -> None:
+def _verify(folder: Path, weights: Sequence[tuple[str, tuple[int, ...]]]) -> None:
     """The folder holds every parameter, a tied one once. Names are transformers' own on disk, so
     shapes are compared, of experts (one by one on disk) their numbers; `load_model` refuses a
     folder whose names do not fit.
     """
     from saccade.models.experts import MARK
 
-    weights = [(MARK in name, tuple(p.shape)) for name, p in backend.weights()]
-    expected = Counter(shape for expert, shape in weights if not expert)
+    expected = Counter(shape for name, shape in weights if MARK not in name)
     written = Counter(tensor_shapes(folder))
     missing, beside = expected - written, written - expected
-    experts = sum(math.prod(shape) for expert, shape in weights if expert)
+    experts = sum(math.prod(shape) for name, shape in weights if MARK in name)
     lacking = experts - sum(math.prod(shape) * times for shape, times in beside.items())
     if missing or lacking > 0:
         raise EnvironmentProblem(
@@ -230,8 +271,7 @@ def _verify(folder: Path, backend: Backend) -> None:
         )
 
 
-def _check_disk(folder: Path, backend: Backend) -> None:
-    needed = backend.saved_bytes()
+def _check_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise EnvironmentProblem(

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 
@@ -102,6 +104,41 @@ def free_bytes(device: Any) -> int:
     free, reserved = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
     mine = max(0, total_bytes(device) - reserved)
     return min(free, mine) + reserved - torch.cuda.memory_allocated(device)
+
+
+def free_host_bytes() -> int:
+    """Main memory that this process can still take, of the machine and within its limits."""
+    import psutil
+
+    return min([psutil.virtual_memory().available, *left_in_groups()])
+
+
+# Of control groups, both versions: the controller, its limit, what is used, and what of that is
+# only a cache of files.
+GROUPS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def left_in_groups(
+    own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[int]:
+    """What each limit leaves that a container or a scheduler has set; the machine's own numbers do
+    not show it.
+    """
+    lines = own.read_text().splitlines() if own.is_file() else []
+    groups = {controller: group for _, controller, group in (line.split(":", 2) for line in lines)}
+    for controller, *names, cache in GROUPS:
+        top = root / controller
+        lowest = top / groups.get(controller, "").strip("/")
+        for folder in (lowest, *lowest.parents):
+            files = [folder / name for name in (*names, "memory.stat")]
+            if folder.is_relative_to(top) and all(file.is_file() for file in files):
+                limit, used, stat = (file.read_text().split() for file in files)
+                cached = dict(zip(stat[::2], stat[1::2], strict=True)).get(cache, "0")
+                if limit != ["max"]:
+                    yield int(limit[0]) - int(used[0]) + int(cached)
 
 
 def limit_memory(device: Any, gib: float) -> None:

@@ -227,7 +227,7 @@ def saver(word_model: str) -> Callable[..., Path]:
 
     def save(folder: Path, step: int, **options: Any) -> Path:
         given = {"progress": {"step": step, "best_step": None}, "keep": 3} | options
-        return checkpoint.save(folder, step, backend, family, **given)
+        return checkpoint.prepare(folder, step, backend, family, **given)()
 
     return save
 

@@ -87,3 +87,24 @@ def test_every_training_run_is_told_of_a_limit_that_limits_nothing(command, tmp_
     with Run(config, command, {}) as run:
         said = run.folder.log.read_text()
     assert said.count("run.memory=2 has no effect on a CPU; it is for a GPU") == 1
+
+
+@pytest.mark.parametrize("group", devices.GROUPS)
+def test_limits_of_a_container_count(tmp_path, group):
+    """That of the job, which is around the step; files that are cached can go."""
+    controller, limit, used, cache = group
+    own, job = tmp_path / "own", tmp_path / "root" / controller / "job"
+    own.write_text(f"9:pids:/else\n{4 if controller else 0}:{controller}:/job/step\n")
+    (job / "step").mkdir(parents=True)
+    (job / "step" / "memory.max").write_text("max\n")
+    (job / "step" / "memory.current").write_text("1\n")
+    (job / "step" / "memory.stat").write_text("inactive_file 1\n")
+    (job / limit).write_text("1000\n")
+    (job / used).write_text("700\n")
+    (job / "memory.stat").write_text(f"anon 600\n{cache} 100\n")
+    assert list(devices.left_in_groups(own, tmp_path / "root")) == [400]
+    assert list(devices.left_in_groups(tmp_path / "none", tmp_path / "none")) == []
+
+
+def test_free_memory_is_no_more_than_the_machine_has():
+    assert 0 < devices.free_host_bytes() < devices.present("cpu").memory * 2**30

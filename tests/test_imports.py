@@ -20,6 +20,7 @@ LEVELS = (
         "devices",
         "kernels",
         "transfer",
+        "contents",
         "endpoint",
         "sokoban",
         "videos",

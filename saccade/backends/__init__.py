@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from saccade.contents import File
 from saccade.types import Batch, Metrics
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ class Reference(Protocol):
 
     def blend(self, source: Iterable[tuple[str, Any]], share: float) -> None: ...
 
-    def save_state(self, folder: Path) -> None: ...
+    def saved_bytes(self) -> int: ...
+
+    def state_files(self, *, copy: bool = False) -> Iterator[File]: ...
 
     def load_state(self, folder: Path) -> None: ...
 
@@ -88,7 +91,7 @@ class Backend(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Any]]:
-        """As `save_model` writes them: adapters are merged in."""
+        """As a checkpoint holds them: adapters are merged in."""
         ...
 
     def blend(self, source: Iterable[tuple[str, Any]], share: float) -> None:
@@ -97,19 +100,27 @@ class Backend(Protocol):
         """
         ...
 
-    def save_model(self, folder: Path) -> None: ...
-
-    def saved_bytes(self) -> int:
-        """What `save_model` and `save_state` are about to write."""
+    def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
+        """Name, shape and bytes of each of them."""
         ...
 
-    def save_weights(self, folder: Path) -> None:
+    def saved_bytes(self) -> int:
+        """What `model_files` and `state_files` are about to hold."""
+        ...
+
+    def model_files(self, *, copy: bool = False) -> list[File]:
+        """A Hugging Face folder. `copy`, here and below: as it is now, whatever training does to
+        it before it is written.
+        """
+        ...
+
+    def weight_file(self, *, copy: bool = False) -> File:
         """Weights alone, for a model that no folder could give back."""
         ...
 
     def load_weights(self, folder: Path) -> None: ...
 
-    def save_state(self, folder: Path) -> None:
+    def state_files(self, *, copy: bool = False) -> Iterator[File]:
         """The optimizer; of a critic its weights too."""
         ...
 

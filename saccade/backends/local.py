@@ -37,6 +37,7 @@ from saccade.backends.inputs import Ahead, Inputs, column, columns_of, inputs_of
 from saccade.backends.memory import Recompute
 from saccade.backends.optimizer import Optimizer
 from saccade.config import TrainConfig
+from saccade.contents import File, held, tensor_file
 from saccade.forest import halves
 from saccade.logprobs import read_logprobs
 from saccade.models import lora
@@ -339,19 +340,23 @@ class LocalBackend:
         state.blend_into(dict(self.weights()), dict(source), share, self.averages)
         self.forget_features()
 
-    def save_model(self, folder: Path) -> None:
-        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        assert self.optimizer is None or trained == self.optimizer.parameters.keys()
-        state.save_model(self.model, folder)
+    def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
+        return list(lora.merged_shapes(self.model))
 
     def saved_bytes(self) -> int:
         steps = self.optimizer.state() if self.optimizer is not None else {}
         with without_reward(self.model):  # whose folder has more blocks than it reads
-            return sum(t.nbytes for t in (*(t for _, t in self.weights()), *steps.values()))
+            weights = sum(size for _, _, size in self.weight_shapes())
+        return weights + sum(t.nbytes for t in (*steps.values(), *self.averages.values()))
 
-    def save_weights(self, folder: Path) -> None:
+    def model_files(self, *, copy: bool = False) -> list[File]:
+        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        assert self.optimizer is None or trained == self.optimizer.parameters.keys()
+        return state.model_files(self.model, copy=copy)
+
+    def weight_file(self, *, copy: bool = False) -> File:
         averages = {f"{AVERAGE}{name}": average for name, average in self.averages.items()}
-        state.save_tensors(folder / WEIGHTS, dict(self.weights()) | averages)
+        return WEIGHTS, tensor_file(held(dict(self.weights()) | averages, copy=copy))
 
     @torch.no_grad()
     def load_weights(self, folder: Path) -> None:
@@ -369,13 +374,13 @@ class LocalBackend:
             for name, average in averages.items()
         }
 
-    def save_state(self, folder: Path) -> None:
+    def state_files(self, *, copy: bool = False) -> Iterator[File]:
         if self._weights_are_state:
-            self.save_weights(folder)
+            yield self.weight_file(copy=copy)
         if self.optimizer is not None:
-            state.save_tensors(folder / OPTIMIZER, self.optimizer.state())
+            yield OPTIMIZER, tensor_file(held(self.optimizer.state(), copy=copy))
             if state.draws(self.model):
-                state.save_tensors(folder / RANDOM, state.random_state(self.device))
+                yield RANDOM, tensor_file(state.random_state(self.device))
 
     def load_state(self, folder: Path) -> None:
         from safetensors.torch import load_file

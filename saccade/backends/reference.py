@@ -7,7 +7,7 @@ No second model is loaded. Knows nothing of how the policy is trained.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
+from saccade.contents import File, held, tensor_file
 from saccade.models import lora
 from saccade.types import Batch
 
@@ -38,10 +39,11 @@ class AdapterReference:
         assert share == 1, "a blend of weights is no adapter"
         self.held = lora.copied(self.policy.model)
 
-    def save_state(self, folder: Path) -> None:
-        from safetensors.torch import save_file
+    def saved_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.held.values())
 
-        save_file(self.held, folder / STATE)
+    def state_files(self, *, copy: bool = False) -> Iterator[File]:
+        yield STATE, tensor_file(held(self.held, copy=copy))
 
     def load_state(self, folder: Path) -> None:
         from safetensors.torch import load_file

@@ -1,26 +1,19 @@
 """Weights in files and followed by others, and what a training step depends on beside them.
 
-save_tensors(folder / "optimizer.safetensors", optimizer.state())
+write_files(folder, model_files(model, copy=False))
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from saccade.contents import File, held, pretrained
 from saccade.errors import EnvironmentProblem
 from saccade.models import lora, series
-from saccade.models.heads import save_reward, without_reward
-
-
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path)
+from saccade.models.heads import reward_file, without_reward
 
 
 def require_same(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
@@ -39,17 +32,18 @@ def require_same(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Ten
         )
 
 
-def save_model(model: nn.Module, folder: Path) -> None:
+def model_files(model: nn.Module, *, copy: bool) -> list[File]:
     """Its head and its encoder apart: without them it is a model that anybody can load."""
     with without_reward(model) as head, series.without_series(model) as encoder:
         if lora.is_adapted(model):
-            lora.save(model, folder)
+            files = lora.files(model, copy=copy)
         else:
-            model.save_pretrained(folder)  # type: ignore[operator]
+            files = [("", pretrained(model, held(model.state_dict(), copy=copy)))]
     if head is not None:
-        save_reward(head, folder)
+        files.append(reward_file(head, copy=copy))
     if encoder is not None:
-        series.save(encoder, folder)
+        files.append(series.file(encoder, copy=copy))
+    return files
 
 
 def blend_into(

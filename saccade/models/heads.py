@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
+from saccade.contents import File, on_host, tensor_file
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.rating import REWARD_FILE, Card, read_card
 
@@ -148,11 +149,9 @@ def without_reward(model: nn.Module) -> Iterator[RewardHead | None]:
         del blocks[len(blocks) - len(head.above) :]
 
 
-def save_reward(head: RewardHead, folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    tensors = {f"score.{n}": p.detach().cpu().contiguous() for n, p in head.named_parameters()}
-    save_file(tensors, folder / REWARD_FILE, metadata={"format": "pt"})
+def reward_file(head: RewardHead, *, copy: bool = False) -> File:
+    tensors = {f"score.{n}": on_host(p, copy=copy) for n, p in head.named_parameters()}
+    return REWARD_FILE, tensor_file(tensors, {"format": "pt"})
 
 
 @torch.no_grad()

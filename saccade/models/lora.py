@@ -10,6 +10,7 @@ adapters merged in, and the adapters alone in peft's format. Knows nothing of tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.config import LoraConfig
+from saccade.contents import File, on_host, pretrained, tensor_file
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
 from saccade.models.load import matches
@@ -170,6 +172,17 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name.replace(".base_layer.", "."), weight
 
 
+def merged_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """Name, shape and bytes of each that `merged` gives, which is not computed for that."""
+    for name, parameter in model.named_parameters():
+        if is_adapted(model) and f".{NAME}." in name:
+            continue
+        whole = getattr(parameter, "quant_state", None) or parameter
+        shape = tuple(whole.shape)
+        size = math.prod(shape) * whole.dtype.itemsize
+        yield name.replace(".base_layer.", "."), shape, size
+
+
 @torch.no_grad()
 def _with_adapter(weight: Tensor, layer: Any) -> Tensor:
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -232,20 +245,23 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def save(model: Any, folder: Path) -> None:
+def files(model: Any, *, copy: bool = False) -> list[File]:
     """The merged model as a Hugging Face folder, and in `adapter/` what peft loads over the base
     model.
     """
-    from safetensors.torch import save_file
-
     buffers = dict(model.named_buffers())
-    state = {name: buffer for name, buffer in model.state_dict().items() if name in buffers}
-    state |= {name: weight.detach().cpu() for name, weight in merged(model)}
-    model.save_pretrained(folder, state_dict=state)
-    adapter = folder / FOLDER
-    model.peft_config[NAME].save_pretrained(adapter)
-    tensors = {name: p.detach().cpu().contiguous() for name, p in adapters(model).items()}
-    save_file(tensors, adapter / WEIGHTS, metadata={"format": "pt"})
+    state = {
+        name: on_host(buffer, copy=copy)
+        for name, buffer in model.state_dict().items()
+        if name in buffers
+    }
+    state |= {name: on_host(weight, copy=copy) for name, weight in merged(model)}
+    tensors = {name: on_host(p, copy=copy) for name, p in adapters(model).items()}
+    return [
+        ("", pretrained(model, state)),
+        (FOLDER, model.peft_config[NAME].save_pretrained),  # settings, which nobody changes
+        (f"{FOLDER}/{WEIGHTS}", tensor_file(tensors, {"format": "pt"})),
+    ]
 
 
 def _read(model: nn.Module, folder: Path) -> None:

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from saccade.config import SeriesConfig
+from saccade.contents import File, on_host, tensor_file
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.images import ImageError
 from saccade.images.cache import DECODED
@@ -319,9 +320,7 @@ def without_series(model: Any) -> Iterator[Encoder | None]:
         model.series = encoder
 
 
-def save(encoder: Encoder, folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    tensors = {name: t.detach().cpu().contiguous() for name, t in encoder.state_dict().items()}
+def file(encoder: Encoder, *, copy: bool = False) -> File:
+    tensors = {name: on_host(t, copy=copy) for name, t in encoder.state_dict().items()}
     settings = {"format": "pt", KIND: encoder.settings.model_dump_json()}
-    save_file(tensors, folder / SERIES_FILE, metadata=settings)
+    return SERIES_FILE, tensor_file(tensors, settings)

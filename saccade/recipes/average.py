@@ -7,13 +7,15 @@ this.begin(total, backend, family, parts=kept(config, family, backend, this.star
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from saccade.backends.local import LocalBackend
 from saccade.checkpoint import copy_processor
 from saccade.config import Config
+from saccade.contents import File
 from saccade.models.families import Family
 from saccade.recipes import models
 
@@ -24,11 +26,14 @@ class Average:
     def __init__(self, backend: LocalBackend) -> None:
         self.backend = backend
 
-    def save_state(self, folder: Path) -> None:
+    def saved_bytes(self) -> int:
+        return 2 * self.backend.saved_bytes()
+
+    def state_files(self, *, copy: bool = False) -> Iterator[File]:
         """What it goes on from, in fp32 if it is kept so, and what can be loaded."""
-        self.backend.save_state(folder)
-        self.backend.save_model(folder)
-        copy_processor(self.backend.family, folder)
+        yield from self.backend.state_files(copy=copy)
+        yield from self.backend.model_files(copy=copy)
+        yield "", partial(copy_processor, self.backend.family)
 
 
 def kept(

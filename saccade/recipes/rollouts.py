@@ -6,7 +6,7 @@ rollouts = sample_groups(run, actors, step, metrics)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 
 from saccade.algorithms import stages
 from saccade.algorithms.algorithm import Algorithm
+from saccade.contents import File
 from saccade.errors import TrainingError
 from saccade.images.cache import in_background
 from saccade.recipes import parts
@@ -24,7 +25,7 @@ from saccade.recipes.guard import check_errors
 from saccade.recipes.run import Run
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream, make_room, parsed, telling, thinks
-from saccade.rollout.stored import load_groups, save_groups
+from saccade.rollout.stored import group_files, load_groups
 from saccade.tracking.metrics import group_metrics
 from saccade.types import ALWAYS_EXCLUDED, Group, Metrics, Sample
 from saccade.videos import PAIR
@@ -43,8 +44,11 @@ class Surplus:
     sample_of: Callable[[str], Sample]
     groups: list[Group] = field(default_factory=list)
 
-    def save_state(self, folder: Path) -> None:
-        save_groups(folder, self.groups)
+    def saved_bytes(self) -> int:
+        return 0  # nothing beside a model
+
+    def state_files(self, *, copy: bool = False) -> Iterator[File]:
+        yield from group_files(self.groups)
 
     def load_state(self, folder: Path) -> None:
         self.groups = load_groups(folder, self.sample_of)

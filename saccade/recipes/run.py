@@ -31,6 +31,7 @@ from saccade.images.cache import DECODED, drop_background
 from saccade.models.families import Family
 from saccade.models.load import gpu_peak_gb
 from saccade.recipes import best
+from saccade.recipes.saving import Saver
 from saccade.recipes.work import shares, speeds
 from saccade.tracking.console import Console
 from saccade.tracking.diagnosis import diagnose
@@ -85,10 +86,16 @@ class Run:
             if self.start is not None:
                 self.progress = checkpoint.read_progress(self.start)
             passed = checkpoint.not_whole(self.folder.checkpoints) if self.start else {}
-            self._saved = self.step if self.start else None
             self.console = stack.enter_context(
                 Console(None, self.command, name=self.folder.path.name, log=self.folder.log)
             )
+            self._saver = Saver(
+                self.folder.checkpoints,
+                self.config.save,
+                saved=self.step if self.start else None,
+                say=self.console.note,
+            )
+            stack.callback(self._saver.close)
             config = self.config.run
             if unlimited := devices.no_limit(config.memory, devices.unoccupied(config.device)):
                 self.console.note(unlimited)
@@ -117,10 +124,12 @@ class Run:
         if isinstance(error, Exception):  # of a refusal that has no cause its text says all
             told = isinstance(error, SaccadeError) and error.__cause__ is None
             self.console.log(str(error) if told else "".join(format_exception(error)).rstrip())
-        if isinstance(error, Exception) and self.step > (self._saved or 0) and not self._updating:
-            self.save()  # what failed had not touched the weights of the last finished step
-        if isinstance(error, Exception) and self._saved and not isinstance(error, Interrupted):
-            self._say_how_to_go_on(error)
+        self._saver.settle()
+        saved = self._saver.saved
+        if isinstance(error, Exception) and self.step > (saved or 0) and not self._updating:
+            self.save(last=True)  # what failed had not touched the weights of the finished step
+        if isinstance(error, Exception) and not isinstance(error, Interrupted):
+            self._say_how_to_go_on(error, self._saver.saved)
         if isinstance(error, torch.OutOfMemoryError):
             asked = str(error).partition(". GPU")[0]
             message = (
@@ -144,12 +153,12 @@ class Run:
                 f"{' and '.join(self.folder.set_aside_records())}"
             )
 
-    def _say_how_to_go_on(self, error: Exception) -> None:
-        kept = self.folder.checkpoints / f"step-{self._saved}"
-        if not kept.is_dir():  # begun from that of another run, and nothing saved yet
+    def _say_how_to_go_on(self, error: Exception, saved: int | None) -> None:
+        kept = self.folder.checkpoints / f"step-{saved}"
+        if not saved or not kept.is_dir():  # begun from that of another run, and nothing saved yet
             return
         text = (
-            f"step {self._saved} is kept in {kept}; once the cause is mended, the same command "
+            f"step {saved} is kept in {kept}; once the cause is mended, the same command "
             "with run.resume=auto goes on from there"
         )
         if isinstance(error, SaccadeError):
@@ -215,13 +224,14 @@ class Run:
         while self.step < self.total:
             with self._traced() if self.step + 1 == third else nullcontext():
                 yield self.step + 1
+            self._saver.check()
             if self._signal is not None:
                 self._stop()
             hours = self.config.run.max_hours
             if hours is not None and time.monotonic() - self._began > hours * 3600:
                 self.console.note(f"run.max_hours={hours:g} is over after step {self.step}")
                 break
-        self.save()
+        self.save(last=True)
         self.console.note(
             f"checkpoint {self.folder.checkpoints / f'step-{self.step}'}; "
             f"`saccade report {self.folder.path}` writes a page about this run"
@@ -264,6 +274,7 @@ class Run:
             **self._peaks,
             **host_memory(self._rss_at_start),
             **times,
+            **self._saver.times(),
         }
         with self.console.phase("log"):  # of the step that begins here
             self.loggers.log(row, self.step)
@@ -275,7 +286,7 @@ class Run:
             self._noted = self.step
         is_best = self.config.save.every and self.progress["best_step"] == self.step
         if self.saves(self.step) or is_best:
-            self.save()
+            self.save(last=self.step == self.total)
         return row
 
     def saves(self, step: int) -> bool:
@@ -290,21 +301,20 @@ class Run:
             self._missed = True
             self.console.note(f"WARNING: {missed}")
 
-    def save(self) -> None:
-        if self._saved == self.step:
-            return
+    def save(self, *, last: bool = False) -> None:
+        """The last one is on disk when this returns; others are being written."""
         with self.console.phase("save"):
-            checkpoint.save(
-                self.folder.checkpoints,
-                self.step,
-                self._backend,
-                self._family,
-                progress=self.progress,
-                parts=self._parts,
-                keep=self.config.save.keep,
-                best=self.progress["best_step"],
-            )
-        self._saved = self.step
+            if self._saver.newest != self.step:
+                self._saver.save(
+                    self.step,
+                    self._backend,
+                    self._family,
+                    progress=self.progress,
+                    parts=self._parts,
+                    background=not last,
+                )
+            if last:
+                self._saver.wait()
 
     def store(self, groups: Sequence[Group], *, step: int, kind: str = "train") -> None:
         self.trajectories.write(
@@ -369,7 +379,7 @@ class Run:
         """The state is that of the last finished step: a signal is heard before an update or after
         a step, never between.
         """
-        self.save()
+        self.save(last=True)
         raise Interrupted(
             f"stopped after step {self.step}; go on with run.resume=auto ({self.folder.path})"
         )

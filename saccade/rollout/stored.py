@@ -5,7 +5,7 @@ images are not copied: a sample is found again by its id, an image by the hash o
 what an environment has shown besides is kept here, as its path or its bytes. Of `info` those
 entries remain that JSON can hold, tuples as lists.
 
-    save_groups(state / "surplus", groups)
+    write_files(state / "surplus", group_files(groups))
     groups = load_groups(state / "surplus", samples_by_id.__getitem__)
 """
 
@@ -14,12 +14,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from saccade.contents import File, text_file
 from saccade.errors import DataError
 from saccade.images.spill import encoded
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Trajectory
@@ -34,14 +36,13 @@ OF_MEDIA = ("hash", "width", "height", "kind", "min_pixels", "max_pixels", "box"
 Arrays = dict[str, np.ndarray]
 
 
-def save_groups(folder: Path, groups: Sequence[Group]) -> None:
-    """Replaces what the folder holds of an earlier call."""
+def group_files(groups: Sequence[Group]) -> list[File]:
     arrays: Arrays = {}
     rows = [_group_row(f"{index}", group, arrays) for index, group in enumerate(groups)]
-    folder.mkdir(parents=True, exist_ok=True)
     # A view is written as the bytes that it looks at, so it has to be made contiguous.
-    save_file({k: np.ascontiguousarray(a) for k, a in arrays.items()}, folder / ARRAYS)
-    (folder / ROWS).write_text(json.dumps(rows, default=_number))
+    dense = {name: np.array(array, order="C") for name, array in arrays.items()}
+    text = json.dumps(rows, default=_number)
+    return [(ARRAYS, partial(save_file, dense)), (ROWS, text_file(text))]
 
 
 def load_groups(folder: Path, sample_of: Callable[[str], Sample]) -> list[Group]:

@@ -90,6 +90,9 @@ class ModelConfig(Section):
 class SaveConfig(Section):
     every: int = option(50, "Checkpoint every N steps; 0: only at the end.", ge=0)
     keep: int = option(3, "Newest checkpoints to keep, the best one beside them.", ge=1)
+    background: bool = option(
+        True, "Copy the state to main memory and write it while training goes on, if it fits there."
+    )
     best_metric: str | None = option(
         None,
         "Metric that names the best checkpoint, such as val/SET/accuracy; empty: accuracy of the "

@@ -12,6 +12,7 @@ from pytest import approx
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.config import TrainConfig
+from saccade.contents import write_files
 from saccade.errors import EnvironmentProblem
 from saccade.forest import pack
 from saccade.models.heads import attach_score
@@ -333,7 +334,7 @@ def test_a_restored_critic_continues_bit_for_bit(critic, family_of, grow, tmp_pa
     for _ in range(2):
         first.train_values([batch], clip=0.2, lr=1e-3)
     folder = tmp_path / "critic"
-    first.save_state(folder)
+    write_files(folder, first.state_files())
     assert sorted(p.name for p in folder.iterdir()) == [
         "optimizer.safetensors",
         "weights.safetensors",
@@ -351,11 +352,11 @@ def test_a_restored_critic_continues_bit_for_bit(critic, family_of, grow, tmp_pa
 
 
 def test_weights_of_another_model_are_refused(critic, family_of, load, tmp_path):
-    critic("qwen3").save_weights(tmp_path)
+    write_files(tmp_path, [critic("qwen3").weight_file()])
     plain = LocalBackend(load("qwen3"), family_of("qwen3"))
     with pytest.raises(EnvironmentProblem, match=r"unexpected: score\.weight"):
         plain.load_weights(tmp_path)
-    plain.save_weights(tmp_path)
+    write_files(tmp_path, [plain.weight_file()])
     with pytest.raises(EnvironmentProblem, match=r"missing: score\.weight"):
         critic("qwen3").load_weights(tmp_path)
     mine = dict(plain.weights())
@@ -397,7 +398,7 @@ def test_a_moving_average_arrives_however_small_its_steps(family_of, load, tmp_p
     reference = LocalBackend(load("qwen3", dtype), family)
     for step in range(60):
         if step == 30:  # stored and restored half-way
-            reference.save_weights(tmp_path)
+            write_files(tmp_path, [reference.weight_file()])
             reference = LocalBackend(load("qwen3", dtype), family)
             reference.load_weights(tmp_path)
         reference.blend(policy.weights(), 0.01)
@@ -417,7 +418,7 @@ def test_a_restored_average_goes_on_bit_for_bit(family_of, load, tmp_path):
     policy = LocalBackend(moved(load, "bfloat16", 0.02), family)
     first, second = (LocalBackend(load("qwen3", "bfloat16"), family) for _ in range(2))
     first.blend(policy.weights(), 0.1)
-    first.save_weights(tmp_path)
+    write_files(tmp_path, [first.weight_file()])
     second.load_weights(tmp_path)
     for reference in (first, second):
         reference.blend(policy.weights(), 0.1)

@@ -13,6 +13,7 @@ from saccade.algorithms.build import resolve
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.config import AlgorithmConfig, TrainConfig
+from saccade.contents import write_files
 from saccade.forest import pack
 from saccade.models.load import freeze
 from saccade.types import Batch
@@ -251,7 +252,7 @@ def test_a_restored_backend_continues_bit_for_bit(family_of, load, batches, tmp_
     first = LocalBackend(load(NAME, dtype), family, config)
     step(first)
     step(first)
-    first.save_state(tmp_path)
+    write_files(tmp_path, first.state_files())
     weights = snapshot(first.model)
     step(first)
     second = LocalBackend(load(NAME, dtype), family, config)
@@ -268,7 +269,7 @@ def test_stock_transformers_loads_what_is_saved(family_of, load, batches, tmp_pa
 
     backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
     backend.train_step(batches, ON_POLICY, SCORING, lr=1e-3)
-    backend.save_model(tmp_path)
+    write_files(tmp_path, backend.model_files())
     model, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
     assert same(snapshot(model), snapshot(backend.model))

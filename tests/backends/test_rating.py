@@ -15,8 +15,9 @@ from saccade.backends.learned import LearnedReward
 from saccade.backends.local import LocalBackend
 from saccade.backends.rating import ratings, train_ratings
 from saccade.config import TrainConfig
+from saccade.contents import write_files
 from saccade.forest import pack
-from saccade.models.heads import RewardHead, attach_reward, load_reward, save_reward, without_reward
+from saccade.models.heads import RewardHead, attach_reward, load_reward, reward_file, without_reward
 from saccade.models.load import hidden_states, load_model
 from saccade.models.rating import Card, judged
 from saccade.recipes.dialogues import compared
@@ -194,7 +195,7 @@ def test_the_head_is_a_file_of_its_own_and_loads_again(family, tmp_path) -> None
     with without_reward(model) as head:
         assert not hasattr(model, "score")
     assert model.score is head
-    save_reward(head, tmp_path)
+    write_files(tmp_path, [reward_file(head)])
     other = RewardHead(like=model, card=head.card, seed=9)
     load_reward(other, tmp_path)
     assert all(

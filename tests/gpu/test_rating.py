@@ -16,6 +16,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 from saccade.backends.learned import LearnedReward  # noqa: E402
 from saccade.backends.local import LocalBackend  # noqa: E402
+from saccade.contents import File  # noqa: E402
 from saccade.images import open_media  # noqa: E402
 from saccade.models.rating import REWARD_FILE, read_card  # noqa: E402
 from saccade.recipes import reward_model  # noqa: E402
@@ -76,11 +77,11 @@ def test_a_deep_head_learns_and_its_folder_scores_alike(
         for n, path in enumerate(pictures(scenes))
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found, heads, write = [], [], LocalBackend.save_model
+    found, heads, collect = [], [], LocalBackend.model_files
 
-    def noted(self: LocalBackend, folder: Path) -> None:
+    def noted(self: LocalBackend, *, copy: bool = False) -> list[File]:
         found.append(scores(self.model, self.family, scenes))
-        write(self, folder)
+        return collect(self, copy=copy)
 
     def counted(self: LocalBackend, *args: Any) -> Any:
         heads.append({n: p.detach().cpu().clone() for n, p in self.model.score.named_parameters()})
@@ -88,7 +89,7 @@ def test_a_deep_head_learns_and_its_folder_scores_alike(
 
     update = LocalBackend.take_step
     with monkeypatch.context() as patch:
-        patch.setattr(LocalBackend, "save_model", noted)
+        patch.setattr(LocalBackend, "model_files", noted)
         patch.setattr(LocalBackend, "take_step", counted)
         last = reward_model.run(
             {

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 from saccade.backends.local import LocalBackend  # noqa: E402
 from saccade.config import load  # noqa: E402
+from saccade.contents import File  # noqa: E402
 from saccade.engines import generate  # noqa: E402
 from saccade.engines.embedded import EmbeddedEngine  # noqa: E402
 from saccade.models.files import SERIES_FILE  # noqa: E402
@@ -87,14 +88,14 @@ def test_two_steps_train_the_encoder_and_its_folder_answers_alike(
     name: str, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = options(tmp_path, model__path=f"tiny:{name}", train__optimizer=optimizer)
-    said, write = [], LocalBackend.save_model
+    said, collect = [], LocalBackend.model_files
 
-    def noted(self: LocalBackend, folder: Path) -> None:
+    def noted(self: LocalBackend, *, copy: bool = False) -> list[File]:
         said.append(answers(self.model, self.family))
-        write(self, folder)
+        return collect(self, copy=copy)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalBackend, "save_model", noted)
+        patch.setattr(LocalBackend, "model_files", noted)
         rl.run(run)
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == STEPS and 0 < rows[-1]["reward/mean"] < 1

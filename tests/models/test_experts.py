@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.config import LoraConfig, TrainConfig
+from saccade.contents import write_files
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import EnvironmentProblem
@@ -107,7 +108,9 @@ def test_adapters_sit_in_the_attention_and_the_run_says_so(load, family_of, grow
     for parameter in lora.adapters(model).values():
         parameter.data += 0.1
     backend = LocalBackend(model, family, TrainConfig())
-    backend.save_model(tmp_path)  # merged, every expert a tensor of its own as on the hub
+    write_files(
+        tmp_path, backend.model_files()
+    )  # merged, every expert a tensor of its own as on the hub
     merged = AutoModelForCausalLM.from_pretrained(tmp_path)
     names = (tmp_path / "model.safetensors").read_bytes()[:20_000]
     assert b"block_sparse_moe.experts.3.w2.weight" in names and b"lora" not in names

@@ -12,6 +12,7 @@ from pytest import approx
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from saccade.contents import write_files
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.models.heads import (
@@ -19,7 +20,7 @@ from saccade.models.heads import (
     attach_reward,
     attach_score,
     read_scores,
-    save_reward,
+    reward_file,
     start_score,
     without_reward,
 )
@@ -180,7 +181,7 @@ def test_a_folder_from_before_has_a_linear_head_on_the_last_block(tmp_path):
 def test_a_critic_takes_the_score_only_where_it_reads_alike(load, tmp_path, changes):
     model, card = load("qwen3"), replace(CARD, **changes)
     head = made(model, card)
-    save_reward(head, tmp_path)
+    write_files(tmp_path, [reward_file(head)])
     (tmp_path / "config.json").write_text(json.dumps({"reward_model": vars(card)}))
     attach_score(model, seed=0)
     drawn = model.score.weight.detach().clone()

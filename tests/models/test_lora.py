@@ -19,6 +19,7 @@ from saccade.backends.local import LocalBackend
 from saccade.backends.optimizer import Optimizer
 from saccade.backends.reference import AdapterReference
 from saccade.config import LoraConfig, TrainConfig
+from saccade.contents import write_files
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
@@ -189,7 +190,7 @@ def test_a_reference_is_the_policy_without_adapters_or_with_older_ones(
     later = read(policy)
     assert (read(reference) == now).all() and (read(policy) == later).all()
     assert np.abs(later - now).max() > 0.01
-    reference.save_state(tmp_path)
+    write_files(tmp_path, reference.state_files())
     resumed = AdapterReference(policy)
     resumed.load_state(tmp_path)
     assert (read(resumed) == now).all()
@@ -268,7 +269,7 @@ def test_stock_transformers_and_peft_load_what_is_written(
     import transformers
 
     family, model = family_of(name), adapted(name, moved=True, vision=name == VISION)
-    lora.save(model, tmp_path)
+    write_files(tmp_path, lora.files(model))
     assert tensors(tmp_path).keys() == tensors(family.path).keys()
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
@@ -315,7 +316,7 @@ def greedy(model: Any, family: Family, prompt: Any) -> list[int]:
 
 def test_a_stored_adapter_comes_back_and_must_fit(adapted, load, family_of, tmp_path):
     model = adapted(TEXT, moved=True)
-    lora.save(model, tmp_path)
+    write_files(tmp_path, lora.files(model))
     settings = {"seed": 5, "stored": tmp_path / "adapter"}
     again = load(TEXT)
     lora.add(again, family_of(TEXT), LoraConfig(rank=4), **settings)
@@ -348,7 +349,7 @@ def test_over_four_bit_weights(family_of, forests, stock, tmp_path: Path, name):
     assert 1e-4 < np.abs(fresh - base).max() < 1  # nf4 rounds, and is still the same model
     move(model)
     assert np.abs(scores(model, family, batches) - fresh).max() > 0.01
-    lora.save(model, tmp_path)
+    write_files(tmp_path, lora.files(model))
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     written = load_model(replace(family, path=str(tmp_path)), dtype=torch.float32, device=CPU)
     gap = scores(written, family, batches) - scores(model, family, batches)

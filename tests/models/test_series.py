@@ -16,6 +16,7 @@ from saccade.backends.local import LocalBackend
 from saccade.checks import check
 from saccade.config import LoraConfig, SeriesConfig, TrainConfig
 from saccade.config import load as load_config
+from saccade.contents import write_files
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest import pack
@@ -239,7 +240,7 @@ def test_the_encoder_lies_beside_a_model_that_anybody_loads(plugged, family_of, 
     assert not torch.equal(
         model.series.inner.first.weight, loaded(family).series.inner.first.weight
     )
-    LocalBackend(model, family).save_model(tmp_path)
+    write_files(tmp_path, LocalBackend(model, family).model_files())
     assert hasattr(model, "series")
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"]
@@ -256,7 +257,7 @@ def test_the_encoder_lies_beside_a_model_that_anybody_loads(plugged, family_of, 
     adapted = loaded(again)
     lora.add(adapted, again, LoraConfig(rank=2), seed=0)
     assert not any(p.requires_grad for p in adapted.series.parameters())
-    LocalBackend(adapted, again, TrainConfig()).save_model(tmp_path / "merged")
+    write_files(tmp_path / "merged", LocalBackend(adapted, again, TrainConfig()).model_files())
     assert (tmp_path / "merged" / series.SERIES_FILE).is_file()
     with pytest.raises(ConfigError, match="'series' matches no linear layer"):
         lora.add(loaded(again), again, LoraConfig(rank=2, targets="series"), seed=0)
@@ -274,7 +275,7 @@ def test_a_module_of_the_user_is_run_where_a_config_names_it(family_of, tmp_path
         family.render(ask(wave(4)))
     with pytest.raises(ConfigError, match=r"forward gave \[4, 64\], and by its tokens\(\) it is"):
         model.series(torch.zeros(2, 23), [23], [5])
-    LocalBackend(model, family).save_model(tmp_path)
+    write_files(tmp_path, LocalBackend(model, family).model_files())
     plain = replace(family_of("qwen2"), path=str(tmp_path))
     with pytest.raises(ConfigError, match=r"a module of your own; say where it is, such as model"):
         series.plugged(plain, SeriesConfig())

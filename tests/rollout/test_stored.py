@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from saccade.contents import write_files
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import Step
 from saccade.errors import DataError
@@ -19,7 +20,7 @@ from saccade.forest import pack
 from saccade.images import crop, decode
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
-from saccade.rollout.stored import ARRAYS, ROWS, load_groups, save_groups
+from saccade.rollout.stored import ARRAYS, ROWS, group_files, load_groups
 from saccade.types import Group, Media, Message, Sample, Sampling, Source, Trajectory
 
 COLUMNS = {"ids", "sources", "logprobs", "versions", "advantages"}
@@ -126,7 +127,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path, image, data):
         trajectories = tuple(data.draw(members(r, uid, pictures)) for r in range(size))
         greedy = data.draw(st.none() | members(-1, uid, pictures))
         groups.append(Group(sample=sample, uid=uid, trajectories=trajectories, greedy=greedy))
-    save_groups(tmp_path / "kept", groups)
+    write_files(tmp_path / "kept", group_files(groups))
     same_groups(groups, load_groups(tmp_path / "kept", finder(groups)))
 
 
@@ -173,7 +174,7 @@ def collected(model, family, image, brief) -> list[Group]:
 
 
 def test_rollouts_train_as_before(tmp_path, family, collected):
-    save_groups(tmp_path, collected)
+    write_files(tmp_path, group_files(collected))
     loaded = load_groups(tmp_path, finder(collected))
     plain = [
         replace(t, info={k: v for k, v in t.info.items() if k != "board"} | _lists(t.info))
@@ -201,7 +202,7 @@ def _lists(info) -> dict:
 
 
 def test_only_pictures_that_no_sample_has_are_written(tmp_path, collected):
-    save_groups(tmp_path, collected)
+    write_files(tmp_path, group_files(collected))
     assert {len(t.media) for g in collected for t in g.trajectories} == {3}
     own = {s.media.data for g in collected for t in g.trajectories for s in t.media}
     own -= {g.sample.media[0].data for g in collected}
@@ -223,15 +224,15 @@ def test_what_lies_in_a_spill_file_is_written_as_the_same_bytes(tmp_path, collec
 
     spilled = [replace(g, trajectories=tuple(map(moved, g.trajectories))) for g in collected]
     assert not any(isinstance(s.media.data, bytes) for s in spilled[0].trajectories[0].media)
-    save_groups(tmp_path / "memory", collected)
-    save_groups(tmp_path / "disk", spilled)
+    write_files(tmp_path / "memory", group_files(collected))
+    write_files(tmp_path / "disk", group_files(spilled))
     for name in (ROWS, ARRAYS):
         assert (tmp_path / "memory" / name).read_bytes() == (tmp_path / "disk" / name).read_bytes()
 
 
 def test_media_get_their_file_from_the_sample(tmp_path, collected, image):
     """As when the data set has moved: the content is the same, the path is not."""
-    save_groups(tmp_path, collected)
+    write_files(tmp_path, group_files(collected))
     file = tmp_path / "moved.png"
     file.write_bytes(image(140, 84, 0).data)
     moved = replace(image(140, 84, 0), path=str(file), data=None)
@@ -248,8 +249,8 @@ def test_media_get_their_file_from_the_sample(tmp_path, collected, image):
 
 
 def test_a_later_call_replaces_the_earlier_one(tmp_path: Path, collected):
-    save_groups(tmp_path, collected)
-    save_groups(tmp_path, [])
+    write_files(tmp_path, group_files(collected))
+    write_files(tmp_path, group_files([]))
     assert load_groups(tmp_path, finder([])) == []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["groups.json", "groups.safetensors"]
     assert json.loads((tmp_path / "groups.json").read_text()) == []

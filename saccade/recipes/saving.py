@@ -1,0 +1,120 @@
+"""Checkpoints of a run, written while its next steps compute.
+
+At a save everything is copied to main memory; a thread writes, verifies and renames it. One is
+written at a time. What goes wrong in the thread is raised by the next call here, so that the run
+ends at its next step.
+
+    saver = Saver(run.folder.checkpoints, config.save, saved=None, say=console.note)
+    saver.save(step, backend, family, progress=progress, parts={}, background=True)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from saccade import checkpoint, devices
+from saccade.backends import Backend
+from saccade.config import SaveConfig
+from saccade.models.families import Family
+
+LARGEST_SHARE = 0.5  # of the free main memory: rollouts and pictures need some, too
+
+
+class Saver:
+    def __init__(
+        self,
+        folder: Path,
+        config: SaveConfig,
+        *,
+        saved: int | None,
+        say: Callable[[str], object],
+    ) -> None:
+        self.folder, self.config = folder, config
+        self.saved = saved  # the last step that is on disk
+        self._say, self._told = say, False
+        self._writing: tuple[int, Future[None]] | None = None
+        self._seconds: float | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    @property
+    def newest(self) -> int | None:
+        """The step that is being written, or the last one that was."""
+        return self.saved if self._writing is None else self._writing[0]
+
+    def save(
+        self,
+        step: int,
+        backend: Backend,
+        family: Family,
+        *,
+        progress: Mapping[str, Any],
+        parts: Mapping[str, checkpoint.Stateful],
+        background: bool,
+    ) -> None:
+        """Without `background` it is on disk when this returns."""
+        self.wait()
+        copy = background and self.config.background and self._fits(backend, parts)
+        write = checkpoint.prepare(
+            self.folder,
+            step,
+            backend,
+            family,
+            progress=progress,
+            keep=self.config.keep,
+            parts=parts,
+            best=progress["best_step"],
+            copy=copy,
+        )
+        if copy:
+            self._writing = step, self._thread.submit(self._timed, write)
+        else:
+            write()
+            self.saved = step
+
+    def check(self) -> None:
+        """Raise what went wrong by now."""
+        if self._writing is not None and self._writing[1].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until all is on disk."""
+        if self._writing is not None:
+            (step, future), self._writing = self._writing, None
+            future.result()
+            self.saved = step
+
+    def settle(self) -> None:
+        """As `wait`, where another error ends the run: that one is raised, this one is told."""
+        step = self.newest
+        try:
+            self.wait()
+        except Exception as error:
+            self._say(f"the checkpoint of step {step} could not be written: {error}")
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def times(self) -> dict[str, float]:
+        """Seconds that the thread took for a checkpoint, once it is finished."""
+        seconds, self._seconds = self._seconds, None
+        return {} if seconds is None else {"time/background/save": seconds}
+
+    def _timed(self, write: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        write()
+        self._seconds = time.perf_counter() - began
+
+    def _fits(self, backend: Backend, parts: Mapping[str, checkpoint.Stateful]) -> bool:
+        needed, free = checkpoint.saved_bytes(backend, parts), devices.free_host_bytes()
+        fits = needed <= LARGEST_SHARE * free
+        if not fits and not self._told:
+            self._told = True
+            self._say(
+                f"training waits while checkpoints are written: a copy takes {needed / 1e9:.1f} GB "
+                f"of main memory, {free / 1e9:.1f} GB are free, and half of that may be used"
+            )
+        return fits

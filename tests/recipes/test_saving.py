@@ -1,0 +1,314 @@
+"""Checkpoints that are written while training goes on: the same folder, no failure unheard."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from saccade.checkpoint import complete_steps
+from saccade.errors import EnvironmentProblem, Interrupted
+from saccade.models.files import SERIES_FILE
+from saccade.recipes import reward_model, rl, sft
+from saccade.tracking.loggers import read_metrics
+
+Make = Callable[..., dict[str, Any]]
+THREAD = "checkpoint"
+
+
+def is_writer() -> bool:
+    return threading.current_thread().name.startswith(THREAD)
+
+
+@pytest.fixture
+def before_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
+    """Something that happens in the thread before the first file of each checkpoint."""
+    make_folder = Path.mkdir
+
+    def use(happens: Callable[[], Any]) -> None:
+        def mkdir(self: Path, *args: Any, **kwargs: Any) -> None:
+            if is_writer() and self.name.startswith(".step-") and not self.exists():
+                happens()
+            make_folder(self, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+
+    return use
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while read_metrics(run)[-1]["step"] < step and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def steps_of(run: Path) -> list[int]:
+    return complete_steps(run / "checkpoints")
+
+
+def rows_of(run: Path) -> list[int]:
+    return [row["step"] for row in read_metrics(run)]
+
+
+# -- what is written -------------------------------------------------------------------------------
+
+SFT: dict[str, Any] = {"train.prompts_per_step": 2}
+TEXT: dict[str, Any] = {"model.path": "tiny:qwen2"}
+LORA: dict[str, Any] = {"model.train": "lora", "model.lora.rank": 4}
+SERIES = {"encoder": "patches", "channels": 2, "patch": 10, "width": 16, "layers": 1}
+DEEP = {"loss": "hps", "pooling": "attention", "head": "mlp", "bounded": True, "probe_layer": 0}
+# The recipe, its options, and files that must be among those of the checkpoint.
+KINDS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "a reference that follows": (
+        "rl",
+        {"algorithm.kl.update": "ema", "algorithm.kl.update_every": 1},
+        {"state/reference/weights.safetensors"},
+    ),
+    "a critic and a surplus": (
+        "rl",
+        {
+            "algorithm.preset": "ppo",
+            "algorithm.filter.dynamic": True,
+            "algorithm.filter.keep_surplus": True,
+            "train.prompts_per_step": 6,
+        },
+        {"state/critic/weights.safetensors", "state/critic/optimizer.safetensors"}
+        | {"state/surplus/groups.json"},
+    ),
+    "adapters that are held": (
+        "rl",
+        LORA | {"algorithm.kl.update": "copy", "algorithm.kl.update_every": 1},
+        {"adapter/adapter_model.safetensors", "state/reference/adapters.safetensors"},
+    ),
+    "adapters and dropout": (
+        "sft",
+        LORA | {"model.lora.dropout": 0.2},
+        {"adapter/adapter_config.json", "state/random.safetensors"},
+    ),
+    "bf16 with masters and an average": (
+        "sft",
+        TEXT | {"model.dtype": "bfloat16", "train.ema": 0.5},
+        {"state/ema/model.safetensors", "state/ema/weights.safetensors"},
+    ),
+    "bf16 without masters": (
+        "sft",
+        TEXT | {"model.dtype": "bfloat16", "train.optimizer": "adamw_bf16"},
+        {"state/optimizer.safetensors"},
+    ),
+    "an encoder of series": (
+        "sft",
+        TEXT | {f"model.series.{name}": value for name, value in SERIES.items()},
+        {SERIES_FILE},
+    ),
+    "experts": ("sft", {"model.path": "tiny:mixtral"}, {"model.safetensors"}),
+    "a deep reward model": (
+        "rm",
+        {f"reward_model.{name}": value for name, value in DEEP.items()} | {"train.ema": 0.5},
+        {"reward_head.safetensors", "state/ema/reward_head.safetensors"},
+    ),
+}
+RECIPES: dict[str, Callable[..., Any]] = {"rl": rl.run, "sft": sft.run, "rm": reward_model.run}
+
+
+@pytest.fixture
+def config_of(
+    tmp_path: Path, rl_config: Make, sft_config: Make
+) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
+    """Three steps; the second is saved while the third trains."""
+
+    def config(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+        made = (rl_config if kind == "rl" else sft_config)(tmp_path, run__max_steps=3)
+        rows = tmp_path / "rows.jsonl"
+        if kind == "rm":
+            rows.write_text('{"prompt": "how many ?", "chosen": "1", "rejected": "red"}\n' * 8)
+            made |= {"data.train": str(rows)}
+        if "model.path" in changes:  # it sees no pictures
+            series = {"series": [[0.0, 1.0] * 10] * 2} if "model.series.patch" in changes else {}
+            asked = {"role": "user", "content": "<series>1 2" if series else "1 2"}
+            row = {"messages": [asked, {"role": "assistant", "content": "3"}]} | series
+            rows.write_text((json.dumps(row) + "\n") * 8)
+            made |= {"data.train": str(rows)}
+        return made | {"save.every": 2} | changes
+
+    return config
+
+
+def content(folder: Path) -> dict[str, Any]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    found: dict[str, Any] = {str(p.relative_to(folder)): p.read_bytes() for p in files}
+    if SERIES_FILE in found:  # its header has two notes, which safetensors writes in any order
+        raw, listed = found[SERIES_FILE], json.loads(found["state/files.json"])
+        end = 8 + int.from_bytes(raw[:8], "little")
+        found[SERIES_FILE] = json.loads(raw[8:end]), raw[end:]
+        del listed[SERIES_FILE]["sha256"]
+        found["state/files.json"] = listed
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_folder_is_that_of_a_save_that_waits(
+    name: str,
+    tmp_path: Path,
+    config_of: Callable[..., dict[str, Any]],
+    before_writing: Callable[..., None],
+) -> None:
+    """Nothing of step 2 is written before step 3 has moved every weight."""
+    kind, changes, expected = KINDS[name]
+    config, seen = config_of(kind, changes), list[list[int]]()
+    RECIPES[kind](config | {"run.name": "waits", "save.background": False})
+
+    def late() -> None:
+        wait_for_step(tmp_path / "goes_on", 3)
+        seen.append(rows_of(tmp_path / "goes_on"))
+
+    before_writing(late)
+    RECIPES[kind](config | {"run.name": "goes_on"})
+    assert seen == [[1, 2, 3]]
+    for step in ("step-2", "step-3"):
+        one, other = (
+            content(tmp_path / run / "checkpoints" / step) for run in ("waits", "goes_on")
+        )
+        assert one.keys() == other.keys() > expected
+        assert [path for path in one if one[path] != other[path]] == []
+    two, three = (content(tmp_path / "goes_on" / "checkpoints" / f"step-{n}") for n in (2, 3))
+    weights = {path for path in expected if path.endswith(".safetensors")}
+    assert all(two[path] != three[path] for path in weights)
+
+
+def test_tied_weights_are_written_once(
+    tmp_path: Path, sft_config: Make, word_model: str, tensors: Callable[..., dict[str, Any]]
+) -> None:
+    sft.run(sft_config(tmp_path, run__max_steps=2, save__every=1) | SFT)
+    written = tensors(tmp_path / "run" / "checkpoints" / "step-1")
+    assert written.keys() == tensors(word_model).keys() and "lm_head.weight" not in written
+    moments = load_file(tmp_path / "run/checkpoints/step-1/state/optimizer.safetensors")
+    assert len({name for name in moments if name.startswith("exp_avg/")}) == len(written)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def full_disk() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_failure_ends_the_run_at_its_next_step(
+    tmp_path: Path, sft_config: Make, before_writing: Callable[..., None]
+) -> None:
+    before_writing(full_disk)
+    with pytest.raises(OSError, match="No space left on device"):
+        sft.run(sft_config(tmp_path, run__max_steps=6, save__every=3) | SFT)
+    reached = rows_of(tmp_path / "run")[-1]
+    assert 3 <= reached < 6  # the next save would wait for this one
+    assert steps_of(tmp_path / "run") == [reached]  # as after any error that touched no weight
+    assert f"step {reached} is kept in" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_tensor_that_is_lost_on_the_way_is_found(
+    tmp_path: Path, sft_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import modeling_utils
+
+    write = modeling_utils.safe_save_file
+
+    def lossy(tensors: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        write(dict(list(tensors.items())[is_writer() :]), *args, **kwargs)
+
+    monkeypatch.setattr(modeling_utils, "safe_save_file", lossy)
+    with pytest.raises(EnvironmentProblem, match=r"step-2\.\d+: parameters are missing") as caught:
+        sft.run(sft_config(tmp_path, save__every=2) | SFT)
+    kept = steps_of(tmp_path / "run")[-1]
+    assert caught.value.exit_code == 3 and f"step {kept} is kept in" in str(caught.value)
+
+
+def test_another_error_comes_first_and_both_are_told(
+    tmp_path: Path,
+    rl_config: Make,
+    before_writing: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before_writing(full_disk)
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "seen = []\n\ndef keep(groups):\n    seen.append(1)\n"
+        "    return groups if len(seen) < 3 else 1 / 0\n"
+    )
+    config = rl_config(tmp_path, algorithm__filter__function=f"{mine}:keep", save__every=2)
+    with pytest.raises(Exception, match="division by zero"):
+        rl.run(config)
+    said = capsys.readouterr().out.replace("\n", "")
+    assert "the checkpoint of step 2 could not be written: [Errno 28] No space" in said
+    assert steps_of(tmp_path / "run") == [2]  # written again at the end
+
+
+@pytest.mark.parametrize(
+    ("then", "raised"), [(lambda: None, Interrupted), (full_disk, OSError)], ids=["well", "badly"]
+)
+def test_a_request_to_stop_waits_for_what_is_being_written(
+    then: Callable[[], None],
+    raised: type[Exception],
+    tmp_path: Path,
+    rl_config: Make,
+    before_writing: Callable[..., None],
+) -> None:
+    def ask() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        then()
+
+    before_writing(ask)
+    with pytest.raises(raised):
+        rl.run(rl_config(tmp_path, save__every=1))
+    assert steps_of(tmp_path / "run") == [1] and rows_of(tmp_path / "run") == [1]
+
+
+# -- when it waits ---------------------------------------------------------------------------------
+
+
+def test_one_is_written_at_a_time(
+    tmp_path: Path, sft_config: Make, before_writing: Callable[..., None]
+) -> None:
+    found = []
+
+    def look() -> None:
+        folder = tmp_path / "run" / "checkpoints"
+        found.append((steps_of(tmp_path / "run"), len(list(folder.glob(".step-*")))))
+        time.sleep(0.2)
+
+    before_writing(look)
+    changes = {"save.every": 1, "save.keep": 2}
+    sft.run(sft_config(tmp_path) | SFT | changes)
+    assert found == [([], 0), ([1], 0), ([1, 2], 0)]  # the last step is not left to the thread
+    assert steps_of(tmp_path / "run") == [3, 4]
+    rows = read_metrics(tmp_path / "run")
+    assert rows[2]["time/save"] > 0.15  # step 2 was saved once step 1 was on disk
+    assert any(row.get("time/background/save", 0) > 0.15 for row in rows)
+    phases = [n for n in rows[2] if n.startswith("time/") and n.count("/") == 1]
+    parts = [rows[2][n] for n in phases if n not in ("time/step", "time/bottleneck")]
+    assert sum(parts) == pytest.approx(rows[2]["time/step"])
+
+
+def test_without_room_for_a_copy_training_waits_and_says_so_once(
+    tmp_path: Path,
+    sft_config: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    before_writing: Callable[..., None],
+) -> None:
+    in_thread = []
+    before_writing(lambda: in_thread.append(1))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
+    sft.run(sft_config(tmp_path, save__every=1) | SFT)
+    said = capsys.readouterr().out
+    assert said.count("training waits while checkpoints are written: a copy takes") == 1
+    assert in_thread == [] and steps_of(tmp_path / "run") == [2, 3, 4]
