@@ -58,11 +58,11 @@ def _outline(module: Any) -> Any:
     """The same modules once more, around the same tensors."""
     if module is None:
         return None
-    twin = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__)
-    twin.__dict__["_parameters"] = dict(module._parameters)
-    twin.__dict__["_buffers"] = dict(module._buffers)
-    twin.__dict__["_modules"] = {name: _outline(part) for name, part in module._modules.items()}
+    twin, own = object.__new__(type(module)), vars(module)
+    vars(twin).update(own)
+    vars(twin)["_parameters"] = dict(own["_parameters"])
+    vars(twin)["_buffers"] = dict(own["_buffers"])
+    vars(twin)["_modules"] = {name: _outline(part) for name, part in own["_modules"].items()}
     return twin
 
 

@@ -237,12 +237,19 @@ def test_another_error_comes_first_and_both_are_told(
     before_writing: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before_writing(full_disk)
-    mine = tmp_path / "mine.py"
+    mine, failed = tmp_path / "mine.py", tmp_path / "failed"
     mine.write_text(
-        "seen = []\n\ndef keep(groups):\n    seen.append(1)\n"
-        "    return groups if len(seen) < 3 else 1 / 0\n"
+        "from pathlib import Path\n\nseen = []\n\ndef keep(groups):\n    seen.append(1)\n"
+        f"    return groups if len(seen) < 3 else Path({str(failed)!r}).touch() or 1 / 0\n"
     )
+
+    def full_disk_later() -> None:
+        deadline = time.monotonic() + 60
+        while not failed.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        full_disk()
+
+    before_writing(full_disk_later)
     config = rl_config(tmp_path, algorithm__filter__function=f"{mine}:keep", save__every=2)
     with pytest.raises(Exception, match="division by zero"):
         rl.run(config)
@@ -283,7 +290,7 @@ def test_one_is_written_at_a_time(
     def look() -> None:
         folder = tmp_path / "run" / "checkpoints"
         found.append((steps_of(tmp_path / "run"), len(list(folder.glob(".step-*")))))
-        time.sleep(0.2)
+        time.sleep(3 if len(found) == 1 else 0.2)  # much longer than a step
 
     before_writing(look)
     changes = {"save.every": 1, "save.keep": 2}
