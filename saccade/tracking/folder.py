@@ -98,10 +98,6 @@ class RunFolder:
     def log(self) -> Path:
         return self.path / LOG
 
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
     def set_aside_records(self) -> list[str]:
         """Metrics and rollouts under new names, which are returned; the run begins again."""
         number = next(n for n in count(1) if not (self.path / f"{METRICS}.{n}").exists())
