@@ -278,7 +278,5 @@ def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 def held_out(found: datasets.Dataset, name: str, path: str) -> datasets.Dataset:
     """Rows to compare, without damaged ones and under ids that no training row has."""
-    found = datasets.keep(found, damage)
-    if not found.samples:
-        raise DataError(f"data.val: {path} has no usable row:\n{found.summary}")
+    found = questions.not_empty(datasets.keep(found, damage), f"data.val: {path}")
     return questions.worded(found, lambda sample: replace(sample, id=f"{name}/{sample.id}"))
