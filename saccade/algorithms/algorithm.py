@@ -152,6 +152,15 @@ class Algorithm:
         return find("kl.kind", KINDS, self.kl.kind)
 
     @property
+    def axes(self) -> dict[str, tuple[str, Entry, Options]]:
+        """What was chosen on each of AXES: its name, its entry, its options."""
+        return {
+            "advantage": (self.advantage, self.estimator, self.advantage_options),
+            "policy_loss": (self.policy_loss, self.loss, self.loss_options),
+            "aggregation": (self.aggregation, self.aggregate, self.aggregation_options),
+        }
+
+    @property
     def needs_reference(self) -> bool:
         return self.kl.coef > 0
 

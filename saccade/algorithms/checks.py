@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from saccade.algorithms.algorithm import Algorithm
-from saccade.algorithms.controllers import LARGEST_ERROR
 from saccade.algorithms.filters import EXCLUDABLE
+from saccade.algorithms.memory import LARGEST_ERROR
 from saccade.algorithms.table import unknown
 from saccade.config import AlgorithmConfig
 from saccade.errors import ConfigError
@@ -29,12 +29,8 @@ def refuse_contradictions(algorithm: Algorithm) -> None:
 
 def _required(algorithm: Algorithm) -> str | None:
     """Functions of your own may have options without a default."""
-    for axis, name, entry, options in (
-        ("advantage", algorithm.advantage, algorithm.estimator, algorithm.advantage_options),
-        ("policy_loss", algorithm.policy_loss, algorithm.loss, algorithm.loss_options),
-        ("aggregation", algorithm.aggregation, algorithm.aggregate, algorithm.aggregation_options),
-        ("kl.kind", algorithm.kl.kind, algorithm.divergence, algorithm.kl.options),
-    ):
+    kl = (algorithm.kl.kind, algorithm.divergence, algorithm.kl.options)
+    for axis, (name, entry, options) in {**algorithm.axes, "kl.kind": kl}.items():
         missing = [option for option in entry.required if options[option] is None]
         if missing:
             return f"algorithm.{axis}={name} needs {' and '.join(missing)}; {example(missing)}"

@@ -129,12 +129,12 @@ def comparison_objective(
     loss = losses.sum() / row.count
     if row.nll_coef and row.chosen_tokens:  # a step of kto may have bad responses only
         loss = loss + row.nll_coef * nll / row.chosen_tokens
-    sums = {NAMES[name]: _total(values) for name, values in found.items()} | {
-        "dpo/logp_chosen": _total(totals[chosen]),
-        "dpo/logp_rejected": _total(totals[~chosen]),
+    sums = {NAMES[name]: total_of(values) for name, values in found.items()} | {
+        "dpo/logp_chosen": total_of(totals[chosen]),
+        "dpo/logp_rejected": total_of(totals[~chosen]),
         "dpo/nll": (nll.detach(), lengths[chosen].sum()),
-        "dpo/length_chosen": _total(lengths[chosen]),
-        "dpo/length_rejected": _total(lengths[~chosen]),
+        "dpo/length_chosen": total_of(lengths[chosen]),
+        "dpo/length_rejected": total_of(lengths[~chosen]),
     }
     return loss, ComparisonStats(loss=loss.detach(), sums=sums)
 
@@ -159,7 +159,8 @@ def _pairs(totals: Tensor, sides: Sides) -> Pairs:
     )
 
 
-def _total(values: Tensor) -> tuple[Tensor, Tensor]:
+def total_of(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Their sum, and what makes it a mean."""
     return values.detach().sum(), torch.tensor(len(values), device=values.device)
 
 

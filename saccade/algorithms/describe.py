@@ -30,11 +30,7 @@ def describe(algorithm: Algorithm) -> str:
     if algorithm.updates_per_step > 1:
         samples += f", {algorithm.updates_per_step} updates per step"
     lines = {
-        "advantage": _part(algorithm.advantage, algorithm.estimator, algorithm.advantage_options),
-        "policy loss": _part(algorithm.policy_loss, algorithm.loss, algorithm.loss_options),
-        "aggregation": _part(
-            algorithm.aggregation, algorithm.aggregate, algorithm.aggregation_options
-        ),
+        **{axis.replace("_", " "): _part(*chosen) for axis, chosen in algorithm.axes.items()},
         "KL": _kl(algorithm),
         "old log-probs": OLD[algorithm.old],
         "samples": samples,

@@ -12,17 +12,19 @@ was. Knows nothing of runs or files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from typing import Any
 
-from saccade.algorithms import domains, moments
+from saccade.algorithms import domains
 from saccade.algorithms.algorithm import Algorithm
-from saccade.algorithms.controllers import next_entropy_coef, next_kl_coef
 from saccade.algorithms.domains import Domains
 from saccade.algorithms.filters import is_excluded
 from saccade.algorithms.moments import Moments
+from saccade.errors import ConfigError
 from saccade.types import Group, Metrics
+
+LARGEST_ERROR = 0.2  # of a KL, relative to its target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ def recall(algorithm: Algorithm, saved: Mapping[str, Any] | None) -> Memory:
     return Memory(
         kl_coef=saved["kl_coef"] if adaptive else start.kl_coef,
         entropy_coef=saved["entropy_coef"] if steered else start.entropy_coef,
-        moments={name: moments.from_json(one) for name, one in saved["moments"].items()},
+        moments={name: Moments(**one) for name, one in saved["moments"].items()},
         domains=domains.from_json(saved["domains"]),
     )
 
@@ -61,7 +63,7 @@ def to_json(memory: Memory) -> dict[str, Any]:
     return {
         "kl_coef": memory.kl_coef,
         "entropy_coef": memory.entropy_coef,
-        "moments": {name: moments.to_json(one) for name, one in memory.moments.items()},
+        "moments": {name: asdict(one) for name, one in memory.moments.items()},
         "domains": domains.to_json(memory.domains),
     }
 
@@ -83,13 +85,18 @@ def domain_of(group: Group) -> str:
     return "default" if domain in (None, "") else str(domain)
 
 
-def success_of(group: Group, algorithm: Algorithm) -> float | None:
-    """Mean raw outcome as a share of what is possible; None when no member counts."""
-    outcomes = [
+def outcomes_of(group: Group, algorithm: Algorithm) -> list[float]:
+    """Raw, of the members that count."""
+    return [
         t.outcome
         for t in group.trajectories
         if t.outcome is not None and not is_excluded(t.status, algorithm.exclude_status)
     ]
+
+
+def success_of(group: Group, algorithm: Algorithm) -> float | None:
+    """Mean raw outcome as a share of what is possible; None when no member counts."""
+    outcomes = outcomes_of(group, algorithm)
     return domains.success(outcomes, algorithm.reward_range) if outcomes else None
 
 
@@ -117,3 +124,28 @@ def steer(memory: Memory, algorithm: Algorithm, metrics: Metrics) -> Memory:
         )
         memory = replace(memory, entropy_coef=coef)
     return memory
+
+
+def next_kl_coef(
+    coef: float, *, measured: float, sequences: int, target: float, horizon: float
+) -> float:
+    """Up while the KL of live `sequences` is above the target, else down (arXiv 1909.08593)."""
+    if sequences == 0:
+        return coef
+    assert isfinite(measured), measured
+    if LARGEST_ERROR * sequences >= horizon:
+        raise ConfigError(
+            f"algorithm.kl.horizon={horizon:g} is so short that a step of {sequences} sequences "
+            f"could make the coefficient 0 or less; write {10 * sequences} or more"
+        )
+    error = min(max(measured / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+    return coef * (1 + error * sequences / horizon)
+
+
+def next_entropy_coef(
+    coef: float, *, measured: float, target: float, step: float, low: float, high: float
+) -> float:
+    """One `step` up while the entropy is below the target, down while above, in [low, high]."""
+    assert isfinite(measured), measured
+    moved = coef + step * ((measured < target) - (measured > target))
+    return min(max(moved, low), high)

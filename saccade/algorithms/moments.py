@@ -10,9 +10,9 @@ Knows nothing of members or statuses: pass the rewards that count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -55,11 +55,3 @@ def normalise(
     """R / std, or (R - mean) / std."""
     shift = {"std": 0.0, "mean_std": moments.mean}[kind]
     return (np.asarray(values, np.float64) - shift) / moments.divisor
-
-
-def to_json(moments: Moments) -> dict[str, Any]:
-    return asdict(moments)
-
-
-def from_json(saved: Mapping[str, Any]) -> Moments:
-    return Moments(**saved)

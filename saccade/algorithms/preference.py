@@ -133,11 +133,6 @@ def kto(
     return losses, {"chosen": rewards[good], "rejected": rewards[~good]}
 
 
-def chosen_nll(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """Its sum [P] and its tokens [P]: the mean of a step is sum over sum."""
-    return -pairs.chosen, pairs.chosen_length
-
-
 def negative_log_sigmoid(values: Tensor) -> Tensor:
     return (-values).logaddexp(values.new_zeros(()))
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.algorithms.comparison import ComparisonStats
+from saccade.algorithms.comparison import ComparisonStats, total_of
 from saccade.algorithms.reward_model import REWARD_LOSSES, center, reward_metrics, tie
+from saccade.algorithms.table import call
 from saccade.config import RewardModelConfig
 from saccade.types import Batch
 
@@ -86,29 +86,17 @@ def rating_objective(
         lower = torch.where(label < 0, first[index], second[index])
         decided, tied = label.abs() == 1, label == 0
         chosen, rejected = upper[decided], lower[decided]
-        options: dict[str, dict[str, Any]] = {
-            "bt": {"margin": margins[decided]},
-            "hps": {"kappa": kappa},
-        }
-        function = REWARD_LOSSES[row.loss].function
-        total = function(chosen, rejected, **options.get(row.loss, {})).sum()
+        options = {"margin": margins[decided], "kappa": kappa}
+        total = call(REWARD_LOSSES[row.loss].function, chosen, rejected, options=options).sum()
         if row.center_coef:
             total = total + row.center_coef * center(chosen, rejected).sum()
         total = total + row.tie_coef * tie(upper[tied], lower[tied]).sum()
         loss = loss + weight * total / max(row.counts[index], 1)
-        found = {"accuracy" if n == "acc" else n: v for n, v in _metrics(chosen, rejected).items()}
+        found = {n: v.double() for n, v in reward_metrics(chosen, rejected).items()}
         both = scores.detach()[:, index].double()
         found |= {"mean": both, "square": both**2}
-        sums |= {f"{name}/{what}": _total(values) for what, values in found.items()}
+        sums |= {f"{name}/{what}": total_of(values) for what, values in found.items()}
     return loss, ComparisonStats(loss=loss.detach(), sums=sums)
-
-
-def _metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    return {name: values.double() for name, values in reward_metrics(chosen, rejected).items()}
-
-
-def _total(values: Tensor) -> tuple[Tensor, Tensor]:
-    return values.sum(), torch.tensor(len(values), device=values.device)
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -137,5 +125,5 @@ def steps_objective(row: Steps, logits: Tensor, batch: Batch) -> tuple[Tensor, C
         "good_mean": logprobs[:, 0].detach().exp().double(),
         "label_mean": target[:, 0].double(),
     }
-    sums = {f"steps/{what}": _total(values) for what, values in found.items()}
+    sums = {f"steps/{what}": total_of(values) for what, values in found.items()}
     return loss, ComparisonStats(loss=loss.detach(), sums=sums)

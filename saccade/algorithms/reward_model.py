@@ -55,7 +55,7 @@ def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
     """[P] each, to be summed with their counts: a mean of means or a maximum would be wrong."""
     chosen, rejected = chosen.detach(), rejected.detach()
     gap = chosen - rejected
-    return {"acc": gap > 0, "gap": gap, "chosen_mean": chosen, "rejected_mean": rejected}
+    return {"accuracy": gap > 0, "gap": gap, "chosen_mean": chosen, "rejected_mean": rejected}
 
 
 REWARD_LOSSES: dict[str, Entry] = {

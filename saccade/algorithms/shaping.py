@@ -28,7 +28,7 @@ def shape_rewards(
     clip: tuple[float, float] | None,
     moments: Mapping[str, Moments],
     live: Callable[[Trajectory], bool],
-    components: Sequence[str] | None = None,
+    components: Sequence[str],
 ) -> tuple[list[Group], dict[str, Moments], dict[str, float]]:
     """Live members alone move the moments and count in the metrics; every reward is put on the new
     scale, that of a greedy baseline too. With `components` each of these parts has a scale of its
@@ -37,7 +37,7 @@ def shape_rewards(
     moments = dict(moments)
     if normalise == "off" and clip is None:
         return list(groups), moments, {"reward/clip_frac": 0.0}
-    parts = tuple(components or ())
+    parts = tuple(components)
     members = [t for group in groups for t in group.trajectories if live(t)]
     assert all(t.reward is not None for t in members), "a live member has a reward"
     seen = {name: _values(members, name) for name in (REWARD, *parts)}

@@ -16,7 +16,7 @@ import numpy as np
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.filters import discard_reason, is_constant, is_excluded
-from saccade.algorithms.memory import Memory
+from saccade.algorithms.memory import Memory, outcomes_of
 from saccade.algorithms.shaping import shape_rewards
 from saccade.algorithms.table import find
 from saccade.errors import ConfigError
@@ -33,11 +33,7 @@ def keep_informative(
     """
     kept, reasons = [], Counter[str]()
     for group in groups:
-        outcomes = [
-            t.outcome
-            for t in group.trajectories
-            if t.outcome is not None and not is_excluded(t.status, algorithm.exclude_status)
-        ]
+        outcomes = outcomes_of(group, algorithm)
         reason = discard_reason(outcomes, algorithm.filter.low, algorithm.filter.high)
         if reason is None:
             kept.append(group)

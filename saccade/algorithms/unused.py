@@ -11,7 +11,7 @@ from functools import reduce
 
 from saccade.algorithms.algorithm import AXES, Algorithm
 from saccade.algorithms.presets import COMMON, Row
-from saccade.algorithms.table import Entry, unknown
+from saccade.algorithms.table import unknown
 from saccade.config import AlgorithmConfig
 from saccade.errors import ConfigError
 
@@ -181,7 +181,9 @@ def refuse_unused(config: AlgorithmConfig, algorithm: Algorithm) -> None:
 
 
 def _refuse_unread(config: AlgorithmConfig, algorithm: Algorithm) -> None:
-    read = {name for entry in _all_entries(algorithm) for name in entry.options}
+    entries = [entry for _, entry, _ in algorithm.axes.values()]
+    entries += [algorithm.divergence, *(correction.entry for correction in algorithm.corrections)]
+    read = {name for entry in entries for name in entry.options}
     for axis, table in AXES.items():
         for option in AlgorithmConfig.model_fields:
             readers = [name for name, entry in table.items() if entry.reads(option)]
@@ -199,30 +201,15 @@ def refuse_unread_add_ons(
     config: AlgorithmConfig, algorithm: Algorithm, add_ons: Mapping[str, Row]
 ) -> None:
     """An add-on that the row's functions do not read would do nothing."""
-    entries = _entries(algorithm)
     for add_on in config.preset.split("+")[1:]:
         for option in add_ons[add_on]:
-            for axis, entry in entries.items():
-                readers = [name for name, other in AXES[axis].items() if other.reads(option)]
+            for axis, (name, entry, _) in algorithm.axes.items():
+                readers = [other for other, row in AXES[axis].items() if row.reads(option)]
                 if readers and not entry.reads(option):
                     raise ConfigError(
-                        f"algorithm.preset={config.preset}: +{add_on} has no effect, {axis} "
-                        f"{getattr(algorithm, axis)} does not read {option}; remove it, or use "
-                        f"algorithm.{axis}={readers[0]}"
+                        f"algorithm.preset={config.preset}: +{add_on} has no effect, {axis} {name} "
+                        f"does not read {option}; remove it, or use algorithm.{axis}={readers[0]}"
                     )
-
-
-def _entries(algorithm: Algorithm) -> dict[str, Entry]:
-    return {
-        "advantage": algorithm.estimator,
-        "policy_loss": algorithm.loss,
-        "aggregation": algorithm.aggregate,
-    }
-
-
-def _all_entries(algorithm: Algorithm) -> list[Entry]:
-    corrections = [correction.entry for correction in algorithm.corrections]
-    return [*_entries(algorithm).values(), algorithm.divergence, *corrections]
 
 
 def _value(config: AlgorithmConfig, name: str) -> object:

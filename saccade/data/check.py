@@ -52,14 +52,11 @@ class Report:
     decoded: bool
     gold_rate: float  # share of the good rows that have an answer
     compared: int  # good rows with candidates, which need none
-    lengths: Mapping[
-        str, float
-    ]  # min, mean, median, p95, max in tokens; empty without a length function
+    lengths: Mapping[str, float]  # min, mean, median, p95, max in tokens; empty where not counted
     histogram: tuple[tuple[int, int], ...]  # (tokens at most, rows)
     self_test: Any = None
-    samples: Mapping[str, tuple[Sample, ...]] = field(
-        default_factory=dict, repr=False
-    )  # good rows of train and val
+    # Good rows of train and val.
+    samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> str:
         named = {
@@ -98,11 +95,12 @@ def check_data(
     broken = {} if headers_only else _broken(every_image, workers)
     good: dict[str, tuple[Sample, ...]] = {}
     contents: dict[str, frozenset[str]] = {}
+    bad: list[BadRow] = []
     for split, data in sets:
-        fine = (s for s in data.samples if _problem(s, broken) is None)
-        good[split] = (*good.get(split, ()), *fine)
+        sound = keep(data, lambda sample: _problem(sample, broken))
+        good[split] = (*good.get(split, ()), *sound.samples)
         contents[split] = contents.get(split, frozenset()) | data.contents
-    bad = [row for data in every for row in (*data.quarantined, *_damaged(data, broken))]
+        bad += [*data.quarantined, *sound.left_out[len(data.left_out) :]]
     rows = sum(data.rows for data in every)
     samples = [sample for part in good.values() for sample in part]
     tokens = [] if length is None else [length(sample) for sample in samples]
@@ -184,19 +182,6 @@ def _broken(every_image: Mapping[Any, Media], workers: int) -> dict[Any, str]:
 def _problem(sample: Sample, broken: Mapping[Any, str]) -> str | None:
     keys = (media.key[:2] for media in sample.every_media)
     return next((broken[key] for key in keys if key in broken), None)
-
-
-def _damaged(data: Dataset, broken: Mapping[Any, str]) -> Iterable[BadRow]:
-    for part in data.parts:
-        for index in range(part.start, part.stop):
-            reason = _problem(data.samples[index], broken)
-            if reason is not None:
-                yield BadRow(
-                    id=data.samples[index].id,
-                    source=part.name,
-                    row=data.row_numbers[index],
-                    reason=reason,
-                )
 
 
 # -- lengths ---------------------------------------------------------------------------------------

@@ -5,15 +5,30 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
 
-from saccade.data.bad_rows import BadRow
+from saccade.config import DataConfig, DataSource
 from saccade.types import Sample
 
 PROMPT_LIMIT = "data.max_prompt_tokens"
+TRAIN = "data.train: "
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRow:
+    """A row that was set aside. `row` counts from 1 in its source."""
+
+    id: str
+    source: str
+    row: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.id} (row {self.row} of {self.source}): {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,4 +116,35 @@ def keep(dataset: Dataset, unwanted: Callable[[Sample], str | None]) -> Dataset:
         row_numbers=tuple(compress(dataset.row_numbers, flags)),
         parts=tuple(moved),
         left_out=(*dataset.left_out, *left_out),
+    )
+
+
+def too_many(
+    bad: Sequence[BadRow],
+    rows: int,
+    sources: Sequence[DataSource],
+    config: DataConfig,
+    *,
+    checked: bool,
+) -> str:
+    """`checked`: `check-data` refuses the same rows."""
+    splits = ((TRAIN, config.train), ("data.val: ", config.val))
+    where = next((key for key, listed in splits if all(s in listed for s in sources)), "")
+    examples = "\n".join(f"  {problem}" for problem in bad[:5])
+    lifted = f"data.max_bad_fraction={math.ceil(100 * len(bad) / rows) / 100:g} goes on"
+    if len(bad) == rows:
+        advice = "No row is left to go on with." + " `saccade check-data` lists all." * checked
+    elif checked:
+        advice = (
+            "`saccade check-data` lists all of them, its --fix writes a copy without them; "
+            f"{lifted}."
+        )
+    else:
+        listed = ", and quarantine.jsonl of the run lists all of them" * (where == TRAIN)
+        advice = f"{lifted} without them{listed}."
+    if config.format != "auto":
+        advice += f" data.format is {config.format}: auto reads what the columns say."
+    return (
+        f"{where}{len(bad)} of {rows} rows are bad ({len(bad) / rows:.1%}), "
+        f"data.max_bad_fraction is {config.max_bad_fraction:g}:\n{examples}\n{advice}"
     )

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import DataConfig, DataSource
-from saccade.data.bad_rows import BadRow, too_many
 from saccade.data.chats import RowError
-from saccade.data.dataset import PROMPT_LIMIT, Dataset, Part, keep
+from saccade.data.dataset import PROMPT_LIMIT, BadRow, Dataset, Part, keep, too_many
 from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id
 from saccade.data.judging import judged
 from saccade.data.mappings import apply, load_mapping, tables_of

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,12 +31,8 @@ from saccade.types import Media, Message, Sample
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-class OpenImage(Protocol):
-    """Opens an image; `more` is `kind` and options of other media."""
-
-    def __call__(
-        self, source: Any, *, min_pixels: int | None, max_pixels: int | None, **more: Any
-    ) -> Media: ...
+# Opens (source, *, min_pixels, max_pixels, **more); `more` is `kind` and options of other media.
+OpenImage = Callable[..., Media]
 
 
 # -- golds -----------------------------------------------------------------------------------------

@@ -161,9 +161,7 @@ def _compiled(source: str) -> tuple[Template, frozenset[str]]:
 def _rendered(template: Template, variables: Mapping[str, Any], name: str) -> str:
     try:
         return template.render(variables)
-    except (
-        Exception
-    ) as error:  # an unknown variable, what the sandbox forbids, or a slip of its author
+    except Exception as error:  # an unknown variable, what the sandbox forbids, a slip
         raise ConfigError(f"prompt.template={name}: {error}") from None
 
 

@@ -10,16 +10,14 @@ before. So the state is three numbers, and a restored stream goes on with exactl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from saccade.config import DataConfig
+from saccade.data.dataset import Dataset
 from saccade.errors import ConfigError, DataError
 from saccade.types import Sample
-
-if TYPE_CHECKING:
-    from saccade.data.datasets import Dataset
 
 
 class Stream:

@@ -67,13 +67,12 @@ def counting_scene(
     colours: Sequence[str],
     size: int = 56,
     radius: tuple[int, int] = (4, 6),
-    background: tuple[int, int, int] = MID_GREY,
 ) -> tuple[np.ndarray, tuple[Shape, ...]]:
     """A picture [size, size, 3] of shapes that do not touch, and the shapes in reading
     order: the upper half of the picture before the lower half, each from left to right."""
     shapes = _place(rng, count=count, colours=colours, size=size, radius=radius)
     image = np.empty((size, size, 3), dtype=np.uint8)
-    image[:] = background
+    image[:] = MID_GREY
     for shape in shapes:
         r = shape.radius
         patch = image[shape.y - r : shape.y + r + 1, shape.x - r : shape.x + r + 1]
@@ -89,7 +88,6 @@ def counting_split(
     counts: tuple[int, int] = (1, 6),
     size: int = 56,
     radius: tuple[int, int] = (4, 6),
-    backgrounds: Sequence[tuple[int, int, int]] = (MID_GREY,),
     name: str = "counting",
 ) -> list[Sample]:
     """`n` rows whose answers are uniform over `counts` (both ends included)."""
@@ -103,12 +101,7 @@ def counting_split(
     for index, count in enumerate(np.concatenate(rounds)[:n] if rounds else ()):
         rng = np.random.default_rng((seed, index))
         image, shapes = counting_scene(
-            rng,
-            count=int(count),
-            colours=colours,
-            size=size,
-            radius=radius,
-            background=backgrounds[int(rng.integers(len(backgrounds)))],
+            rng, count=int(count), colours=colours, size=size, radius=radius
         )
         rows.append(_sample(f"{name}-{seed}-{index}", name, image, shapes))
     return rows
@@ -166,9 +159,7 @@ def write_rows(
 def encode_png(image: np.ndarray) -> bytes:
     """An RGB picture as PNG; flat colours need no filter and little compression."""
     height, width, _ = image.shape
-    rows = np.zeros(
-        (height, 1 + 3 * width), dtype=np.uint8
-    )  # the first byte of a row names its filter: none
+    rows = np.zeros((height, 1 + 3 * width), np.uint8)  # a row begins with its filter: 0 is none
     rows[:, 1:] = image.reshape(height, -1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b""))

@@ -58,8 +58,7 @@ def make_actors(
     parts.check_algorithm(algorithm, scorer, data.samples, say=run.console.note)
     policy = models.load_policy(config, family, folder=str(run.start) if run.start else None)
     run.console.note(describe_trained(policy.model, family))
-    checkpointing = models.use_checkpointing(config)
-    backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
+    backend = models.learner(config, policy)
     stream = Stream(data, seed=config.run.seed, config=config.data)
     engine = make_engine(
         config,
@@ -79,9 +78,7 @@ def make_actors(
     if algorithm.needs_reference:
         reference = models.load_reference(config, family, algorithm, backend)
     if algorithm.needs_critic:
-        critic = models.load_critic(
-            config, family, algorithm, checkpointing=checkpointing, say=run.console.note
-        )
+        critic = models.load_critic(config, family, algorithm, say=run.console.note)
     demonstrations = None
     if config.train.ptx_coef:
         demonstrations = Demonstrations(config, family, updates=algorithm.updates_per_step)

@@ -6,6 +6,7 @@ saccade dpo run.yaml data.train=pairs.jsonl dpo.loss=ipo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -47,8 +48,7 @@ def run(config: Any) -> dict[str, Any]:
             totals = pairs.precomputed(this, config, family, [*every, *strange.values()])
         policy = models.load_policy(config, family, folder=str(this.start) if this.start else None)
         this.console.note(describe_trained(policy.model, family))
-        checkpointing = models.use_checkpointing(config)
-        backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
+        backend = models.learner(config, policy)
         if row.needs_reference and config.dpo.reference == "compute":
             reference = models.load_reference(config, family, None, backend)
             totals = partial(pairs.computed, reference)
@@ -92,19 +92,15 @@ def _metrics(update: Metrics, row: Comparison, stream: Stream) -> dict[str, floa
     return found | pairs.named(found, "dpo") | z | {"data/epoch": stream.epoch}
 
 
+@dataclass(frozen=True)
 class HeldOut:
     """Pairs that are not trained on, beside questions whose answers are scored."""
 
-    def __init__(
-        self,
-        run: Run,
-        comparer: Comparer,
-        backend: LocalBackend,
-        sets: Mapping[str, Dataset],
-        answers: Validation,
-    ) -> None:
-        self.run, self.comparer, self.backend = run, comparer, backend
-        self.sets, self.answers = sets, answers
+    run: Run
+    comparer: Comparer
+    backend: LocalBackend
+    sets: Mapping[str, Dataset]
+    answers: Validation
 
     def before(self) -> None:
         wanted = (self.sets or self.answers.sets) and self.comparer.config.val.before

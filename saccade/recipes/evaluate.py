@@ -8,7 +8,7 @@ the exported folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ from saccade.recipes.accuracy import (
 )
 from saccade.recipes.comparing import compare
 from saccade.recipes.engines import answering_engine, answering_family, expenses
-from saccade.recipes.guard import check_errors, refuse_errors
-from saccade.recipes.rescore import StoredVerdict, rescored
+from saccade.recipes.guard import Judged, check_errors, refuse_errors
+from saccade.recipes.rescore import rescored
 from saccade.recipes.results import Result, kept_if_filled, places, write_files, write_results
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
@@ -130,31 +130,6 @@ def _store(writer: TrajectoryWriter, result: Result, config: Config, family: Fam
     )
 
 
-def evaluate_sets(
-    engine: Engine,
-    family: Family,
-    scorer: Scorer | None,
-    sets: Mapping[str, Dataset],
-    config: Config,
-    *,
-    progress: Progress,
-    say: Callable[[str], Any],
-    known: Collection[str],
-) -> tuple[list[Result], dict[str, float]]:
-    """All sets, and their metrics under `val/<set>/`. `known`: sources whose outcome is a score."""
-    results = [
-        evaluate_set(
-            *(engine, family, scorer, name, dataset, config),
-            progress=progress,
-            say=say,
-            known=known,
-        )
-        for name, dataset in sets.items()
-    ]
-    metrics = {f"val/{r.name}/{key}": value for r in results for key, value in r.metrics.items()}
-    return results, metrics
-
-
 def evaluate_set(
     engine: Engine,
     family: Family,
@@ -167,6 +142,7 @@ def evaluate_set(
     say: Callable[[str], Any],
     known: Collection[str] = (),
 ) -> Result:
+    """`known`: sources whose outcome is a score."""
     stream = RewardStream(scorer, family)
     limits = parts.limits_of(config, evaluation=True)
     cuts = Cuts(sorted(limits.marks), lambda: RewardStream(scorer, family))
@@ -278,5 +254,7 @@ def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
         write_files(folder, summary, rows)
         console.note(f"{RESULTS}, samples.jsonl are in {folder}")
         for name in summary:
-            refuse_errors([StoredVerdict.of(row) for row in rows if row["set"] == name], config)
+            own = [row for row in rows if row["set"] == name]
+            known = [Judged(r["id"], r["status"], r["reason"], r["end_reason"]) for r in own]
+            refuse_errors(known, config)
     return summary

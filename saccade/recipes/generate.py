@@ -31,7 +31,7 @@ from saccade.recipes.selection import SELECT, write_selected
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream, make_room
 from saccade.tracking.console import Console
-from saccade.tracking.folder import differences
+from saccade.tracking.folder import differences, write_whole
 from saccade.types import Group
 
 BLOCK = 512  # prompts between two writes
@@ -136,11 +136,7 @@ def _teach(path: Path, groups: Sequence[Group], done: Set[str]) -> None:
         for t in g.trajectories
         if t.status == "ok" and t.outcome is not None and t.outcome >= 1
     ]
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -241,9 +237,7 @@ def _done(path: Path, made_of: Mapping[str, Any], made_by: Mapping[str, str]) ->
             "run.name or generate.output"
         )
     if not rows:
-        temporary = beside.with_name(f"{beside.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(made_of, ensure_ascii=False), encoding="utf-8")
-        temporary.replace(beside)
+        write_whole(beside, json.dumps(made_of, ensure_ascii=False))
     return {row["id"] for row in rows}
 
 

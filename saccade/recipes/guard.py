@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.backends import Update
@@ -66,24 +66,18 @@ def check_mismatch(metrics: Metrics, algorithm: Algorithm, parity_max: float | N
         )
 
 
-class Judged(Protocol):
-    """What is known of an episode after its reward: that of a trajectory, or of a stored row."""
+class Judged(NamedTuple):
+    """What is known of an episode after its reward."""
 
-    @property
-    def sample_id(self) -> str: ...
-
-    @property
-    def status(self) -> str: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def end_reason(self) -> str: ...
+    sample_id: str
+    status: str
+    reason: str
+    end_reason: str
 
 
 def check_errors(groups: Sequence[Group], config: Config) -> None:
-    refuse_errors([t for g in groups for t in (*g.trajectories, g.greedy) if t is not None], config)
+    members = [t for g in groups for t in (*g.trajectories, g.greedy) if t is not None]
+    refuse_errors([Judged(t.sample_id, t.status, t.reason, t.end_reason) for t in members], config)
 
 
 def refuse_errors(everybody: Sequence[Judged], config: Config) -> None:

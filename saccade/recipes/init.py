@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from saccade.config import DataConfig, DataSource, load
 from saccade.data.chats import RowError
@@ -112,7 +111,7 @@ def _first_rows(data: Path) -> tuple[str, list[Sample]]:
     samples = []
     for row in readable:
         try:
-            samples.append(read_row(row, format, config, open_image=_leave_unopened))
+            samples.append(read_row(row, format, config, open_image=lambda *_, **__: UNOPENED))
         except RowError:
             continue  # `saccade check-data` lists them with their reasons
     if not samples:
@@ -120,12 +119,6 @@ def _first_rows(data: Path) -> tuple[str, list[Sample]]:
             f"{data}: no row fits the format {format.name}; see `saccade check-data {data}`"
         )
     return format.name, samples
-
-
-def _leave_unopened(
-    source: Any, *, min_pixels: int | None, max_pixels: int | None, **more: Any
-) -> Media:
-    return UNOPENED
 
 
 def guess_reward(samples: Sequence[Sample]) -> tuple[str, str, str]:

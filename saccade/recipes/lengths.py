@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 from saccade.config import Config
 from saccade.models.families import Family
 from saccade.models.series import fingerprint
+from saccade.tracking.folder import write_whole
 from saccade.types import Message, Sample
 
 Length = Callable[[Sample], int]
@@ -50,10 +50,7 @@ def remembered(
 
     yield length
     if len(known) > before:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(known))
-        temporary.replace(path)
+        write_whole(path, json.dumps(known))
 
 
 def renderer(family: Family) -> str:

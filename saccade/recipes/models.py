@@ -36,7 +36,6 @@ from saccade.rewards.learned import model_terms
 class Policy:
     family: Family
     model: torch.nn.Module
-    device: torch.device
 
 
 def quiet_libraries() -> None:
@@ -116,7 +115,14 @@ def load_policy(
         torch.manual_seed(config.run.seed)  # of dropout; a resumed run then restores its own state
     else:
         freeze(model, family, train)
-    return Policy(family=family, model=model, device=device)
+    return Policy(family=family, model=model)
+
+
+def learner(config: Config, policy: Policy) -> LocalBackend:
+    """What trains its model, in the memory that the config allows."""
+    wanted = config.model.checkpointing
+    checkpointing: bool | Literal["auto"] = "auto" if wanted == "auto" else wanted == "on"
+    return LocalBackend(policy.model, policy.family, config.train, checkpointing=checkpointing)
 
 
 def load_reference(
@@ -134,12 +140,7 @@ def load_reference(
 
 
 def load_critic(
-    config: Config,
-    family: Family,
-    algorithm: Algorithm,
-    *,
-    checkpointing: bool | Literal["auto"],
-    say: Callable[[str], None],
+    config: Config, family: Family, algorithm: Algorithm, *, say: Callable[[str], None]
 ) -> LocalBackend:
     """A model of the policy's family with a head for values, and an optimizer of its own. It has no
     adapters: where the policy has them, all of the critic is trained.
@@ -153,7 +154,7 @@ def load_critic(
             f"algorithm.critic.path={path}: its score is no linear function of the last states; "
             "the critic takes its weights and draws a head of its own"
         )
-    return LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
+    return learner(config, policy)
 
 
 def load_teacher(config: Config, family: Family) -> LocalBackend | None:
@@ -195,8 +196,3 @@ def require_reward_models(config: Config) -> None:
     for args in model_terms(config.reward):
         if not args["path"].startswith("tiny:") and (wrong := flaw(Path(args["path"]))):
             raise ConfigError(f"reward.terms: {wrong}")
-
-
-def use_checkpointing(config: Config) -> bool | Literal["auto"]:
-    wanted = config.model.checkpointing
-    return "auto" if wanted == "auto" else wanted == "on"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +41,7 @@ from saccade.recipes import models, questions
 from saccade.recipes.dialogues import compared
 from saccade.recipes.lengths import remembered, renderer
 from saccade.recipes.run import Run, damage
+from saccade.tracking.folder import write_whole
 from saccade.types import Batch, Group, Message, Sample
 
 BLOCK = 1024  # rows between two writes of the reference's totals
@@ -194,7 +194,6 @@ def _score_all(
     """In blocks, each written before the next: a run that is killed here goes on where it was."""
     reference = LocalBackend(models.load_policy(config, family).model, family)
     keys = list(missing)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with run.phase("logp_ref"):
         for start in range(0, len(keys), BLOCK):
             block = keys[start : start + BLOCK]
@@ -205,9 +204,7 @@ def _score_all(
                 key: [next(flat) for _ in group.trajectories]
                 for key, group in zip(block, groups, strict=True)
             }
-            temporary = path.with_name(f"{path.name}.{os.getpid()}")
-            temporary.write_text(json.dumps(known))
-            temporary.replace(path)
+            write_whole(path, json.dumps(known))
             run.console.progress(min(start + BLOCK, len(keys)), len(keys))
 
 
@@ -281,7 +278,5 @@ def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 def held_out(found: datasets.Dataset, name: str, path: str) -> datasets.Dataset:
     """Rows to compare, without damaged ones and under ids that no training row has."""
-    found = datasets.keep(found, damage)
-    if not found.samples:
-        raise DataError(f"data.val: {path} has no usable row:\n{found.summary}")
+    found = questions.not_empty(datasets.keep(found, damage), f"data.val: {path}")
     return questions.worded(found, lambda sample: replace(sample, id=f"{name}/{sample.id}"))

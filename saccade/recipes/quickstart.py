@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from saccade.checkpoint import complete_steps, tensor_shapes
 from saccade.data import synthetic
 from saccade.export import export
 from saccade.models import tiny
@@ -206,15 +207,9 @@ def _summary(
     }
     return {
         "seconds": round(time.monotonic() - began, 1),
-        "model_parameters": _parameters(Path(model)),
+        "model_parameters": int(sum(np.prod(shape) for shape in tensor_shapes(Path(model)))),
         **accuracies,
     }
-
-
-def _parameters(folder: Path) -> int:
-    from saccade.checkpoint import tensor_shapes
-
-    return int(sum(np.prod(shape) for shape in tensor_shapes(folder)))
 
 
 def _report(
@@ -328,8 +323,6 @@ def _write(out: Path, name: str, config: Mapping[str, Any]) -> Path:
 
 
 def _last_checkpoint(run: Path) -> str:
-    from saccade.checkpoint import complete_steps
-
     return str(run / "checkpoints" / f"step-{complete_steps(run / 'checkpoints')[-1]}")
 
 

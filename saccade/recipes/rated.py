@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 
 from saccade.algorithms import rating
 from saccade.algorithms.reward_model import FIRST_LOG_KAPPA
@@ -43,45 +42,6 @@ SIDES = {"A": 1.0, "B": -1.0, "C": 0.0}  # of labels: the first, the second, a t
 MAIN = "preference"  # the head that chosen and rejected alone speak of
 
 
-class Task(Protocol):
-    """A kind of reward model: its rows, its loss, its folder."""
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """The verdicts of a process; empty where there is a head."""
-        ...
-
-    def load(self, sources: Sequence[DataSource]) -> datasets.Dataset: ...
-
-    def check(self, samples: Sequence[Sample]) -> None:
-        """Refuse training rows that cannot teach what the config wants."""
-        ...
-
-    def attach(
-        self, model: torch.nn.Module, stored: Path | None, samples: Sequence[Sample]
-    ) -> Card:
-        """Give the model what it lacks, from a checkpoint or anew."""
-        ...
-
-    def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], Any]: ...
-
-    def train(
-        self, backend: LocalBackend, batches: Sequence[Batch], row: Any, *, lr: float
-    ) -> Update: ...
-
-
-def measure(task: Task, backend: LocalBackend, samples: Sequence[Sample]) -> Metrics:
-    """What training on these rows would report, without it."""
-    return rated.measured(backend, *task.prepare(samples), task.tokens)[0]
-
-
-def task_of(config: Config, family: Family) -> Task:
-    if config.reward_model.kind == "process":
-        tokens = verdict_ids(family, config.reward_model.tokens)
-        return Process(config=config, family=family, tokens=tuple(tokens))
-    return Pairs(config=config, family=family, row=rating.from_config(config.reward_model))
-
-
 # -- pairs -----------------------------------------------------------------------------------------
 
 
@@ -90,7 +50,7 @@ class Pairs:
     config: Config
     family: Family
     row: rating.Rating
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()  # the verdicts of a process; a head has none
 
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
         """Rows that say something about one of the heads."""
@@ -98,6 +58,7 @@ class Pairs:
         return datasets.keep(data, self._unlabelled)
 
     def check(self, samples: Sequence[Sample]) -> None:
+        """Refuse training rows that cannot teach what the config wants."""
         _trained(self.family.path, self._card)
         labels = np.array([self._labels(sample) for sample in samples])
         found = sorted({name for s in samples for name in s.extra.get("labels") or (MAIN,)})
@@ -115,6 +76,7 @@ class Pairs:
             )
 
     def attach(self, model: Any, stored: Path | None, samples: Sequence[Sample]) -> Card:
+        """Give the model what it lacks, from a checkpoint or anew."""
         own = self.config.reward_model
         card = (read_card(stored) if stored else None) or self._card
         head = RewardHead(
@@ -145,7 +107,7 @@ class Pairs:
         return batches, rating.of_pairs(self.row, [s.id for s in samples], labels, own)
 
     def train(
-        self, backend: LocalBackend, batches: Sequence[Batch], row: rating.Rating, *, lr: float
+        self, backend: LocalBackend, batches: Sequence[Batch], row: Any, *, lr: float
     ) -> Update:
         return rated.train_ratings(backend, batches, row, lr=lr)
 
@@ -276,7 +238,7 @@ class Process:
         return batches, rating.of_steps([sample.id for sample in samples], labels)
 
     def train(
-        self, backend: LocalBackend, batches: Sequence[Batch], row: rating.Steps, *, lr: float
+        self, backend: LocalBackend, batches: Sequence[Batch], row: Any, *, lr: float
     ) -> Update:
         return rated.train_steps(backend, batches, row, self.tokens, lr=lr)
 
@@ -323,6 +285,24 @@ def _label(value: Any, tokens: Sequence[str]) -> list[float]:
 
 def is_chat(sample: Sample) -> bool:
     return sample.messages[-1].role == "assistant"
+
+
+# -- either ----------------------------------------------------------------------------------------
+
+Task = Pairs | Process  # a kind of reward model: its rows, its loss, its folder
+
+
+def measure(task: Task, backend: LocalBackend, samples: Sequence[Sample]) -> Metrics:
+    """What training on these rows would report, without it."""
+    batches, row = task.prepare(samples)
+    return rated.measured(backend, batches, row, task.tokens)[0]
+
+
+def task_of(config: Config, family: Family) -> Task:
+    if config.reward_model.kind == "process":
+        tokens = verdict_ids(family, config.reward_model.tokens)
+        return Process(config=config, family=family, tokens=tuple(tokens))
+    return Pairs(config=config, family=family, row=rating.from_config(config.reward_model))
 
 
 # -- numbers ---------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +61,6 @@ def rescored(
             name: _rescored([row for row in rows if row["set"] == name], scorer)
             for name in dict.fromkeys(row["set"] for row in rows)
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredVerdict:
-    sample_id: str
-    status: str
-    reason: str
-    end_reason: str
-
-    @staticmethod
-    def of(row: Mapping[str, Any]) -> StoredVerdict:
-        named = {name: row[name] for name in ("status", "reason", "end_reason")}
-        return StoredVerdict(sample_id=row["id"], **named)
 
 
 def _stored(samples: Path) -> list[dict[str, Any]]:

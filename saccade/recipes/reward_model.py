@@ -6,7 +6,7 @@ saccade reward-model run.yaml data.train=pairs.jsonl reward_model.loss=hps
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from saccade import checks
@@ -48,8 +48,7 @@ def run(config: Any) -> dict[str, Any]:
         policy = models.load_policy(config, family, folder=str(this.start) if this.start else None)
         card = task.attach(policy.model, this.start, data.samples)
         this.console.note(describe_trained(policy.model, family))
-        checkpointing = models.use_checkpointing(config)
-        backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
+        backend = models.learner(config, policy)
         stream = this.stream(data, backend)
         parts.warn_of_rows(config, stream, held.values(), this.console.note)
 
@@ -96,16 +95,17 @@ def _train(
     return last
 
 
+@dataclass
 class HeldOut:
     """Rows that are not trained on. Their scores, or between two validations those of the last
     step, say where the scores lie; the model's config keeps it.
     """
 
-    def __init__(
-        self, run: Run, task: Task, backend: LocalBackend, sets: Mapping[str, Dataset], card: Card
-    ) -> None:
-        self.run, self.task, self.backend = run, task, backend
-        self.sets, self.card = sets, card
+    run: Run
+    task: Task
+    backend: LocalBackend
+    sets: Mapping[str, Dataset]
+    card: Card
 
     def before(self) -> None:
         if self.sets and self.run.config.val.before and self.run.step == 0:

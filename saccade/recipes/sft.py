@@ -48,8 +48,7 @@ def run(config: Any) -> dict[str, Any]:
         this.console.note(data.summary)
         policy = models.load_policy(config, family, folder=str(this.start) if this.start else None)
         this.console.note(describe_trained(policy.model, family))
-        checkpointing = models.use_checkpointing(config)
-        backend = LocalBackend(policy.model, family, config.train, checkpointing=checkpointing)
+        backend = models.learner(config, policy)
         stream = this.stream(data, backend)
         sets = questions.validation_sets(config, family) if config.val.every else {}
         parts.warn_of_rows(config, stream, sets.values(), this.console.note)
@@ -122,9 +121,7 @@ def _metrics(update: Metrics, rows: Sequence[Group], stream: Stream) -> dict[str
         "sft/teacher",
     )
     loss = means.get("policy/loss", float("nan"))
-    written = means.get(
-        "sft/ce", loss
-    )  # beside a teacher, the loss is not that of the tokens alone
+    written = means.get("sft/ce", loss)  # beside a teacher the loss is not that of tokens alone
     trained = sum(t.response_length for group in rows for t in group.trajectories)
     return {name: means[name] for name in kept if name in means} | {
         "sft/loss": loss,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from saccade.backends.local import LocalBackend
 from saccade.config import Config
 from saccade.data.datasets import Dataset
@@ -9,29 +11,23 @@ from saccade.engines import Engine
 from saccade.models.families import Family
 from saccade.recipes import models, parity, parts
 from saccade.recipes.engines import make_engine
-from saccade.recipes.evaluate import describe, evaluate_sets
+from saccade.recipes.evaluate import describe, evaluate_set
 from saccade.recipes.run import Run, Stopping
 from saccade.rewards.scorer import Scorer
 
 
+@dataclass(frozen=True)
 class Validation:
     """Evaluates the validation sets, stores some responses, remembers the best step."""
 
-    def __init__(
-        self,
-        run: Run,
-        config: Config,
-        family: Family,
-        engine: Engine | None,  # where there are sets
-        weights: LocalBackend,
-        scorer: Scorer | None,
-        sets: dict[str, Dataset],
-        *,
-        training_follows: bool,  # and wants the memory; else a rollout, with the same weights
-    ) -> None:
-        self.run, self.config, self.family = run, config, family
-        self.engine, self.weights, self.scorer, self.sets = engine, weights, scorer, sets
-        self.training_follows = training_follows
+    run: Run
+    config: Config
+    family: Family
+    engine: Engine | None  # where there are sets
+    weights: LocalBackend
+    scorer: Scorer | None
+    sets: dict[str, Dataset]
+    training_follows: bool  # and wants the memory; else a rollout, with the same weights
 
     def before(self) -> None:
         """The score of the start, for the comparison; before it, whether engine and trainer mean
@@ -55,12 +51,15 @@ class Validation:
         self.engine.update_weights(self.weights, version=step)
         with self.run.phase("validation"):
             try:
-                results, metrics = evaluate_sets(
-                    *(self.engine, self.family, self.scorer, self.sets, self.config),
-                    progress=self.run.watch_validation,
-                    say=self.run.console.note,
-                    known=known,
-                )
+                results = [
+                    evaluate_set(
+                        *(self.engine, self.family, self.scorer, name, dataset, self.config),
+                        progress=self.run.watch_validation,
+                        say=self.run.console.note,
+                        known=known,
+                    )
+                    for name, dataset in self.sets.items()
+                ]
             except Stopping:  # the run ends after this step; half a validation says nothing
                 return {}
         if self.training_follows:
@@ -70,6 +69,7 @@ class Validation:
             groups = result.groups[: self.config.val.log_generations]
             self.run.store(groups, step=step, kind=f"val/{result.name}")
             self.run.console.note(f"step {step}  {describe(result)}")
+        metrics = {f"val/{r.name}/{key}": v for r in results for key, v in r.metrics.items()}
         self.run.note_validation(metrics, step)
         return metrics
 

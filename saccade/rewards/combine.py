@@ -31,9 +31,9 @@ class Term:
     verifier: str
     weight: float
     kind: Literal["outcome", "format", "shaping"]
-    needs_answer: bool
     args: Mapping[str, Any]
-    function: Callable[..., Score] | None
+    needs_answer: bool = True
+    function: Callable[..., Score] | None = None
     judged: bool = False  # what it leaves open goes to the judge
     elsewhere: bool = False  # scored by one of SCORERS, a service or a model
     learned: bool = False  # a model scores it, many samples at once

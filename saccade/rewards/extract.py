@@ -112,20 +112,21 @@ def fenced(text: str) -> str | None:
 def _answer_tag(text: str, choices: Sequence[str]) -> str | None:
     close = text.rfind("</answer>")
     open_ = text.rfind("<answer>", 0, close) if close >= 0 else -1
-    return None if open_ < 0 else _unboxed(text[open_ + len("<answer>") : close])
+    return None if open_ < 0 else unboxed(text[open_ + len("<answer>") : close])
 
 
 def _answer_line(text: str, choices: Sequence[str]) -> str | None:
     hits = ANSWER_LINE.findall(text[-ANSWER_LINE_WINDOW:])
-    return _unboxed(hits[-1]) if hits else None
+    return unboxed(hits[-1]) if hits else None
 
 
 def _hash(text: str, choices: Sequence[str]) -> str | None:
     _, mark, rest = text.rpartition("####")
-    return _unboxed(rest.lstrip(" \t").partition("\n")[0]) if mark else None
+    return unboxed(rest.lstrip(" \t").partition("\n")[0]) if mark else None
 
 
-def _unboxed(text: str) -> str:
+def unboxed(text: str) -> str:
+    r"""Without the `\boxed{…}` around it, where there is one."""
     inner = last_boxed(text)
     return text if inner is None else inner
 

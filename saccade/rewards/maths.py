@@ -19,7 +19,7 @@ from functools import lru_cache, partial
 from typing import Literal
 
 from saccade.rewards import symbolic
-from saccade.rewards.extract import Scope, answer_of, last_boxed
+from saccade.rewards.extract import Scope, answer_of, unboxed
 from saccade.rewards.reading import Node, near, rational, read
 from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.rewards.spelling import (
@@ -81,17 +81,12 @@ def _verdict(answer: str, gold: str, formulas: bool = True) -> str:
 
 
 def spelling(text: str) -> str:
-    text = _unboxed(text)
+    text = unboxed(text)
     if len(text) > LONGEST:
         return text
     spelled = compact(normalise(text))
     # A word is the same in any case, a variable is not.
     return spelled.casefold() if re.fullmatch(r"[A-Za-z]{2,}", spelled) else spelled
-
-
-def _unboxed(text: str) -> str:
-    inner = last_boxed(text)
-    return text if inner is None else inner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +97,7 @@ class _Reading:
 
 
 def _read(text: str) -> _Reading:
-    text = DOLLARS.sub(r"\1 dollars", _unboxed(text))
+    text = DOLLARS.sub(r"\1 dollars", unboxed(text))
     value, unit = split_unit(tidy(text))
     decimal = re.search(r"\.\d", value) is not None
     return _Reading(tree=read(unwrap_text(value)), unit=unit, decimal=decimal)

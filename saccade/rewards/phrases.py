@@ -19,8 +19,6 @@ from saccade.rewards.wording import REASON, unsettled
 from saccade.types import Score
 from saccade.verdicts import VERDICTS
 
-__all__ = ["VERDICTS", "avqa", "dapo_math", "digit", "right_verdict", "verdict"]
-
 SHORT_ORDER = ("answer_tag",)
 
 ITEM = r"\b(?:image|video|audio|text|answer|response|item)\s*"

@@ -10,6 +10,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,13 @@ def _rows(where: str, value: Any) -> list[RewardTerm]:
 
 
 def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> Term:
+    term = Term(
+        name=row.name or row.verifier.partition(":")[0],
+        verifier=row.verifier,
+        weight=row.weight,
+        kind="shaping" if row.shaping else "outcome",
+        args=row.args,
+    )
     custom = split_name(row.verifier)
     if custom is not None:
         file, function = custom
@@ -115,41 +123,21 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
         if not path.is_file():
             raise ConfigError(f"{where}: the file {file} does not exist (looked in {Path.cwd()})")
         name = function if function != DEFAULT_NAME else path.stem
-        return Term(
-            name=row.name or name,
-            verifier=f"{path.resolve()}:{function}",
-            weight=row.weight,
-            kind="shaping" if row.shaping else "outcome",
-            needs_answer=True,
-            args=row.args,
-            function=None,
-        )
+        return replace(term, name=row.name or name, verifier=f"{path.resolve()}:{function}")
     if row.verifier in SCORERS:
-        return Term(
-            name=row.name or row.verifier,
-            verifier=row.verifier,
-            weight=row.weight,
-            kind="shaping" if row.shaping else "outcome",
-            needs_answer=False,
-            args=row.args,
-            function=None,
-            elsewhere=True,
-        )
+        return replace(term, needs_answer=False, elsewhere=True)
     verifier = VERIFIERS.get(row.verifier)
     if verifier is None:
         raise ConfigError(
             f"{where}: {unknown('verifier', row.verifier, [*VERIFIERS, *SCORERS])} "
             "A function of your own is path/file.py:name."
         )
-    args = _arguments(where, row, verifier, prompt_format, max_tokens)
     own_kind = "outcome" if row.shaping is False and verifier.kind == "shaping" else verifier.kind
-    return Term(
-        name=row.name or row.verifier.partition(":")[0],
-        verifier=row.verifier,
-        weight=row.weight,
+    return replace(
+        term,
         kind="shaping" if row.shaping else own_kind,
+        args=_arguments(where, row, verifier, prompt_format, max_tokens),
         needs_answer=verifier.needs_answer,
-        args=args,
         function=None if verifier.isolated else verifier.function,
         judged=verifier.judged,
         learned=verifier.learned,

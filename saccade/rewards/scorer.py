@@ -61,8 +61,7 @@ class Scorer:
         if isolate:
             self.recipes = {source: _isolated(recipe) for source, recipe in self.recipes.items()}
             self.default = self.default and _isolated(self.default)
-        everything = [*self.recipes.values(), *filter(None, [self.default])]
-        terms = [term for recipe in everything for term in recipe.terms]
+        terms = self.terms
         isolated = [t for t in terms if not (t.function or t.elsewhere or t.learned)]
         judged = {term.verifier for term in terms if term.judged}
         if "judge" in judged and config.judge.on_failure == "rule":
@@ -104,11 +103,15 @@ class Scorer:
         return metrics
 
     @property
+    def terms(self) -> list[Term]:
+        """Those of all recipes."""
+        recipes = [*self.recipes.values(), *filter(None, [self.default])]
+        return [term for recipe in recipes for term in recipe.terms]
+
+    @property
     def awaited(self) -> list[str]:
         """The terms that are scored elsewhere: by workers, a judge, a service or a model."""
-        recipes = [*self.recipes.values(), *filter(None, [self.default])]
-        terms = [term for recipe in recipes for term in recipe.terms]
-        return list(dict.fromkeys(t.name for t in terms if t.function is None or t.judged))
+        return list(dict.fromkeys(t.name for t in self.terms if t.function is None or t.judged))
 
     def recipe(self, data_source: str) -> Recipe:
         found = self.recipes.get(data_source, self.default)

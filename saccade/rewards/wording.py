@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["REASON", "SCALE", "unsettled"]
-
 UNSETTLED = re.compile(
     # It is not so,
     r"\b(?:not|no|nor|neither|never|cannot|wrong|worst|incorrect|false|untrue|doubt|unlikely|unless"

@@ -190,17 +190,8 @@ def _told(error: BaseException, file: str) -> str:
 
 
 def _reply(index: int, score: Score) -> dict[str, Any]:
-    return {
-        "index": index,
-        "score": {
-            "kind": score.kind,
-            "value": score.value,
-            "reason": score.reason,
-            "parts": dict(score.parts),
-            "extracted": score.extracted,
-            "info": dict(score.info),
-        },
-    }
+    plain = {**vars(score), "parts": dict(score.parts), "info": dict(score.info)}
+    return {"index": index, "score": plain}
 
 
 if __name__ == "__main__":

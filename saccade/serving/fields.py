@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from saccade.models.families import Family
 from saccade.serving.http import BadRequest
 from saccade.types import Media, Message, Request, Sampling
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-ROLES |= {"tool": "tool"}
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"developer": "system"}
 MOST_CHOICES, MOST_STOPS = 64, 16
 # Change nothing of an answer.
 IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier"})
@@ -167,22 +168,20 @@ def _refuse_unknown(body: Mapping[str, Any]) -> None:
             raise BadRequest(name, "is not served here; leave it out", code="unsupported_parameter")
 
 
-def _number(body: Mapping[str, Any], name: str, default: Any, low: float, high: float) -> Any:
+def _number(
+    body: Mapping[str, Any], name: str, default: Any, low: float, high: float, whole: bool = False
+) -> Any:
     value = body.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise BadRequest(name, f"takes a number from {low:g} to {high:g}, not {value!r}")
+    fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not fits or not low <= value <= high:
+        what = "a whole number" if whole else "a number"
+        raise BadRequest(name, f"takes {what} from {low} to {high}, not {value!r}")
     return value
 
 
-def _whole(body: Mapping[str, Any], name: str, default: Any, low: int, high: int) -> Any:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise BadRequest(name, f"takes a whole number from {low} to {high}, not {value!r}")
-    return value
+_whole = partial(_number, whole=True)
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:

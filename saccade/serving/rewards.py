@@ -78,7 +78,7 @@ class RewardService:
         return {
             "protocol": PROTOCOL,
             "version": __version__,
-            "models": any(term.learned for recipe in recipes.values() for term in recipe.terms),
+            "models": any(term.learned for term in self.scorer.terms),
             "rewards": {
                 source: {term.name: term.verifier for term in recipe.terms}
                 for source, recipe in recipes.items()

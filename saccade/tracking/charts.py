@@ -78,16 +78,16 @@ def legend(names: Sequence[str]) -> str:
     return f'<div class="legend">{"".join(entries)}</div>'
 
 
-def share_bar(shares: Mapping[str, float], unit: str = "s") -> str:
-    """One bar split by name, with its legend; values are amounts, not shares."""
-    total = sum(shares.values())
+def share_bar(seconds: Mapping[str, float]) -> str:
+    """One bar split by name, with its legend."""
+    total = sum(seconds.values())
     if total <= 0:
         return ""
-    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
     x, rects = 0.0, []
     for index, (name, value) in enumerate(ordered):
         width = 100 * value / total
-        hint = f"{escape(name)}: {number(value)} {unit} ({width:.1f} %)"
+        hint = f"{escape(name)}: {number(value)} s ({width:.1f} %)"
         rects.append(
             f'<rect class="f{index % COLOURS}" x="{x:.3f}" y="0" width="{width:.3f}" height="4">'
             f"<title>{hint}</title></rect>"

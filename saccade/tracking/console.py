@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from itertools import cycle
 from pathlib import Path
 from typing import IO
 
@@ -31,6 +32,7 @@ from saccade.tracking.clock import Phase, PhaseClock
 from saccade.tracking.sections import MEASURE
 
 Row = Mapping[str, float | str]
+Columns = tuple[tuple[str, str, Callable[[float], str]], ...]  # label, metric, how it is shown
 
 
 def _percent(value: float) -> str:
@@ -47,7 +49,7 @@ def _short(value: float) -> str:
 
 # What a step line leads with, in order; a column without its metric is left out.
 LOST = (("abstain", "reward/abstain_rate"), ("error", "reward/error_rate"))  # only where there are
-COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+COLUMNS: Columns = (
     ("reward", "reward/mean", lambda v: f"{v:.3f}"),
     ("acc", "reward/accuracy", lambda v: f"{v:.3f}"),
     ("dead", "group/dead_frac", _percent),
@@ -62,7 +64,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("grad", "policy/grad_norm", _short),
     ("time", "time/step", _seconds),
 )
-MORE_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+MORE_COLUMNS: Columns = (
     ("format", "reward/format", _percent),
     ("cut", "length/truncated_frac", _percent),
     ("kl", "policy/kl_ref", _short),
@@ -70,7 +72,7 @@ MORE_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("lr", "policy/lr", lambda v: f"{v:.2g}"),
     ("tok/s", "perf/rollout_tokens_per_s", _short),
 )
-TRENDS = ("reward/accuracy",)
+TREND = "reward/accuracy"
 PHASE_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_black")
 NEARLY_ALL = 1 - 1e-9  # of a sum of shares
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -129,7 +131,7 @@ class Console:
         self._validation: dict[str, str] = {}  # the last of each set
         self._done: tuple[int, int | None] | None = None
         self._idle = "starting"
-        self._trends = {trend: deque[float](maxlen=48) for trend in TRENDS}
+        self._trend: deque[float] = deque(maxlen=48)
         self._ends: deque[float] = deque(maxlen=24)  # when the last steps ended
         terminal = Terminal(file=self._file, force_terminal=live, emoji=False)
         if live is None:
@@ -180,10 +182,8 @@ class Console:
         self._done, self._idle = None, "between phases"
         self._validation |= dict(_validation_cells(metrics))
         self._ends.append(time.monotonic())
-        for name, values in self._trends.items():
-            value = _number(metrics, name)
-            if value is not None:
-                values.append(value)
+        if (value := _number(metrics, TREND)) is not None:
+            self._trend.append(value)
         line = step_line(step, self._total, metrics)
         self.log(line)
         if self._live is None:
@@ -213,7 +213,7 @@ class Console:
     def _render(self) -> RenderableType:
         rows: list[RenderableType] = [self._head()]
         if self._metrics:
-            rows += [self._table(), *self._time_split(), *self._trend_lines()]
+            rows += [self._table(), *self._time_split(), *self._trend_line()]
         return Group(*rows)
 
     def _head(self) -> Table:
@@ -262,25 +262,20 @@ class Console:
             return []
         bar, legend, width = Text(), Text(), 48
         ordered = sorted(shares.items(), key=lambda item: -item[1])
-        for (name, share), style in zip(ordered, _cycle(PHASE_STYLES, len(ordered)), strict=True):
+        for (name, share), style in zip(ordered, cycle(PHASE_STYLES), strict=False):
             bar.append("█" * round(share * width), style=style)
             if share >= 0.01:
                 legend.append("■ ", style=style).append(f"{name} {_percent(share)}  ", style="dim")
         return [bar, legend]
 
-    def _trend_lines(self) -> list[Text]:
-        return [
-            Text(f"{name.split('/')[-1]} ", style="dim")
-            .append(sparkline(list(values)), style="green")
-            .append(f" {min(values):.2f} … {max(values):.2f}")
-            for name, values in self._trends.items()
-            if len(values) > 1
-        ]
+    def _trend_line(self) -> list[Text]:
+        if len(self._trend) < 2:
+            return []
+        line = Text("accuracy ", style="dim").append(sparkline(list(self._trend)), style="green")
+        return [line.append(f" {min(self._trend):.2f} … {max(self._trend):.2f}")]
 
 
-def _cells(
-    columns: tuple[tuple[str, str, Callable[[float], str]], ...], metrics: Row
-) -> list[tuple[str, str]]:
+def _cells(columns: Columns, metrics: Row) -> list[tuple[str, str]]:
     return [
         (label, show(value))
         for label, name, show in columns
@@ -307,7 +302,3 @@ def _validation_cells(metrics: Row) -> list[tuple[str, str]]:
 def _number(metrics: Row, name: str) -> float | None:
     value = metrics.get(name)
     return None if value is None or isinstance(value, str) else float(value)
-
-
-def _cycle(items: tuple[str, ...], count: int) -> list[str]:
-    return [items[index % len(items)] for index in range(count)]

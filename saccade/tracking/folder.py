@@ -98,10 +98,6 @@ class RunFolder:
     def log(self) -> Path:
         return self.path / LOG
 
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
     def set_aside_records(self) -> list[str]:
         """Metrics and rollouts under new names, which are returned; the run begins again."""
         number = next(n for n in count(1) if not (self.path / f"{METRICS}.{n}").exists())
@@ -146,10 +142,10 @@ class RunFolder:
             "functions": functions,
             "starts": [*before.get("starts", []), start],
         }
-        _write(self.path / CONFIG, configs.to_yaml(config))
-        _write(self.path / CHOSEN, configs.to_yaml(config, full=False))
+        write_whole(self.path / CONFIG, configs.to_yaml(config))
+        write_whole(self.path / CHOSEN, configs.to_yaml(config, full=False))
         text = json.dumps(facts, indent=2, ensure_ascii=False, default=str)
-        _write(self.path / MANIFEST, text + "\n")
+        write_whole(self.path / MANIFEST, text + "\n")
 
     def _remove_if_nothing_happened(self) -> None:
         """A start that was refused leaves no folder, so that the mended command can be given again.
@@ -254,9 +250,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, also when the machine goes down meanwhile."""
-    temporary = path.with_name(path.name + ".tmp")
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all, also when the machine goes down meanwhile, or another process writes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

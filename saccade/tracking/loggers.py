@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.config import TrackConfig
-from saccade.tracking.folder import METRICS, RunFolder
+from saccade.tracking.folder import METRICS, RunFolder, write_whole
 
 Row = Mapping[str, float | str]
 
@@ -64,10 +64,7 @@ class Loggers:
         """Forget what a killed run logged after the checkpoint that is resumed from."""
         path = self._folder.metrics
         kept = [row for row in read_metrics(path) if row["step"] <= step]
-        temporary = path.with_name(path.name + ".tmp")
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
-        temporary.write_text("".join(lines), encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
         self._first_step = step + 1
 
     def close(self) -> None:

@@ -19,10 +19,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
-from saccade.tracking.tool_metrics import tool_metrics
 from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Group, Source, Trajectory
 
 RIGHT, WRONG = 0.99, 0.01  # outcomes beyond count as right and wrong, as in dynamic sampling
@@ -64,7 +64,7 @@ def group_metrics(
         | _group_metrics(live, compared if compares else [])
         | _length_metrics(everyone)
         | _turn_metrics(everyone)
-        | tool_metrics(everyone, RIGHT)
+        | tool_metrics(everyone)
         | _advantage_metrics(everyone, excluded)
     )
 
@@ -86,7 +86,7 @@ def episode_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
     if not any(t.turns > 1 or "tool_calls" in t.info for t in everyone):
         return {}
     turns = {k: v for k, v in _turn_metrics(list(everyone)).items() if k.startswith("turns/")}
-    return turns | tool_metrics(everyone, RIGHT)
+    return turns | tool_metrics(everyone)
 
 
 def _members(group: Group) -> list[Trajectory]:
@@ -205,6 +205,43 @@ def _ended_as(trajectory: Trajectory) -> str:
     if trajectory.status in UNFINISHED:
         return trajectory.status
     return STATUS_OF_END.get(trajectory.end_reason, "ok")
+
+
+def tool_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
+    """From the calls that episodes list in their info, whatever environment noted them; nothing
+    without any. Calls of all members count; right and wrong are told of those with an outcome.
+    """
+    using = [t for t in everyone if "tool_calls" in t.info]
+    if not using:
+        return {}
+    calls: list[dict[str, Any]] = [call for t in using for call in t.info["tool_calls"]]
+    reasons = Counter(call["reason"] for call in calls if not call["ok"])
+    crops = [call for call in calls if "area" in call]
+    metrics = {
+        "tool/calls_per_sample": len(calls) / len(using),
+        **{f"tool/invalid/{reason}": n / len(calls) for reason, n in sorted(reasons.items())},
+    }
+    if calls:
+        metrics["tool/success_frac"] = fmean(call["ok"] for call in calls)
+    if crops:
+        metrics["tool/noop_rate"] = fmean(call["noop"] for call in crops)
+        metrics["tool/crop_area_mean"] = fmean(call["area"] for call in crops)
+    return metrics | _outcomes_by_call(using)
+
+
+def _outcomes_by_call(using: Sequence[Trajectory]) -> dict[str, float]:
+    """Accuracy with and without calls, and the share of the four cells that both make."""
+    judged = [(bool(t.info["tool_calls"]), t.outcome) for t in using if t.outcome is not None]
+    metrics = {}
+    for called, name in ((True, "call"), (False, "no_call")):
+        outcomes = [outcome for has, outcome in judged if has == called]
+        if outcomes:
+            metrics["tool/acc_with_call" if called else "tool/acc_without_call"] = fmean(outcomes)
+        if judged:
+            correct = sum(outcome >= RIGHT for outcome in outcomes)
+            metrics[f"tool/right_{name}"] = correct / len(judged)
+            metrics[f"tool/wrong_{name}"] = (len(outcomes) - correct) / len(judged)
+    return metrics
 
 
 def _advantage_metrics(everyone: list[Trajectory], excluded: Collection[str]) -> dict[str, float]:

@@ -24,7 +24,6 @@ from saccade.errors import ConfigError
 from saccade.statistics import Interval, independent_difference
 from saccade.tracking import charts, sections
 from saccade.tracking.cards import rollout_cards
-from saccade.tracking.charts import Point
 from saccade.tracking.episodes import write_episodes
 from saccade.tracking.folder import CONFIG, MANIFEST, TRAJECTORIES
 from saccade.tracking.loggers import read_metrics
@@ -32,6 +31,7 @@ from saccade.tracking.sections import Cell, Estimate, Rows, Table
 from saccade.tracking.trajectories import read_trajectories, stored_steps
 
 TEMPLATE = Path(__file__).with_name("report.html")
+SAMPLES, GROUPS, MEMBERS = 8, 4, 4  # of validation, of training, of each of these
 BESIDE_ACCURACY = {
     "parse_rate": ("answer found", True),
     "think_rate": ("think block", True),
@@ -47,7 +47,7 @@ def write_report(
     title: str,
     subtitle: str = "",
     facts: Mapping[str, str] | None = None,
-    curves: Mapping[str, Sequence[Point]] | Rows = (),
+    curves: Rows = (),
     tables: Sequence[Table] = (),
     rollouts: Iterable[Mapping[str, Any]] = (),
     pictures: Path | None = None,
@@ -57,10 +57,9 @@ def write_report(
 ) -> Path:
     """Write the page and return its path.
 
-    `curves`: points by name, or rows of metrics. `rollouts`: records of `trajectories`, those of
-    one sample in a row share a card. `pictures`: the folder that the files of these records are
-    relative to. `facts`: tiles at the top. `appendix`: long texts, folded away. `links`: other
-    pages beside this one.
+    `curves`: rows of metrics. `rollouts`: records of `trajectories`, those of one sample in a row
+    share a card. `pictures`: the folder that the files of these records are relative to. `facts`:
+    tiles at the top. `appendix`: long texts, folded away. `links`: other pages beside this one.
     """
     body = [
         f"<header><h1>{escape(title)}</h1><p class='dim'>{escape(subtitle)}</p></header>",
@@ -196,7 +195,7 @@ def _change(before: Estimate, after: Estimate) -> Estimate:
     )
 
 
-def sample_rollouts(folder: Path, samples: int = 8, members: int = 4) -> list[dict[str, Any]]:
+def sample_rollouts(folder: Path) -> list[dict[str, Any]]:
     """Records to show, in stored order so that nothing is picked by its score.
 
     Of the first validation set the first and the last answer to the same questions, then groups of
@@ -209,11 +208,11 @@ def sample_rollouts(folder: Path, samples: int = 8, members: int = 4) -> list[di
         steps = sorted({stored[sets[0]][0], stored[sets[0]][-1]})
         by_step = [{r["id"]: r for r in read_trajectories(folder, sets[0], step)} for step in steps]
         shared = [key for key in by_step[-1] if all(key in records for records in by_step)]
-        chosen += [records[key] for key in shared[:samples] for records in by_step]
+        chosen += [records[key] for key in shared[:SAMPLES] for records in by_step]
     if "train" in stored:
         records = read_trajectories(folder, "train", stored["train"][-1])
         groups = [list(group) for _, group in groupby(records, key=lambda record: record["group"])]
-        chosen += [record for group in groups[: max(1, samples // 2)] for record in group[:members]]
+        chosen += [record for group in groups[:GROUPS] for record in group[:MEMBERS]]
     return chosen
 
 

@@ -148,30 +148,24 @@ def _tone(cell: Estimate) -> str:
     return ' class="up"' if low > 0 else ' class="down"' if high < 0 else ""
 
 
-def curve_sections(curves: Mapping[str, Sequence[Point]] | Rows) -> Iterator[str]:
-    if isinstance(curves, Mapping):
-        drawn = [
-            _chart(name, [Series(name=name, points=points)]) for name, points in curves.items()
-        ]
-    else:
-        drawn = [
-            _chart(f"Validation {kind}", series, percent=kind == "accuracy")
-            for kind in ("accuracy", "score")
-            if (series := list(_validation_series(curves, kind)))
-        ]
-        shown = {**CHARTS, "Reward parts": _reward_parts(curves)}
-        drawn += [
-            _chart(title, _series(curves, metrics, DULL.get(title)), percent=title in PERCENT)
-            for title, metrics in shown.items()
-        ]
-    drawn = [chart for chart in drawn if chart]
-    if drawn:
+def curve_sections(rows: Rows) -> Iterator[str]:
+    drawn = [
+        _chart(f"Validation {kind}", series, percent=kind == "accuracy")
+        for kind in ("accuracy", "score")
+        if (series := list(_validation_series(rows, kind)))
+    ]
+    shown = {**CHARTS, "Reward parts": _reward_parts(rows)}
+    drawn += [
+        _chart(title, _series(rows, metrics, DULL.get(title)), percent=title in PERCENT)
+        for title, metrics in shown.items()
+    ]
+    if any(drawn):
         yield section("Curves by step", f'<div class="curves">{"".join(drawn)}</div>')
-    if not isinstance(curves, Mapping) and (bar := charts.share_bar(_phase_seconds(curves))):
+    if bar := charts.share_bar(_phase_seconds(rows)):
         yield section("Where the time went", f'<div class="card">{bar}</div>')
 
 
-def _chart(title: str, series: Sequence[Series], percent: bool = False) -> str:
+def _chart(title: str, series: Sequence[Series], *, percent: bool) -> str:
     series = [one for one in series if one.points]
     drawing = charts.line_chart(title, series, percent=percent)
     if not drawing:

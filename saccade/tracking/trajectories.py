@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image
 
 from saccade.images import resized_size
-from saccade.tracking.folder import TRAJECTORIES, RunFolder
+from saccade.tracking.folder import TRAJECTORIES, RunFolder, write_whole
 from saccade.tracking.loggers import complain
 from saccade.types import ALWAYS_EXCLUDED, Group, Media, Message, Source, Trajectory
 
@@ -85,7 +85,7 @@ class TrajectoryWriter:
                         for span, view in zip(trajectory.media, views_of(trajectory), strict=True)
                     ]
                     lines.append(json.dumps(record, ensure_ascii=False, default=str))
-            _write_whole(_file_of(self._root, kind, step), "".join(line + "\n" for line in lines))
+            write_whole(_file_of(self._root, kind, step), "".join(line + "\n" for line in lines))
 
         self._jobs.put(job)
 
@@ -347,10 +347,3 @@ def _store_picture(
     picture.save(temporary, format="PNG" if drawing else "JPEG", quality=88)
     temporary.replace(file)
     return f"{IMAGES}/{file.name}"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

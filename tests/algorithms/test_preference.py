@@ -20,7 +20,6 @@ from saccade.algorithms.preference import (
     WITHOUT_REFERENCE,
     Labelled,
     Pairs,
-    chosen_nll,
 )
 from saccade.errors import ConfigError
 
@@ -105,9 +104,12 @@ def test_the_reference_value_of_kto(golden):
 
 
 def test_the_reference_value_of_the_nll_of_the_chosen(golden):
-    total, tokens = chosen_nll(reference_pairs(golden))
-    assert tokens.tolist() == [6, 3]
-    assert (total.sum() / tokens.sum()).item() == approx(0.78735816, abs=1e-7)
+    chosen = torch.tensor([row in CHOSEN for row in range(4)])
+    ref = summed(golden, golden.ref)
+    sides = Sides(sequence=golden.sequence, chosen=chosen, lengths=LENGTHS, ref=ref)
+    row = Comparison(loss="dpo", options={"beta": 0.1}, count=2)
+    total, tokens = comparison_objective(row, golden.new, sides)[1].sums["dpo/nll"]
+    assert tokens.item() == 9 and (total / tokens).item() == approx(0.78735816, abs=1e-7)
 
 
 def test_a_step_without_good_responses_has_no_nll():

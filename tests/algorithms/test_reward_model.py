@@ -115,7 +115,7 @@ def test_the_center_and_the_tie_terms():
 
 def test_metrics_per_pair_and_a_draw_is_no_success():
     metrics = reward_metrics(CHOSEN.clone().requires_grad_(), REJECTED)
-    assert metrics["acc"].tolist() == [True, False, False]
+    assert metrics["accuracy"].tolist() == [True, False, False]
     assert metrics["gap"].tolist() == approx([0.5, -0.7, 0.0])
     assert torch.equal(metrics["chosen_mean"], CHOSEN)
     assert torch.equal(metrics["rejected_mean"], REJECTED)

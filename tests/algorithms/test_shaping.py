@@ -42,7 +42,7 @@ def live(t: Trajectory) -> bool:
     return t.status == "ok"
 
 
-def shape(groups, *, normalise="off", clip=None, moments=None, components=None):
+def shape(groups, *, normalise="off", clip=None, moments=None, components=()):
     return shape_rewards(
         groups,
         normalise=normalise,

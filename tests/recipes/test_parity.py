@@ -16,7 +16,7 @@ def foreign(monkeypatch):
     def use(**options) -> None:
         def make_engine(config, policy, **others):
             dtype = next(policy.model.parameters()).dtype
-            copy = load_model(policy.family, dtype=dtype, device=policy.device)
+            copy = load_model(policy.family, dtype=dtype, device=policy.model.device)
             return CopyEngine(copy, policy.family, **options)
 
         for recipe in (actors, validation):

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from saccade.rewards.phrases import VERDICTS, avqa, dapo_math, digit, verdict
+from saccade.rewards.phrases import avqa, dapo_math, digit, verdict
 from saccade.rewards.sample import RewardSample
 from saccade.types import Score
+from saccade.verdicts import VERDICTS
 
 
 def score(verifier: Any, response: str, answer: Any, choices: Any = (), **args: Any) -> Score:

@@ -109,7 +109,7 @@ def test_from_run_tells_the_run(
         path = from_run(folder.path)
     text = path.read_text()
     page = Page(text)
-    assert path == folder.report
+    assert path == folder.path / "report.html"
     for words in ("50.0 → 75.0\u00a0%", "[71.0, 79.0]", "+25.0 points", "before (step 1)"):
         assert words in text, words
     for title in ("Validation accuracy", "Reward parts", "Where the time went", "Sample rollouts"):
@@ -149,7 +149,7 @@ def test_nothing_foreign_becomes_markup(tmp_path: Path, build: SimpleNamespace) 
         title=EVIL,
         subtitle=EVIL,
         facts={EVIL: EVIL},
-        curves={EVIL: [(0, 1), (1, 2)]},
+        curves=[{"step": step, f"val/{EVIL}/accuracy": 0.5} for step in (0, 1)],
         tables=[Table(title=EVIL, columns=(EVIL,), rows=((EVIL,),), note=EVIL)],
         rollouts=[record],
         notes=[EVIL],

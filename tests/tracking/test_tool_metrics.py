@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from saccade.tracking.tool_metrics import tool_metrics
+from saccade.tracking.metrics import tool_metrics
 from saccade.types import Trajectory
 
 
