@@ -1,4 +1,4 @@
-r"""Response formats: where the answer stands, a strict check, stop strings, a renderer.
+r"""Response formats: where the answer stands, a strict check, a renderer.
 
 The words that ask for a shape belong to the prompts, not here.
 
@@ -30,7 +30,6 @@ class ResponseFormat:
     order: tuple[str, ...]  # extractors that find the answer
     render: Callable[[str], str]  # writes an answer in this shape
     check: Callable[..., bool] | None = None  # check(sample, **options)
-    stop: tuple[str, ...] = ()  # generation may end here; the string stays in the response
 
 
 def check_think_answer(sample: RewardSample, *, gap: Literal["space", "none"] = "space") -> bool:
@@ -128,7 +127,6 @@ FORMATS: dict[str, ResponseFormat] = {
     "think_answer": ResponseFormat(
         order=("answer_tag",),
         check=check_think_answer,
-        stop=("</answer>",),
         render=lambda gold: f"{THOUGHT}\n<answer>{gold}</answer>",
     ),
     "think_boxed": ResponseFormat(
@@ -150,7 +148,6 @@ FORMATS: dict[str, ResponseFormat] = {
     "grounding": ResponseFormat(
         order=("answer_tag",),
         check=check_grounding,
-        stop=("</grounding>", "</answer>"),
         render=lambda gold: f"{THOUGHT}\n<answer>{gold}</answer>",
     ),
     "boxes_json": ResponseFormat(
