@@ -272,10 +272,10 @@ def _conversation(item: Any, where: str, folder: Path, config: Config) -> tuple[
     def part(piece: Any) -> str | Media:
         if not isinstance(piece, Picture):
             return piece
+        budget = {"min_pixels": piece.min_pixels, "max_pixels": piece.max_pixels}
+        more = {**piece.options, **(budget if piece.kind in ("image", "video") else {})}
         try:
-            return OPENERS[piece.kind](
-                piece.source, base=folder, limits=config.data, **piece.options
-            )
+            return OPENERS[piece.kind](piece.source, base=folder, limits=config.data, **more)
         except DataError as error:
             raise ConfigError(f"{where}: {error}") from None
 

@@ -94,6 +94,13 @@ def test_a_file_of_conversations_gets_the_answers_of_the_terminal(
     assert "nothing is overwritten" in chat(folder, *options).output
 
 
+def test_an_image_of_a_file_keeps_its_own_pixel_budget(picture: Path) -> None:
+    shown = {"type": "image", "image": picture.name, "max_pixels": 3136}
+    turns = [{"role": "user", "content": [shown]}]
+    (message,) = chatting._conversation(turns, "in.json[0]", picture.parent, load({}))
+    assert message.media[0].max_pixels == 3136
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
