@@ -115,16 +115,16 @@ def test_a_signal_ends_a_long_rollout_before_any_response_is_finished(
     long = {"rollout.max_tokens": 3500, "rollout.ignore_eos": True, "train.samples_per_prompt": 2}
 
     def interrupt() -> None:
-        while not (tmp_path / "run" / "log.txt").exists():
+        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # everything is being loaded
             time.sleep(0.05)
-        time.sleep(2.0)
+        time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt, daemon=True).start()
     began = time.monotonic()
     with pytest.raises(Interrupted):
         rl.run(rl_config(tmp_path) | long | {"train.prompts_per_step": 2})
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     assert complete_steps(tmp_path / "run" / "checkpoints") == [0]
 
 
