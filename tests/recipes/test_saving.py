@@ -214,6 +214,22 @@ def test_a_failure_ends_the_run_at_its_next_step(
     assert f"step {reached} is kept in" in (tmp_path / "run" / "log.txt").read_text()
 
 
+def test_a_disk_that_stays_full_leaves_the_folder_free(
+    tmp_path: Path, sft_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint that is tried at the end fails like the one before it."""
+    config = sft_config(tmp_path, save__every=2) | SFT
+    heard = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as now:
+        now.setattr("saccade.checkpoint.write_files", lambda *_: full_disk())
+        with pytest.raises(OSError, match="No space left on device"):
+            sft.run(config)
+    assert signal.getsignal(signal.SIGTERM) == heard
+    assert not any(thread.name.startswith(THREAD) for thread in threading.enumerate())
+    sft.run(config | {"run.resume": "auto"})
+    assert steps_of(tmp_path / "run") == [2, 4]
+
+
 def test_a_tensor_that_is_lost_on_the_way_is_found(
     tmp_path: Path, sft_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
