@@ -306,7 +306,9 @@ def test_one_is_written_at_a_time(
     def look() -> None:
         folder = tmp_path / "run" / "checkpoints"
         found.append((steps_of(tmp_path / "run"), len(list(folder.glob(".step-*")))))
-        time.sleep(3 if len(found) == 1 else 0.2)  # much longer than a step
+        if len(found) == 1:  # step 2 is about to be saved
+            wait_for_step(tmp_path / "run", 2)
+            time.sleep(0.5)
 
     before_writing(look)
     changes = {"save.every": 1, "save.keep": 2}
