@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
+from io import FileIO
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -50,9 +51,9 @@ STATUS_OF_END: Mapping[str, Status] = {
 
 
 class Extent(NamedTuple):
-    """Bytes inside of a file that holds many things."""
+    """Bytes inside of an open file that holds many things, for this process and its forks."""
 
-    file: str
+    file: FileIO
     start: int
     length: int
 

@@ -1,8 +1,8 @@
 """Encoded files that came inside of rows: on disk until they are read, not in memory.
 
 While rows are loaded, `Spill` appends such files to one that the process has for it, each content
-once, and a medium keeps an `Extent` of it. Every process of this machine can read an extent while
-the one that wrote it lives; then the file is deleted.
+once, and a medium keeps an `Extent` of it. That file has no name: nobody else can delete it, and
+it is gone with the process, however that ends. Other processes are sent what they need.
 
     media = Spill()(open_media(data))
     encoded(media)    # the same bytes, wherever they lie
@@ -10,13 +10,9 @@ the one that wrote it lives; then the file is deleted.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
 import tempfile
 import threading
-import weakref
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,8 +22,6 @@ from saccade.images.files import ImageError
 from saccade.types import Extent, Media
 
 IN_MEMORY = 64 << 20  # bytes of a data set that stay there: a small one needs no file
-# With the machine's name: locks on a shared disk may be known to one machine only.
-PREFIX = f"saccade-media-{socket.gethostname()}-"
 
 
 def encoded(media: Media) -> bytes:
@@ -42,17 +36,8 @@ def encoded(media: Media) -> bytes:
 
 
 def _read(extent: Extent) -> bytes:
-    try:
-        with open(extent.file, "rb") as file:
-            file.seek(extent.start)
-            data = file.read(extent.length)
-    except OSError as error:
-        raise ImageError(
-            f"{extent.file}: {error.strerror}; media that came inside of rows can be read while "
-            "the process that loaded them lives"
-        ) from None
-    if len(data) != extent.length:
-        raise ImageError(f"{extent.file}: somebody cut it off after {extent.start + len(data)}")
+    data = os.pread(extent.file.fileno(), extent.length, extent.start)
+    assert len(data) == extent.length, f"{len(data)} of {extent.length} bytes"
     return data
 
 
@@ -75,8 +60,8 @@ class Spill:
         except OSError as error:
             raise EnvironmentProblem(
                 f"{_folder()}: {error.strerror}; media that came inside of rows lie there while "
-                "they are used, so set TMPDIR to a folder that has room for all of them, such as "
-                "TMPDIR=/data/tmp"
+                "they are used, so set TMPDIR to a folder that exists and has room for all of "
+                "them, such as TMPDIR=/data/tmp"
             ) from None
         return replace(media, data=place)
 
@@ -94,42 +79,20 @@ def _file_of(process: int) -> _File:
 
 
 class _File:
-    """Grows, and is deleted when its process ends."""
+    """Grows; its space is free again when the process ends."""
 
     def __init__(self) -> None:
-        folder = _folder()
-        _sweep(Path(folder))
-        self._handle, self._path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
-        with suppress(OSError):  # not every disk has locks; there nothing is swept
-            fcntl.flock(self._handle, fcntl.LOCK_EX)
+        self._file = tempfile.TemporaryFile(dir=_folder(), buffering=0)  # noqa: SIM115 - stays open
         self._lock, self._size = threading.Lock(), 0
         self._known: dict[str, Extent] = {}
-        weakref.finalize(self, _remove, self._handle, self._path, os.getpid())
 
     def append(self, name: str, data: bytes) -> Extent:
         """`name` is the hash of the content, which is written once."""
         with self._lock:
             if name not in self._known:
-                done = 0
+                done, handle = 0, self._file.fileno()
                 while done < len(data):
-                    done += os.pwrite(self._handle, memoryview(data)[done:], self._size + done)
-                self._known[name] = Extent(self._path, self._size, len(data))
+                    done += os.pwrite(handle, memoryview(data)[done:], self._size + done)
+                self._known[name] = Extent(self._file, self._size, len(data))
                 self._size += len(data)
             return self._known[name]
-
-
-def _remove(handle: int, path: str, owner: int) -> None:
-    if os.getpid() == owner:
-        os.close(handle)
-        Path(path).unlink(missing_ok=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Files of processes that were killed: nobody holds their lock. An empty one may be about to be
-    locked.
-    """
-    for path in folder.glob(f"{PREFIX}*"):
-        with suppress(OSError), path.open("rb+") as file:
-            if path.stat().st_size:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()

@@ -121,6 +121,13 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._end(error)
+        finally:  # also where the last checkpoint cannot be written
+            self._services.__exit__(kind, error, trace)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Write what is not on disk yet, and say how to go on."""
         if isinstance(error, Exception):  # of a refusal that has no cause its text says all
             told = isinstance(error, SaccadeError) and error.__cause__ is None
             self.console.log(str(error) if told else "".join(format_exception(error)).rstrip())
@@ -137,9 +144,7 @@ class Run:
                 "and which option lifts it: try train.optimizer=adamw_bf16, or model.train=lora"
             )
             self.console.note(message)
-            self._services.__exit__(kind, error, trace)
             raise EnvironmentProblem(message) from error
-        self._services.__exit__(kind, error, trace)
 
     def _begin_again(self) -> None:
         """A folder with steps and without a checkpoint; one that was killed early has neither."""

@@ -214,6 +214,22 @@ def test_a_failure_ends_the_run_at_its_next_step(
     assert f"step {reached} is kept in" in (tmp_path / "run" / "log.txt").read_text()
 
 
+def test_a_disk_that_stays_full_leaves_the_folder_free(
+    tmp_path: Path, sft_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint that is tried at the end fails like the one before it."""
+    config = sft_config(tmp_path, save__every=2) | SFT
+    heard = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as now:
+        now.setattr("saccade.checkpoint.write_files", lambda *_: full_disk())
+        with pytest.raises(OSError, match="No space left on device"):
+            sft.run(config)
+    assert signal.getsignal(signal.SIGTERM) == heard
+    assert not any(thread.name.startswith(THREAD) for thread in threading.enumerate())
+    sft.run(config | {"run.resume": "auto"})
+    assert steps_of(tmp_path / "run") == [2, 4]
+
+
 def test_a_tensor_that_is_lost_on_the_way_is_found(
     tmp_path: Path, sft_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +306,9 @@ def test_one_is_written_at_a_time(
     def look() -> None:
         folder = tmp_path / "run" / "checkpoints"
         found.append((steps_of(tmp_path / "run"), len(list(folder.glob(".step-*")))))
-        time.sleep(3 if len(found) == 1 else 0.2)  # much longer than a step
+        if len(found) == 1:  # step 2 is about to be saved
+            wait_for_step(tmp_path / "run", 2)
+            time.sleep(0.5)
 
     before_writing(look)
     changes = {"save.every": 1, "save.keep": 2}
