@@ -53,7 +53,6 @@ def run_recipe(
     config = defaults_for(name, read_config([*(arguments or []), *overrides]))
     if smoke:
         config = _shrunk(config, name, arguments or [])
-        # Nothing of a smoke test is worth keeping, and it must be repeatable.
         shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
     check(config, "rescore" if more and more.get("rescore") else name)
     if dry_run:

@@ -170,6 +170,8 @@ def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, A
             _set(tree, _full_key(str(key)), deepcopy(source[key]))
         return tree
     path = Path(source)
+    if (path / "config.yaml").is_file():
+        raise ConfigError(f"{path} is a folder of a run; give {path / 'config.yaml'}")
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist; `saccade init` writes one")
     if path.name.endswith(ROWS):

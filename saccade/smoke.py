@@ -51,7 +51,8 @@ def smoke(config: Config, command: str) -> Config:
     """The same config at the smallest size that still does everything once."""
     data, train = config.data, config.train
     changes: dict[str, Any] = {
-        "run.name": f"{config.run.name}-smoke",
+        # Apart from all runs: nothing there is worth keeping, and the next one takes its place.
+        "run.out": str(Path(config.run.out) / "smoke" / command),
         "run.device": "auto",
         "run.resume": "none",
         "run.max_steps": 2,

@@ -68,8 +68,14 @@ class Spill:
 
 def _folder() -> str:
     """/tmp is memory on many systems; /var/tmp is for large files."""
-    folders = (os.environ.get("TMPDIR"), "/var/tmp", tempfile.gettempdir())
-    return next(folder for folder in folders if folder and os.access(folder, os.W_OK | os.X_OK))
+    wanted = os.environ.get("TMPDIR")
+    if wanted and not _writable(wanted):  # elsewhere may be the disk that somebody fled from
+        raise EnvironmentProblem(f"TMPDIR={wanted}: is no folder that can be written to; make it")
+    return wanted or ("/var/tmp" if _writable("/var/tmp") else tempfile.gettempdir())
+
+
+def _writable(folder: str) -> bool:
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
 @cache

@@ -55,7 +55,8 @@ from saccade.tracking.trajectories import TrajectoryWriter
 from saccade.types import ALWAYS_EXCLUDED, Group
 
 Progress = Callable[[int, int], None]
-FILES = (RESULTS, "samples.jsonl", "report.html", "episodes.html")  # the last of several turns
+# Pages of episodes of several turns; rows that were left out.
+FILES = (RESULTS, "samples.jsonl", "report.html", "episodes.html", "quarantine.jsonl")
 
 
 def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) -> dict[str, Any]:
@@ -104,10 +105,11 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
                 console.note(line)
             _store(writer, results[-1], config, family)
             if dataset.overlong or dataset.quarantined:  # a score of the rest is another score
-                console.note(f"{name}: {dataset.summary}")
+                console.note(dataset.summary)
         for spent in expenses(engine, scorer):
             console.note(spent)
         summary = write_results(folder, results, family)
+        questions.write_quarantine(folder / FILES[-1], *sets.values())
         writer.flush()
         write_eval_report(folder)
         made = [name for name in FILES if (folder / name).is_file()]

@@ -57,12 +57,13 @@ def asker(config: Config) -> Callable[[Sample], Sample]:
 
 def _require_a_game(sample: Sample, config: Config) -> None:
     """A level that nobody can play, or that is solved already, teaches nothing."""
-    level = sample.extra.get("level")
-    if level is None or not (
-        config.env.name == "sokoban_step"
-        or "sokoban" in verifiers_for(config.reward, sample.data_source)
+    if config.env.name != "sokoban_step" and "sokoban" not in verifiers_for(
+        config.reward, sample.data_source
     ):
         return
+    level = sample.extra.get("level")
+    if level is None:
+        raise RowError("level: the row has no such column, so there is nothing to play")
     try:
         sokoban.start(level)
     except (ValueError, TypeError, OSError) as error:
@@ -169,9 +170,10 @@ def worded(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> dat
     return replace(dataset, samples=tuple(change(sample) for sample in dataset.samples))
 
 
-def write_quarantine(path: Path, data: datasets.Dataset) -> None:
-    """Every row that is not trained on, with the reason; no file when there is none."""
-    rows = [asdict(row) for row in (*data.quarantined, *data.overlong, *data.left_out)]
+def write_quarantine(path: Path, *sets: datasets.Dataset) -> None:
+    """Every row that is left out, with the reason; no file when there is none."""
+    lists = [rows for data in sets for rows in (data.quarantined, data.overlong, data.left_out)]
+    rows = [asdict(row) for rows in lists for row in rows]
     if rows:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         path.write_text(text, encoding="utf-8")

@@ -199,9 +199,10 @@ class Run:
         self._device = devices.present(self.config.run.device)
         self.console.expect(total)
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                before = signal.signal(number, self._on_signal)
-                self._services.callback(signal.signal, number, before)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+                    before = signal.signal(number, self._on_signal)
+                    self._services.callback(signal.signal, number, before)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -11,7 +11,11 @@ WORDS = (tuple[str, ...], tuple[str, ...] | None)  # types of lists of words
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, coerce_numbers_to_str=True
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,  # either would reach the weights
     )
 
     @model_validator(mode="before")

@@ -31,6 +31,7 @@ from saccade.config import Config
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 
 CHOSEN = "config.yaml"  # the options that were given; beside it all, with their values
+AGAIN = ["run.resume=none"]  # from that file the run is repeated, not the way it went on
 CONFIG, MANIFEST, METRICS, LOG = "config.resolved.yaml", "manifest.json", "metrics.jsonl", "log.txt"
 TRAJECTORIES, CHECKPOINTS, LOCK = "trajectories", "checkpoints", ".lock"
 
@@ -143,7 +144,8 @@ class RunFolder:
             "starts": [*before.get("starts", []), start],
         }
         write_whole(self.path / CONFIG, configs.to_yaml(config))
-        write_whole(self.path / CHOSEN, configs.to_yaml(config, full=False))
+        chosen = config if config.run.resume == "none" else configs.load(config, AGAIN)
+        write_whole(self.path / CHOSEN, configs.to_yaml(chosen, full=False))
         text = json.dumps(facts, indent=2, ensure_ascii=False, default=str)
         write_whole(self.path / MANIFEST, text + "\n")
 

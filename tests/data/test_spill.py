@@ -17,8 +17,9 @@ from saccade.data.check import convert
 from saccade.data.datasets import load
 from saccade.data.records import to_row
 from saccade.endpoint.pictures import encode
+from saccade.errors import EnvironmentProblem
 from saccade.images import decode, open_media
-from saccade.images.spill import Spill, encoded
+from saccade.images.spill import Spill, _file_of, encoded
 from saccade.series import open_series
 from saccade.sounds import open_sound
 from saccade.types import Extent
@@ -155,6 +156,14 @@ assert spill.encoded(media) == before
 print("both")
 """
     assert said_by(code, tmp_path, image().data) == "both\n"
+
+
+def test_a_folder_that_is_not_there_is_not_replaced(tmp_path, monkeypatch, image):
+    monkeypatch.setattr("saccade.images.spill.IN_MEMORY", 0)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
+    _file_of.cache_clear()
+    with pytest.raises(EnvironmentProblem, match=r"TMPDIR=.*gone: is no folder"):
+        Spill()(image())
 
 
 def test_a_full_disk_says_what_to_set(tmp_path, image):

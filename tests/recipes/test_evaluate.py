@@ -279,6 +279,21 @@ def test_a_set_without_a_usable_row(tmp_path: Path, judged: Make) -> None:
         evaluate.run(judged(tmp_path, data__max_prompt_tokens=3), out=tmp_path / "eval")
 
 
+def test_rows_that_are_left_out_are_listed(
+    tmp_path: Path, judged: Make, scenes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = (scenes / "val.jsonl").read_text().splitlines()[:2]
+    bad = json.dumps({"id": "dark", "problem": "<image>How many?", "answer": "1"})
+    (tmp_path / "some.jsonl").write_text("\n".join([*good, bad]) + "\n")
+    (tmp_path / "images").symlink_to(scenes / "images")
+    rows = str(tmp_path / "some.jsonl")
+    config = judged(tmp_path, data__val=rows, data__max_bad_fraction=0.5, data__allow_outside=True)
+    evaluate.run(config, out=tmp_path / "eval")
+    said = capsys.readouterr().out
+    assert "some: 2 of 3 rows" in said and "some: some:" not in said
+    assert [row["id"] for row in lines(tmp_path / "eval" / "quarantine.jsonl")] == ["dark"]
+
+
 def test_several_sets_and_their_names(tmp_path: Path, judged: Make, scenes: Path) -> None:
     path = str(scenes / "val.jsonl")
     sets = [{"path": path, "max_samples": 2}, {"path": path, "name": "other", "max_samples": 3}]

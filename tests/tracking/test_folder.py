@@ -51,6 +51,12 @@ def test_resume_continues_and_remembers_both_starts(open_folder: Open) -> None:
         assert load(folder.path / "config.resolved.yaml").run.max_steps == 9
 
 
+def test_what_repeats_a_run_does_not_go_on_with_it(open_folder: Open) -> None:
+    with open_folder("run.resume=auto", "run.max_steps=9") as folder:
+        again = load(folder.path / "config.yaml")
+    assert again.run.resume == "none" and again.run.max_steps == 9
+
+
 def test_resume_without_a_run_starts_one(open_folder: Open) -> None:
     with open_folder("run.resume=auto") as folder:
         assert not folder.resumed
