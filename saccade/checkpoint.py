@@ -19,6 +19,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,12 +106,13 @@ def _write(
     final = folder / f"step-{step}"
     temporary = folder / f".step-{step}.{os.getpid()}"
     temporary.mkdir()
-    write_files(temporary, files)
-    _verify(temporary, weights)
-    manifest = {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)}
-    (temporary / "state" / "files.json").write_text(json.dumps(manifest, indent=1))
-    for path in _files(temporary):
-        _sync(path)
+    with _removed_on_error(temporary):
+        write_files(temporary, files)
+        _verify(temporary, weights)
+        manifest = {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)}
+        (temporary / "state" / "files.json").write_text(json.dumps(manifest, indent=1))
+        for path in _files(temporary):
+            _sync(path)
     if final.exists():
         shutil.rmtree(final)
     temporary.rename(final)
@@ -119,6 +121,16 @@ def _write(
         shutil.rmtree(folder / f"step-{later}")  # of a run that went back to an earlier step
     _prune(folder, keep=keep, protected={step, best})
     return final
+
+
+@contextmanager
+def _removed_on_error(folder: Path) -> Iterator[None]:
+    """A disk that is full has no room for half a checkpoint."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def find(folder: Path, resume: str) -> Path | None:

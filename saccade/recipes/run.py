@@ -133,10 +133,12 @@ class Run:
             self.console.log(str(error) if told else "".join(format_exception(error)).rstrip())
         self._saver.settle()
         saved = self._saver.saved
-        if isinstance(error, Exception) and self.step > (saved or 0) and not self._updating:
-            self.save(last=True)  # what failed had not touched the weights of the finished step
-        if isinstance(error, Exception) and not isinstance(error, Interrupted):
-            self._say_how_to_go_on(error, self._saver.saved)
+        try:
+            if isinstance(error, Exception) and self.step > (saved or 0) and not self._updating:
+                self.save(last=True)  # what failed had not touched the weights of the last step
+        finally:
+            if isinstance(error, Exception) and not isinstance(error, Interrupted):
+                self._say_how_to_go_on(error, self._saver.saved)
         if isinstance(error, torch.OutOfMemoryError):
             asked = str(error).partition(". GPU")[0]
             message = (

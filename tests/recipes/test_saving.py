@@ -224,6 +224,7 @@ def test_a_disk_that_stays_full_leaves_the_folder_free(
         now.setattr("saccade.checkpoint.write_files", lambda *_: full_disk())
         with pytest.raises(OSError, match="No space left on device"):
             sft.run(config)
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []  # not half a one either
     assert signal.getsignal(signal.SIGTERM) == heard
     assert not any(thread.name.startswith(THREAD) for thread in threading.enumerate())
     sft.run(config | {"run.resume": "auto"})
@@ -275,9 +276,15 @@ def test_another_error_comes_first_and_both_are_told(
 
 
 @pytest.mark.parametrize(
-    ("then", "raised"), [(lambda: None, Interrupted), (full_disk, OSError)], ids=["well", "badly"]
+    ("number", "then", "raised"),
+    [
+        (signal.SIGHUP, lambda: None, Interrupted),  # a terminal that is closed
+        (signal.SIGTERM, full_disk, OSError),
+    ],
+    ids=["well", "badly"],
 )
 def test_a_request_to_stop_waits_for_what_is_being_written(
+    number: int,
     then: Callable[[], None],
     raised: type[Exception],
     tmp_path: Path,
@@ -285,7 +292,7 @@ def test_a_request_to_stop_waits_for_what_is_being_written(
     before_writing: Callable[..., None],
 ) -> None:
     def ask() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         time.sleep(0.5)
         then()
 
