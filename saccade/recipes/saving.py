@@ -11,6 +11,7 @@ ends at its next step.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -37,7 +38,7 @@ class Saver:
         self.saved = saved  # the last step that is on disk
         self._say, self._told = say, False
         self._writing: tuple[int, Future[None]] | None = None
-        self._seconds: float | None = None
+        self._took: deque[float] = deque()  # seconds of those that are finished
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     @property
@@ -99,14 +100,14 @@ class Saver:
         self._thread.shutdown()
 
     def times(self) -> dict[str, float]:
-        """Seconds that the thread took for a checkpoint, once it is finished."""
-        seconds, self._seconds = self._seconds, None
-        return {} if seconds is None else {"time/background/save": seconds}
+        """Seconds that the thread took for checkpoints which were finished since the last call."""
+        took = [self._took.popleft() for _ in range(len(self._took))]
+        return {"time/background/save": sum(took)} if took else {}
 
     def _timed(self, write: Callable[[], object]) -> None:
         began = time.perf_counter()
         write()
-        self._seconds = time.perf_counter() - began
+        self._took.append(time.perf_counter() - began)
 
     def _fits(self, backend: Backend, parts: Mapping[str, checkpoint.Stateful]) -> bool:
         needed, free = checkpoint.saved_bytes(backend, parts), devices.free_host_bytes()
