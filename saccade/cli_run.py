@@ -53,11 +53,12 @@ def run_recipe(
     config = defaults_for(name, read_config([*(arguments or []), *overrides]))
     if smoke:
         config = _shrunk(config, name, arguments or [])
-        shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
     check(config, "rescore" if more and more.get("rescore") else name)
     if dry_run:
         _print_plan(config, name)
     else:
+        if smoke:  # of an earlier one, so that it can be repeated
+            shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
         import_module(f"saccade.recipes.{MODULES[name]}").run(config, **(more or {}))
 
 

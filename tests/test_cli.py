@@ -271,13 +271,14 @@ def test_smoke_passes_the_checks_of_its_command(command: str, counting: Path) ->
 @pytest.mark.parametrize("command", ["rl", "generate"])
 def test_smoke_takes_the_place_of_nothing_but_an_earlier_one(tmp_path: Path, command: str) -> None:
     recipe = str(Path(__file__).parent.parent / "configs" / "text_rpp.yaml")
-    for name in ("text_rpp", "text_rpp-smoke", "smoke/text_rpp"):
+    # Runs of other names, and an earlier smoke test: a dry run leaves that alone, too.
+    for name in ("text_rpp", "text_rpp-smoke", "smoke/text_rpp", f"smoke/{command}/text_rpp"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "notes.txt").write_text("mine")
     for _ in range(2):
         result = run(command, recipe, f"run.out={tmp_path}", "--smoke", "--dry-run")
         assert result.exit_code == 0, result.stderr
-    assert len(list(tmp_path.rglob("notes.txt"))) == 3
+    assert len(list(tmp_path.rglob("notes.txt"))) == 4
 
 
 def test_a_folder_of_a_run_is_no_config(tmp_path: Path) -> None:
@@ -290,11 +291,16 @@ def test_a_folder_of_a_run_is_no_config(tmp_path: Path) -> None:
 
 def test_example_rows_stand_in_for_data_that_are_not_here(tmp_path: Path, counting: Path) -> None:
     out = f"run.out={tmp_path}"
+    for name in ("text_rpp-smoke", "smoke/rl/text_rpp"):  # somebody's run, an earlier smoke test
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "notes.txt").touch()
     recipe = Path(__file__).parent.parent / "configs" / "text_rpp.yaml"
     result = run("rl", str(recipe), out, "--smoke")
     assert result.exit_code == 0, result.stderr
     assert "rows/text_rpp.jsonl stands in for data.train: data/" in result.stdout
     assert (tmp_path / "smoke" / "rl" / "text_rpp" / "checkpoints" / "step-2").is_dir()
+    assert not (tmp_path / "smoke" / "rl" / "text_rpp" / "notes.txt").exists()
+    assert (tmp_path / "text_rpp-smoke" / "notes.txt").exists()
     both = load({"data.train": [str(counting), "gone.jsonl"]})
     own, replaced = with_examples(both, recipe)
     assert own.data.train[0].path == str(counting) and replaced[0].endswith("train: gone.jsonl")

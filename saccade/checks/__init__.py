@@ -41,13 +41,12 @@ SFT = {"sft": "only `saccade sft` reads it"}
 DPO = {"dpo": "only `saccade dpo` reads it"}
 RATING = {"reward_model": "only `saccade reward-model` reads it"}
 # Of a reward model neither training nor evaluation asks for answers.
+OF_ANSWERS = ("n", "temperature", "top_p", "max_tokens", "turns", "log_generations")
 UNASKED = {
-    **dict.fromkeys(("reward", "rollout", "generate"), "nothing is sampled"),
     **dict.fromkeys(
-        [f"val.{name}" for name in ("n", "temperature", "top_p", "max_tokens", "turns")],
+        ("reward", "rollout", "generate", *(f"val.{name}" for name in OF_ANSWERS)),
         "nothing is sampled",
     ),
-    "val.log_generations": "nothing is sampled",
     "data.max_prompt_tokens": "reward_model.max_tokens limits whole rows",
 }
 

@@ -53,6 +53,19 @@ OPENERS: Mapping[str, Callable[..., Media]] = {
 }
 
 
+def open_as(
+    kind: str,
+    source: Any,
+    folder: Path | None,
+    limits: DataConfig,
+    budget: Mapping[str, int | None],
+    more: Mapping[str, Any],
+) -> Media:
+    """A medium of any kind; sounds and series have no pixels to budget."""
+    seen = budget if kind in ("image", "video") else {}
+    return OPENERS[kind](source, base=folder, limits=limits, **seen, **more)
+
+
 def load(
     sources: Sequence[DataSource],
     config: DataConfig,
@@ -249,9 +262,8 @@ class _Reader:
             key: Any = (source, min_pixels, max_pixels, kind, repr(more)) if named else None
             if key in known:
                 return known[key]
-            if kind in ("image", "video"):
-                more |= {"min_pixels": min_pixels, "max_pixels": max_pixels}
-            media = OPENERS[kind](source, base=folder, limits=self.config, **more)
+            budget = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+            media = open_as(kind, source, folder, self.config, budget, more)
             key = key or media.key  # equal bytes once
             if key not in known:
                 known[key] = self.spill(media)

@@ -19,7 +19,7 @@ from typing import Any
 
 from saccade.config import Config
 from saccade.data.chats import Picture, RowError, arrange, read_chat
-from saccade.data.datasets import OPENERS
+from saccade.data.datasets import open_as
 from saccade.data.prompts import text_or_file
 from saccade.engines import Engine, generate, progress
 from saccade.errors import ConfigError, DataError, SaccadeError
@@ -273,9 +273,8 @@ def _conversation(item: Any, where: str, folder: Path, config: Config) -> tuple[
         if not isinstance(piece, Picture):
             return piece
         budget = {"min_pixels": piece.min_pixels, "max_pixels": piece.max_pixels}
-        more = {**piece.options, **(budget if piece.kind in ("image", "video") else {})}
         try:
-            return OPENERS[piece.kind](piece.source, base=folder, limits=config.data, **more)
+            return open_as(piece.kind, piece.source, folder, config.data, budget, piece.options)
         except DataError as error:
             raise ConfigError(f"{where}: {error}") from None
 

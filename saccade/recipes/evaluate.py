@@ -50,13 +50,14 @@ from saccade.rollout.episode import Limits
 from saccade.rollout.scoring import RewardStream, make_room, parsed, telling, thinks
 from saccade.tracking.console import Console, unscored
 from saccade.tracking.eval_report import RESULTS, table_lines, write_eval_report
+from saccade.tracking.folder import QUARANTINE
 from saccade.tracking.metrics import episode_metrics, without_scores
 from saccade.tracking.trajectories import TrajectoryWriter
 from saccade.types import ALWAYS_EXCLUDED, Group
 
 Progress = Callable[[int, int], None]
 # Pages of episodes of several turns; rows that were left out.
-FILES = (RESULTS, "samples.jsonl", "report.html", "episodes.html", "quarantine.jsonl")
+FILES = (RESULTS, "samples.jsonl", "report.html", "episodes.html", QUARANTINE)
 
 
 def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
         for spent in expenses(engine, scorer):
             console.note(spent)
         summary = write_results(folder, results, family)
-        questions.write_quarantine(folder / FILES[-1], *sets.values())
+        questions.write_quarantine(folder, *sets.values())
         writer.flush()
         write_eval_report(folder)
         made = [name for name in FILES if (folder / name).is_file()]

@@ -24,6 +24,7 @@ from saccade.models.families import Family
 from saccade.recipes.lengths import remembered
 from saccade.rewards.resolve import verifiers_for
 from saccade.rollout import hosting
+from saccade.tracking.folder import QUARANTINE
 from saccade.types import Sample
 
 
@@ -170,13 +171,13 @@ def worded(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> dat
     return replace(dataset, samples=tuple(change(sample) for sample in dataset.samples))
 
 
-def write_quarantine(path: Path, *sets: datasets.Dataset) -> None:
+def write_quarantine(folder: Path, *sets: datasets.Dataset) -> None:
     """Every row that is left out, with the reason; no file when there is none."""
     lists = [rows for data in sets for rows in (data.quarantined, data.overlong, data.left_out)]
     rows = [asdict(row) for rows in lists for row in rows]
     if rows:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        path.write_text(text, encoding="utf-8")
+        (folder / QUARANTINE).write_text(text, encoding="utf-8")
 
 
 def validation_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:

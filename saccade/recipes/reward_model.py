@@ -60,7 +60,7 @@ def run(config: Any) -> dict[str, Any]:
         validation = HeldOut(this, task, backend, held, card)
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, parts=averages)
-        questions.write_quarantine(this.folder.path / "quarantine.jsonl", data)
+        questions.write_quarantine(this.folder.path, data)
         return _train(this, config, task, backend, stream, validation)
 
 

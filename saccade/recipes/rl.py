@@ -51,7 +51,7 @@ def run(config: Any) -> dict[str, Any]:
         total = total_steps(config, actors.stream.rows_per_epoch)
         averages = average.kept(config, family, actors.policy, this.start)
         this.begin(total, actors.policy, family, parts=parts_with_state(actors) | averages)
-        questions.write_quarantine(this.folder.path / "quarantine.jsonl", data)
+        questions.write_quarantine(this.folder.path, data)
         return _train(this, actors)
 
 

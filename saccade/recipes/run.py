@@ -35,7 +35,7 @@ from saccade.recipes.saving import Saver
 from saccade.recipes.work import shares, speeds
 from saccade.tracking.console import Console
 from saccade.tracking.diagnosis import diagnose
-from saccade.tracking.folder import RunFolder
+from saccade.tracking.folder import QUARANTINE, RunFolder
 from saccade.tracking.loggers import Loggers, read_metrics
 from saccade.tracking.metrics import host_memory
 from saccade.tracking.trace import named_range, traced
@@ -365,7 +365,7 @@ class Run:
     def _set_aside(self, sample: Sample, reason: str, rows: int) -> None:
         self.set_aside += 1
         row = {"id": sample.id, "source": sample.data_source, "reason": reason}
-        with (self.folder.path / "quarantine.jsonl").open("a", encoding="utf-8") as file:
+        with (self.folder.path / QUARANTINE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self.console.note(f"row {sample.id} is set aside: {reason}")
         limit = self.config.data.max_bad_fraction

@@ -58,7 +58,7 @@ def run(config: Any) -> dict[str, Any]:
         averages = average.kept(config, family, backend, this.start)
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, parts=averages)
-        questions.write_quarantine(this.folder.path / "quarantine.jsonl", data)
+        questions.write_quarantine(this.folder.path, data)
         return _train(this, config, backend, teacher, family, stream, validation)
 
 

@@ -34,6 +34,7 @@ CHOSEN = "config.yaml"  # the options that were given; beside it all, with their
 AGAIN = ["run.resume=none"]  # from that file the run is repeated, not the way it went on
 CONFIG, MANIFEST, METRICS, LOG = "config.resolved.yaml", "manifest.json", "metrics.jsonl", "log.txt"
 TRAJECTORIES, CHECKPOINTS, LOCK = "trajectories", "checkpoints", ".lock"
+QUARANTINE = "quarantine.jsonl"  # rows that are left out
 
 # What a resumed run may change: how long it goes on, what watches it, what it puts up with, and
 # where its judge is. Name and place of the folder are where it was found, so they cannot contradict
