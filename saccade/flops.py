@@ -306,13 +306,14 @@ def generation(
     """`element`: bytes of a weight, and of a number in the cache. `together`: members for which a
     step of decoding reads the prompt that they share once.
     """
-    prefill, decode = Forward(), Forward()
-    sampled = [0]
-    contexts = 0
+    # Work adds up over tokens and media, so all of a kind is counted at once.
+    given, drawn, media, sampled = [], [], list[MediaSpan](), [0]
+    prompts, contexts = 0, 0
     for prompt, members in _shared_prompts(groups):
         start, steps = prompt.prompt_length, []
-        shown = [span for span in prompt.media if span.start < start]
-        prefill += count(shape, depths=np.arange(start), reads=1, media=shown, training=training)
+        prompts += 1
+        given.append(np.arange(start))
+        media += [span for span in prompt.media if span.start < start]
         for member in members:
             policy = np.flatnonzero(member.policy_mask)
             if not len(policy):
@@ -320,14 +321,24 @@ def generation(
             sampled.append(len(policy))
             rest = np.arange(start, policy[-1])  # the last sampled token is never an input
             own = member.policy_mask[rest]
-            later = [span for span in member.media if span.start >= start]
-            prefill += count(shape, depths=rest[~own], reads=0, media=later, training=training)
-            # Its first logits came with the prompt, and were shared.
-            decode += count(shape, depths=rest[own], reads=len(policy) - 1, training=training)
-            contexts += int((rest[own] + 1 - start).sum())
-            steps.append(int(own.sum()))
+            given.append(rest[~own])
+            drawn.append(rest[own])
+            media += [span for span in member.media if span.start >= start]
+            contexts += int((drawn[-1] + 1 - start).sum())
+            steps.append(len(drawn[-1]))
         # Those that go on are the neighbours that read together.
         contexts += start * sum(sorted(steps, reverse=True)[::together])
+    none = np.zeros(0, np.int64)
+    prefill = count(
+        shape,
+        depths=np.concatenate([none, *given]),
+        reads=prompts,
+        media=media,
+        training=training,
+    )
+    # The first logits of a member came with the prompt, and were shared.
+    later = sum(sampled) - len(drawn)
+    decode = count(shape, depths=np.concatenate([none, *drawn]), reads=later, training=training)
     return Generation(
         prefill=prefill,
         decode=decode,
