@@ -60,6 +60,7 @@ def start(command: Sequence[Any], *, log: Path, limit: float) -> tuple[float | N
     paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     surroundings = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
     held: list[float] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, *map(str, command)],
@@ -69,13 +70,15 @@ def start(command: Sequence[Any], *, log: Path, limit: float) -> tuple[float | N
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that its own processes can be ended with it
         )
-        end = time.time() + limit
-        while process.poll() is None and time.time() < end:
-            held += gpu_memory()
-            time.sleep(LOOK)
-        late = process.poll() is None
-        if late:
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            end = time.time() + limit
+            while process.poll() is None and time.time() < end:
+                held += gpu_memory()
+                time.sleep(LOOK)
+        finally:  # also of who is interrupted: a part that runs on would hold the GPU
+            late = process.poll() is None
+            if late:
+                os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
     most = max(held, default=None)
     if late:

@@ -94,7 +94,7 @@ def run(
 
     LocalBackend.train_step = counted  # type: ignore[method-assign]
     Run.phase = measured  # type: ignore[method-assign, assignment]
-    Run.save = lambda run: None  # type: ignore[method-assign]  # 50 GB that nobody reads
+    Run.save = lambda run, *, last=False: None  # type: ignore[method-assign]  # 50 GB, unread
     saccade.rl(settings, *overrides)
     rows = [r for r in read_metrics(Path(settings["run.out"]) / "run") if "time/update" in r]
     return [row | counts for row, counts in zip(rows, trained, strict=True)]

@@ -42,6 +42,7 @@ from saccade.models.fused import fuse
 from saccade.types import Batch, Group, MediaSpan, Message, Sample, Source, Trajectory
 
 PROMPTS, REPEATS = 16, 8
+CLOCKED = {"hidden_at": "forward", "_read": "forward + head", "sum_gradients": "gradients"}
 
 
 def family_and_model(folder: Path) -> tuple[Family, Any]:
@@ -154,9 +155,8 @@ def measure(family: Family, model: Any, variant: str, args: Any) -> None:
         model, family, TrainConfig(), checkpointing="auto" if mode == "auto" else mode == "on"
     )
     clock = Clock()
-    clock.wrap(backend, "_hidden", "forward")
-    clock.wrap(backend, "_read", "forward + head")
-    clock.wrap(backend, "_accumulate", "gradients")
+    for method, name in CLOCKED.items():
+        clock.wrap(backend, method, name)
     clock.wrap(backend.optimizer, "step", "optimizer")
     shape = shapes.shape_of(model.config)
     assert shape is not None
@@ -189,7 +189,7 @@ def measure(family: Family, model: Any, variant: str, args: Any) -> None:
     once = partial(backend.train_step, batches, algorithm, Scoring(), lr=1e-6)
     if args.waits:
         waits(once)
-    if args.profile == variant:
+    if variant in args.profile:
         profile(once)
     for parameter in model.parameters():
         (parameter._post_accumulate_grad_hooks or {}).clear()
@@ -228,7 +228,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("variants", nargs="*", default=["W1/auto"], help="WORK/MODE:TOKENS@GIB")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--profile", help="variant of which to list the kernels")
+    parser.add_argument(
+        "--profile", nargs="*", default=[], help="variants of which to list the kernels"
+    )
     parser.add_argument("--waits", action="store_true", help="where the host waits for the GPU")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -4,6 +4,9 @@ work, what is asked of every system, what the tables divide by what.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,28 @@ def test_table_leaves_the_first_step_out_and_divides_by_saccade() -> None:
     assert "| 5.00 s | 2.50 s | 1.25 s | 1.25 s | 26 |" in theirs
     assert theirs.endswith("| 5.00 | 5.00 |")
     assert absent == "vllm-w1: absent, no module vllm"
+
+
+def test_steps_and_rollouts_of_a_tiny_model_do_what_is_asked(tmp_path: Path) -> None:
+    command = [sys.executable, FOLDER / "compare.py", "--tiny", "--folder", tmp_path]
+    done = subprocess.run(
+        [*command, "--steps", "2", "--part", "saccade-w1", "saccade-rollout-w1x4"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "No part did other work than it was asked for." in done.stdout
+    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
+    assert [step["trained"] for step in parts["saccade-w1"]["steps"]] == [64, 64]
+
+
+def test_the_clocks_of_an_update_are_at_methods_that_exist() -> None:
+    from update import CLOCKED
+
+    from saccade.backends.local import LocalBackend
+
+    assert [method for method in CLOCKED if not hasattr(LocalBackend, method)] == []
 
 
 def test_axes_of_growth_share_their_base() -> None:
