@@ -117,7 +117,7 @@ def quickstart(
 
 @command("init", panel="Start", example="saccade init models/Qwen2.5-VL-3B-Instruct train.jsonl")
 def init(
-    model: Annotated[Path, typer.Argument(help="Hugging Face model folder.")],
+    model: Annotated[Path, typer.Argument(help="Hugging Face model folder, or tiny:FAMILY.")],
     data: Annotated[Path, typer.Argument(help="Data file.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Config to write.")] = Path("run.yaml"),
 ) -> None:

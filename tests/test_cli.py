@@ -105,6 +105,7 @@ def test_a_typo_names_the_nearest_command() -> None:
         (["algorithms", "gropo"], "grpo"),
         (["report", "no/such/run"], "not a run folder"),
         (["init", "no/such/model", "no/such/data"], "has no config.json"),
+        (["init", "tiny:gpt2", "no/such/data"], "tiny:gpt2 is not known; known are qwen2_vl"),
     ],
 )
 def test_a_bad_request_exits_with_2_and_a_message(arguments: list[str], words: str) -> None:
@@ -327,6 +328,9 @@ def test_init_writes_a_config_that_loads(tmp_path: Path, model: Path, counting: 
         assert "#" in line or line.endswith(":")
     again = run("init", str(model), str(counting), "--out", str(out))
     assert again.exit_code == 2 and "exists" in again.stderr
+    built = run("init", "tiny:qwen2_5_vl", str(counting), "--out", str(tmp_path / "tiny.yaml"))
+    assert built.exit_code == 0, built.stderr
+    assert load(tmp_path / "tiny.yaml").model.path == "tiny:qwen2_5_vl"
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ def _from_path(source: str | Path, base: Path | None, limits: DataConfig) -> Enc
 
 def located(source: str | Path, base: Path | None, limits: DataConfig) -> Path:
     """A relative path starts from `base` and stays inside it."""
+    if not str(source).strip():
+        raise ImageError("its path is empty; give one, or leave the image out of the row")
     if Path(source).is_absolute():
         return Path(source)
     folder = os.path.abspath(base or Path())
@@ -138,7 +140,8 @@ def _from_bytes(
 
 def _from_mapping(source: Mapping[str, Any], base: Path | None, limits: DataConfig) -> Encoded:
     data, path = source.get("bytes"), source.get("path")
-    if data is None and path is None:
+    data = None if isinstance(data, str | bytes | bytearray) and not data else data
+    if data is None and not path:
         raise ImageError(
             f"image {{{', '.join(map(str, source))}}}: needs a value for 'bytes' or 'path'"
         )

@@ -20,6 +20,7 @@ from saccade.data.chats import RowError
 from saccade.data.formats import detect, read_row
 from saccade.data.sources import open_source
 from saccade.errors import ConfigError, DataError
+from saccade.models.tiny import CONFIGS
 from saccade.types import Media, Sample
 
 LOOKED_AT = 200
@@ -72,10 +73,7 @@ def write_config(model: Path, data: Path, out: Path) -> None:
 
 
 def _look(model: Path, data: Path) -> Findings:
-    described = model / "config.json"
-    if not described.is_file():
-        raise ConfigError(f"{model} has no config.json; give a Hugging Face model folder")
-    model_type = json.loads(described.read_text(encoding="utf-8")).get("model_type", "unknown")
+    model_type = _type_of(model)
     format, samples = _first_rows(data)
     if format in ELSEWHERE and not any(sample.answer for sample in samples):
         raise DataError(_elsewhere(format, model, data))
@@ -89,6 +87,20 @@ def _look(model: Path, data: Path) -> Findings:
         args=args,
         because=because,
     )
+
+
+def _type_of(model: Path) -> str:
+    kind = str(model).removeprefix("tiny:")
+    if kind != str(model):
+        if kind not in CONFIGS:
+            raise ConfigError(f"{model} is not known; known are {', '.join(CONFIGS)}")
+        return kind
+    described = model / "config.json"
+    if not described.is_file():
+        raise ConfigError(
+            f"{model} has no config.json; give a Hugging Face model folder, or tiny:qwen2_5_vl"
+        )
+    return json.loads(described.read_text(encoding="utf-8")).get("model_type", "unknown")
 
 
 def _elsewhere(format: str, model: Path, data: Path) -> str:
@@ -149,7 +161,7 @@ def _page(found: Findings, model: Path, data: Path) -> str:
         ("run:", ""),
         ("  name: " + _quote(data.name.split(".")[0]), "the run folder is runs/NAME"),
         ("model:", ""),
-        ("  path: " + _quote(str(model)), f"family {found.model_type}, from its config.json"),
+        ("  path: " + _quote(str(model)), f"family {found.model_type}"),
         ("  train: full", "freeze:vision trains the language half only and needs less memory"),
         ("data:", ""),
         ("  train: " + _quote(str(data)), f"{found.format} rows, {about}"),

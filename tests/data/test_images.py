@@ -64,7 +64,8 @@ def test_every_kind_of_source_gives_the_same_pixels(picture, tmp_path):
 def test_absolute_path_and_mapping_with_a_path_only(picture, tmp_path):
     path = picture()
     assert open_media(str(path)).path == str(path)
-    assert open_media({"bytes": None, "path": "a.png"}, base=tmp_path).path == str(path)
+    for nothing in (None, b"", ""):
+        assert open_media({"bytes": nothing, "path": "a.png"}, base=tmp_path).path == str(path)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,9 @@ def test_absolute_path_and_mapping_with_a_path_only(picture, tmp_path):
         (b"ID3\x04\x00", "not an image but a sound, .* into audios"),
         (b"\x00\x00\x00\x20ftypisom", "not an image but a video, .* into videos"),
         (b"\x00\x00\x00\x20ftypheic", "not an image; readable are PNG"),
+        ("", "its path is empty"),
         ({"bytes": None, "path": None}, "needs a value"),
+        ({"bytes": b"", "path": ""}, "needs a value"),
         (3.5, "cannot be made from float"),
         (np.zeros((4, 4, 3)), "give uint8"),
         (np.zeros((3, 4, 4, 3), np.uint8), "give uint8"),

@@ -120,6 +120,15 @@ def test_an_unknown_multimodal_model_is_refused(edited):
         load_family(edited("qwen2_5_vl", model_type="newest_vl"))
 
 
+def test_half_a_config_is_refused(edited):
+    folder = Path(edited("qwen2_5_vl"))
+    described = json.loads((folder / "config.json").read_text())
+    del described["vision_config"]
+    (folder / "config.json").write_text(json.dumps(described))
+    with pytest.raises(EnvironmentProblem, match=r"config.json: no 'vision_config', which"):
+        load_family(str(folder))
+
+
 def test_an_unknown_text_model_runs_as_one(edited):
     folder = edited("llama", model_type="mistral", architectures=["MistralForCausalLM"])
     family = load_family(folder)

@@ -212,6 +212,13 @@ def load_family(
         trust_remote_code=trust_remote_code,
     )
     vocabulary = int(text_config.get("vocab_size", config.get("vocab_size", len(chat.tokenizer))))
+    processor = _read_json(path, "preprocessor_config.json", required=False)
+    try:
+        bound = spec.bind(config, processor)
+    except KeyError as missing:
+        raise EnvironmentProblem(
+            f"{path}/config.json: no {missing}, which {name} models have; is the file whole?"
+        ) from None
     return Family(
         name=name,
         path=path,
@@ -220,7 +227,7 @@ def load_family(
         vocabulary=vocabulary,
         banned=_banned(chat, vocabulary, [config.get(key) for key in spec.placeholders]),
         max_positions=int(text_config.get("max_position_embeddings", 1 << 30)),
-        **spec.bind(config, _read_json(path, "preprocessor_config.json", required=False)),
+        **bound,
     )
 
 
