@@ -7,7 +7,7 @@ read from its config. Knows no weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -108,7 +108,10 @@ class Shape:
 # -- from a config ---------------------------------------------------------------------------------
 
 # Decoders with four attention matrices and a gated MLP in every layer.
-GATED = ("qwen2", "qwen3", "llama", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")
+GATED = (
+    *("qwen2", "qwen3", "llama"),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen2_5_omni_text"),
+)
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")  # experts in every layer instead of the MLP
 KNOWN = (*GATED, *MIXTURES)
 
@@ -138,7 +141,7 @@ def shape_of(config: Any) -> Shape | None:
             heads=heads,
             key_heads=key_heads,
             head_size=size,
-            head_norms=text.model_type in ("qwen3", "qwen3_moe"),
+            head_norms=text.model_type.startswith("qwen3"),
             **mlp(
                 text,
                 (hidden, heads * size),
@@ -203,6 +206,21 @@ def _qwen2_vision(vision: Any) -> Vision:
     )
 
 
+def _qwen3_vision(vision: Any) -> Vision:
+    """Some layers have a projector of their own; the decoder adds what it gives."""
+    hidden, wide = vision.hidden_size, vision.intermediate_size
+    last = _tower(
+        vision,
+        hidden,
+        wide,
+        mlp=((hidden, wide), (wide, hidden)),
+        out=vision.out_hidden_size,
+        window=None,
+        full=vision.depth,
+    )
+    return replace(last, projector=last.projector * (1 + len(vision.deepstack_visual_indexes)))
+
+
 def _tower(
     vision: Any,
     hidden: int,
@@ -256,6 +274,7 @@ def _hearing(audio: Any, *, out: int, window: int | None) -> Audio:
 TOWERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "qwen2_vl": lambda config: {"vision": _qwen2_vision(config.vision_config)},
     "qwen2_5_vl": lambda config: {"vision": _qwen2_5_vision(config.vision_config)},
+    "qwen3_vl": lambda config: {"vision": _qwen3_vision(config.vision_config)},
     "qwen2_audio": lambda config: {
         "audio": _hearing(config.audio_config, out=config.text_config.hidden_size, window=None)
     },

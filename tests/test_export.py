@@ -20,6 +20,7 @@ Make = Callable[..., dict[str, Any]]
 FAMILIES = {
     "qwen2_5_vl": {},
     "qwen2_vl": {},
+    "qwen3_vl": {},
     "qwen3": {},
     "mixtral": {},
     "untied": {"tie_word_embeddings": False},

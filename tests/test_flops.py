@@ -20,7 +20,7 @@ from saccade.models.load import freeze
 from saccade.recipes.dialogues import compared
 from saccade.types import Batch, Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 HEARING = {"qwen2_audio": 30.0, "qwen2_5_omni": 4.0}  # seconds that need no padding
 ALGORITHM = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.0}), max_tokens=64)

@@ -83,7 +83,9 @@ def model_of(name, folder):
     return family, load_model(family, dtype=torch.bfloat16, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3", "llama", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", "qwen3_vl", "qwen3", "llama", "mixtral", "qwen2_moe"]
+)
 def test_a_layer_of_a_decoder(name, tmp_path, as_on_a_gpu):
     family, model = model_of(name, tmp_path)
     ids = torch.randint(0, 200, (TOKENS,))

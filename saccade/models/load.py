@@ -111,7 +111,8 @@ def hidden_states(
     vision.
 
     `places` are the tokens that stand for media: those of the spans, unless given. `features` are
-    what replaces them: computed from `media` unless given.
+    what replaces them, and behind it what is added to them after the first layers, where a family
+    does that: computed from `media` unless given.
     """
     options: dict[str, Any] = {"input_ids": ids[None]}
     if media:
@@ -121,12 +122,12 @@ def hidden_states(
             spans = [np.arange(span.start, span.end) for span in media]
             places = to_device(np.concatenate(spans), ids.device)
         embedded = model.get_input_embeddings()(ids)  # type: ignore[operator]
-        embedded = embedded.index_copy(0, places, features.to(embedded.dtype))
-        options = {"inputs_embeds": embedded[None]}
+        first, *deeper = features.to(embedded.dtype).split(embedded.shape[-1], dim=1)
+        options = {"inputs_embeds": embedded.index_copy(0, places, first)[None]}
+        if deeper:
+            options |= {"visual_pos_masks": places, "deepstack_visual_embeds": deeper}
     whole: Any = model
-    # Qwen2.5-Omni is its own base model, and would compute all logits.
-    inner = whole.get_decoder() if whole.base_model is whole else whole.base_model
-    output = inner(
+    output = whole.get_decoder()(
         position_ids=positions[:, None] if family.axes > 1 else positions,
         use_cache=False,
         attention_plan=plan,

@@ -113,7 +113,9 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
     def features(model: Any, media: Mapping[str, Any]) -> Tensor:
         made = [family.features(model, media["others"])] if "others" in media else []
         if "values" in media:
-            made.append(model.series(media["values"], media["samples"], media["tokens"]))
+            read = model.series(media["values"], media["samples"], media["tokens"])
+            wide = made[0].shape[1] if made else read.shape[1]  # what later layers add is nothing
+            made.append(torch.nn.functional.pad(read, (0, wide - read.shape[1])))
         return torch.cat(made)[media["rows"]] if "rows" in media else made[0]
 
     return replace(

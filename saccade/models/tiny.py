@@ -118,6 +118,9 @@ def build(
         processor |= EXTRACTOR
     if "vision_config" in settings:
         processor |= PROCESSOR | {"patch_size": settings["vision_config"]["patch_size"]}
+    if family.startswith("qwen3_vl"):
+        half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        processor |= half | {"processor_class": "Qwen3VLProcessor"}
     if "omni" in family:
         processor |= {"processor_class": "Qwen2_5OmniProcessor", "chunk_length": 300}
     if processor:
@@ -232,6 +235,22 @@ def _qwen2_5_vl(
     return _vl_config(ids, text, vision, tower)
 
 
+def _qwen3_vl(
+    ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
+) -> dict[str, Any]:
+    tower = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0],
+        "initializer_range": text["initializer_range"],
+    }
+    return _vl_config(ids, text, {"patch_size": 16} | vision, tower)
+
+
 def _qwen2_vl(
     ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
 ) -> dict[str, Any]:
@@ -297,6 +316,7 @@ CLASSES = {
 CONFIGS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
     "qwen2_audio": _qwen2_audio,
     "qwen2_5_omni": _qwen2_5_omni,
     "qwen2_5_omni_thinker": _qwen2_5_omni_thinker,

@@ -125,7 +125,7 @@ def assert_same(got: Result, wanted: Result, limit: float) -> None:
 @pytest.mark.parametrize(
     ("name", "images"),
     [
-        *[(name, n) for name in ("qwen2_5_vl", "qwen2_vl") for n in (0, 1, 3)],
+        *[(name, n) for name in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl") for n in (0, 1, 3)],
         ("qwen3", 0),
         ("mixtral", 0),
         ("qwen2_moe", 0),

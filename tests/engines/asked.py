@@ -45,7 +45,7 @@ def counted(model) -> Iterator[list[tuple[int, int]]]:
 
     handles = [
         model.model.visual.register_forward_pre_hook(note_images, with_kwargs=True),
-        model.base_model.register_forward_pre_hook(note, with_kwargs=True),
+        model.get_decoder().register_forward_pre_hook(note, with_kwargs=True),
     ]
     yield calls
     for handle in handles:

@@ -32,6 +32,7 @@ from tests.engines.asked import (
     [
         "qwen2_vl",
         "qwen2_5_vl",
+        "qwen3_vl",
         "qwen2",
         "qwen3",
         "llama",

@@ -21,7 +21,17 @@ def kinds(forwards):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl", "qwen2_audio", "qwen2_5_omni"]
+    "name",
+    [
+        "qwen2",
+        "qwen3",
+        "llama",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen2_audio",
+        "qwen2_5_omni",
+    ],
 )
 def test_layers_give_what_they_gave(load, family_of, name):
     model, family = load(name), family_of(name)

@@ -82,7 +82,7 @@ def passes(model) -> tuple[list[int], list[int]]:
     """Tokens of every forward and images of every pass of the tower, from now on."""
     tokens: list[int] = []
     images: list[int] = []
-    model.base_model.register_forward_pre_hook(
+    model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: tokens.append(kwargs["position_ids"].shape[-1]),
         with_kwargs=True,
     )
@@ -222,7 +222,7 @@ def too_small_for(model, most: int) -> None:
     """From now on there is no memory for a forward over more tokens."""
 
     def check(module, arguments, options):
-        if options["inputs_embeds"].shape[1] > most:
+        if options["position_ids"].shape[-1] > most:
             raise torch.OutOfMemoryError("simulated")
 
     model.model.language_model.register_forward_pre_hook(check, with_kwargs=True)

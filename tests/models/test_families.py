@@ -18,7 +18,7 @@ from saccade.types import Message
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_positions_are_those_of_transformers(name, family_of, stock, image):
     family, model = family_of(name), stock(name).model
     sizes = [(56, 56), (140, 84), (84, 280), (280, 56)]
@@ -50,16 +50,17 @@ def test_positions_are_those_of_transformers(name, family_of, stock, image):
         ((300, 40), {"min_pixels": 30_000}),
     ],
 )
-def test_pixels_are_those_of_transformers_pil_processor(family_of, image, size, limits):
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_pixels_are_those_of_transformers_pil_processor(family_of, image, name, size, limits):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,
     )
 
-    family = family_of("qwen2_5_vl")
+    family = family_of(name)
     media = open_media(decode(image(*size, 4)), **limits)
     grid, tokens = family.measure(media)
-    processor = Qwen2VLImageProcessorPil(
-        size={"shortest_edge": media.min_pixels, "longest_edge": media.max_pixels}
+    processor = Qwen2VLImageProcessorPil.from_pretrained(
+        family.path, size={"shortest_edge": media.min_pixels, "longest_edge": media.max_pixels}
     )
     theirs = processor(images=[Image.fromarray(decode(media))], return_tensors="pt")
     assert theirs["image_grid_thw"].tolist() == [list(grid)]

@@ -154,7 +154,7 @@ def test_a_greedy_rollout_stands_beside_the_members(model, family, samples, brie
 
 def test_the_greedy_rollout_shares_the_prompt_of_its_group(engine, samples):
     passes = []
-    handle = engine.model.base_model.register_forward_pre_hook(
+    handle = engine.model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: passes.append(kwargs["position_ids"].shape[-1]),
         with_kwargs=True,
     )

@@ -287,7 +287,7 @@ def test_an_episode_under_a_smaller_limit_is_the_beginning_of_a_longer_one(play,
 def test_a_turn_is_computed_from_the_cache_of_the_turns_before(engine, family, play, saying):
     """Prefilled tokens: the prompt once, then only what each observation adds."""
     computed = []
-    handle = engine.model.base_model.register_forward_pre_hook(
+    handle = engine.model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: computed.append(kwargs["position_ids"].shape[-1]),
         with_kwargs=True,
     )

@@ -81,6 +81,17 @@ _QWEN_VL = FamilySpec(
     media_tokens={"image": "image_token_id", "video": "video_token_id"},
     prepare=qwen_vl.patch_embedding_as_matrix,
 )
+# Its videos are told apart by times in the text, which no row is rendered with yet.
+_QWEN3_VL = replace(
+    _QWEN_VL,
+    towers={
+        "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
+        "vision": ("model.visual.",),
+        "llm": ("model.language_model.",),
+    },
+    media_tokens={"image": "image_token_id"},
+    prepare=qwen_vl.prepare_deepstack,
+)
 _QWEN_AUDIO = FamilySpec(
     auto_class="Qwen2AudioForConditionalGeneration",
     towers={
@@ -123,6 +134,7 @@ _QWEN_OMNI = FamilySpec(
 FAMILIES: Mapping[str, FamilySpec] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
+    "qwen3_vl": _QWEN3_VL,
     "qwen2_audio": _QWEN_AUDIO,
     "qwen2_5_omni": _QWEN_OMNI,
     "qwen2_5_omni_thinker": _QWEN_OMNI,
@@ -155,7 +167,8 @@ class Family:
     # the model's own processor with which it leaves such pictures as they are
     prefetch: Callable[[Iterable[Media]], Any]  # make their pixels in the background
     media: Callable[[Sequence[MediaSpan]], Mapping[str, Any]]  # what `features` reads, on the host
-    features: Callable[[Any, Mapping[str, Any]], Any]  # (model, media) → [media tokens, hidden]
+    features: Callable[[Any, Mapping[str, Any]], Any]  # (model, media) → [media tokens, hidden], or
+    # a multiple of hidden: what the first decoder layers add follows
     vision: Callable[..., Mapping[str, Any]]  # (spans, device, dtype) → arguments of the forward
     unit: int  # pixels of a side that are seen as one token; sizes are multiples of it
     series: SeriesConfig | None = None  # of the encoder that was plugged in, if there is one

@@ -39,6 +39,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
     measured = partial(measure, patch=patch, merge=merge, frames=frames)
     newer = "fullatt_block_indexes" in vision  # Qwen2.5-VL: windows, and positions by the clock
     pace = frames * vision.get("tokens_per_second", 4)
+    table = vision.get("num_position_embeddings")  # Qwen3-VL: learned places of a square
     kept = ImageCache(
         CACHE_BYTES,
         make=lambda media: patches(picture(media, measured(media)[0], patch), patch, merge, frames),
@@ -68,6 +69,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
             merge=merge,
             patch=patch,
             window=vision.get("window_size", 112) if newer else None,
+            side=int(table**0.5) if table else None,
         ),
         "features": partial(features, pixels=pixels),
         "vision": partial(
@@ -153,7 +155,13 @@ def patches(pixels: np.ndarray, patch: int, merge: int, frames: int) -> np.ndarr
 
 
 def host_media(
-    spans: Sequence[MediaSpan], *, cache: ImageCache, merge: int, patch: int, window: int | None
+    spans: Sequence[MediaSpan],
+    *,
+    cache: ImageCache,
+    merge: int,
+    patch: int,
+    window: int | None,
+    side: int | None = None,
 ) -> Mapping[str, Any]:
     """Patches, and what the tower would otherwise read back from the device to find its windows and
     segments: tensors on the host, and numbers.
@@ -179,14 +187,25 @@ def host_media(
             "cu_window_seqlens": windows,
             "max_window_seqlen": int(windows.diff().max()),
         }
+    if side is not None:
+        places, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grids, num_grid_per_side=side, align_corners=True, spatial_merge_size=merge
+        )
+        made |= {"interp_indices": places, "interp_weights": weights}
     return made
 
 
 def features(model: Any, media: Mapping[str, Any], *, pixels: Callable[..., Tensor]) -> Tensor:
-    """[media tokens, hidden size] of what `host_media` made, once it is on the model's device."""
+    """[media tokens, hidden size] of what `host_media` made, once it is on the model's device; of
+    Qwen3-VL what the first decoder layers add stands behind it in each row.
+    """
+    import torch
+
     tower = model.base_model.visual
     options = {name: value for name, value in media.items() if name != "patches"}
-    return tower(pixels(media["patches"], tower.dtype), **options).pooler_output
+    output = tower(pixels(media["patches"], tower.dtype), **options)
+    deeper = getattr(output, "deepstack_features", None)
+    return torch.cat([output.pooler_output, *deeper], 1) if deeper else output.pooler_output
 
 
 def forward_arguments(
@@ -260,3 +279,19 @@ def patch_embedding_as_matrix(model: Any) -> None:
             return flat.view(*flat.shape, 1, 1, 1)
 
     model.base_model.visual.patch_embed.proj.__class__ = PatchMatrix
+
+
+def prepare_deepstack(model: Any) -> None:
+    """What the first layers add to media tokens is added by their places, where those are given:
+    to read a mask is to wait for the device.
+    """
+    patch_embedding_as_matrix(model)
+    decoder = model.get_decoder()
+    by_mask = decoder._deepstack_process
+
+    def add(hidden: Tensor, places: Tensor, added: Tensor) -> Tensor:
+        if places.ndim > 1:  # a mask of rows: transformers' own forward
+            return by_mask(hidden, places, added)
+        return hidden.index_add(1, places, added[None])
+
+    decoder._deepstack_process = add
