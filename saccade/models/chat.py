@@ -44,6 +44,8 @@ SHOWN = {
     "video": {"type": "video", "video": ""},
     "audio": {"type": "audio", "audio": "", "audio_url": ""},
 }
+# Which model takes them, the rarest first.
+SUITED = {"audio": "an audio model", "video": "a model that sees videos, such as Qwen2.5-VL"}
 Grid = tuple[int, int, int]
 Measure = Callable[
     [Media], tuple[Grid, int]
@@ -282,10 +284,13 @@ class Chat:
         places = np.flatnonzero(~self.is_text(ids))
         if ids[places].tolist() != [self.placeholders.get(m.kind) for m in media]:
             kinds = " and ".join(sorted({f"{m.kind}s" for m in media})) or "images"
-            wanted = "an audio" if any(m.kind == "audio" for m in media) else "a vision"
+            shown = {m.kind for m in media}
+            wanted = next(
+                (model for kind, model in SUITED.items() if kind in shown), "a vision model"
+            )
             raise ConfigError(
                 f"the chat template shows {len(places)} of {len(media)} {kinds}; this model or "
-                f"template cannot take them all: use {wanted} model, or prompt.chat_template=FILE"
+                f"template cannot take them all: use {wanted[0]}, or prompt.chat_template=FILE"
             )
         if not media:
             return Rendered(ids=ids, sources=sources)

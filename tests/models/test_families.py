@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from saccade import videos
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.images import crop, decode, open_media
 from saccade.models.families import FAMILIES, load_family
@@ -100,6 +101,12 @@ def test_banned_ids(family_of):
 def test_a_text_model_refuses_a_row_with_an_image(family_of, image):
     with pytest.raises(ConfigError, match="use a vision model"):
         family_of("qwen3").render([Message(role="user", parts=(image(56, 56, 1), "x"))])
+
+
+def test_the_time_between_pictures_of_a_video_is_not_left_out(family_of):
+    video = videos.open_video(np.zeros((4, 56, 56, 3), np.uint8), fps=2.0)
+    with pytest.raises(ConfigError, match=r"use a model that sees videos, such as Qwen2\.5-VL"):
+        family_of("qwen3_vl").render([Message(role="user", parts=(video, "x"))])
 
 
 @pytest.fixture
