@@ -290,7 +290,7 @@ class Chat:
             )
             raise ConfigError(
                 f"the chat template shows {len(places)} of {len(media)} {kinds}; this model or "
-                f"template cannot take them all: use {wanted[0]}, or prompt.chat_template=FILE"
+                f"template cannot take them all: use {wanted}, or prompt.chat_template=FILE"
             )
         if not media:
             return Rendered(ids=ids, sources=sources)

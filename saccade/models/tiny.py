@@ -248,7 +248,14 @@ def _qwen3_vl(
         "deepstack_visual_indexes": [0],
         "initializer_range": text["initializer_range"],
     }
-    return _vl_config(ids, text, {"patch_size": 16} | vision, tower)
+    settings = _vl_config(ids, text, {"patch_size": 16} | vision, tower)
+    half = text["head_dim"] // 2
+    settings["text_config"] |= {"head_dim": text["head_dim"]}
+    settings["text_config"]["rope_parameters"] |= {
+        "mrope_section": [half - 2 * (5 * half // 16), 5 * half // 16, 5 * half // 16],
+        "mrope_interleaved": True,
+    }
+    return settings
 
 
 def _qwen2_vl(
