@@ -23,8 +23,8 @@ def nothing_remembered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 
 @pytest.fixture(scope="module")
-def family(family_of: Callable[[str], Any]) -> Any:
-    return family_of(NAME)
+def family(family_of: Callable[[str], Any], request: pytest.FixtureRequest) -> Any:
+    return family_of(getattr(request.module, "NAME", NAME))
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def backend(load: Callable[..., Any], family: Any) -> Any:
     """The trainer's side; tests may change its weights, as training does."""
     from saccade.backends.local import LocalBackend
 
-    return LocalBackend(load(NAME), family)
+    return LocalBackend(load(family.name), family)
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +115,32 @@ def gap(backend: Any, family: Any) -> Callable[..., float]:
         )
 
     return largest
+
+
+@pytest.fixture(scope="module")
+def probe(engine: Any, backend: Any, image: Callable[..., Any]) -> Callable[[], Any]:
+    from saccade.backends import Scoring
+    from saccade.engines import parity
+
+    shown = ((image(84, 56, 1),), (image(56, 56, 2), image(56, 56, 3)))
+    samples = [
+        Sample(id=str(n), messages=(Message(role="user", parts=(*media, "what?")),))
+        for n, media in enumerate(shown)
+    ]
+
+    def score(batches: Any, temperature: float, ban: bool) -> list[Any]:
+        scored = backend.logprobs(batches, Scoring(temperature=temperature, ban=ban))
+        return [logprobs for logprobs, _ in scored]
+
+    def run() -> Any:
+        return parity.probe(
+            engine,
+            parity.Trainer(score=score, source=backend, changed=backend.changed),
+            backend.family,
+            samples,
+            sampling=Sampling(temperature=0.8, max_tokens=16),
+            limit=1e-4,
+            version=0,
+        )
+
+    return run

@@ -1,42 +1,10 @@
 """The parity probe against real vLLM: it passes, and with the caches left alone it says so."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
-from saccade.backends import Scoring
-from saccade.engines import parity
 from saccade.errors import EnvironmentProblem
-from saccade.types import Message, Sample, Sampling
 
 pytest.importorskip("vllm")
-
-
-@pytest.fixture(scope="module")
-def probe(engine: Any, backend: Any, image: Callable[..., Any]) -> Callable[[], parity.Parity]:
-    shown = ((image(84, 56, 1),), (image(56, 56, 2), image(56, 56, 3)))
-    samples = [
-        Sample(id=str(n), messages=(Message(role="user", parts=(*media, "what?")),))
-        for n, media in enumerate(shown)
-    ]
-
-    def score(batches: Any, temperature: float, ban: bool) -> list[Any]:
-        scored = backend.logprobs(batches, Scoring(temperature=temperature, ban=ban))
-        return [logprobs for logprobs, _ in scored]
-
-    def run() -> parity.Parity:
-        return parity.probe(
-            engine,
-            parity.Trainer(score=score, source=backend, changed=backend.changed),
-            backend.family,
-            samples,
-            sampling=Sampling(temperature=0.8, max_tokens=16),
-            limit=1e-4,
-            version=0,
-        )
-
-    return run
 
 
 def test_it_agrees_before_and_after_weights_went_over(probe):
