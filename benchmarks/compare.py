@@ -126,7 +126,15 @@ def table(parts: Mapping[str, Mapping[str, Any]]) -> str:
         part = parts[name]
         whole, rollout, update = (warm(part, key) for key in ("whole", "rollout", "update"))
         rest = whole - rollout - update if whole is not None else None
-        ours = next((p for p in parts.values() if is_ours(p) and p["work"] == part["work"]), None)
+        same = (part["work"], part["machine"].get("card"))  # two cards differ by some percent
+        ours = next(
+            (
+                p
+                for p in parts.values()
+                if is_ours(p) and (p["work"], p["machine"].get("card")) == same
+            ),
+            None,
+        )
         ratios = [
             warm(part, key) / warm(ours, key)
             if ours is not None and ours is not part and warm(part, key) and warm(ours, key)
@@ -147,7 +155,7 @@ def table(parts: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     cards = {p["machine"].get("card", "unknown") for p in parts.values() if p["status"] == "ok"}
     if len(cards) > 1:
-        lines.append(f"These parts ran on {len(cards)} cards.")
+        lines.append(f"These parts ran on {len(cards)} cards; ratios are inside of one.")
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ Legend: a product of [m, k] and [k, n] is 2·m·k·n FLOPs. P pairs of a query a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
@@ -28,6 +29,7 @@ Mode = Literal["full", "adapter", "frozen"]
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its doubly quantised scales
 SENSES = ("vision", "audio")
 TOWERS = (*SENSES, "projector", "llm")
+HEAD = "head"
 
 
 # -- one forward -----------------------------------------------------------------------------------
@@ -81,15 +83,21 @@ def _sum(one: Parts, other: Parts) -> Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How each tower learns (one that is not named: fully), and how many weights its adapters
-    have.
+    """How each tower learns (one that is not named: fully), which share of its matrices does, and
+    how many weights its adapters have. The head counts apart from the decoder.
     """
 
     modes: Mapping[str, Mode] = field(default_factory=dict)
     adapters: Mapping[str, int] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     def mode(self, tower: str) -> Mode:
         return self.modes.get(tower, "full")
+
+    def learns(self, tower: str) -> float:
+        """Share of the products whose matrix wants a gradient."""
+        full = self.mode("llm" if tower == HEAD else tower) == "full"
+        return self.shares.get(tower, 1.0) if full else 0.0
 
     @property
     def towers_stand(self) -> bool:
@@ -100,8 +108,10 @@ class Training:
 FULL = Training()
 
 
-def training_of(trained: Mapping[str, int], tower_of: Callable[[str], str]) -> Training:
-    """From the parameters that learn: name → how many numbers."""
+def training_of(
+    trained: Mapping[str, int], matrices: Mapping[str, int], tower_of: Callable[[str], str]
+) -> Training:
+    """From the parameters that learn and from all that are matrices: name → how many numbers."""
     modes: dict[str, Mode] = dict.fromkeys(TOWERS, "frozen")
     adapters: dict[str, int] = {}
     for name, numbers in trained.items():
@@ -109,7 +119,22 @@ def training_of(trained: Mapping[str, int], tower_of: Callable[[str], str]) -> T
         if ".lora_" in name:
             adapters[tower] = adapters.get(tower, 0) + numbers
         modes[tower] = "adapter" if ".lora_" in name else "full"
-    return Training(modes=modes, adapters=adapters)
+    tied = not any(name.startswith("lm_head.") for name in matrices)
+    whole, learning = Counter[str](), Counter[str]()
+    for name, numbers in matrices.items():
+        part = tower_of(name)
+        if name.startswith("lm_head.") or "embed_tokens" in name:
+            if tied != ("embed_tokens" in name):
+                continue  # rows of it are read, nothing is multiplied with it
+            part = HEAD
+        whole[part] += numbers
+        learning[part] += numbers * (name in trained)
+    shares = {part: learning[part] / whole[part] for part in whole}
+    return Training(modes=modes, adapters=adapters, shares=shares)
+
+
+def matrices_of(model: Any) -> dict[str, int]:
+    return {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
 
 
 def forward(
@@ -230,17 +255,18 @@ def backward(work: Forward, training: Training) -> float:
     """Twice the forward, less what nobody asks for: gradients of frozen matrices, of pixels and mel
     frames, and everything below the first tower that learns.
     """
-    projector, llm = training.mode("projector"), training.mode("llm")
+    projector = training.mode("projector")
     total = 2.0 * work.adapters
     for sense, own in (("vision", work.vision), ("audio", work.audio)):
         tower = training.mode(sense)
         if tower != "frozen":
-            total += (tower == "full") * (own.inputs + 2 * own.stem + own.blocks)
+            total += training.learns(sense) * (own.inputs + 2 * own.stem + own.blocks)
             total += own.blocks + 2 * own.attention
         if (tower, projector) != ("frozen", "frozen"):
-            total += (1 + (projector == "full")) * own.projector
+            total += (1 + training.learns("projector")) * own.projector
     if any(training.mode(tower) != "frozen" for tower in TOWERS):
-        total += (1 + (llm == "full")) * (work.text + work.head) + 2 * work.text_attention
+        total += (1 + training.learns("llm")) * work.text + 2 * work.text_attention
+        total += (1 + training.learns(HEAD)) * work.head
     return total
 
 

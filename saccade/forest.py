@@ -190,12 +190,16 @@ def _tree(members: Sequence[Trajectory], group: int, with_ends: bool) -> _Tree:
     nodes: list[_Node] = []
     paths: list[tuple[int, ...]] = [()] * len(members)
 
-    def grow(names: list[int], start: int, parent: int, path: tuple[int, ...]) -> None:
+    # In depth as they branch; a group may branch more often than Python calls may nest.
+    growing: list[tuple[list[int], int, int, tuple[int, ...]]] = [
+        ([*range(len(members))], 0, -1, ())
+    ]
+    while growing:
+        names, start, parent, path = growing.pop()
         end = _common_prefix([members[i] for i in names], start, min(ends[i] for i in names))
         if len(names) > 1 and parent >= 0 and end - start < MIN_BRANCH:
-            for name in names:
-                grow([name], start, parent, path)
-            return
+            growing += [([name], start, parent, path) for name in reversed(names)]
+            continue
         if end > start:
             nodes.append(_Node(owner=names[0], start=start, end=end, parent=parent))
             parent = len(nodes) - 1
@@ -206,10 +210,7 @@ def _tree(members: Sequence[Trajectory], group: int, with_ends: bool) -> _Tree:
                 paths[name] = path
             else:
                 branches.setdefault(_next(members[name], end), []).append(name)
-        for branch in branches.values():
-            grow(branch, end, parent, path)
-
-    grow(list(range(len(members))), 0, -1, ())
+        growing += [(branch, end, parent, path) for branch in reversed(branches.values())]
     return _Tree(members=tuple(members), group=group, nodes=tuple(nodes), paths=tuple(paths))
 
 

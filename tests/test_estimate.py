@@ -228,6 +228,12 @@ def test_other_models_and_optimizers_take_their_share(large):
     assert found["reference"] == found["weights"]
     found = sizes(planned(large, H200, W1, "algorithm.preset=ppo", "algorithm.kl.coef=0"))
     assert found["moments of the critic"] == found["moments"]
+    assert found["logits"] > 1  # of the policy; a critic reads none
+    alone, both = (
+        planned(large, devices.named("B200"), W1, f"algorithm.preset={name}", "algorithm.kl.coef=0")
+        for name in ("grpo", "ppo")
+    )
+    assert 1.9 < both.pace.tflop["update"] / alone.pace.tflop["update"] < 1.98
     found = sizes(planned(large, H200, W1, "train.optimizer=adamw_bf16"))
     assert found["moments and compensation"] == pytest.approx(plain["moments"] * 6 / 8)
     assert "fp32 masters" not in found

@@ -98,7 +98,7 @@ def backend_of(model, family, *, checkpointing: bool = False) -> LocalBackend:
 
 def training_of(model, family) -> flops.Training:
     trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
-    return flops.training_of(trained, family.tower_of)
+    return flops.training_of(trained, flops.matrices_of(model), family.tower_of)
 
 
 # -- against the counter ---------------------------------------------------------------------------
@@ -206,6 +206,10 @@ def test_the_measuring_attention_is_the_real_one(family_of, load, grow, monkeypa
         ("qwen2_5_vl", "full"),
         ("qwen2_5_vl", "freeze:vision,projector"),
         ("qwen2_5_vl", "freeze:llm"),
+        ("qwen2_5_vl", "freeze:re:mlp"),
+        ("qwen3_vl", "full"),
+        ("qwen3", "freeze:re:^(?!.*norm).*$"),
+        ("qwen3", "freeze:re:embed_tokens"),
     ],
 )
 def test_a_training_step(name, train, family_of, load, grow, exact_attention):

@@ -245,6 +245,14 @@ def test_the_work_of_cutting_a_group_grows_with_its_members_alone(monkeypatch):
         assert len(batches) > size / 10 and sum(looked_at) < 8 * size
 
 
+def test_a_group_may_branch_more_often_than_calls_may_nest():
+    size, step = 1100, MIN_BRANCH
+    members = [plain("g", r, [1, 2], [9] * (r + 1) * step + [3, 3]) for r in range(size)]
+    (batch,) = pack([group(*members)], positions=counting, micro_tokens=10**6)
+    # One trunk of nines, and at each of its ends what a member says instead of the next one.
+    assert batch.tokens == 2 + size * step + size and len(batch.keys) == size
+
+
 def test_members_that_do_not_train_or_said_nothing_are_left_out():
     members = [
         plain("g", 0, [1, 2], [3]),

@@ -69,7 +69,8 @@ class LocalBackend:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.banned = banned_mask(family, self.device)
         self.oom_splits = 0
-        self._seen, self._towers_stand = FeatureCache(), True
+        # Who only scores sees a picture once a step: nothing is kept for it.
+        self._seen, self._towers_stand = FeatureCache(), False
         self._inputs = Ahead(self._make_inputs)
         self.optimizer: Optimizer | None = None
         self.averages: dict[str, Tensor] = {}  # of `blend`, fp32

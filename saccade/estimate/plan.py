@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.backends.memory import MARGIN
@@ -60,7 +60,7 @@ def make_plan(
         device=device,
         step=step,
         policy=build(train),
-        whole=build("full" if train in ADAPTED else train),
+        whole=replace(build("full" if train in ADAPTED else train)),  # the critic is no policy
         element=element_of(config, device),
     )
 

@@ -111,7 +111,7 @@ def build_skeleton(
     head = model.get_output_embeddings().weight
     return Skeleton(
         shape=shape,
-        training=flops.training_of(trained, family.tower_of),
+        training=flops.training_of(trained, flops.matrices_of(model), family.tower_of),
         weights=element * (weights - packed) + flops.NF4 * packed,
         trained=sum(trained.values()),
         largest=max(trained.values()),

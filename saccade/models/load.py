@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from saccade import attention
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models import experts, series
-from saccade.models.families import Family
+from saccade.models.families import FAMILIES, Family
 from saccade.models.files import require_some
 from saccade.models.fused import fuse
 from saccade.transfer import to_device
@@ -90,10 +90,39 @@ def load_model(
     attention.use_in(model)
     family.spec.prepare(model)
     model = model.to(device).train()
+    if family.name not in FAMILIES:
+        _require_plain_head(model, family)
     fuse(model)
     if family.series is not None:
         series.attach(model, family, seed=seed)
     return model
+
+
+@torch.no_grad()
+def _require_plain_head(model: Any, family: Family) -> None:
+    """Of a decoder that nobody has looked at: one that scales its logits behind the head would be
+    sampled from and trained as another policy than the one that is deployed, and engine and trainer
+    would agree on it.
+    """
+    ids = torch.arange(1, 5, device=model.device)
+    plan = attention.forest_plan(np.array([0, len(ids)]), np.array([-1]), model.device, model.dtype)
+    model.eval()
+    try:
+        read = model.lm_head(hidden_states(model, family, ids, ids[None], (), plan))
+        options = {"position_ids": ids[None], "attention_plan": plan, "use_cache": False}
+        logits = model(input_ids=ids[None], **options).logits[0]
+    except Exception as error:
+        raise EnvironmentProblem(
+            f"{family.path}: a model of type {family.name!r} could not be run here "
+            f"({type(error).__name__}: {error}); use a decoder such as qwen3 or llama"
+        ) from error
+    finally:
+        model.train()
+    if (read - logits).norm() > 8 * torch.finfo(read.dtype).eps * logits.norm():
+        raise EnvironmentProblem(
+            f"{family.path}: a model of type {family.name!r} changes its logits behind the head, "
+            "which neither engine nor trainer does; use a decoder such as qwen3 or llama"
+        )
 
 
 def hidden_states(

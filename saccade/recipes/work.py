@@ -71,7 +71,7 @@ def meter(backend: LocalBackend) -> Meter | None:
     trained = {name: p.numel() for name, p in backend.optimizer.parameters.items()}
     return Meter(
         shape=shape,
-        training=flops.training_of(trained, backend.family.tower_of),
+        training=flops.training_of(trained, flops.matrices_of(model), backend.family.tower_of),
         repeats=backend.recompute.repeated(),
         head=not hasattr(model, "score"),
     )

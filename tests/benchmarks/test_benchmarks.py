@@ -89,6 +89,8 @@ def test_table_leaves_the_first_step_out_and_divides_by_saccade() -> None:
     assert "| 5.00 s | 2.50 s | 1.25 s | 1.25 s | 26 |" in theirs
     assert theirs.endswith("| 5.00 | 5.00 |")
     assert absent == "vllm-w1: absent, no module vllm"
+    parts["trl-w1"]["machine"] = {"device": "CPU", "card": "another"}
+    assert "ratios are inside of one" in table(parts) and "| 5.00 | 5.00 |" not in table(parts)
 
 
 def test_steps_and_rollouts_of_a_tiny_model_do_what_is_asked(tmp_path: Path) -> None:

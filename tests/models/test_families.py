@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from saccade import videos
 from saccade.errors import ConfigError, EnvironmentProblem
@@ -143,6 +144,21 @@ def test_an_unknown_text_model_runs_as_one(edited):
     assert family.axes == 1 and family.name == "mistral"
     model = load_model(family, dtype=torch.float32, device=CPU)
     assert type(model).__name__ == "MistralForCausalLM"
+
+
+def test_logits_that_change_behind_the_head_are_refused(family_of, tmp_path):
+    settings = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    settings |= {"intermediate_size": 96, "vocab_size": family_of("llama").vocabulary}
+    for scaling, name in ((1.0, "plain"), (8.0, "scaled")):
+        folder = shutil.copytree(family_of("llama").path, tmp_path / name)
+        config = AutoConfig.for_model("granite", **settings, logits_scaling=scaling)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        family = load_family(str(folder))
+        if name == "plain":
+            assert load_model(family, dtype=torch.float32, device=CPU).training
+            continue
+        with pytest.raises(EnvironmentProblem, match="'granite' changes its logits behind the hea"):
+            load_model(family, dtype=torch.float32, device=CPU)
 
 
 def test_layers_that_are_not_attention_are_refused(edited):

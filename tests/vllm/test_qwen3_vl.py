@@ -1,4 +1,4 @@
-"""A family whose tower also speaks to the first decoder layers: vLLM computes what the trainer does."""
+"""A family whose tower also reaches the first decoder layers: vLLM agrees with the trainer."""
 
 import pytest
 
