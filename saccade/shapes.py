@@ -112,7 +112,12 @@ GATED = (
     *("qwen2", "qwen3", "llama"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen2_5_omni_text"),
 )
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")  # experts in every layer instead of the MLP
+MIXTURES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_vl_moe_text",
+)  # experts in every layer instead of the MLP
 KNOWN = (*GATED, *MIXTURES)
 
 
@@ -275,6 +280,7 @@ TOWERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "qwen2_vl": lambda config: {"vision": _qwen2_vision(config.vision_config)},
     "qwen2_5_vl": lambda config: {"vision": _qwen2_5_vision(config.vision_config)},
     "qwen3_vl": lambda config: {"vision": _qwen3_vision(config.vision_config)},
+    "qwen3_vl_moe": lambda config: {"vision": _qwen3_vision(config.vision_config)},
     "qwen2_audio": lambda config: {
         "audio": _hearing(config.audio_config, out=config.text_config.hidden_size, window=None)
     },

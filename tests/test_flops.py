@@ -21,7 +21,7 @@ from saccade.recipes.dialogues import compared
 from saccade.types import Batch, Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe")
 HEARING = {"qwen2_audio": 30.0, "qwen2_5_omni": 4.0}  # seconds that need no padding
 ALGORITHM = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.0}), max_tokens=64)
 SCORING = Scoring()
@@ -130,8 +130,8 @@ def test_every_matrix_is_counted(name, family_of, load):
 def test_every_expert_is_stored_and_the_chosen_ones_are_counted(name, load):
     model = load(name)
     text = shapes.shape_of(model.config).text
-    own = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 3)
-    others = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
+    own = sum(p.numel() for p in model.get_decoder().layers.parameters() if p.ndim == 3)
+    others = sum(p.numel() for p in model.get_decoder().layers.parameters() if p.ndim == 2)
     assert text.layers * text.expert_weights == own and (text.experts, text.chosen) == (4, 2)
     assert text.weights == others + own // 2 == text.read_by(1)
     assert text.read_by(2) == others + own * 3 / 4 and text.read_by(99) > others + 0.999 * own
@@ -141,12 +141,12 @@ def test_every_expert_is_stored_and_the_chosen_ones_are_counted(name, load):
 def test_the_forward_of_a_forest(name, family_of, load, grow, exact_attention):
     family, model = family_of(name), load(name)
     model.set_experts_implementation("eager")  # the counter does not know grouped products
-    batch = forest(family, grow, images=2 * name.endswith("vl"))
+    batch = forest(family, grow, images=2 * ("vl" in name))
     backend = backend_of(model, family)
     work = flops.forward(shapes.shape_of(model.config), batch)
     counted = measured(lambda: backend.logprobs([batch], SCORING))
     assert work.total == pytest.approx(counted, rel=0.01)
-    assert (work.vision.blocks > 0) == name.endswith("vl")
+    assert (work.vision.blocks > 0) == ("vl" in name)
 
 
 @pytest.mark.parametrize("name", HEARING)

@@ -173,7 +173,7 @@ def _from_config(family: str, config: Any) -> Any:
 
     if family in CLASSES:
         return getattr(transformers, CLASSES[family])(config)
-    kind = "AutoModelForImageTextToText" if family.endswith("_vl") else "AutoModelForCausalLM"
+    kind = "AutoModelForImageTextToText" if "_vl" in family else "AutoModelForCausalLM"
     return getattr(transformers, kind).from_config(config)
 
 
@@ -191,7 +191,11 @@ def _text_config(
 def _mixture(
     ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any], **sizes: int
 ) -> dict[str, Any]:
-    return {"num_experts_per_tok": 2} | sizes | _text_config(ids, text, vision)
+    return _experts(**sizes) | _text_config(ids, text, vision)
+
+
+def _experts(**sizes: int) -> dict[str, int]:
+    return {"num_experts_per_tok": 2, **sizes}
 
 
 def _vl_config(
@@ -255,6 +259,14 @@ def _qwen3_vl(
         "mrope_section": [half - 2 * (5 * half // 16), 5 * half // 16, 5 * half // 16],
         "mrope_interleaved": True,
     }
+    return settings
+
+
+def _qwen3_vl_moe(
+    ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
+) -> dict[str, Any]:
+    settings = _qwen3_vl(ids, text, {"depth": 1} | vision)
+    settings["text_config"] |= _experts(num_experts=4, moe_intermediate_size=64)
     return settings
 
 
@@ -324,6 +336,7 @@ CONFIGS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen2_audio": _qwen2_audio,
     "qwen2_5_omni": _qwen2_5_omni,
     "qwen2_5_omni_thinker": _qwen2_5_omni_thinker,

@@ -135,6 +135,7 @@ FAMILIES: Mapping[str, FamilySpec] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
     "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": _QWEN3_VL,
     "qwen2_audio": _QWEN_AUDIO,
     "qwen2_5_omni": _QWEN_OMNI,
     "qwen2_5_omni_thinker": _QWEN_OMNI,
