@@ -191,9 +191,8 @@ def _tree(members: Sequence[Trajectory], group: int, with_ends: bool) -> _Tree:
     paths: list[tuple[int, ...]] = [()] * len(members)
 
     # In depth as they branch; a group may branch more often than Python calls may nest.
-    growing: list[tuple[list[int], int, int, tuple[int, ...]]] = [
-        ([*range(len(members))], 0, -1, ())
-    ]
+    growing: list[tuple[list[int], int, int, tuple[int, ...]]] = []
+    growing.append((list(range(len(members))), 0, -1, ()))
     while growing:
         names, start, parent, path = growing.pop()
         end = _common_prefix([members[i] for i in names], start, min(ends[i] for i in names))

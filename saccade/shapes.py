@@ -112,12 +112,8 @@ GATED = (
     *("qwen2", "qwen3", "llama"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen2_5_omni_text"),
 )
-MIXTURES = (
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "qwen3_vl_moe_text",
-)  # experts in every layer instead of the MLP
+# Experts in every layer instead of the MLP.
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text")
 KNOWN = (*GATED, *MIXTURES)
 
 
