@@ -40,8 +40,9 @@ def parse(text: str) -> dict[str, int]:
         raise SystemExit(f"no work {name!r}; there are {', '.join(WORKS)}")
     work = dict(WORKS[name])
     for change in changes:
-        key, value = change.split("=")
-        assert key in (*work, "pictures"), f"{key}: one of {', '.join(work)}, pictures"
+        key, _, value = change.partition("=")
+        if key not in (*work, "pictures") or not value.isdigit():
+            raise SystemExit(f"{change}: write one of {', '.join(work)}, pictures as in prompts=64")
         work[key] = int(value)
     return work
 

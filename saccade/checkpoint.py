@@ -183,9 +183,12 @@ def is_complete(checkpoint: Path) -> bool:
     return not _lacking(checkpoint)
 
 
-def not_whole(folder: Path) -> dict[Path, str]:
-    """Checkpoints that were finished once and are not whole any more, and what each lacks."""
-    found = {path: _lacking(path) for path in sorted(folder.glob("step-*"))}
+def not_whole(folder: Path, *, after: int) -> dict[Path, str]:
+    """Checkpoints of later steps that were finished once and are not whole any more, and what each
+    lacks.
+    """
+    later = [path for path in sorted(folder.glob("step-*")) if int(path.name[5:]) > after]
+    found = {path: _lacking(path) for path in later}
     return {path: lacking for path, lacking in found.items() if lacking}
 
 

@@ -163,6 +163,19 @@ def test_changed_data_is_refused(copied: dict[str, Any], tmp_path: Path) -> None
         rl.run(config | {"run.resume": "auto"})
 
 
+def test_changed_weights_to_start_from_are_refused(copied: dict[str, Any], tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(copied["model.path"], base)
+    config = copied | {"model.path": str(base), "run.name": "moved", "run.max_steps": 1}
+    rl.run(config)
+    weights = base / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"weights changed on disk: .* \(those of model\.path"):
+        rl.run(config | {"run.resume": "auto", "run.max_steps": 2})
+
+
 def test_a_finished_run_trains_nothing_more(
     copied: dict[str, Any], numbers: Read, same_weights: Callable[..., bool]
 ) -> None:
@@ -254,7 +267,8 @@ def test_what_a_kill_left_behind_is_ignored_and_cleaned(
     assert checkpoint.find(tmp_path, "auto") == whole
     size = weights.stat().st_size
     lacking = f"model.safetensors has {size:,} of {size + 1:,} bytes"
-    assert checkpoint.not_whole(tmp_path) == {cut: lacking}
+    assert checkpoint.not_whole(tmp_path, after=1) == {cut: lacking}
+    assert checkpoint.not_whole(tmp_path, after=3) == {}
     saver(tmp_path, 2)
     assert not half.exists() and checkpoint.complete_steps(tmp_path) == [1, 2]
 

@@ -36,6 +36,26 @@ def test_targets_of_adapters_that_are_no_expression(rows: Path) -> None:
         check(config(rows, "model.train=lora", "model.lora.targets=re:self_attn.(q"), "rl")
 
 
+def test_the_model_around_an_adapter_is_named(rows: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "step-4" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"is an adapter; try model.path={adapter.parent}$"):
+        check(config(rows, f"model.path={adapter}"), "rl")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["model.lora.targets=llm,", "model.lora.targets=", "model.lora.exclude=,"],
+)
+def test_a_name_that_is_empty_is_not_every_name(rows: Path, override: str) -> None:
+    name, _, _ = override.partition("=")
+    with pytest.raises(ConfigError, match=f"{re.escape(name)}: nothing stands beside a comma"):
+        check(config(rows, "model.train=lora", override), "rl")
+    with pytest.raises(ConfigError, match=r"model\.train: nothing stands beside a comma; try"):
+        check(config(rows, "model.train=freeze:vision,"), "rl")
+
+
 @pytest.mark.parametrize(
     ("override", "field", "remedy"),
     [

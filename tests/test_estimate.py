@@ -290,7 +290,7 @@ def test_adapters_lift_the_limit_of_a_small_gpu(large):
     assert not found.memory.fits and found.pace is None
     assert found.advice == ("model.train=lora", "model.train=qlora")
     text = show.refusal(found)
-    assert "the rollout needs" in text and "RTX 4090" in text and "model.train=lora" in text
+    assert "the update needs" in text and "RTX 4090" in text and "model.train=lora" in text
     assert planned(large, RTX_4090, W1, "model.train=lora").memory.fits
 
 
@@ -341,7 +341,7 @@ def test_shorter_responses_and_smaller_pictures_lift_the_limit_too(shaped):
 def test_nothing_helps_only_after_everything_was_tried(large):
     found = planned(large, devices.Device(name="toy", memory=2.0), W1)
     assert found.advice == ()
-    assert "not even all options together" in show.refusal(found)
+    assert "not even together: take a smaller model" in show.refusal(found)
 
 
 def test_options_that_save_memory_and_their_values(large):
@@ -417,8 +417,25 @@ def test_a_run_starts_on_a_cpu_and_with_an_unknown_shape(large, tmp_path):
 def test_prompts_are_those_of_the_data(scenes, word_model):
     config = load({"model.path": word_model, "data.train": str(scenes / "train.jsonl")})
     found = estimate(config, devices.present("cpu"))
-    assert re.fullmatch(r"\d+ tokens \(mean of 24 rows of data.train\)", found.prompts)
+    about = r"\d+ tokens \(mean of 24 rows of data.train, the longest \d+\)"
+    assert re.fullmatch(about, found.prompts)
     assert found.pace.seconds == {} and found.pace.tflop["update"] > 0
+
+
+def test_prompts_do_not_depend_on_the_order_of_rows(large, tmp_path):
+    rows = [{"problem": "a" * (3_000 if n == 40 else 10), "answer": "1"} for n in range(64)]
+    found = []
+    for name in ("late", "early"):
+        data = tmp_path / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = load({"model.path": large, "data.train": str(data)}, ["train.prompts_per_step=8"])
+        found.append(estimate(config, H200))
+        rows.reverse()
+    assert found[0].memory == found[1].memory and found[0].pace == found[1].pace
+    assert "the longest 3133" in found[0].prompts
+    pictured = estimate(config, H200, image=(448, 448))
+    assert "picture of 448x448 (the text is that of 64 rows of data.train)" in pictured.prompts
+    assert pictured.prompts.startswith("446 tokens")  # 256 of them are the picture
 
 
 def test_without_data_prompts_are_as_long_as_allowed(word_model):

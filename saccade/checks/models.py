@@ -42,6 +42,13 @@ def model(config: Config) -> Iterator[str]:
         )
 
 
+EXAMPLES = {
+    "model.train": "freeze:vision,projector",
+    "model.lora.targets": "llm,projector",
+    "model.lora.exclude": "vision,projector",
+}
+
+
 def patterns(config: Config) -> Iterator[str]:
     """Regular expressions that are none."""
     lora = config.model.lora
@@ -52,6 +59,8 @@ def patterns(config: Config) -> Iterator[str]:
     }
     for name, listed in written.items():
         for pattern in (text.strip() for text in listed):
+            if not pattern and len(listed) > (name == "model.lora.exclude"):
+                yield f"{name}: nothing stands beside a comma; try {name}={EXAMPLES[name]}"
             if not pattern.startswith("re:"):
                 continue
             try:

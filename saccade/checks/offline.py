@@ -20,6 +20,8 @@ def folder(field: str, path: str) -> Iterator[str]:
         reason = "has no config.json" if Path(path).is_dir() else "is not a folder"
         saved = [p.parent for p in (Path(path) / "checkpoints").glob("step-*/config.json")]
         newest = max(saved, key=lambda p: p.stat().st_mtime, default=None)
+        if (Path(path) / "adapter_config.json").is_file():  # the merged model lies around it
+            reason, newest = "is an adapter", Path(path).absolute().parent
         advice = "give a Hugging Face model folder that is on this disk"
         yield f"{field}: {path} {reason}; {f'try {field}={newest}' if newest else advice}"
 

@@ -54,6 +54,7 @@ def levers(plan: Plan) -> list[list[str]]:
         [f"rollout.max_sequences={n}" for n in (256, 128, 64, 32) if n < plan.sequences],
         ["train.optimizer=adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else [],
         *([f"model.train={kind}"] for kind in adapters),
+        [f"model.lora.rank={rank}" for rank in _halves(model.lora.rank, 8) if plan.adapted],
         smaller["rollout.max_tokens"],
         smaller["data.max_pixels"],
     ]

@@ -83,21 +83,21 @@ def to_json(found: Estimate) -> dict[str, Any]:
 
 
 def refusal(found: Estimate) -> str:
-    """The first limit that is hit, and what lifts it."""
+    """The phase that needs most, and what makes it fit."""
     memory, device = found.memory, found.device
-    phase = next(name for name, peak in memory.peaks.items() if peak > memory.limit)
+    phase = max(memory.peaks, key=lambda name: memory.peaks[name])
     parts = [item for item in memory.items if item.phase in ("always", phase)]
     largest = max(parts, key=lambda item: item.gib)
     text = (
         f"does not fit: the {phase} needs {memory.peaks[phase]:.1f} GiB ({largest.name} "
         f"{largest.gib:.1f}), and of {device.memory:.1f} GiB on {device.name} "
-        f"{memory.limit:.1f} can be planned with; "
+        f"{max(0.0, memory.limit):.1f} can be planned with; "
     )
     if found.advice:
         return text + "try " + ", or ".join(found.advice)
     return text + (
-        "not even all options together that save memory make it fit: take a smaller model or "
-        "another device"
+        "recomputing, smaller batches, responses and pictures, a smaller optimizer and adapters "
+        "do not make it fit, not even together: take a smaller model or another device"
     )
 
 

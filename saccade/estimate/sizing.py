@@ -45,6 +45,7 @@ from saccade.types import (
 )
 
 ROWS = 64  # of the data that are looked at
+GOLDEN = 0.6180339887  # multiples of it, without their whole part, spread evenly
 MICRO_BATCHES = 4  # of which the rest of a step is a multiple
 MEMBERS = 128  # of a group, and more only to fill these; the rest are a multiple, too
 
@@ -180,15 +181,19 @@ def typical_prompts(
     config: Config, family: Family, *, prompt_tokens: int | None, image: tuple[int, int] | None
 ) -> tuple[list[Rendered], str]:
     """As long as said, else those of the first rows of the data, else as long as allowed."""
-    said = prompt_tokens is not None or image is not None
-    if not said and config.data.train and not missing_data(config):
+    source = "as said" if prompt_tokens is not None else "data.max_prompt_tokens"
+    tokens = prompt_tokens or config.data.max_prompt_tokens
+    if prompt_tokens is None and config.data.train and not missing_data(config):
         few = [s.model_copy(update={"max_samples": ROWS}) for s in config.data.train]
-        return prompts_of(questions.load_prompts(config, few, family).samples, family)
-    source = "as said" if said else "data.max_prompt_tokens"
-    if not said and family.spec.image_token:
+        rows = prompts_of(questions.load_prompts(config, few, family).samples, family)
+        if image is None:
+            return rows
+        text = fmean(len(p) - sum(span.length for span in p.media) for p in rows[0])
+        tokens = max(1, round(text)) + _picture(image, config, family).length
+        source = f"the text is that of {len(rows[0])} rows of data.train"
+    if prompt_tokens is None and image is None and family.spec.image_token:
         image = _largest_picture(config, family)
     spans = (_picture(image, config, family),) if image else ()
-    tokens = prompt_tokens or config.data.max_prompt_tokens
     if spans and tokens <= spans[0].length:
         source = f"the picture alone takes {spans[0].length}"
         tokens = spans[0].length + 1
@@ -208,8 +213,19 @@ def prompts_of(samples: Sequence[Sample], family: Family) -> tuple[list[Rendered
     if not samples:
         raise ConfigError("data.train: no usable row; give --prompt-tokens N instead")
     prompts = [family.render(sample.messages) for sample in samples[:ROWS]]
-    mean = fmean(map(len, prompts))
-    return prompts, f"{mean:.0f} tokens (mean of {len(prompts)} rows of data.train)"
+    mean, longest = fmean(map(len, prompts)), max(map(len, prompts))
+    about = f"{mean:.0f} tokens (mean of {len(prompts)} rows of data.train, the longest {longest})"
+    return _spread(prompts), about
+
+
+def _spread(prompts: list[Rendered]) -> list[Rendered]:
+    """The longest first, since it may be in any step; then short and long ones in turn, so that as
+    many of them as a step takes stand for all, however the rows are ordered.
+    """
+    ordered = sorted(prompts, key=len)
+    longest, count = ordered.pop(), len(ordered)
+    places = sorted(range(count), key=lambda place: place * GOLDEN % 1)
+    return [longest, *(ordered[place] for place in places)]
 
 
 def missing_data(config: Config) -> list[str]:

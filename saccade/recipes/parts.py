@@ -22,6 +22,7 @@ from saccade.data import datasets, prompts
 from saccade.data.stream import Stream
 from saccade.environments import Environment, stop_strings, texts_hash
 from saccade.errors import ConfigError
+from saccade.models import files
 from saccade.models.families import Family
 from saccade.recipes.models import load_learned
 from saccade.rewards.custom import split_name
@@ -114,7 +115,7 @@ def warn_of_rows(
     if wanted > rows:
         say(
             f"WARNING: train.prompts_per_step={wanted} and an epoch has {rows} rows: a step takes "
-            f"each {wanted / rows:.2g} times; try train.prompts_per_step={rows}"
+            f"each {wanted / rows:.3g} times; try train.prompts_per_step={rows}"
         )
     named = {part.path for part in stream.dataset.parts}  # the same file twice is no oversight
     for data in held:
@@ -213,6 +214,8 @@ def manifest(family: Family, data: datasets.Dataset | None, config: Config) -> d
         "environment_texts": texts_hash(),
         "pixels": [config.data.min_pixels, config.data.max_pixels],
         "family": family.name,
+        # Adapters and references begin again from the folder, not from a checkpoint.
+        "weights": files.fingerprint(Path(family.path)),
     }
 
 

@@ -85,10 +85,14 @@ def load_prompts(
     change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> datasets.Dataset:
     """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
-    ask = asker(config)
+    ask, limits, limit = asker(config), config.data, datasets.PROMPT_LIMIT
+    room = family.max_positions - 1  # and one to answer in
+    if room < limits.max_prompt_tokens:
+        limits = limits.model_copy(update={"max_prompt_tokens": room})
+        limit = "room for a prompt in the positions of the model"
     with remembered(config, family, "prompt", ask, family.render) as length:
         data = datasets.load(
-            sources, config.data, length=length, change=change, marks=marks_of(family)
+            sources, limits, length=length, change=change, limit=limit, marks=marks_of(family)
         )
     return worded(data, ask)
 

@@ -85,7 +85,8 @@ class Run:
             self.start = checkpoint.find(self.folder.checkpoints, self.config.run.resume)
             if self.start is not None:
                 self.progress = checkpoint.read_progress(self.start)
-            passed = checkpoint.not_whole(self.folder.checkpoints) if self.start else {}
+            saved = self.folder.checkpoints
+            passed = checkpoint.not_whole(saved, after=self.step) if self.start else {}
             self.console = stack.enter_context(
                 Console(None, self.command, name=self.folder.path.name, log=self.folder.log)
             )

@@ -48,7 +48,8 @@ MAY_DIFFER = (
 )
 MAY_DIFFER_SECTIONS = ("val.", "save.", "track.")
 REFUSALS = (2, 3)  # exit codes of a run that was refused before it began
-PINNED = ("data", "template")  # keys of the manifest that a resumed run must find unchanged
+# Keys of the manifest that a resumed run must find unchanged.
+PINNED = ("data", "template", "weights")
 
 PACKAGES = (
     *("saccade", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pillow"),
@@ -216,6 +217,7 @@ def _manifest_changes(stored: Mapping[str, Any], manifest: Mapping[str, Any]) ->
     return [
         f"{key} changed on disk: "
         + (sets if key == "data" and sets else f"{stored[key]!r} in the folder, {now[key]!r} now")
+        + (" (those of model.path, from which adapters and references start)" * (key == "weights"))
         for key in changed
     ]
 

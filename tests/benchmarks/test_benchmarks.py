@@ -41,7 +41,7 @@ def test_works_are_written_as_a_name_and_changes() -> None:
 
     assert parse("W1")["prompts"] == 16
     assert parse("W1,prompts=64,new=8") == parse("W1") | {"prompts": 64, "new": 8}
-    with pytest.raises(AssertionError, match="tokens: one of prompts"):
+    with pytest.raises(SystemExit, match="tokens=3: write one of prompts"):
         parse("W1,tokens=3")
 
 

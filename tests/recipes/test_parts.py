@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,19 @@ def test_levels_that_are_no_game_are_bad_rows(
     if refused:
         assert reasons[0] == solved and "a level has no cells" in reasons[1]
         assert "level: the row has no such column" in reasons[2]
+
+
+def test_a_prompt_beyond_the_positions_of_the_model_is_left_out(
+    tmp_path: Path, family_of: Any
+) -> None:
+    rows = [{"question": "a" * length, "answer": "1"} for length in (10, 4_000)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = load(
+        {"run.out": str(tmp_path), "data.train": str(tmp_path / "rows.jsonl")}
+        | {"data.max_prompt_tokens": 16_384}
+    )
+    family = replace(family_of("qwen2_5_vl"), max_positions=2_048)
+    data = questions.load_prompts(config, config.data.train, family)
+    assert len(data.samples) == 1 and len(data.overlong) == 1
+    room = "tokens, room for a prompt in the positions of the model is 2047"
+    assert data.overlong[0].reason.endswith(room)
