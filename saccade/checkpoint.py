@@ -198,20 +198,28 @@ def _lacking(checkpoint: Path) -> str:
     if files is None:
         return "state/files.json is missing"
     for name, entry in files.items():
-        size = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
+        size = _size(checkpoint / name)
         if size != entry["bytes"]:
             there = "is missing" if size is None else f"has {size:,} of {entry['bytes']:,} bytes"
             return f"{name} {there}"
     return ""
 
 
+def _size(path: Path) -> int | None:
+    """None where it is gone: a run may remove old checkpoints while others look at them."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
 def _listing(checkpoint: Path) -> dict[str, dict[str, Any]] | None:
     """Size and hash of each file as it was written; None where no checkpoint was finished."""
     path = checkpoint / "state" / "files.json"
-    if not path.is_file():
-        return None
     try:
         return json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except ValueError:
         raise EnvironmentProblem(
             f"{path} is damaged: it is no JSON any more; move {checkpoint} away and use "

@@ -179,7 +179,7 @@ def test_prompts_that_memory_is_too_short_for_are_computed_in_turn(load, family,
     model, most = load(NAME), max(len(p) for p in prompts)
 
     def check(module, arguments, options):
-        if options["inputs_embeds"].shape[1] > most:
+        if options["position_ids"].shape[-1] > most:
             raise torch.OutOfMemoryError("simulated")
 
     model.model.language_model.register_forward_pre_hook(check, with_kwargs=True)
