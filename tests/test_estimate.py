@@ -16,6 +16,7 @@ from saccade.config import LoraConfig, load
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.estimate import estimate, show, sizing
 from saccade.estimate.advice import levers
+from saccade.estimate.host import host_peak
 from saccade.estimate.plan import make_plan
 from saccade.estimate.preflight import preflight
 from saccade.models import lora, tiny
@@ -239,6 +240,22 @@ def test_other_models_and_optimizers_take_their_share(large):
     assert "fp32 masters" not in found
 
 
+def test_main_memory_holds_a_copy_of_what_is_saved(large):
+    """3.75e9 weights: 14 bytes each, of adapters the merged weights alone; 2.0 to 2.6 GiB were
+    measured without a checkpoint.
+    """
+    found = planned(large, H200, W1)
+    host = {item.name: item.gib for item in found.host}
+    weights = sizes(found)["weights"]
+    assert host["copy of a checkpoint"] == pytest.approx(7 * weights)
+    assert host_peak(found.host) == pytest.approx(2.0 + 2.5 + 7 * weights)
+    adapted = {i.name: i.gib for i in planned(large, H200, W1, "model.train=lora").host}
+    assert weights < adapted["copy of a checkpoint"] < 1.3 * weights
+    without = planned(large, H200, W1, "save.background=false").host
+    assert host_peak(without) == pytest.approx(2.0 + 2.5 + weights)
+    assert planned(large, devices.present("cpu"), W1).host == ()
+
+
 def test_recomputing_saves_activations_and_costs_time(large):
     kept, again = (
         planned(large, H200, W1, f"model.checkpointing={mode}") for mode in ("off", "on")
@@ -436,6 +453,17 @@ def test_prompts_do_not_depend_on_the_order_of_rows(large, tmp_path):
     pictured = estimate(config, H200, image=(448, 448))
     assert "picture of 448x448 (the text is that of 64 rows of data.train)" in pictured.prompts
     assert pictured.prompts.startswith("446 tokens")  # 256 of them are the picture
+
+
+def test_prompts_that_a_run_would_leave_out_are_told(large):
+    (note,) = planned(large, H200, (224, 5000, 64)).notes
+    assert note == "a run leaves prompts of 5000 tokens out: data.max_prompt_tokens=4096"
+
+
+def test_a_gpu_that_is_not_there_is_not_taken_for_a_cpu(large, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(app, ["estimate", f"model.path={large}", "run.device=cuda"])
+    assert result.exit_code == 3 and "name the one to plan for: --device H100" in result.stderr
 
 
 def test_without_data_prompts_are_as_long_as_allowed(word_model):

@@ -18,7 +18,8 @@ from saccade.algorithms.build import from_config
 from saccade.config import Config, load
 from saccade.devices import Device, no_limit
 from saccade.estimate.advice import advice
-from saccade.estimate.memory import Memory, memory_of, reward_folders, weights_in
+from saccade.estimate.host import host_of
+from saccade.estimate.memory import Item, Memory, memory_of, reward_folders, weights_in
 from saccade.estimate.pace import Pace, pace_of
 from saccade.estimate.plan import Plan, element_of, make_plan
 from saccade.estimate.sizing import (
@@ -39,6 +40,7 @@ class Estimate:
     device: Device
     prompts: str  # how long they are, and who says so
     memory: Memory
+    host: tuple[Item, ...]  # in main memory, beside a GPU
     pace: Pace | None  # none where it does not fit
     advice: tuple[str, ...]  # what lifts the limit, each alone; nothing where it fits
     notes: tuple[str, ...]  # what is not counted, or not as the config says
@@ -60,6 +62,10 @@ def estimate(
     notes = [*not_counted(config), *missing_rewards(config)]
     if unlimited := no_limit(config.run.memory, device):
         notes.append(unlimited)
+    if prompt_tokens is not None and prompt_tokens > (most := config.data.max_prompt_tokens):
+        notes.append(
+            f"a run leaves prompts of {prompt_tokens} tokens out: data.max_prompt_tokens={most}"
+        )
     if samples is None and prompt_tokens is None and image is None:
         notes += missing_rows(config)
     if config.run.memory is not None and device.is_gpu:
@@ -86,6 +92,7 @@ def estimate(
         device=device,
         prompts=prompts(config.data.max_pixels)[1],
         memory=memory,
+        host=host_of(plan, memory),
         pace=pace_of(plan, memory) if memory.fits else None,
         notes=tuple(notes),
         advice=() if memory.fits else tuple(advice(plan, lambda c: memory_of(planned(*c)).fits)),

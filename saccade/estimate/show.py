@@ -13,6 +13,7 @@ from saccade.config import Config, load
 from saccade.devices import Device
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.estimate import Estimate, estimate
+from saccade.estimate.host import host_peak
 from saccade.recipes.models import quiet_libraries
 
 
@@ -55,7 +56,12 @@ def preview(config: Config) -> None:
 
 def find_device(name: str | None, config: Config) -> Device:
     if name is None:
-        return devices.present(config.run.device)
+        found = devices.present(config.run.device)
+        if config.run.device == "cuda" and not found.is_gpu:
+            raise EnvironmentProblem(
+                "run.device=cuda, but torch sees no GPU; name the one to plan for: --device H100"
+            )
+        return found
     if name.lower() == "cpu":
         return devices.present("cpu")
     known = devices.named(name) or devices.only(name)
@@ -117,6 +123,12 @@ def show(found: Estimate) -> None:
     peaks = [f"{memory.peaks[phase]:.1f}" for phase in ("rollout", "update")]
     table.add_row("peak", *peaks, f"of {memory.limit:.1f} that can be planned with", style="bold")
     console.print(table)
+    if found.host:
+        table = Table("GiB", "", "", title="Main memory", title_justify="left")
+        for item in found.host:
+            table.add_row(item.name, f"{item.gib:.2f}", item.note)
+        table.add_row("peak", f"{host_peak(found.host):.1f}", style="bold")
+        console.print(table)
     for note in found.notes:
         console.print(note, highlight=False, markup=False)
     if found.pace is None:

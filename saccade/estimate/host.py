@@ -1,0 +1,39 @@
+"""Main memory of a run on a GPU, by item. On a CPU all items of `memory` are there."""
+
+from __future__ import annotations
+
+from saccade.estimate.memory import GIB, Item, Memory
+from saccade.estimate.plan import Plan
+from saccade.images.cache import DECODED
+from saccade.models.families.qwen_vl import CACHE_BYTES
+
+PROCESS_GIB = 2.0  # libraries and the context of CUDA, as one H200 showed
+STATE = ("fp32 masters", "moments")  # how items begin that a checkpoint holds beside the weights
+
+
+def host_of(plan: Plan, memory: Memory) -> tuple[Item, ...]:
+    """`phase` says when: always, start or save. Weights go through main memory; a checkpoint is
+    copied there, if it fits, and written while training goes on.
+    """
+    if not plan.device.is_gpu:
+        return ()
+    weights = plan.whole.weights * len(plan.learners) / GIB  # of adapters the merged ones
+    state = sum(item.gib for item in memory.items if item.name.startswith(STATE))
+    items = [
+        Item(name="the process", gib=PROCESS_GIB, phase="always"),
+        Item(name="weights while they load", gib=plan.whole.weights / GIB, phase="start"),
+    ]
+    if any(batch.media for batch in plan.step.batches):
+        size = (CACHE_BYTES + DECODED.max_bytes) / GIB
+        items.append(Item(name="pictures", gib=size, phase="always", note="at most"))
+    if plan.config.save.background:
+        note = "while it is written; without room for twice that training waits"
+        items.append(
+            Item(name="copy of a checkpoint", gib=weights + state, phase="save", note=note)
+        )
+    return tuple(items)
+
+
+def host_peak(items: tuple[Item, ...]) -> float:
+    always = sum(item.gib for item in items if item.phase == "always")
+    return always + max((item.gib for item in items if item.phase != "always"), default=0.0)
