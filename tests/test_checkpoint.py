@@ -174,6 +174,9 @@ def test_changed_weights_to_start_from_are_refused(copied: dict[str, Any], tmp_p
     weights.write_bytes(content)
     with pytest.raises(ConfigError, match=r"weights changed on disk: .* \(those of model\.path"):
         rl.run(config | {"run.resume": "auto", "run.max_steps": 2})
+    weights.unlink()  # a checkpoint of all weights needs them no more
+    rl.run(config | {"run.resume": "auto", "run.max_steps": 2})
+    assert steps_of(Path(config["run.out"]) / "moved") == [1, 2]
 
 
 def test_a_finished_run_trains_nothing_more(

@@ -13,6 +13,13 @@ from saccade.config import ADAPTED, Config, Section
 from saccade.models.files import SERIES_FILE
 from saccade.schema import HttpConfig
 
+# Lists of names, as a user may write them.
+EXAMPLES = {
+    "model.train": "freeze:vision,projector",
+    "model.lora.targets": "llm,projector",
+    "model.lora.exclude": "vision,projector",
+}
+
 
 def chosen(section: Section, prefix: str = "") -> Iterator[str]:
     """Dotted names of the options that were set, as opposed to left at their defaults."""
@@ -42,15 +49,8 @@ def model(config: Config) -> Iterator[str]:
         )
 
 
-EXAMPLES = {
-    "model.train": "freeze:vision,projector",
-    "model.lora.targets": "llm,projector",
-    "model.lora.exclude": "vision,projector",
-}
-
-
 def patterns(config: Config) -> Iterator[str]:
-    """Regular expressions that are none."""
+    """Names that are empty, and regular expressions that are none."""
     lora = config.model.lora
     written = {
         "model.train": frozen(config.model.train),

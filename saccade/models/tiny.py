@@ -226,32 +226,25 @@ def _vl_config(
 def _qwen2_5_vl(
     ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
 ) -> dict[str, Any]:
-    tower = {
+    tower = _tower(text) | {"window_size": 112, "fullatt_block_indexes": [1]}
+    return _vl_config(ids, text, vision, tower)
+
+
+def _tower(text: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "depth": 2,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_heads": 2,
         "out_hidden_size": text["hidden_size"],
-        "window_size": 112,
-        "fullatt_block_indexes": [1],
         "initializer_range": text["initializer_range"],
     }
-    return _vl_config(ids, text, vision, tower)
 
 
 def _qwen3_vl(
     ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
 ) -> dict[str, Any]:
-    tower = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "out_hidden_size": text["hidden_size"],
-        "num_position_embeddings": 36,
-        "deepstack_visual_indexes": [0],
-        "initializer_range": text["initializer_range"],
-    }
+    tower = _tower(text) | {"num_position_embeddings": 36, "deepstack_visual_indexes": [0]}
     settings = _vl_config(ids, text, {"patch_size": 16} | vision, tower)
     half = text["head_dim"] // 2
     settings["text_config"] |= {"head_dim": text["head_dim"]}

@@ -212,7 +212,9 @@ def _config_changes(stored: Config, config: Config) -> list[str]:
 
 def _manifest_changes(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
     now = json.loads(json.dumps(dict(manifest), default=str))
-    changed = [key for key in PINNED if key in stored and key in now and stored[key] != now[key]]
+    # What is gone now is missed by whoever needs it, and says so.
+    known = [key for key in PINNED if key in stored and now.get(key) is not None]
+    changed = [key for key in known if stored[key] != now[key]]
     sets = _changed_sets(stored.get("sets", []), now.get("sets", []))
     return [
         f"{key} changed on disk: "
