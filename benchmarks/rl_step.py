@@ -126,7 +126,6 @@ def gib_used() -> float:
 
 def summary(row: dict[str, Any]) -> dict[str, Any]:
     """A step in the form that all systems share."""
-    peaks = [value for name, value in row.items() if name.startswith("mem/gpu_peak_gb/")]
     return {
         "whole": row["time/step"],
         "rollout": row["time/rollout"],
@@ -137,7 +136,7 @@ def summary(row: dict[str, Any]) -> dict[str, Any]:
         "prompt_tokens": row["length/prompt_mean"],
         "generated": int(row["count/rollout_tokens"]),
         "trained": row["trained"],
-        "peak_gib": max(peaks, default=None),
+        "peak_gib": row.get("mem/gpu_peak_gb"),
         "rollout_gib": row["used"]["rollout"],
         "update_gib": row["used"]["update"],
         "mfu_update": row.get("perf/mfu_update"),

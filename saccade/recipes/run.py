@@ -217,7 +217,8 @@ class Run:
                 torch.cuda.synchronize()  # the optimizer's kernels are only queued by then
         peak = gpu_peak_gb()
         if peak is not None:
-            self._peaks[f"mem/gpu_peak_gb/{name}"] = peak
+            key = f"mem/gpu_peak_gb/{name}"
+            self._peaks[key] = max(peak, self._peaks.get(key, 0.0))  # a phase may come again
 
     @property
     def step(self) -> int:
@@ -271,6 +272,14 @@ class Run:
         self._range = nullcontext
         self.console.note(f"trace {path}; ui.perfetto.dev shows it, and that step took longer")
 
+    def _gpu_memory(self) -> dict[str, float]:
+        """Peaks of the phases and of the step, and what the allocator keeps; none without a GPU."""
+        peaks, self._peaks = self._peaks, {}
+        if not peaks:
+            return {}
+        kept = torch.cuda.memory_reserved() / 2**30
+        return peaks | {"mem/gpu_peak_gb": max(peaks.values()), "mem/gpu_reserved_gb": kept}
+
     def finish_step(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Count the step, log it, say so when nothing is being learned, save when it is time."""
         self.progress["step"] += 1
@@ -280,7 +289,7 @@ class Run:
             **metrics,
             **speeds(metrics, times),
             **shares(metrics, times, self._device),
-            **self._peaks,
+            **self._gpu_memory(),
             **host_memory(self._rss_at_start),
             **times,
             **self._saver.times(),

@@ -154,6 +154,7 @@ def speeds(metrics: Mapping[str, float], times: Mapping[str, Any]) -> dict[str, 
         "perf/rollout_tokens_per_s": ("count/rollout_tokens", "time/rollout"),
         "perf/update_tokens_per_s": ("count/update_tokens", "time/update"),
         "perf/samples_per_s": ("count/samples", "time/step"),
+        "perf/tokens_per_s_per_gpu": ("count/update_tokens", "time/step"),  # a process has one
     }
     return {
         name: metrics[count] / times[seconds]

@@ -37,3 +37,13 @@ def test_two_steps(
     last = rl.run(config)
     assert isfinite(last["policy/loss"]) and last["guard/nonfinite"] == 0
     assert last["mismatch/mult_prob_error"] < (1.05 if dtype == "bfloat16" else 1.0001)
+
+
+def test_the_memory_of_a_step_is_logged(
+    tmp_path: Path, rl_config: Callable[..., dict[str, Any]]
+) -> None:
+    last = rl.run(rl_config(tmp_path, run__max_steps=2, run__device="cuda"))
+    peaks = {name: value for name, value in last.items() if name.startswith("mem/gpu_peak_gb/")}
+    assert {"mem/gpu_peak_gb/rollout", "mem/gpu_peak_gb/update"} <= peaks.keys()
+    assert last["mem/gpu_peak_gb"] == max(peaks.values())
+    assert last["mem/gpu_reserved_gb"] > 0

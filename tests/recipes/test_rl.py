@@ -41,7 +41,7 @@ NAMES = {
     "turns": "mean max overturn_frac void_frac images_per_sample",
     "data": "epoch cursor bad_rows",
     "time": "rollout reward_wait logp_ref advantage update step bottleneck",
-    "perf": "samples_per_s rollout_tokens_per_s update_tokens_per_s",
+    "perf": "samples_per_s rollout_tokens_per_s update_tokens_per_s tokens_per_s_per_gpu",
     "mem": "host_rss_gb rss_growth_gb",
 }
 
