@@ -6,11 +6,18 @@ and may be written while training changes them; without, it has to be written be
 
     files = [("optimizer.safetensors", tensor_file(held(optimizer.state(), copy=True)))]
     write_files(folder, files)
+
+The memory of a copy is kept for the next one: pages that are new to a process cost many times what
+it takes to write them.
 """
 
 from __future__ import annotations
 
+import mmap
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -21,6 +28,9 @@ if TYPE_CHECKING:
 
 Writer = Callable[[Path], object]
 File = tuple[str, Writer]  # a path of "" is the folder itself, for what writes several
+
+LEAST_KEPT = 1 << 20  # bytes of a copy; less is not worth a mapping of its own
+_KEPT: defaultdict[int, list[mmap.mmap]] = defaultdict(list)  # bytes → blocks that nothing uses
 
 
 def write_files(folder: Path, files: Iterable[File]) -> None:
@@ -70,7 +80,30 @@ def _outline(module: Any) -> Any:
 
 
 def on_host(tensor: Tensor, *, copy: bool) -> Tensor:
-    return tensor.detach().to("cpu", copy=copy)
+    if not copy or tensor.nbytes < LEAST_KEPT:
+        return tensor.detach().to("cpu", copy=copy)
+    import torch
+
+    blocks = _KEPT[tensor.nbytes]
+    block = blocks.pop() if blocks else _new_block(tensor.nbytes)
+    view = memoryview(block)  # which the tensor refers to, and all that are made of it
+    weakref.finalize(view, blocks.append, block).atexit = False
+    place = torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape)
+    return place.copy_(tensor.detach())
+
+
+def _new_block(size: int) -> mmap.mmap:
+    block = mmap.mmap(-1, size)
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # fewer pages to make, none for a child
+        with suppress(OSError):  # a kernel without it
+            if hasattr(mmap, name):
+                block.madvise(getattr(mmap, name))
+    return block
+
+
+def kept_bytes() -> int:
+    """Main memory that waits for the next copy."""
+    return sum(size * len(blocks) for size, blocks in _KEPT.items())
 
 
 def held(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:

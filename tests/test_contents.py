@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
-from saccade.contents import held, pretrained, tensor_file, text_file, write_files
+from saccade import contents
+from saccade.contents import (
+    LEAST_KEPT,
+    held,
+    kept_bytes,
+    on_host,
+    pretrained,
+    tensor_file,
+    text_file,
+    write_files,
+)
 
 
 def test_copies_stand_still_and_tied_ones_stay_one() -> None:
@@ -23,6 +35,25 @@ def test_copies_stand_still_and_tied_ones_stay_one() -> None:
     assert copies["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
     same = held(tensors, copy=False)
     assert {tensor.data_ptr() for tensor in same.values()} == {weight.data_ptr()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.uint8])
+def test_the_memory_of_a_copy_is_used_again(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "_KEPT", defaultdict(list))
+    large = (torch.arange(LEAST_KEPT + 4096).reshape(2, -1).T % 7).to(dtype)
+    first, second = on_host(large, copy=True), on_host(large, copy=True)
+    places = {first.data_ptr(), second.data_ptr()}
+    assert len(places) == 2 and torch.equal(first, large) and torch.equal(second, large)
+    part, address = first[1:], first.data_ptr()
+    del first
+    assert kept_bytes() == 0  # a part of it is in use
+    del part
+    assert kept_bytes() == large.nbytes
+    third = on_host(~large if dtype == torch.bool else large + 1, copy=True)
+    assert third.data_ptr() == address and kept_bytes() == 0
+    assert torch.equal(second, large) and not torch.equal(third, large)
 
 
 def test_files_go_where_their_path_says(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def host_of(plan: Plan, memory: Memory) -> tuple[Item, ...]:
         size = (CACHE_BYTES + DECODED.max_bytes) / GIB
         items.append(Item(name="pictures", gib=size, phase="always", note="at most"))
     if plan.config.save.background:
-        note = "while it is written; without room for twice that training waits"
+        note = "kept for the next one; without room for twice that training waits"
         items.append(
             Item(name="copy of a checkpoint", gib=weights + state, phase="save", note=note)
         )

@@ -20,6 +20,7 @@ from typing import Any
 from saccade import checkpoint, devices
 from saccade.backends import Backend
 from saccade.config import SaveConfig
+from saccade.contents import kept_bytes
 from saccade.models.families import Family
 
 LARGEST_SHARE = 0.5  # of the free main memory: rollouts and pictures need some, too
@@ -71,7 +72,7 @@ class Saver:
             copy=copy,
         )
         if copy:
-            self._writing = step, self._thread.submit(self._timed, write)
+            self._writing = step, self._thread.submit(self._timed, [write])
         else:
             write()
             self.saved = step
@@ -104,13 +105,15 @@ class Saver:
         took = [self._took.popleft() for _ in range(len(self._took))]
         return {"time/background/save": sum(took)} if took else {}
 
-    def _timed(self, write: Callable[[], object]) -> None:
+    def _timed(self, box: list[Callable[[], object]]) -> None:
+        """`box` is emptied: when this is done the memory of the copy is free for the next one."""
         began = time.perf_counter()
-        write()
+        box.pop()()
         self._took.append(time.perf_counter() - began)
 
     def _fits(self, backend: Backend, parts: Mapping[str, checkpoint.Stateful]) -> bool:
-        needed, free = checkpoint.saved_bytes(backend, parts), devices.free_host_bytes()
+        needed = checkpoint.saved_bytes(backend, parts)
+        free = devices.free_host_bytes() + kept_bytes()
         fits = needed <= LARGEST_SHARE * free
         if not fits and not self._told:
             self._told = True

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from saccade import contents
 from saccade.checkpoint import complete_steps
 from saccade.errors import EnvironmentProblem, Interrupted
 from saccade.models.files import SERIES_FILE
@@ -332,6 +334,25 @@ def test_one_is_written_at_a_time(
     phases = [n for n in rows[2] if n.startswith("time/") and n.count("/") == 1]
     parts = [rows[2][n] for n in phases if n not in ("time/step", "time/bottleneck")]
     assert sum(parts) == pytest.approx(rows[2]["time/step"])
+
+
+def test_the_next_save_uses_the_memory_of_the_last(
+    tmp_path: Path,
+    sft_config: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    before_writing: Callable[..., None],
+) -> None:
+    """Also where it has to wait for it: two copies at a time would be twice the memory."""
+    made: list[int] = []
+    new_block = contents._new_block
+    monkeypatch.setattr(contents, "LEAST_KEPT", 1)
+    monkeypatch.setattr(contents, "_KEPT", defaultdict(list))
+    monkeypatch.setattr(contents, "_new_block", lambda n: made.append(n) or new_block(n))
+    sft.run(sft_config(tmp_path, save__every=1, run__max_steps=2) | SFT)
+    of_one_save = len(made)
+    before_writing(lambda: time.sleep(0.3))
+    sft.run(sft_config(tmp_path, save__every=1, run__max_steps=6, run__resume="auto") | SFT)
+    assert len(made) == of_one_save > 0
 
 
 def test_without_room_for_a_copy_training_waits_and_says_so_once(
