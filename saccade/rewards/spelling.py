@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import lru_cache
 
 LONGEST = 2000  # characters
 BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
@@ -81,6 +82,7 @@ def normalise(text: str) -> str:
     return unwrap_text(tidy(text))
 
 
+@lru_cache(maxsize=2048)  # the members of a group often answer alike
 def tidy(text: str) -> str:
     r"""Everything but \text{}, which still says where words begin."""
     if len(text) > LONGEST:
