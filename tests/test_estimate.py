@@ -281,7 +281,7 @@ def test_the_model_is_counted_as_it_will_be_loaded(train, tmp_path):
     family = load_family(folder)
     config = load({"model.path": folder, "model.train": train, "model.lora.rank": 4})
     empty = sizing.empty_model(config, family)
-    skeleton = sizing.build_skeleton(config, family, empty, element=4, train=train)
+    skeleton = sizing.build_skeleton(config.model.lora, family, empty, element=4, train=train)
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
     if train == "lora":
         pytest.importorskip("peft")
@@ -355,6 +355,15 @@ def test_shorter_responses_and_smaller_pictures_lift_the_limit_too(shaped):
     assert found.advice == ("model.train=lora", "model.train=qlora", "data.max_pixels=562500")
 
 
+def test_smaller_adapters_lift_the_limit_too(large):
+    wide = ("model.train=qlora", "model.lora.rank=1024", "train.micro_tokens=1024")
+    found = planned(large, RTX_4090, LIMITED, "train.prompts_per_step=8", *wide)
+    assert not found.memory.fits
+    assert found.advice == ("model.lora.rank=512",)
+    smaller = planned(large, RTX_4090, LIMITED, "train.prompts_per_step=8", *wide, found.advice[-1])
+    assert smaller.memory.fits
+
+
 def test_nothing_helps_only_after_everything_was_tried(large):
     found = planned(large, devices.Device(name="toy", memory=2.0), W1)
     assert found.advice == ()
@@ -367,7 +376,7 @@ def test_options_that_save_memory_and_their_values(large):
     prompts, _ = sizing.typical_prompts(config, family, prompt_tokens=900, image=(900, 900))
     step = sizing.make_step(config, algorithm, family, prompts)
     empty = sizing.empty_model(config, family)
-    build = cache(lambda train: sizing.build_skeleton(config, family, empty, 2, train))
+    build = cache(lambda train, lora: sizing.build_skeleton(lora, family, empty, 2, train))
     values = levers(make_plan(config, algorithm, H200, step, build))
     assert [value for option in values for value in option] == [
         "model.checkpointing=auto",

@@ -71,7 +71,7 @@ def estimate(
     if config.run.memory is not None and device.is_gpu:
         device = replace(device, memory=min(device.memory, config.run.memory))
     model, element = empty_model(config, family), element_of(config, device)
-    build = cache(lambda train: build_skeleton(config, family, model, element, train))
+    build = cache(lambda train, lora: build_skeleton(lora, family, model, element, train))
 
     @cache
     def prompts(max_pixels: int) -> tuple[list[Rendered], str]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.backends.memory import MARGIN
-from saccade.config import ADAPTED, Config
+from saccade.config import ADAPTED, Config, LoraConfig
 from saccade.devices import CONTEXT_GIB, Device
 from saccade.estimate.sizing import Skeleton, Step
 
-Build = Callable[[str], Skeleton]  # of a `model.train`
+Build = Callable[[str, LoraConfig], Skeleton]  # of a `model.train` and a `model.lora`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +53,15 @@ class Plan:
 def make_plan(
     config: Config, algorithm: Algorithm, device: Device, step: Step, build: Build
 ) -> Plan:
-    train = config.model.train
+    train, lora = config.model.train, config.model.lora
     return Plan(
         config=config,
         algorithm=algorithm,
         device=device,
         step=step,
-        policy=build(train),
-        whole=replace(build("full" if train in ADAPTED else train)),  # the critic is no policy
+        policy=build(train, lora),
+        # A copy, since the critic is no policy.
+        whole=replace(build("full" if train in ADAPTED else train, lora)),
         element=element_of(config, device),
     )
 

@@ -2,7 +2,7 @@
 that a config will train on.
 
     model = empty_model(config, family)
-    skeleton = build_skeleton(config, family, model, element=2, train="full")
+    skeleton = build_skeleton(config.model.lora, family, model, element=2, train="full")
     step = make_step(config, algorithm, family, prompts)
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from saccade import flops, shapes
 from saccade.algorithms.algorithm import Algorithm
-from saccade.config import ADAPTED, Config
+from saccade.config import ADAPTED, Config, LoraConfig
 from saccade.data.overlong import SHRINK_STEP
 from saccade.data.sources import parse_address
 from saccade.errors import ConfigError, EnvironmentProblem
@@ -99,14 +99,14 @@ def empty_model(config: Config, family: Family) -> Any:
 
 
 def build_skeleton(
-    config: Config, family: Family, model: Any, element: int, train: str
+    settings: LoraConfig, family: Family, model: Any, element: int, train: str
 ) -> Skeleton:
     """Of an empty model that trains as `train` says."""
     shape = shapes.shape_of(model.config)
     assert shape is not None, "models of unknown shapes are refused"
     model.requires_grad_(True)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    trained = _trained(model, family, config, train)
+    trained = _trained(model, family, settings, train)
     packed = _linear(model, family) if train == "qlora" else 0
     weights += sum(trained.values()) if train in ADAPTED else 0
     head = model.get_output_embeddings().weight
@@ -130,16 +130,16 @@ def _linear(model: Any, family: Family) -> int:
     return sum(layers[name].weight.numel() for name in inside)
 
 
-def _trained(model: Any, family: Family, config: Config, train: str) -> dict[str, int]:
+def _trained(model: Any, family: Family, settings: LoraConfig, train: str) -> dict[str, int]:
     """Parameters that learn: name → how many numbers."""
     if train not in ADAPTED:
         freeze(model, family, train)
         return {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
     found = {}
-    for name in lora.target_names(model, family, config.model.lora):
+    for name in lora.target_names(model, family, settings):
         layer = model.get_submodule(name)
-        found[f"{name}.lora_A"] = layer.in_features * config.model.lora.rank
-        found[f"{name}.lora_B"] = layer.out_features * config.model.lora.rank
+        found[f"{name}.lora_A"] = layer.in_features * settings.rank
+        found[f"{name}.lora_B"] = layer.out_features * settings.rank
     return found
 
 
