@@ -116,7 +116,8 @@ def rl_work(
     for learner in (critic, None if warming else policy):
         for epoch in range(config.train.epochs_per_batch if learner else 0):
             assert learner is not None
-            seen = learner.training.towers_stand and (epoch > 0 or (learner is policy and known))
+            looked = epoch > 0 or known or learner is critic  # for the values
+            seen = learner.training.towers_stand and looked
             useful, again = learner.train_step(live, media=not seen)
             work["update"] += useful
             work["recomputed"] += again

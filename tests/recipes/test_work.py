@@ -34,6 +34,25 @@ def test_recomputed_layers_are_counted_apart(tmp_path, rl_config):
     assert 0.1 < share < 1 / 3  # less than a forward: the head and the last matrices are not
 
 
+def test_who_has_looked_at_pictures_before_it_learns_need_not_look_again(tmp_path, rl_config):
+    """For its values, as the policy for its old log-probs: an epoch only reads the features."""
+    learned = [
+        rl.run(
+            rl_config(
+                tmp_path,
+                run__max_steps=1,
+                run__name=f"{epochs}",
+                model__train="freeze:vision,projector",
+                algorithm__preset="ppo",
+                algorithm__old="recompute",
+                train__epochs_per_batch=epochs,
+            )
+        )["flops/update"]
+        for epochs in (1, 2)
+    ]
+    assert learned[1] == pytest.approx(2 * learned[0])
+
+
 def test_supervised_steps_count_their_update(tmp_path, sft_config):
     last = sft.run(sft_config(tmp_path, run__max_steps=1))
     assert last["flops/update"] > 0 and last["flops/recomputed"] == 0
