@@ -69,13 +69,16 @@ def _passes(plan: Plan, memory: Memory) -> tuple[dict[str, float], float, float]
     """
     shape, step = plan.policy.shape, plan.step
     repeats = step.repeats * plan.config.train.epochs_per_batch
-    forward = step.repeats * sum(flops.forward(shape, batch).total for batch in step.batches)
+    scored, valued = (
+        step.repeats * sum(flops.forward(shape, batch, head=head).total for batch in step.batches)
+        for head in (True, False)  # values need no logits
+    )
     extra = {
-        "logp_old": plan.algorithm.old == "recompute",
-        "logp_ref": plan.algorithm.needs_reference,
-        "values": plan.algorithm.needs_critic,
+        "logp_old": scored if plan.algorithm.old == "recompute" else 0.0,
+        "logp_ref": scored if plan.algorithm.needs_reference else 0.0,
+        "values": valued if plan.algorithm.needs_critic else 0.0,
     }
-    work = {phase: forward for phase, made in extra.items() if made} | {"update": 0.0}
+    work = {phase: count for phase, count in extra.items() if count} | {"update": 0.0}
     again = layers = 0.0
     for learner in plan.learners:
         free = memory.free - 4 * learner.trained / GIB
