@@ -15,6 +15,7 @@ Legend: a product of [m, k] and [k, n] is 2·m·k·n FLOPs. P pairs of a query a
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -30,6 +31,7 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its doubly q
 SENSES = ("vision", "audio")
 TOWERS = (*SENSES, "projector", "llm")
 HEAD = "head"
+NUMBERED = re.compile(r"\.(?:layers|blocks)\.(\d+)\.")
 
 
 # -- one forward -----------------------------------------------------------------------------------
@@ -83,13 +85,15 @@ def _sum(one: Parts, other: Parts) -> Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How each tower learns (one that is not named: fully), which share of its matrices does, and
-    how many weights its adapters have. The head counts apart from the decoder.
+    """How each tower learns (one that is not named: fully), which share of its matrices does, how
+    many weights its adapters have, and which share of its layers a gradient passes. The head counts
+    apart from the decoder.
     """
 
     modes: Mapping[str, Mode] = field(default_factory=dict)
     adapters: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
+    reach: Mapping[str, float] = field(default_factory=dict)
 
     def mode(self, tower: str) -> Mode:
         return self.modes.get(tower, "full")
@@ -98,6 +102,10 @@ class Training:
         """Share of the products whose matrix wants a gradient."""
         full = self.mode("llm" if tower == HEAD else tower) == "full"
         return self.shares.get(tower, 1.0) if full else 0.0
+
+    def passed(self, tower: str) -> float:
+        """Share of the layers of a tower that learns which lie above what learns first."""
+        return self.reach.get(tower, 1.0)
 
     @property
     def towers_stand(self) -> bool:
@@ -130,7 +138,25 @@ def training_of(
         whole[part] += numbers
         learning[part] += numbers * (name in trained)
     shares = {part: learning[part] / whole[part] for part in whole}
-    return Training(modes=modes, adapters=adapters, shares=shares)
+    reach = {tower: _reach(tower, trained, matrices, tower_of) for tower in (*SENSES, "llm")}
+    return Training(modes=modes, adapters=adapters, shares=shares, reach=reach)
+
+
+def _reach(
+    tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of: Callable[[str], str]
+) -> float:
+    """Share of the layers of a tower that a gradient passes: from the lowest that learns on, or all
+    where something before them does.
+    """
+    inside, learning = (
+        [name for name in names if tower_of(name) == tower] for names in (matrices, trained)
+    )
+    count = max((int(n[1]) for n in map(NUMBERED.search, inside) if n), default=-1) + 1
+    lowest = min((int(n[1]) for n in map(NUMBERED.search, learning) if n), default=count)
+    before = [name for name in learning if not NUMBERED.search(name)]  # a stem
+    if tower == "llm":  # its last norm and the head come behind its layers, other towers do not
+        before = [n for n in trained if "embed_tokens" in n or tower_of(n) != tower]
+    return 1.0 if before or not count else (count - lowest) / count
 
 
 def matrices_of(model: Any) -> dict[str, int]:
@@ -261,11 +287,12 @@ def backward(work: Forward, training: Training) -> float:
         tower = training.mode(sense)
         if tower != "frozen":
             total += training.learns(sense) * (own.inputs + 2 * own.stem + own.blocks)
-            total += own.blocks + 2 * own.attention
+            total += training.passed(sense) * (own.blocks + 2 * own.attention)
         if (tower, projector) != ("frozen", "frozen"):
             total += (1 + training.learns("projector")) * own.projector
     if any(training.mode(tower) != "frozen" for tower in TOWERS):
-        total += (1 + training.learns("llm")) * work.text + 2 * work.text_attention
+        total += (training.passed("llm") + training.learns("llm")) * work.text
+        total += 2 * training.passed("llm") * work.text_attention
         total += (1 + training.learns(HEAD)) * work.head
     return total
 
@@ -274,11 +301,13 @@ def recomputed(shape: Shape, work: Forward, training: Training) -> float:
     """What activation checkpointing computes a second time, and no useful work: the layers that a
     gradient passes.
     """
-    total = work.text * _until_last(shape.text) + work.text_attention + work.adapters
+    decoder = work.text * _until_last(shape.text) + work.text_attention
+    total = training.passed("llm") * decoder + work.adapters
     towers = {"vision": (shape.vision, work.vision), "audio": (shape.audio, work.audio)}
     for sense, (tower, own) in towers.items():
         if tower is not None and training.mode(sense) != "frozen":
-            total += own.blocks * _until_last(tower.blocks) + own.attention
+            blocks = own.blocks * _until_last(tower.blocks) + own.attention
+            total += training.passed(sense) * blocks
     return total
 
 

@@ -210,6 +210,8 @@ def test_the_measuring_attention_is_the_real_one(family_of, load, grow, monkeypa
         ("qwen3_vl", "full"),
         ("qwen3", "freeze:re:^(?!.*norm).*$"),
         ("qwen3", "freeze:re:embed_tokens"),
+        ("qwen3", r"freeze:re:embed_tokens|layers\.0\."),
+        ("qwen2_5_vl", r"freeze:re:patch_embed|blocks\.0\."),
     ],
 )
 def test_a_training_step(name, train, family_of, load, grow, exact_attention):
