@@ -17,7 +17,7 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.estimate import estimate, show, sizing
 from saccade.estimate.advice import levers
 from saccade.estimate.host import host_peak
-from saccade.estimate.plan import make_plan
+from saccade.estimate.plan import element_of, make_plan
 from saccade.estimate.preflight import preflight
 from saccade.models import lora, tiny
 from saccade.models.families import load_family
@@ -581,6 +581,20 @@ def test_a_cpu_has_memory_and_no_seconds(word_model):
     found = json.loads(result.stdout)
     assert result.exit_code == 0 and found["pace"]["seconds"] == {}
     assert found["device"]["name"] == "CPU" and found["memory"]["limit"] > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "element"),
+    [
+        ("H200", "auto", 2),
+        ("H200", "float32", 4),
+        ("CPU", "auto", 4),
+        ("CPU", "bfloat16", 2),
+    ],
+)
+def test_weights_are_as_wide_as_they_will_be_loaded(device, dtype, element):
+    config = load({"model.dtype": dtype})
+    assert element_of(config, devices.Device(name=device, memory=64.0)) == element
 
 
 def test_an_unknown_architecture_is_refused(tmp_path):

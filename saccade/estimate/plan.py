@@ -67,4 +67,5 @@ def make_plan(
 
 
 def element_of(config: Config, device: Device) -> int:
-    return 2 if device.is_gpu and config.model.dtype != "float32" else 4
+    wide = {"auto": not device.is_gpu, "float32": True, "bfloat16": False}
+    return 4 if wide[config.model.dtype] else 2
