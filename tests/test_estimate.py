@@ -242,6 +242,22 @@ def test_other_models_and_optimizers_take_their_share(large):
     assert "fp32 masters" not in found
 
 
+def test_a_tower_that_stands_still_looks_at_a_picture_once(large):
+    """Of 1,000 x 1,000 pixels, before log-probs of old and reference and two epochs."""
+    passes = ("algorithm.kl.coef=0.01", "algorithm.old=recompute", "train.epochs_per_batch=2")
+    lora, full = (
+        planned(large, H200, W2, *passes, f"model.train={train}", "train.optimizer=adamw_bf16")
+        for train in ("lora", "full")
+    )
+    seen = full.pace.tflop["logp_ref"] - lora.pace.tflop["logp_ref"]
+    assert seen > 0.1 * full.pace.tflop["logp_ref"]
+    adapters = lora.pace.tflop["logp_old"] - full.pace.tflop["logp_old"]
+    assert 0 < adapters < 0.1 * full.pace.tflop["logp_old"]
+    once = planned(large, H200, W2, *passes[:2], "model.train=lora")
+    assert lora.pace.tflop["update"] == pytest.approx(2 * once.pace.tflop["update"])
+    assert full.pace.tflop["logp_old"] == full.pace.tflop["logp_ref"]
+
+
 def test_main_memory_holds_a_copy_of_what_is_saved(large):
     """3.75e9 weights: 14 bytes each, of adapters the merged weights alone; 2.0 to 2.6 GiB were
     measured without a checkpoint.

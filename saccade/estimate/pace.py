@@ -5,6 +5,7 @@ that is reached.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from saccade import flops
 from saccade.engines.embedded.rows import FEW, members_of
@@ -65,36 +66,44 @@ def _generation(plan: Plan) -> Generation:
 
 def _passes(plan: Plan, memory: Memory) -> tuple[dict[str, float], float, float]:
     """FLOPs of scoring and training, and of recomputed activations; layers that are trained, once
-    for each micro-batch.
+    for each micro-batch. A tower that stands still looks at a picture in the first pass only.
     """
-    shape, step = plan.policy.shape, plan.step
-    repeats = step.repeats * plan.config.train.epochs_per_batch
-    scored, valued = (
-        step.repeats * sum(flops.forward(shape, batch, head=head).total for batch in step.batches)
-        for head in (True, False)  # values need no logits
-    )
-    extra = {
-        "logp_old": scored if plan.algorithm.old == "recompute" else 0.0,
-        "logp_ref": scored if plan.algorithm.needs_reference else 0.0,
-        "values": valued if plan.algorithm.needs_critic else 0.0,
-    }
-    work = {phase: count for phase, count in extra.items() if count} | {"update": 0.0}
-    again = layers = 0.0
+    shape, step, epochs = plan.policy.shape, plan.step, plan.config.train.epochs_per_batch
+
+    def scored(**options: Any) -> float:
+        return sum(flops.forward(shape, batch, **options).total for batch in step.batches)
+
+    stands, known = plan.policy.training.towers_stand, False
+    work = {}
+    if plan.algorithm.old == "recompute":
+        work["logp_old"] = scored(training=plan.policy.training)
+        known = stands
+    if plan.algorithm.needs_reference:
+        work["logp_ref"] = scored(media=not (known and plan.adapted))
+        known |= stands and plan.adapted
+    if plan.algorithm.needs_critic:
+        work["values"] = scored(head=False)  # no logits
+    work["update"] = again = layers = 0.0
     for learner in plan.learners:
         free = memory.free - 4 * learner.trained / GIB
         stack = shape.text.layers
         if shape.vision is not None and learner.training.mode("vision") != "frozen":
             stack += shape.vision.blocks.layers
+        looks = epochs
+        if learner.training.towers_stand:
+            looks = 0 if known or learner is plan.critic else 1
         for batch in step.batches:
             one = flops.forward(
                 shape, batch, head=learner is plan.policy, training=learner.training
             )
+            seen = one.vision.total
             share = 1 - layers_that_keep(plan, learner, batch, free).text / shape.text.layers
-            work["update"] += one.total + flops.backward(one, learner.training)
-            again += share * flops.recomputed(shape, one, learner.training)
-            layers += stack * (1 + share / 3)  # backward is two thirds
-    work["update"] *= repeats
-    return work, again * repeats, layers * repeats
+            useful = one.total - seen + flops.backward(one, learner.training)
+            work["update"] += epochs * useful + looks * seen
+            again += epochs * share * flops.recomputed(shape, one, learner.training)
+            layers += epochs * stack * (1 + share / 3)  # backward is two thirds
+    work = {phase: count * step.repeats for phase, count in work.items()}
+    return work, again * step.repeats, layers * step.repeats
 
 
 def _seconds(
