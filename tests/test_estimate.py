@@ -642,6 +642,8 @@ def test_what_is_not_counted_is_said(large):
     assert "rollout.engine=vllm is not counted" in note and "holds 0.4" in note
     (note,) = planned(large, H200, W1, "rollout.replicas=2").notes
     assert "2 is not counted" in note
+    (note,) = planned(large, H200, W1, "algorithm.preset=dapo").notes
+    assert "one round of dynamic sampling is counted" in note and "max_rounds=" in note
 
 
 def test_a_reward_model_that_is_not_there_is_not_counted(large, tmp_path):

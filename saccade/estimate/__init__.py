@@ -88,6 +88,11 @@ def estimate(
 
     plan = planned()
     memory = memory_of(plan)
+    if (chosen := plan.algorithm.filter).dynamic:
+        notes.append(
+            "one round of dynamic sampling is counted; a step takes up to "
+            f"algorithm.filter.max_rounds={chosen.max_rounds}"
+        )
     return Estimate(
         device=device,
         prompts=prompts(config.data.max_pixels)[1],

@@ -269,7 +269,7 @@ def make_step(
     tokens = 0
     while len(groups) < train.prompts_per_step and tokens < MICRO_BATCHES * train.micro_tokens:
         prompt = prompts[len(groups) % len(prompts)]
-        groups.append(_group(prompt, len(groups), members, config))
+        groups.append(_group(prompt, len(groups), members, config, algorithm.estimator.greedy))
         tokens += len(prompt) + members * new
     return Step(
         groups=groups,
@@ -279,7 +279,7 @@ def make_step(
     )
 
 
-def _group(prompt: Rendered, index: int, members: int, config: Config) -> Group:
+def _group(prompt: Rendered, index: int, members: int, config: Config, greedy: bool) -> Group:
     new = config.rollout.max_tokens
     sources = np.concatenate([prompt.sources, np.full(new, Source.POLICY, np.int8)])
     name = f"{index}"
@@ -297,4 +297,5 @@ def _group(prompt: Rendered, index: int, members: int, config: Config) -> Group:
         for repeat in range(members)
     )
     sample = Sample(id=name, messages=(Message(role="user", parts=("",)),))
-    return Group(sample=sample, uid=name, trajectories=trajectories)
+    baseline = trajectories[0] if greedy else None  # as long as the others
+    return Group(sample=sample, uid=name, trajectories=trajectories, greedy=baseline)

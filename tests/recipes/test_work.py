@@ -3,6 +3,8 @@
 import pytest
 
 from saccade import devices
+from saccade.config import defaults_for, load
+from saccade.estimate import estimate
 from saccade.recipes import rl, sft, work
 
 
@@ -32,6 +34,32 @@ def test_recomputed_layers_are_counted_apart(tmp_path, rl_config):
     assert rows["on"]["flops/update"] == rows["off"]["flops/update"]
     share = rows["on"]["flops/recomputed"] / rows["on"]["flops/update"]
     assert 0.1 < share < 1 / 3  # less than a forward: the head and the last matrices are not
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__train": "freeze:vision,projector", "algorithm__preset": "ppo"},
+        {"model__train": "lora", "model__lora": {"rank": 4}, "algorithm__old": "recompute"},
+        {"model__train": r"freeze:re:language_model\.layers\.0\.|embed|visual"},
+        {"algorithm__preset": "remax"},
+    ],
+    ids=["critic", "lora", "upper-half", "greedy-baseline"],
+)
+def test_an_estimate_counts_what_a_run_counts(tmp_path, rl_config, changes):
+    config = rl_config(
+        tmp_path,
+        run__max_steps=1,
+        rollout__ignore_eos=True,
+        train__epochs_per_batch=2,
+        model__checkpointing="on",
+        **changes,
+    )
+    last = rl.run(config)
+    pace = estimate(defaults_for("rl", load(config)), devices.present("cpu")).pace
+    foretold = pace.tflop | {"recomputed": pace.recomputed}
+    assert foretold == pytest.approx({name: last[f"flops/{name}"] for name in foretold}, rel=0.01)
+    assert len(foretold) == len([name for name in last if name.startswith("flops/")])
 
 
 def test_who_has_looked_at_pictures_before_it_learns_need_not_look_again(tmp_path, rl_config):
