@@ -235,7 +235,7 @@ def test_other_models_and_optimizers_take_their_share(large):
         for name in ("grpo", "ppo")
     )
     assert 1.9 < both.pace.tflop["update"] / alone.pace.tflop["update"] < 1.98
-    learned = both.pace.tflop["update"] - alone.pace.tflop["update"]  # by the critic, without logits
+    learned = both.pace.tflop["update"] - alone.pace.tflop["update"]  # by a critic, without logits
     assert both.pace.tflop["values"] == pytest.approx(learned / 3, rel=0.01)
     found = sizes(planned(large, H200, W1, "train.optimizer=adamw_bf16"))
     assert found["moments and compensation"] == pytest.approx(plain["moments"] * 6 / 8)
