@@ -359,6 +359,16 @@ def test_golds_of_pictures_may_be_boxes() -> None:
     assert guess_reward([Sample(id="a", messages=asked, answer="[0, 1.5, 3, 4]")])[0] == "iou"
 
 
+def test_init_finds_pictures_in_a_column_of_another_name(tmp_path: Path, model: Path) -> None:
+    rows = [{"question": "How many?", "answer": "2", "photo": f"{n}.png"} for n in range(3)]
+    data, out = tmp_path / "rows.jsonl", tmp_path / "r.yaml"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    result = run("init", str(model), str(data), "--out", str(out))
+    assert result.exit_code == 0, result.stderr
+    assert load(out).data.keys == {"images": "photo"}
+    assert "qa rows, each with an image" in out.read_text()
+
+
 def test_init_of_mixed_golds_names_the_argument(tmp_path: Path, model: Path) -> None:
     rows = [{"question": "?", "answer": gold} for gold in ("red", "12")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

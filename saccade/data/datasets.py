@@ -30,6 +30,7 @@ from saccade.data.overlong import POLICIES
 from saccade.data.records import content_hash
 from saccade.data.sources import Row, open_source
 from saccade.data.stream import Stream
+from saccade.data.unread import FOR_REWARDS, unread_media
 from saccade.errors import ConfigError, DataError
 from saccade.images import ImageError, open_media
 from saccade.images.sources import located, source_kind
@@ -42,7 +43,6 @@ from saccade.videos import open_video
 __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
 
 DETECTION_ROWS = 100
-FILES = ("segmentation_path", "mask", "level")  # columns that may name a file for a reward
 FILE_NAME = re.compile(r".+\.\w{2,5}")
 LONGEST_NAME = 1024  # of a file; longer text is the file itself
 OPENERS: Mapping[str, Callable[..., Media]] = {
@@ -194,7 +194,7 @@ class _Reader:
             "default_source": container.stem,
             "marks": self.marks,
         }
-        counted = _Counted(chain(first, rows), passed)
+        counted, seen = _Counted(chain(first, rows), passed), self.kinds.total()
         format, numbered = self._format(source, container.folder, counted, columns, name)
         for number, row in numbered:
             if row is None:
@@ -216,6 +216,8 @@ class _Reader:
                 given = None if isinstance(row, RowError) else row_id(row, self.config)
                 named = f", {given}" if given else ""
                 raise ConfigError(f"{error} (row {number} of {name}{named})") from error
+        if self.kinds.total() == seen and not self._mapping(source):
+            self._refuse_unread(source, first, format)
         return Part(
             name=name,
             format=format.name,
@@ -225,6 +227,19 @@ class _Reader:
             weight=source.weight,
             path=source.path,
         )
+
+    def _refuse_unread(self, source: DataSource, rows: Sequence[Row], format: Format) -> None:
+        readable = [row for row in rows if not isinstance(row, RowError)]
+        if found := unread_media(readable, format, self.config.keys):
+            column, role = found
+            raise DataError(
+                f"{source.path}: column {column!r} holds {role}, and nobody reads it: "
+                f"data.keys.{role}={column} shows them to the model, data.keys.{role}= does not"
+            )
+
+    def _mapping(self, source: DataSource) -> str | None:
+        wanted = source.mapping or self.config.mapping
+        return None if wanted == "none" else wanted
 
     def _changed(self, row: Row) -> Row:
         if self.change is None or isinstance(row, RowError):
@@ -243,8 +258,8 @@ class _Reader:
         name: str,
     ) -> tuple[Format, Iterator[tuple[int, Row | None]]]:
         """How the rows are read, and the rows: as they are, or as a mapping makes them."""
-        wanted = source.mapping or self.config.mapping
-        if wanted in (None, "none"):
+        wanted = self._mapping(source)
+        if wanted is None:
             return detect(columns, self.config, name) if columns else FORMATS["qa"], iter(rows)
         mapping, seed = load_mapping(wanted), self.config.side_seed
         return FORMATS["sides"], apply(mapping, rows, tables=tables_of(mapping, folder), seed=seed)
@@ -275,7 +290,7 @@ class _Reader:
         """What rewards read lies where the media of a row do."""
         found = {
             name: str(path)
-            for name in FILES
+            for name in FOR_REWARDS
             if isinstance(given := sample.extra.get(name), str)
             and FILE_NAME.fullmatch(given)  # a level may be a text of many lines
             and os.path.isfile(path := located(given, folder, self.config))

@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from saccade.config import DataConfig, DataSource, load
 from saccade.data.chats import RowError
-from saccade.data.formats import detect, read_row
+from saccade.data.formats import Format, detect, read_row
 from saccade.data.sources import open_source
+from saccade.data.unread import unread_media
 from saccade.errors import ConfigError, DataError
 from saccade.models.tiny import CONFIGS
 from saccade.types import Media, Sample
@@ -56,6 +58,7 @@ class Findings:
     format: str
     rows: int
     images: int
+    keys: Mapping[str, str]  # roles of columns that their names do not tell
     reward: str
     args: str
     because: str
@@ -74,7 +77,7 @@ def write_config(model: Path, data: Path, out: Path) -> None:
 
 def _look(model: Path, data: Path) -> Findings:
     model_type = _type_of(model)
-    format, samples = _first_rows(data)
+    format, keys, samples = _first_rows(data)
     if format in ELSEWHERE and not any(sample.answer for sample in samples):
         raise DataError(_elsewhere(format, model, data))
     reward, args, because = guess_reward(samples)
@@ -83,6 +86,7 @@ def _look(model: Path, data: Path) -> Findings:
         format=format,
         rows=len(samples),
         images=sum(bool(sample.media) for sample in samples),
+        keys=keys,
         reward=reward,
         args=args,
         because=because,
@@ -113,24 +117,38 @@ def _elsewhere(format: str, model: Path, data: Path) -> str:
     )
 
 
-def _first_rows(data: Path) -> tuple[str, list[Sample]]:
-    config = DataConfig()
+def _first_rows(data: Path) -> tuple[str, Mapping[str, str], list[Sample]]:
+    """Their format, `data.keys` that show media to the model, and the samples."""
     rows = islice(open_source(DataSource(path=str(data))).rows, LOOKED_AT)
     readable = [row for row in rows if not isinstance(row, RowError)]
     if not readable:
         raise DataError(f"{data}: none of the first {LOOKED_AT} rows can be read")
-    format = detect(sorted({name for row in readable for name in row}), config)
-    samples = []
-    for row in readable:
-        try:
-            samples.append(read_row(row, format, config, open_image=lambda *_, **__: UNOPENED))
-        except RowError:
-            continue  # `saccade check-data` lists them with their reasons
+    format = detect(sorted({name for row in readable for name in row}), DataConfig())
+    keys: dict[str, str] = {}
+    samples = _samples(readable, format, keys)
     if not samples:
         raise DataError(
             f"{data}: no row fits the format {format.name}; see `saccade check-data {data}`"
         )
-    return format.name, samples
+    if not any(sample.media for sample in samples) and (
+        unread := unread_media(readable, format, {})
+    ):
+        column, role = unread
+        keys = {role: column}
+        samples = _samples(readable, format, keys)
+    return format.name, keys, samples
+
+
+def _samples(
+    rows: Iterable[Mapping[str, Any]], format: Format, keys: Mapping[str, str]
+) -> list[Sample]:
+    config, samples = DataConfig(keys=dict(keys)), []
+    for row in rows:
+        try:
+            samples.append(read_row(row, format, config, open_image=lambda *_, **__: UNOPENED))
+        except RowError:
+            continue  # `saccade check-data` lists them with their reasons
+    return samples
 
 
 def guess_reward(samples: Sequence[Sample]) -> tuple[str, str, str]:
@@ -171,6 +189,9 @@ def _page(found: Findings, model: Path, data: Path) -> str:
             "what the columns say; only needed when they are ambiguous",
         ),
     ]
+    if found.keys:
+        lines.append(("  keys:", "columns whose names do not tell what they hold"))
+        lines += [(f"    {role}: {_quote(column)}", "") for role, column in found.keys.items()]
     if found.images:
         lines.append(("  max_pixels: 401408", "about 512 tokens an image; more shows finer detail"))
     lines += [

@@ -5,6 +5,8 @@ import pytest
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.datasets import keep, load
+from saccade.data.formats import FORMATS
+from saccade.data.unread import unread_media
 from saccade.errors import ConfigError, DataError
 from saccade.plan import total_rows
 
@@ -47,6 +49,43 @@ def test_an_offset_leaves_out_the_first_rows_and_limits_count_from_there(jsonl):
     data = load([source(path, offset=8), source(path)], DataConfig(max_samples=5))
     assert [sample.answer for sample in data.samples] == ["8", "9", "0", "1", "2"]
     assert total_rows([source(path, offset=8), source(path, offset=2, max_samples=3)]) == 5
+
+
+PNG = b"\x89PNG\r\n"
+
+
+@pytest.mark.parametrize(
+    ("columns", "role"),
+    [
+        ({"photo": "a/b.JPG"}, "images"),
+        ({"photo": ["a.png", "b.png"]}, "images"),
+        ({"photo": "data:image/png;base64,iVBO"}, "images"),
+        ({"clip": "a film.mp4"}, "videos"),
+        ({"heard": "a.wav"}, "audios"),
+        ({"mask": "a.png"}, None),  # for a reward
+        ({"note": "It is a.png"}, "images"),
+        ({"note": "see a.png!", "level": "a.png", "size": 3, "photo": None, "photos": []}, None),
+    ],
+)
+def test_media_that_nobody_would_see_are_refused(jsonl, columns, role):
+    """A model would be trained blind."""
+    path = jsonl(qa(3, **columns))
+    if role is None:
+        assert len(load([source(path)], DataConfig()).samples) == 3
+        return
+    column = next(iter(columns))
+    said = rf"column '{column}' holds {role}.* data.keys.{role}={column} shows .*data.keys.{role}= "
+    with pytest.raises(DataError, match=said):
+        load([source(path)], DataConfig())
+    assert len(load([source(path)], DataConfig(keys={role: ""})).samples) == 3
+
+
+@pytest.mark.parametrize("value", [PNG, {"bytes": PNG, "path": None}, [{"bytes": PNG}]])
+def test_bytes_tell_what_they_are(value):
+    assert unread_media(qa(2, photo=value), FORMATS["qa"], {}) == ("photo", "images")
+    assert unread_media(qa(2, photo=value), FORMATS["qa"], {"images": "photo"}) is None
+    other = [*qa(2, photo=value), *qa(1, photo="a word")]
+    assert unread_media(other, FORMATS["qa"], {}) is None
 
 
 @pytest.mark.parametrize("offset", [10, 11])

@@ -1,0 +1,67 @@
+"""Columns that hold media and that nobody reads: a model would be trained blind.
+
+>>> unread_media([{"question": "How many?", "photo": "a.jpg"}], qa, {})
+('photo', 'images')
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from PIL import Image
+
+from saccade.data.formats import Format, columns_of
+
+# By role: how a file begins, and how the name of one ends.
+BEGINNINGS = {
+    "images": re.compile(
+        rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP|BM|II\*\0|MM\0\*|.{4}ftypavif", re.DOTALL
+    ),
+    "videos": re.compile(rb"RIFF.{4}AVI |\x1aE\xdf\xa3|.{4}ftyp(?!avi|hei|mif|M4A)", re.DOTALL),
+    "audios": re.compile(rb"RIFF.{4}WAVE|fLaC|OggS|ID3|.{4}ftypM4A", re.DOTALL),
+}
+NAMES = {
+    "images": re.compile(
+        r"data:image/.*|(?:iVBORw0KGgo|/9j/|R0lGOD).*|\S.{0,1000}\.(?:png|jpe?g|webp|gif|bmp|tiff?)",
+        re.IGNORECASE | re.DOTALL,
+    ),
+    "videos": re.compile(r"data:video/.*|\S.{0,1000}\.(?:mp4|webm|mov|avi|mkv)", re.IGNORECASE),
+    "audios": re.compile(r"data:audio/.*|\S.{0,1000}\.(?:wav|mp3|flac|ogg|m4a)", re.IGNORECASE),
+}
+FOR_REWARDS = ("segmentation_path", "mask", "level")  # may name a file that a reward reads
+
+
+def unread_media(
+    rows: Iterable[Mapping[str, Any]], format: Format, keys: Mapping[str, str]
+) -> tuple[str, str] | None:
+    """The first such column and the role that would read it. A role that `keys` names, if only as
+    empty, is decided.
+    """
+    read = {*FOR_REWARDS, *(name for names in columns_of(format, keys).values() for name in names)}
+    found: dict[str, set[str | None]] = {}
+    for row in rows:
+        for column, value in row.items():
+            if column not in read and value is not None:
+                found.setdefault(column, set()).add(_role_of(value))
+    for column, roles in found.items():
+        role = next(iter(roles))
+        if len(roles) == 1 and role is not None and role not in keys:
+            return column, role
+    return None
+
+
+def _role_of(value: Any) -> str | None:
+    """Of what `value` holds, if it is a medium or a list that begins with one."""
+    if isinstance(value, list | tuple):
+        return _role_of(value[0]) if value else None
+    if isinstance(value, Mapping):
+        return _role_of(value.get("bytes")) or _role_of(value.get("path"))
+    if isinstance(value, Image.Image):
+        return "images"
+    if isinstance(value, bytes):
+        return next((role for role, start in BEGINNINGS.items() if start.match(value)), None)
+    if isinstance(value, str):
+        return next((role for role, names in NAMES.items() if names.fullmatch(value)), None)
+    return None
