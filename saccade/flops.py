@@ -218,7 +218,8 @@ def sensed(shape: Shape, media: Iterable[MediaSpan], training: Training = FULL) 
 def _picture(vision: Vision, span: MediaSpan, training: Training) -> Forward:
     frames, rows, columns = span.grid
     patches, blocks = frames * rows * columns, vision.blocks
-    whole = frames * float(rows * columns) ** 2  # a frame is a sequence of its own
+    tokens = patches + frames * vision.extra
+    whole = frames * float(tokens / frames) ** 2  # a frame is a sequence of its own
     windowed = (
         frames * float(vision.merge) ** 4 * _squares(rows, vision) * _squares(columns, vision)
     )
@@ -226,12 +227,12 @@ def _picture(vision: Vision, span: MediaSpan, training: Training) -> Forward:
     return Forward(
         vision=Sensed(
             inputs=2.0 * patches * vision.patch_inputs * blocks.hidden,
-            blocks=2.0 * patches * blocks.weights,
+            blocks=2.0 * tokens * blocks.weights,
             attention=blocks.pair_flops
             * (vision.full_layers * whole + (blocks.layers - vision.full_layers) * windowed),
             projector=2.0 * merged * sum(m * n for m, n in vision.projector),
         ),
-        adapters=2.0 * patches * training.adapters.get("vision", 0)
+        adapters=2.0 * tokens * training.adapters.get("vision", 0)
         + 2.0 * merged * training.adapters.get("projector", 0),
     )
 

@@ -48,6 +48,8 @@ def layer_bytes(
     key_heads = stack.key_heads * stack.head_size
     if stack.head_norms:
         per_token += heads + key_heads
+    if stack.scales:
+        per_token += 2 * stack.hidden  # what is scaled
     return float(element * (tokens * per_token + 2 * keys * key_heads))
 
 

@@ -23,6 +23,7 @@ class Stack:
     intermediate: int
     linears: tuple[tuple[int, int], ...]  # (in, out) of every matrix of one layer, experts apart
     head_norms: bool = False  # queries and keys are normalised
+    scales: bool = False  # results of attention and MLP are scaled by vectors that learn
     expert: tuple[tuple[int, int], ...] = ()  # (in, out) of every matrix of one expert
     experts: int = 0  # of a layer
     chosen: int = 0  # of them by each token
@@ -65,7 +66,9 @@ def _size(matrices: Iterable[tuple[int, int]]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Vision:
-    """A tower over patches and the projector behind it, which merges M by M of them."""
+    """A tower over patches and the projector behind it, which merges M by M of them. A frame of a
+    grid is a sequence of its own.
+    """
 
     blocks: Stack
     patch_inputs: int  # numbers of one patch
@@ -73,6 +76,7 @@ class Vision:
     projector: tuple[tuple[int, int], ...]
     window: int | None  # side of an attention window in merged patches; None: all layers are full
     full_layers: int  # layers that attend to the whole picture
+    extra: int = 0  # tokens of a frame in the tower that stand for no patch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +256,31 @@ def _tower(
     )
 
 
+def _internvl_vision(config: Any) -> Vision:
+    vision, out = config.vision_config, config.text_config.hidden_size
+    hidden, wide = vision.hidden_size, vision.intermediate_size
+    merge = round(1 / config.downsample_ratio)
+    return Vision(
+        blocks=Stack(
+            layers=vision.num_hidden_layers,
+            hidden=hidden,
+            heads=vision.num_attention_heads,
+            key_heads=vision.num_attention_heads,
+            head_size=hidden // vision.num_attention_heads,
+            intermediate=wide,
+            linears=(*[(hidden, hidden)] * 4, (hidden, wide), (wide, hidden)),
+            head_norms=vision.use_qk_norm,
+            scales=True,
+        ),
+        patch_inputs=3 * vision.patch_size[0] * vision.patch_size[1],
+        merge=merge,
+        projector=((hidden * merge**2, out), (out, out)),
+        window=None,
+        full_layers=vision.num_hidden_layers,
+        extra=1,
+    )
+
+
 def _hearing(audio: Any, *, out: int, window: int | None) -> Audio:
     hidden, wide = audio.d_model, audio.encoder_ffn_dim
     return Audio(
@@ -277,6 +306,7 @@ TOWERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "qwen2_5_vl": lambda config: {"vision": _qwen2_5_vision(config.vision_config)},
     "qwen3_vl": lambda config: {"vision": _qwen3_vision(config.vision_config)},
     "qwen3_vl_moe": lambda config: {"vision": _qwen3_vision(config.vision_config)},
+    "internvl": lambda config: {"vision": _internvl_vision(config)},
     "qwen2_audio": lambda config: {
         "audio": _hearing(config.audio_config, out=config.text_config.hidden_size, window=None)
     },

@@ -333,6 +333,13 @@ def test_init_writes_a_config_that_loads(tmp_path: Path, model: Path, counting: 
     assert load(tmp_path / "tiny.yaml").model.path == "tiny:qwen2_5_vl"
 
 
+def test_init_knows_what_a_family_makes_of_pixels(tmp_path: Path, counting: Path) -> None:
+    out = tmp_path / "run.yaml"
+    result = run("init", "tiny:internvl", str(counting), "--out", str(out))
+    assert result.exit_code == 0, result.stderr
+    assert load(out).data.max_pixels == 4 * 448**2 and "# four tiles and" in out.read_text()
+
+
 @pytest.mark.parametrize(
     ("golds", "reward"),
     [

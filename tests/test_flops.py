@@ -20,7 +20,7 @@ from saccade.models.load import freeze
 from saccade.recipes.dialogues import compared
 from saccade.types import Batch, Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe")
 HEARING = {"qwen2_audio": 30.0, "qwen2_5_omni": 4.0}  # seconds that need no padding
 ALGORITHM = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.0}), max_tokens=64)
@@ -117,7 +117,7 @@ def test_every_matrix_is_counted(name, family_of, load):
     convolved = {
         m.weight.numel()
         for m in model.modules()
-        if isinstance(m, (torch.nn.Conv1d, torch.nn.Conv3d))
+        if isinstance(m, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d))
     }
     if shape.vision is not None:
         assert shape.vision.patch_inputs * shape.vision.blocks.hidden in convolved
@@ -208,6 +208,8 @@ def test_the_measuring_attention_is_the_real_one(family_of, load, grow, monkeypa
         ("qwen2_5_vl", "freeze:llm"),
         ("qwen2_5_vl", "freeze:re:mlp"),
         ("qwen3_vl", "full"),
+        ("internvl", "full"),
+        ("internvl", "freeze:vision,projector"),
         ("qwen3", "freeze:re:^(?!.*norm).*$"),
         ("qwen3", "freeze:re:embed_tokens"),
         ("qwen3", r"freeze:re:embed_tokens|layers\.0\."),

@@ -12,7 +12,7 @@ from saccade.forest import pack
 from saccade.models import fused, tiny
 from saccade.models.families import load_family
 from saccade.models.load import hidden_states, load_model
-from saccade.types import MediaSpan
+from saccade.types import MediaSpan, Message
 
 TOKENS, KEYS = 256, 400
 
@@ -84,7 +84,7 @@ def model_of(name, folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", "qwen3_vl", "qwen3", "llama", "mixtral", "qwen2_moe"]
+    "name", ["qwen2_5_vl", "qwen3_vl", "internvl", "qwen3", "llama", "mixtral", "qwen2_moe"]
 )
 def test_a_layer_of_a_decoder(name, tmp_path, as_on_a_gpu):
     family, model = model_of(name, tmp_path)
@@ -130,6 +130,22 @@ def test_a_block_of_a_vision_tower(tmp_path, as_on_a_gpu, image):
     assert count == 32 * 24
     shared = 2 * count * stack.head_size * 4  # rotations
     assert saved == footprint.layer_bytes(stack, count, count, element=2) + shared
+
+
+def test_a_block_of_a_tower_of_squares(tmp_path, as_on_a_gpu, monkeypatch, image):
+    """Its results are scaled by vectors that learn, so they are kept."""
+    family, model = model_of("internvl", tmp_path)
+    monkeypatch.setattr("saccade.attention.sdpa", lambda q, k, v, **_: Kernel.apply(q, k, v))
+    (span,) = family.render([Message(role="user", parts=(image(448, 336),))]).media
+    media = family.media([span])
+    saved = kept_by(
+        model.model.vision_tower.encoder.layer[1], lambda: family.features(model, media)
+    )
+    vision = shapes.shape_of(model.config).vision
+    count = footprint.patches([span]) + span.grid[0] * vision.extra
+    assert vision.extra == 1 and count == span.grid[0] * 17
+    wanted = footprint.layer_bytes(vision.blocks, count, count, element=2)
+    assert saved == pytest.approx(wanted, rel=0.03)  # means and spreads of norms are not counted
 
 
 def test_keys_are_gathered_once_per_path(family_of, grow):

@@ -135,7 +135,7 @@ def padded(backend: LocalBackend, members: Sequence[Trajectory]) -> np.ndarray:
             kind[span.start : span.end] = 1
     spans = [span for member in members for span in member.media]
     vision = dict(family.vision(spans, backend.device, backend.dtype))
-    if vision:
+    if vision and family.axes > 1:  # positions on several axes are found by them
         vision["mm_token_type_ids"] = table(kinds)
     model.eval().config._attn_implementation = "sdpa"  # type: ignore[union-attr]
     try:

@@ -88,4 +88,9 @@ def build(settings: Settings, family: Family, model: Any = None) -> Engine:
             f"rollout.engine={settings.engine}: it wants all models of a {family.name} folder, and "
             f"one of them is trained; use rollout.engine=embedded"
         )
+    if settings.engine != "embedded" and not family.spec.whole:
+        raise ConfigError(
+            f"rollout.engine={settings.engine}: it would cut pictures of {family.name} models into "
+            "squares of its own, and the trainer has others; use rollout.engine=embedded"
+        )
     return BUILDERS[settings.engine](settings, family, model)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.types import Media, MediaSpan, Message, Rendered, Source
 
 PLAIN_TEMPLATE = (
@@ -63,6 +63,7 @@ class Chat:
     end_of_turn: int | None
     eos_ids: frozenset[int]
     think_prefilled: bool  # the generation prompt already opens <think>
+    brackets: tuple[int, int] | None = None  # ids around an image that the template does not write
 
     @property
     def placeholder(self) -> int | None:
@@ -294,6 +295,12 @@ class Chat:
             )
         if not media:
             return Rendered(ids=ids, sources=sources)
+        if self.brackets is not None:
+            images = places[ids[places] == self.placeholder]
+            around = np.stack([images, images + 1], axis=1).ravel()
+            ids = np.insert(ids, around, np.tile(self.brackets, len(images)))
+            sources = np.insert(sources, around, np.repeat(sources[images], 2))
+            places = np.flatnonzero(~self.is_text(ids))
         measured = [measure(m) for m in media]
         counts = np.ones(len(ids), dtype=np.int64)
         counts[places] = [tokens for _, tokens in measured]
@@ -311,6 +318,7 @@ def load_chat(
     placeholders: Mapping[str, int],
     template: str | None = None,
     eos_ids: Sequence[int] = (),
+    brackets: tuple[str, str] | None = None,
     trust_remote_code: bool = False,
 ) -> Chat:
     """Tokenizer and template of a model folder; `template` (text of a Jinja file) replaces the
@@ -346,7 +354,21 @@ def load_chat(
         end_of_turn=end_of_turn,
         eos_ids=frozenset(int(i) for i in known),
         think_prefilled=prompt.rstrip().endswith(THINK),
+        brackets=_ids_of(tokenizer, brackets, path),
     )
+
+
+def _ids_of(tokenizer: Any, tokens: tuple[str, str] | None, path: str) -> tuple[int, int] | None:
+    if tokens is None:
+        return None
+    known = tokenizer.get_vocab()
+    missing = [token for token in tokens if token not in known]
+    if missing:
+        raise EnvironmentProblem(
+            f"{path}: its tokenizer has no {' and '.join(missing)}, which stand around each image; "
+            "copy or download its tokenizer files again"
+        )
+    return known[tokens[0]], known[tokens[1]]
 
 
 def _is_special(tokenizer: Any, token: str) -> bool:

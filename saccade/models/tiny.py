@@ -38,6 +38,13 @@ OMNI = {  # other names, and under which its processor looks for them
     "<|audio_bos|>": ("<|audio_bos|>", "audio_bos_token"),
     "<|audio_eos|>": ("<|audio_eos|>", "audio_eos_token"),
 }
+# Of InternVL, whose processor writes the first two.
+INTERN = {
+    "<img>": ("<img>", "start_image_token"),
+    "</img>": ("</img>", "end_image_token"),
+    "<IMG_CONTEXT>": ("<IMG_CONTEXT>", "context_image_token"),
+    "<video>": ("<video>", "video_token"),
+}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
@@ -47,6 +54,9 @@ TEMPLATE = (
     "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+INTERN_TEMPLATE = TEMPLATE.replace(
+    "<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n"
+).replace("<|vision_start|><|video_pad|><|vision_end|>", "<video>\n")
 # Heads of 32 also run in vLLM; a vocabulary padded past the tokenizer's end keeps that case honest.
 TEXT = {
     "hidden_size": 64,
@@ -97,7 +107,10 @@ def build(
         names |= {token: (token, "") for token in HEARD}
     if "omni" in family:
         names |= OMNI
-    tokenizer = make_tokenizer(words, phrases, names)
+    if family == "internvl":
+        names |= INTERN
+    template = INTERN_TEMPLATE if family == "internvl" else TEMPLATE
+    tokenizer = make_tokenizer(words, phrases, names, template)
     ids = {token: tokenizer.convert_tokens_to_ids(name) for token, (name, _) in names.items()}
     vocabulary = (len(tokenizer) // 8 + 1) * 8
     settings = CONFIGS[family](
@@ -112,26 +125,51 @@ def build(
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    settings = settings.get("thinker_config", settings)
-    processor: dict[str, Any] = {}
+    for name, content in _processor(family, settings.get("thinker_config", settings)).items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    return str(folder)
+
+
+def _processor(family: str, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Files that stock transformers makes the model's processor from, by name."""
+    if family == "internvl":
+        return _tile_processor(settings)
+    made: dict[str, Any] = {}
     if "audio_config" in settings:
-        processor |= EXTRACTOR
+        made |= EXTRACTOR
     if "vision_config" in settings:
-        processor |= PROCESSOR | {"patch_size": settings["vision_config"]["patch_size"]}
+        made |= PROCESSOR | {"patch_size": settings["vision_config"]["patch_size"]}
     if family.startswith("qwen3_vl"):
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-        processor |= half | {"processor_class": "Qwen3VLProcessor"}
+        made |= half | {"processor_class": "Qwen3VLProcessor"}
     if "omni" in family:
-        processor |= {"processor_class": "Qwen2_5OmniProcessor", "chunk_length": 300}
-    if processor:
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
-    return str(folder)
+        made |= {"processor_class": "Qwen2_5OmniProcessor", "chunk_length": 300}
+    return {"preprocessor_config.json": made} if made else {}
+
+
+def _tile_processor(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """As published folders have it: the processor cuts, whatever crop_to_patches says there."""
+    side, kind = settings["vision_config"]["image_size"], {"processor_class": "InternVLProcessor"}
+    own = {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+        "size": {"height": side, "width": side},
+        "crop_to_patches": False,
+        "min_patches": 1,
+        "max_patches": 6,
+    }
+    return {
+        "preprocessor_config.json": RESCALED | own | kind,
+        "processor_config.json": {"image_seq_length": settings["image_seq_length"]} | kind,
+    }
 
 
 def make_tokenizer(
     words: Sequence[str] | None,
     phrases: Sequence[str] = (),
     names: Mapping[str, tuple[str, str]] = PLAIN,
+    template: str = TEMPLATE,
 ) -> Any:
     """Word-level for a closed vocabulary, else byte-level; both with the chat template inside."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -153,7 +191,6 @@ def make_tokenizer(
                 pre_tokenizers.Split(Regex(r"</?\w+>|\w+|[^\w\s]"), behavior="isolated"),
             ]
         )
-    template = TEMPLATE
     for token, (name, _) in names.items():
         template = template.replace(token, name)
     sought = {key or name: name for name, key in names.values()}
@@ -173,7 +210,8 @@ def _from_config(family: str, config: Any) -> Any:
 
     if family in CLASSES:
         return getattr(transformers, CLASSES[family])(config)
-    kind = "AutoModelForImageTextToText" if "_vl" in family else "AutoModelForCausalLM"
+    sees = hasattr(config, "vision_config")
+    kind = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
     return getattr(transformers, kind).from_config(config)
 
 
@@ -320,6 +358,30 @@ def _qwen2_5_omni(
     }
 
 
+def _internvl(
+    ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
+) -> dict[str, Any]:
+    tower = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 56,
+        "patch_size": 14,
+        "attention_bias": True,
+        "layer_scale_init_value": 1.0,
+        "initializer_range": text["initializer_range"],
+        **vision,
+    }
+    return {
+        "text_config": {"model_type": "qwen2", **_text_config(ids, text, vision)},
+        "vision_config": tower,
+        "image_token_id": ids["<IMG_CONTEXT>"],
+        "image_seq_length": (tower["image_size"] // tower["patch_size"] // 2) ** 2,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+
+
 CLASSES = {
     "qwen2_audio": "Qwen2AudioForConditionalGeneration",
     "qwen2_5_omni": "Qwen2_5OmniForConditionalGeneration",
@@ -330,6 +392,7 @@ CONFIGS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
+    "internvl": _internvl,
     "qwen2_audio": _qwen2_audio,
     "qwen2_5_omni": _qwen2_5_omni,
     "qwen2_5_omni_thinker": _qwen2_5_omni_thinker,
@@ -353,17 +416,19 @@ EXTRACTOR = {
     "padding_value": 0.0,
     "return_attention_mask": True,
 }
-PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "processor_class": "Qwen2_5_VLProcessor",
+RESCALED = {
     "do_convert_rgb": True,
     "do_resize": True,
     "do_rescale": True,
     "do_normalize": True,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
     "rescale_factor": 1 / 255,
     "resample": 3,
+}
+PROCESSOR = RESCALED | {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
     "merge_size": 2,
     "patch_size": 14,
     "temporal_patch_size": 2,

@@ -128,7 +128,7 @@ def _store(writer: TrajectoryWriter, result: Result, config: Config, family: Fam
         image_bytes=DECODED.get,
         version=0,
         kind=f"val/{result.name}",
-        unit=family.unit,
+        unit=family.size_unit,
         scores=result.scores,
     )
 

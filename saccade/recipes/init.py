@@ -41,6 +41,9 @@ KINDS = (
     ("math", "", rf"(?s)(?!.*(?:{WORD})).*", "golds are numbers or formulas"),
     ("math", "{gold_unparseable: string}", r"(?s).*", "numbers by value, words by their spelling"),
 )
+# A budget that a family spends otherwise than most.
+PIXELS = {"internvl": (802_816, "four tiles and the whole picture at most: 1,280 tokens")}
+USUAL_PIXELS = (401_408, "about 512 tokens an image; more shows finer detail")
 # Rows of these formats are trained on by other commands.
 ELSEWHERE = {
     "pairs": ("preference pairs", ("dpo", "reward-model"), ""),
@@ -193,7 +196,8 @@ def _page(found: Findings, model: Path, data: Path) -> str:
         lines.append(("  keys:", "columns whose names do not tell what they hold"))
         lines += [(f"    {role}: {_quote(column)}", "") for role, column in found.keys.items()]
     if found.images:
-        lines.append(("  max_pixels: 401408", "about 512 tokens an image; more shows finer detail"))
+        pixels, why = PIXELS.get(found.model_type, USUAL_PIXELS)
+        lines.append((f"  max_pixels: {pixels}", why))
     lines += [
         ("  max_prompt_tokens: 2048", "longer prompts are dropped and counted"),
         ("prompt:", ""),

@@ -191,6 +191,11 @@ def limits_of(config: Config, *, evaluation: bool = False) -> Limits:
 
 def environments_of(config: Config, family: Family) -> Callable[[], Environment]:
     """What makes the environment of an episode."""
+    if config.env.coordinates == "absolute" and family.size_unit is None:
+        raise ConfigError(
+            f"env.coordinates=absolute: a model of type {family.name} sees pictures in squares, so "
+            "they have no one size; use env.coordinates=milli"
+        )
     return hosting.environments(
         config.env,
         order=FORMATS.get(config.prompt.format, FORMATS["none"]).order,

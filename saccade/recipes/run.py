@@ -342,7 +342,7 @@ class Run:
             image_bytes=DECODED.get,
             version=step - (kind == "train"),  # its samples are older than its update
             kind=kind,
-            unit=self._family.unit,
+            unit=self._family.size_unit,
             scores=self.progress.get("scores", ()),
         )
 

@@ -70,7 +70,7 @@ def padded(stock, family, groups: list[Group], columns: dict) -> Result:
             kinds[row, span.start : span.end] = 1
     spans = [span for t in members for span in t.media]
     vision = family.vision(spans, torch.device("cpu"), stock.dtype)
-    if vision:
+    if vision and family.axes > 1:
         vision = {**vision, "mm_token_type_ids": kinds}
     logits = stock(input_ids=ids, attention_mask=mask, use_cache=False, **vision).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / SCORING.temperature
@@ -125,7 +125,11 @@ def assert_same(got: Result, wanted: Result, limit: float) -> None:
 @pytest.mark.parametrize(
     ("name", "images"),
     [
-        *[(name, n) for name in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl") for n in (0, 1, 3)],
+        *[
+            (name, n)
+            for name in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl")
+            for n in (0, 1, 3)
+        ],
         ("qwen3_vl_moe", 1),
         ("qwen3", 0),
         ("mixtral", 0),

@@ -29,6 +29,7 @@ def kinds(forwards):
         "qwen2_vl",
         "qwen2_5_vl",
         "qwen3_vl",
+        "internvl",
         "qwen2_audio",
         "qwen2_5_omni",
     ],

@@ -354,7 +354,7 @@ def test_a_template_that_has_a_place_for_tools(family, template, known):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3", "llama", "mixtral"]
+    "name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen2", "qwen3", "llama", "mixtral"]
 )
 def test_observations_of_every_family(family_of, image, name):
     bound = family_of(name)

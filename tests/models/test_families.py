@@ -94,6 +94,9 @@ def test_banned_ids(family_of):
             marks = ("IMAGE", "VIDEO", "vision_pad", "vision_bos", "vision_eos")
         marks += ("AUDIO", "audio_bos", "audio_eos") if "audio" in family.spec.towers else ()
         modal = {tokenizer.convert_tokens_to_ids(f"<|{mark}|>") for mark in marks}
+        if name == "internvl":
+            own = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
+            modal |= set(tokenizer.convert_tokens_to_ids(own))
         assert banned == modal | set(range(len(tokenizer), family.vocabulary))
         assert not banned & family.chat.eos_ids and len(family.banned) == family.vocabulary
         assert family.vocabulary > len(tokenizer)
@@ -127,6 +130,13 @@ def edited(family_of, tmp_path):
 def test_an_unknown_multimodal_model_is_refused(edited):
     with pytest.raises(EnvironmentProblem, match=r"newest_vl.*qwen2_5_vl"):
         load_family(edited("qwen2_5_vl", model_type="newest_vl"))
+
+
+def test_another_format_of_a_known_model_is_named(edited):
+    with pytest.raises(
+        EnvironmentProblem, match=r"internvl_chat.*conversion, whose name ends in -hf"
+    ):
+        load_family(edited("internvl", model_type="internvl_chat"))
 
 
 def test_half_a_config_is_refused(edited):

@@ -28,7 +28,7 @@ from saccade.models.load import freeze, load_model, trainable_table
 from saccade.models.rating import Card, read_card
 from saccade.models.tiny import build
 
-FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen2", "qwen3", "llama", "mixtral"]
+FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "qwen2", "qwen3", "llama", "mixtral"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

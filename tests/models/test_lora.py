@@ -203,7 +203,7 @@ def test_a_failure_while_switched_off_switches_on_again(adapted):
     assert len(targets(model)) == 14
 
 
-@pytest.mark.parametrize("name", [VISION, TEXT])
+@pytest.mark.parametrize("name", [VISION, "internvl", TEXT])
 def test_merged_weights_are_those_of_a_plain_model(adapted, load, family_of, forests, name):
     model, plain = adapted(name, moved=True), load(name)
     weights = dict(lora.merged(model))
@@ -261,14 +261,16 @@ def test_the_engine_generates_with_the_adapter(adapted, load, family_of, grow):
 # -- files -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [VISION, TEXT])
+@pytest.mark.parametrize("name", [VISION, "internvl", TEXT])
 def test_stock_transformers_and_peft_load_what_is_written(
     adapted, family_of, stock, tensors, tmp_path, image, name
 ):
     """Greedy tokens of the merged folder, of base + adapter through peft, and of the model."""
     import transformers
 
-    family, model = family_of(name), adapted(name, moved=True, vision=name == VISION)
+    family = family_of(name)
+    sees = family.spec.image_token is not None
+    model = adapted(name, moved=True, vision=sees)
     write_files(tmp_path, lora.files(model))
     assert tensors(tmp_path).keys() == tensors(family.path).keys()
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
@@ -276,7 +278,7 @@ def test_stock_transformers_and_peft_load_what_is_written(
         "adapter_model.safetensors",
     }
     assert not list(tmp_path.glob("adapter_*"))
-    parts = (image(84, 56, 0), "how many?") if name == VISION else ("how many?",)
+    parts = (image(84, 56, 0), "how many?") if sees else ("how many?",)
     prompt = family.render((Message(role="user", parts=parts),))
     auto = getattr(transformers, family.spec.auto_class)
     merged, info = auto.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
@@ -299,7 +301,7 @@ def test_stock_transformers_and_peft_load_what_is_written(
 def greedy(model: Any, family: Family, prompt: Any) -> list[int]:
     ids = torch.from_numpy(prompt.ids)[None]
     vision = dict(family.vision(prompt.media, CPU, torch.float32))
-    if prompt.media:
+    if prompt.media and family.axes > 1:
         vision["mm_token_type_ids"] = (ids == family.chat.placeholder).long()
     made = model.eval().generate(
         input_ids=ids,

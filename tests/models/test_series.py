@@ -75,7 +75,17 @@ def loaded(family, seed: int = 0):
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen2", "qwen3", "llama", "mixtral", "qwen2_5_vl", "qwen3_vl", "qwen2_audio", "qwen2_5_omni"],
+    [
+        "qwen2",
+        "qwen3",
+        "llama",
+        "mixtral",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "internvl",
+        "qwen2_audio",
+        "qwen2_5_omni",
+    ],
 )
 def test_any_family_shows_a_series_where_it_stands(plugged, family_of, name):
     family, plain = plugged(name), family_of(name)

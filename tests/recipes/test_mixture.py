@@ -107,6 +107,7 @@ def test_a_dense_model_is_refused_by_its_config_alone(config: Any, tmp_path: Pat
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", None, "mixtral"),
         ("models/Qwen2.5-VL-3B-Instruct", None, "qwen2_5_vl"),
         ("models/Qwen3-VL-4B-Instruct", None, "qwen3_vl"),
+        ("OpenGVLab/InternVL3-1B-hf", None, "internvl"),
         ("models/Qwen3-VL-30B-A3B-Instruct", None, "qwen3_vl_moe"),
         ("here", {"model_type": "olmoe", "num_experts": 64}, "qwen3_moe"),
         ("here", {"model_type": "smollm3"}, "llama"),

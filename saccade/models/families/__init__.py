@@ -22,7 +22,7 @@ import numpy as np
 from saccade.config import SeriesConfig
 from saccade.errors import EnvironmentProblem
 from saccade.models.chat import Chat, Grid, load_chat
-from saccade.models.families import qwen_audio, qwen_omni, qwen_vl, text
+from saccade.models.families import internvl, qwen_audio, qwen_omni, qwen_vl, text
 from saccade.types import Media, MediaSpan, Message, Rendered
 
 # Special tokens of other modalities that some text tokenizers carry too.
@@ -40,6 +40,11 @@ PLACEHOLDER_TOKENS = (
     "<|VIDEO|>",
     "<|vision_bos|>",
     "<|vision_eos|>",
+    "<img>",
+    "</img>",
+    "<IMG_CONTEXT>",
+    "<image>",
+    "<video>",
 )
 
 
@@ -53,6 +58,8 @@ class FamilySpec:
     placeholders: tuple[str, ...] = ()  # config keys of ids that are never sampled
     media_tokens: Mapping[str, str] = field(default_factory=dict)  # kind of media → config key of
     # the id that is expanded
+    brackets: tuple[str, str] | None = None  # tokens around an image that no template writes
+    whole: bool = True  # an image is seen in one piece at a multiple of the unit; False: in squares
     prepare: Callable[[Any], None] = lambda model: None
     section: str = ""  # of config.json: what is loaded of a folder with more than one model
     beside: tuple[str, ...] = ()  # prefixes of the tensors of the others
@@ -131,11 +138,25 @@ _QWEN_OMNI = FamilySpec(
     section="thinker_config",
     beside=("talker.", "token2wav."),
 )
+_INTERNVL = FamilySpec(
+    auto_class="AutoModelForImageTextToText",
+    towers={
+        "projector": ("model.multi_modal_projector.",),
+        "vision": ("model.vision_tower.",),
+        "llm": ("model.language_model.",),
+    },
+    bind=internvl.bind,
+    placeholders=("image_token_id",),
+    media_tokens={"image": "image_token_id"},
+    brackets=("<img>", "</img>"),
+    whole=False,
+)
 FAMILIES: Mapping[str, FamilySpec] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL,
+    "internvl": _INTERNVL,
     "qwen2_audio": _QWEN_AUDIO,
     "qwen2_5_omni": _QWEN_OMNI,
     "qwen2_5_omni_thinker": _QWEN_OMNI,
@@ -146,6 +167,9 @@ FAMILIES: Mapping[str, FamilySpec] = {
     "qwen2_moe": _MIXTURE,
     "qwen3_moe": _MIXTURE,
 }
+
+# Published in formats that need code of their own, and in that of transformers.
+CONVERTED = {"internvl_chat": "use its conversion, whose name ends in -hf"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +195,7 @@ class Family:
     features: Callable[[Any, Mapping[str, Any]], Any]  # (model, media) → [media tokens, hidden], or
     # a multiple of hidden: what the first decoder layers add follows
     vision: Callable[..., Mapping[str, Any]]  # (spans, device, dtype) → arguments of the forward
-    unit: int  # pixels of a side that are seen as one token; sizes are multiples of it
+    unit: int  # pixels of a side that are seen as one token
     series: SeriesConfig | None = None  # of the encoder that was plugged in, if there is one
 
     def __post_init__(self) -> None:
@@ -193,6 +217,11 @@ class Family:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.chat.decode(ids)
+
+    @property
+    def size_unit(self) -> int | None:
+        """What the sides of an image are a multiple of as it is seen; None: it has no one size."""
+        return self.unit if self.spec.whole else None
 
     def tower_of(self, parameter: str) -> str:
         return next(
@@ -222,6 +251,7 @@ def load_family(
         path,
         placeholders={kind: config[k] for kind, k in spec.media_tokens.items() if k in config},
         template=chat_template or _processor_template(path),
+        brackets=spec.brackets,
         eos_ids=eos if isinstance(eos, list) else [eos],
         trust_remote_code=trust_remote_code,
     )
@@ -253,9 +283,9 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
     if not name or any(
         key.startswith(("vision", "audio", "speech", "image")) for key in modalities
     ):
+        other = CONVERTED.get(name, f"known are {', '.join(FAMILIES)}")
         raise EnvironmentProblem(
-            f"{path}: model_type {name!r} is multimodal and not known; "
-            f"known are {', '.join(FAMILIES)}"
+            f"{path}: model_type {name!r} is multimodal and not known; {other}"
         )
     kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if "num_attention_heads" not in config or kinds:

@@ -9,26 +9,28 @@ N patches, F frames in a patch (of an image 1, which is seen F times).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
 from saccade import videos
 from saccade.errors import DataError
 from saccade.images import resized_size
 from saccade.images.cache import DECODED, ImageCache
+from saccade.models.families.pixels import (
+    CACHE_BYTES,
+    CLIP_MEAN,
+    CLIP_STD,
+    normalised,
+    resized,
+)
 from saccade.types import Media, MediaSpan
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-# Patches kept in memory: about 1,700 images of a megapixel, or every image of a small task.
-CACHE_BYTES = 2 << 30
 Clock = Callable[[np.ndarray, float], np.ndarray]  # (layers, frames per second) → places in time
 
 
@@ -128,14 +130,8 @@ def _by_the_clock(layers: np.ndarray, fps: float, *, pace: float) -> np.ndarray:
 
 def picture(media: Media, grid: tuple[int, int, int], patch: int) -> np.ndarray:
     """[rows · P, columns · P, 3] uint8; of a video one for each frame."""
-    resize = partial(_resized, size=(grid[2] * patch, grid[1] * patch))
+    resize = partial(resized, size=(grid[2] * patch, grid[1] * patch))
     return videos.decode(media, resize) if media.kind == "video" else resize(DECODED.get(media))
-
-
-def _resized(pixels: np.ndarray, *, size: tuple[int, int]) -> np.ndarray:
-    if pixels.shape[1::-1] == size:
-        return pixels
-    return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
 
 
 def patches(pixels: np.ndarray, patch: int, merge: int, frames: int) -> np.ndarray:
@@ -253,18 +249,8 @@ def pixel_values(
     std: tuple[float, ...],
 ) -> Tensor:
     """[N, 3, F, P, P] bytes → [N, 3·frames·P·P] normalised."""
-    centre, spread = _constants(mean, flat.device), _constants(std, flat.device)
-    values = (flat.float() * (1 / 255) - centre) / spread
-    values = values.expand(-1, -1, frames, -1, -1).reshape(len(flat), -1)
-    return values.to(dtype)
-
-
-@cache
-def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """On the device once: to copy them is to wait for it."""
-    import torch
-
-    return torch.tensor(values, device=device).view(1, 3, 1, 1, 1)
+    values = normalised(flat, mean, std).expand(-1, -1, frames, -1, -1)
+    return values.reshape(len(flat), -1).to(dtype)
 
 
 def patch_embedding_as_matrix(model: Any) -> None:

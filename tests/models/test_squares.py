@@ -1,0 +1,172 @@
+"""Families whose towers see squares, against transformers' own processors: tiles, ids, pixels, and
+what a pixel budget means to them.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import InternVLProcessor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
+    GotOcr2ImageProcessorPil,
+    get_optimal_tiled_canvas,
+)
+
+from saccade import sounds, videos
+from saccade.config import load as load_config
+from saccade.engines.build import Settings, build
+from saccade.errors import ConfigError, DataError, EnvironmentProblem
+from saccade.images import decode, open_media
+from saccade.models.families import load_family
+from saccade.models.families.internvl import best_grid
+from saccade.recipes.parts import environments_of
+from saccade.types import Message
+
+CPU = torch.device("cpu")
+SIZES = [(56, 56), (140, 84), (97, 61), (20, 30), (400, 300), (300, 40), (33, 500), (1, 1)]
+
+
+class TilesAlone(InternVLProcessor):
+    """The stock one, where no package for its videos is installed."""
+
+    def check_argument_for_proper_class(self, argument_name, argument):
+        return None
+
+
+def internvl_processor(family, **options):
+    settings = json.loads((Path(family.path) / "processor_config.json").read_text())
+    return TilesAlone(
+        image_processor=GotOcr2ImageProcessorPil.from_pretrained(family.path, **options),
+        tokenizer=family.chat.tokenizer,
+        image_seq_length=settings["image_seq_length"],
+        chat_template=family.chat.template,
+    )
+
+
+def theirs(processor, *parts):
+    """What transformers makes of a question."""
+    shown = [
+        {"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts
+    ]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": shown}], add_generation_prompt=True
+    )
+    pictures = [Image.fromarray(decode(p)) for p in parts if not isinstance(p, str)]
+    return processor(images=pictures, text=text, return_tensors="pt")
+
+
+def assert_same(family, processor, *parts):
+    rendered = family.render([Message(role="user", parts=parts)])
+    wanted = theirs(processor, *parts)
+    assert rendered.ids.tolist() == wanted["input_ids"][0].tolist()
+    assert sum(s.length for s in rendered.media) == (rendered.ids == family.chat.placeholder).sum()
+    mine = family.vision(rendered.media, CPU, torch.float32)["pixel_values"]
+    assert mine.shape == wanted["pixel_values"].shape
+    assert (mine - wanted["pixel_values"]).abs().max() < 1e-5
+    assert family.positions(len(rendered), rendered.media).tolist() == [[*range(len(rendered))]]
+
+
+# -- InternVL --------------------------------------------------------------------------------------
+
+
+def test_grids_of_tiles_are_those_of_transformers():
+    sizes = np.random.default_rng(0).integers(1, 3000, (200, 2)).tolist()
+    for width, height in (*sizes, (448, 448), (896, 448), (1000, 500), (1600, 1600)):
+        for least, most in ((1, 12), (1, 5), (2, 6), (4, 4), (1, 1)):
+            wanted = get_optimal_tiled_canvas((height, width), (448, 448), least, most)
+            assert best_grid(width, height, 448, least, most) == wanted, (width, height, most)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ids_and_tiles_are_those_of_transformers(family_of, image, size):
+    family = family_of("internvl")
+    assert_same(family, internvl_processor(family), image(*size, 4), "how many?")
+
+
+def test_several_pictures_stand_between_their_own_brackets(family_of, image):
+    family = family_of("internvl")
+    parts = ("first ", image(140, 84, 1), image(56, 56, 2), " and ", image(84, 56, 3), "?")
+    assert_same(family, internvl_processor(family), *parts)
+    rendered = family.render([Message(role="user", parts=parts)])
+    start, end = family.chat.tokenizer.convert_tokens_to_ids(["<img>", "</img>"])
+    assert [rendered.ids[[s.start - 1, s.end]].tolist() for s in rendered.media] == [
+        [start, end]
+    ] * 3
+    assert [s.grid for s in rendered.media] == [(7, 4, 4), (1, 4, 4), (7, 4, 4)]
+    assert len(rendered.sources) == len(rendered.ids)
+
+
+@pytest.mark.parametrize(
+    ("limits", "least", "most"),
+    [
+        ({}, 1, 6),  # what the processor allows
+        ({"max_pixels": 4 * 56**2}, 1, 4),
+        ({"max_pixels": 4 * 56**2 - 1}, 1, 3),
+        ({"max_pixels": 3136, "min_pixels": 10}, 1, 1),
+        ({"min_pixels": 3 * 56**2 + 1}, 4, 6),
+        ({"min_pixels": 4000, "max_pixels": 5000}, 1, 1),  # there is no tile and a half
+    ],
+)
+def test_a_pixel_budget_is_one_of_tiles(family_of, image, limits, least, most):
+    family = family_of("internvl")
+    processor = internvl_processor(family, min_patches=least, max_patches=most)
+    for size in ((56, 56), (140, 84), (300, 40)):
+        media = open_media(decode(image(*size, 4)), **limits)
+        assert_same(family, processor, media, "x")
+        tiles = family.measure(media)[0][0]
+        assert least <= max(1, tiles - 1) <= most
+
+
+def test_words_that_look_like_brackets_are_prose(family_of, image):
+    family = family_of("internvl")
+    rendered = family.render([Message(role="user", parts=(image(56, 56), "<img><IMG_CONTEXT>"))])
+    assert (rendered.ids == family.chat.placeholder).sum() == 4
+    assert rendered.ids.tolist().count(family.chat.brackets[0]) == 1
+
+
+def test_a_tokenizer_without_brackets_is_refused(family_of, tmp_path):
+    folder = shutil.copytree(family_of("internvl").path, tmp_path / "model")
+    for file in folder.glob("tokenizer*.json"):
+        file.write_text(file.read_text().replace("</img>", "</imp>"))
+    with pytest.raises(EnvironmentProblem, match=r"tokenizer has no </img>.*around each image"):
+        load_family(str(folder))
+
+
+def test_tiles_that_are_no_squares_are_refused(family_of, tmp_path):
+    folder = shutil.copytree(family_of("internvl").path, tmp_path / "model")
+    file = folder / "preprocessor_config.json"
+    settings = json.loads(file.read_text()) | {"size": {"height": 56, "width": 84}}
+    file.write_text(json.dumps(settings))
+    with pytest.raises(EnvironmentProblem, match=r"tiles of 84x56 pixels.*set size to"):
+        load_family(str(folder))
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["internvl"])
+def test_other_media_are_refused(family_of, name):
+    family = family_of(name)
+    video = videos.open_video(np.zeros((4, 56, 56, 3), np.uint8), fps=2.0)
+    sound = sounds.open_sound(np.zeros(1600, np.float32))
+    for medium, wanted in ((video, "a model that sees videos"), (sound, "an audio model")):
+        with pytest.raises(ConfigError, match=f"use {wanted}"):
+            family.render([Message(role="user", parts=(medium, "x"))])
+        with pytest.raises(DataError, match="sees images alone, but a row holds a"):
+            family.measure(medium)
+
+
+@pytest.mark.parametrize("name", ["internvl"])
+def test_who_needs_one_size_of_a_picture_is_refused(family_of, name):
+    family = family_of(name)
+    assert family.size_unit is None and family_of("qwen2_5_vl").size_unit == 28
+    config = load_config(None, ["env.name=crop", "env.coordinates=absolute"])
+    with pytest.raises(ConfigError, match=r"absolute: .* in squares.*use env.coordinates=milli"):
+        environments_of(config, family)
+    for engine in ("vllm", "sglang"):
+        with pytest.raises(ConfigError, match=rf"rollout.engine={engine}: .*use rollout.engine=em"):
+            build(Settings(engine=engine, folder=family.path, dtype="float32"), family)
