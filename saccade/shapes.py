@@ -257,27 +257,75 @@ def _tower(
 
 
 def _internvl_vision(config: Any) -> Vision:
-    vision, out = config.vision_config, config.text_config.hidden_size
+    vision = config.vision_config
+    return _squares(
+        vision,
+        vision.num_hidden_layers,
+        patch=vision.patch_size[0],
+        merge=round(1 / config.downsample_ratio),
+        out=config.text_config.hidden_size,
+        extra=1,
+        head_norms=vision.use_qk_norm,
+        scales=True,
+    )
+
+
+# Tokens beside patches, by the type of a tower of LLaVA.
+CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+
+
+def _llava_vision(config: Any) -> Vision:
+    vision, chosen = config.vision_config, config.vision_feature_layer
+    tower = _squares(
+        vision,
+        layers_read(vision.num_hidden_layers, chosen),
+        patch=vision.patch_size,
+        merge=1,
+        out=config.text_config.hidden_size,
+        extra=CLASS_TOKENS[vision.model_type],
+    )
+    (width, out), *rest = tower.projector
+    joined = 1 if isinstance(chosen, int) else len(chosen)
+    return replace(tower, projector=((width * joined, out), *rest))
+
+
+def layers_read(layers: int, chosen: int | list[int]) -> int:
+    """Those that run for the hidden states that are chosen, of which the first are no layer's."""
+    all_chosen = [chosen] if isinstance(chosen, int) else chosen
+    return max(index if index >= 0 else layers + 1 + index for index in all_chosen)
+
+
+def _squares(
+    vision: Any,
+    layers: int,
+    *,
+    patch: int,
+    merge: int,
+    out: int,
+    extra: int,
+    head_norms: bool = False,
+    scales: bool = False,
+) -> Vision:
+    """A tower of squares and a projector of two matrices."""
     hidden, wide = vision.hidden_size, vision.intermediate_size
-    merge = round(1 / config.downsample_ratio)
     return Vision(
         blocks=Stack(
-            layers=vision.num_hidden_layers,
+            layers=layers,
             hidden=hidden,
             heads=vision.num_attention_heads,
             key_heads=vision.num_attention_heads,
             head_size=hidden // vision.num_attention_heads,
             intermediate=wide,
             linears=(*[(hidden, hidden)] * 4, (hidden, wide), (wide, hidden)),
-            head_norms=vision.use_qk_norm,
-            scales=True,
+            head_norms=head_norms,
+            scales=scales,
         ),
-        patch_inputs=3 * vision.patch_size[0] * vision.patch_size[1],
+        patch_inputs=3 * patch**2,
         merge=merge,
         projector=((hidden * merge**2, out), (out, out)),
         window=None,
-        full_layers=vision.num_hidden_layers,
-        extra=1,
+        full_layers=layers,
+        extra=extra,
     )
 
 
@@ -307,6 +355,7 @@ TOWERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "qwen3_vl": lambda config: {"vision": _qwen3_vision(config.vision_config)},
     "qwen3_vl_moe": lambda config: {"vision": _qwen3_vision(config.vision_config)},
     "internvl": lambda config: {"vision": _internvl_vision(config)},
+    "llava": lambda config: {"vision": _llava_vision(config)},
     "qwen2_audio": lambda config: {
         "audio": _hearing(config.audio_config, out=config.text_config.hidden_size, window=None)
     },

@@ -27,6 +27,7 @@ from saccade.models.tiny import CONFIGS
 DEFAULT_FAMILY = "qwen2_5_vl"
 NAMES = {  # what a path tells, the first that fits; else the default
     "internvl": "internvl",
+    r"llava-(1\.5|interleave)": "llava",
     "qwen2-vl": "qwen2_vl",
     r"qwen3-vl.*-a\d": "qwen3_vl_moe",
     "qwen3-vl": "qwen3_vl",

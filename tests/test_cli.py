@@ -338,6 +338,8 @@ def test_init_knows_what_a_family_makes_of_pixels(tmp_path: Path, counting: Path
     result = run("init", "tiny:internvl", str(counting), "--out", str(out))
     assert result.exit_code == 0, result.stderr
     assert load(out).data.max_pixels == 4 * 448**2 and "# four tiles and" in out.read_text()
+    result = run("init", "tiny:llava", str(counting), "--out", str(tmp_path / "other.yaml"))
+    assert result.exit_code == 0 and "max_pixels" not in (tmp_path / "other.yaml").read_text()
 
 
 @pytest.mark.parametrize(

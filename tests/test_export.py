@@ -22,6 +22,7 @@ FAMILIES = {
     "qwen2_vl": {},
     "qwen3_vl": {},
     "internvl": {},
+    "llava": {},
     "qwen3": {},
     "mixtral": {},
     "untied": {"tie_word_embeddings": False},
@@ -40,7 +41,7 @@ def saved(
     model = build(family, out / "model", words=WORDS, text=FAMILIES[request.param])
     config = rl_config(out, model__path=model, run__max_steps=2, train__lr=1e-3)
     config["data.val"] = config["data.train"].replace("train.jsonl", "val.jsonl")
-    if not family.endswith("vl"):
+    if not family.endswith(("vl", "llava")):
         text = out / "text.jsonl"
         rows = [f'{{"question": "how many {"red " * n}?", "answer": "{n}"}}\n' for n in range(1, 7)]
         text.write_text("".join(rows))

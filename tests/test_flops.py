@@ -20,7 +20,7 @@ from saccade.models.load import freeze
 from saccade.recipes.dialogues import compared
 from saccade.types import Batch, Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe")
 HEARING = {"qwen2_audio": 30.0, "qwen2_5_omni": 4.0}  # seconds that need no padding
 ALGORITHM = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.0}), max_tokens=64)
@@ -55,6 +55,10 @@ def exact_attention(monkeypatch):
         "saccade.attention._dense_plan",
         lambda starts, parents, *_: TokenByToken(starts, parents),
     )
+
+
+def sees(family) -> bool:
+    return family.spec.image_token is not None
 
 
 def measured(work) -> int:
@@ -109,6 +113,9 @@ def test_every_matrix_is_counted(name, family_of, load):
     model = load(name)
     shape = shapes.shape_of(model.config)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    unread = [m for m in model.modules() if hasattr(m, "unread")]
+    assert len(unread) == (name == "llava")  # the last layer of its tower
+    linear -= sum(p.numel() for m in unread for p in m.parameters() if p.ndim > 1)
     counted = shape.text.weights + shape.head_weights
     for tower in (shape.vision, shape.audio):
         if tower is not None:
@@ -141,12 +148,12 @@ def test_every_expert_is_stored_and_the_chosen_ones_are_counted(name, load):
 def test_the_forward_of_a_forest(name, family_of, load, grow, exact_attention):
     family, model = family_of(name), load(name)
     model.set_experts_implementation("eager")  # the counter does not know grouped products
-    batch = forest(family, grow, images=2 * ("vl" in name))
+    batch = forest(family, grow, images=2 * sees(family))
     backend = backend_of(model, family)
     work = flops.forward(shapes.shape_of(model.config), batch)
     counted = measured(lambda: backend.logprobs([batch], SCORING))
     assert work.total == pytest.approx(counted, rel=0.01)
-    assert (work.vision.blocks > 0) == ("vl" in name)
+    assert (work.vision.blocks > 0) == sees(family)
 
 
 @pytest.mark.parametrize("name", HEARING)
@@ -209,7 +216,9 @@ def test_the_measuring_attention_is_the_real_one(family_of, load, grow, monkeypa
         ("qwen2_5_vl", "freeze:re:mlp"),
         ("qwen3_vl", "full"),
         ("internvl", "full"),
+        ("llava", "full"),
         ("internvl", "freeze:vision,projector"),
+        ("llava", "freeze:vision,projector"),
         ("qwen3", "freeze:re:^(?!.*norm).*$"),
         ("qwen3", "freeze:re:embed_tokens"),
         ("qwen3", r"freeze:re:embed_tokens|layers\.0\."),
@@ -220,7 +229,7 @@ def test_a_training_step(name, train, family_of, load, grow, exact_attention):
     family, model = family_of(name), load(name)
     model.set_experts_implementation("eager")
     freeze(model, family, train)
-    batch = forest(family, grow, images=name.endswith("vl"), seed=1)
+    batch = forest(family, grow, images=sees(family), seed=1)
     backend = backend_of(model, family)
     shape, training = shapes.shape_of(model.config), training_of(model, family)
     stands = train == "freeze:vision,projector"

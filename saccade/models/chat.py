@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -64,6 +64,8 @@ class Chat:
     eos_ids: frozenset[int]
     think_prefilled: bool  # the generation prompt already opens <think>
     brackets: tuple[int, int] | None = None  # ids around an image that the template does not write
+    begin: tuple[int, ...] = ()  # ids before a conversation that the template does not write
+    lists: bool = False  # the template looks for texts in lists of content alone
 
     @property
     def placeholder(self) -> int | None:
@@ -77,7 +79,7 @@ class Chat:
         self, messages: Sequence[Message], measure: Measure, *, generation: bool
     ) -> Rendered:
         """A prompt: every token has the source PROMPT."""
-        ids = self._encode(self.text_of(messages, generation))
+        ids = self._opening(messages, generation)
         return self._expand(ids, np.full(len(ids), Source.PROMPT, np.int8), messages, measure)
 
     def render_dialogue(self, messages: Sequence[Message], measure: Measure) -> Rendered:
@@ -92,7 +94,7 @@ class Chat:
                 "a conversation begins with the assistant, which has nothing to answer; put a "
                 "system or user message before it"
             )
-        contexts = [self._encode(self.text_of(messages[: turns[0]], generation=True))]
+        contexts = [self._opening(messages[: turns[0]], generation=True)]
         contexts += [self._continuation(messages[a + 1 : b]) for a, b in pairwise(turns)]
         frame = self._frame()
         end = [] if self.end_of_turn is None else [self.end_of_turn]
@@ -152,11 +154,16 @@ class Chat:
             return self.decode(ids.ids, special=True)
 
         known = shown("tool")
-        return PROBE in known and known != shown("nobody").replace("nobody", "tool")
+        other = shown("nobody").replace("nobody", "tool").replace("NOBODY", "TOOL")
+        return PROBE in known and known != other
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
         """The text, special tokens left out unless asked for."""
         return self.tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=not special)
+
+    def _opening(self, messages: Sequence[Message], generation: bool) -> np.ndarray:
+        text = self._encode(self.text_of(messages, generation))
+        return np.concatenate([np.array(self.begin, np.int64), text])
 
     def _continuation(self, messages: Sequence[Message]) -> np.ndarray:
         """Ids from behind an end of turn up to the next generation.
@@ -232,11 +239,11 @@ class Chat:
             ) from error
 
     def _plain(self, message: Message) -> dict[str, Any]:
-        if not message.media:
-            return {"role": message.role, "content": self._guard(message.text)}
-        parts = [self._shown(part) for part in message.parts]
+        # Without media as one text: no special token hides where two parts meet.
+        shown = message.parts if message.media else (message.text,)
+        parts = [self._shown(part) for part in shown]
         texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) == len(parts):
+        if len(texts) == len(parts) and not self.lists:
             return {"role": message.role, "content": "".join(texts)}
         content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
         return {"role": message.role, "content": content}
@@ -319,10 +326,11 @@ def load_chat(
     template: str | None = None,
     eos_ids: Sequence[int] = (),
     brackets: tuple[str, str] | None = None,
+    begins: bool = False,
     trust_remote_code: bool = False,
 ) -> Chat:
     """Tokenizer and template of a model folder; `template` (text of a Jinja file) replaces the
-    folder's own.
+    folder's own. `begins`: a processor reads it, which begins with what the tokenizer begins with.
     """
     from transformers import AutoTokenizer
 
@@ -340,22 +348,35 @@ def load_chat(
         eos_ids=frozenset(),
         think_prefilled=False,
     )
+    probe = replace(probe, lists=_reads_lists(probe))
     _, after = probe._around_probe((), generation=False)
     special = {tokenizer.convert_tokens_to_ids(token) for token in reserved}
     tail = [i for i in probe._encode(after).tolist() if i in special]
     end_of_turn = tail[0] if tail else tokenizer.eos_token_id
     known = {*eos_ids, end_of_turn, tokenizer.eos_token_id} - {None}
     prompt = probe.text_of((_QUESTION,), generation=True)
-    return Chat(
-        tokenizer=tokenizer,
-        template=template,
-        placeholders=placeholders,
-        reserved=reserved,
+    return replace(
+        probe,
         end_of_turn=end_of_turn,
         eos_ids=frozenset(int(i) for i in known),
         think_prefilled=prompt.rstrip().endswith(THINK),
         brackets=_ids_of(tokenizer, brackets, path),
+        begin=_begin(tokenizer, prompt) if begins else (),
     )
+
+
+def _reads_lists(chat: Chat) -> bool:
+    """Some templates lose a text that is no item of a list, or fail at it."""
+    try:
+        return PROBE not in chat.text_of((_QUESTION, _REPLY), generation=False)
+    except ConfigError:
+        return True
+
+
+def _begin(tokenizer: Any, prompt: str) -> tuple[int, ...]:
+    first = tokenizer.encode("", add_special_tokens=True)[:1]
+    unwritten = first == [tokenizer.bos_token_id] and not prompt.startswith(tokenizer.bos_token)
+    return tuple(first) if unwritten else ()
 
 
 def _ids_of(tokenizer: Any, tokens: tuple[str, str] | None, path: str) -> tuple[int, int] | None:

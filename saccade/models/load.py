@@ -215,11 +215,14 @@ def negated(model: nn.Module, family: Family, tower: str) -> Iterator[str]:
     undo it is exact. Its name.
     """
     prefixes = family.spec.towers[tower]
+    modules = model.named_modules()
+    unread = tuple(f"{name}." for name, m in modules if getattr(m, "unread", False))
     weights = {
         name: p
         for name, p in model.named_parameters()
         if name.startswith(prefixes) and family.tower_of(name) == tower
         if p.ndim > 1 and p.is_floating_point() and ".lora_" not in name
+        if not name.startswith(unread)
     }
     name, weight = list(weights.items())[-1]
     weight.data.neg_()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import ConfigError
+from saccade.models import tiny_squares
 
 SPECIAL = (
     "<|endoftext|>",
@@ -38,13 +39,6 @@ OMNI = {  # other names, and under which its processor looks for them
     "<|audio_bos|>": ("<|audio_bos|>", "audio_bos_token"),
     "<|audio_eos|>": ("<|audio_eos|>", "audio_eos_token"),
 }
-# Of InternVL, whose processor writes the first two.
-INTERN = {
-    "<img>": ("<img>", "start_image_token"),
-    "</img>": ("</img>", "end_image_token"),
-    "<IMG_CONTEXT>": ("<IMG_CONTEXT>", "context_image_token"),
-    "<video>": ("<video>", "video_token"),
-}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
@@ -54,9 +48,6 @@ TEMPLATE = (
     "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-INTERN_TEMPLATE = TEMPLATE.replace(
-    "<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n"
-).replace("<|vision_start|><|video_pad|><|vision_end|>", "<video>\n")
 # Heads of 32 also run in vLLM; a vocabulary padded past the tokenizer's end keeps that case honest.
 TEXT = {
     "hidden_size": 64,
@@ -107,10 +98,14 @@ def build(
         names |= {token: (token, "") for token in HEARD}
     if "omni" in family:
         names |= OMNI
-    if family == "internvl":
-        names |= INTERN
-    template = INTERN_TEMPLATE if family == "internvl" else TEMPLATE
-    tokenizer = make_tokenizer(words, phrases, names, template)
+    names |= tiny_squares.NAMES.get(family, {})
+    tokenizer = make_tokenizer(
+        words,
+        phrases,
+        names,
+        template=tiny_squares.TEMPLATES.get(family, TEMPLATE),
+        begin=tiny_squares.BEGINS.get(family),
+    )
     ids = {token: tokenizer.convert_tokens_to_ids(name) for token, (name, _) in names.items()}
     vocabulary = (len(tokenizer) // 8 + 1) * 8
     settings = CONFIGS[family](
@@ -132,8 +127,8 @@ def build(
 
 def _processor(family: str, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Files that stock transformers makes the model's processor from, by name."""
-    if family == "internvl":
-        return _tile_processor(settings)
+    if family in tiny_squares.NAMES:
+        return tiny_squares.processor_files(family, settings)
     made: dict[str, Any] = {}
     if "audio_config" in settings:
         made |= EXTRACTOR
@@ -147,32 +142,26 @@ def _processor(family: str, settings: Mapping[str, Any]) -> dict[str, dict[str, 
     return {"preprocessor_config.json": made} if made else {}
 
 
-def _tile_processor(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """As published folders have it: the processor cuts, whatever crop_to_patches says there."""
-    side, kind = settings["vision_config"]["image_size"], {"processor_class": "InternVLProcessor"}
-    own = {
-        "image_processor_type": "GotOcr2ImageProcessor",
-        "image_mean": [0.485, 0.456, 0.406],
-        "image_std": [0.229, 0.224, 0.225],
-        "size": {"height": side, "width": side},
-        "crop_to_patches": False,
-        "min_patches": 1,
-        "max_patches": 6,
-    }
-    return {
-        "preprocessor_config.json": RESCALED | own | kind,
-        "processor_config.json": {"image_seq_length": settings["image_seq_length"]} | kind,
-    }
-
-
 def make_tokenizer(
     words: Sequence[str] | None,
     phrases: Sequence[str] = (),
     names: Mapping[str, tuple[str, str]] = PLAIN,
+    *,
     template: str = TEMPLATE,
+    begin: str | None = None,
 ) -> Any:
-    """Word-level for a closed vocabulary, else byte-level; both with the chat template inside."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    """Word-level for a closed vocabulary, else byte-level; both with the chat template inside.
+    `begin` is a token that the tokenizer puts before every text.
+    """
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+    )
     from transformers import PreTrainedTokenizerFast
 
     if words is None:
@@ -194,8 +183,14 @@ def make_tokenizer(
     for token, (name, _) in names.items():
         template = template.replace(token, name)
     sought = {key or name: name for name, key in names.values()}
+    if begin is not None:
+        backend.add_special_tokens([begin])
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, backend.token_to_id(begin))]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
+        bos_token=begin,
         extra_special_tokens=sought if any(key for _, key in names.values()) else list(sought),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -358,28 +353,13 @@ def _qwen2_5_omni(
     }
 
 
-def _internvl(
-    ids: Mapping[str, int], text: dict[str, Any], vision: dict[str, Any]
+def _of_squares(
+    ids: Mapping[str, int],
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    make: Callable[..., dict[str, Any]],
 ) -> dict[str, Any]:
-    tower = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 56,
-        "patch_size": 14,
-        "attention_bias": True,
-        "layer_scale_init_value": 1.0,
-        "initializer_range": text["initializer_range"],
-        **vision,
-    }
-    return {
-        "text_config": {"model_type": "qwen2", **_text_config(ids, text, vision)},
-        "vision_config": tower,
-        "image_token_id": ids["<IMG_CONTEXT>"],
-        "image_seq_length": (tower["image_size"] // tower["patch_size"] // 2) ** 2,
-        "tie_word_embeddings": text["tie_word_embeddings"],
-    }
+    return make(ids, _text_config(ids, text, vision), vision)
 
 
 CLASSES = {
@@ -392,7 +372,8 @@ CONFIGS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
-    "internvl": _internvl,
+    "internvl": partial(_of_squares, make=tiny_squares.internvl),
+    "llava": partial(_of_squares, make=tiny_squares.llava),
     "qwen2_audio": _qwen2_audio,
     "qwen2_5_omni": _qwen2_5_omni,
     "qwen2_5_omni_thinker": _qwen2_5_omni_thinker,
@@ -416,19 +397,17 @@ EXTRACTOR = {
     "padding_value": 0.0,
     "return_attention_mask": True,
 }
-RESCALED = {
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
     "do_convert_rgb": True,
     "do_resize": True,
     "do_rescale": True,
     "do_normalize": True,
-    "rescale_factor": 1 / 255,
-    "resample": 3,
-}
-PROCESSOR = RESCALED | {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "processor_class": "Qwen2_5_VLProcessor",
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "rescale_factor": 1 / 255,
+    "resample": 3,
     "merge_size": 2,
     "patch_size": 14,
     "temporal_patch_size": 2,

@@ -41,9 +41,12 @@ KINDS = (
     ("math", "", rf"(?s)(?!.*(?:{WORD})).*", "golds are numbers or formulas"),
     ("math", "{gold_unparseable: string}", r"(?s).*", "numbers by value, words by their spelling"),
 )
-# A budget that a family spends otherwise than most.
-PIXELS = {"internvl": (802_816, "four tiles and the whole picture at most: 1,280 tokens")}
-USUAL_PIXELS = (401_408, "about 512 tokens an image; more shows finer detail")
+# What families do with a budget of pixels that is not what most do: nothing, or tiles.
+PIXELS = {
+    "internvl": ((802_816, "four tiles and the whole picture at most: 1,280 tokens"),),
+    "llava": (),
+}
+USUAL_PIXELS = ((401_408, "about 512 tokens an image; more shows finer detail"),)
 # Rows of these formats are trained on by other commands.
 ELSEWHERE = {
     "pairs": ("preference pairs", ("dpo", "reward-model"), ""),
@@ -196,8 +199,8 @@ def _page(found: Findings, model: Path, data: Path) -> str:
         lines.append(("  keys:", "columns whose names do not tell what they hold"))
         lines += [(f"    {role}: {_quote(column)}", "") for role, column in found.keys.items()]
     if found.images:
-        pixels, why = PIXELS.get(found.model_type, USUAL_PIXELS)
-        lines.append((f"  max_pixels: {pixels}", why))
+        spent = PIXELS.get(found.model_type, USUAL_PIXELS)
+        lines += [(f"  max_pixels: {pixels}", why) for pixels, why in spent]
     lines += [
         ("  max_prompt_tokens: 2048", "longer prompts are dropped and counted"),
         ("prompt:", ""),

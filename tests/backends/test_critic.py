@@ -18,7 +18,7 @@ from saccade.forest import pack
 from saccade.models.heads import attach_score
 from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
 
-NAMES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "qwen3"]
+NAMES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen3"]
 NAME = "qwen2_5_vl"
 
 

@@ -28,7 +28,9 @@ def test_without_a_model_the_machine_alone_is_looked_at():
     assert result.exit_code == 0
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen3"]
+)
 def test_a_healthy_model_passes_to_its_end(family_of, name):
     result = run("--model", family_of(name).path, "run.device=cpu", "--json")
     assert result.exit_code == 0, result.output

@@ -35,6 +35,7 @@ from tests.engines.asked import (
         "qwen3_vl",
         "qwen3_vl_moe",
         "internvl",
+        "llava",
         "qwen2",
         "qwen3",
         "llama",

@@ -30,6 +30,7 @@ def kinds(forwards):
         "qwen2_5_vl",
         "qwen3_vl",
         "internvl",
+        "llava",
         "qwen2_audio",
         "qwen2_5_omni",
     ],

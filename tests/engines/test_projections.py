@@ -13,7 +13,8 @@ from saccade.types import Message, Request, Sampling
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", "qwen3_vl", "internvl", "qwen3", "llama", "mixtral", "qwen2_moe"]
+    "name",
+    ["qwen2_5_vl", "qwen3_vl", "internvl", "llava", "qwen3", "llama", "mixtral", "qwen2_moe"],
 )
 def test_joined_products_are_the_separate_ones(load, name):
     model = load(name)

@@ -354,7 +354,18 @@ def test_a_template_that_has_a_place_for_tools(family, template, known):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen2", "qwen3", "llama", "mixtral"]
+    "name",
+    [
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "internvl",
+        "llava",
+        "qwen2",
+        "qwen3",
+        "llama",
+        "mixtral",
+    ],
 )
 def test_observations_of_every_family(family_of, image, name):
     bound = family_of(name)
@@ -363,5 +374,5 @@ def test_observations_of_every_family(family_of, image, name):
     assert added.sources.tolist() == [Source.TEMPLATE] + [Source.OBSERVATION] * (len(added) - 1)
     assert added.ids[0] == bound.chat.end_of_turn
     assert (added.ids == bound.chat.placeholder).sum() == sum(s.length for s in added.media)
-    side = 32 if name == "qwen3_vl" else 28
+    side = {"qwen3_vl": 32, "llava": 14}.get(name, 28)
     assert len(added.media) == len(picture) and bound.unit == (side if picture else 1)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from saccade import videos
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.images import crop, decode, open_media
+from saccade.models import tiny_squares
 from saccade.models.families import FAMILIES, load_family
 from saccade.models.load import freeze, load_model, pick_dtype, trainable_table
 from saccade.types import Message
@@ -94,9 +95,8 @@ def test_banned_ids(family_of):
             marks = ("IMAGE", "VIDEO", "vision_pad", "vision_bos", "vision_eos")
         marks += ("AUDIO", "audio_bos", "audio_eos") if "audio" in family.spec.towers else ()
         modal = {tokenizer.convert_tokens_to_ids(f"<|{mark}|>") for mark in marks}
-        if name == "internvl":
-            own = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
-            modal |= set(tokenizer.convert_tokens_to_ids(own))
+        own = list(tiny_squares.NAMES.get(name, ()))
+        modal |= set(tokenizer.convert_tokens_to_ids(own))
         assert banned == modal | set(range(len(tokenizer), family.vocabulary))
         assert not banned & family.chat.eos_ids and len(family.banned) == family.vocabulary
         assert family.vocabulary > len(tokenizer)

@@ -203,7 +203,7 @@ def test_a_failure_while_switched_off_switches_on_again(adapted):
     assert len(targets(model)) == 14
 
 
-@pytest.mark.parametrize("name", [VISION, "internvl", TEXT])
+@pytest.mark.parametrize("name", [VISION, "internvl", "llava", TEXT])
 def test_merged_weights_are_those_of_a_plain_model(adapted, load, family_of, forests, name):
     model, plain = adapted(name, moved=True), load(name)
     weights = dict(lora.merged(model))
@@ -261,7 +261,7 @@ def test_the_engine_generates_with_the_adapter(adapted, load, family_of, grow):
 # -- files -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [VISION, "internvl", TEXT])
+@pytest.mark.parametrize("name", [VISION, "internvl", "llava", TEXT])
 def test_stock_transformers_and_peft_load_what_is_written(
     adapted, family_of, stock, tensors, tmp_path, image, name
 ):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import InternVLProcessor
+from transformers import AutoProcessor, InternVLProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
     GotOcr2ImageProcessorPil,
     get_optimal_tiled_canvas,
@@ -23,6 +23,7 @@ from saccade.errors import ConfigError, DataError, EnvironmentProblem
 from saccade.images import decode, open_media
 from saccade.models.families import load_family
 from saccade.models.families.internvl import best_grid
+from saccade.models.load import load_model, negated
 from saccade.recipes.parts import environments_of
 from saccade.types import Message
 
@@ -45,6 +46,13 @@ def internvl_processor(family, **options):
         image_seq_length=settings["image_seq_length"],
         chat_template=family.chat.template,
     )
+
+
+def llava_processor(family):
+    return AutoProcessor.from_pretrained(family.path)
+
+
+PROCESSORS = {"internvl": internvl_processor, "llava": llava_processor}
 
 
 def theirs(processor, *parts):
@@ -79,12 +87,6 @@ def test_grids_of_tiles_are_those_of_transformers():
         for least, most in ((1, 12), (1, 5), (2, 6), (4, 4), (1, 1)):
             wanted = get_optimal_tiled_canvas((height, width), (448, 448), least, most)
             assert best_grid(width, height, 448, least, most) == wanted, (width, height, most)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_ids_and_tiles_are_those_of_transformers(family_of, image, size):
-    family = family_of("internvl")
-    assert_same(family, internvl_processor(family), image(*size, 4), "how many?")
 
 
 def test_several_pictures_stand_between_their_own_brackets(family_of, image):
@@ -145,10 +147,141 @@ def test_tiles_that_are_no_squares_are_refused(family_of, tmp_path):
         load_family(str(folder))
 
 
+# -- LLaVA -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def changed(family_of, tmp_path):
+    """A copy of the tiny LLaVA whose files say something else."""
+
+    def copy(config=None, vision=None, **images):
+        folder = shutil.copytree(family_of("llava").path, tmp_path / "model")
+        for name, more in (("config.json", config), ("preprocessor_config.json", images)):
+            content = json.loads((folder / name).read_text()) | (more or {})
+            if name == "config.json":
+                content["vision_config"] |= vision or {}
+            (folder / name).write_text(json.dumps(content))
+        return str(folder)
+
+    return copy
+
+
+def test_a_picture_is_its_middle_whatever_its_budget(family_of, image):
+    family = family_of("llava")
+    wide = decode(image(112, 56, 3))
+    grids = {family.measure(open_media(wide, max_pixels=n)) for n in (10_000, 3136, 1_000_000)}
+    assert grids == {((1, 4, 4), 16)}
+    spans = [
+        family.render([Message(role="user", parts=(open_media(each),))]).media[0]
+        for each in (wide, np.ascontiguousarray(wide[:, 28:84]))
+    ]
+    whole, middle = (family.vision([s], CPU, torch.float32)["pixel_values"] for s in spans)
+    assert torch.equal(whole, middle)
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        {"image_processor_type": "LlavaImageProcessor", "do_pad": True},
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 56, "width": 56}},
+    ],
+)
+def test_a_processor_that_shows_all_of_a_picture(changed, image, images):
+    if "Siglip" in images["image_processor_type"]:
+        images = images | {"crop_size": None, "do_center_crop": None}
+    family = load_family(changed(**images))
+    for size in ((140, 84), (33, 500), (56, 56)):
+        assert_same(family, llava_processor(family), image(*size, 4), "x")
+
+
+def test_a_prompt_begins_as_the_tokenizer_begins_one(family_of):
+    chat = family_of("llava").chat
+    bos = chat.tokenizer.convert_tokens_to_ids("<s>")
+    question = Message(role="user", parts=("why?",))
+    reply = Message(role="assistant", parts=("so",))
+    dialogue = family_of("llava").render_dialogue((question, reply, question, reply))
+    continued = family_of("llava").render_continuation((question,), last_id=chat.end_of_turn)
+    assert chat.begin == (bos,) and dialogue.ids.tolist().count(bos) == 1 == (
+        dialogue.ids[0] == bos
+    )
+    assert bos not in continued.ids
+    assert chat.decode(dialogue.ids, special=True) == (
+        "<s>USER: why? ASSISTANT: so<|im_end|> USER: why? ASSISTANT: so<|im_end|>"
+    )
+    assert family_of("internvl").chat.begin == family_of("llama").chat.begin == ()
+
+
+def test_a_begin_that_the_template_writes_is_not_doubled(family_of):
+    template = "{{ bos_token }}" + family_of("llava").chat.template
+    family = load_family(family_of("llava").path, chat_template=template)
+    ids = family.render([Message(role="user", parts=("x",))]).ids.tolist()
+    assert ids == family_of("llava").render([Message(role="user", parts=("x",))]).ids.tolist()
+    assert family.chat.begin == ()
+
+
+@pytest.mark.parametrize(
+    ("tower", "strategy", "layer", "tokens"),
+    [
+        ("clip_vision_model", "default", -2, 16),
+        ("clip_vision_model", "full", -1, 17),
+        ("clip_vision_model", "default", [1, 2], 16),
+        ("siglip_vision_model", "full", -1, 16),
+    ],
+)
+def test_features_are_those_of_the_layers_that_the_config_names(
+    changed, image, tower, strategy, layer, tokens
+):
+    """Layers behind them are not run, and their weights are kept."""
+    from transformers import LlavaForConditionalGeneration
+
+    settings = {"vision_feature_select_strategy": strategy, "vision_feature_layer": layer}
+    family = load_family(changed(config=settings, vision={"model_type": tower}))
+    stock = LlavaForConditionalGeneration.from_pretrained(family.path, ignore_mismatched_sizes=True)
+    stock.save_pretrained(family.path)
+    model = load_model(family, dtype=torch.float32, device=CPU)
+    (span,) = family.render([Message(role="user", parts=(image(97, 61, 2),))]).media
+    assert span.length == tokens
+    pixels = family.vision([span], CPU, torch.float32)["pixel_values"]
+    with torch.no_grad():
+        (wanted,) = stock.eval().get_image_features(pixels, return_dict=True).pooler_output
+        made = family.features(model, family.media([span]))
+    assert made.shape == (tokens, 64) and (made - wanted).abs().max() < 1e-5
+    run = [not hasattr(each, "unread") for each in tower_layers(model)]
+    assert run == [True, True, layer == -1]
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    with negated(model, family, "vision") as name, torch.no_grad():
+        assert not torch.equal(family.features(model, family.media([span])), made), name
+
+
+def tower_layers(model):
+    return model.model.vision_tower.encoder.layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vision": {"model_type": "pixtral"}}, "tower of type 'pixtral' is not known; use one wi"),
+        ({"crop_size": {"height": 48, "width": 48}}, "crop_size is .*48.* sees squares of 56 pix"),
+        ({"resample": 2}, r"resample is 2, and .* with 3 \(bicubic\) here"),
+        ({"size": {"shortest_edge": 48}}, "size is .*48.*; set size and crop_size to that"),
+    ],
+)
+def test_a_llava_that_is_not_known_is_refused(changed, changes, message):
+    with pytest.raises(EnvironmentProblem, match=message):
+        load_family(changed(**changes))
+
+
 # -- all of them -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["internvl"])
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("size", SIZES)
+def test_ids_and_pixels_are_those_of_transformers(family_of, image, name, size):
+    family = family_of(name)
+    assert_same(family, PROCESSORS[name](family), image(*size, 4), "how many?")
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
 def test_other_media_are_refused(family_of, name):
     family = family_of(name)
     video = videos.open_video(np.zeros((4, 56, 56, 3), np.uint8), fps=2.0)
@@ -160,7 +293,7 @@ def test_other_media_are_refused(family_of, name):
             family.measure(medium)
 
 
-@pytest.mark.parametrize("name", ["internvl"])
+@pytest.mark.parametrize("name", PROCESSORS)
 def test_who_needs_one_size_of_a_picture_is_refused(family_of, name):
     family = family_of(name)
     assert family.size_unit is None and family_of("qwen2_5_vl").size_unit == 28

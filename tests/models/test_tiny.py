@@ -28,7 +28,7 @@ def test_a_seed_gives_the_same_weights_and_leaves_the_random_state_alone(tmp_pat
 def test_a_closed_vocabulary_has_one_token_per_word(tmp_path, name):
     words = ["how", "many", "three", "<answer>", "</answer>", "?"]
     family = load_family(build(name, tmp_path, words=words))
-    ids = family.chat.tokenizer.encode("how many? <answer>three</answer>")
+    ids = family.chat.tokenizer.encode("how many? <answer>three</answer>", add_special_tokens=False)
     assert [family.chat.tokenizer.decode([i]) for i in ids] == [
         "how", "many", "?", "<answer>", "three", "</answer>"
     ]  # fmt: skip

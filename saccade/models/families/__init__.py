@@ -22,7 +22,7 @@ import numpy as np
 from saccade.config import SeriesConfig
 from saccade.errors import EnvironmentProblem
 from saccade.models.chat import Chat, Grid, load_chat
-from saccade.models.families import internvl, qwen_audio, qwen_omni, qwen_vl, text
+from saccade.models.families import internvl, llava, qwen_audio, qwen_omni, qwen_vl, text
 from saccade.types import Media, MediaSpan, Message, Rendered
 
 # Special tokens of other modalities that some text tokenizers carry too.
@@ -138,7 +138,7 @@ _QWEN_OMNI = FamilySpec(
     section="thinker_config",
     beside=("talker.", "token2wav."),
 )
-_INTERNVL = FamilySpec(
+_SQUARES = FamilySpec(
     auto_class="AutoModelForImageTextToText",
     towers={
         "projector": ("model.multi_modal_projector.",),
@@ -146,10 +146,20 @@ _INTERNVL = FamilySpec(
         "llm": ("model.language_model.",),
     },
     bind=internvl.bind,
+    whole=False,
+)
+_INTERNVL = replace(
+    _SQUARES,
     placeholders=("image_token_id",),
     media_tokens={"image": "image_token_id"},
     brackets=("<img>", "</img>"),
-    whole=False,
+)
+_LLAVA = replace(
+    _SQUARES,
+    bind=llava.bind,
+    placeholders=("image_token_index",),
+    media_tokens={"image": "image_token_index"},
+    prepare=llava.skip_unread_layers,
 )
 FAMILIES: Mapping[str, FamilySpec] = {
     "qwen2_vl": _QWEN_VL,
@@ -157,6 +167,7 @@ FAMILIES: Mapping[str, FamilySpec] = {
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL,
     "internvl": _INTERNVL,
+    "llava": _LLAVA,
     "qwen2_audio": _QWEN_AUDIO,
     "qwen2_5_omni": _QWEN_OMNI,
     "qwen2_5_omni_thinker": _QWEN_OMNI,
@@ -252,6 +263,7 @@ def load_family(
         placeholders={kind: config[k] for kind, k in spec.media_tokens.items() if k in config},
         template=chat_template or _processor_template(path),
         brackets=spec.brackets,
+        begins=bool(spec.media_tokens),
         eos_ids=eos if isinstance(eos, list) else [eos],
         trust_remote_code=trust_remote_code,
     )

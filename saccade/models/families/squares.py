@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from saccade.errors import DataError
+from saccade.errors import DataError, EnvironmentProblem
 from saccade.images.cache import ImageCache
 from saccade.models.families.pixels import CACHE_BYTES, CLIP_MEAN, CLIP_STD, normalised
 from saccade.models.families.text import ARTICLES, positions
@@ -22,6 +22,8 @@ from saccade.types import Media, MediaSpan
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+BICUBIC = 3  # in numbers of Pillow
 
 
 def bound(
@@ -34,6 +36,12 @@ def bound(
     """`measure`: a picture → (squares, rows and columns of patches in each) and its tokens; `cut`:
     its squares, [squares, S, S, 3] bytes.
     """
+    resample = processor.get("resample", BICUBIC)
+    if resample != BICUBIC:
+        raise EnvironmentProblem(
+            f"preprocessor_config.json: resample is {resample}, and pictures are resized with "
+            f"{BICUBIC} (bicubic) here; set it to that if the model may be used so"
+        )
     kept = ImageCache(
         CACHE_BYTES,
         make=lambda media: np.ascontiguousarray(cut(media).transpose(0, 3, 1, 2)),
