@@ -101,7 +101,7 @@ class Chat:
         ids: list[np.ndarray] = []
         sources: list[np.ndarray] = []
         for number, (turn, context) in enumerate(zip(turns, contexts, strict=True)):
-            written = self._encode(self._written(messages[turn], frame))
+            written = self._encode_after(self._written(messages[turn], frame))
             ids += [context, written, np.array(end, np.int64)]
             kind = Source.OBSERVATION if number else Source.PROMPT
             sources += [
@@ -175,7 +175,7 @@ class Chat:
         end = "" if self.end_of_turn is None else self._token(self.end_of_turn)
         before, found, rest = after.partition(end) if end else ("", "", after)
         if not found or before.strip():  # a template without ends of turns
-            return self._encode(after)
+            return self._encode_after(after)
         return self._encode(end + rest)[1:]
 
     def _frame(self) -> tuple[str, str, str]:
@@ -284,6 +284,17 @@ class Chat:
                 if half:
                     ids += self.tokenizer.encode(half, add_special_tokens=False)
         return np.array(ids, dtype=np.int64)
+
+    def _encode_after(self, text: str) -> np.ndarray:
+        """Of a text that goes on: some tokenizers put a blank before whatever they are given."""
+        if not self._adds_blanks:
+            return self._encode(text)
+        return self._encode("\n" + text)[len(self._encode("\n")) :]
+
+    @cached_property
+    def _adds_blanks(self) -> bool:
+        line, alone, behind = (self._encode(t).tolist() for t in ("\n", "a", "\na"))
+        return behind[: len(line)] == line and behind[len(line) :] != alone
 
     def _expand(
         self, ids: np.ndarray, sources: np.ndarray, messages: Sequence[Message], measure: Measure

@@ -7,6 +7,7 @@ from saccade.errors import ConfigError
 from saccade.models.chat import load_chat
 from saccade.models.families import load_family
 from saccade.models.tiny import TEMPLATE, make_tokenizer
+from saccade.models.tiny_squares import TEMPLATES
 from saccade.types import Message, Source
 
 THINKING = TEMPLATE.replace(
@@ -376,3 +377,28 @@ def test_observations_of_every_family(family_of, image, name):
     assert (added.ids == bound.chat.placeholder).sum() == sum(s.length for s in added.media)
     side = {"qwen3_vl": 32, "llava": 14}.get(name, 28)
     assert len(added.media) == len(picture) and bound.unit == (side if picture else 1)
+
+
+def test_what_goes_on_is_encoded_as_if_it_stood_there(tmp_path):
+    """A tokenizer in the way of SentencePiece puts a blank before every text it is given."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(set("▁USERASSISTANT:whyso?\n"))
+    merges = [("▁", "s"), ("▁s", "o"), ("s", "o"), ("▁", "U"), ("▁", "▁")]
+    vocabulary = {token: i for i, token in enumerate([*letters, *map("".join, merges)])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path)
+    chat = load_chat(str(tmp_path), placeholders={}, template=TEMPLATES["llava"])
+    reply = Message(role="assistant", parts=("so",))
+    rendered = chat.render_dialogue((user("why?"), reply, user("so?"), reply), lambda media: None)
+    whole = chat.tokenizer.encode("USER: why? ASSISTANT: so USER: so? ASSISTANT: so")
+    assert [i for i in rendered.ids.tolist() if i != chat.end_of_turn] == whole
+    assert chat.tokenizer.convert_ids_to_tokens(rendered.ids[-2:]) == ["▁so", "</s>"]
+    added = chat.render_continuation([user("so?")], lambda media: None, last_id=chat.end_of_turn)
+    assert chat.tokenizer.convert_ids_to_tokens(added.ids[:1]) == ["▁U"]

@@ -208,6 +208,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_one(family_of):
     assert chat.decode(dialogue.ids, special=True) == (
         "<s>USER: why? ASSISTANT: so<|im_end|> USER: why? ASSISTANT: so<|im_end|>"
     )
+    assert not chat.knows_tools  # it prints any role
     assert family_of("internvl").chat.begin == family_of("llama").chat.begin == ()
 
 

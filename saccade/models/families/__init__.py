@@ -138,7 +138,7 @@ _QWEN_OMNI = FamilySpec(
     section="thinker_config",
     beside=("talker.", "token2wav."),
 )
-_SQUARES = FamilySpec(
+_INTERNVL = FamilySpec(
     auto_class="AutoModelForImageTextToText",
     towers={
         "projector": ("model.multi_modal_projector.",),
@@ -146,19 +146,17 @@ _SQUARES = FamilySpec(
         "llm": ("model.language_model.",),
     },
     bind=internvl.bind,
-    whole=False,
-)
-_INTERNVL = replace(
-    _SQUARES,
     placeholders=("image_token_id",),
     media_tokens={"image": "image_token_id"},
     brackets=("<img>", "</img>"),
+    whole=False,
 )
 _LLAVA = replace(
-    _SQUARES,
+    _INTERNVL,
     bind=llava.bind,
     placeholders=("image_token_index",),
     media_tokens={"image": "image_token_index"},
+    brackets=None,
     prepare=llava.skip_unread_layers,
 )
 FAMILIES: Mapping[str, FamilySpec] = {

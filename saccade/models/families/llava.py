@@ -29,7 +29,9 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
             f"config.json: a LLaVA with a vision tower of type {kind!r} is not known; use one with "
             f"{' or '.join(CLASS_TOKENS)}"
         )
-    side, patch = int(vision["image_size"]), int(vision["patch_size"])
+    # What is as in a plain tower may be left out of a config.
+    side = int(vision.get("image_size", 224))
+    patch = int(vision.get("patch_size", 32 if kind.startswith("clip") else 16))
     dropped = config.get("vision_feature_select_strategy", "default") == "default"
     patches = side // patch
     _require_side(processor, side)
