@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoProcessor, InternVLProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, InternVLProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
     GotOcr2ImageProcessorPil,
     get_optimal_tiled_canvas,
@@ -18,14 +18,18 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
 
 from saccade import sounds, videos
 from saccade.config import load as load_config
+from saccade.engines import generate
 from saccade.engines.build import Settings, build
+from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
 from saccade.images import decode, open_media
+from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.families.internvl import best_grid
 from saccade.models.load import load_model, negated
 from saccade.recipes.parts import environments_of
-from saccade.types import Message
+from saccade.shapes import shape_of
+from saccade.types import Message, Request, Sampling
 
 CPU = torch.device("cpu")
 SIZES = [(56, 56), (140, 84), (97, 61), (20, 30), (400, 300), (300, 40), (33, 500), (1, 1)]
@@ -145,6 +149,31 @@ def test_tiles_that_are_no_squares_are_refused(family_of, tmp_path):
     file.write_text(json.dumps(settings))
     with pytest.raises(EnvironmentProblem, match=r"tiles of 84x56 pixels.*set size to"):
         load_family(str(folder))
+
+
+@pytest.mark.parametrize("decoder", ["qwen3", "llama"])
+def test_decoders_of_other_sizes_of_internvl(tmp_path, image, decoder):
+    folder = tiny.build("internvl", tmp_path, text={"model_type": decoder})
+    family = load_family(folder)
+    prompt = family.render([Message(role="user", parts=(image(140, 84, 1), "why?"))])
+    sampling = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
+    request = Request(key="a", ids=prompt.ids, media=prompt.media, sampling=sampling)
+    model = load_model(family, dtype=torch.float32, device=CPU)
+    (ours,) = generate(EmbeddedEngine(model, family), [request])
+    ids = torch.from_numpy(prompt.ids)[None]
+    stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs = stock.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=8,
+        min_new_tokens=8,
+        suppress_tokens=np.flatnonzero(family.banned).tolist(),
+        eos_token_id=None,
+        **family.vision(prompt.media, CPU, torch.float32),
+    )
+    assert ours.ids.tolist() == theirs[0, len(prompt) :].tolist()
+    assert shape_of(model.config).text.head_norms == (decoder == "qwen3")
 
 
 # -- LLaVA -----------------------------------------------------------------------------------------
