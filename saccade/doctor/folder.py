@@ -61,8 +61,11 @@ def _template(path: Path, config: Config) -> Iterator[Finding]:
 def _others(path: Path) -> Iterator[Finding]:
     read = read_json(path / "config.json")
     sees = isinstance(read, dict) and "vision_config" in read.get("thinker_config", read)
+    whole = read_json(path / "processor_config.json")
+    inside = isinstance(whole, dict) and "image_processor" in whole
     for name, effect in OPTIONAL.items():
-        if not (path / name).is_file() and (sees or not name.startswith("preprocessor")):
+        needed = (sees and not inside) or not name.startswith("preprocessor")
+        if needed and not (path / name).is_file():
             yield warning("model", f"no {name}: {effect}", f"{AGAIN}, with {name}")
 
 

@@ -11,6 +11,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from saccade import videos
+from saccade.config import load as load_config
+from saccade.doctor import folder as doctor_folder
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.images import crop, decode, open_media
 from saccade.models import tiny_squares
@@ -72,6 +74,26 @@ def test_pixels_are_those_of_transformers_pil_processor(family_of, image, name, 
     mine = family.vision(rendered.media, CPU, torch.float32)
     assert mine["image_grid_thw"].tolist() == [list(grid)]
     assert (mine["pixel_values"] - theirs["pixel_values"]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "internvl"])
+def test_settings_of_pictures_inside_those_of_a_processor(family_of, image, tmp_path, name):
+    """As newer releases of transformers save them."""
+    folder = shutil.copytree(family_of(name).path, tmp_path / "newer")
+    file = folder / "processor_config.json"
+    whole = json.loads(file.read_text()) if file.exists() else {}
+    own = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(whole | {"image_processor": json.loads(own.read_text())}))
+    own.unlink()
+    seen = [
+        f.vision(
+            f.render([Message(role="user", parts=(image(97, 61, 2),))]).media, CPU, torch.float32
+        )
+        for f in (family_of(name), load_family(str(folder)))
+    ]
+    assert torch.equal(*(each["pixel_values"] for each in seen))
+    findings = doctor_folder.check(load_config(None, [f"model.path={folder}"]))
+    assert not [f.text for f in findings if "preprocessor" in f.text]
 
 
 def test_a_crop_has_the_pixels_of_its_box(family_of, image):

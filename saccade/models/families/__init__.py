@@ -266,9 +266,8 @@ def load_family(
         trust_remote_code=trust_remote_code,
     )
     vocabulary = int(text_config.get("vocab_size", config.get("vocab_size", len(chat.tokenizer))))
-    processor = _read_json(path, "preprocessor_config.json", required=False)
     try:
-        bound = spec.bind(config, processor)
+        bound = spec.bind(config, _processor_settings(path))
     except KeyError as missing:
         raise EnvironmentProblem(
             f"{path}/config.json: no {missing}, which {name} models have; is the file whole?"
@@ -307,6 +306,17 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
             "every layer is attention: use a decoder such as qwen3 or llama"
         )
     return _TEXT
+
+
+def _processor_settings(path: str) -> dict[str, Any]:
+    """Of what reads pictures and sounds: in a file of its own, in newer folders as parts of that of
+    the whole processor.
+    """
+    settings = _read_json(path, "preprocessor_config.json", required=False)
+    whole = _read_json(path, "processor_config.json", required=False)
+    for part in ("feature_extractor", "image_processor"):
+        settings |= whole.get(part) or {}
+    return settings
 
 
 def _processor_template(path: str) -> str | None:
