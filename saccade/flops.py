@@ -31,7 +31,7 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its doubly q
 SENSES = ("vision", "audio")
 TOWERS = (*SENSES, "projector", "llm")
 HEAD = "head"
-NUMBERED = re.compile(r"\.(?:layers|blocks)\.(\d+)\.")
+NUMBERED = re.compile(r"\.(?:layers?|blocks)\.(\d+)\.")
 
 
 # -- one forward -----------------------------------------------------------------------------------

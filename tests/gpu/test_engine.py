@@ -360,7 +360,7 @@ def test_tokens_are_those_of_the_slots(model, family, asked, changes, monkeypatc
     assert engine.cache.pages.free == engine.cache.pages.count
 
 
-DENSE = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen3_vl")
+DENSE = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen3_vl", "internvl", "llava")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 

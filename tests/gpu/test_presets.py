@@ -12,6 +12,7 @@ import pytest
 from saccade.algorithms.build import resolve
 from saccade.algorithms.presets import ADD_ONS, PRESETS
 from saccade.config import AlgorithmConfig
+from saccade.models import tiny
 from saccade.recipes import rl
 
 torch = pytest.importorskip("torch")
@@ -36,6 +37,19 @@ def test_two_steps(
         ]
     last = rl.run(config)
     assert isfinite(last["policy/loss"]) and last["guard/nonfinite"] == 0
+    assert last["mismatch/mult_prob_error"] < (1.05 if dtype == "bfloat16" else 1.0001)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "internvl", "llava"])
+def test_families_with_pictures(
+    name: str, dtype: str, tmp_path: Path, rl_config: Callable[..., dict[str, Any]]
+) -> None:
+    model = tiny.build(name, tmp_path / "model", words=("a", "b", *map(str, range(10))))
+    config = rl_config(tmp_path, run__max_steps=2, run__device="cuda", model__dtype=dtype)
+    last = rl.run(config | {"model.path": model})
+    assert last["guard/nonfinite"] == 0 and last["length/vision_tokens_mean"] > 0
+    assert last["group/dead_frac"] < 1
     assert last["mismatch/mult_prob_error"] < (1.05 if dtype == "bfloat16" else 1.0001)
 
 
