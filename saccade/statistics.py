@@ -68,10 +68,12 @@ def bootstrap_mean(
 
 
 def mean_interval(values_per_item: Values, confidence: float = 0.95, seed: int = 0) -> Interval:
-    """Wilson for one 0/1 score per item, else a bootstrap over items."""
+    """Wilson where every item is wholly right or wholly wrong, else a bootstrap over items."""
     means = item_means(values_per_item)
-    if _one_each(values_per_item) and np.isin(means, (0.0, 1.0)).all():
+    if np.isin(means, (0.0, 1.0)).all():
         return wilson(float(means.sum()), len(means), confidence)
+    if _all_alike(means) and _are_shares(means):
+        return _around_a_constant(means, confidence, least=0.0)
     return bootstrap_mean(means, seed=seed, confidence=confidence)
 
 
@@ -87,7 +89,11 @@ def paired_difference(
     if len(first) != len(second):
         raise ValueError(f"paired items: {len(first)} before and {len(second)} after")
     change = second - first
-    return Difference(float(change.mean()), *bootstrap_mean(change, resamples, seed, confidence))
+    if _all_alike(change) and _are_shares(first) and _are_shares(second):
+        interval = _around_a_constant(change, confidence, least=-1.0)
+    else:
+        interval = bootstrap_mean(change, resamples, seed, confidence)
+    return Difference(float(change.mean()), *interval)
 
 
 def independent_difference(
@@ -165,8 +171,20 @@ def _majority_score(answers: Sequence[Hashable | None], scores: Sequence[float])
     return float(np.mean(winning))
 
 
-def _one_each(values_per_item: Values) -> bool:
-    return all(np.size(row) == 1 for row in values_per_item)
+def _around_a_constant(values: np.ndarray, confidence: float, least: float) -> Interval:
+    """Of equal values that could lie in least..1: a bootstrap would call them certain. As many
+    items may differ, and as far as they can, as Wilson allows where none of these does.
+    """
+    value, differing = float(values[0]), wilson(0, len(values), confidence).high
+    return Interval(value - differing * (value - least), value + differing * (1.0 - value))
+
+
+def _all_alike(values: np.ndarray) -> bool:
+    return bool(values.min() == values.max())
+
+
+def _are_shares(values: np.ndarray) -> bool:
+    return bool(values.min() >= 0.0 and values.max() <= 1.0)
 
 
 def _checked(confidence: float) -> float:

@@ -85,6 +85,16 @@ def test_mean_interval_chooses_by_what_it_is_given() -> None:
     assert mean_interval([[1.0, 0.0], [1.0, 1.0]]) == bootstrap_mean([0.5, 1.0])
 
 
+def test_items_that_are_all_alike_are_not_certain() -> None:
+    """However many answers each of them got: it is the items that are few."""
+    assert mean_interval([[0.0] * 8] * 4) == mean_interval([0.0] * 4) == wilson(0, 4)
+    assert mean_interval([[1.0] * 8] * 4) == wilson(4, 4)
+    low, high = mean_interval([[1.0, 0.0]] * 4)
+    assert 0.0 < low < 0.5 < high < 1.0
+    assert mean_interval([[1.0, 0.0]] * 400).low == approx(0.5, abs=0.01)
+    assert mean_interval([3.0] * 4) == (3.0, 3.0)  # no share, so nothing bounds the others
+
+
 def test_pass_at_k_golden_value() -> None:
     assert pass_at_k(16, 3, 4) == approx(0.60714286, abs=1e-8)
 
@@ -127,6 +137,12 @@ def test_the_difference_of_two_proportions() -> None:
     # Newcombe 1998, table II: 56/70 against 48/80.
     change = independent_difference(48 / 80, wilson(48, 80), 56 / 70, wilson(56, 70))
     assert change == approx((0.2, 0.0524, 0.3339), abs=5e-5)
+
+
+def test_a_change_that_is_the_same_everywhere_is_not_certain() -> None:
+    few = wilson(0, 4).high
+    assert paired_difference([0.0] * 4, [0.0] * 4) == approx((0.0, -few, few))
+    assert paired_difference([0.0] * 4, [1.0] * 4) == approx((1.0, 1.0 - 2 * few, 1.0))
 
 
 def test_pairs_must_match() -> None:
