@@ -160,13 +160,25 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # an image as base64 is longer than the default
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            for row in csv.DictReader(file):
+            header = file.readline()
+            for row in csv.DictReader(chain([header], file), delimiter=_separator(header)):
                 if None in row or None in row.values():
                     yield RowError("the number of cells differs from the header")
                 else:
                     yield {name: value if value != "" else None for name, value in row.items()}
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: not UTF-8 (byte {error.object[error.start]:#04x}); save it as CSV UTF-8, or "
+            "where it is latin-1: iconv -f latin1 -t utf-8 OLD.csv > NEW.csv"
+        ) from None
     except (ValueError, csv.Error) as error:
         raise DataError(f"{path}: not a CSV file: {error}") from None
+
+
+def _separator(header: str) -> str:
+    """A comma, unless only another cuts the header: spreadsheets write what their country does."""
+    cells = {sign: next(csv.reader([header], delimiter=sign), []) for sign in (",", ";", "\t")}
+    return next((sign for sign, found in cells.items() if len(found) > 1), ",")
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -45,6 +45,24 @@ def test_csv(tmp_path):
     assert isinstance(third, RowError)
 
 
+@pytest.mark.parametrize("sign", [";", "\t"])
+def test_csv_with_the_separator_of_another_country(tmp_path, sign):
+    with (tmp_path / "a.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file, delimiter=sign)
+        writer.writerows([["question", "answer"], ["a, b?", "0,5"], [f"c{sign}d", ""], ["e"]])
+    first, second, third = rows(tmp_path / "a.csv")
+    assert first == {"question": "a, b?", "answer": "0,5"}
+    assert second == {"question": f"c{sign}d", "answer": None}
+    assert isinstance(third, RowError)
+
+
+def test_a_comma_stays_the_separator_of_csv_where_it_cuts_the_header(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer;unit\n?,1;m\n")
+    (tmp_path / "b.csv").write_text('"this;that"\n1;2\n')
+    assert rows(tmp_path / "a.csv") == [{"question": "?", "answer;unit": "1;m"}]
+    assert rows(tmp_path / "b.csv") == [{"this;that": "1;2"}]
+
+
 def test_parquet_and_arrow_keep_image_bytes(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import feather, parquet
@@ -116,7 +134,7 @@ def test_a_broken_line_is_one_bad_row(tmp_path):
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9], "cannot be read"),
         ("a.parquet", b"text", "not a parquet file"),
         ("a.arrow", b"text", "not an arrow file"),
-        ("a.csv", b"\xff\xfe\x00", "not a CSV file"),
+        ("a.csv", "question,answer\nhöher?,1\n".encode("latin-1"), "not UTF-8.*0xf6.*save it as"),
         ("a.txt", b"text", "unknown kind of file '.txt'; readable are .json"),
     ],
 )
