@@ -46,7 +46,7 @@ def test_the_model_around_an_adapter_is_named(rows: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "override",
-    ["model.lora.targets=llm,", "model.lora.targets=", "model.lora.exclude=,"],
+    ["model.lora.targets=llm,", "model.lora.exclude=,"],
 )
 def test_a_name_that_is_empty_is_not_every_name(rows: Path, override: str) -> None:
     name, _, _ = override.partition("=")
@@ -54,6 +54,18 @@ def test_a_name_that_is_empty_is_not_every_name(rows: Path, override: str) -> No
         check(config(rows, "model.train=lora", override), "rl")
     with pytest.raises(ConfigError, match=r"model\.train: nothing stands beside a comma; try"):
         check(config(rows, "model.train=freeze:vision,"), "rl")
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets: no layer is named; try"):
+        check(config(rows, "model.train=lora", "model.lora.targets="), "rl")
+
+
+def test_adapters_that_are_left_over_are_taken_out(rows: Path) -> None:
+    """Whoever asks for another way of training is not told to undo that."""
+    left = config(rows, "model.lora.rank=8", "model.train=freeze:vision")
+    with pytest.raises(ConfigError, match=r"rank: has no effect .*: model\.lora=\{\}$"):
+        check(left, "rl")
+    check(config(rows, "model.lora.rank=8", "model.train=freeze:vision", "model.lora={}"), "rl")
+    with pytest.raises(ConfigError, match=r"try model\.train=lora$"):
+        check(config(rows, "model.lora.rank=8"), "rl")
 
 
 @pytest.mark.parametrize(

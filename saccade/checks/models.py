@@ -60,7 +60,8 @@ def patterns(config: Config) -> Iterator[str]:
     for name, listed in written.items():
         for pattern in (text.strip() for text in listed):
             if not pattern and len(listed) > (name == "model.lora.exclude"):
-                yield f"{name}: nothing stands beside a comma; try {name}={EXAMPLES[name]}"
+                flaw = "nothing stands beside a comma" if len(listed) > 1 else "no layer is named"
+                yield f"{name}: {flaw}; try {name}={EXAMPLES[name]}"
             if not pattern.startswith("re:"):
                 continue
             try:
@@ -148,10 +149,11 @@ def engine_options(config: Config) -> Iterator[str]:
 
 def lora(config: Config) -> Iterator[str]:
     model = config.model
+    # Who asked for another way of training has adapters left over from a file.
+    asked = "train" in model.model_fields_set
+    mend = "take adapters out: model.lora={}" if asked else "try model.train=lora"
     for name in chosen(model.lora) if model.train not in ADAPTED else ():
-        yield (
-            f"model.lora.{name}: has no effect with model.train={model.train}; try model.train=lora"
-        )
+        yield f"model.lora.{name}: has no effect with model.train={model.train}; {mend}"
     if model.lora.vision and model.lora.targets != "all-linear":
         yield (
             f"model.lora.vision: has no effect with model.lora.targets={model.lora.targets}; "

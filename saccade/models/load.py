@@ -248,10 +248,15 @@ def trainable_table(model: nn.Module, family: Family) -> dict[str, Any]:
 
 
 def describe_trained(model: nn.Module, family: Family) -> str:
-    table = trainable_table(model, family)
-    towers = (f"{tower} {part:,} of {part + rest:,}" for tower, (part, rest) in table.items())
+    adapted = hasattr(model, "peft_config")
+    towers = (
+        f"{tower} {part:,} in adapters beside {rest:,}"
+        if adapted and part and rest
+        else f"{tower} {part:,} of {part + rest:,}"
+        for tower, (part, rest) in trainable_table(model, family).items()
+    )
     text = f"trained weights: {', '.join(towers)}"
-    if hasattr(model, "peft_config") and (apart := experts.count(model)):
+    if adapted and (apart := experts.count(model)):
         text += f"; no adapter reaches the {apart:,} of experts, which are no linear layers"
     return text
 

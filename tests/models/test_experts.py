@@ -102,7 +102,7 @@ def test_adapters_sit_in_the_attention_and_the_run_says_so(load, family_of, grow
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 4 * 2 and all(".self_attn." in name for name in trained)
     assert describe_trained(model, family).endswith(
-        "llm 3,584 of 243,008; "
+        "llm 3,584 in adapters beside 239,424; "
         "no adapter reaches the 196,608 of experts, which are no linear layers"
     )
     for parameter in lora.adapters(model).values():

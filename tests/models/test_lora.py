@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest import pack
 from saccade.models import lora
 from saccade.models.families import Family
-from saccade.models.load import load_model, trainable_table
+from saccade.models.load import describe_trained, load_model, trainable_table
 from saccade.types import Batch, Message, Request, Sampling
 
 peft = pytest.importorskip("peft")
@@ -129,6 +130,15 @@ def test_a_missing_package_comes_with_its_install_line(monkeypatch, adapted, pac
     monkeypatch.setattr(lora, "find_spec", lambda name: None if name == package else find(name))
     with pytest.raises(EnvironmentProblem, match=rf"{package}.*pip install .*\[{extra}\]"):
         lora.require(package, extra)
+
+
+def test_a_model_does_not_seem_to_grow_with_its_adapters(adapted, family_of):
+    family, said = family_of(VISION), []
+    for rank in (4, 8):
+        said.append(describe_trained(adapted(VISION, rank=rank), family))
+    small, large = (re.findall(r"llm ([\d,]+) in adapters beside ([\d,]+)", s)[0] for s in said)
+    assert small[0] != large[0] and small[1] == large[1]
+    assert all("vision 0 of " in text for text in said)
 
 
 def test_only_adapters_are_trained_and_only_they_have_a_state(adapted, family_of):

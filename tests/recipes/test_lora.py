@@ -76,7 +76,7 @@ def test_a_tower_of_its_own_and_its_learning_rate(
 
 def test_the_note_counts_what_is_trained(trained: dict[str, Any]) -> None:
     log = (last(trained).parent.parent / "log.txt").read_text()
-    assert "trained weights: vision 0 of" in log and "llm 8,192 of" in log
+    assert "trained weights: vision 0 of" in log and "llm 8,192 in adapters beside" in log
 
 
 # -- going on --------------------------------------------------------------------------------------
