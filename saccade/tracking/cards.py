@@ -8,11 +8,11 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterable, Mapping
-from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from saccade.tracking.markup import escape
 from saccade.tracking.metrics import RIGHT, WRONG
 
 Record = Mapping[str, Any]

@@ -13,8 +13,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
+
+from saccade.tracking.markup import escape
 
 Point = tuple[float, float]
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from saccade.tracking.cards import Record, golds, question, shortened, tone_of
+from saccade.tracking.markup import escape
 
 TEMPLATE = Path(__file__).with_name("episodes.html")
 MOST = 64  # episodes of one page

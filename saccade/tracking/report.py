@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from itertools import groupby
 from pathlib import Path
 from string import Template
@@ -27,6 +26,7 @@ from saccade.tracking.cards import rollout_cards
 from saccade.tracking.episodes import write_episodes
 from saccade.tracking.folder import CONFIG, MANIFEST, TRAJECTORIES
 from saccade.tracking.loggers import read_metrics
+from saccade.tracking.markup import escape
 from saccade.tracking.sections import Cell, Estimate, Rows, Table
 from saccade.tracking.trajectories import read_trajectories, stored_steps
 

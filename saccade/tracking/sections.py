@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from saccade.tracking import charts
 from saccade.tracking.charts import Point, Series
+from saccade.tracking.markup import escape
 
 Rows = Sequence[Mapping[str, Any]]
 

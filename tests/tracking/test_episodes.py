@@ -29,7 +29,7 @@ def call(box: list[float], source: str) -> str:
 
 
 TURNS = [
-    f"{EVIL} look closer" + call([0.5, 0, 1, 0.5], "original_image"),
+    f"{EVIL} \0look closer" + call([0.5, 0, 1, 0.5], "original_image"),
     call([0, 0, 1, 1], "observation_9"),
     call([0.5, 0.5, 1, 1], "observation_1"),
     call([0, 0.5, 0.5, 1], "original_image"),
@@ -128,6 +128,7 @@ def test_the_page_without_a_browser(run: Path) -> None:
     text = page.read_text()
     assert text.count('<article class="episode">') == 2  # the one with a single turn is not there
     assert text.count('<section class="turn">') == 8 and "<script>document" not in text
+    assert "\0" not in text and "␀look" in text
     boxes = [line.split(" ", 1)[1] for line in text.split("<rect class=")[1:] if "box" in line[:5]]
     assert boxes[0].startswith('x="400.00" y="0.00" width="400.00" height="200.00"')
     assert boxes[1].startswith('x="600.00" y="100.00" width="200.00" height="100.00"')  # the root

@@ -29,7 +29,7 @@ from saccade.tracking.report import before_after, from_run, write_report
 from saccade.tracking.sections import Estimate, Table
 from saccade.tracking.trajectories import TrajectoryWriter, read_trajectories
 
-EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\0\x08"
 VOID = {"meta", "img", "br", "link"}
 
 
@@ -156,6 +156,7 @@ def test_nothing_foreign_becomes_markup(tmp_path: Path, build: SimpleNamespace) 
         appendix={EVIL: EVIL},
     )
     page = Page(path.read_text())
+    assert not re.search(r"[\0-\x08\x0b-\x1f]", path.read_text()) and "␀␈" in path.read_text()
     assert "script" not in page.tags and "img" not in page.tags
     assert page.events == [] and page.links == []
     assert "default-src 'none'" in path.read_text()
