@@ -225,9 +225,9 @@ def _total(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor, mask: Tensor) -> Tensor:
-    """Of values that are never negative; 0 when there are none."""
-    inside = values.where(mask, 0.0)
-    return inside.max() if len(inside) else inside.sum()
+    """-inf when there are none."""
+    inside = values.where(mask, -torch.inf)
+    return inside.max() if len(inside) else inside.new_full((), -torch.inf)
 
 
 def to_metrics(
@@ -259,7 +259,8 @@ def to_metrics(
         for name in one.per_kind:
             metrics.add(name, next(numbers), next(numbers))
         for name in one.maxima:
-            metrics.add_max(name, next(numbers))
+            if (largest := next(numbers)) != -torch.inf:  # of nothing nothing is claimed
+                metrics.add_max(name, largest)
     metrics.add("policy/kl_coef", algorithm.kl.coef)
     metrics.add("policy/entropy_coef", algorithm.entropy.coef)
     return metrics
