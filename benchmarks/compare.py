@@ -29,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from parts import LIMIT, Bench, ensure_model, read, run, shown, warm, write
+from parts import LIMIT, Bench, Help, ensure_model, read, run, shown, warm, write
 from works import sequences
 
 
@@ -167,18 +167,24 @@ def is_ours(part: Mapping[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--folder", type=Path, default=Path("runs/compare"), help="for all files")
     parser.add_argument("--out", type=Path, help="the JSON file; FOLDER/results.json unless given")
     parser.add_argument(
         "--model", type=Path, help="model folder; FOLDER/model, built, unless given"
     )
-    parser.add_argument("--part", nargs="*", choices=list(PARTS), metavar="PART", help="run these")
+    parser.add_argument(
+        "--part",
+        nargs="*",
+        choices=list(PARTS),
+        metavar="PART",
+        help="run these; those without a result unless given",
+    )
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="results of other calls")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and little work")
-    parser.add_argument("--steps", type=int, help="of each part, the first warms up")
+    parser.add_argument(
+        "--steps", type=int, help="of each part, the first warms up; 2 or 3 unless given"
+    )
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of one part")
     parser.add_argument("--trl-micro", type=int, default=16, help="sequences of a forward of TRL")
     parser.add_argument("--set", nargs="*", default=[], help="options of saccade: key=value")

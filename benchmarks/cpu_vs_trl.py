@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from compare import SYSTEMS, differences
-from parts import Bench, ensure_model, run
+from parts import Bench, Help, ensure_model, run
 from works import parse, sequences
 
 WORK = "T1,prompts=8,samples=8,side=112,prompt=64,new=64"
@@ -27,9 +27,7 @@ PHASES = ("whole", "rollout", "update")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--folder", type=Path, default=Path("runs/cpu_vs_trl"), help="for results")
     parser.add_argument("--work", default=WORK, help="NAME[,key=number…] of benchmarks/works.py")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each, at least 1")

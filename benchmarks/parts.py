@@ -8,6 +8,7 @@ A program reads --model, --work, --steps and --data, and writes a JSON file to -
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -26,6 +27,13 @@ from works import parse, write_rows
 HERE = Path(__file__).resolve().parent
 LIMIT = 520.0  # seconds of one part
 LOOK = 0.5  # seconds between two looks at the memory of the GPU
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The description as it is written, and the defaults of options that have one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
 
 
 @dataclass(frozen=True, kw_only=True)

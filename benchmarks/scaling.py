@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parts import LIMIT, Bench, ensure_model, read, run, shown, warm, write
+from parts import LIMIT, Bench, Help, ensure_model, read, run, shown, warm, write
 from works import parse
 
 
@@ -211,11 +211,11 @@ def _plain(base: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--folder", type=Path, default=Path("runs/scaling"), help="for all files")
-    parser.add_argument("--axis", nargs="+", choices=list(AXES), default=list(AXES))
+    parser.add_argument(
+        "--axis", nargs="+", choices=list(AXES), default=list(AXES), help="vary these"
+    )
     parser.add_argument("--ends", action="store_true", help="of long axes only base and ends")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="results of other calls")
     parser.add_argument("--show", action="store_true", help="run nothing, print what is there")

@@ -4,6 +4,7 @@ work, what is asked of every system, what the tables divide by what.
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -43,6 +44,25 @@ def test_works_are_written_as_a_name_and_changes() -> None:
     assert parse("W1,prompts=64,new=8") == parse("W1") | {"prompts": 64, "new": 8}
     with pytest.raises(SystemExit, match="tokens=3: write one of prompts"):
         parse("W1,tokens=3")
+
+
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        ("compare", ("runs/compare)", "(default: 520.0)", "(default: 16)")),
+        ("scaling", ("runs/scaling)", "(default: 520.0)", "(default: ['")),
+    ],
+)
+def test_help_shows_the_defaults_that_there_are(
+    program: str, shown: tuple[str, ...], monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", [program, "--help"])
+    with pytest.raises(SystemExit):
+        importlib.import_module(program).main()
+    text = capsys.readouterr().out
+    assert all(default in text for default in shown)
+    assert not any(nothing in text for nothing in ("default: None", "default: []", "default: F"))
 
 
 def test_equal_work_has_no_differences() -> None:
