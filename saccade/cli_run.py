@@ -151,11 +151,12 @@ def print_report(report: Report) -> None:
         "filtered by the mapping": report.filtered,
     }
     others = "".join(f", {n} {what}" for what, n in counts.items() if n or what == "bad")
+    looked_at = "decoded" if report.decoded else "with a readable header"
     lines = {
         "rows": f"{report.rows}, {report.good} good{others}",
         "format": ", ".join(f"{name}: {format}" for name, format in report.formats.items()),
         "media" if {"video", "audio", "series"} & set(report.media_kinds) else "images": (
-            f"{report.images} {'decoded' if report.decoded else 'with a readable header'}"
+            f"{report.images} different, {looked_at}"
         ),
         "answers": f"{report.gold_rate:.1%} of the good rows",
         "duplicate ids": "0",

@@ -542,6 +542,13 @@ def test_check_data_counts_rows_that_repeat_or_lack_an_answer(tmp_path: Path) ->
     assert "4 of 10 rows have no answer, and exact abstains" in result.stdout
 
 
+def test_check_data_says_that_it_counts_a_picture_once(counting: Path) -> None:
+    first, *_ = counting.read_text().splitlines()
+    counting.write_text(first + "\n" + first + "\n")
+    result = run("check-data", str(counting))
+    assert "2 good" in result.stdout and "1 different, decoded" in result.stdout
+
+
 def test_a_data_file_is_no_config(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "2+2?"}\n')
     result = run("rl", str(tmp_path / "rows.jsonl"))
