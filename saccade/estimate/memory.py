@@ -10,7 +10,7 @@ from saccade import footprint
 from saccade.backends.features import MAX_BYTES as FEATURE_BYTES
 from saccade.backends.memory import MARGIN
 from saccade.config import Config
-from saccade.engines.embedded.cache import CPU_CACHE_BYTES
+from saccade.engines.embedded.cache import CPU_CACHE_BYTES, GPU_CACHE_SHARE
 from saccade.engines.embedded.pages import POOL_SHARE
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS
 from saccade.estimate.plan import Plan
@@ -21,6 +21,7 @@ from saccade.types import Batch
 
 GIB = 2**30
 POOL = "keys and values"
+SMALLEST_PREFILL = 1024  # tokens: the engine would halve further, and take long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,27 +132,55 @@ def _features(plan: Plan) -> list[Item]:
 
 
 def _rollout(plan: Plan, free: float) -> list[Item]:
+    """The pool of keys and values comes first and takes a share of what is free; prompts that find
+    too little in the rest are computed in smaller pieces.
+    """
     shape, element, step = plan.policy.shape, plan.element, plan.step
     per_token = shape.kv_bytes(element) / GIB
-    wanted = plan.sequences * step.mean_length * per_token
-    prompts = min(plan.config.train.prompts_per_step, -(-PREFILL_TOKENS // step.mean_prompt))
-    prefill = footprint.prefill_bytes(
-        shape, int(prompts * step.mean_prompt), int(prompts * step.mean_patches), element=element
-    )
+    wanted = plan.sequences * (step.mean_length if plan.paged else step.longest) * per_token
     drawn = float(plan.sequences * shape.vocabulary * element)
-    beside = (prefill + drawn) / GIB
-    room = POOL_SHARE * free if plan.device.is_gpu else CPU_CACHE_BYTES / GIB
-    # The engine knows no margin: it leaves a share of that, too, to what lies beside the pool.
-    if beside <= (1 - POOL_SHARE) * (free + MARGIN * plan.device.memory):
-        room = min(room, (free - beside) * (1 - 1e-9))  # rounding must not lift it over the limit
+    whole, least = ((size + drawn) / GIB for size in _prefill(plan))
+    margin = MARGIN * plan.device.memory  # of which the engine knows nothing: it is shared, too
+    if plan.device.is_gpu:
+        share = POOL_SHARE if plan.paged else GPU_CACHE_SHARE
+        room = share * free
+        if least <= (1 - share) * (free + margin):
+            room = min(room, (free - least) * (1 - 1e-9))  # rounding must not exceed the limit
+    else:  # it knows only one size
+        room, least = CPU_CACHE_BYTES / GIB, whole
     # The pool takes what there is, as long as one sequence finds room.
     pool = max(min(wanted, room), step.longest * per_token)
+    left = (free - pool) * (1 - 1e-9)
+    beside = max(least, min(whole, left))
     fitting = min(plan.sequences, int(pool / wanted * plan.sequences))
-    note = f"{fitting} of {plan.sequences} sequences at a time, {step.mean_length:.0f} tokens each"
+    held = f"{fitting} of {plan.sequences} sequences at a time, {step.mean_length:.0f} tokens each"
+    cut = f"prompts in pieces, all at once {whole:.2f}" if whole > left + margin > least else ""
     return [
-        Item(name=POOL, gib=pool, phase="rollout", note=note),
-        Item(name="prompts and logits", gib=beside, phase="rollout"),
+        Item(name=POOL, gib=pool, phase="rollout", note=held),
+        Item(name="prompts and logits", gib=beside, phase="rollout", note=cut),
     ]
+
+
+def _prefill(plan: Plan) -> tuple[float, float]:
+    """Bytes of one forward over prompts, and of the smallest that the engine halves it to where
+    memory is short: a picture is never cut, without pages no prompt is.
+    """
+    step, cut = plan.step, plan.paged
+    uncut = [group.trajectories[0] for group in step.groups]
+    if cut:
+        units = [(span.length, footprint.patches([span])) for one in uncut for span in one.media]
+    else:
+        units = [(one.prompt_length, footprint.patches(one.media)) for one in uncut]
+    tokens, seen = max(units, default=(0, 0))
+    most = max(PREFILL_TOKENS, tokens) if cut else PREFILL_TOKENS + tokens
+    together = min(plan.config.train.prompts_per_step * step.mean_prompt, most)
+    pictures = max(seen, together / step.mean_prompt * step.mean_patches)
+    sizes = ((together, pictures), (min(together, max(tokens, SMALLEST_PREFILL)), seen))
+    whole, least = (
+        footprint.prefill_bytes(plan.policy.shape, int(n), int(m), element=plan.element)
+        for n, m in sizes
+    )
+    return whole, least
 
 
 # -- update ----------------------------------------------------------------------------------------

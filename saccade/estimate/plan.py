@@ -37,6 +37,11 @@ class Plan:
         return self.config.model.train in ADAPTED
 
     @property
+    def paged(self) -> bool:
+        """How the engine keeps keys and values; else every sequence has a slot."""
+        return self.device.is_gpu and self.element == 2
+
+    @property
     def limit(self) -> float:
         """GiB that can be planned with."""
         context = CONTEXT_GIB if self.device.is_gpu else 0.0
