@@ -420,6 +420,33 @@ def test_smaller_adapters_lift_the_limit_too(large):
     assert smaller.memory.fits
 
 
+def test_a_rollout_with_fewer_sequences_leaves_room_for_a_large_picture(large):
+    """Of 7.2 GiB a fifth is too small for 1.7, whatever the pool takes."""
+    tight, work = devices.Device(name="tight", memory=18.3), (3472, 15541, 1024)
+    found = planned(large, tight, work, *LONG)
+    assert not found.memory.fits and found.memory.peaks["update"] < found.memory.limit
+    assert found.advice[0] == "rollout.max_sequences=8"
+    assert planned(large, tight, work, *LONG, found.advice[0]).memory.fits
+
+
+def test_options_together_are_no_stronger_than_they_have_to_be(large):
+    """All weights of a 3B in 6.3 GiB: adapters of rank 64 would be too large, too."""
+    small = devices.Device(name="small", memory=6.3)
+    (together,) = planned(large, small, W1).advice
+    chosen = dict(lever.split("=") for lever in together.split())
+    names = ["train.micro_tokens", "train.optimizer", "model.train", "model.lora.rank"]
+    assert list(chosen) == names
+
+    def fits(changed: dict[str, str]) -> bool:
+        return planned(large, small, W1, *map("=".join, changed.items())).memory.fits
+
+    assert fits(chosen)
+    milder = {"train.optimizer": "adamw", "model.train": "lora"}
+    milder |= {name: f"{2 * int(chosen[name])}" for name in (names[0], names[3])}
+    for name, value in milder.items():
+        assert not fits(chosen | {name: value}), name
+
+
 def test_nothing_helps_only_after_everything_was_tried(large):
     found = planned(large, devices.Device(name="toy", memory=2.0), W1)
     assert found.advice == ()
@@ -441,16 +468,18 @@ def test_options_that_save_memory_and_their_values(large):
         "train.micro_tokens=4096",
         "train.micro_tokens=2048",
         "train.micro_tokens=1024",
-        *(f"rollout.max_sequences={n}" for n in (256, 128, 64, 32)),
+        *(f"rollout.max_sequences={2**n}" for n in range(8, -1, -1)),
         "train.optimizer=adamw_bf16",
         "model.train=lora",
         "model.train=qlora",
+        *(f"model.lora.rank={rank}" for rank in (32, 16, 8)),
         "rollout.max_tokens=512",
         "rollout.max_tokens=256",
         "data.max_pixels=501760",
         "data.max_pixels=250880",
         "data.max_pixels=125440",
         "data.max_pixels=62720",
+        "data.max_pixels=50176",
     ]
 
 

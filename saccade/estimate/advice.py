@@ -8,7 +8,7 @@ from saccade.estimate.plan import Plan
 from saccade.rewards.learned import model_terms
 
 SMALLEST_BATCH, SHORTEST_RESPONSE = 1024, 256  # tokens
-SMALLEST_PICTURE = 224 * 224
+SMALLEST_PICTURE, SMALLEST_RANK = 224 * 224, 8
 
 Fits = Callable[[Sequence[str]], bool]  # with these options changed
 
@@ -17,17 +17,29 @@ def advice(plan: Plan, fits: Fits) -> Iterator[str]:
     """Every option that is enough alone; if none is, some that are enough together."""
     options = levers(plan)
     alone = [lever for values in options if (lever := _first(values, fits))]
-    yield from alone
     if alone:
-        return
-    together: list[str] = []
-    for values in options:
-        before = [lever for lever in together if _key(lever) != _key(values[0])]
-        enough = next((v for v in values if fits([*before, v])), None)
-        together = [*before, enough or values[-1]]
-        if enough:
-            yield " ".join(_needed(together, fits))
-            return
+        yield from alone
+    elif together := _together(options, fits):
+        yield " ".join(together)
+
+
+def _together(options: Sequence[Sequence[str]], fits: Fits) -> list[str]:
+    """From the strongest value of every option back to the mildest ones that still fit, or to none
+    of an option, those that cost most first. Nothing where the strongest are not enough.
+    """
+    values: dict[str, list[str]] = {}
+    for option in options:
+        values.setdefault(_key(option[0]), []).extend(option)
+    chosen = {name: found[-1] for name, found in values.items()}
+    if not fits(list(chosen.values())):
+        return []
+    for name in reversed(values):
+        others = [value for other, value in chosen.items() if other != name]
+        if fits(others):
+            del chosen[name]
+        else:
+            chosen[name] = next(value for value in values[name] if fits([*others, value]))
+    return list(chosen.values())
 
 
 def levers(plan: Plan) -> list[list[str]]:
@@ -51,10 +63,10 @@ def levers(plan: Plan) -> list[list[str]]:
         [f"model.checkpointing={mode}" for mode in recompute],
         smaller["train.micro_tokens"],
         ["reward.offload=true"] if model_terms(reward) and not reward.offload else [],
-        [f"rollout.max_sequences={n}" for n in (256, 128, 64, 32) if n < plan.sequences],
+        [f"rollout.max_sequences={n}" for n in _halves(plan.sequences, 1)],
         ["train.optimizer=adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else [],
         *([f"model.train={kind}"] for kind in adapters),
-        [f"model.lora.rank={rank}" for rank in _halves(model.lora.rank, 8) if plan.adapted],
+        [f"model.lora.rank={rank}" for rank in _halves(model.lora.rank, SMALLEST_RANK)],
         smaller["rollout.max_tokens"],
         smaller["data.max_pixels"],
     ]
@@ -62,24 +74,16 @@ def levers(plan: Plan) -> list[list[str]]:
 
 
 def _halves(value: int, least: int) -> list[int]:
+    """Down to the least itself."""
     found = []
-    while (value := value // 2) >= least:
+    while value > least:
+        value = max(value // 2, least)
         found.append(value)
     return found
 
 
 def _first(values: Sequence[str], fits: Fits) -> str | None:
     return next((value for value in values if fits([value])), None)
-
-
-def _needed(together: Sequence[str], fits: Fits) -> list[str]:
-    """Without those that the others do not need."""
-    needed = list(together)
-    for lever in together:
-        without = [other for other in needed if other != lever]
-        if without and fits(without):
-            needed = without
-    return needed
 
 
 def _key(lever: str) -> str:
