@@ -81,7 +81,7 @@ def estimate(
         return typical_prompts(changed, family, prompt_tokens=prompt_tokens, image=image)
 
     def planned(*changes: str) -> Plan:
-        changed = load(config, changes)
+        changed = load(config, " ".join(changes).split())
         algorithm = from_config(changed)
         step = make_step(changed, algorithm, family, prompts(changed.data.max_pixels)[0])
         return make_plan(changed, algorithm, device, step, build)

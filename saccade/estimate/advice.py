@@ -51,6 +51,7 @@ def levers(plan: Plan) -> list[list[str]]:
     )
     recompute = {"off": ["auto", "on"], "auto": ["on"], "on": []}[model.checkpointing]
     adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
+    without = " train.ema=0" if train.ema else ""  # adapters are not averaged
     pictures = any(batch.media for batch in plan.step.batches)
     smallest = max(data.min_pixels, SMALLEST_PICTURE) if pictures else data.max_pixels
     halves = {
@@ -65,7 +66,8 @@ def levers(plan: Plan) -> list[list[str]]:
         ["reward.offload=true"] if model_terms(reward) and not reward.offload else [],
         [f"rollout.max_sequences={n}" for n in _halves(plan.sequences, 1)],
         ["train.optimizer=adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else [],
-        *([f"model.train={kind}"] for kind in adapters),
+        ["train.ema=0"] if train.ema else [],
+        *([f"model.train={kind}{without}"] for kind in adapters),
         [f"model.lora.rank={rank}" for rank in _halves(model.lora.rank, SMALLEST_RANK)],
         smaller["rollout.max_tokens"],
         smaller["data.max_pixels"],

@@ -8,7 +8,8 @@ from saccade.images.cache import DECODED
 from saccade.models.families.pixels import CACHE_BYTES
 
 PROCESS_GIB = 2.0  # libraries and the context of CUDA, as one H200 showed
-STATE = ("fp32 masters", "moments")  # how items begin that a checkpoint holds beside the weights
+# How items begin that a checkpoint holds beside the weights.
+STATE = ("fp32 masters", "moments", "average")
 
 
 def host_of(plan: Plan, memory: Memory) -> tuple[Item, ...]:
@@ -18,7 +19,10 @@ def host_of(plan: Plan, memory: Memory) -> tuple[Item, ...]:
     if not plan.device.is_gpu:
         return ()
     weights = plan.whole.weights * len(plan.learners) / GIB  # of adapters the merged ones
-    state = sum(item.gib for item in memory.items if item.name.startswith(STATE))
+    if plan.config.train.ema:  # in a model folder, beside what it goes on from
+        weights += plan.whole.weights / GIB
+    kept = (*STATE, "reference") if plan.algorithm.reference_moves else STATE
+    state = sum(item.gib for item in memory.items if item.name.startswith(kept))
     items = [
         Item(name="the process", gib=PROCESS_GIB, phase="always"),
         Item(name="weights while they load", gib=plan.whole.weights / GIB, phase="start"),

@@ -63,7 +63,7 @@ def total(items: Sequence[Item]) -> float:
 
 
 def memory_of(plan: Plan) -> Memory:
-    always = [*_model(plan.policy, plan, ""), *_reference(plan), *_features(plan), *_learned(plan)]
+    always = [*_model(plan.policy, plan, ""), *_followers(plan), *_features(plan), *_learned(plan)]
     if plan.critic is not None:
         always += _model(plan.critic, plan, " of the critic")
     free = plan.limit - total(always)
@@ -88,17 +88,21 @@ def _model(model: Skeleton, plan: Plan, whose: str) -> list[Item]:
     ]
 
 
-def _reference(plan: Plan) -> list[Item]:
-    """Another copy of the model, unless it is the policy without its adapters."""
-    if not plan.algorithm.needs_reference:
-        return []
-    update = plan.algorithm.kl.update
-    if plan.adapted:
-        size = plan.element * plan.policy.trained if update == "copy" else 0.0
-    else:  # a moving average is kept in fp32
-        averaged = update == "ema" and plan.element < 4
-        size = plan.whole.weights * (3 if averaged else 1)
-    return [Item(name="reference", gib=size / GIB, phase="always")] if size else []
+def _followers(plan: Plan) -> list[Item]:
+    """Other copies of the model: a reference, unless it is the policy without its adapters, and an
+    average of the weights. One that moves by little is kept in fp32 beside its weights.
+    """
+    averaged = plan.whole.weights * (3 if plan.element < 4 else 1)
+    sizes = {"average": averaged if plan.config.train.ema else 0.0}
+    if plan.algorithm.needs_reference:
+        update = plan.algorithm.kl.update
+        if plan.adapted:
+            sizes["reference"] = plan.element * plan.policy.trained if update == "copy" else 0.0
+        else:
+            sizes["reference"] = averaged if update == "ema" else plan.whole.weights
+    return [
+        Item(name=name, gib=size / GIB, phase="always") for name, size in sizes.items() if size
+    ]
 
 
 def _learned(plan: Plan) -> list[Item]:
