@@ -89,6 +89,11 @@ def says_otherwise(name: str, device: Device) -> bool:
     return not fits and "gh200" not in name.lower()
 
 
+def in_precision(device: Device, dtype: str) -> Device:
+    """As `model.dtype` uses it: of full precision the table knows no peak."""
+    return replace(device, tflops=None) if dtype == "float32" else device
+
+
 def total_bytes(device: Any) -> int:
     """Memory of the GPU, or the share of it that this process may take."""
     import torch

@@ -633,6 +633,14 @@ def test_a_large_group_is_a_multiple_of_some_of_its_members(large):
     assert many.pace.tflop["rollout"] == pytest.approx(whole)
 
 
+def test_full_precision_has_no_seconds(large):
+    found = planned(large, H200, W1, "model.dtype=float32")
+    assert found.memory.fits and found.pace.seconds == {} and found.pace.tflop["update"] > 0
+    assert found.notes == ("no seconds with model.dtype=float32: peaks are known in bfloat16 only",)
+    unknown = devices.Device(name="other", memory=139.8)  # it has none anyway
+    assert planned(large, unknown, W1, "model.dtype=float32").notes == ()
+
+
 def test_longer_responses_take_more(large):
     short, long = (planned(large, H200, (448, 374, new)) for new in (256, 1024))
     assert long.pace.seconds["rollout"] > 3 * short.pace.seconds["rollout"]

@@ -16,7 +16,7 @@ from functools import cache
 
 from saccade.algorithms.build import from_config
 from saccade.config import Config, load
-from saccade.devices import Device, no_limit
+from saccade.devices import Device, in_precision, no_limit
 from saccade.estimate.advice import advice
 from saccade.estimate.host import host_of
 from saccade.estimate.memory import Item, Memory, memory_of, reward_folders, weights_in
@@ -70,6 +70,8 @@ def estimate(
         notes += missing_rows(config)
     if config.run.memory is not None and device.is_gpu:
         device = replace(device, memory=min(device.memory, config.run.memory))
+    if (device := in_precision(known := device, config.model.dtype)) != known:
+        notes.append("no seconds with model.dtype=float32: peaks are known in bfloat16 only")
     model, element = empty_model(config, family), element_of(config, device)
     build = cache(lambda train, lora: build_skeleton(lora, family, model, element, train))
 

@@ -199,7 +199,8 @@ class Run:
         """
         self.total, self._backend, self._family = total, backend, family
         self._parts = dict(parts or {})
-        self._device = devices.present(self.config.run.device)
+        device = devices.present(self.config.run.device)
+        self._device = devices.in_precision(device, self.config.model.dtype)
         self.console.expect(total)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

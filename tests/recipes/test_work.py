@@ -104,3 +104,10 @@ def test_no_shares_without_a_peak_or_a_time():
     unknown = devices.Device(name="Tesla T4", memory=15.0)
     assert work.shares(counted, times, unknown) == {}
     assert work.shares(counted, {"time/update": 0.0}, devices.named("H200")) == {}
+
+
+def test_full_precision_is_not_held_against_the_peak_of_half():
+    counted = {"flops/update": 1400.0, "bytes/rollout": 6000.0}
+    times = {"time/update": 3.0, "time/rollout": 2.0}
+    device = devices.in_precision(devices.named("H200"), "float32")
+    assert list(work.shares(counted, times, device)) == ["perf/bandwidth_rollout"]
