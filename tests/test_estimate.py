@@ -579,6 +579,11 @@ def test_prompts_do_not_depend_on_the_order_of_rows(large, tmp_path):
 def test_prompts_that_a_run_would_leave_out_are_told(large):
     (note,) = planned(large, H200, (224, 5000, 64)).notes
     assert note == "a run leaves prompts of 5000 tokens out: data.max_prompt_tokens=4096"
+    (note,) = planned(large, H200, (224, 5000, 64), "data.overlong=shrink").notes
+    assert note == "a run shortens prompts of 5000 tokens: data.max_prompt_tokens=4096"
+    config = load({"model.path": large, "data.max_prompt_tokens": 200})
+    (note,) = estimate(config, H200, image=(448, 448)).notes
+    assert note == "a run leaves prompts of 257 tokens out: data.max_prompt_tokens=200"
 
 
 def test_a_gpu_that_is_not_there_is_not_taken_for_a_cpu(large, monkeypatch):
@@ -612,6 +617,14 @@ def test_data_that_is_not_there_is_named(word_model):
     assert json.loads(result.stdout)["notes"] == [said]
     result = CliRunner().invoke(app, [*arguments, "--json", "--prompt-tokens", "40"])
     assert json.loads(result.stdout)["notes"] == []
+    result = CliRunner().invoke(app, [*arguments, "--json", "--image", "28x28"])
+    assert json.loads(result.stdout)["notes"] == [said]
+    result = CliRunner().invoke(app, [*arguments, "--json", "--image", "1400x1400"])
+    over, missing = json.loads(result.stdout)["notes"]
+    assert over.startswith("a run leaves prompts of")
+    assert missing == (
+        "data.train: trian.parquet not found, so of prompts only the picture is counted"
+    )
 
 
 def test_a_prompt_is_longer_than_its_picture(large):
@@ -744,6 +757,9 @@ def test_what_is_not_counted_is_said(large):
     assert "rollout.engine=vllm is not counted" in note and "holds 0.4" in note
     (note,) = planned(large, H200, W1, "rollout.replicas=2").notes
     assert "2 is not counted" in note
+    (note,) = planned(large, H200, W1, "env.name=crop").notes
+    assert note.startswith("of an episode of env.name=crop one response is counted")
+    assert planned(large, H200, W1, "env.name=crop", "env.max_turns=1").notes == ()
     (note,) = planned(large, H200, W1, "algorithm.preset=dapo").notes
     assert "one round of dynamic sampling is counted" in note and "max_rounds=" in note
 

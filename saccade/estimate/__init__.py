@@ -62,12 +62,6 @@ def estimate(
     notes = [*not_counted(config), *missing_rewards(config)]
     if unlimited := no_limit(config.run.memory, device):
         notes.append(unlimited)
-    if prompt_tokens is not None and prompt_tokens > (most := config.data.max_prompt_tokens):
-        notes.append(
-            f"a run leaves prompts of {prompt_tokens} tokens out: data.max_prompt_tokens={most}"
-        )
-    if samples is None and prompt_tokens is None and image is None:
-        notes += missing_rows(config)
     if config.run.memory is not None and device.is_gpu:
         device = replace(device, memory=min(device.memory, config.run.memory))
     if (device := in_precision(known := device, config.model.dtype)) != known:
@@ -88,6 +82,11 @@ def estimate(
         step = make_step(changed, algorithm, family, prompts(changed.data.max_pixels)[0])
         return make_plan(changed, algorithm, device, step, build)
 
+    first, about = prompts(config.data.max_pixels)
+    longest = max(map(len, first))
+    notes += too_long(config, longest)
+    if samples is None and prompt_tokens is None:
+        notes += missing_rows(config, longest)
     plan = planned()
     memory = memory_of(plan)
     if (chosen := plan.algorithm.filter).dynamic:
@@ -95,9 +94,14 @@ def estimate(
             "one round of dynamic sampling is counted; a step takes up to "
             f"algorithm.filter.max_rounds={chosen.max_rounds}"
         )
+    if config.env.turns > 1:
+        notes.append(
+            f"of an episode of env.name={config.env.name} one response is counted, and nothing "
+            "that the environment says"
+        )
     return Estimate(
         device=device,
-        prompts=prompts(config.data.max_pixels)[1],
+        prompts=about,
         memory=memory,
         host=host_of(plan, memory),
         pace=pace_of(plan, memory) if memory.fits else None,
@@ -128,9 +132,19 @@ def missing_rewards(config: Config) -> Iterator[str]:
             yield f"the reward model {folder} is not counted: no *.safetensors lie there"
 
 
-def missing_rows(config: Config) -> Iterator[str]:
+def missing_rows(config: Config, longest: int) -> Iterator[str]:
     if missing := missing_data(config):
-        yield (
-            f"data.train: {', '.join(missing)} not found, so prompts are as long as "
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} allows"
+        most = config.data.max_prompt_tokens
+        planned = f"prompts are as long as data.max_prompt_tokens={most} allows"
+        if longest > most:
+            planned = "of prompts only the picture is counted"
+        yield f"data.train: {', '.join(missing)} not found, so {planned}"
+
+
+def too_long(config: Config, longest: int) -> Iterator[str]:
+    if longest > (most := config.data.max_prompt_tokens):
+        happens = {"drop": "leaves {} out", "error": "stops at {}"}
+        what = happens.get(config.data.overlong, "shortens {}").format(
+            f"prompts of {longest} tokens"
         )
+        yield f"a run {what}: data.max_prompt_tokens={most}"
