@@ -679,6 +679,17 @@ def test_the_command_prints_items_and_seconds(large):
         assert word in result.output
 
 
+def test_rows_and_their_peaks_have_as_many_decimals(word_model):
+    arguments = ["estimate", f"model.path={word_model}", "--prompt-tokens", "40"]
+    result = CliRunner().invoke(app, [*arguments, "--device", "H200"])
+    memory, step = result.stdout.split("A step (seconds: an estimate)")
+    assert len(re.findall(r"peak .*\d\.\d", memory)) == 2
+    assert not re.search(r"\d\.\d[^\d]", memory) and "step " in step
+    result = CliRunner().invoke(app, [*arguments, "--device", "cpu", "model.checkpointing=on"])
+    memory, step = result.stdout.split("A step\n")
+    assert "seconds" not in step and "recomputed in the update" in step
+
+
 def test_the_command_refuses_what_cannot_fit_and_says_so_in_json_too(large):
     arguments = ["estimate", f"model.path={large}", "--device", "A100 40GB", "--json"]
     result = CliRunner().invoke(app, [*arguments, "--prompt-tokens", "500"])

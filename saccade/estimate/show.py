@@ -120,28 +120,28 @@ def show(found: Estimate) -> None:
             for phase in ("rollout", "update")
         ]
         table.add_row(item.name, *cells, item.note)
-    peaks = [f"{memory.peaks[phase]:.1f}" for phase in ("rollout", "update")]
-    table.add_row("peak", *peaks, f"of {memory.limit:.1f} that can be planned with", style="bold")
+    peaks = [f"{memory.peaks[phase]:.2f}" for phase in ("rollout", "update")]
+    table.add_row("peak", *peaks, f"of {memory.limit:.2f} that can be planned with", style="bold")
     console.print(table)
     if found.host:
         table = Table("GiB", "", "", title="Main memory", title_justify="left")
         for item in found.host:
             table.add_row(item.name, f"{item.gib:.2f}", item.note)
-        table.add_row("peak", f"{host_peak(found.host):.1f}", style="bold")
+        table.add_row("peak", f"{host_peak(found.host):.2f}", style="bold")
         console.print(table)
     for note in found.notes:
         console.print(note, highlight=False, markup=False)
     if found.pace is None:
         return
-    table = Table(
-        "phase", "TFLOP", "seconds", title="A step (seconds: an estimate)", title_justify="left"
-    )
-    seconds = found.pace.seconds
-    for phase, count in found.pace.tflop.items():
-        table.add_row(phase, f"{count:,.1f}", f"{seconds[phase]:.2f}" if seconds else "")
-    again = found.pace.recomputed
-    if again:
-        table.add_row("recomputed", f"{again:,.1f}", "in the update")
+    seconds, again = found.pace.seconds, found.pace.recomputed
+    title = "A step (seconds: an estimate)" if seconds else "A step"
+    table = Table("phase", "TFLOP", title=title, title_justify="left")
     if seconds:
-        table.add_row("step", "", f"{sum(seconds.values()):.1f}", style="bold")
+        table.add_column("seconds")
+    for phase, count in found.pace.tflop.items():
+        table.add_row(phase, f"{count:,.1f}", *([f"{seconds[phase]:.2f}"] if seconds else []))
+    if again:
+        table.add_row("recomputed in the update", f"{again:,.1f}")
+    if seconds:
+        table.add_row("step", "", f"{sum(seconds.values()):.2f}", style="bold")
     console.print(table)
