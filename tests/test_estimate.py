@@ -474,6 +474,14 @@ def test_options_together_are_no_stronger_than_they_have_to_be(large):
         assert not fits(chosen | {name: value}), name
 
 
+def test_a_rank_above_that_of_the_matrices_is_told(large):
+    high = ("model.train=lora", "model.lora.rank=2049")
+    (note,) = planned(large, H200, W1, *high).notes
+    assert note == "model.lora.rank=2049 adds nothing to 2048, the rank of whole matrices"
+    assert planned(large, H200, W1, "model.train=lora", "model.lora.rank=2048").notes == ()
+    assert planned(large, H200, W1, "model.lora.rank=2049").notes == ()  # no adapters
+
+
 def test_nothing_helps_only_after_everything_was_tried(large):
     found = planned(large, devices.Device(name="toy", memory=2.0), W1)
     assert found.advice == ()

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from saccade.algorithms.build import from_config
-from saccade.config import Config, load
+from saccade.config import ADAPTED, Config, load
 from saccade.devices import Device, in_precision, no_limit
 from saccade.estimate.advice import advice
 from saccade.estimate.host import host_of
@@ -25,6 +26,7 @@ from saccade.estimate.plan import Plan, element_of, make_plan
 from saccade.estimate.sizing import (
     build_skeleton,
     empty_model,
+    full_rank,
     make_step,
     missing_data,
     prompts_of,
@@ -67,6 +69,7 @@ def estimate(
     if (device := in_precision(known := device, config.model.dtype)) != known:
         notes.append("no seconds with model.dtype=float32: peaks are known in bfloat16 only")
     model, element = empty_model(config, family), element_of(config, device)
+    notes += excessive_rank(config, model, family)
     build = cache(lambda train, lora: build_skeleton(lora, family, model, element, train))
 
     @cache
@@ -130,6 +133,14 @@ def missing_rewards(config: Config) -> Iterator[str]:
     for folder in reward_folders(config):
         if not weights_in(folder):
             yield f"the reward model {folder} is not counted: no *.safetensors lie there"
+
+
+def excessive_rank(config: Config, model: Any, family: Family) -> Iterator[str]:
+    settings = config.model.lora
+    if config.model.train in ADAPTED and settings.rank > (
+        full := full_rank(model, family, settings)
+    ):
+        yield f"model.lora.rank={settings.rank} adds nothing to {full}, the rank of whole matrices"
 
 
 def missing_rows(config: Config, longest: int) -> Iterator[str]:

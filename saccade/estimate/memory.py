@@ -100,9 +100,7 @@ def _followers(plan: Plan) -> list[Item]:
             sizes["reference"] = plan.element * plan.policy.trained if update == "copy" else 0.0
         else:
             sizes["reference"] = averaged if update == "ema" else plan.whole.weights
-    return [
-        Item(name=name, gib=size / GIB, phase="always") for name, size in sizes.items() if size
-    ]
+    return [Item(name=name, gib=size / GIB, phase="always") for name, size in sizes.items() if size]
 
 
 def _learned(plan: Plan) -> list[Item]:

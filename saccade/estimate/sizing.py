@@ -143,6 +143,12 @@ def _trained(model: Any, family: Family, settings: LoraConfig, train: str) -> di
     return found
 
 
+def full_rank(model: Any, family: Family, settings: LoraConfig) -> int:
+    """Of the largest matrix that gets an adapter: what exceeds it adds nothing."""
+    layers = map(model.get_submodule, lora.target_names(model, family, settings))
+    return max(min(layer.in_features, layer.out_features) for layer in layers)
+
+
 # -- a step ----------------------------------------------------------------------------------------
 
 
