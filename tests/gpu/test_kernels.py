@@ -137,7 +137,10 @@ def test_rotary_embeddings(dtype):
             assert (got - right).norm() <= 2 * limit * right.norm()
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen3"])
+FUSED = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen3"]
+
+
+@pytest.mark.parametrize("name", FUSED)
 def test_fused_modules_are_the_modules(name, family_of):
     from saccade.models.fused import fuse
     from saccade.models.load import load_model
