@@ -1,0 +1,35 @@
+import json
+from functools import cache
+
+import pytest
+
+from saccade.models import tiny
+from tests.estimate.works import SIZES, VISION
+
+
+@pytest.fixture(scope="module")
+def shaped(tmp_path_factory: pytest.TempPathFactory):
+    """Folders with the config of a Qwen2.5-VL and no weights, by its size."""
+
+    @cache
+    def build(size: str) -> str:
+        folder, text = tmp_path_factory.mktemp(size), SIZES[size]
+        tiny.build("qwen2_5_vl", folder)
+        described = json.loads((folder / "config.json").read_text())
+        half = text["hidden_size"] // text["num_attention_heads"] // 2
+        sections = [half // 4, 3 * half // 8, 3 * half // 8]
+        described["text_config"] |= text
+        described["text_config"]["layer_types"] = ["full_attention"] * text["num_hidden_layers"]
+        described["text_config"]["rope_parameters"]["mrope_section"] = sections
+        described["vision_config"] |= VISION | {"out_hidden_size": text["hidden_size"]}
+        described["tie_word_embeddings"] = text["tie_word_embeddings"]
+        (folder / "config.json").write_text(json.dumps(described))
+        (folder / "model.safetensors").unlink()
+        return str(folder)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def large(shaped) -> str:
+    return shaped("3b")

@@ -1,0 +1,152 @@
+"""The command."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from saccade import devices
+from saccade.cli import app
+from saccade.config import load
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.estimate import estimate, show
+from saccade.estimate.plan import element_of
+from saccade.models import tiny
+from tests.estimate.works import H200, W1, planned, sizes
+
+
+def test_the_command_prints_items_and_seconds(large):
+    arguments = ["estimate", f"model.path={large}", "--device", "4090", "--image", "448X448"]
+    result = CliRunner().invoke(app, [*arguments, "model.train=lora"])
+    assert result.exit_code == 0, result.output
+    for word in (
+        "RTX 4090, prompts",
+        "weights",
+        "keys and values",
+        "peak",
+        "an estimate",
+        "rollout",
+        "update",
+    ):
+        assert word in result.output
+
+
+def test_rows_and_their_peaks_have_as_many_decimals(word_model):
+    arguments = ["estimate", f"model.path={word_model}", "--prompt-tokens", "40"]
+    result = CliRunner().invoke(app, [*arguments, "--device", "H200"])
+    memory, step = result.stdout.split("A step (seconds: an estimate)")
+    assert len(re.findall(r"peak .*\d\.\d", memory)) == 2
+    assert not re.search(r"\d\.\d[^\d]", memory) and "step " in step
+    result = CliRunner().invoke(app, [*arguments, "--device", "cpu", "model.checkpointing=on"])
+    memory, step = result.stdout.split("A step\n")
+    assert "seconds" not in step and "recomputed in the update" in step
+
+
+def test_the_command_refuses_what_cannot_fit_and_says_so_in_json_too(large):
+    arguments = ["estimate", f"model.path={large}", "--device", "A100 40GB", "--json"]
+    result = CliRunner().invoke(app, [*arguments, "--prompt-tokens", "500"])
+    assert result.exit_code == 2
+    found = json.loads(result.stdout)
+    assert found["memory"]["fits"] is False and found["pace"] is None
+    assert found["advice"][0] == "model.train=lora"
+    assert "try model.train=lora" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "H201"], "known are GH200, B200, H200"),
+        (["--device", "RTX"], "known are GH200, B200, H200"),
+        (["--device", "A100 48 GB"], "the one in the table has 79.2 GiB"),
+        (["--prompt-tokens", "9999999"], "has 32768; try --prompt-tokens 16384"),
+        (["model.train=lora", "model.lora.dropout=0.1"], "try model.lora.dropout=0"),
+        (["--image", "big"], "such as 448x448"),
+        (["train.updates_per_step=999"], "train.updates_per_step"),
+    ],
+)
+def test_wrong_options_are_explained(large, options, message):
+    result = CliRunner().invoke(app, ["estimate", f"model.path={large}", *options])
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_cpu_has_memory_and_no_seconds(word_model):
+    arguments = ["estimate", f"model.path={word_model}", "--device", "cpu", "--json"]
+    result = CliRunner().invoke(app, [*arguments, "--prompt-tokens", "40"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0 and found["pace"]["seconds"] == {}
+    assert found["device"]["name"] == "CPU" and found["memory"]["limit"] > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "element"),
+    [
+        ("H200", "auto", 2),
+        ("H200", "float32", 4),
+        ("CPU", "auto", 4),
+        ("CPU", "bfloat16", 2),
+    ],
+)
+def test_weights_are_as_wide_as_they_will_be_loaded(device, dtype, element):
+    config = load({"model.dtype": dtype})
+    assert element_of(config, devices.Device(name=device, memory=64.0)) == element
+
+
+def test_an_unknown_architecture_is_refused(tmp_path):
+    folder = Path(tiny.build("qwen3", tmp_path / "model"))
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"model_type": "phi"}))
+    config = load({"model.path": str(folder)})
+    with pytest.raises(Exception, match="memory of a phi is not known"):
+        estimate(config, H200, prompt_tokens=10)
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni_thinker"])
+def test_a_tower_that_hears_is_refused(name, tmp_path):
+    config = load({"model.path": tiny.build(name, tmp_path / "model")})
+    with pytest.raises(EnvironmentProblem, match=f"memory of a {name} is not known.* hears"):
+        estimate(config, H200, prompt_tokens=10)
+
+
+def test_a_size_needs_two_numbers():
+    assert show.size_of("640x480") == show.size_of("640X480") == (640, 480)
+    with pytest.raises(ConfigError, match="448x448"):
+        show.size_of("0x480")
+
+
+def test_what_is_not_counted_is_said(large):
+    assert planned(large, H200, W1).notes == ()
+    vllm = planned(large, H200, W1, "rollout.engine=vllm", "rollout.memory_share=0.4")
+    (note,) = vllm.notes
+    assert "rollout.engine=vllm is not counted" in note and "holds 0.4" in note
+    (note,) = planned(large, H200, W1, "rollout.replicas=2").notes
+    assert "2 is not counted" in note
+    (note,) = planned(large, H200, W1, "env.name=crop").notes
+    assert note.startswith("of an episode of env.name=crop one response is counted")
+    assert planned(large, H200, W1, "env.name=crop", "env.max_turns=1").notes == ()
+    (note,) = planned(large, H200, W1, "algorithm.preset=dapo").notes
+    assert "one round of dynamic sampling is counted" in note and "max_rounds=" in note
+
+
+def test_a_reward_model_that_is_not_there_is_not_counted(large, tmp_path):
+    rated = f"reward.terms=[{{verifier: model, name: rm, args: {{path: {tmp_path}}}}}]"
+    kept = (rated, "reward.offload=false")
+    found = planned(large, H200, W1, *kept)
+    assert found.notes == (
+        f"the reward model {tmp_path} is not counted: no *.safetensors lie there",
+    )
+    (tmp_path / "model.safetensors").write_bytes(bytes(2**20))
+    found = planned(large, H200, W1, *kept)
+    assert found.notes == () and sizes(found)["reward models"] == 2**-10
+
+
+def test_a_limit_that_limits_nothing_is_said(large, word_model):
+    found = planned(large, H200, W1, "run.memory=500")
+    assert found.notes == ("run.memory=500 has no effect: H200 has 139.8 GiB to give",)
+    assert found.memory == planned(large, H200, W1).memory
+    assert planned(large, H200, W1, "run.memory=100").notes == ()
+    config = load({"model.path": word_model, "run.memory": 0.001})
+    found = estimate(config, devices.present("cpu"), prompt_tokens=40)
+    assert found.notes == ("run.memory=0.001 has no effect on a CPU; it is for a GPU",)
+    assert found.memory.fits

@@ -1,0 +1,141 @@
+"""What is counted, and where."""
+
+import re
+
+import pytest
+import torch
+
+from saccade import devices
+from saccade.config import LoraConfig, load
+from saccade.estimate import sizing
+from saccade.estimate.host import host_peak
+from saccade.models import lora, tiny
+from saccade.models.families import load_family
+from saccade.models.load import freeze, load_model
+from tests.estimate.works import H200, W1, W2, planned, sizes
+
+
+def test_weights_and_optimizer_follow_from_the_parameters(large):
+    found = sizes(planned(large, H200, W1))
+    billion = 3.7549e9
+    assert found["weights"] == pytest.approx(2 * billion / 2**30, rel=1e-3)
+    assert found["fp32 masters"] == pytest.approx(4 * billion / 2**30, rel=1e-3)
+    assert found["moments"] == pytest.approx(8 * billion / 2**30, rel=1e-3)
+    assert found["gradient sums"] == found["fp32 masters"]
+    assert "reference" not in found and "weights of the critic" not in found
+    assert found["keys and values"] == 128 * 886 * (2 * 36 * 2 * 128 * 2) / 2**30
+
+
+def test_other_models_and_optimizers_take_their_share(large):
+    plain = sizes(planned(large, H200, W1))
+    found = sizes(planned(large, H200, W1, "algorithm.kl.coef=0.01"))
+    assert found["reference"] == found["weights"]
+    found = sizes(planned(large, H200, W1, "algorithm.preset=ppo", "algorithm.kl.coef=0"))
+    assert found["moments of the critic"] == found["moments"]
+    assert found["logits"] > 1  # of the policy; a critic reads none
+    alone, both = (
+        planned(large, devices.named("B200"), W1, f"algorithm.preset={name}", "algorithm.kl.coef=0")
+        for name in ("grpo", "ppo")
+    )
+    assert 1.9 < both.pace.tflop["update"] / alone.pace.tflop["update"] < 1.98
+    learned = both.pace.tflop["update"] - alone.pace.tflop["update"]  # by a critic, without logits
+    assert both.pace.tflop["values"] == pytest.approx(learned / 3, rel=0.01)
+    found = sizes(planned(large, H200, W1, "train.optimizer=adamw_bf16"))
+    assert found["moments and compensation"] == pytest.approx(plain["moments"] * 6 / 8)
+    assert "fp32 masters" not in found
+
+
+def test_a_tower_that_stands_still_looks_at_a_picture_once(large):
+    """Of 1,000 x 1,000 pixels, before log-probs of old and reference and two epochs."""
+    passes = ("algorithm.kl.coef=0.01", "algorithm.old=recompute", "train.epochs_per_batch=2")
+    lora, full = (
+        planned(large, H200, W2, *passes, f"model.train={train}", "train.optimizer=adamw_bf16")
+        for train in ("lora", "full")
+    )
+    seen = full.pace.tflop["logp_ref"] - lora.pace.tflop["logp_ref"]
+    assert seen > 0.1 * full.pace.tflop["logp_ref"]
+    adapters = lora.pace.tflop["logp_old"] - full.pace.tflop["logp_old"]
+    assert 0 < adapters < 0.1 * full.pace.tflop["logp_old"]
+    once = planned(large, H200, W2, *passes[:2], "model.train=lora")
+    assert lora.pace.tflop["update"] == pytest.approx(2 * once.pace.tflop["update"])
+    assert full.pace.tflop["logp_old"] == full.pace.tflop["logp_ref"]
+
+
+def test_main_memory_holds_a_copy_of_what_is_saved(large):
+    """3.75e9 weights: 14 bytes each, of adapters the merged weights alone; 2.0 to 2.6 GiB were
+    measured without a checkpoint.
+    """
+    found = planned(large, H200, W1)
+    host = {item.name: item.gib for item in found.host}
+    weights = sizes(found)["weights"]
+    assert host["copy of a checkpoint"] == pytest.approx(7 * weights)
+    assert host_peak(found.host) == pytest.approx(2.0 + 2.5 + 7 * weights)
+    adapted = {i.name: i.gib for i in planned(large, H200, W1, "model.train=lora").host}
+    assert weights < adapted["copy of a checkpoint"] < 1.3 * weights
+    without = planned(large, H200, W1, "save.background=false").host
+    assert host_peak(without) == pytest.approx(2.0 + 2.5 + weights)
+    assert planned(large, devices.present("cpu"), W1).host == ()
+
+
+def test_an_average_of_the_weights_is_another_copy_and_one_in_fp32(large):
+    """In a checkpoint it is a model folder, too: 8 bytes of each weight, whatever their type."""
+    for dtype, times in (("bfloat16", 3), ("float32", 1)):
+        plain, found = (
+            planned(large, devices.named("B200"), W1, f"model.dtype={dtype}", f"train.ema={ema}")
+            for ema in (0, 0.99)
+        )
+        weights, copies = sizes(plain)["weights"], [host_peak(each.host) for each in (plain, found)]
+        assert sizes(found)["average"] == times * weights
+        assert copies[1] - copies[0] == pytest.approx((times + 1) * weights)
+    tight = planned(large, H200, W1, "train.ema=0.99", "run.memory=72")
+    assert tight.advice[-3:] == (
+        "train.ema=0",
+        "model.train=lora train.ema=0",
+        "model.train=qlora train.ema=0",
+    )
+
+
+def test_a_reference_that_moves_is_in_a_checkpoint(large):
+    still, moving = (
+        planned(large, H200, W1, "algorithm.kl.coef=0.01", f"algorithm.kl.update={update}")
+        for update in ("none", "copy")
+    )
+    added = host_peak(moving.host) - host_peak(still.host)
+    assert added == pytest.approx(sizes(moving)["reference"])
+
+
+def test_recomputing_saves_activations_and_costs_time(large):
+    kept, again = (
+        planned(large, H200, W1, f"model.checkpointing={mode}") for mode in ("off", "on")
+    )
+    assert sizes(kept)["decoder activations"] > 15 * sizes(again)["decoder activations"]
+    assert kept.pace.recomputed == 0 and again.pace.recomputed > 300
+    assert again.pace.seconds["update"] > kept.pace.seconds["update"] + 0.5
+
+
+def test_left_open_as_many_layers_recompute_as_memory_asks_for(large):
+    notes = {}
+    for name in ("H200", "H100"):
+        found = planned(large, devices.named(name), W1)
+        assert found.memory.fits
+        (note,) = (i.note for i in found.memory.items if i.name == "decoder activations")
+        notes[name] = int(re.search(r"(\d+) of 36 layers", note)[1])
+    assert notes["H200"] == 0 and 20 < notes["H100"] < 36
+
+
+@pytest.mark.parametrize("train", ["full", "freeze:vision", "lora"])
+def test_the_model_is_counted_as_it_will_be_loaded(train, tmp_path):
+    folder = tiny.build("qwen2_5_vl", tmp_path / "model")
+    family = load_family(folder)
+    config = load({"model.path": folder, "model.train": train, "model.lora.rank": 4})
+    empty = sizing.empty_model(config, family)
+    skeleton = sizing.build_skeleton(config.model.lora, family, empty, element=4, train=train)
+    model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+    if train == "lora":
+        pytest.importorskip("peft")
+        lora.add(model, family, LoraConfig(rank=4), seed=0)
+    else:
+        freeze(model, family, train)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert skeleton.trained == trained
+    assert skeleton.weights == 4 * sum(p.numel() for p in model.parameters())

@@ -1,0 +1,239 @@
+"""What does not fit is refused, with options that lift the limit; at the start of a run, too."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from saccade import devices
+from saccade.algorithms.build import from_config
+from saccade.config import load
+from saccade.errors import ConfigError
+from saccade.estimate import show, sizing
+from saccade.estimate.advice import levers
+from saccade.estimate.plan import make_plan
+from saccade.estimate.preflight import preflight
+from saccade.models import tiny
+from saccade.models.families import load_family
+from saccade.types import Message, Sample
+from tests.estimate.works import A100_40, H200, LIMITED, RTX_4090, W1, W2, planned, sizes
+
+# -- what does not fit -----------------------------------------------------------------------------
+
+
+def test_a_process_with_less_memory_recomputes_more(large):
+    whole, limited = (planned(large, H200, W1, *o) for o in ((), ("run.memory=80",)))
+    assert limited.device.memory == 80 and limited.memory.fits
+    assert limited.memory.peaks["update"] < 80 < whole.memory.peaks["update"]
+
+
+def test_adapters_lift_the_limit_of_a_small_gpu(large):
+    found = planned(large, RTX_4090, W1)
+    assert not found.memory.fits and found.pace is None
+    assert found.advice == ("model.train=lora", "model.train=qlora")
+    text = show.refusal(found)
+    assert "the update needs" in text and "RTX 4090" in text and "model.train=lora" in text
+    assert planned(large, RTX_4090, W1, "model.train=lora").memory.fits
+
+
+def test_keys_and_values_take_their_share_and_prompts_what_is_left(shaped):
+    """512 sequences of a 7B. Of 11.7 GiB on an L4 the engine leaves a fifth beside its pool, which
+    is enough for 16,384 tokens of prompts; where it is less they are computed in pieces.
+    """
+    options = ("model.train=qlora", "train.prompts_per_step=512", "train.micro_tokens=4096")
+    notes = []
+    for device in (devices.named("L4"), devices.Device(name="tight", memory=16.0)):
+        found = planned(shaped("7b"), device, (448, 457, 2048), *options)
+        assert found.memory.pool == pytest.approx(0.8 * found.memory.free)
+        assert found.memory.fits
+        assert found.memory.peaks["rollout"] == pytest.approx(found.memory.limit)
+        notes += [item.note for item in found.memory.items if item.name == "prompts and logits"]
+    assert notes == ["", "prompts in pieces, all at once 2.21"]
+
+
+LONG = ("data.max_pixels=12000000", "model.train=lora")
+
+
+def test_prompts_are_computed_together_as_far_as_a_forward_takes_them(large):
+    """16,384 tokens: of two prompts with a picture of 15,376 only one; beside it 17 sequences."""
+    found = planned(large, RTX_4090, (3472, 15541, 1024), *LONG)
+    assert found.memory.fits
+    two = planned(large, RTX_4090, (3472, 15541, 1024), *LONG, "train.prompts_per_step=2")
+    one = planned(large, RTX_4090, (3472, 15541, 1024), *LONG, "train.prompts_per_step=1")
+    logits = 8 * 151_936 * 2 / 2**30  # of eight sequences more
+    assert sizes(two)["prompts and logits"] == pytest.approx(
+        sizes(one)["prompts and logits"] + logits, rel=0.06
+    )
+
+
+@pytest.mark.parametrize("memory", [18.9, 19.0, 19.1])
+def test_a_large_picture_finds_room_in_a_fifth_of_what_is_free(large, memory):
+    """1.7 GiB are more than a fifth of the plan, and less than one of what there is."""
+    tight = devices.Device(name="tight", memory=memory)
+    found = planned(large, tight, (3472, 15541, 1024), *LONG)
+    assert found.memory.pool < 0.8 * found.memory.free
+    assert found.memory.fits
+    assert found.memory.peaks["rollout"] == pytest.approx(found.memory.limit)
+
+
+def test_in_full_precision_every_sequence_has_a_slot(large):
+    """As long as the longest may become; slots take 60 % of what is free."""
+    found = planned(large, A100_40, W1, "model.train=lora", "model.dtype=float32")
+    assert found.memory.fits
+    assert found.memory.pool == 128 * (374 + 512) * (2 * 36 * 2 * 128 * 4) / 2**30
+    tight = devices.Device(name="tight", memory=27.0)
+    found = planned(large, tight, W1, "model.train=lora", "model.dtype=float32")
+    assert found.memory.pool == pytest.approx(0.6 * found.memory.free)
+
+
+def test_every_option_that_is_enough_alone_is_named(large):
+    tight = devices.Device(name="tight", memory=70.7)
+    found = planned(large, tight, W1, "model.checkpointing=on")
+    assert found.advice[:2] == ("train.micro_tokens=8192", "train.optimizer=adamw_bf16")
+    for lever in found.advice:
+        assert planned(large, tight, W1, "model.checkpointing=on", lever).memory.fits, lever
+
+
+def test_options_that_are_enough_together(large):
+    small = devices.Device(name="small", memory=10.0)
+    found = planned(large, small, W2, "train.optimizer=adamw_bf16")
+    (together,) = found.advice
+    assert "model.train=qlora" in together and len(together.split()) > 1
+    changed = planned(large, small, W2, "train.optimizer=adamw_bf16", *together.split())
+    assert changed.memory.fits
+
+
+def test_shorter_responses_and_smaller_pictures_lift_the_limit_too(shaped):
+    """A 7B with responses of 32,000 tokens on an L4, a 3B with pictures of 3,000 x 3,000."""
+    found = planned(shaped("7b"), devices.named("L4"), (448, 374, 32000))
+    (together,) = found.advice
+    assert re.search(r"rollout\.max_tokens=\d+", together) and "model.train=qlora" in together
+    fits = planned(shaped("7b"), devices.named("L4"), (448, 374, 32000), *together.split())
+    assert fits.memory.fits
+    large = ("data.max_pixels=9000000", "model.train=freeze:llm", "train.micro_tokens=1024")
+    tight = devices.Device(name="tight", memory=23.0)
+    found = planned(shaped("3b"), tight, (3000, 500, 256), *large)
+    assert not found.memory.fits
+    names = ("train.optimizer=adamw_bf16", "model.train=lora", "model.train=qlora")
+    assert found.advice == (*names, "data.max_pixels=4500000")
+
+
+def test_smaller_adapters_lift_the_limit_too(large):
+    wide = ("model.train=qlora", "model.lora.rank=1024", "train.micro_tokens=1024")
+    found = planned(large, RTX_4090, LIMITED, "train.prompts_per_step=8", *wide)
+    assert not found.memory.fits
+    assert found.advice == ("model.lora.rank=512",)
+    smaller = planned(large, RTX_4090, LIMITED, "train.prompts_per_step=8", *wide, found.advice[-1])
+    assert smaller.memory.fits
+
+
+def test_a_rollout_with_fewer_sequences_leaves_room_for_a_large_picture(large):
+    """Of 7.2 GiB a fifth is too small for 1.7, whatever the pool takes."""
+    tight, work = devices.Device(name="tight", memory=18.3), (3472, 15541, 1024)
+    found = planned(large, tight, work, *LONG)
+    assert not found.memory.fits and found.memory.peaks["update"] < found.memory.limit
+    assert found.advice[0] == "rollout.max_sequences=8"
+    assert planned(large, tight, work, *LONG, found.advice[0]).memory.fits
+
+
+def test_options_together_are_no_stronger_than_they_have_to_be(large):
+    """All weights of a 3B in 6.3 GiB: adapters of rank 64 would be too large, too."""
+    small = devices.Device(name="small", memory=6.3)
+    (together,) = planned(large, small, W1).advice
+    chosen = dict(lever.split("=") for lever in together.split())
+    names = ["train.micro_tokens", "train.optimizer", "model.train", "model.lora.rank"]
+    assert list(chosen) == names
+
+    def fits(changed: dict[str, str]) -> bool:
+        return planned(large, small, W1, *map("=".join, changed.items())).memory.fits
+
+    assert fits(chosen)
+    milder = {"train.optimizer": "adamw", "model.train": "lora"}
+    milder |= {name: f"{2 * int(chosen[name])}" for name in (names[0], names[3])}
+    for name, value in milder.items():
+        assert not fits(chosen | {name: value}), name
+
+
+def test_a_rank_above_that_of_the_matrices_is_told(large):
+    high = ("model.train=lora", "model.lora.rank=2049")
+    (note,) = planned(large, H200, W1, *high).notes
+    assert note == "model.lora.rank=2049 adds nothing to 2048, the rank of whole matrices"
+    assert planned(large, H200, W1, "model.train=lora", "model.lora.rank=2048").notes == ()
+    assert planned(large, H200, W1, "model.lora.rank=2049").notes == ()  # no adapters
+
+
+def test_nothing_helps_only_after_everything_was_tried(large):
+    found = planned(large, devices.Device(name="toy", memory=2.0), W1)
+    assert found.advice == ()
+    assert "not even together: take a smaller model" in show.refusal(found)
+
+
+def test_options_that_save_memory_and_their_values(large):
+    config = load({"model.path": large, "model.checkpointing": "off", "rollout.max_tokens": 1024})
+    algorithm, family = from_config(config), load_family(large)
+    prompts, _ = sizing.typical_prompts(config, family, prompt_tokens=900, image=(900, 900))
+    step = sizing.make_step(config, algorithm, family, prompts)
+    empty = sizing.empty_model(config, family)
+    build = cache(lambda train, lora: sizing.build_skeleton(lora, family, empty, 2, train))
+    values = levers(make_plan(config, algorithm, H200, step, build))
+    assert [value for option in values for value in option] == [
+        "model.checkpointing=auto",
+        "model.checkpointing=on",
+        "train.micro_tokens=8192",
+        "train.micro_tokens=4096",
+        "train.micro_tokens=2048",
+        "train.micro_tokens=1024",
+        *(f"rollout.max_sequences={2**n}" for n in range(8, -1, -1)),
+        "train.optimizer=adamw_bf16",
+        "model.train=lora",
+        "model.train=qlora",
+        *(f"model.lora.rank={rank}" for rank in (32, 16, 8)),
+        "rollout.max_tokens=512",
+        "rollout.max_tokens=256",
+        "data.max_pixels=501760",
+        "data.max_pixels=250880",
+        "data.max_pixels=125440",
+        "data.max_pixels=62720",
+        "data.max_pixels=50176",
+    ]
+
+
+# -- at the start of a run -------------------------------------------------------------------------
+
+
+def started(folder: str, memory: float, *overrides: str) -> list[str]:
+    """What is said before weights are loaded onto a GPU with so much free memory."""
+    config = load({"model.path": folder, "algorithm.kl.coef": 0.0}, list(overrides))
+    sample = Sample(id="0", messages=(Message(role="user", parts=("how many",)),))
+    device = devices.Device(name="GPU", memory=memory)
+    return preflight(config, load_family(folder), [sample], device=device)
+
+
+def test_a_run_that_fits_starts_without_a_word(large):
+    assert started(large, 120.0) == []
+
+
+def test_a_run_that_may_not_fit_is_told_so(large):
+    (text,) = started(large, 64.0)
+    assert "the run starts" in text and "does not fit" in text and "model.train=lora" in text
+
+
+def test_a_run_that_cannot_fit_is_refused_unless_one_insists(large):
+    with pytest.raises(ConfigError, match=r"model\.train=lora.*run\.overcommit=true"):
+        started(large, 24.0)
+    (text,) = started(large, 24.0, "run.overcommit=true")
+    assert "does not fit" in text
+    (text,) = started(large, 24.0, "rollout.engine=vllm")  # its memory is not counted
+    assert "does not fit" in text
+
+
+def test_a_run_starts_on_a_cpu_and_with_an_unknown_shape(large, tmp_path):
+    config = load({"model.path": large})
+    family = load_family(large)
+    assert preflight(config, family, [], device=devices.present("cpu")) == []
+    unknown = Path(tiny.build("qwen3", tmp_path / "model"))
+    described = json.loads((unknown / "config.json").read_text())
+    (unknown / "config.json").write_text(json.dumps(described | {"model_type": "phi"}))
+    assert started(str(unknown), 0.1) == []
