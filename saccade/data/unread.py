@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from PIL import Image
@@ -43,8 +45,8 @@ def unread_media(
     found: dict[str, set[str | None]] = {}
     for row in rows:
         for column, value in row.items():
-            if column not in read and value is not None:
-                found.setdefault(column, set()).add(_role_of(value))
+            if column not in read and (held := _held(value)) is not None:
+                found.setdefault(column, set()).add(_role_of(held))
     for column, roles in found.items():
         role = next(iter(roles))
         if len(roles) == 1 and role is not None and role not in keys:
@@ -52,10 +54,22 @@ def unread_media(
     return None
 
 
-def _role_of(value: Any) -> str | None:
-    """Of what `value` holds, if it is a medium or a list that begins with one."""
+def _held(value: Any) -> Any:
+    """What a column holds, of a list its first item; None where that is nothing: some rows of a set
+    with pictures may be text.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):  # as CSV files have lists
+        with suppress(ValueError):
+            value = json.loads(value)
     if isinstance(value, list | tuple):
-        return _role_of(value[0]) if value else None
+        return _held(value[0]) if value else None
+    if isinstance(value, Mapping):
+        return next((value for part in value.values() if _held(part) is not None), None)
+    return None if isinstance(value, str | bytes) and not value else value
+
+
+def _role_of(value: Any) -> str | None:
+    """Of what `value` holds, if it is a medium."""
     if isinstance(value, Mapping):
         return _role_of(value.get("bytes")) or _role_of(value.get("path"))
     if isinstance(value, Image.Image):

@@ -59,6 +59,7 @@ PNG = b"\x89PNG\r\n"
     [
         ({"photo": "a/b.JPG"}, "images"),
         ({"photo": ["a.png", "b.png"]}, "images"),
+        ({"photo": '["a.png", "b.png"]'}, "images"),  # in CSV files
         ({"photo": "data:image/png;base64,iVBO"}, "images"),
         ({"clip": "a film.mp4"}, "videos"),
         ({"heard": "a.wav"}, "audios"),
@@ -86,6 +87,13 @@ def test_bytes_tell_what_they_are(value):
     assert unread_media(qa(2, photo=value), FORMATS["qa"], {"images": "photo"}) is None
     other = [*qa(2, photo=value), *qa(1, photo="a word")]
     assert unread_media(other, FORMATS["qa"], {}) is None
+
+
+@pytest.mark.parametrize("nothing", ["", [], "[]", [""], b"", {"bytes": None, "path": ""}])
+def test_rows_of_text_between_those_with_pictures_hide_none(nothing):
+    mixed = [*qa(1, photo=nothing), *qa(1, photo=[{"bytes": PNG, "path": None}])]
+    assert unread_media(mixed, FORMATS["qa"], {}) == ("photo", "images")
+    assert unread_media(qa(2, photo=nothing), FORMATS["qa"], {}) is None
 
 
 @pytest.mark.parametrize("offset", [10, 11])
