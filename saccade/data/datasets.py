@@ -232,9 +232,12 @@ class _Reader:
         readable = [row for row in rows if not isinstance(row, RowError)]
         if found := unread_media(readable, format, self.config.keys):
             column, role = found
+            key = f"data.keys.{role}"
             raise DataError(
                 f"{source.path}: column {column!r} holds {role}, and nobody reads it: "
-                f"data.keys.{role}={column} shows them to the model, data.keys.{role}= does not"
+                f"{key}={column} shows them to the model, {key}= does not. That is said of all "
+                f"sets; for this one alone: saccade check-data {source.path} {key}=… --fix "
+                "NEW.jsonl makes a file that needs no key"
             )
 
     def _mapping(self, source: DataSource) -> str | None:

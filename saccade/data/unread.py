@@ -33,6 +33,7 @@ NAMES = {
     "audios": re.compile(r"data:audio/.*|\S.{0,1000}\.(?:wav|mp3|flac|ogg|m4a)", re.IGNORECASE),
 }
 FOR_REWARDS = ("segmentation_path", "mask", "level")  # may name a file that a reward reads
+REST = "extra"  # other columns of a row that saccade wrote: what they hold was decided then
 
 
 def unread_media(
@@ -41,7 +42,8 @@ def unread_media(
     """The first such column and the role that would read it. A role that `keys` names, if only as
     empty, is decided.
     """
-    read = {*FOR_REWARDS, *(name for names in columns_of(format, keys).values() for name in names)}
+    columns = columns_of(format, keys).values()
+    read = {REST, *FOR_REWARDS, *(name for names in columns for name in names)}
     found: dict[str, set[str | None]] = {}
     for row in rows:
         for column, value in row.items():

@@ -6,6 +6,7 @@ from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.datasets import keep, load
 from saccade.data.formats import FORMATS
+from saccade.data.records import to_row
 from saccade.data.unread import unread_media
 from saccade.errors import ConfigError, DataError
 from saccade.plan import total_rows
@@ -94,6 +95,15 @@ def test_rows_of_text_between_those_with_pictures_hide_none(nothing):
     mixed = [*qa(1, photo=nothing), *qa(1, photo=[{"bytes": PNG, "path": None}])]
     assert unread_media(mixed, FORMATS["qa"], {}) == ("photo", "images")
     assert unread_media(qa(2, photo=nothing), FORMATS["qa"], {}) is None
+
+
+def test_what_was_written_without_its_pictures_needs_no_key(jsonl):
+    data = load([source(jsonl(qa(2, path="a.png")))], DataConfig(keys={"images": ""}))
+    written = jsonl([to_row(sample) for sample in data.samples], "new.jsonl")
+    assert [s.extra for s in load([source(written)], DataConfig()).samples] == [
+        {"path": "a.png"},
+        {"path": "a.png"},
+    ]
 
 
 @pytest.mark.parametrize("offset", [10, 11])
