@@ -30,6 +30,8 @@ from saccade.recipes.guard import check_mismatch, guard
 from saccade.recipes.rollouts import Rollouts, sample_groups
 from saccade.recipes.run import Run
 from saccade.recipes.work import rl_work
+from saccade.rollout.scoring import unread
+from saccade.tracking.metrics import signal_metrics
 from saccade.types import Batch, Group, Metrics
 
 
@@ -108,6 +110,10 @@ def choose(
     known = memory.observe(known, rollouts.scored, algorithm)
     weights = component_weights(actors)
     known, groups = stages.shape(rollouts.groups, algorithm, known, metrics, weights)
+    if algorithm.estimator.group:
+        found = signal_metrics(groups, rollouts.scored, algorithm.exclude_status)
+        for name, value in found.items():
+            metrics.add(name, value)
     return known, stages.choose_members(groups, algorithm, metrics)
 
 
@@ -293,4 +299,4 @@ def finish_step(
         run.store(columns.show_advantages(stored, updates), step=step)
     if actors.validation.due(step):
         values |= actors.validation.metrics(step=step)
-    return run.finish_step(values)
+    return run.finish_step(values, unread(rollouts.scored, actors.scorer, actors.family))
