@@ -28,7 +28,10 @@ UNEQUAL = ("time", "mem/", "perf/", "host", "group/live_frac", "group/rollouts_p
 UNEQUAL += ("group/side_signal_frac",)
 RUN = {"run.max_steps": 5, "run.device": "cpu", "run.seed": 7, "track.tensorboard": False}
 COLOURS = {"red": "blue", "blue": "red"}
-CROPS = ("[0, 0, 0.5, 0.5], 'source': 'original_image'", "[0, 0, 1, 0.5], 'source': 'observation_1'")
+CROPS = (
+    "[0, 0, 0.5, 0.5], 'source': 'original_image'",
+    "[0, 0, 1, 0.5], 'source': 'observation_1'",
+)
 
 
 def rows_of(folder: Path) -> None:
@@ -93,7 +96,7 @@ def runs_of(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def numbers_of(folder: Path) -> dict[str, Any]:
-    """Every metric of every step, the sampled tokens and the last weights."""
+    """Every metric of every step and the last weights."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [
         {

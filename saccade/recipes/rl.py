@@ -18,6 +18,7 @@ from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.build import from_config
 from saccade.algorithms.describe import describe
 from saccade.algorithms.memory import Memory
+from saccade.backends.losses import PolicyLoss, ValueLoss
 from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
 from saccade.errors import ConfigError
@@ -217,7 +218,9 @@ def train_policy(
     if actors.demonstrations is not None:
         batches = [*batches, *actors.demonstrations.batches(run)]
     lr = train.lr * learning_rate(run, actors)
-    update = actors.policy.train_step(batches, algorithm, actors.scoring, lr=lr)
+    update = actors.policy.train_step(batches, PolicyLoss(algorithm, actors.scoring), lr=lr)
+    update.metrics.add("policy/kl_coef", algorithm.kl.coef)
+    update.metrics.add("policy/entropy_coef", algorithm.entropy.coef)
     if "policy/loss" not in metrics.sums and not update.skipped:  # the first update of the step
         check_mismatch(update.metrics, algorithm, actors.config.rollout.parity_max)
     metrics.merge(update.metrics)
@@ -229,7 +232,7 @@ def train_critic(run: Run, actors: Actors, batches: Sequence[Batch], metrics: Me
     assert actors.critic is not None
     critic, batches = actors.algorithm.critic, columns.for_critic(batches)
     lr = critic.lr * learning_rate(run, actors)
-    update = actors.critic.train_values(batches, clip=critic.clip, lr=lr)
+    update = actors.critic.train_step(batches, ValueLoss(critic.clip), lr=lr)
     metrics.merge(update.metrics)
     guard(run, actors.config.train, batches, update, who="critic")
 
