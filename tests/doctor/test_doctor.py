@@ -191,3 +191,12 @@ def test_positions_that_are_not_the_models_own(family_of, load):
         LocalBackend(model, family), EmbeddedEngine(model, family), agreement.questions(family)
     )
     assert right.status == "ok"
+
+
+def test_weights_that_are_no_numbers(folder, damage):
+    weight = damage(folder)
+    result = run("--model", str(folder), "run.device=cpu", "--json")
+    failed = [f for f in json.loads(result.stdout)["findings"] if f["status"] == "failure"]
+    assert result.exit_code == 3 and [f["name"] for f in failed] == ["agreement"]
+    assert failed[0]["text"].startswith("log-probs are not finite, because ")
+    assert f"{weight} holds NaN" in failed[0]["text"]
