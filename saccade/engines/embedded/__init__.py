@@ -214,9 +214,7 @@ class EmbeddedEngine:
             sequence.cached += count
         self._note(ready, ids, logprobs)
 
-    def _note(
-        self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray
-    ) -> None:
+    def _note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray) -> None:
         if self.finite and not np.isfinite(logprobs[ids >= 0]).all():
             raise not_finite(self.model.named_parameters())
         self.records.note(sequences, ids, logprobs, self.version)
