@@ -91,7 +91,7 @@ def _function(verifier: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any
         prepare = VERIFIERS[verifier].prepare
         if prepare is not None:
             prepare()
-        return VERIFIERS[verifier].function, custom.FORMS["sample"]
+        return VERIFIERS[verifier].function, custom.SAMPLE
     function = custom.load(verifier)
     custom.check_arguments(function, args)
     return function, custom.form_of(function)
