@@ -156,9 +156,9 @@ def form_of(function: Callable[..., Any]) -> Form:
 def check_arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
     """Refuse arguments that the function does not take, and required ones that are missing."""
     form, signature = form_of(function), inspect.signature(function)
-    sample, named = RewardSample(id="", response=""), {}
-    if not form.first:
-        named = _accepted(signature, form.arguments([sample] if form.batch else sample))
+    sample = RewardSample(id="", response="")
+    given = {} if form.first else form.arguments([sample] if form.batch else sample)
+    named = _accepted(signature, given)
     # Of completions: what else it requires are columns of the data.
     bind = signature.bind_partial if form.arguments is _columns else signature.bind
     try:
