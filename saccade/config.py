@@ -20,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 
 from saccade.errors import ConfigError
-from saccade.notation import ELSEWHERE, parse, write
+from saccade.notation import ELSEWHERE, FOREIGN, INSTEAD, parse, write
 from saccade.schema import (
     ADAPTED,
     AlgorithmConfig,
@@ -254,6 +254,7 @@ def _example(name: str) -> str:
     return f", for example '{name}={examples[name]}'" if name in examples else ""
 
 
+LIKE = 0.75  # of two names, from which on one is taken for the other
 WANTED = {
     "float_parsing": "wants a number",
     "float_type": "wants a number",
@@ -270,7 +271,7 @@ WANTED = {
 def _explain(error: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return unknown_key(key)
+        return "\n".join(map(unknown_key, _leaves(key, error.get("input"))))
     known, given = dict(options()).get(key), error.get("input")
     inside = [name for name, _ in options() if name.startswith(f"{key}.")]
     if error["type"] == "model_type" and inside:
@@ -279,9 +280,17 @@ def _explain(error: Mapping[str, Any]) -> str:
     return f"{key}: {WANTED.get(error['type'], error['msg'])}, got {given!r}{hint}"
 
 
+def _leaves(key: str, given: Any) -> list[str]:
+    """Keys of a section that we do not have; the section alone where one of ours is meant."""
+    if not isinstance(given, Mapping) or not given:
+        return [key]
+    if key not in FOREIGN and difflib.get_close_matches(key, Config.model_fields, 1, LIKE):
+        return [key]
+    return [leaf for below, value in given.items() for leaf in _leaves(f"{key}.{below}", value)]
+
+
 def unknown_key(key: str) -> str:
     """Says which option was meant: as other systems call it, in another section, or spelled so."""
-    names = [name for name, _ in options()] + list(Config.model_fields)
     above, _, leaf = key.rpartition(".")
     entry = _entry(above)
     if entry is not None:
@@ -290,11 +299,30 @@ def unknown_key(key: str) -> str:
             f"did you mean {meant[0]!r}?" if meant else f"known: {', '.join(entry.model_fields)}"
         )
         return f"unknown key {key!r}; {known}"
-    same_leaf = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    elsewhere = [ELSEWHERE[leaf.lower()]] if leaf.lower() in ELSEWHERE else []
-    choice = (elsewhere or same_leaf or near or [""])[0]
-    return f"unknown key {key!r}" + (f"; did you mean {choice!r}?" if choice else "")
+    option = meant_by(key)
+    instead = next((INSTEAD[part] for part in reversed(key.split(".")) if part in INSTEAD), "")
+    hint = instead if not option else f"did you mean {option!r}?"
+    return f"unknown key {key!r}{hint and '; '}{hint}"
+
+
+def meant_by(key: str) -> str:
+    """The option by the name that others have for it, or the one whose name is most like it; of
+    several such the one whose sections are named in the key. Empty where nothing is.
+    """
+    parts = key.lower().split(".")
+    for start in range(len(parts)):
+        if (name := ".".join(parts[start:])) in ELSEWHERE:
+            return ELSEWHERE[name]
+    if INSTEAD.keys() & set(parts):
+        return ""
+
+    def likeness(name: str) -> tuple[float, int, int]:
+        *sections, leaf = name.split(".")
+        like = difflib.SequenceMatcher(None, leaf, parts[-1]).ratio()
+        return like, len(set(sections) & set(parts)), -len(sections)
+
+    nearest = max([*(name for name, _ in options()), *Config.model_fields], key=likeness)
+    return nearest if likeness(nearest)[0] >= LIKE else ""
 
 
 def _entry(key: str) -> type[Section] | None:

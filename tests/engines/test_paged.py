@@ -207,7 +207,7 @@ def test_log_probs_that_are_no_numbers_end_it_where_nobody_trains(
         generate(engine, asked)
     assert all(s.sampled <= 1 for s in engine.scheduler.running.values())  # at the first look
     weight.data.fill_(3e38)
-    with pytest.raises(TrainingError, match="although all weights are.*model.dtype=float32"):
+    with pytest.raises(TrainingError, match="although all weights are"):
         generate(EmbeddedEngine(model, family, finite=True), asked)
 
 
