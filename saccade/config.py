@@ -137,13 +137,19 @@ def defaults_for(command: str, config: Config) -> Config:
 ROWS = (".jsonl", ".csv", ".parquet", ".arrow", ".gz")  # endings of files that are no config
 # Elsewhere an empty text means: not given.
 EMPTY_IS_A_VALUE = {"prompt.instruction", "env.instruction"}
+# An override and what it takes the place of in a file, where both would contradict each other.
+REPLACES = {
+    "reward.preset": ("reward.terms", "reward.by_source.default"),
+    "reward.terms": ("reward.preset", "reward.by_source.default"),
+    "algorithm.clip": ("algorithm.clip_low", "algorithm.clip_high"),
+}
 
 
 def load(
     source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = ()
 ) -> Config:
     """YAML file, mapping or config plus `section.key=value` overrides, checked."""
-    tree = _read(source)
+    tree, given = _read(source), {}
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator:
@@ -151,7 +157,12 @@ def load(
                 f"override {override!r}: write section.key=value, for example train.lr=1e-6"
             )
         key = _full_key(key.strip())
-        _set(tree, key, _value(key, text.strip()))
+        given[key] = _value(key, text.strip())
+    for key, value in given.items():
+        for replaced in REPLACES.get(key, ()) if value else ():
+            _remove(tree, replaced)
+    for key, value in given.items():
+        _set(tree, key, value)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -221,6 +232,13 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
             )
         tree = child
     tree[leaf] = value
+
+
+def _remove(tree: dict[str, Any], key: str) -> None:
+    *parents, leaf = key.split(".")
+    for name in parents:
+        tree = tree.get(name) or {}
+    tree.pop(leaf, None)
 
 
 def _full_key(key: str) -> str:

@@ -43,6 +43,21 @@ def test_file_then_overrides(tmp_path: Path) -> None:
     assert [source.path for source in config.data.train] == ["rows.jsonl"]
 
 
+def test_an_override_replaces_what_it_contradicts_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("reward: {terms: [exact]}\nalgorithm: {clip_low: 0.1, clip_high: 0.3}\n")
+    chosen = load(path, ["reward.preset=lmmr1_sokoban", "algorithm.clip=0.2"])
+    assert (chosen.reward.preset, chosen.reward.terms) == ("lmmr1_sokoban", ())
+    assert (chosen.algorithm.clip, chosen.algorithm.clip_low) == (0.2, None)
+    again = load(chosen, ["reward.terms=[math]"]).reward
+    assert again.preset is None and [term.verifier for term in again.terms] == ["math"]
+    assert [term.verifier for term in load(path, ["reward.preset="]).reward.terms] == ["exact"]
+    both = load(path, ["reward.preset=r1v", "reward.terms=[math]"]).reward  # refused later on
+    assert both.preset == "r1v" and both.terms
+    sources = {"reward": {"by_source": {"a": "math", "default": "exact"}}}
+    assert load(sources, ["reward.preset=r1v"]).reward.by_source == {"a": "math"}
+
+
 @pytest.mark.parametrize(
     ("override", "section", "name", "value"),
     [
