@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+from contextlib import suppress
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -40,9 +41,10 @@ def show_output(process: Popen[bytes], who: str) -> threading.Thread:
 
     def forward() -> None:
         left = SHOWN
-        with pipe, open(2, "wb", buffering=0, closefd=False) as shown:
+        with pipe:
             while data := os.read(pipe.fileno(), 1 << 16):
-                shown.write(data[: max(0, left)])
+                with suppress(OSError):  # nobody may be there to read it
+                    os.write(2, data[: max(0, left)])
                 left -= len(data)
                 if left < 0:
                     _say_enough(who)
