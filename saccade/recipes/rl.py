@@ -20,6 +20,7 @@ from saccade.algorithms.describe import describe
 from saccade.algorithms.memory import Memory
 from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
+from saccade.disk import require_writable
 from saccade.errors import ConfigError
 from saccade.estimate.preflight import preflight
 from saccade.forest import pack
@@ -39,6 +40,7 @@ def run(config: Any) -> dict[str, Any]:
     checks.check(config, "rl")
     algorithm = from_config(config)
     refuse_another_algorithm(config, algorithm)
+    require_writable(config.run.out, "run.out")
     models.quiet_libraries()
     family = models.family_of(config, models.start_folder(config))
     models.require_reward_models(config)

@@ -21,6 +21,7 @@ from saccade import checkpoint, devices
 from saccade.backends import Backend
 from saccade.config import SaveConfig
 from saccade.contents import kept_bytes
+from saccade.disk import size
 from saccade.models.families import Family
 
 LARGEST_SHARE = 0.5  # of the free main memory: rollouts and pictures need some, too
@@ -118,7 +119,7 @@ class Saver:
         if not fits and not self._told:
             self._told = True
             self._say(
-                f"training waits while checkpoints are written: a copy takes {needed / 1e9:.1f} GB "
-                f"of main memory, {free / 1e9:.1f} GB are free, and half of that may be used"
+                f"training waits while checkpoints are written: a copy takes {size(needed)} of "
+                f"main memory, {size(free)} are free, and half of that may be used"
             )
         return fits
