@@ -111,8 +111,7 @@ def _write(
 ) -> Path:
     final = folder / f"step-{step}"
     temporary = folder / f".step-{step}.{os.getpid()}"
-    temporary.mkdir()
-    with _removed_on_error(temporary):
+    with _made(temporary, final):
         write_files(temporary, files)
         _verify(temporary, weights)
         manifest = {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)}
@@ -130,18 +129,20 @@ def _write(
 
 
 @contextmanager
-def _removed_on_error(folder: Path) -> Iterator[None]:
-    """A disk that is full has no room for half a checkpoint."""
+def _made(folder: Path, final: Path) -> Iterator[None]:
+    """Gone after an error: a disk that is full has no room for half a checkpoint."""
     from safetensors import SafetensorError
 
     try:
+        folder.mkdir()
         yield
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
-            raise EnvironmentProblem(
-                f"{folder.parent}: the checkpoint could not be written: {error}; {disk.FULL}"
-            ) from error
+        told = disk.refusal(error) if isinstance(error, OSError) else None
+        if isinstance(error, SafetensorError):
+            told = f"{error}; {disk.FULL}"
+        if told is not None:
+            raise EnvironmentProblem(f"{final}: {told}") from error
         raise
 
 

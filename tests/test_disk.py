@@ -44,7 +44,7 @@ def test_a_place_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     disk.require_writable(tmp_path / "file", "--out", file=True)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "kept"
-    with pytest.raises(EnvironmentProblem, match="run.out=.*/file/x cannot be written: Not a dir"):
+    with pytest.raises(EnvironmentProblem, match=r"run.out=.*/file/x cannot be written: Not a dir"):
         disk.require_writable(tmp_path / "file" / "x", "run.out")
     with pytest.raises(EnvironmentProblem, match="use --out FILE where this user may write"):
         disk.require_writable(tmp_path, "--out", file=True)

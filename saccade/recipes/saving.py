@@ -10,6 +10,7 @@ ends at its next step.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -77,6 +78,23 @@ class Saver:
         else:
             write()
             self.saved = step
+
+    def require_room(self, needed: int, due: int) -> None:
+        """On the disk, before the first step: for one checkpoint of `needed` bytes at least. With
+        `due` to come, the newest are kept until one more is whole.
+        """
+        if not due:
+            return
+        checkpoint.require_room(self.folder, needed)
+        keep = self.config.keep
+        more = min(due, keep + 1 - min(keep, len(checkpoint.complete_steps(self.folder))))
+        free = shutil.disk_usage(self.folder).free
+        if more * needed > free:
+            self._say(
+                f"WARNING: with save.keep={keep} there will be {more} checkpoints more in "
+                f"{self.folder}, of up to {size(needed)} each, and {size(free)} are free; free "
+                "some space or lower save.keep, or the run stops when the disk is full"
+            )
 
     def check(self) -> None:
         """Raise what went wrong by now."""
