@@ -75,7 +75,11 @@ def require_room(folder: Path, needed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover)
-    disk.require_room(folder, needed, "a checkpoint", "use run.out on a larger disk")
+    if (free := disk.free_bytes(folder)) < needed:
+        raise EnvironmentProblem(
+            f"{folder}: a checkpoint needs up to {disk.size(needed)}, {disk.size(free)} are free; "
+            "free some space, or use run.out on a larger disk"
+        )
 
 
 def saved_bytes(backend: Backend, parts: Mapping[str, Stateful]) -> int:
@@ -131,17 +135,12 @@ def _write(
 @contextmanager
 def _made(folder: Path, final: Path) -> Iterator[None]:
     """Gone after an error: a disk that is full has no room for half a checkpoint."""
-    from safetensors import SafetensorError
-
     try:
         folder.mkdir()
         yield
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        told = disk.refusal(error) if isinstance(error, OSError) else None
-        if isinstance(error, SafetensorError):
-            told = f"{error}; {disk.FULL}"
-        if told is not None:
+        if (told := disk.refusal(error)) is not None:
             raise EnvironmentProblem(f"{final}: {told}") from error
         raise
 

@@ -74,7 +74,7 @@ def command(
             except SaccadeError as error:
                 show_error(str(error), error)
                 raise typer.Exit(error.exit_code) from None
-            except OSError as error:
+            except Exception as error:
                 if (told := refusal(error)) is None:
                     raise
                 show_error(told, error)

@@ -3,13 +3,14 @@
 Asked before the work whose results go there; what fails later all the same is told by `refusal`.
 
     require_writable(config.run.out, "run.out")
-    require_room(folder, 3_200_000, "a checkpoint", "lower save.keep")
+    if free_bytes(folder) < needed: print(f"{size(needed)} do not fit")
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,13 +19,9 @@ from saccade.errors import EnvironmentProblem
 
 # What a file system may have against a path, and what helps.
 FULL, BARRED = "free some space, or write to a larger disk", "give a path that this user may write"
-REFUSALS = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), FULL) | dict.fromkeys(
-    (
-        *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
-        errno.ENAMETOOLONG,
-    ),
-    BARRED,
-)
+REFUSALS = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), FULL)
+REFUSALS |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR), BARRED)
+REFUSALS |= dict.fromkeys((errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG), BARRED)
 
 
 def require_writable(path: str | Path, option: str, *, file: bool = False) -> None:
@@ -33,7 +30,7 @@ def require_writable(path: str | Path, option: str, *, file: bool = False) -> No
     try:
         if file and whole.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        there = next(place for place in (whole, *whole.parents) if place.exists())
+        there = nearest(whole)
         if file and there == whole:
             if not os.access(whole, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -48,21 +45,26 @@ def require_writable(path: str | Path, option: str, *, file: bool = False) -> No
         ) from None
 
 
-def require_room(folder: Path, needed: int, what: str, remedy: str) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise EnvironmentProblem(
-            f"{folder}: {what} needs up to {size(needed)}, {size(free)} are free; free some "
-            f"space, or {remedy}"
-        )
+def free_bytes(folder: str | Path) -> int:
+    """Where a folder is, or will be."""
+    return shutil.disk_usage(nearest(Path(folder).absolute())).free
 
 
-def refusal(error: OSError) -> str | None:
-    """What a file system said and what helps; None where it was something else."""
-    if error.errno not in REFUSALS:
+def nearest(path: Path) -> Path:
+    """The path itself, or the last folder of it that is there."""
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def refusal(error: BaseException) -> str | None:
+    """What a file system said and what helps; None where it was something else. Libraries in Rust,
+    such as safetensors, tell the number in their text only.
+    """
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+    if number is None or number not in REFUSALS:
         return None
-    where = f"{error.filename}: " if error.filename is not None else ""
-    return f"{where}{error.strerror}; {REFUSALS[error.errno]}"
+    where = getattr(error, "filename", None)
+    return f"{where}: " * (where is not None) + f"{os.strerror(number)}; {REFUSALS[number]}"
 
 
 def size(count: float) -> str:

@@ -58,6 +58,9 @@ def test_what_a_file_system_refuses_is_told_and_nothing_else() -> None:
     barred = OSError(errno.EROFS, os.strerror(errno.EROFS), "runs/a")
     assert str(disk.refusal(barred)).startswith("runs/a: Read-only file system; ")
     assert disk.refusal(BrokenPipeError(errno.EPIPE, "")) is None
+    rust = RuntimeError("Error while serializing: I/O error: something (os error 28)")
+    assert disk.refusal(rust) == disk.refusal(full)
+    assert disk.refusal(ValueError("28")) is None
 
 
 # -- the commands ----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import importlib
 import os
 import platform
 import re
-import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import Config
-from saccade.disk import require_writable, size
+from saccade.disk import free_bytes, require_writable, size
 from saccade.doctor.finding import Finding, failure, note, ok, warning
 from saccade.engines.build import INSTALL
 from saccade.errors import SaccadeError
@@ -202,14 +201,13 @@ def loopback(config: Config) -> Iterator[Finding]:
 
 
 def disk(config: Config) -> Iterator[Finding]:
-    out = Path(config.run.out).absolute()
     try:
         require_writable(config.run.out, "run.out")
     except SaccadeError as error:
         text, _, mend = str(error).rpartition("; ")
         yield failure("disk", text, mend)
         return
-    free = shutil.disk_usage(next(path for path in (out, *out.parents) if path.exists())).free
+    free = free_bytes(config.run.out)
     text = f"run.out={config.run.out} can be written, {size(free)} free"
     if free < LEAST_DISK:
         yield warning("disk", text, "a checkpoint may not fit; use run.out on a larger disk")

@@ -10,7 +10,6 @@ ends at its next step.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from saccade import checkpoint, devices
 from saccade.backends import Backend
 from saccade.config import SaveConfig
 from saccade.contents import kept_bytes
-from saccade.disk import size
+from saccade.disk import free_bytes, size
 from saccade.models.families import Family
 
 LARGEST_SHARE = 0.5  # of the free main memory: rollouts and pictures need some, too
@@ -88,7 +87,7 @@ class Saver:
         checkpoint.require_room(self.folder, needed)
         keep = self.config.keep
         more = min(due, keep + 1 - min(keep, len(checkpoint.complete_steps(self.folder))))
-        free = shutil.disk_usage(self.folder).free
+        free = free_bytes(self.folder)
         if more * needed > free:
             self._say(
                 f"WARNING: with save.keep={keep} there will be {more} checkpoints more in "
