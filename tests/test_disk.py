@@ -114,6 +114,12 @@ def test_a_chat_looks_before_it_answers(word_model: str, tmp_path: Path) -> None
     assert "--out /proc/answers.json cannot be written" in " ".join(result.output.split())
 
 
+def test_a_set_of_scenes_stays_inside_of_its_folder(tmp_path: Path) -> None:
+    result = run("data", "visual-search", tmp_path / "scenes", "--rows", "2", "--name", "../train")
+    assert result.exit_code == 2 and "--name ../train: wants one file name" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_a_command_meets_later_is_no_traceback(word_model: str, tmp_path: Path) -> None:
     """A report goes into the folder that it is about."""
     (tmp_path / "results.json").write_text("{}")
