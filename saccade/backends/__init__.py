@@ -71,10 +71,17 @@ class Backend(Protocol):
         ...
 
     def train_step(
-        self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring, *, lr: float
+        self,
+        batches: Sequence[Batch],
+        algorithm: Algorithm,
+        scoring: Scoring,
+        *,
+        lr: float,
+        moves: bool = True,
     ) -> Update:
         """One optimizer step on all batches together; their scales already hold the global
-        denominators. A batch without advantages is imitated.
+        denominators. A batch without advantages is imitated. Without `moves` all is measured, and
+        weights and optimizer stay as they are.
         """
         ...
 

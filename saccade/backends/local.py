@@ -178,13 +178,19 @@ class LocalBackend:
     # -- training --
 
     def train_step(
-        self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring, *, lr: float
+        self,
+        batches: Sequence[Batch],
+        algorithm: Algorithm,
+        scoring: Scoring,
+        *,
+        lr: float,
+        moves: bool = True,
     ) -> Update:
         found = self.accumulate(batches, algorithm, scoring)
         metrics = to_metrics(algorithm, [one for one in found if isinstance(one, Stats)])
         _, shown = imitation_metrics([one for one in found if isinstance(one, ImitationStats)])
         metrics.merge(shown)
-        return self.take_step("policy", metrics, lr)
+        return self.take_step("policy", metrics, lr, moves=moves)
 
     def accumulate(
         self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring
@@ -289,9 +295,9 @@ class LocalBackend:
             for stats in self._micro_step(half, loss_of, added, whole=whole, cautious=cautious)
         ]
 
-    def take_step(self, role: str, metrics: Metrics, lr: float) -> Update:
+    def take_step(self, role: str, metrics: Metrics, lr: float, *, moves: bool = True) -> Update:
         """The second half: move the weights, unless the loss (`role`/loss of the metrics) or a
-        gradient is not finite.
+        gradient is not finite, or it is only measured.
         """
         assert self.optimizer is not None
         norm = self.optimizer.norm()
@@ -303,7 +309,7 @@ class LocalBackend:
         self.balance.report(role, metrics)
         metrics.add("mem/oom_splits", self.oom_splits)
         finite = bool(np.isfinite([norm.item(), metrics.means().get(f"{role}/loss", 0.0)]).all())
-        if finite:
+        if finite and moves:
             self.optimizer.step(lr, norm=norm)
             if self._follower is not None:
                 average, share = self._follower

@@ -18,6 +18,7 @@ from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.build import from_config
 from saccade.algorithms.describe import describe
 from saccade.algorithms.memory import Memory
+from saccade.algorithms.policy_losses import LOSSES
 from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
 from saccade.disk import require_writable
@@ -191,11 +192,21 @@ def optimize(
     # Updates for which there was no group are over, too: the schedule counts steps.
     each_step = algorithm.updates_per_step * train.epochs_per_batch
     run.progress["updates"] += each_step - len(updates) * train.epochs_per_batch
-    metrics.add("policy/empty_step", not any(_live(batches) for batches in updates))
+    taught = any(_live(batches) and teaches(actors, algorithm, batches) for batches in updates)
+    metrics.add("policy/empty_step", not taught)
 
 
 def _live(batches: Sequence[Batch]) -> bool:
     return any(batch.scales is not None and bool(batch.scales.any()) for batch in batches)
+
+
+def teaches(actors: Actors, algorithm: Algorithm, batches: Sequence[Batch]) -> bool:
+    """Whether anything but the pull to the reference and weight decay would move the policy. These
+    two alone do not count: a decayed weight makes a KL, and Adam scales up the least gradient.
+    """
+    beside = actors.demonstrations is not None or algorithm.entropy.coef != 0
+    own = algorithm.policy_loss not in LOSSES  # of the user, who may look at more than advantages
+    return beside or own or any(b.advantages is not None and b.advantages.any() for b in batches)
 
 
 def is_warming(run: Run, actors: Actors) -> bool:
@@ -206,14 +217,15 @@ def is_warming(run: Run, actors: Actors) -> bool:
 def train_policy(
     run: Run, actors: Actors, algorithm: Algorithm, batches: Sequence[Batch], metrics: Metrics
 ) -> bool:
-    """One optimizer step; False when it had to be skipped."""
+    """One optimizer step, only measured where nothing teaches; False when it had to be skipped."""
     train = actors.config.train
     assert train.lr is not None, "the defaults of the command are filled in"
+    moves = teaches(actors, algorithm, batches)
     batches = select_tokens(run, actors, algorithm, batches)
     if actors.demonstrations is not None:
         batches = [*batches, *actors.demonstrations.batches(run)]
     lr = train.lr * learning_rate(run, actors)
-    update = actors.policy.train_step(batches, algorithm, actors.scoring, lr=lr)
+    update = actors.policy.train_step(batches, algorithm, actors.scoring, lr=lr, moves=moves)
     if "policy/loss" not in metrics.sums and not update.skipped:  # the first update of the step
         check_mismatch(update.metrics, algorithm, actors.config.rollout.parity_max)
     metrics.merge(update.metrics)

@@ -34,13 +34,6 @@ CAUSES: tuple[Cause, ...] = (
         while_dead=False,
     ),
     Cause(
-        "policy/empty_step",
-        1.0,
-        "no group is left to train on; look at group/dropped/… and group/constant_…, and ease "
-        "algorithm.filter or the data",
-        while_dead=False,
-    ),
-    Cause(
         "policy/lr",
         0.0,
         "the learning rate is 0; set train.lr and look at train.schedule",
@@ -93,6 +86,13 @@ CAUSES: tuple[Cause, ...] = (
         1.0,
         "all groups are dead, the members of each have the same reward; raise "
         "train.samples_per_prompt or rollout.temperature, or use data of other difficulty",
+    ),
+    Cause(
+        "policy/empty_step",
+        1.0,
+        "no group is left to train on; look at group/dropped/… and group/constant_…, and ease "
+        "algorithm.filter or the data",
+        while_dead=False,
     ),
     Cause(
         "policy/grad_norm",
