@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from saccade import disk
 from saccade.backends import Backend
 from saccade.contents import File, text_file, write_files
 from saccade.errors import ConfigError, EnvironmentProblem
@@ -61,15 +62,24 @@ def prepare(
     each in a folder of its name. `best` is the step of the best validation.
     """
     parts = parts or {}
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".step-*"):
-        shutil.rmtree(leftover)
-    _check_disk(folder, saved_bytes(backend, parts))
+    require_room(folder, saved_bytes(backend, parts))
     files: Iterable[File] = _collect(backend, family, progress, parts, copy=copy)
     weights = [(name, shape) for name, shape, _ in backend.weight_shapes()]
     return partial(
         _write, folder, step, list(files) if copy else files, weights, keep=keep, best=best
     )
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """For one more checkpoint, beside those that are there; what a kill left of one goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover)
+    if (free := disk.free_bytes(folder)) < needed:
+        raise EnvironmentProblem(
+            f"{folder}: a checkpoint needs up to {disk.size(needed)}, {disk.size(free)} are free; "
+            "free some space, or use run.out on a larger disk"
+        )
 
 
 def saved_bytes(backend: Backend, parts: Mapping[str, Stateful]) -> int:
@@ -105,8 +115,7 @@ def _write(
 ) -> Path:
     final = folder / f"step-{step}"
     temporary = folder / f".step-{step}.{os.getpid()}"
-    temporary.mkdir()
-    with _removed_on_error(temporary):
+    with _made(temporary, final):
         write_files(temporary, files)
         _verify(temporary, weights)
         manifest = {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)}
@@ -124,12 +133,15 @@ def _write(
 
 
 @contextmanager
-def _removed_on_error(folder: Path) -> Iterator[None]:
-    """A disk that is full has no room for half a checkpoint."""
+def _made(folder: Path, final: Path) -> Iterator[None]:
+    """Gone after an error: a disk that is full has no room for half a checkpoint."""
     try:
+        folder.mkdir()
         yield
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if (told := disk.refusal(error)) is not None:
+            raise EnvironmentProblem(f"{final}: {told}") from error
         raise
 
 
@@ -291,16 +303,6 @@ def _verify(folder: Path, weights: Sequence[tuple[str, tuple[int, ...]]]) -> Non
         raise EnvironmentProblem(
             f"checkpoint {folder.name}: parameters are missing on disk, by shape "
             f"{dict(missing) or f'{lacking:,} numbers of experts'}"
-        )
-
-
-def _check_disk(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise EnvironmentProblem(
-            f"{folder}: a checkpoint needs up to {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are "
-            "free; "
-            "free some space or lower save.keep"
         )
 
 

@@ -19,7 +19,8 @@ import typer
 from saccade import __version__
 from saccade.cli_data import data_commands
 from saccade.cli_run import as_override, read_config, run_recipe, show_error
-from saccade.errors import ConfigError, SaccadeError
+from saccade.disk import refusal, require_writable
+from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -61,7 +62,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON."
 def command(
     name: str, *, example: str, panel: str | None = None, group: typer.Typer = app
 ) -> Callable[[Command], Command]:
-    """Register a command whose SaccadeErrors become a red message and an exit code."""
+    """Register a command whose SaccadeErrors, and what a file system refuses, become a red message
+    and an exit code.
+    """
 
     def register(function: Command) -> Command:
         @functools.wraps(function)
@@ -71,6 +74,11 @@ def command(
             except SaccadeError as error:
                 show_error(str(error), error)
                 raise typer.Exit(error.exit_code) from None
+            except Exception as error:
+                if (told := refusal(error)) is None:
+                    raise
+                show_error(told, error)
+                raise typer.Exit(EnvironmentProblem.exit_code) from None
             except KeyboardInterrupt as interrupt:
                 show_error("interrupted", interrupt)
                 raise typer.Exit(130) from None
@@ -310,14 +318,21 @@ def inspect_data(
 
     if fix is not None and fix.exists():
         raise ConfigError(f"--fix {fix} exists; give a new file, nothing is overwritten")
+    for option, path in (("--fix", fix), ("--out", out)):
+        if path is not None:
+            require_writable(path, option, file=True)
     config = read_config(as_override("data.train", arguments))
     report = run(config, headers_only=headers_only, workers=workers, command=reads)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(report.to_json() + "\n", encoding="utf-8")
-    print_report(report)
-    if fix is not None:
-        print("wrote " + ", ".join(map(str, write_fixed(report, fix))))
+    written = []
+    try:
+        written = write_fixed(report, fix) if fix is not None else []
+    finally:  # whether or not it can be written; but first, as whoever reads along may leave
+        print_report(report)
+    if written:
+        print("wrote " + ", ".join(map(str, written)))
     refuse_data(report, config, fix)
 
 

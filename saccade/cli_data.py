@@ -44,7 +44,13 @@ def data_commands(command: Register, read_config: ReadConfig) -> typer.Typer:
     ) -> None:
         """Scenes with a small target that can be read only after zooming."""
         from saccade.data.visual_search import search_split, write_search
+        from saccade.disk import require_writable
+        from saccade.errors import ConfigError
+        from saccade.schema.section import is_name
 
+        if not is_name(name):
+            raise ConfigError(f"--name {name}: wants one file name without its ending, try train")
+        require_writable(out, "OUT")
         samples = search_split(rows, seed=seed, level=level, kind=kind, grid=grid, view=view)
         print(
             f"wrote {write_search(samples, out, name=name)}: {rows} scenes of "

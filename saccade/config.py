@@ -295,7 +295,8 @@ def _explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "model_type" and inside:
         return f"{key}: a section, got {given!r}; set one of its options: {', '.join(inside)}"
     hint = f" ({known.description})" if known is not None else ""
-    return f"{key}: {WANTED.get(error['type'], error['msg'])}, got {given!r}{hint}"
+    wanted = WANTED.get(error["type"], error["msg"].removeprefix("Value error, "))
+    return f"{key}: {wanted}, got {given!r}{hint}"
 
 
 def _leaves(key: str, given: Any) -> list[str]:

@@ -29,7 +29,7 @@ class SelfTestError(SaccadeError):
 
 
 class EnvironmentProblem(SaccadeError):
-    """A package, a device or a model folder is missing or does not fit."""
+    """A package, a device or a model folder is missing or does not fit, or a place to write."""
 
     exit_code = 3
 

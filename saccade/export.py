@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from saccade.disk import require_writable
 from saccade.errors import ConfigError, EnvironmentProblem
 
 ADAPTER = "adapter"  # folder of `models/lora.py`, inside a checkpoint
@@ -29,6 +30,7 @@ def export(
     adapter = source / ADAPTER
     if adapter_only and not adapter.is_dir():
         raise ConfigError(f"{source} has no adapter; it was not trained with model.train=lora")
+    require_writable(out, "--out")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; give another folder")
     if adapter_only:

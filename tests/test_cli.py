@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import saccade
 from saccade.checks import check
-from saccade.cli import app
+from saccade.cli import app, inspect_data
 from saccade.cli_run import show_error
 from saccade.config import load
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
@@ -562,6 +562,18 @@ def test_a_run_is_repeated_from_the_options_that_were_chosen(tmp_path: Path) -> 
     assert result.exit_code == 2 and f"are in {tmp_path / 'config.yaml'}" in result.stderr
     result = run("rl", str(tmp_path / "config.yaml"))  # read, and what it lacks is said
     assert result.exit_code == 2 and "data.train" in result.stderr
+
+
+def test_good_rows_are_written_though_nobody_reads_the_report(
+    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    pipe = os.fdopen(writes, "w", buffering=1)
+    with monkeypatch.context() as now, pytest.raises(BrokenPipeError):
+        now.setattr("sys.stdout", pipe)
+        inspect_data([str(counting)], fix=tmp_path / "good.jsonl")
+    assert len((tmp_path / "good.jsonl").read_text().splitlines()) == 24
 
 
 def test_check_data_lists_bad_rows_and_writes_the_good_ones(counting: Path, tmp_path: Path) -> None:

@@ -236,6 +236,26 @@ def test_a_bad_value_is_refused_with_field_and_reason(override: str, words: list
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize("name", ["../escape", "/tmp/x", "", ".", "..", "a/b", "a\\b", "a\0b"])
+def test_a_run_stays_inside_of_its_folder(name: str) -> None:
+    """What is there may be removed: a smoke test takes the place of the last one."""
+    with pytest.raises(
+        ConfigError, match=r"run\.name: wants one folder name such as geo-1; run\.out"
+    ):
+        load({"run.name": name})
+    if name != "a/b":
+        with pytest.raises(
+            ConfigError, match=r"generate\.output: wants a file inside the run fold"
+        ):
+            load({"generate.output": name})
+
+
+def test_names_that_are_fine() -> None:
+    for name in ("geo-1", "..hidden", "a b", "läufe", "1"):
+        assert load({"run.name": name}).run.name == name
+    assert load({"generate.output": "round-1/all.jsonl"}).generate.output == "round-1/all.jsonl"
+
+
 def test_every_problem_is_reported_at_once() -> None:
     message = refusal(None, "train.lr=-1", "rollout.max_tokens=0", "val.evry=1")
     assert len(message.splitlines()) == 3

@@ -21,6 +21,7 @@ LEVELS = (
         "kernels",
         "transfer",
         "contents",
+        "disk",
         "endpoint",
         "sokoban",
         "videos",

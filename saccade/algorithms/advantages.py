@@ -313,6 +313,8 @@ def compute(
 def whitened(values: Tensor, live: Tensor, *, std: bool = True) -> Tensor:
     """[T] -> [T]: zero mean and, with `std`, unit variance over live tokens; 0 elsewhere."""
     inside = values[live]
+    if not len(inside) or is_constant([float(inside.min()), float(inside.max())]):
+        return values.new_zeros(len(values))  # not the rounding of the mean, scaled up
     scale = (inside.var() + 1e-8).sqrt() if std and len(inside) > 1 else 1.0
     return ((values - inside.mean()) / scale).where(live, 0.0)
 

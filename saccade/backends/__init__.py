@@ -69,9 +69,11 @@ class Backend(Protocol):
         """
         ...
 
-    def train_step(self, batches: Sequence[Batch], loss: Loss, *, lr: float) -> Update:
+    def train_step(
+        self, batches: Sequence[Batch], loss: Loss, *, lr: float, moves: bool = True
+    ) -> Update:
         """One optimizer step on all batches together; their scales already hold the global
-        denominators.
+        denominators. Without `moves` all is measured, and weights and optimizer stay as they are.
         """
         ...
 

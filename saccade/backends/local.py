@@ -169,8 +169,11 @@ class LocalBackend:
 
     # -- training --
 
-    def train_step(self, batches: Sequence[Batch], loss: Loss, *, lr: float) -> Update:
-        return self.take_step(loss.role, to_metrics(self.sum_gradients(batches, loss)), lr)
+    def train_step(
+        self, batches: Sequence[Batch], loss: Loss, *, lr: float, moves: bool = True
+    ) -> Update:
+        metrics = to_metrics(self.sum_gradients(batches, loss))
+        return self.take_step(loss.role, metrics, lr, moves=moves)
 
     def sum_gradients(self, batches: Sequence[Batch], loss: Loss) -> list[LossSums]:
         """The first half of a step: the gradients of all batches, summed in the optimizer; what
@@ -222,9 +225,9 @@ class LocalBackend:
             todo.extendleft((part, added, cautious or again) for part in reversed(parts))
         return found
 
-    def take_step(self, role: str, metrics: Metrics, lr: float) -> Update:
+    def take_step(self, role: str, metrics: Metrics, lr: float, *, moves: bool = True) -> Update:
         """The second half: move the weights, unless the loss (`role`/loss of the metrics) or a
-        gradient is not finite.
+        gradient is not finite, or it is only measured.
         """
         assert self.optimizer is not None
         norm = self.optimizer.norm()
@@ -235,7 +238,7 @@ class LocalBackend:
         metrics.add(f"{role}/lr", lr)
         metrics.add("mem/oom_splits", self.oom_splits)
         finite = bool(np.isfinite([norm.item(), metrics.means().get(f"{role}/loss", 0.0)]).all())
-        if finite:
+        if finite and moves:
             self.optimizer.step(lr, norm=norm)
             if self._follower is not None:
                 average, share = self._follower

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import Config
+from saccade.disk import size
 from saccade.doctor.finding import Finding, failure, ok, warning
 from saccade.models.files import AGAIN, INDEX, SINGLE, header_of
 
@@ -97,8 +98,8 @@ def _weights(path: Path) -> Iterator[Finding]:
         tensors = {name: entry for header in headers.values() for name, entry in header.items()}
         yield from _vocabulary(path, tensors)
         count, files = len(tensors), len(shards)
-        size = sum((path / shard).stat().st_size for shard in shards) / 2**30
-        yield ok("model", f"{path}: {count} tensors in {files} files, {size:.2f} GiB")
+        total = sum((path / shard).stat().st_size for shard in shards)
+        yield ok("model", f"{path}: {count} tensors in {files} files, {size(total)}")
 
 
 def _vocabulary(path: Path, tensors: Mapping[str, Any]) -> Iterator[Finding]:

@@ -6,10 +6,8 @@ import importlib
 import os
 import platform
 import re
-import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
@@ -17,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import Config
+from saccade.disk import free_bytes, require_writable, size
 from saccade.doctor.finding import Finding, failure, note, ok, warning
 from saccade.engines.build import INSTALL
 from saccade.errors import SaccadeError
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
-LEAST_DISK, LEAST_SHARE = 10 * 2**30, 0.5  # free bytes; free share of a GPU's memory
+LEAST_DISK, LEAST_SHARE = 10**10, 0.5  # free bytes; free share of a GPU's memory
 SHOWN_MODELS = 8  # of an endpoint that has many
 
 
@@ -206,18 +205,14 @@ def loopback(config: Config) -> Iterator[Finding]:
 
 
 def disk(config: Config) -> Iterator[Finding]:
-    out = Path(config.run.out).absolute()
-    there = next(folder for folder in (out, *out.parents) if folder.exists())
     try:
-        with tempfile.NamedTemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        yield failure(
-            "disk", f"run.out={out} cannot be written: {error}", "use run.out=FOLDER of your own"
-        )
+        require_writable(config.run.out, "run.out")
+    except SaccadeError as error:
+        text, _, mend = str(error).rpartition("; ")
+        yield failure("disk", text, mend)
         return
-    free = shutil.disk_usage(there).free
-    text = f"run.out={config.run.out} can be written, {free / 2**30:.1f} GiB free"
+    free = free_bytes(config.run.out)
+    text = f"run.out={config.run.out} can be written, {size(free)} free"
     if free < LEAST_DISK:
         yield warning("disk", text, "a checkpoint may not fit; use run.out on a larger disk")
     else:

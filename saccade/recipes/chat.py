@@ -21,6 +21,7 @@ from saccade.config import Config
 from saccade.data.chats import Picture, RowError, arrange, read_chat
 from saccade.data.datasets import open_as
 from saccade.data.prompts import text_or_file
+from saccade.disk import require_writable
 from saccade.engines import Engine, generate, progress
 from saccade.errors import ConfigError, DataError, SaccadeError, TrainingError
 from saccade.images import open_media
@@ -197,6 +198,7 @@ def _save(state: Talk, path: str) -> str:
         raise ConfigError(f"/save: {path} exists; give a new name, nothing is overwritten")
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"/save: the folder of {path} does not exist")
+    require_writable(path, "/save", file=True)
     _write([{"messages": _transcript(state.messages)}], Path(path))
     return f"saved to {path}"
 
@@ -226,6 +228,8 @@ def answer_file(
         raise ConfigError(f"--out {out} exists; give a new file, nothing is overwritten")
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: its folder does not exist; try --out {out.name}")
+    if out is not None:
+        require_writable(out, "--out", file=True)
     with _opened(config) as (family, engine):
         sampling = _sampling(config, greedy=greedy)
         requests = [

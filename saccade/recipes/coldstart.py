@@ -25,6 +25,7 @@ from saccade.config import Config, DataSource, load
 from saccade.data import datasets
 from saccade.data.dialogues import dialogue_row
 from saccade.data.search_expert import AGAIN, NUMBERS, call, demonstration
+from saccade.disk import require_writable
 from saccade.environments import KINDS, Environment, Step, stop_strings
 from saccade.errors import ConfigError, DataError
 from saccade.rewards.formats import FORMATS
@@ -54,6 +55,7 @@ def run(
     path = out / "train.jsonl"
     if path.exists():
         raise ConfigError(f"{path} exists; give a new folder, nothing is overwritten")
+    require_writable(out, "OUT")
     make = hosting.environments(config.env, order=FORMATS[config.prompt.format].order)
     rows = datasets.load([DataSource(path=str(source))], config.data).samples
     _warn(config, rows)

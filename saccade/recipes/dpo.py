@@ -16,6 +16,7 @@ from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PreferenceLoss
 from saccade.config import Config, defaults_for, load
 from saccade.data.datasets import Dataset, Stream
+from saccade.disk import require_writable
 from saccade.errors import ConfigError, DataError
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
@@ -33,6 +34,7 @@ def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
     config = defaults_for("dpo", load(config))
     checks.check(config, "dpo")
+    require_writable(config.run.out, "run.out")
     models.quiet_libraries()
     row = from_config(config.dpo)
     family = models.family_of(config, models.start_folder(config))

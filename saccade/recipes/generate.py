@@ -22,6 +22,7 @@ from saccade import checks
 from saccade.config import Config, load
 from saccade.data.dialogues import dialogue_row
 from saccade.data.prompts import WORDED
+from saccade.disk import require_writable
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.models.files import stamp
@@ -54,6 +55,7 @@ def run(config: Any) -> dict[str, Any]:
     checks.check(config, "generate")
     models.quiet_libraries()
     path = Path(config.run.out) / config.run.name / config.generate.output
+    require_writable(config.run.out, "run.out")
     path.parent.mkdir(parents=True, exist_ok=True)
     family = answering_family(config)
     data = questions.load_prompts(config, config.data.train or config.data.val, family)

@@ -21,6 +21,7 @@ from saccade.data.chats import RowError
 from saccade.data.formats import Format, detect, read_row
 from saccade.data.sources import open_source
 from saccade.data.unread import unread_media
+from saccade.disk import require_writable
 from saccade.errors import ConfigError, DataError
 from saccade.models.tiny import CONFIGS
 from saccade.types import Media, Sample
@@ -74,6 +75,7 @@ def write_config(model: Path, data: Path, out: Path) -> None:
     """Write `out`; refuses to replace a file."""
     if out.exists():
         raise ConfigError(f"{out} exists; give another name with --out, or remove it")
+    require_writable(out, "--out", file=True)
     found = _look(model, data)
     text = _page(found, model, data)
     out.parent.mkdir(parents=True, exist_ok=True)

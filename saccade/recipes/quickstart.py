@@ -22,6 +22,7 @@ import yaml
 
 from saccade.checkpoint import complete_steps, tensor_shapes
 from saccade.data import synthetic
+from saccade.disk import require_writable
 from saccade.export import export
 from saccade.models import tiny
 from saccade.recipes import evaluate, models, rl, sft
@@ -48,6 +49,7 @@ def run(out: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
     began = time.monotonic()
     models.quiet_libraries()
     out, size = Path(out).resolve(), SIZES["quick" if quick else "full"]
+    require_writable(out, "--out")
     _make_room(out)
     _say("1/6", f"drawing {size['prompts']:,} scenes, building a model with random weights")
     data = draw_data(out / "data", size, seed)

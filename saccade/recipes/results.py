@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import Config
+from saccade.disk import require_writable
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.recipes.accuracy import Scores, Table
@@ -47,7 +48,9 @@ def places(config: Config, out: Path | None) -> tuple[Path, Path]:
         for name in (RESULTS, METRICS):
             if (Path(out) / name).exists():
                 raise ConfigError(f"--out {out}: it holds {name} already; name a new folder")
+        require_writable(out, "--out")
         return Path(out), Path(out) / ANSWERS
+    require_writable(config.run.out, "run.out")
     name = f"{config.run.name}-eval"
     names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
     earlier: list[Path] = []

@@ -14,6 +14,7 @@ from saccade.backends.local import LocalBackend
 from saccade.config import Config, defaults_for, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.data.sources import set_names
+from saccade.disk import require_writable
 from saccade.models.load import describe_trained
 from saccade.models.rating import Card, write_card
 from saccade.plan import total_steps
@@ -37,6 +38,7 @@ def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
     config = defaults_for("reward-model", load(config))
     checks.check(config, "reward-model")
+    require_writable(config.run.out, "run.out")
     models.quiet_libraries()
     family = models.family_of(config, models.start_folder(config))
     task = task_of(config, family)

@@ -18,9 +18,11 @@ from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.build import from_config
 from saccade.algorithms.describe import describe
 from saccade.algorithms.memory import Memory
+from saccade.algorithms.policy_losses import LOSSES
 from saccade.backends.losses import PolicyLoss, ValueLoss
 from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
+from saccade.disk import require_writable
 from saccade.errors import ConfigError
 from saccade.estimate.preflight import preflight
 from saccade.forest import pack
@@ -42,6 +44,7 @@ def run(config: Any) -> dict[str, Any]:
     checks.check(config, "rl")
     algorithm = from_config(config)
     refuse_another_algorithm(config, algorithm)
+    require_writable(config.run.out, "run.out")
     models.quiet_libraries()
     family = models.family_of(config, models.start_folder(config))
     models.require_reward_models(config)
@@ -196,11 +199,21 @@ def optimize(
     # Updates for which there was no group are over, too: the schedule counts steps.
     each_step = algorithm.updates_per_step * train.epochs_per_batch
     run.progress["updates"] += each_step - len(updates) * train.epochs_per_batch
-    metrics.add("policy/empty_step", not any(_live(batches) for batches in updates))
+    taught = any(_live(batches) and teaches(actors, algorithm, batches) for batches in updates)
+    metrics.add("policy/empty_step", not taught)
 
 
 def _live(batches: Sequence[Batch]) -> bool:
     return any(batch.scales is not None and bool(batch.scales.any()) for batch in batches)
+
+
+def teaches(actors: Actors, algorithm: Algorithm, batches: Sequence[Batch]) -> bool:
+    """Whether anything but the pull to the reference and weight decay would move the policy. These
+    two alone do not count: a decayed weight makes a KL, and Adam scales up the least gradient.
+    """
+    beside = actors.demonstrations is not None or algorithm.entropy.coef != 0
+    own = algorithm.policy_loss not in LOSSES  # of the user, who may look at more than advantages
+    return beside or own or any(b.advantages is not None and b.advantages.any() for b in batches)
 
 
 def is_warming(run: Run, actors: Actors) -> bool:
@@ -211,14 +224,16 @@ def is_warming(run: Run, actors: Actors) -> bool:
 def train_policy(
     run: Run, actors: Actors, algorithm: Algorithm, batches: Sequence[Batch], metrics: Metrics
 ) -> bool:
-    """One optimizer step; False when it had to be skipped."""
+    """One optimizer step, only measured where nothing teaches; False when it had to be skipped."""
     train = actors.config.train
     assert train.lr is not None, "the defaults of the command are filled in"
+    moves = teaches(actors, algorithm, batches)
     batches = select_tokens(run, actors, algorithm, batches)
     if actors.demonstrations is not None:
         batches = [*batches, *actors.demonstrations.batches(run)]
     lr = train.lr * learning_rate(run, actors)
-    update = actors.policy.train_step(batches, PolicyLoss(algorithm, actors.scoring), lr=lr)
+    loss = PolicyLoss(algorithm, actors.scoring)
+    update = actors.policy.train_step(batches, loss, lr=lr, moves=moves)
     update.metrics.add("policy/kl_coef", algorithm.kl.coef)
     update.metrics.add("policy/entropy_coef", algorithm.entropy.coef)
     if "policy/loss" not in metrics.sums and not update.skipped:  # the first update of the step

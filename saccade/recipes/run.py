@@ -134,12 +134,14 @@ class Run:
             self.console.log(str(error) if told else "".join(format_exception(error)).rstrip())
         self._saver.settle()
         saved = self._saver.saved
-        try:
-            if isinstance(error, Exception) and self.step > (saved or 0) and not self._updating:
+        if isinstance(error, Exception) and self.step > (saved or 0) and not self._updating:
+            try:
                 self.save(last=True)  # what failed had not touched the weights of the last step
-        finally:
-            if isinstance(error, Exception) and not isinstance(error, Interrupted):
-                self._say_how_to_go_on(error, self._saver.saved)
+            except Exception as another:
+                if str(another) != str(error):  # a disk that is full says so twice
+                    self.console.note(f"step {self.step} could not be saved: {another}")
+        if isinstance(error, Exception) and not isinstance(error, Interrupted):
+            self._say_how_to_go_on(error, self._saver.saved)
         if isinstance(error, torch.OutOfMemoryError):
             asked = str(error).partition(". GPU")[0]
             message = (
@@ -199,6 +201,8 @@ class Run:
         """
         self.total, self._backend, self._family = total, backend, family
         self._parts = dict(parts or {})
+        due = sum(self.saves(step) for step in range(self.step + 1, total + 1))
+        self._saver.require_room(checkpoint.saved_bytes(backend, self._parts), due)
         device = devices.present(self.config.run.device)
         self._device = devices.in_precision(device, self.config.model.dtype)
         self.console.expect(total)

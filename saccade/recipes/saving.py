@@ -21,6 +21,7 @@ from saccade import checkpoint, devices
 from saccade.backends import Backend
 from saccade.config import SaveConfig
 from saccade.contents import kept_bytes
+from saccade.disk import free_bytes, size
 from saccade.models.families import Family
 
 LARGEST_SHARE = 0.5  # of the free main memory: rollouts and pictures need some, too
@@ -77,6 +78,23 @@ class Saver:
             write()
             self.saved = step
 
+    def require_room(self, needed: int, due: int) -> None:
+        """On the disk, before the first step: for one checkpoint of `needed` bytes at least. With
+        `due` to come, the newest are kept until one more is whole.
+        """
+        if not due:
+            return
+        checkpoint.require_room(self.folder, needed)
+        keep = self.config.keep
+        more = min(due, keep + 1 - min(keep, len(checkpoint.complete_steps(self.folder))))
+        free = free_bytes(self.folder)
+        if more * needed > free:
+            self._say(
+                f"WARNING: with save.keep={keep} there will be {more} checkpoints more in "
+                f"{self.folder}, of up to {size(needed)} each, and {size(free)} are free; free "
+                "some space or lower save.keep, or the run stops when the disk is full"
+            )
+
     def check(self) -> None:
         """Raise what went wrong by now."""
         if self._writing is not None and self._writing[1].done():
@@ -118,7 +136,7 @@ class Saver:
         if not fits and not self._told:
             self._told = True
             self._say(
-                f"training waits while checkpoints are written: a copy takes {needed / 1e9:.1f} GB "
-                f"of main memory, {free / 1e9:.1f} GB are free, and half of that may be used"
+                f"training waits while checkpoints are written: a copy takes {size(needed)} of "
+                f"main memory, {size(free)} are free, and half of that may be used"
             )
         return fits

@@ -21,6 +21,7 @@ from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, Config, defaults_for, load
 from saccade.data.datasets import Stream
+from saccade.disk import require_writable
 from saccade.forest import pack
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
@@ -41,6 +42,7 @@ def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
     config = defaults_for("sft", load(config))
     checks.check(config, "sft")
+    require_writable(config.run.out, "run.out")
     models.quiet_libraries()
     family = models.family_of(config, models.start_folder(config))
     reads = questions.load_documents if config.sft.mode == "pretrain" else questions.load_dialogues

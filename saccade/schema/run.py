@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from saccade.schema.section import Section, option, section
+from pydantic import field_validator
+
+from saccade.schema.section import Section, is_name, option, section
 
 
 class RunConfig(Section):
@@ -32,6 +34,13 @@ class RunConfig(Section):
     trace: bool = option(
         False, "Write a profiler trace of the third step (or the last, if there are fewer)."
     )
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, name: str) -> str:
+        if not is_name(name):
+            raise ValueError("wants one folder name such as geo-1; run.out=FOLDER says where it is")
+        return name
 
 
 ADAPTED = ("lora", "qlora")  # values of model.train that leave the weights alone

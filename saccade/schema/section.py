@@ -32,6 +32,11 @@ def option(default: Any, description: str, **limits: Any) -> Any:
     return Field(default, description=description, **limits)
 
 
+def is_name(text: str) -> bool:
+    """Whether it names one file or folder, inside of the folder that it is joined to."""
+    return text not in ("", ".", "..") and not any(mark in text for mark in "/\\\0")
+
+
 def section(kind: type[Section], description: str) -> Any:
     return Field(default_factory=kind, description=description)
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from saccade.schema.section import Section, option
+from saccade.schema.section import Section, is_name, option
 
 
 class TrainConfig(Section):
@@ -243,3 +243,10 @@ class GenerateConfig(Section):
         "Episodes have the limits of evaluation (env.eval).",
     )
     threshold: float | None = option(None, "Least reward of a response that is learned from.")
+
+    @field_validator("output")
+    @classmethod
+    def _inside(cls, output: str) -> str:
+        if not all(map(is_name, output.split("/"))):
+            raise ValueError("wants a file inside the run folder, such as generations.jsonl")
+        return output

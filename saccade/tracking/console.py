@@ -11,6 +11,7 @@ state four times a second.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -187,15 +188,22 @@ class Console:
         line = step_line(step, self._total, metrics)
         self.log(line)
         if self._live is None:
-            print(line, file=self._file, flush=True)
+            self._print(line)
 
     def note(self, text: str) -> None:
         """Print above the display, and keep in the log."""
         self.log(text)
         if self._live is None:
-            print(text, file=self._file, flush=True)
+            self._print(text)
         else:
             self._live.console.print(Text(text), soft_wrap=True)
+
+    def _print(self, text: str) -> None:
+        """Whoever reads along may leave (`| head -1`): the work goes on, and its files say all."""
+        try:
+            print(text, file=self._file, flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
 
     def log(self, text: str) -> None:
         """Keep in the log, without showing it."""

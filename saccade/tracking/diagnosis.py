@@ -48,11 +48,6 @@ CAUSES = (
         steps=WINDOW,
     ),
     Cause(
-        *("stops", "policy/empty_step", MOST, 1.0),
-        "no group is left to train on; look at group/dropped/… and group/constant_…, and ease "
-        "algorithm.filter or the data",
-    ),
-    Cause(
         *("stops", "policy/lr", 0.0, 0.0),
         "the learning rate is 0; set train.lr and look at train.schedule",
         steps=WINDOW,
@@ -103,6 +98,11 @@ CAUSES = (
         *("dead", "group/dead_frac", MOST, 1.0),
         "in {share} of the groups all members have the same reward; raise train.samples_per_prompt "
         "or rollout.temperature, or use data of other difficulty",
+    ),
+    Cause(
+        *("stops", "policy/empty_step", MOST, 1.0),
+        "no group is left to train on; look at group/dropped/… and group/constant_…, and ease "
+        "algorithm.filter or the data",
     ),
     Cause(
         *("stops", "policy/grad_norm", 0.0, 0.0),

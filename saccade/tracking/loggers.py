@@ -164,19 +164,27 @@ def _numbers(row: Row) -> dict[str, float]:
 
 
 def _tensorboard(folder: RunFolder, first_step: int | None) -> Sink:
+    """Records of a step at once, in this thread: what goes wrong is heard here."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    writer = EventFileWriter(str(folder.path / "tensorboard"), flush_secs=10)
+    path = folder.path / "tensorboard" / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}"
+    path.parent.mkdir(exist_ok=True)
+    writer = RecordWriter(path.open("wb"))
+
+    def add(**event: Any) -> None:
+        writer.write(Event(wall_time=time.time(), **event).SerializeToString())
+        writer.flush()
+
+    add(file_version="brain.Event:2")
     if first_step is not None:
         # Tells TensorBoard to drop what an earlier process wrote from this step on.
-        start = SessionLog(status=SessionLog.START)
-        writer.add_event(Event(wall_time=time.time(), step=first_step, session_log=start))
+        add(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def write(row: Row, step: int) -> None:
         values = [Summary.Value(tag=name, simple_value=v) for name, v in _numbers(row).items()]
-        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        add(step=step, summary=Summary(value=values))
 
     return Sink(write, writer.close)
 

@@ -339,6 +339,13 @@ def test_whitening(golden):
     assert torch.allclose(shifted, golden.advantages - golden.advantages.mean(), atol=1e-12)
 
 
+def test_whitening_leaves_nothing_of_equal_values():
+    """The mean of seven times 0.1 is off by 1e-17, which the scale would make 1e-13."""
+    equal, live = torch.full((8,), 0.1, dtype=torch.float64), torch.arange(8) < 7
+    assert not whitened(equal, live).any() and not whitened(equal, live, std=False).any()
+    assert not whitened(equal, torch.zeros(8, dtype=torch.bool)).any()
+
+
 def test_whitening_is_an_option_where_the_estimator_allows_it(golden):
     inputs = golden.members()
     turned_on = compute(ADVANTAGES["reinforce"], inputs, whiten=True)

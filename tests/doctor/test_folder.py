@@ -30,12 +30,12 @@ def cut(path: Path, size: int) -> None:
 
 
 def test_a_healthy_folder(found, healthy):
-    assert found(check, healthy) == {"ok": [f"{healthy}: 56 tensors in 1 files, 0.00 GiB"]}
+    assert found(check, healthy) == {"ok": [f"{healthy}: 56 tensors in 1 files, 1.3 MB"]}
 
 
 def test_a_healthy_folder_in_shards(found, folder):
     shards(folder)
-    assert found(check, folder)["ok"] == [f"{folder}: 56 tensors in 2 files, 0.00 GiB"]
+    assert found(check, folder)["ok"] == [f"{folder}: 56 tensors in 2 files, 1.3 MB"]
 
 
 BROKEN = {

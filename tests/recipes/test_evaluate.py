@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,20 @@ def test_one_greedy_answer_is_the_default(tmp_path: Path, judged: Make) -> None:
     )
     assert first == second
     assert "avg@1" not in first["val"] and first["val"]["items"] == 8
+
+
+def test_whoever_reads_along_may_leave(
+    tmp_path: Path, judged: Make, scenes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `saccade eval … | head -1`, which is gone before the second set."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    sets = [{"path": str(scenes / "val.jsonl"), "name": name} for name in ("one", "two")]
+    with os.fdopen(writes, "w") as pipe, monkeypatch.context() as now:
+        now.setattr("sys.stdout", pipe)
+        evaluate.run(judged(tmp_path, data__val=sets), out=tmp_path / "eval")
+    assert json.loads((tmp_path / "eval/results.json").read_text()).keys() == {"one", "two"}
+    assert len(lines(tmp_path / SAMPLES)) == 16 and (tmp_path / "eval/report.html").is_file()
 
 
 def test_responses_can_be_scored_again(

@@ -366,10 +366,35 @@ def test_an_exhausted_step_can_end_the_run(tmp_path: Path, rl_config: Make) -> N
         rl.run(config)
 
 
-def test_nothing_to_learn_is_said_once(tmp_path: Path, rl_config: Make) -> None:
-    rl.run(rl_config(tmp_path, run__max_steps=7) | NEVER_RIGHT | {"algorithm.drop_constant": True})
+@pytest.mark.parametrize("change", [{}, {"algorithm.drop_constant": True}], ids=["kl", "dropped"])
+def test_dead_groups_move_nothing(
+    change: dict[str, Any],
+    tmp_path: Path,
+    rl_config: Make,
+    word_model: str,
+    same_weights: Callable[..., bool],
+    tensors: Callable[..., Any],
+    numbers: Read,
+) -> None:
+    """With weight decay and a KL in the loss, too. The steps count, and why is said once."""
+    config = rl_config(tmp_path, run__max_steps=7) | NEVER_RIGHT | {"train.weight_decay": 0.1}
+    rl.run(config | change)
+    last = tmp_path / "run" / "checkpoints" / "step-7"
+    assert same_weights(word_model, last) and checkpoint.read_progress(last)["updates"] == 7
+    moments = {n: t for n, t in tensors(last / "state").items() if n.startswith("exp_avg")}
+    assert moments and not any(bool(moment.any()) for moment in moments.values())
+    assert {row["policy/empty_step"] for row in numbers(tmp_path / "run")} == {1.0}
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert log.count("nothing is learned: ") == 1
+    assert log.count("nothing is learned: all of the responses have no answer") == 1
+
+
+def test_an_entropy_bonus_teaches_without_advantages(
+    tmp_path: Path, rl_config: Make, word_model: str, same_weights: Callable[..., bool]
+) -> None:
+    config = rl_config(tmp_path, run__max_steps=1, algorithm__entropy_coef=0.01) | NEVER_RIGHT
+    row = rl.run(config)
+    assert row["policy/empty_step"] == 0 and row["policy/grad_norm"] > 0
+    assert not same_weights(word_model, tmp_path / "run" / "checkpoints" / "step-1")
 
 
 def test_excluded_members_train_nothing(tmp_path: Path, rl_config: Make) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import threading
 import time
@@ -19,9 +21,11 @@ from safetensors.torch import load_file
 
 from saccade import contents
 from saccade.checkpoint import complete_steps
+from saccade.config import SaveConfig
 from saccade.errors import EnvironmentProblem, Interrupted
 from saccade.models.files import SERIES_FILE
-from saccade.recipes import reward_model, rl, sft
+from saccade.recipes import dpo, reward_model, rl, sft
+from saccade.recipes.saving import Saver
 from saccade.tracking.loggers import read_metrics
 
 Make = Callable[..., dict[str, Any]]
@@ -208,12 +212,12 @@ def test_a_failure_ends_the_run_at_its_next_step(
     tmp_path: Path, sft_config: Make, before_writing: Callable[..., None]
 ) -> None:
     before_writing(full_disk)
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(EnvironmentProblem, match="step-3: No space left on device") as caught:
         sft.run(sft_config(tmp_path, run__max_steps=6, save__every=3) | SFT)
     reached = rows_of(tmp_path / "run")[-1]
     assert 3 <= reached < 6  # the next save would wait for this one
     assert steps_of(tmp_path / "run") == [reached]  # as after any error that touched no weight
-    assert f"step {reached} is kept in" in (tmp_path / "run" / "log.txt").read_text()
+    assert f"step {reached} is kept in" in str(caught.value)
 
 
 def test_a_disk_that_stays_full_leaves_the_folder_free(
@@ -224,13 +228,62 @@ def test_a_disk_that_stays_full_leaves_the_folder_free(
     heard = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as now:
         now.setattr("saccade.checkpoint.write_files", lambda *_: full_disk())
-        with pytest.raises(OSError, match="No space left on device"):
+        with pytest.raises(EnvironmentProblem, match="No space left on device"):
             sft.run(config)
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []  # not half a one either
     assert signal.getsignal(signal.SIGTERM) == heard
     assert not any(thread.name.startswith(THREAD) for thread in threading.enumerate())
     sft.run(config | {"run.resume": "auto"})
     assert steps_of(tmp_path / "run") == [2, 4]
+
+
+def test_a_disk_that_fills_up_names_the_checkpoint_before(
+    tmp_path: Path,
+    sft_config: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """There was room for the first one; the last of step 4 is tried at the end once more."""
+    usage, folder = shutil.disk_usage(tmp_path), tmp_path / "run" / "checkpoints"
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda _: usage._replace(free=5_000 if steps_of(folder.parent) else 9_000_000),
+    )
+    with pytest.raises(
+        EnvironmentProblem, match=r"needs up to [\d.]+ MB, 5\.0 kB are free"
+    ) as caught:
+        sft.run(sft_config(tmp_path, save__every=2, save__background=False) | SFT)
+    assert f"step 2 is kept in {folder / 'step-2'}; once" in str(caught.value)
+    assert "could not be saved" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft", "dpo", "rm"])
+def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(
+    kind: str, tmp_path: Path, config_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    config = config_of("rm" if kind == "dpo" else kind, {"save.every": 0})
+    with pytest.raises(EnvironmentProblem, match=r"a checkpoint needs up to [\d.]+ MB, 100 kB are"):
+        (RECIPES | {"dpo": dpo.run})[kind](config)
+    assert not (tmp_path / "run").exists()  # so the same command can be given again
+
+
+def test_room_is_asked_for_what_will_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    saver = Saver(tmp_path, SaveConfig(keep=3), saved=None, say=said.append)
+    usage = shutil.disk_usage(tmp_path)._replace(free=3_500_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    saver.require_room(1_000_000, due=3)
+    saver.require_room(4_000_000, due=0)  # nothing is written any more
+    assert said == []
+    saver.require_room(1_000_000, due=9)  # the three that are kept, and the next beside them
+    assert len(said) == 1 and "4 checkpoints more" in said[0] and "3.5 MB are free" in said[0]
+    with pytest.raises(EnvironmentProblem, match=r"needs up to 4\.0 MB, 3\.5 MB are free"):
+        saver.require_room(4_000_000, due=1)
 
 
 def test_a_tensor_that_is_lost_on_the_way_is_found(
@@ -273,7 +326,7 @@ def test_another_error_comes_first_and_both_are_told(
     with pytest.raises(Exception, match="division by zero"):
         rl.run(config)
     said = capsys.readouterr().out.replace("\n", "")
-    assert "the checkpoint of step 2 could not be written: [Errno 28] No space" in said
+    assert re.search(r"checkpoint of step 2 could not be written: \S+/step-2: No space", said)
     assert steps_of(tmp_path / "run") == [2]  # written again at the end
 
 
@@ -281,7 +334,7 @@ def test_another_error_comes_first_and_both_are_told(
     ("number", "then", "raised"),
     [
         (signal.SIGHUP, lambda: None, Interrupted),  # a terminal that is closed
-        (signal.SIGTERM, full_disk, OSError),
+        (signal.SIGTERM, full_disk, EnvironmentProblem),
     ],
     ids=["well", "badly"],
 )

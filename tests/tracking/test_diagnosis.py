@@ -37,6 +37,8 @@ MOSTLY = {"group/dead_frac": 0.996}
         (DEAD | {"turns/overturn_frac": 1.0}, "env.max_turns"),
         (DEAD | {"turns/void_frac": 1.0}, "without an answer"),
         (DEAD | {"reward/abstain_rate": 1.0}, "judges none of the responses"),
+        (DEAD | {"policy/empty_step": 1.0, "group/all_wrong_frac": 1.0}, "every response is wrong"),
+        ({"policy/empty_step": 1.0}, "no group is left to train on"),
         ({"policy/lr": 0.0}, "the learning rate is 0"),
         ({"policy/update_skipped": 1.0}, "all of the updates are skipped"),
         ({"policy/grad_norm": 0.0}, "the gradient is 0"),

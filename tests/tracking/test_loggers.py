@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -86,6 +89,33 @@ def test_tensorboard_holds_the_scalars_and_drops_stale_steps(folder: RunFolder) 
     accumulator.Reload()
     scalars = [(event.step, event.value) for event in accumulator.Scalars("reward/mean")]
     assert scalars == [(1, 1.0), (2, 20.0)]
+
+
+def test_a_full_disk_ends_tensorboard_with_one_line(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of a file stands for a disk: what fails is a write in the middle of the run."""
+    pytest.importorskip("tensorboard")
+    said: list[str] = []
+    died: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with Loggers(folder, TrackConfig(tensorboard=True), said.append) as loggers:
+            loggers.log({"reward/mean": 1.0}, 1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, limits[1]))
+            for step in range(2, 5):
+                loggers.log({f"reward/{n}": 1.0 for n in range(200)}, step)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, heard)
+    told = [line for line in said if line.startswith("tensorboard")]
+    assert told == [
+        "tensorboard failed and is left out from here: OSError: [Errno 27] File too large"
+    ]
+    assert died == []  # a thread's traceback tells nobody what to do
 
 
 def test_a_missing_library_is_said_once(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

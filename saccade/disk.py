@@ -1,0 +1,76 @@
+"""Places to write to: whether they take anything, and how much. Knows nothing of what is written.
+
+Asked before the work whose results go there; what fails later all the same is told by `refusal`.
+
+    require_writable(config.run.out, "run.out")
+    if free_bytes(folder) < needed: print(f"{size(needed)} do not fit")
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from saccade.errors import EnvironmentProblem
+
+# What a file system may have against a path, and what helps.
+FULL, BARRED = "free some space, or write to a larger disk", "give a path that this user may write"
+REFUSALS = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), FULL)
+REFUSALS |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR), BARRED)
+REFUSALS |= dict.fromkeys((errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG), BARRED)
+
+
+def require_writable(path: str | Path, option: str, *, file: bool = False) -> None:
+    """Refuse a folder, or a file, that cannot be made or written. Nothing is left behind."""
+    whole = Path(path).absolute()
+    try:
+        if file and whole.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        there = nearest(whole)
+        if file and there == whole:
+            if not os.access(whole, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        else:
+            with tempfile.TemporaryFile(dir=there):
+                pass
+    except OSError as error:
+        given = f"{option}=" if "." in option else f"{option} "
+        raise EnvironmentProblem(
+            f"{given}{path} cannot be written: {error.strerror}; use "
+            f"{given}{'FILE' if file else 'FOLDER'} where this user may write"
+        ) from None
+
+
+def free_bytes(folder: str | Path) -> int:
+    """Where a folder is, or will be."""
+    return shutil.disk_usage(nearest(Path(folder).absolute())).free
+
+
+def nearest(path: Path) -> Path:
+    """The path itself, or the last folder of it that is there."""
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def refusal(error: BaseException) -> str | None:
+    """What a file system said and what helps; None where it was something else. Libraries in Rust,
+    such as safetensors, tell the number in their text only.
+    """
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+    if number is None or number not in REFUSALS:
+        return None
+    where = getattr(error, "filename", None)
+    return f"{where}: " * (where is not None) + f"{os.strerror(number)}; {REFUSALS[number]}"
+
+
+def size(count: float) -> str:
+    """Bytes as people read them: 12 B, 4.1 kB, 3.2 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"
