@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.models.files import require_intact
 
 ADAPTER = "adapter"  # folder of `models/lora.py`, inside a checkpoint
 
@@ -31,6 +32,7 @@ def export(
         raise ConfigError(f"{source} has no adapter; it was not trained with model.train=lora")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; give another folder")
+    require_intact(source)
     if adapter_only:
         shutil.copytree(adapter, out, dirs_exist_ok=True)
         return out
