@@ -37,7 +37,7 @@ def open_media(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> Media:
-    """A reference to the image in `source`; relative paths start from `base` and stay inside it."""
+    """A reference to the image in `source`; relative paths start from `base`."""
     name, data, path = read(source, base, limits)
     with opened(data, name) as image:
         pixels = image.width * image.height

@@ -97,11 +97,24 @@ def test_refused_sources_say_why(source, reason, tmp_path):
         open_media(source, base=tmp_path)
 
 
-def test_outside_paths_open_when_allowed(picture, tmp_path):
-    picture("up.png")
-    (tmp_path / "inner").mkdir()
-    limits = DataConfig(allow_outside=True)
-    assert open_media("../up.png", base=tmp_path / "inner", limits=limits).width == 40
+@pytest.mark.parametrize(
+    ("allowed", "by_two_dots", "in_full"),
+    [("absolute", False, True), (True, True, True), (False, False, False)],
+)
+def test_files_outside_of_the_folder(picture, tmp_path, allowed, by_two_dots, in_full):
+    picture("up.png"), picture("inner/a.png")
+    inner, limits = tmp_path / "inner", DataConfig(allow_outside=allowed)
+    outside = {"../up.png": by_two_dots}
+    outside |= dict.fromkeys((f"{tmp_path}/up.png", f"file://{tmp_path}/up.png"), in_full)
+    for source, opens in outside.items():
+        if opens:
+            assert open_media(source, base=inner, limits=limits).width == 40
+            continue
+        accepts = "true" if source.startswith("..") else "absolute"
+        with pytest.raises(ImageError, match=rf"inner; data\.allow_outside={accepts} accepts it"):
+            open_media(source, base=inner, limits=limits)
+    for source in ("a.png", "../inner/a.png", f"{inner}/a.png", f"file://{inner}/a.png"):
+        assert open_media(source, base=inner, limits=limits).width == 40
 
 
 def test_a_one_pixel_colour_array_is_one_pixel():
