@@ -11,7 +11,6 @@ What is collected and the writing of it are apart, so that training can go on in
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -29,12 +28,13 @@ from saccade.backends import Backend
 from saccade.contents import File, text_file, write_files
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
+from saccade.models.files import LISTING, STATE, checksum, damaged, listing
 
 # Files of a model folder that a checkpoint makes anew.
 OWN_FILES = re.compile(
     r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$"
 )
-HASHED_UP_TO = 64 << 20  # larger files are verified by size and tensor names
+HASHED_UP_TO = 64 << 20  # larger files of its state are compared by size
 
 
 class Stateful(Protocol):
@@ -118,8 +118,9 @@ def _write(
     with _made(temporary, final):
         write_files(temporary, files)
         _verify(temporary, weights)
-        manifest = {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)}
-        (temporary / "state" / "files.json").write_text(json.dumps(manifest, indent=1))
+        names = [str(path.relative_to(temporary)) for path in _files(temporary)]
+        listed = {name: _entry(temporary, name) for name in names}
+        (temporary / LISTING).write_text(json.dumps(listed, indent=1))
         for path in _files(temporary):
             _sync(path)
     if final.exists():
@@ -206,9 +207,9 @@ def not_whole(folder: Path, *, after: int) -> dict[Path, str]:
 
 def _lacking(checkpoint: Path) -> str:
     """Empty where every file that was written is still there, as large as it was."""
-    files = _listing(checkpoint)
+    files = listing(checkpoint)
     if files is None:
-        return "state/files.json is missing"
+        return f"{LISTING} is missing"
     for name, entry in files.items():
         size = _size(checkpoint / name)
         if size != entry["bytes"]:
@@ -225,42 +226,19 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _listing(checkpoint: Path) -> dict[str, dict[str, Any]] | None:
-    """Size and hash of each file as it was written; None where no checkpoint was finished."""
-    path = checkpoint / "state" / "files.json"
-    try:
-        return json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError:
-        raise EnvironmentProblem(
-            f"{path} is damaged: it is no JSON any more; move {checkpoint} away and use "
-            "run.resume=auto to go on from the checkpoint before it"
-        ) from None
-
-
-def _damaged(checkpoint: Path) -> list[str]:
-    """Files whose content is not what was written, among those that have a hash."""
-    return [
-        name
-        for name, entry in (_listing(checkpoint) or {}).items()
-        if "sha256" in entry and _fingerprint(checkpoint / name) != entry
-    ]
-
-
 def _require_intact(checkpoint: Path) -> None:
-    damaged = _damaged(checkpoint)
-    if not damaged:
+    changed = damaged(checkpoint)
+    if not changed:
         return
     folder = checkpoint.parent
     others = (folder / f"step-{step}" for step in reversed(complete_steps(folder)))
-    other = next((path for path in others if path != checkpoint and not _damaged(path)), None)
+    other = next((path for path in others if path != checkpoint and not damaged(path)), None)
     remedy = (
         f"go on from another checkpoint with run.resume={other}"
         if other is not None
         else "no other checkpoint is whole: start again under another run.name"
     )
-    names = ", ".join(str(checkpoint / name) for name in damaged)
+    names = ", ".join(str(checkpoint / name) for name in changed)
     raise EnvironmentProblem(
         f"{names}: damaged, the content is not what the checkpoint wrote; {remedy}"
     )
@@ -316,11 +294,11 @@ def _files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.is_file())
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    if size > HASHED_UP_TO:
-        return {"bytes": size}
-    return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+def _entry(folder: Path, name: str) -> dict[str, Any]:
+    """What is known of a file. Weights are hashed however large: all commands load them."""
+    size = (folder / name).stat().st_size
+    large = name.startswith(STATE) and size > HASHED_UP_TO
+    return {"bytes": size} if large else checksum(folder / name)
 
 
 def _sync(path: Path) -> None:

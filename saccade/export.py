@@ -11,6 +11,7 @@ from pathlib import Path
 
 from saccade.disk import require_writable
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.models.files import require_intact
 
 ADAPTER = "adapter"  # folder of `models/lora.py`, inside a checkpoint
 
@@ -33,6 +34,7 @@ def export(
     require_writable(out, "--out")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; give another folder")
+    require_intact(source)
     if adapter_only:
         shutil.copytree(adapter, out, dirs_exist_ok=True)
         return out

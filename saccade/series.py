@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from numpy.lib import format as npy
 from saccade.config import DataConfig
 from saccade.images.files import ImageError
 from saccade.images.sources import DEFAULT_LIMITS, Encoded, read
-from saccade.images.spill import encoded
+from saccade.images.spill import encoded, named
 from saccade.types import Media
 
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
@@ -59,22 +60,21 @@ def open_series(
         )
     kept = min(samples, limits.max_series)
     content = hashlib.sha256(data).hexdigest()
-    return Media(
+    media = Media(
         kind="series",
-        hash=hashlib.sha256(f"{content} {kept}".encode()).hexdigest(),
+        hash=content,
         width=kept,
         height=leads,
         path=path,
         data=data if path is None else None,
     )
+    return replace(media, hash=named(media, content))
 
 
 def decode(media: Media) -> np.ndarray:
     """float32 [leads, samples]."""
     name = media.path or f"series {media.hash[:12]}"
     values = _values(encoded(media), name)
-    if len(values) != media.height or values.shape[1] < media.width:
-        raise ImageError(f"{name}: is {list(values.shape)} now, so it changed after it was read")
     return np.ascontiguousarray(values[:, : media.width])
 
 

@@ -15,6 +15,7 @@ import importlib.util
 import io
 import wave
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from saccade.config import DataConfig
 from saccade.errors import EnvironmentProblem
 from saccade.images.files import ImageError
 from saccade.images.sources import DEFAULT_LIMITS, Encoded, read
-from saccade.images.spill import encoded
+from saccade.images.spill import encoded, named
 from saccade.types import Media
 
 RATE = 16_000
@@ -55,14 +56,15 @@ def open_sound(
         )
     kept = min(length, LONGEST)
     content = hashlib.sha256(data).hexdigest()
-    return Media(
+    media = Media(
         kind="audio",
-        hash=hashlib.sha256(f"{content} {kept}".encode()).hexdigest(),
+        hash=content,
         width=kept,
         height=1,
         path=path,
         data=data if path is None else None,
     )
+    return replace(media, hash=named(media, content))
 
 
 def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
@@ -106,7 +108,7 @@ def decode(media: Media) -> np.ndarray:
     # Cut first: what comes after the end is not heard in it.
     mono = resampled(samples.mean(1)[: -(-media.width * rate // RATE)], rate)
     if len(mono) < media.width:
-        raise ImageError(f"{name}: shorter than when it was read")
+        raise ImageError(f"{name}: shorter than its header says")
     return np.ascontiguousarray(mono[: media.width], dtype=np.float32)
 
 

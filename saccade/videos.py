@@ -16,6 +16,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from saccade.config import DataConfig
 from saccade.errors import EnvironmentProblem
 from saccade.images import ImageError, files
 from saccade.images.sources import DEFAULT_LIMITS, SCHEMES, located, read
-from saccade.images.spill import encoded
+from saccade.images.spill import encoded, named, require_unchanged
 from saccade.types import Media
 
 PAIR = 2  # frames that a model sees as one
@@ -82,9 +83,10 @@ def open_video(
             f"{name}: frames must be an even number of indices below {film.frames}, not {chosen}"
         )
     shown = len(chosen) / film.frames * film.rate
-    return Media(
+    content = hashlib.sha256(data).hexdigest()
+    media = Media(
         kind="video",
-        hash=_name(hashlib.sha256(data).hexdigest(), chosen, shown),
+        hash=content,
         width=film.width,
         height=film.height,
         path=path,
@@ -93,6 +95,7 @@ def open_video(
         fps=shown,
         **budget,
     )
+    return replace(media, hash=named(media, content))
 
 
 def sampled(total: int, *, rate: float, fps: float, least: int, most: int) -> tuple[int, ...]:
@@ -105,10 +108,6 @@ def sampled(total: int, *, rate: float, fps: float, least: int, most: int) -> tu
 def seconds(media: Media) -> tuple[float, ...]:
     """When each frame that is shown stands in the video."""
     return tuple(index / media.fps for index in range(len(media.frames)))
-
-
-def _name(content: str, frames: Sequence[int], fps: float) -> str:
-    return hashlib.sha256(f"{content} {list(frames)} {fps!r}".encode()).hexdigest()
 
 
 # -- pictures --------------------------------------------------------------------------------------
@@ -148,9 +147,9 @@ def _from_pictures(
     frames = tuple(range(count)) + ((count - 1,) if count % PAIR else ())
     shown = fps * count / len(listed)
     content = " ".join(one.hash for one in opened)
-    return Media(
+    media = Media(
         kind="video",
-        hash=_name(content, frames, shown),
+        hash=content,
         width=opened[0].width,
         height=opened[0].height,
         pictures=tuple(opened),
@@ -158,6 +157,7 @@ def _from_pictures(
         fps=shown,
         **budget,
     )
+    return replace(media, hash=named(media, content))
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -178,12 +178,17 @@ def _frames(media: Media) -> Iterator[tuple[int, np.ndarray]]:
         yield from ((index, images.decode(media.pictures[index])) for index in sorted(missing))
         return
     name = media.path or f"video {media.hash[:12]}"
-    data = encoded(media) if media.path is None else _start(media.path)
-    if media.path is not None and _is_animation(data):
+    if media.path is None or _is_animation(_start(media.path)):
         data = encoded(media)
+    else:
+        data = b""  # OpenCV reads a film from its path, and not all of it into memory
+        require_unchanged(media)
     for index, frame in _reader(data)(data, media.path, name, frozenset(missing)):
         if frame.shape != (media.height, media.width, 3):
-            raise ImageError(f"{name}: changed after it was read")
+            raise ImageError(
+                f"{name}: frame {index} is {frame.shape[1]}x{frame.shape[0]}, and not "
+                f"{media.width}x{media.height} as its header says"
+            )
         yield index, frame
         missing.discard(index)
     if missing:
@@ -191,7 +196,7 @@ def _frames(media: Media) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _start(path: str) -> bytes:
-    """What tells the kind of a file. A film is read by OpenCV, from its path."""
+    """What tells the kind of a file."""
     with open(path, "rb") as file:
         return file.read(12)
 

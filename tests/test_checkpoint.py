@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from saccade import checkpoint
 from saccade.config import load
+from saccade.engines.weights import folder_shapes
 from saccade.errors import ConfigError, EnvironmentProblem, Interrupted
-from saccade.recipes import rl, sft
+from saccade.export import export
+from saccade.models import files
+from saccade.recipes import evaluate, generate, rl, sft
 
 Make = Callable[..., dict[str, Any]]
 Read = Callable[[Path], list[dict[str, Any]]]
@@ -125,6 +129,45 @@ def test_a_flipped_byte_is_found_before_going_on(
     flip_one_byte(older / name)
     with pytest.raises(EnvironmentProblem, match=r"start again under another run\.name"):
         checkpoint.find(folder, asked)
+
+
+def test_damaged_weights_are_refused_wherever_they_are_loaded(copied: dict[str, Any]) -> None:
+    out = Path(copied["run.out"])
+    folder = out / "run" / "checkpoints" / "step-2"
+    flip_one_byte(folder / "state" / "optimizer.safetensors")
+    files.require_intact(folder)  # what only a run that goes on reads does no harm here
+    flip_one_byte(folder / "model.safetensors")
+    options = copied | {"model.path": str(folder), "run.name": "other", "run.out": str(out)}
+    options |= {"data.val": options["data.train"]}
+    for loading in (
+        lambda: evaluate.run(options),
+        lambda: generate.run(options),
+        lambda: rl.run(options | {"run.name": "third"}),
+        lambda: export(folder, out / "exported"),
+        lambda: export(folder, out / "exported", dtype="bfloat16", verify=False),
+        lambda: folder_shapes(str(folder)),  # of engines that load them on their own
+    ):
+        with pytest.raises(EnvironmentProblem, match=r"step-2/model\.safetensors: damaged"):
+            loading()
+    assert not (out / "exported").exists()
+    (folder / "state" / "files.json").unlink()  # as the message says
+    files.require_intact(folder)
+
+
+def test_a_large_file_has_the_hash_of_the_hashes_of_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hashlib
+
+    data, path = np.random.default_rng(0).bytes(2500), tmp_path / "weights"
+    monkeypatch.setattr(files, "HASHED", 1000)
+    blocks = [hashlib.sha256(data[start : start + 1000]).digest() for start in (0, 1000, 2000)]
+    path.write_bytes(data)
+    expected = hashlib.sha256(b"".join(blocks)).hexdigest()
+    assert files.checksum(path) == {"bytes": 2500, "sha256_of_blocks": expected}
+    path.write_bytes(data[:999])
+    expected = hashlib.sha256(data[:999]).hexdigest()
+    assert files.checksum(path) == {"bytes": 999, "sha256": expected}
 
 
 def test_a_listing_that_cannot_be_read_is_named(copied: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from saccade.engines import WeightSource
 from saccade.errors import EnvironmentProblem, TrainingError
+from saccade.models.files import require_intact
 
 PIECE = 256 << 20
 SAMPLED = 16  # every 16th tensor is compared, others at the next turn
@@ -208,7 +209,10 @@ def require_same(
 
 
 def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model folder's tensors, from the headers of the files that it loads."""
+    """Names and shapes of a model folder's tensors, from the headers of the files that it loads. A
+    checkpoint with damaged ones is refused.
+    """
+    require_intact(Path(folder))
     shapes: dict[str, tuple[int, ...]] = {}
     for file in _weight_files(Path(folder)):
         with safe_open(file, framework="pt") as tensors:

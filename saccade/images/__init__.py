@@ -23,7 +23,7 @@ from PIL import Image
 from saccade.config import DataConfig
 from saccade.images.files import ImageError, ends, opened, orientation, upright_rgb, upright_size
 from saccade.images.sources import DEFAULT_LIMITS, read
-from saccade.images.spill import encoded
+from saccade.images.spill import encoded, root_hash
 from saccade.types import Media
 
 MAX_ASPECT = 200
@@ -37,7 +37,7 @@ def open_media(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> Media:
-    """A reference to the image in `source`; relative paths start from `base` and stay inside it."""
+    """A reference to the image in `source`; relative paths start from `base`."""
     name, data, path = read(source, base, limits)
     with opened(data, name) as image:
         pixels = image.width * image.height
@@ -83,10 +83,6 @@ def decode(media: Media) -> np.ndarray:
     data = encoded(media)
     with opened(data, name) as image:
         size = _padded_size(*upright_size(image, data, name))
-        wanted = media.box[2:] if media.box else (media.width, media.height)
-        fits = size[0] >= wanted[0] and size[1] >= wanted[1]
-        if not fits or (media.box is None and size != wanted):
-            raise ImageError(f"{name}: is {size[0]}x{size[1]} now, so it changed after it was read")
         try:
             rgb = upright_rgb(image, orientation(image, data, name))
         except Exception as error:  # broken files make Pillow raise almost anything
@@ -115,11 +111,6 @@ def crop(media: Media, box: tuple[int, int, int, int]) -> Media:
     inside = (left + x0, top + y0, left + x1, top + y1)
     name = f"{root_hash(media)}-{'.'.join(map(str, inside))}"
     return replace(media, hash=name, width=width, height=height, box=inside, parent=media.hash)
-
-
-def root_hash(media: Media) -> str:
-    """The hash of the file: a crop is called by the hash of its root and its box."""
-    return media.hash.rpartition("-")[0] if media.box else media.hash
 
 
 def resized_size(

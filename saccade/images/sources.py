@@ -38,7 +38,7 @@ class Encoded(NamedTuple):
 
 
 def read(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
-    """Relative paths start from `base` and stay inside it."""
+    """Relative paths start from `base`."""
     return READERS[source_kind(source, base)](source, base, limits)
 
 
@@ -68,17 +68,19 @@ def _from_path(source: str | Path, base: Path | None, limits: DataConfig) -> Enc
 
 
 def located(source: str | Path, base: Path | None, limits: DataConfig) -> Path:
-    """A relative path starts from `base` and stays inside it."""
+    """A relative path starts from `base`; `data.allow_outside` says which may lead out of it."""
     if not str(source).strip():
         raise ImageError("its path is empty; give one, or leave the image out of the row")
-    if Path(source).is_absolute():
+    absolute = Path(source).is_absolute()
+    if absolute and limits.allow_outside:
         return Path(source)
     folder = os.path.abspath(base or Path())
     path = os.path.normpath(os.path.join(folder, source))
     # Compared as text: links inside the folder were put there by its owner and may point anywhere.
-    if os.path.commonpath([folder, path]) != folder and not limits.allow_outside:
+    if limits.allow_outside is not True and os.path.commonpath([folder, path]) != folder:
         raise ImageError(
-            f"{str(source)[:200]}: leaves the folder {folder}; data.allow_outside=true accepts it"
+            f"{str(source)[:200]}: leaves the folder {folder}; "
+            f"data.allow_outside={'absolute' if absolute else 'true'} accepts it"
         )
     return Path(path)
 
@@ -98,7 +100,7 @@ def _from_file_uri(source: str, base: Path | None, limits: DataConfig) -> Encode
         raise ImageError(
             f"{source}: a file URI holds an absolute path, for example file:///data/a.png"
         )
-    return from_file(Path(url2pathname(parts.path)), source)
+    return from_file(located(url2pathname(parts.path), base, limits), source)
 
 
 def _from_http(source: str, base: Path | None, limits: DataConfig) -> Encoded:

@@ -5,11 +5,12 @@ once, and a medium keeps an `Extent` of it. That file has no name: nobody else c
 it is gone with the process, however that ends. Other processes are sent what they need.
 
     media = Spill()(open_media(data))
-    encoded(media)    # the same bytes, wherever they lie
+    encoded(media)    # the same bytes, wherever they lie, or an error
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import threading
@@ -25,14 +26,49 @@ IN_MEMORY = 64 << 20  # bytes of a data set that stay there: a small one needs n
 
 
 def encoded(media: Media) -> bytes:
-    """The file of a medium, wherever it lies; a video of pictures has none."""
+    """The file of a medium, wherever it lies; a video of pictures has none. One on a disk may have
+    been replaced since it was opened, so its content is compared with the hash.
+    """
     if media.data is not None:
         return media.data if isinstance(media.data, bytes) else _read(media.data)
     assert media.path is not None, f"media {media.hash}: no file, but pictures"
     try:
-        return Path(media.path).read_bytes()
+        data = Path(media.path).read_bytes()
     except OSError as error:
         raise ImageError(f"{media.path}: cannot be read: {error.strerror}") from None
+    _require(media, hashlib.sha256(data).hexdigest())
+    return data
+
+
+def require_unchanged(media: Media) -> None:
+    """For whoever reads the file at its path: as `encoded`, without taking it into memory."""
+    assert media.path is not None
+    content = hashlib.sha256()
+    try:
+        with open(media.path, "rb") as file:
+            while block := file.read(1 << 20):
+                content.update(block)
+    except OSError as error:
+        raise ImageError(f"{media.path}: cannot be read: {error.strerror}") from None
+    _require(media, content.hexdigest())
+
+
+def _require(media: Media, content: str) -> None:
+    if named(media, content) != root_hash(media):
+        raise ImageError(f"{media.path}: changed after it was read")
+
+
+def named(media: Media, content: str) -> str:
+    """The hash of a whole medium whose file has the hash `content`: it covers what is shown."""
+    if media.kind == "image":
+        return content
+    shown = f"{list(media.frames)} {media.fps!r}" if media.kind == "video" else f"{media.width}"
+    return hashlib.sha256(f"{content} {shown}".encode()).hexdigest()
+
+
+def root_hash(media: Media) -> str:
+    """The hash of the file: a crop is called by the hash of its root and its box."""
+    return media.hash.rpartition("-")[0] if media.box else media.hash
 
 
 def _read(extent: Extent) -> bytes:

@@ -1,5 +1,5 @@
-"""Files of weights, judged by their headers: what is missing or cut short; config.json, as it is.
-Reads no tensor.
+"""Files of weights, judged by their headers: what is missing or cut short; those of a checkpoint by
+the hashes that it stored; config.json, as it is. Makes no tensor.
 
 >>> header_of(Path("models/half/model.safetensors"))
 'has 100,000 bytes, its header asks for 1,335,968'
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 AGAIN = "copy or download it again"
 BLOCKS, BLOCK = 1024, 1 << 14  # of a file that `fingerprint` reads, and bytes of each
 POINTER = b"version "  # how a Git LFS pointer begins
+STATE = "state/"  # of a checkpoint: what only a run that goes on reads
+LISTING = STATE + "files.json"  # in it: size and hash of each file as it was written
+HASHED = 64 << 20  # bytes that a thread hashes
 
 
 def require_whole(folder: Path) -> None:
@@ -37,6 +43,73 @@ def require_some(folder: Path) -> None:
     """Refuse a folder that has none, as a download leaves it that was ended early."""
     if not shards(folder) and not any(folder.glob("*.bin")):
         raise EnvironmentProblem(f"model.path: {folder} has no {SINGLE} or other weights; {AGAIN}")
+
+
+def require_intact(folder: Path) -> None:
+    """Refuse weights of a checkpoint that are not those that it wrote. Other folders say nothing of
+    what they should hold.
+    """
+    if changed := damaged(folder, state=False):
+        names = ", ".join(str(folder / name) for name in changed)
+        raise EnvironmentProblem(
+            f"model.path: {names}: damaged, the content is not what the checkpoint wrote; use "
+            f"another checkpoint, or delete {folder / LISTING} if you changed it yourself"
+        )
+
+
+def damaged(folder: Path, *, state: bool = True) -> list[str]:
+    """Files of a checkpoint whose content is not what was written, by hash where it has one."""
+    return [
+        name
+        for name, entry in (listing(folder) or {}).items()
+        if (state or not name.startswith(STATE)) and not _is_as(entry, folder / name)
+    ]
+
+
+def _is_as(entry: Mapping[str, Any], path: Path) -> bool:
+    if not path.is_file() or path.stat().st_size != entry["bytes"]:
+        return False
+    return len(entry) == 1 or checksum(path) == entry
+
+
+def listing(folder: Path) -> dict[str, dict[str, Any]] | None:
+    """Size and hash of each file as it was written; None where no checkpoint was finished."""
+    path = folder / LISTING
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        raise EnvironmentProblem(
+            f"{path} is damaged: it is no JSON any more; move {folder} away and use "
+            "run.resume=auto to go on from the checkpoint before it"
+        ) from None
+
+
+def checksum(path: Path) -> dict[str, Any]:
+    """The size of a file and the hash of its content; of a large one that of the hashes of its
+    blocks, which several threads read. A file is read once in a process, until it is written again.
+    """
+    found = path.stat()
+    return _checksum(path.absolute(), found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _checksum(path: Path, size: int, written: int) -> dict[str, Any]:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        blocks = list(threads.map(partial(_hash, path), range(0, max(size, 1), HASHED)))
+    if len(blocks) == 1:
+        return {"bytes": size, "sha256": blocks[0].hex()}
+    return {"bytes": size, "sha256_of_blocks": hashlib.sha256(b"".join(blocks)).hexdigest()}
+
+
+def _hash(path: Path, start: int) -> bytes:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(start)
+        while (left := start + HASHED - file.tell()) and (piece := file.read(min(left, 1 << 20))):
+            found.update(piece)
+    return found.digest()
 
 
 def described(folder: Path) -> dict[str, Any]:

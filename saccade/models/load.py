@@ -20,7 +20,7 @@ from saccade import attention
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models import experts, series
 from saccade.models.families import FAMILIES, Family
-from saccade.models.files import require_some
+from saccade.models.files import require_intact, require_some
 from saccade.models.fused import fuse
 from saccade.transfer import to_device
 from saccade.types import MediaSpan
@@ -65,6 +65,7 @@ def load_model(
     import transformers
 
     require_some(Path(family.path))
+    require_intact(Path(family.path))
     auto = getattr(transformers, family.spec.auto_class)
     model, info = auto.from_pretrained(
         family.path,

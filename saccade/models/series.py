@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import gcd, log
@@ -97,9 +97,6 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
     def positions(length: int, media: tuple[MediaSpan, ...]) -> np.ndarray:
         return family.positions(length, tuple(apart(media, KIND)[0]))
 
-    def prefetch(media: Iterable[Media]) -> None:
-        family.prefetch([one for one in media if one.kind != KIND])
-
     def host_media(spans: Sequence[MediaSpan]) -> Mapping[str, Any]:
         others, read = apart(spans, KIND)
         made: dict[str, Any] = {"others": family.media(others)} if others else {}
@@ -126,7 +123,7 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
         banned=banned,
         measure=measure,
         positions=positions,
-        prefetch=prefetch,
+        cache=lambda media: DECODED if media.kind == KIND else family.cache(media),
         media=host_media,
         features=features,
     )

@@ -1,5 +1,5 @@
 """Batch inference: responses of a model to a file, one JSON line each; rows that are there already
-are skipped. With rewards, the best of them become rows to train on.
+with the same content are skipped. With rewards, the best of them become rows to train on.
 
 With `generate.select=correct` a model teaches by example: its right episodes, all their turns and
 pictures, are written as conversations to learn from.
@@ -22,6 +22,7 @@ from saccade import checks
 from saccade.config import Config, load
 from saccade.data.dialogues import dialogue_row
 from saccade.data.prompts import WORDED
+from saccade.data.records import content_hash
 from saccade.disk import require_writable
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
@@ -65,7 +66,8 @@ def run(config: Any) -> dict[str, Any]:
         "model": made_of["model.path"],
         "settings": _digest(json.dumps(made_of, sort_keys=True).encode()),
     }
-    done = _done(path, made_of, made_by)
+    contents = {s.id: content_hash(s, everything=True)[:16] for s in data.samples}
+    done, again = _done(path, made_of, made_by, contents)
     todo = [sample for sample in data.samples if sample.id not in done]
     skipped = len(done)
     scorer = parts.make_scorer(config)
@@ -77,6 +79,11 @@ def run(config: Any) -> dict[str, Any]:
         path.open("a", encoding="utf-8") as file,
     ):
         console.note(f"{len(todo)} of {len(data.samples)} rows to do, {len(done)} are in {path}")
+        if again:
+            console.note(
+                f"of these {len(again)} are answered again, such as {again[0]}: they changed since "
+                "they were answered, or their lines are of a version that did not record it"
+            )
         for start in range(0, len(todo), BLOCK):
             stream = RewardStream(scorer, family)
             with console.phase("generate"):
@@ -98,10 +105,8 @@ def run(config: Any) -> dict[str, Any]:
             if config.generate.select == "correct":
                 _teach(taught, groups, done)
             for group in groups:
-                file.write(
-                    json.dumps(_row(group, family) | made_by, ensure_ascii=False, default=str)
-                    + "\n"
-                )
+                row = _row(group, family) | {"row": contents[group.sample.id]} | made_by
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
             file.flush()
             done |= {group.sample.id for group in groups}
         for spent in expenses(engine, scorer):
@@ -220,9 +225,15 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 
-def _done(path: Path, made_of: Mapping[str, Any], made_by: Mapping[str, str]) -> set[str]:
-    """Ids of whole lines; a line that a kill cut off is removed, so its row is made again. What
-    the lines were made of stands beside the file.
+def _done(
+    path: Path,
+    made_of: Mapping[str, Any],
+    made_by: Mapping[str, str],
+    contents: Mapping[str, str],
+) -> tuple[set[str], list[str]]:
+    """Ids of whole lines, and of rows that have other contents than those that were answered. Lines
+    of these are removed, and one that a kill cut off, so they are made again. What the lines were
+    made of stands beside the file.
     """
     beside = path.with_name(f"{path.name}.settings.json")
     data = path.read_bytes() if path.is_file() else b""  # the cut may be inside a character
@@ -240,7 +251,11 @@ def _done(path: Path, made_of: Mapping[str, Any], made_by: Mapping[str, str]) ->
         )
     if not rows:
         write_whole(beside, json.dumps(made_of, ensure_ascii=False))
-    return {row["id"] for row in rows}
+    again = [row["id"] for row in rows if row.get("row") != contents.get(row["id"], row.get("row"))]
+    kept = [row for row in rows if row["id"] not in set(again)]
+    if again:
+        write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+    return {row["id"] for row in kept}, again
 
 
 def _told(name: str, values: tuple[Any, Any]) -> str:

@@ -100,22 +100,18 @@ def sample_groups(run: Run, actors: Actors, step: int, metrics: Metrics) -> Roll
     return Rollouts(groups=chosen, scored=scored, surplus=surplus)
 
 
-def prepare_pictures(actors: Actors, samples: Sequence[Sample]) -> None:
-    """In the background, as many as are kept."""
-    pictures = [media for sample in samples for media in sample.media]
+def look_ahead(actors: Actors) -> None:
+    """Pictures and text of the next prompts, in the background: while the GPU decodes the host has
+    little to do; while it reads prompts or trains the host hands it one kernel after the other. As
+    many pictures as are kept.
+    """
+    following = actors.stream.peek(actors.config.train.prompts_per_step)
+    pictures = [media for sample in following for media in sample.media]
     layers = [PAIR if picture.kind == "video" else 1 for picture in pictures]
     tokens = [actors.family.measure(picture)[1] for picture in pictures]
     pixels = np.cumsum(np.multiply(layers, tokens)) * actors.family.unit**2
     fit = int((3 * pixels <= LOOK_AHEAD).sum())
     actors.family.prefetch(pictures[:fit])
-
-
-def look_ahead(actors: Actors) -> None:
-    """Pictures and text of the next prompts, in the background: while the GPU decodes the host has
-    little to do; while it reads prompts or trains the host hands it one kernel after the other.
-    """
-    following = actors.stream.peek(actors.config.train.prompts_per_step)
-    prepare_pictures(actors, following)
     for sample in following:
         in_background(actors.family.render, sample.messages)
 
@@ -124,7 +120,6 @@ def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:
     config, algorithm = actors.config, actors.algorithm
     rewards = RewardStream(actors.scorer, actors.family, step=step)
     samples = run.take(actors.stream, config.train.prompts_per_step)
-    prepare_pictures(actors, samples)
     looked_ahead = False
 
     def progress(done: int, total: int) -> None:

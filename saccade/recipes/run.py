@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from traceback import format_exception
 from types import FrameType
 from typing import Any
@@ -27,7 +28,7 @@ from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
 from saccade.errors import DataError, EnvironmentProblem, Interrupted, SaccadeError
 from saccade.images import ImageError
-from saccade.images.cache import DECODED, drop_background
+from saccade.images.cache import DECODED, ImageCache, drop_background, in_threads
 from saccade.models.families import Family
 from saccade.models.load import gpu_peak_gb
 from saccade.recipes import best
@@ -40,7 +41,7 @@ from saccade.tracking.loggers import Loggers, read_metrics
 from saccade.tracking.metrics import host_memory
 from saccade.tracking.trace import named_range, traced
 from saccade.tracking.trajectories import TrajectoryWriter
-from saccade.types import Group, Sample
+from saccade.types import Group, Media, Sample
 
 NOTED_EVERY = 25  # steps between two equal diagnoses
 TRACED_STEP = 3  # the first ones load kernels and lay out memory
@@ -374,9 +375,10 @@ class Run:
         row of the data comes in its place.
         """
         taken: list[Sample] = []
+        look = partial(damage, cache=self._family.cache)
         while len(taken) < count:
-            for sample in stream.take(count - len(taken)):
-                problem = damage(sample)
+            samples = stream.take(count - len(taken))
+            for sample, problem in zip(samples, in_threads(look, samples), strict=True):
                 if problem is None:
                     taken.append(sample)
                 else:
@@ -414,11 +416,15 @@ class Run:
         )
 
 
-def damage(sample: Sample) -> str | None:
-    """Why an image of the row cannot be shown. What is decoded here is what the model will see."""
+def damage(
+    sample: Sample, cache: Callable[[Media], ImageCache] = lambda media: DECODED
+) -> str | None:
+    """Why an image of the row cannot be shown. With the cache of a family, what is made here is
+    what the model reads, and what it has kept is not looked for on the disk again.
+    """
     for media in sample.every_media:
         try:
-            DECODED.get(media)
+            cache(media).get(media)
         except ImageError as error:
             return str(error)
     return None

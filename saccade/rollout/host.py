@@ -11,7 +11,6 @@ goes to standard error. When the parent is gone, everything here ends.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import os
 import queue
@@ -30,6 +29,7 @@ from saccade.config import EnvConfig
 from saccade.environments import Environment, Own, Setting, Step, build, load_own
 from saccade.errors import ConfigError
 from saccade.images import decode, root_hash
+from saccade.images.spill import encoded
 from saccade.rewards.extract import extract
 from saccade.rollout import wire
 from saccade.types import Media, Message
@@ -159,10 +159,7 @@ def _kept(media: Media) -> Media:
             raise FileNotFoundError(media.path)
         return replace(media, pictures=tuple(map(_kept, media.pictures)))
     if media.path is not None:
-        data = Path(media.path).read_bytes()
-        if hashlib.sha256(data).hexdigest() != root_hash(media):
-            raise ValueError(f"{media.path} changed after it was opened")
-        media = replace(media, path=None, data=data)
+        media = replace(media, path=None, data=encoded(media))
     decode(media)
     return media
 

@@ -98,7 +98,11 @@ class DataConfig(Section):
     )
     max_samples: int | None = option(None, "Use only the first rows of the whole mixture.", ge=1)
     allow_network: bool = option(False, "Fetch http(s) images and hub data sets.")
-    allow_outside: bool = option(False, "Allow relative image paths that leave their folder.")
+    allow_outside: Literal["absolute"] | bool = option(
+        "absolute",
+        "Media outside of the folder of their rows, or of image_dir: read where an absolute path "
+        "or file:// names them; true: by ../ too; false: never.",
+    )
 
     @field_validator("train", "val", "demonstrations", mode="before")
     @classmethod

@@ -232,7 +232,8 @@ class EvalConfig(Section):
 class GenerateConfig(Section):
     output: str = option(
         "generations.jsonl",
-        "File of responses inside the run folder; rows already there are skipped.",
+        "File of responses inside the run folder; rows already there are skipped, unless they "
+        "changed.",
     )
     n: int = option(1, "Responses per prompt.", ge=1)
     select: Literal["all", "correct", "best", "best_worst", "threshold"] = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import tracemalloc
 from dataclasses import replace
@@ -21,6 +22,7 @@ from saccade.engines.remote import wire
 from saccade.errors import DataError, EnvironmentProblem
 from saccade.forest import pack
 from saccade.images import ImageError, decode, open_media
+from saccade.images.spill import named
 from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model
@@ -148,12 +150,18 @@ def test_a_film_file_needs_opencv_or_is_read(tmp_path: Path):
     assert np.abs(decode(media)[:, 20, 20, 2] - np.arange(0, 30, 5) * 8.0).max() < 8
 
 
-def test_a_film_is_not_read_for_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "a.mp4"
-    path.write_bytes(b"\0\0\0\x18ftypmp42" + bytes(100))
+def test_a_film_is_compared_with_its_hash_and_not_taken_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, data = tmp_path / "a.mp4", b"\0\0\0\x18ftypmp42" + bytes(100)
+    path.write_bytes(data)
     media = Media(kind="video", hash="x", width=4, height=4, path=str(path), frames=(0, 1), fps=1.0)
+    media = replace(media, hash=named(media, hashlib.sha256(data).hexdigest()))
     monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("the whole film was read"))
     with pytest.raises((EnvironmentProblem, ImageError), match=r"OpenCV|cannot be decoded"):
+        decode(media)
+    path.write_bytes(data[:-1] + b"1")
+    with pytest.raises(ImageError, match="changed after it was read"):
         decode(media)
 
 
@@ -162,7 +170,7 @@ def test_an_animation_in_a_file_is_decoded_and_a_changed_one_refused(tmp_path: P
     path.write_bytes(animation(pixels))
     media = videos.open_video(path, frames=[3, 0, 0, 1])
     assert np.array_equal(decode(media), pixels[[3, 0, 0, 1]])
-    path.write_bytes(animation(film(4, 56, 56)))
+    path.write_bytes(animation(255 - pixels))  # as many frames, as large
     with pytest.raises(ImageError, match="changed after it was read"):
         decode(media)
 

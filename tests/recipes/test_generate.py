@@ -39,7 +39,7 @@ def test_every_row_has_its_responses(written: Path) -> None:
     assert len(rows) == 24 and len({row["id"] for row in rows}) == 24
     for row in rows:
         assert set(row) == {
-            *("id", "data_source", "prompt", "answer", "responses", "model", "settings")
+            *("id", "data_source", "prompt", "answer", "responses", "row", "model", "settings")
         }
         assert len(row["responses"]) == 3 and len({r["text"] for r in row["responses"]}) > 1
         for response in row["responses"]:
@@ -94,6 +94,44 @@ def test_answers_of_two_models_or_settings_never_mix(config: Make, tmp_path: Pat
     how = {"rollout.memory_share": 0.3, "rollout.parity_max": 1.0, "rollout.max_sequences": 7}
     assert saccade.generate(config(tmp_path) | few | how)["skipped"] == 2
     assert saccade.generate(config(tmp_path) | few)["skipped"] == 2
+
+
+def test_rows_that_changed_are_answered_again(
+    config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from PIL import Image
+
+    def write(gold: int = 1, colour: str = "red") -> None:
+        Image.new("RGB", (56, 56), colour).save(tmp_path / "0.png")
+        lines = [
+            {"id": "picture", "question": "<image> count", "answer": "1", "images": ["0.png"]},
+            {"id": "gold", "question": "how many", "answer": str(gold)},
+            {"id": "same", "question": "how many red", "answer": "2"},
+        ]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+
+    def made(**options: Any) -> tuple[int, int]:
+        result = generate.run(config(tmp_path, data__train=str(tmp_path / "rows.jsonl"), **options))
+        return result["rows"], result["skipped"]
+
+    write()
+    assert made() == (3, 0) and made() == (0, 3)
+    path = tmp_path / "run" / "generations.jsonl"
+    first = {row["id"]: row for row in rows_of(path)}
+    write(gold=5)
+    assert made() == (1, 2)
+    assert "of these 1 are answered again, such as gold: they changed" in capsys.readouterr().out
+    write(gold=5, colour="blue")
+    assert made() == (1, 2)
+    second = {row["id"]: row for row in rows_of(path)}
+    assert second["gold"]["answer"] == "5" and len(rows_of(path)) == 3
+    assert [id for id, row in second.items() if row == first[id]] == ["same"]
+    assert made(data__max_pixels=3136) == (1, 2)  # the picture is seen otherwise
+    old = [{name: row[name] for name in row if name != "row"} for row in rows_of(path)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in old))
+    assert made(data__max_pixels=3136) == (3, 0)
+    assert "of these 3 are answered again" in capsys.readouterr().out
+    assert made(data__max_pixels=3136, data__max_samples=1) == (0, 3)
 
 
 def test_scores_of_other_rewards_or_weights_are_not_taken_for_done(

@@ -23,6 +23,8 @@ from saccade.data.stream import Stream
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.export import export
+from saccade.images import cache
+from saccade.models.families import qwen_vl
 from saccade.recipes import dpo, reward_model, rl, rollouts, sft
 from saccade.types import Media
 
@@ -139,7 +141,8 @@ def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(
     family_of, tmp_path, monkeypatch, ready
 ):
     begun: list[Media] = []
-    family = replace(family_of("qwen2_5_vl"), prefetch=begun.extend)
+    ahead = SimpleNamespace(get=begun.append)
+    family = replace(family_of("qwen2_5_vl"), cache=lambda media: ahead)
     rows = write_jsonl(counting_split(8, seed=0, colours=TEACHING_COLOURS), tmp_path)
     data = load_data([DataSource(path=str(rows))], DataConfig())
     stream = Stream(data, seed=0, config=DataConfig())
@@ -147,15 +150,54 @@ def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(
     pixels = [family.measure(media)[1] * family.unit**2 for media in coming]
     monkeypatch.setattr(rollouts, "LOOK_AHEAD", 3 * sum(pixels[:ready]))
     config = load({"train.prompts_per_step": 4})
-    own = data.samples[:1]
     actors = SimpleNamespace(config=config, family=family, stream=stream)
-    rollouts.prepare_pictures(actors, own)
     rollouts.look_ahead(actors)
-    assert begun == [*own[0].media[:ready], *coming[:ready]] and len(coming) == 4
     deadline = time.monotonic() + 30
     while family._render.cache_info().currsize < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert family._render.cache_info().currsize == 4  # their texts are ready, too
+    assert set(begun) == set(coming[:ready]) and len(begun) == ready and len(coming) == 4
+
+
+def test_a_picture_is_decoded_once_however_often_its_row_comes(
+    rl_config, tmp_path, monkeypatch
+) -> None:
+    decoded, decode = [], cache.decode
+    monkeypatch.setattr(cache, "decode", lambda media: decoded.append(media.hash) or decode(media))
+    monkeypatch.setattr(cache.DECODED, "max_bytes", 0)  # as if all of them were large
+    options = {"data.train": pictures(tmp_path, 4), "track.trajectories_every": 0}
+    result = rl.run(rl_config(tmp_path) | options | {"run.max_steps": 3})
+    assert result["data/epoch"] == 3 and len(decoded) == len(set(decoded)) == 4
+
+
+def test_a_row_is_set_aside_when_its_picture_was_replaced(rl_config, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cache.DECODED, "max_bytes", 0)
+    monkeypatch.setattr(qwen_vl, "CACHE_BYTES", 0)  # every step reads the files again
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "import shutil\n\n"
+        "def score(sample):\n"
+        "    if sample.step == 1:\n"  # 6.png is for the next one
+        f"        shutil.copy('{tmp_path}/7.png', '{tmp_path}/6.png')\n"
+        "    return 1.0\n"
+    )
+    options = {"data.train": pictures(tmp_path, 8), "reward.terms": [f"{reward}:score"]}
+    options |= {"reward.self_test": "off", "run.max_steps": 2, "data.max_bad_fraction": 0.5}
+    rl.run(rl_config(tmp_path) | options | {"data.order": "sequential"})
+    (row,) = map(json.loads, (tmp_path / "run" / "quarantine.jsonl").open())
+    assert row["id"] == "6" and row["reason"].endswith("6.png: changed after it was read")
+
+
+def pictures(folder: Path, count: int) -> str:
+    """A step of `rl_config` takes four rows."""
+    lines = []
+    for n in range(count):
+        Image.new("RGB", (60, 60), (30 * n, 0, 9)).save(folder / f"{n}.png")
+        lines.append(
+            json.dumps({"id": str(n), "problem": "?", "answer": "1", "images": f"{n}.png"})
+        )
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return str(folder / "rows.jsonl")
 
 
 def test_the_next_prompts_are_prepared_once_the_engine_has_begun(

@@ -184,8 +184,8 @@ def test_pictures_are_read_before_their_files_go(world, play):
     assert ends == dict.fromkeys(names, "env_error") | {"kept": "max_turns"}
     (span,) = ended["kept"].media
     assert (decode(span.media) == 7).all() and not (world.parent / "kept.png").exists()
-    assert ended["vanished"].info["error"].startswith("FileNotFoundError: ")
-    assert "changed.png changed after it was opened" in ended["changed"].info["error"]
+    assert "vanished.png: cannot be read: No such file" in ended["vanished"].info["error"]
+    assert "changed.png: changed after it was read" in ended["changed"].info["error"]
     assert "cannot be decoded" in ended["broken"].info["error"]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from saccade.images import decode, open_media
 from saccade.tracking.folder import RunFolder
 from saccade.tracking.trajectories import TrajectoryWriter, read_trajectories, stored_steps
 from saccade.types import Media, MediaSpan, Source, Trajectory
@@ -158,6 +160,23 @@ def test_failures_are_said_once_and_cost_only_themselves(
     assert [r["images"][0]["file"] for r in read_trajectories(folder.path, "train", 1)] == [
         None
     ] * 3
+
+
+def test_a_picture_that_was_replaced_is_not_stored_as_the_one_that_was_seen(
+    folder: RunFolder, build: SimpleNamespace, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    for name in ("kept.png", "replaced.png"):
+        Image.new("RGB", (56, 56), "red" if name == "kept.png" else "blue").save(tmp_path / name)
+    pictures = [open_media(str(tmp_path / name)) for name in ("kept.png", "replaced.png")]
+    Image.new("RGB", (56, 56), "green").save(tmp_path / "replaced.png")
+    group = build.group(build.trajectory(pictures=pictures))
+    with TrajectoryWriter(folder, said.append) as writer:
+        writer.write(1, [group], decode_text=build.decode, image_bytes=decode, version=1)
+    (record,) = read_trajectories(folder.path, "train", 1)
+    assert [one["file"] for one in record["images"]] == [f"images/{pictures[0].hash}.png", None]
+    assert len(list((folder.trajectories / "images").iterdir())) == 1
+    assert len(said) == 1 and said[0].endswith("replaced.png: changed after it was read")
 
 
 def test_validation_has_its_own_files_wherever_its_name_points(

@@ -21,6 +21,7 @@ import numpy as np
 
 from saccade.config import SeriesConfig
 from saccade.errors import EnvironmentProblem
+from saccade.images.cache import ImageCache, in_background
 from saccade.models.chat import Chat, Grid, load_chat
 from saccade.models.families import internvl, llava, qwen_audio, qwen_omni, qwen_vl, text
 from saccade.types import Media, MediaSpan, Message, Rendered
@@ -199,7 +200,7 @@ class Family:
     # of a video [frames, height, width, 3]
     untouched: Callable[[int, int], Mapping[str, int]]  # (most tokens, most pixels) → `size` of
     # the model's own processor with which it leaves such pictures as they are
-    prefetch: Callable[[Iterable[Media]], Any]  # make their pixels in the background
+    cache: Callable[[Media], ImageCache]  # what makes and keeps that which the model reads of it
     media: Callable[[Sequence[MediaSpan]], Mapping[str, Any]]  # what `features` reads, on the host
     features: Callable[[Any, Mapping[str, Any]], Any]  # (model, media) → [media tokens, hidden], or
     # a multiple of hidden: what the first decoder layers add follows
@@ -223,6 +224,11 @@ class Family:
 
     def render_continuation(self, messages: Sequence[Message], *, last_id: int) -> Rendered:
         return self.chat.render_continuation(messages, self.measure, last_id=last_id)
+
+    def prefetch(self, media: Iterable[Media]) -> None:
+        """Begin to make what the model reads of them. What fails now fails again for who asks."""
+        for one in media:
+            in_background(self.cache(one).get, one)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.chat.decode(ids)

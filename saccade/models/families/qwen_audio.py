@@ -33,7 +33,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         "positions": positions,
         "picture": _no_picture,
         "untouched": lambda tokens, pixels: {},
-        "prefetch": kept.prefetch,
+        "cache": lambda media: kept,
         "media": partial(host_media, cache=kept),
         "features": features,
         "vision": partial(forward_arguments, cache=kept),

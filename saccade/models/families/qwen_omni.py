@@ -8,7 +8,7 @@ frames of all sounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +34,6 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
     def measure(media: Media) -> tuple[tuple[int, int, int], int]:
         return (qwen_audio.measure if media.kind == "audio" else seeing["measure"])(media)
 
-    def prefetch(media: Iterable[Media]) -> None:
-        shown = list(media)
-        seeing["prefetch"]([m for m in shown if m.kind != "audio"])
-        mels.prefetch([m for m in shown if m.kind == "audio"])
-
     def clock(layers: np.ndarray, fps: float) -> np.ndarray:
         # Rounded as often as transformers does it.
         return layers.astype(np.float32) * np.float32(frames / fps) * np.float32(pace)
@@ -49,7 +44,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         "positions": partial(
             qwen_vl.positions, merge=int(vision.get("spatial_merge_size", 2)), clock=clock
         ),
-        "prefetch": prefetch,
+        "cache": lambda media: mels if media.kind == "audio" else seeing["cache"](media),
         "media": partial(host_media, see=seeing["media"], mels=mels, window=window),
         "features": partial(features, see=seeing["features"]),
         "vision": partial(forward_arguments, see=seeing["vision"], mels=mels),

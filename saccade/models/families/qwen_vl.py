@@ -64,7 +64,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
             "shortest_edge": (patch * merge) ** 2,
             "longest_edge": min(tokens * (patch * merge) ** 2, pixels),
         },
-        "prefetch": kept.prefetch,
+        "cache": lambda media: kept,
         "media": partial(
             host_media,
             cache=kept,

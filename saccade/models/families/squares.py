@@ -58,7 +58,7 @@ def bound(
         "positions": positions,
         "picture": _no_one_size,
         "untouched": _no_one_size,
-        "prefetch": kept.prefetch,
+        "cache": lambda media: kept,
         "media": partial(host_media, cache=kept),
         "features": partial(features, pixels=pixels),
         "vision": partial(forward_arguments, cache=kept, pixels=pixels),

@@ -8,9 +8,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from saccade.errors import DataError, EnvironmentProblem
+from saccade.images.cache import ImageCache
 from saccade.types import Media, MediaSpan
 
 ARTICLES = {"image": "an image", "video": "a video", "audio": "a sound", "series": "a time series"}
+NO_PIXELS = ImageCache(0, make=lambda media: np.empty(0))
 
 
 def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -20,7 +22,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         "positions": positions,
         "picture": _refuse,
         "untouched": _nothing,
-        "prefetch": _nothing,
+        "cache": lambda media: NO_PIXELS,
         "media": _refuse_spans,
         "features": _refuse_spans,
         "vision": _nothing,
