@@ -18,7 +18,7 @@ import typer
 
 from saccade import __version__
 from saccade.cli_data import data_commands
-from saccade.cli_run import as_override, read_config, run_recipe, show_error
+from saccade.cli_run import as_override, overrides_of, read_config, run_recipe, show_error
 from saccade.errors import ConfigError, SaccadeError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -160,7 +160,7 @@ recipe(
 )
 recipe(
     "reward-model",
-    "run.yaml train.lr=9e-6",
+    "run.yaml data.train=pairs.jsonl",
     "Train a model that scores: on pairs, or on steps that are labelled one by one.",
 )
 
@@ -169,7 +169,9 @@ recipe(
 
 
 @command(
-    "eval", panel="Use", example="saccade eval run.yaml model.path=runs/run/checkpoints/step-100"
+    "eval",
+    panel="Use",
+    example="saccade eval run.yaml data.val=test.jsonl model.path=runs/run/checkpoints/step-100",
 )
 def evaluate(
     arguments: Arguments = None,
@@ -337,10 +339,10 @@ def estimate(
 ) -> None:
     """What a step of `rl` takes: memory by item, time by phase. Nothing is loaded or trained."""
     from saccade.checks import check
-    from saccade.config import defaults_for
+    from saccade.config import defaults_for, given
 
     config = defaults_for("rl", read_config(arguments or []))
-    check(config, "estimate")
+    check(config, "estimate", given(overrides_of(arguments or [])))
     import_module("saccade.estimate.show").run(
         config, device=device, prompt_tokens=prompt_tokens, image=image, as_json=as_json
     )

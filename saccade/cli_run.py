@@ -46,14 +46,15 @@ def run_recipe(
     more: dict[str, Any] | None = None,
 ) -> None:
     from saccade.checks import check
-    from saccade.config import defaults_for
+    from saccade.config import defaults_for, given
 
     flags = {"run.seed": seed, "run.out": out}
-    overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
-    config = defaults_for(name, read_config([*(arguments or []), *overrides]))
+    arguments = [*(arguments or []), *(f"{k}={v}" for k, v in flags.items() if v is not None)]
+    config = defaults_for(name, read_config(arguments))
+    named = given(overrides_of(arguments))
     if smoke:
-        config = _shrunk(config, name, arguments or [])
-    check(config, "rescore" if more and more.get("rescore") else name)
+        config = _shrunk(config, name, config_files(arguments), named)
+    check(config, "rescore" if more and more.get("rescore") else name, named)
     if dry_run:
         _print_plan(config, name)
     else:
@@ -62,11 +63,10 @@ def run_recipe(
         import_module(f"saccade.recipes.{MODULES[name]}").run(config, **(more or {}))
 
 
-def _shrunk(config: Config, name: str, arguments: Sequence[str]) -> Config:
+def _shrunk(config: Config, name: str, files: Sequence[str], given: Sequence[str]) -> Config:
     from saccade.smoke import smoke, with_examples
 
-    given = [item.partition("=")[0] for item in arguments]
-    for file in config_files(arguments):
+    for file in files:
         config, replaced = with_examples(config, Path(file), given)
         for line in replaced:
             print(line)
@@ -91,7 +91,11 @@ def read_config(arguments: Sequence[str]) -> Config:
                 f"are in {path.with_name('config.yaml')}: give that, with run.resume=auto to go on "
                 "or another run.name=… to run it again"
             )
-    return load(files[0] if files else None, [item for item in arguments if "=" in item])
+    return load(files[0] if files else None, overrides_of(arguments))
+
+
+def overrides_of(arguments: Sequence[str]) -> list[str]:
+    return [item for item in arguments if "=" in item]
 
 
 def config_files(arguments: Sequence[str]) -> list[str]:

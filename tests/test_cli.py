@@ -316,6 +316,30 @@ def test_example_rows_stand_in_for_data_that_are_not_here(tmp_path: Path, counti
 # -- init ------------------------------------------------------------------------------------------
 
 
+EXAMPLES = {
+    command.name: shlex.split(str(command.epilog).split("[bold]")[1].removesuffix("[/bold]"))[1:]
+    for command in app.registered_commands
+}
+PLANNED = {"rl", "sft", "dpo", "reward-model", "eval", "generate"}
+
+
+@pytest.mark.parametrize("command", sorted(PLANNED | {"estimate", "check-data", "doctor"}))
+def test_the_file_of_init_serves_the_example_of_each_command(
+    command: str, tmp_path: Path, counting: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("init", "tiny:qwen2_5_vl", str(counting)).exit_code == 0
+    for name in ("demonstrations", "pairs", "test"):
+        (tmp_path / f"{name}.jsonl").write_bytes(counting.read_bytes())
+    Path("runs/run/checkpoints/step-100").mkdir(parents=True)
+    Path("runs/run/checkpoints/step-100/config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    plain = {"check-data": ["check-data", "run.yaml"], "doctor": ["doctor", "run.yaml"]}
+    words = plain.get(command, EXAMPLES[command])
+    assert words[1] == "run.yaml"
+    result = run(*words, *(["--dry-run"] if command in PLANNED else []))
+    assert result.exit_code == 0, result.stderr
+
+
 def test_init_writes_a_config_that_loads(tmp_path: Path, model: Path, counting: Path) -> None:
     out = tmp_path / "run.yaml"
     result = run("init", str(model), str(counting), "--out", str(out))

@@ -220,7 +220,7 @@ def _page(found: Findings, model: Path, data: Path) -> str:
         ("  samples_per_prompt: 8", "answers to each, compared with one another"),
         ("  updates_per_step: 1", "strictly on-policy: the steadiest choice"),
         ("  micro_tokens: 16384", "memory of one pass; lower it when memory runs out"),
-        ("  lr: 1.0e-6", "usual for full training of models from 1B to 7B"),
+        ("  # lr: 1.0e-6", "that of rl for models from 1B to 7B; sft and dpo have their own"),
         ("save:", ""),
         ("  every: 50", "steps between checkpoints"),
     ]

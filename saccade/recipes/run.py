@@ -23,6 +23,7 @@ import torch
 from saccade import checkpoint, devices
 from saccade.backends import Backend
 from saccade.backends.schedule import rate
+from saccade.checks import not_counted
 from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
 from saccade.errors import DataError, EnvironmentProblem, Interrupted, SaccadeError
@@ -97,6 +98,8 @@ class Run:
                 say=self.console.note,
             )
             stack.callback(self._saver.close)
+            if others := not_counted(self.config, self.command):
+                self.console.note(others)
             config = self.config.run
             if unlimited := devices.no_limit(config.memory, devices.unoccupied(config.device)):
                 self.console.note(unlimited)
