@@ -41,8 +41,11 @@ Arguments = Annotated[
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Print the resolved config, batch arithmetic and memory, then stop."
+        "--dry-run", help="Print what was chosen, batch arithmetic and memory, then stop."
     ),
+]
+Full = Annotated[
+    bool, typer.Option("--full", help="With --dry-run: every option with the value it has.")
 ]
 Smoke = Annotated[
     bool,
@@ -137,11 +140,12 @@ def recipe(name: str, example: str, does: str, *, panel: str = "Train") -> None:
     def run(
         arguments: Arguments = None,
         dry_run: DryRun = False,
+        full: Full = False,
         smoke: Smoke = False,
         seed: Seed = None,
         out: Out = None,
     ) -> None:
-        run_recipe(name, arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+        run_recipe(name, arguments, dry_run=dry_run, full=full, smoke=smoke, seed=seed, out=out)
 
     run.__doc__ = does
     command(name, panel=panel, example=f"saccade {name} {example}")(run)
@@ -180,6 +184,7 @@ def evaluate(
         typer.Option(metavar="FILE", help="Score the responses of an earlier samples.jsonl again."),
     ] = None,
     dry_run: DryRun = False,
+    full: Full = False,
     smoke: Smoke = False,
     seed: Seed = None,
     out: Annotated[
@@ -188,7 +193,7 @@ def evaluate(
 ) -> None:
     """Measure a model on the sets of data.val."""
     more = {"out": out, "rescore": rescore}
-    run_recipe("eval", arguments, dry_run=dry_run, smoke=smoke, seed=seed, more=more)
+    run_recipe("eval", arguments, dry_run=dry_run, full=full, smoke=smoke, seed=seed, more=more)
 
 
 recipe(

@@ -165,7 +165,9 @@ def test_a_reward_model_asks_for_no_answers(rows: Path, override: str, reason: s
 
 
 def test_what_a_command_does_not_read_is_told_in_a_line(rows: Path) -> None:
-    several = config(rows, "algorithm.kl.coef=0.1", "algorithm.preset=rloo", "train.lr=1", "eval={}")
+    several = config(
+        rows, "algorithm.kl.coef=0.1", "algorithm.preset=rloo", "train.lr=1", "eval={}"
+    )
     assert not_counted(several, "sft") == "`saccade sft` does not read algorithm"
     assert not_counted(several, "rl") is None
     line = "`saccade reward-model` does not read algorithm, reward"

@@ -92,8 +92,8 @@ def unread(name: str, command: str) -> str | None:
 
 def not_counted(config: Config, command: str) -> str | None:
     """A line about the options of the config that are for other commands."""
-    names = list(chosen(config))
-    others = [key for key in WITHOUT_EFFECT[command] if any(_within(name, key) for name in names)]
+    names, keys = list(chosen(config)), WITHOUT_EFFECT.get(command, {})
+    others = [key for key in keys if any(_within(name, key) for name in names)]
     return f"`saccade {command}` does not read {', '.join(others)}" if others else None
 
 
