@@ -125,10 +125,10 @@ def init(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Config to write.")] = Path("run.yaml"),
 ) -> None:
     """Write a commented run.yaml for a model folder and a data file."""
-    from saccade.recipes.init import write_config
+    from saccade.recipes.init import advice, write_config
 
     write_config(model, data, out)
-    print(f"wrote {out}; next: saccade rl {out} --dry-run")
+    print(f"wrote {out}; next: {advice(out)}")
 
 
 # -- train -----------------------------------------------------------------------------------------
@@ -319,12 +319,14 @@ def inspect_data(
         raise ConfigError(f"--fix {fix} exists; give a new file, nothing is overwritten")
     config = read_config(as_override("data.train", arguments))
     report = run(config, headers_only=headers_only, workers=workers, command=reads)
+    print_report(report)
+    written = [] if fix is None else write_fixed(report, fix)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(report.to_json() + "\n", encoding="utf-8")
-    print_report(report)
-    if fix is not None:
-        print("wrote " + ", ".join(map(str, write_fixed(report, fix))))
+        written = [*written, out]
+    wrote = f"; wrote {', '.join(map(str, written))}" if written else ""
+    print(f"{report.good} of {report.rows} rows can be used{wrote}")
     refuse_data(report, config, fix)
 
 
@@ -383,13 +385,13 @@ def algorithms(
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an eval.")]) -> None:
     """Write the report of a run or an eval as one HTML file, its episodes as another."""
     if (folder / "config.resolved.yaml").is_file():
-        print(import_module("saccade.tracking.report").from_run(folder))
+        page = import_module("saccade.tracking.report").from_run(folder)
     elif (folder / "results.json").is_file():
-        print(import_module("saccade.tracking.eval_report").write_eval_report(folder))
+        page = import_module("saccade.tracking.eval_report").write_eval_report(folder)
     else:
         raise ConfigError(f"{folder} is not a run folder; give one such as runs/NAME")
-    if (folder / "episodes.html").is_file():  # where episodes had several turns
-        print(folder / "episodes.html")
+    more = folder / "episodes.html"  # where episodes had several turns
+    print(f"wrote {page}" + (f" and {more}" if more.is_file() else ""))
 
 
 # -- data -----------------------------------------------------------------------------------------

@@ -353,6 +353,10 @@ def test_init_writes_a_config_that_loads(tmp_path: Path, model: Path, counting: 
     out = tmp_path / "run.yaml"
     result = run("init", str(model), str(counting), "--out", str(out))
     assert result.exit_code == 0, result.stderr
+    steps = [f"check-data {out}", f"rl {out} --dry-run", f"rl {out}"]
+    advice = ", then ".join(f"saccade {step}" for step in steps)
+    assert out.read_text().splitlines()[0].endswith(f" Next: {advice}")
+    assert result.stdout == f"wrote {out}; next: {advice}\n"
     config = load(out)
     check(config, "rl")
     assert config.reward.terms[0].verifier == "count"
@@ -604,6 +608,7 @@ def test_check_data_lists_bad_rows_and_writes_the_good_ones(counting: Path, tmp_
     result = run("check-data", str(counting), "--out", str(out), "--fix", str(fixed))
     assert result.exit_code == 2  # 1 of 25 is more than 1 %
     assert "lost (row 25" in result.stdout and str(fixed) in result.stderr
+    assert result.stdout.endswith(f"\n24 of 25 rows can be used; wrote {fixed}, {out}\n")
     assert json.loads(out.read_text())["good"] == 24
     written = fixed.read_text()
     assert run("check-data", str(fixed)).exit_code == 0

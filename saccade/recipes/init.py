@@ -75,10 +75,16 @@ def write_config(model: Path, data: Path, out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out} exists; give another name with --out, or remove it")
     found = _look(model, data)
-    text = _page(found, model, data)
+    text = _page(found, model, data, out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     load(out)
+
+
+def advice(out: Path) -> str:
+    """What to do with the file, in its first line and on the screen."""
+    file = shlex.quote(str(out))
+    return f"saccade check-data {file}, then saccade rl {file} --dry-run, then saccade rl {file}"
 
 
 def _look(model: Path, data: Path) -> Findings:
@@ -178,7 +184,7 @@ def guess_reward(samples: Sequence[Sample]) -> tuple[str, str, str]:
     )
 
 
-def _page(found: Findings, model: Path, data: Path) -> str:
+def _page(found: Findings, model: Path, data: Path, out: Path) -> str:
     shares = {0: "text only", found.rows: "each with an image"}
     about = shares.get(found.images, f"{found.images} of the first {found.rows} with an image")
     lines = [
@@ -224,7 +230,7 @@ def _page(found: Findings, model: Path, data: Path) -> str:
         ("save:", ""),
         ("  every: 50", "steps between checkpoints"),
     ]
-    head = "# Written by `saccade init`. Next: saccade check-data, then saccade rl --dry-run.\n"
+    head = f"# Written by `saccade init`. Next: {advice(out)}\n"
     return head + "".join(f"{text:<36} # {why}\n" if why else f"{text}\n" for text, why in lines)
 
 

@@ -103,6 +103,10 @@ class Run:
             config = self.config.run
             if unlimited := devices.no_limit(config.memory, devices.unoccupied(config.device)):
                 self.console.note(unlimited)
+            if self.start is not None:
+                self.console.note(f"goes on from {self.start}, after step {self.step}")
+            elif config.resume == "auto" and not self.folder.resumed:
+                self.console.note(f"run.resume=auto: {self.folder.path} is new, step 1 is next")
             for path in self.folder.changed:
                 self.console.note(
                     f"WARNING: {path} is not what it was when this run was last started; what it "
