@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import os
@@ -398,6 +399,41 @@ def test_init_knows_what_a_family_makes_of_pixels(tmp_path: Path, counting: Path
 def test_the_reward_follows_from_the_golds(golds: list[str], reward: str) -> None:
     samples = [Sample(id=str(i), messages=(), answer=gold) for i, gold in enumerate(golds)]
     assert " ".join(guess_reward(samples)[:2]).strip() == reward
+
+
+def test_golds_that_are_letters_get_a_reward_of_their_own(tmp_path: Path) -> None:
+    golds = ["A", "841", "C", r"\frac{1}{2}", "B"]
+    rows = [{"question": "?", "answer": g, "kind": "mc" if g.isalpha() else "free"} for g in golds]
+    data, out = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    assert run("init", "tiny:qwen2_5_vl", str(data), "--out", str(out)).exit_code == 0
+    config = load(out)
+    assert config.data.keys == {"data_source": "kind"} and not config.reward.terms
+    firsts = {source: terms[0]["verifier"] for source, terms in config.reward.by_source.items()}
+    assert firsts == {"mc": "choice", "free": "math"}
+    assert run("check-data", str(out)).exit_code == 0
+    untold = [Sample(id=gold, messages=(), answer=gold) for gold in golds]
+    assert guess_reward(untold)[0] == "math" and "3 of 5 are letters" in guess_reward(untold)[2]
+
+
+def test_levels_of_a_game_are_answers(tmp_path: Path) -> None:
+    level = "; 1 a\n#####\n#@$.#\n#####"
+    with gzip.open(tmp_path / "boxoban.train.txt.gz", "wt") as file:
+        file.write(f"{level}\n\n{level.replace('1', '2')}\n")
+    refused = run("init", "tiny:qwen2_5_vl", str(tmp_path / "boxoban.train.txt.gz"))
+    assert refused.exit_code == 2 and "examples/boxoban.py does for levels" in refused.stderr
+    rows = tmp_path / "boxoban.py"
+    rows.write_text((REPOSITORY / "examples" / "boxoban.py").read_text())
+    assert run("init", "tiny:qwen2_5_vl", str(rows), "--out", f"{tmp_path}/run.yaml").exit_code == 0
+    config = load(tmp_path / "run.yaml")
+    check(config, "rl")
+    assert config.env.name == "sokoban_step" and not config.reward.given
+    assert "rows           2, 2 good" in run("check-data", f"{tmp_path}/run.yaml").stdout
+    shown = (Message(role="user", parts=(Media(hash="a", width=9, height=9, path="a"),)),)
+    played = Sample(id="a", messages=shown, answer="right", extra={"level": level[6:]})
+    assert guess_reward([played])[0] == "sokoban"
+    graded = Sample(id="a", messages=(), answer="7", extra={"level": 3})  # of difficulty
+    assert guess_reward([graded])[0] == "count"
 
 
 def test_golds_of_pictures_may_be_boxes() -> None:
