@@ -283,8 +283,9 @@ def export(
 ) -> None:
     """Write a stand-alone Hugging Face folder from a checkpoint."""
     import_module("saccade.recipes.models").quiet_libraries()
-    folder = import_module("saccade.export").export(checkpoint, out, dtype, verify, adapter_only)
-    print(folder)
+    exporting = import_module("saccade.export")
+    folder = exporting.export(checkpoint, out, dtype, verify, adapter_only)
+    print(f"wrote {folder}{exporting.pictures(folder)}")
 
 
 # -- look ------------------------------------------------------------------------------------------

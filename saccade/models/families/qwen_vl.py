@@ -64,6 +64,11 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
             "shortest_edge": (patch * merge) ** 2,
             "longest_edge": min(tokens * (patch * merge) ** 2, pixels),
         },
+        "budget": lambda low, high: {
+            "size": {"shortest_edge": low, "longest_edge": high},
+            "min_pixels": low,  # as older versions of transformers call them
+            "max_pixels": high,
+        },
         "prefetch": kept.prefetch,
         "media": partial(
             host_media,
