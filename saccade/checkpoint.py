@@ -34,6 +34,8 @@ from saccade.models.files import LISTING, STATE, checksum, damaged, listing
 OWN_FILES = re.compile(
     r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$"
 )
+# What reads pictures: a file of its own, or a part of that of the whole processor.
+PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 HASHED_UP_TO = 64 << 20  # larger files of its state are compared by size
 
 
@@ -246,13 +248,19 @@ def _require_intact(checkpoint: Path) -> None:
 
 def copy_processor(family: Family, folder: Path) -> None:
     """Tokenizer, processor and template beside the weights; a template that the run replaced is
-    stored as used.
+    stored as used, and so is its budget of pixels.
     """
     for path in Path(family.path).iterdir():
         if path.is_file() and not OWN_FILES.match(path.name) and not (folder / path.name).exists():
             shutil.copy2(path, folder / path.name)
     if family.chat.template != family.chat.tokenizer.chat_template:
         (folder / "chat_template.jinja").write_text(family.chat.template, encoding="utf-8")
+    for name in PROCESSOR if family.shown else ():
+        path = folder / name
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if part := settings if name == PROCESSOR[0] else settings.get("image_processor"):
+            part.update(family.shown)
+            path.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def tensor_shapes(folder: Path) -> list[tuple[int, ...]]:

@@ -18,7 +18,7 @@ import typer
 
 from saccade import __version__
 from saccade.cli_data import data_commands
-from saccade.cli_run import as_override, read_config, run_recipe, show_error
+from saccade.cli_run import as_override, overrides_of, read_config, run_recipe, show_error
 from saccade.disk import refusal, require_writable
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 
@@ -42,8 +42,11 @@ Arguments = Annotated[
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Print the resolved config, batch arithmetic and memory, then stop."
+        "--dry-run", help="Print what was chosen, batch arithmetic and memory, then stop."
     ),
+]
+Full = Annotated[
+    bool, typer.Option("--full", help="With --dry-run: every option with the value it has.")
 ]
 Smoke = Annotated[
     bool,
@@ -130,10 +133,10 @@ def init(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Config to write.")] = Path("run.yaml"),
 ) -> None:
     """Write a commented run.yaml for a model folder and a data file."""
-    from saccade.recipes.init import write_config
+    from saccade.recipes.init import advice, write_config
 
     write_config(model, data, out)
-    print(f"wrote {out}; next: saccade rl {out} --dry-run")
+    print(f"wrote {out}; next: {advice(out)}")
 
 
 # -- train -----------------------------------------------------------------------------------------
@@ -145,11 +148,12 @@ def recipe(name: str, example: str, does: str, *, panel: str = "Train") -> None:
     def run(
         arguments: Arguments = None,
         dry_run: DryRun = False,
+        full: Full = False,
         smoke: Smoke = False,
         seed: Seed = None,
         out: Out = None,
     ) -> None:
-        run_recipe(name, arguments, dry_run=dry_run, smoke=smoke, seed=seed, out=out)
+        run_recipe(name, arguments, dry_run=dry_run, full=full, smoke=smoke, seed=seed, out=out)
 
     run.__doc__ = does
     command(name, panel=panel, example=f"saccade {name} {example}")(run)
@@ -168,7 +172,7 @@ recipe(
 )
 recipe(
     "reward-model",
-    "run.yaml train.lr=9e-6",
+    "run.yaml data.train=pairs.jsonl",
     "Train a model that scores: on pairs, or on steps that are labelled one by one.",
 )
 
@@ -177,7 +181,9 @@ recipe(
 
 
 @command(
-    "eval", panel="Use", example="saccade eval run.yaml model.path=runs/run/checkpoints/step-100"
+    "eval",
+    panel="Use",
+    example="saccade eval run.yaml data.val=test.jsonl model.path=runs/run/checkpoints/step-100",
 )
 def evaluate(
     arguments: Arguments = None,
@@ -186,6 +192,7 @@ def evaluate(
         typer.Option(metavar="FILE", help="Score the responses of an earlier samples.jsonl again."),
     ] = None,
     dry_run: DryRun = False,
+    full: Full = False,
     smoke: Smoke = False,
     seed: Seed = None,
     out: Annotated[
@@ -194,7 +201,7 @@ def evaluate(
 ) -> None:
     """Measure a model on the sets of data.val."""
     more = {"out": out, "rescore": rescore}
-    run_recipe("eval", arguments, dry_run=dry_run, smoke=smoke, seed=seed, more=more)
+    run_recipe("eval", arguments, dry_run=dry_run, full=full, smoke=smoke, seed=seed, more=more)
 
 
 recipe(
@@ -284,8 +291,9 @@ def export(
 ) -> None:
     """Write a stand-alone Hugging Face folder from a checkpoint."""
     import_module("saccade.recipes.models").quiet_libraries()
-    folder = import_module("saccade.export").export(checkpoint, out, dtype, verify, adapter_only)
-    print(folder)
+    exporting = import_module("saccade.export")
+    folder = exporting.export(checkpoint, out, dtype, verify, adapter_only)
+    print(f"wrote {folder}{exporting.pictures(folder)}")
 
 
 # -- look ------------------------------------------------------------------------------------------
@@ -323,16 +331,17 @@ def inspect_data(
             require_writable(path, option, file=True)
     config = read_config(as_override("data.train", arguments))
     report = run(config, headers_only=headers_only, workers=workers, command=reads)
+    written: list[Path] = []
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(report.to_json() + "\n", encoding="utf-8")
-    written = []
+        written.append(out)
     try:
-        written = write_fixed(report, fix) if fix is not None else []
+        written += write_fixed(report, fix) if fix is not None else []
     finally:  # whether or not it can be written; but first, as whoever reads along may leave
         print_report(report)
-    if written:
-        print("wrote " + ", ".join(map(str, written)))
+    wrote = f"; wrote {', '.join(map(str, written))}" if written else ""
+    print(f"{report.good} of {report.rows} rows can be used{wrote}")
     refuse_data(report, config, fix)
 
 
@@ -352,10 +361,10 @@ def estimate(
 ) -> None:
     """What a step of `rl` takes: memory by item, time by phase. Nothing is loaded or trained."""
     from saccade.checks import check
-    from saccade.config import defaults_for
+    from saccade.config import defaults_for, given
 
     config = defaults_for("rl", read_config(arguments or []))
-    check(config, "estimate")
+    check(config, "estimate", given(overrides_of(arguments or [])))
     import_module("saccade.estimate.show").run(
         config, device=device, prompt_tokens=prompt_tokens, image=image, as_json=as_json
     )
@@ -391,13 +400,13 @@ def algorithms(
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an eval.")]) -> None:
     """Write the report of a run or an eval as one HTML file, its episodes as another."""
     if (folder / "config.resolved.yaml").is_file():
-        print(import_module("saccade.tracking.report").from_run(folder))
+        page = import_module("saccade.tracking.report").from_run(folder)
     elif (folder / "results.json").is_file():
-        print(import_module("saccade.tracking.eval_report").write_eval_report(folder))
+        page = import_module("saccade.tracking.eval_report").write_eval_report(folder)
     else:
         raise ConfigError(f"{folder} is not a run folder; give one such as runs/NAME")
-    if (folder / "episodes.html").is_file():  # where episodes had several turns
-        print(folder / "episodes.html")
+    more = folder / "episodes.html"  # where episodes had several turns
+    print(f"wrote {page}" + (f" and {more}" if more.is_file() else ""))
 
 
 # -- data -----------------------------------------------------------------------------------------

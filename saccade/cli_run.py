@@ -2,7 +2,7 @@
 
 What is slow is imported where it is needed, so that `saccade --help` stays instant.
 
-    run_recipe("rl", ["run.yaml", "train.lr=2e-6"], dry_run=True, smoke=False, seed=None)
+    run_recipe("rl", ["run.yaml", "train.lr=2e-6"], dry_run=True, full=False, smoke=False, seed=0)
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from saccade.data.check import Report
 
 LISTED = 20  # bad rows on the screen
+OF_THE_ROW = ("samples_per_prompt", "updates_per_step")  # where train leaves them to the preset
 MODULES = {
     "rl": "rl",
     "sft": "sft",
@@ -40,33 +41,36 @@ def run_recipe(
     arguments: Sequence[str] | None,
     *,
     dry_run: bool,
+    full: bool,
     smoke: bool,
     seed: int | None,
     out: str | None = None,
     more: dict[str, Any] | None = None,
 ) -> None:
     from saccade.checks import check
-    from saccade.config import defaults_for
+    from saccade.config import defaults_for, given
 
+    if full and not dry_run:
+        raise ConfigError("--full: has no effect without --dry-run; add it, or leave this out")
     flags = {"run.seed": seed, "run.out": out}
-    overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
-    config = defaults_for(name, read_config([*(arguments or []), *overrides]))
+    arguments = [*(arguments or []), *(f"{k}={v}" for k, v in flags.items() if v is not None)]
+    config = defaults_for(name, read_config(arguments))
+    named = given(overrides_of(arguments))
     if smoke:
-        config = _shrunk(config, name, arguments or [])
-    check(config, "rescore" if more and more.get("rescore") else name)
+        config = _shrunk(config, name, config_files(arguments), named)
+    check(config, "rescore" if more and more.get("rescore") else name, named)
     if dry_run:
-        _print_plan(config, name)
+        _print_plan(config, name, full=full)
     else:
         if smoke:  # of an earlier one, so that it can be repeated
             shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
         import_module(f"saccade.recipes.{MODULES[name]}").run(config, **(more or {}))
 
 
-def _shrunk(config: Config, name: str, arguments: Sequence[str]) -> Config:
+def _shrunk(config: Config, name: str, files: Sequence[str], given: Sequence[str]) -> Config:
     from saccade.smoke import smoke, with_examples
 
-    given = [item.partition("=")[0] for item in arguments]
-    for file in config_files(arguments):
+    for file in files:
         config, replaced = with_examples(config, Path(file), given)
         for line in replaced:
             print(line)
@@ -91,7 +95,11 @@ def read_config(arguments: Sequence[str]) -> Config:
                 f"are in {path.with_name('config.yaml')}: give that, with run.resume=auto to go on "
                 "or another run.name=… to run it again"
             )
-    return load(files[0] if files else None, [item for item in arguments if "=" in item])
+    return load(files[0] if files else None, overrides_of(arguments))
+
+
+def overrides_of(arguments: Sequence[str]) -> list[str]:
+    return [item for item in arguments if "=" in item]
 
 
 def config_files(arguments: Sequence[str]) -> list[str]:
@@ -106,12 +114,12 @@ def as_override(key: str, arguments: Sequence[str] | None) -> list[str]:
     ]
 
 
-def _print_plan(config: Config, name: str) -> None:
-    from rich.syntax import Syntax
-    from rich.table import Table
-
+def _print_plan(config: Config, name: str, *, full: bool) -> None:
+    """What was chosen, or every option, then the arithmetic that follows from it."""
     from saccade.algorithms.build import from_config
-    from saccade.config import to_yaml
+    from saccade.algorithms.describe import cells, describe
+    from saccade.checks import not_counted
+    from saccade.notation import write
     from saccade.plan import plan
 
     algorithm = from_config(config) if name == "rl" else None
@@ -124,23 +132,35 @@ def _print_plan(config: Config, name: str) -> None:
             max_tokens=config.rollout.max_tokens,
             overlong=None,
         )
-    console = _console()
-    text = to_yaml(config)
-    console.print(Syntax(text, "yaml", background_color="default") if console.is_terminal else text)
+    batch = {} if algorithm is None else {n: getattr(algorithm, n) for n in OF_THE_ROW}
+    tree = _read_by(name, config.model_dump(mode="json", exclude_unset=not full))
+    if full and algorithm is not None:
+        own = {name: tree["algorithm"][name] for name in ("preset", "args")}
+        tree["algorithm"] = own | cells(algorithm)
+        tree["train"] |= batch
+    lines = [f"{part}: {write(value, flow=True)}" for part, value in tree.items() if value]
+    print(write(tree) if full else "".join(lines), end="")
     if algorithm is not None:
-        from saccade.algorithms.describe import describe
-
-        console.print(describe(algorithm) + "\n", markup=False, highlight=False)
-    table = Table("quantity", "value", title="Batch arithmetic", title_justify="left")
-    samples, updates = (
-        (algorithm.samples_per_prompt, algorithm.updates_per_step) if algorithm else (1, 1)
-    )
-    rows = plan(config, name, samples_per_prompt=samples, updates_per_step=updates)
-    for quantity, value in rows:
-        table.add_row(quantity, value)
-    console.print(table)
+        print(f"\n{describe(algorithm)}")
+    print("\nBatch arithmetic")
+    for quantity, value in plan(config, name, **batch):
+        print(f"  {quantity:<30} {value}")
+    if others := not_counted(config, name):
+        print(others)
     if name == "rl":
         import_module("saccade.estimate.show").preview(config)
+    print("nothing was run" + ("" if full else "; --full shows every option with its value"))
+
+
+def _read_by(command: str, tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """The options that the command reads."""
+    from saccade.checks import unread
+
+    kept = {name: value for name, value in tree.items() if not unread(above + name, command)}
+    return {
+        name: _read_by(command, value, f"{above}{name}.") if isinstance(value, dict) else value
+        for name, value in kept.items()
+    }
 
 
 def print_report(report: Report) -> None:

@@ -53,6 +53,7 @@ from saccade.schema import (
     options,
     type_name,
 )
+from saccade.schema.section import WORDS
 
 __all__ = [
     "ADAPTED",
@@ -84,6 +85,7 @@ __all__ = [
     "TrainConfig",
     "ValConfig",
     "defaults_for",
+    "given",
     "load",
     "options",
     "to_yaml",
@@ -135,6 +137,8 @@ def defaults_for(command: str, config: Config) -> Config:
 # -- loading ---------------------------------------------------------------------------------------
 
 ROWS = (".jsonl", ".csv", ".parquet", ".arrow", ".gz")  # endings of files that are no config
+SOURCES = tuple[DataSource, ...]
+LISTS = (*WORDS, tuple[RewardTerm, ...])  # where one text stands for a list of one
 # Elsewhere an empty text means: not given.
 EMPTY_IS_A_VALUE = {"prompt.instruction", "env.instruction"}
 # An override and what it takes the place of in a file, where both would contradict each other.
@@ -148,20 +152,14 @@ REPLACES = {
 def load(
     source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = ()
 ) -> Config:
-    """YAML file, mapping or config plus `section.key=value` overrides, checked."""
-    tree, given = _read(source), {}
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator:
-            raise ConfigError(
-                f"override {override!r}: write section.key=value, for example train.lr=1e-6"
-            )
-        key = _full_key(key.strip())
-        given[key] = _value(key, text.strip())
-    for key, value in given.items():
+    """YAML file, mapping or config plus `section.key=value` overrides, checked. `key=` and
+    `key=null` take an option of the file back.
+    """
+    tree, changes = _read(source), dict(map(_override, overrides))
+    for key, value in changes.items():
         for replaced in REPLACES.get(key, ()) if value else ():
             _remove(tree, replaced)
-    for key, value in given.items():
+    for key, value in changes.items():
         _set(tree, key, value)
     try:
         return Config.model_validate(tree)
@@ -200,17 +198,44 @@ def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, A
     return _read(written)
 
 
+def given(overrides: Sequence[str]) -> list[str]:
+    """Names of the options and sections that overrides set, without those they take back."""
+    return [key for key, value in map(_override, overrides) if value is not None]
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise ConfigError(f"override {text!r}: write section.key=value, for example train.lr=1e-6")
+    key = _full_key(key.strip())
+    return key, _value(key, value.strip())
+
+
 def _value(key: str, text: str) -> Any:
-    """The text of an override as its option takes it: words stay words where words are wanted."""
+    """The text of an override as its option takes it. None: the option is taken back."""
     kind = _kind(key)
     if not text:
-        return "" if kind is str or key in EMPTY_IS_A_VALUE else None
-    if kind in (str, str | None) and text not in ("null", "~") and text[0] not in "'\"":
-        return text
+        entry = key not in dict(options())  # of a table
+        return "" if key in EMPTY_IS_A_VALUE or (entry and kind is str) else None
+    if text not in ("null", "~") and _is_plain(kind, text):
+        return str(Path(text).expanduser()) if text.startswith("~/") else text
     try:
         return parse(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{key}={text}: not valid YAML: {error}") from None
+
+
+def _is_plain(kind: Any, text: str) -> bool:
+    """Whether all of the text is the value: a word or the name of a file, whatever signs are in
+    it. Else it is YAML.
+    """
+    if text[0] in "'\"":
+        return text[-1] != text[0]
+    if kind in (str, str | None):
+        return True
+    if kind == SOURCES:
+        return text[0] not in "[{" or text[-1] not in "]}"
+    return text[0] not in "[{" and (kind in LISTS or "#" in text)
 
 
 def _kind(key: str) -> Any:

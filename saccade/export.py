@@ -6,6 +6,7 @@ export(Path("runs/geo/checkpoints/step-100"), Path("my-model"), dtype="bfloat16"
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -50,6 +51,15 @@ def export(
     if verify:
         _compare(source, out, exact=dtype is None)
     return out
+
+
+def pictures(folder: Path) -> str:
+    """How large whoever serves the folder shows pictures, as a part of a sentence."""
+    path = folder / "preprocessor_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    named = {name: settings[name] for name in ("max_pixels", "max_patches") if name in settings}
+    told = [f"{name} {value}" for name, value in named.items()]
+    return f"; {path.name} shows pictures with {told[0]}" if told else ""
 
 
 def _resolve(path: Path) -> Path:

@@ -66,8 +66,10 @@ def parse(text: str) -> Any:
     return yaml.load(text, Reader)
 
 
-def write(tree: Any) -> str:
-    return yaml.dump(tree, Dumper=Writer, sort_keys=False, allow_unicode=True)
+def write(tree: Any, *, flow: bool = False) -> str:
+    """`flow`: in one line."""
+    how = {"default_flow_style": True, "width": float("inf")} if flow else {}
+    return yaml.dump(tree, Dumper=Writer, sort_keys=False, allow_unicode=True, **how)
 
 
 # -- names from elsewhere --------------------------------------------------------------------------

@@ -223,11 +223,13 @@ def test_changed_weights_to_start_from_are_refused(copied: dict[str, Any], tmp_p
 
 
 def test_a_finished_run_trains_nothing_more(
-    copied: dict[str, Any], numbers: Read, same_weights: Callable[..., bool]
+    copied: dict[str, Any], numbers: Read, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(copied["run.out"]) / "run"
     before = numbers(folder)
     rl.run(copied | {"run.resume": "auto"})
+    said = capsys.readouterr().out
+    assert f"goes on from {folder / 'checkpoints' / 'step-2'}, after step 2\n" in said
     assert numbers(folder) == before and steps_of(folder) == [1, 2]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from saccade.checks import check, chosen
-from saccade.config import Config, load
+from saccade.checks import check, chosen, not_counted
+from saccade.config import Config, given, load
 from saccade.errors import ConfigError
 
 
@@ -55,7 +55,7 @@ def test_a_name_that_is_empty_is_not_every_name(rows: Path, override: str) -> No
     with pytest.raises(ConfigError, match=r"model\.train: nothing stands beside a comma; try"):
         check(config(rows, "model.train=freeze:vision,"), "rl")
     with pytest.raises(ConfigError, match=r"model\.lora\.targets: no layer is named; try"):
-        check(config(rows, "model.train=lora", "model.lora.targets="), "rl")
+        check(config(rows, "model.train=lora", "model.lora.targets=''"), "rl")
 
 
 def test_adapters_that_are_left_over_are_taken_out(rows: Path) -> None:
@@ -109,7 +109,7 @@ def test_adapters_that_are_left_over_are_taken_out(rows: Path) -> None:
 )
 def test_what_rl_refuses(rows: Path, override: str, field: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(config(rows, override), "rl")
+        check(config(rows, override), "rl", given([override]))
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"{field}: ") and remedy in line
 
@@ -126,7 +126,8 @@ def test_what_rl_refuses(rows: Path, override: str, field: str, remedy: str) -> 
 )
 def test_sft_refuses_what_it_does_not_read(rows: Path, override: str) -> None:
     with pytest.raises(ConfigError, match="has no effect in `saccade sft`"):
-        check(config(rows, override), "sft")
+        check(config(rows, override), "sft", given([override]))
+    check(config(rows, override), "sft")  # in the file it is there for another command
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo", "reward-model"])
@@ -138,7 +139,7 @@ def test_supervised_commands_refuse_what_only_others_read(
     rows: Path, override: str, command: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(config(rows, override, reward=False), command)
+        check(config(rows, override, reward=False), command, given([override]))
     (line,) = str(caught.value).splitlines()
     assert line.startswith(override.partition("=")[0])
     assert f"has no effect in `saccade {command}`" in line
@@ -158,9 +159,19 @@ def test_supervised_commands_refuse_what_only_others_read(
 def test_a_reward_model_asks_for_no_answers(rows: Path, override: str, reason: str) -> None:
     name = override.partition("=")[0]
     with pytest.raises(ConfigError, match=re.escape(f"{name}: has no effect")) as caught:
-        check(config(rows, override, reward=False), "reward-model")
+        check(config(rows, override, reward=False), "reward-model", given([override]))
     assert f"({reason}); remove it" in str(caught.value)
-    check(config(rows, override, reward=False), "sft")
+    check(config(rows, override, reward=False), "sft", given([override]))
+
+
+def test_what_a_command_does_not_read_is_told_in_a_line(rows: Path) -> None:
+    several = config(
+        rows, "algorithm.kl.coef=0.1", "algorithm.preset=rloo", "train.lr=1", "eval={}"
+    )
+    assert not_counted(several, "sft") == "`saccade sft` does not read algorithm"
+    assert not_counted(several, "rl") is None
+    line = "`saccade reward-model` does not read algorithm, reward"
+    assert not_counted(several, "reward-model") == line
 
 
 def test_eval_takes_the_file_of_a_training_run(rows: Path) -> None:
@@ -219,8 +230,10 @@ def test_a_run_is_no_model_but_its_newest_checkpoint_is(rows: Path, tmp_path: Pa
 
 
 def test_an_estimate_is_that_of_reinforcement_learning() -> None:
-    with pytest.raises(ConfigError, match=r"^dpo: .* plans steps of `saccade rl` only"):
-        check(load({"model.path": "tiny:qwen2_5_vl", "dpo.beta": 0.2}), "estimate")
+    mixed = load({"model.path": "tiny:qwen2_5_vl", "dpo.beta": 0.2})
+    check(mixed, "estimate")
+    with pytest.raises(ConfigError, match=r"^dpo\.beta: has no effect in `saccade estimate`"):
+        check(mixed, "estimate", ["dpo.beta"])
 
 
 def test_eval_needs_a_validation_set(rows: Path) -> None:

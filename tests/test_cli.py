@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import os
@@ -125,8 +126,8 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- dry run and smoke -----------------------------------------------------------------------------
 
 
-def test_dry_run_prints_the_config_and_the_arithmetic(counting: Path) -> None:
-    result = run(
+def test_dry_run_prints_what_was_chosen_and_the_arithmetic(counting: Path) -> None:
+    given = [
         "rl",
         "model.path=tiny:qwen2_5_vl",
         f"data.train={counting}",
@@ -136,16 +137,27 @@ def test_dry_run_prints_the_config_and_the_arithmetic(counting: Path) -> None:
         "--seed=7",
         "--out=elsewhere",
         "--dry-run",
-    )
+    ]
+    result = run(*given)
     assert result.exit_code == 0, result.stderr
     text, _, rest = result.stdout.partition("\ngrpo: ")
     config = yaml.safe_load(text)
-    assert config["run"]["seed"] == 7 and config["run"]["out"] == "elsewhere"
-    assert config["train"]["prompts_per_step"] == 6
+    assert config == {
+        "run": {"seed": 7, "out": "elsewhere"},
+        "model": {"path": "tiny:qwen2_5_vl"},
+        "data": {"train": [{"path": str(counting)}]},
+        "reward": {"terms": [{"verifier": "count"}]},
+        "train": {"prompts_per_step": 6, "updates_per_step": 4, "lr": 1e-6},
+    }
     for expected in ("48 = 6 x 8", "1 or 2", "4 (24 rows)", "16384 tokens"):
         assert expected in rest
-    assert "gradient sums" in rest and "that can be planned with" in rest
+    assert "GiB in the update" in rest and "that can be planned with" in rest
+    assert len(result.stdout.splitlines()) <= 40
     assert not Path("elsewhere").exists()
+    full = yaml.safe_load(run(*given, "--full").stdout.partition("\ngrpo: ")[0])
+    assert full["train"]["samples_per_prompt"] == 8 and full["algorithm"]["kl"]["coef"] == 0.04
+    assert full["rollout"]["temperature"] == 1.0 and not {"sft", "dpo", "generate"} & set(full)
+    assert run(*given[:-1], "--full").exit_code == 2
 
 
 def test_dry_run_refuses_a_group_of_one(counting: Path) -> None:
@@ -216,15 +228,13 @@ def test_dry_run_shows_the_defaults_of_its_command(
 ) -> None:
     reward = ["reward.terms=count"] if command == "rl" else []
     options = ["model.path=tiny:qwen2_5_vl", f"data.train={counting}", *reward]
-    result = run(command, *options, "train.prompts_per_step=5", "--dry-run")
+    result = run(command, *options, "train.prompts_per_step=5", "--dry-run", "--full")
     assert result.exit_code == 0, result.stderr
     text = result.stdout.split("\ngrpo: ")[0].split("Batch arithmetic")[0]
     train = yaml.safe_load(text)["train"]
     assert {name: train[name] for name in expected} == expected
     steps = {"rl": 5, "sft": 10}[command]
-    assert any(
-        line.split()[1:4] == ["steps", "│", str(steps)] for line in result.stdout.splitlines()
-    )
+    assert any(line.split() == ["steps", str(steps)] for line in result.stdout.splitlines())
 
 
 def test_check_data_says_that_threads_decode() -> None:
@@ -316,10 +326,38 @@ def test_example_rows_stand_in_for_data_that_are_not_here(tmp_path: Path, counti
 # -- init ------------------------------------------------------------------------------------------
 
 
+EXAMPLES = {
+    command.name: shlex.split(str(command.epilog).split("[bold]")[1].removesuffix("[/bold]"))[1:]
+    for command in app.registered_commands
+}
+PLANNED = {"rl", "sft", "dpo", "reward-model", "eval", "generate"}
+
+
+@pytest.mark.parametrize("command", sorted(PLANNED | {"estimate", "check-data", "doctor"}))
+def test_the_file_of_init_serves_the_example_of_each_command(
+    command: str, tmp_path: Path, counting: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("init", "tiny:qwen2_5_vl", str(counting)).exit_code == 0
+    for name in ("demonstrations", "pairs", "test"):
+        (tmp_path / f"{name}.jsonl").write_bytes(counting.read_bytes())
+    Path("runs/run/checkpoints/step-100").mkdir(parents=True)
+    Path("runs/run/checkpoints/step-100/config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    plain = {"check-data": ["check-data", "run.yaml"], "doctor": ["doctor", "run.yaml"]}
+    words = plain.get(command, EXAMPLES[command])
+    assert words[1] == "run.yaml"
+    result = run(*words, *(["--dry-run"] if command in PLANNED else []))
+    assert result.exit_code == 0, result.stderr
+
+
 def test_init_writes_a_config_that_loads(tmp_path: Path, model: Path, counting: Path) -> None:
     out = tmp_path / "run.yaml"
     result = run("init", str(model), str(counting), "--out", str(out))
     assert result.exit_code == 0, result.stderr
+    steps = [f"check-data {out}", f"rl {out} --dry-run", f"rl {out}"]
+    advice = ", then ".join(f"saccade {step}" for step in steps)
+    assert out.read_text().splitlines()[0].endswith(f" Next: {advice}")
+    assert result.stdout == f"wrote {out}; next: {advice}\n"
     config = load(out)
     check(config, "rl")
     assert config.reward.terms[0].verifier == "count"
@@ -361,6 +399,41 @@ def test_init_knows_what_a_family_makes_of_pixels(tmp_path: Path, counting: Path
 def test_the_reward_follows_from_the_golds(golds: list[str], reward: str) -> None:
     samples = [Sample(id=str(i), messages=(), answer=gold) for i, gold in enumerate(golds)]
     assert " ".join(guess_reward(samples)[:2]).strip() == reward
+
+
+def test_golds_that_are_letters_get_a_reward_of_their_own(tmp_path: Path) -> None:
+    golds = ["A", "841", "C", r"\frac{1}{2}", "B"]
+    rows = [{"question": "?", "answer": g, "kind": "mc" if g.isalpha() else "free"} for g in golds]
+    data, out = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    assert run("init", "tiny:qwen2_5_vl", str(data), "--out", str(out)).exit_code == 0
+    config = load(out)
+    assert config.data.keys == {"data_source": "kind"} and not config.reward.terms
+    firsts = {source: terms[0]["verifier"] for source, terms in config.reward.by_source.items()}
+    assert firsts == {"mc": "choice", "free": "math"}
+    assert run("check-data", str(out)).exit_code == 0
+    untold = [Sample(id=gold, messages=(), answer=gold) for gold in golds]
+    assert guess_reward(untold)[0] == "math" and "3 of 5 are letters" in guess_reward(untold)[2]
+
+
+def test_levels_of_a_game_are_answers(tmp_path: Path) -> None:
+    level = "; 1 a\n#####\n#@$.#\n#####"
+    with gzip.open(tmp_path / "boxoban.train.txt.gz", "wt") as file:
+        file.write(f"{level}\n\n{level.replace('1', '2')}\n")
+    refused = run("init", "tiny:qwen2_5_vl", str(tmp_path / "boxoban.train.txt.gz"))
+    assert refused.exit_code == 2 and "examples/boxoban.py does for levels" in refused.stderr
+    rows = tmp_path / "boxoban.py"
+    rows.write_text((REPOSITORY / "examples" / "boxoban.py").read_text())
+    assert run("init", "tiny:qwen2_5_vl", str(rows), "--out", f"{tmp_path}/run.yaml").exit_code == 0
+    config = load(tmp_path / "run.yaml")
+    check(config, "rl")
+    assert config.env.name == "sokoban_step" and not config.reward.given
+    assert "rows           2, 2 good" in run("check-data", f"{tmp_path}/run.yaml").stdout
+    shown = (Message(role="user", parts=(Media(hash="a", width=9, height=9, path="a"),)),)
+    played = Sample(id="a", messages=shown, answer="right", extra={"level": level[6:]})
+    assert guess_reward([played])[0] == "sokoban"
+    graded = Sample(id="a", messages=(), answer="7", extra={"level": 3})  # of difficulty
+    assert guess_reward([graded])[0] == "count"
 
 
 def test_golds_of_pictures_may_be_boxes() -> None:
@@ -583,6 +656,7 @@ def test_check_data_lists_bad_rows_and_writes_the_good_ones(counting: Path, tmp_
     result = run("check-data", str(counting), "--out", str(out), "--fix", str(fixed))
     assert result.exit_code == 2  # 1 of 25 is more than 1 %
     assert "lost (row 25" in result.stdout and str(fixed) in result.stderr
+    assert result.stdout.endswith(f"\n24 of 25 rows can be used; wrote {fixed}, {out}\n")
     assert json.loads(out.read_text())["good"] == 24
     written = fixed.read_text()
     assert run("check-data", str(fixed)).exit_code == 0

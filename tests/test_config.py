@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from saccade.checks import chosen
 from saccade.config import (
     DEFAULTS,
     Config,
+    DataSource,
+    RewardTerm,
     defaults_for,
+    given,
     load,
     meant_by,
     options,
@@ -23,6 +27,7 @@ from saccade.config import (
 )
 from saccade.errors import ConfigError
 from saccade.notation import ELSEWHERE, NAMES, parse
+from saccade.recipes.init import write_config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -94,12 +99,47 @@ def test_an_override_replaces_what_it_contradicts_in_the_file(tmp_path: Path) ->
         ("data.train=", "data", "train", ()),
         ("train.eps=1.5E-7", "train", "eps", 1.5e-7),
         ("data.max_pixels=1_000_000", "data", "max_pixels", 1_000_000),
+        ("data.train=2024", "data", "train", (DataSource(path="2024"),)),
+        ("reward.terms=my #1.py:f", "reward", "terms", (RewardTerm(verifier="my #1.py:f"),)),
     ],
 )
 def test_an_override_is_read_as_its_type(
     override: str, section: str, name: str, value: object
 ) -> None:
     assert getattr(getattr(load(None, [override]), section), name) == value
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["my set #1/rows.jsonl", "a: b.jsonl", "a,b.jsonl", "[1] a.jsonl", "{x}.jsonl", "it's.jsonl"],
+)
+def test_all_behind_the_sign_is_the_name_of_a_file(name: str, tmp_path: Path) -> None:
+    config = load(None, [f"data.train={name}", f"data.val='{name.replace(chr(39), chr(39) * 2)}'"])
+    assert [source.path for source in (*config.data.train, *config.data.val)] == [name, name]
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('{"question": "2 + 2?", "answer": "4"}\n')
+    write_config(Path("tiny:qwen2_5_vl"), tmp_path / name, tmp_path / "run.yaml")
+    assert load(tmp_path / "run.yaml").data.train[0].path == str(tmp_path / name)
+
+
+def test_the_home_folder_is_found_as_a_shell_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = load(None, ["data.train=~/a b.jsonl", "model.path=~/m"])
+    assert (config.data.train[0].path, config.model.path) == ("/home/ada/a b.jsonl", "/home/ada/m")
+
+
+@pytest.mark.parametrize("nothing", ["", "null", "~"])
+def test_an_option_of_the_file_is_taken_back(nothing: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("algorithm: {preset: dapo}\ntrain: {samples_per_prompt: 4, betas: }\nsft:\n")
+    names = ("algorithm.preset", "train.samples_per_prompt")
+    config = load(path, [f"{name}={nothing}" for name in names])
+    assert config.model_dump() == Config().model_dump() and list(chosen(config)) == []
+    assert given([f"{name}={nothing}" for name in names]) == []
+    assert given(["sft={mode: plain}", "lr=1", "prompt.instruction="]) == [
+        *("sft", "train.lr", "prompt.instruction")
+    ]
+    assert "did you mean 'train.lr'" in refusal(path, f"train.lrr={nothing}")
 
 
 def test_a_file_is_read_like_overrides(tmp_path: Path) -> None:
@@ -227,7 +267,7 @@ def test_an_entry_of_a_list_has_names_of_its_own() -> None:
         ("name=x", ["several sections", "run.name"]),
         ("beta=0.1", ["several sections", "dpo.beta", "algorithm.kl.coef"]),
         ("n=8", ["several sections", "val.n", "train.samples_per_prompt"]),
-        ("data.train=7", ["data.train", "DataSource", "7"]),
+        ("data.train=[7]", ["data.train", "DataSource", "7"]),
         ("rollout.stop=[a", ["rollout.stop=[a", "not valid YAML"]),
     ],
 )

@@ -10,11 +10,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from saccade.checkpoint import copy_processor
 from saccade.cli import app
+from saccade.config import load
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.export import export
+from saccade.export import export, pictures
+from saccade.images import open_media
+from saccade.models.families import load_family
 from saccade.models.tiny import build
 from saccade.recipes import evaluate, rl
+from saccade.recipes.models import family_of
 
 Make = Callable[..., dict[str, Any]]
 FAMILIES = {
@@ -84,8 +89,6 @@ def test_greedy_outputs_are_those_of_the_engine(saved: Any, tmp_path: Path) -> N
 
     import torch
 
-    from saccade.config import load
-    from saccade.models.families import load_family
     from saccade.recipes import questions
 
     config, folder = saved
@@ -170,3 +173,26 @@ def test_what_cannot_be_exported(
     path = Path(word_model) if source == "model" else tmp_path / source
     with pytest.raises(ConfigError, match=words):
         export(path, tmp_path / "out", dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_whoever_serves_a_folder_shows_pictures_as_the_run_did(name: str, tmp_path: Path) -> None:
+    from PIL import Image
+    from transformers import AutoImageProcessor
+
+    folder, again = Path(build(name, tmp_path / "model")), tmp_path / "saved"
+    again.mkdir()
+    (again / "config.json").write_bytes((folder / "config.json").read_bytes())
+    budget = {"data.min_pixels": 6272, "data.max_pixels": 12544}
+    copy_processor(family_of(load(budget), str(folder)), again)
+    picture = Image.effect_noise((400, 300), 50).convert("RGB")
+    small, whole = (open_media(picture, max_pixels=n) for n in (12544, 1_003_520))
+    theirs = AutoImageProcessor.from_pretrained(again, backend="pil")
+    cut = {"crop_to_patches": True} if name == "internvl" else {}
+    found = theirs(images=[picture], return_tensors="pt", **cut)
+    grid, _ = load_family(str(folder)).measure(small)
+    seen = [*found["pixel_values"].shape[:1]] if cut else found["image_grid_thw"][0].tolist()
+    assert seen == list(grid[: len(seen)])
+    # A run that begins there shows what its own budget says.
+    assert load_family(str(again)).measure(whole) == load_family(str(folder)).measure(whole)
+    assert pictures(again).endswith("max_patches 4" if cut else "max_pixels 12544")

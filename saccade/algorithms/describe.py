@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from math import isinf
+from typing import Any
 
 from saccade.algorithms.algorithm import Algorithm, Filter, Options
 from saccade.algorithms.build import resolve
 from saccade.algorithms.presets import ADD_ONS, PRESETS
 from saccade.algorithms.table import Entry
-from saccade.config import AlgorithmConfig, RolloutConfig
+from saccade.algorithms.unused import has_effect
+from saccade.config import AlgorithmConfig, RolloutConfig, options
 
 
 def explain(preset: str | None = None) -> str:
@@ -40,6 +42,22 @@ def describe(algorithm: Algorithm) -> str:
         + [f"  {name:<14} {text}" for name, text in lines.items()]
         + [f"  warning: {text}" for text in algorithm.warnings]
     )
+
+
+def cells(algorithm: Algorithm) -> dict[str, Any]:
+    """The `algorithm` section with every cell filled in that has an effect."""
+    own = {k: v for _, _, chosen in algorithm.axes.values() for k, v in chosen.items()}
+    own |= {f"entropy_{name}": value for name, value in vars(algorithm.entropy).items()}
+    own["correct"] = [{"name": c.name, **c.options} for c in algorithm.corrections]
+    found: dict[str, Any] = {}
+    for name, _ in options(AlgorithmConfig):
+        section, _, leaf = name.rpartition(".")
+        holder = getattr(algorithm, section) if section else algorithm
+        known = (own if not section else getattr(holder, "options", {})) | vars(holder)
+        if leaf in known and known[leaf] is not None and has_effect(name, algorithm):
+            home = found.setdefault(section, {}) if section else found
+            home[leaf] = known[leaf]
+    return found
 
 
 OLD = {

@@ -180,6 +180,10 @@ def refuse_unused(config: AlgorithmConfig, algorithm: Algorithm) -> None:
                 raise _unused(name, reason.format(a=algorithm), remedy)
 
 
+def has_effect(name: str, algorithm: Algorithm) -> bool:
+    return all(works(algorithm) for names, works, _, _ in CONDITIONS if name in names)
+
+
 def _refuse_unread(config: AlgorithmConfig, algorithm: Algorithm) -> None:
     entries = [entry for _, entry, _ in algorithm.axes.values()]
     entries += [algorithm.divergence, *(correction.entry for correction in algorithm.corrections)]

@@ -12,7 +12,7 @@ function from a config to problems; RULES says which command asks which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from saccade.checks import models, offline, rows, steps
 from saccade.checks.models import chosen
@@ -50,28 +50,36 @@ UNASKED = {
     "data.max_prompt_tokens": "reward_model.max_tokens limits whole rows",
 }
 
-# Options and sections that a training command does not read. `generate` makes rows for sft and dpo,
-# so one file may hold both. Eval and generate take the file of a training run as it is, so there
-# nothing is refused.
+RL = {
+    **SFT,
+    **DPO,
+    **RATING,
+    "generate": "only `saccade generate` reads it",
+    "eval": "only `saccade eval` reads it",
+    "rollout.http": "an endpoint only evaluates",
+}
+
+# Options and sections that a command does not read. One file serves all commands, so there they
+# stand for another one; who names them beside the command expects something of them.
 WITHOUT_EFFECT = {
-    "rl": {
-        **SFT,
-        **DPO,
-        **RATING,
-        "generate": "only `saccade generate` reads it",
-        "eval": "only `saccade eval` reads it",
-        "rollout.http": "an endpoint only evaluates",
-    },
+    "rl": RL,
+    "estimate": RL,
     "sft": SUPERVISED | DPO | RATING,
     "dpo": SUPERVISED | SFT | RATING,
     "reward-model": SUPERVISED | SFT | DPO | UNASKED,
 }
 
 
-def check(config: Config, command: str) -> None:
-    """Raise one ConfigError with everything that keeps the config from running as COMMAND."""
+def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
+    """Raise one ConfigError with everything that keeps the config from running as COMMAND. `given`:
+    options and sections that were named beside the file.
+    """
     problems = [problem for rule in RULES[command] for problem in rule(config)]
-    problems += _without_effect(config, command)
+    problems += [
+        f"{name}: has no effect in `saccade {command}` ({reason}); remove it"
+        for name in given
+        if (reason := unread(name, command))
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -79,22 +87,18 @@ def check(config: Config, command: str) -> None:
 def unread(name: str, command: str) -> str | None:
     """Why an option has no effect in a command; None where it has."""
     reasons = WITHOUT_EFFECT.get(command, {}).items()
-    return next((why for key, why in reasons if name == key or name.startswith(f"{key}.")), None)
+    return next((why for key, why in reasons if _within(name, key)), None)
 
 
-def _without_effect(config: Config, command: str) -> Iterator[str]:
-    for name in chosen(config):
-        if reason := unread(name, command):
-            yield f"{name}: has no effect in `saccade {command}` ({reason}); remove it"
+def not_counted(config: Config, command: str) -> str | None:
+    """A line about the options of the config that are for other commands."""
+    names, keys = list(chosen(config)), WITHOUT_EFFECT.get(command, {})
+    others = [key for key in keys if any(_within(name, key) for name in names)]
+    return f"`saccade {command}` does not read {', '.join(others)}" if others else None
 
 
-def _planned(config: Config) -> Iterator[str]:
-    sections = {name.partition(".")[0] for name in chosen(config)}
-    for section in sorted(sections & {"sft", "dpo", "reward_model"}):
-        yield (
-            f"{section}: `saccade estimate` plans steps of `saccade rl` only, none of "
-            f"`saccade {section.replace('_', '-')}`; give it the config of an rl run"
-        )
+def _within(name: str, key: str) -> bool:
+    return name == key or name.startswith(f"{key}.")
 
 
 MODEL = (
@@ -131,7 +135,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "chat": (*ANSWERING, rows.pixels, rows.prompt_files),
     # those of rl that need neither rows nor rewards
-    "estimate": (_planned, *MODEL, rows.pixels, steps.optimizer, *CRITIC, *SAMPLING),
+    "estimate": (*MODEL, rows.pixels, steps.optimizer, *CRITIC, *SAMPLING),
     "check-data": (models.series, rows.some_data, *READING),
     "serve-reward": (rows.pixels, models.judge, steps.reward),
 }

@@ -107,7 +107,10 @@ def _file_rows(path: Path, address: Address) -> Iterator[Row]:
     if suffix == ".py":
         return _python_rows(path, address.split)
     if suffix not in FILES:
-        raise DataError(f"{path}: unknown kind of file {suffix!r}; readable are {', '.join(FILES)}")
+        raise DataError(
+            f"{path}: unknown kind of file {suffix!r}; readable are {', '.join(FILES)}, and a .py "
+            "whose load(split) returns rows, as examples/boxoban.py does for levels of Sokoban"
+        )
     for name, value in zip(Address._fields[1:], address[1:], strict=True):
         if value is not None:
             raise DataError(f"{path} is a single file and has no {name} {value!r}")

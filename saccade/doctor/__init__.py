@@ -92,3 +92,5 @@ def run(config: Config, *, as_json: bool = False) -> None:
         raise EnvironmentProblem(
             f"{len(failed)} of {len(found)} checks failed: {', '.join(dict.fromkeys(failed))}"
         )
+    if not as_json:
+        print(f"none of {len(found)} checks failed")

@@ -36,6 +36,7 @@ def run(
         print(json.dumps(to_json(found), indent=2))
     else:
         show(found)
+        print(in_short(found))
     if not found.memory.fits:
         raise ConfigError(refusal(found))
 
@@ -49,9 +50,22 @@ def preview(config: Config) -> None:
         except EnvironmentProblem as problem:
             print(f"no estimate: {problem}")
             return
-    show(found)
-    if not found.memory.fits:
-        print(refusal(found))
+    for line in (about(found), *found.notes, in_short(found)):
+        print(line)
+    print("`saccade estimate` shows it by item" if found.memory.fits else refusal(found))
+
+
+def about(found: Estimate) -> str:
+    return f"{found.device.name}, prompts of {found.prompts}"
+
+
+def in_short(found: Estimate) -> str:
+    memory, seconds = found.memory, found.pace.seconds if found.pace else {}
+    peaks = [f"{memory.peaks[phase]:.2f} GiB in the {phase}" for phase in ("rollout", "update")]
+    return (
+        f"a step of `saccade rl` takes {' and '.join(peaks)}, of {memory.limit:.2f} GiB that can "
+        "be planned with" + (f", and about {sum(seconds.values()):.1f} seconds" if seconds else "")
+    )
 
 
 def find_device(name: str | None, config: Config) -> Device:
@@ -112,7 +126,7 @@ def show(found: Estimate) -> None:
     from rich.table import Table
 
     memory, console = found.memory, Console(soft_wrap=True, emoji=False)
-    console.print(f"{found.device.name}, prompts of {found.prompts}", highlight=False)
+    console.print(about(found), highlight=False)
     table = Table("GiB", "rollout", "update", "", title="Memory", title_justify="left")
     for item in memory.items:
         cells = [

@@ -94,6 +94,13 @@ def with_interval(metrics: Mapping[str, float], name: str) -> str:
     return f"{name} {metrics[name]:.3f}" + (f" [{', '.join(ends)}]" if ends else "")
 
 
+def measures(metrics: Mapping[str, float]) -> list[str]:
+    """Accuracy, avg@k, pass@k and scores as texts."""
+    named = ("accuracy", "score")
+    shown = [name for name in metrics if name in named or "score/" in name or "@" in name]
+    return [with_interval(metrics, name) for name in shown]
+
+
 def _at_k(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
     """avg@k, and the unbiased pass@k where every outcome is right or wrong; an item that lost a
     sample to an error is left out of both, so that the name keeps its meaning.

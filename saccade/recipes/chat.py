@@ -311,6 +311,7 @@ def _write(answered: Sequence[Any], out: Path | None) -> None:
         print(text, end="")
     else:
         out.write_text(text, encoding="utf-8")
+        print(f"wrote {len(answered)} answers to {out}")
 
 
 # -- an endpoint -----------------------------------------------------------------------------------

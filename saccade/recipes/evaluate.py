@@ -35,9 +35,9 @@ from saccade.recipes.accuracy import (
     by_source,
     by_turns,
     group_accuracy,
+    measures,
     outcomes_by_source,
     score_terms,
-    with_interval,
 )
 from saccade.recipes.comparing import compare
 from saccade.recipes.engines import answering_engine, answering_family, expenses
@@ -220,8 +220,7 @@ def describe(result: Result) -> str:
     m = result.metrics
     rates = (("abstain", "abstain_rate"), ("error", "error_rate"))
     lost = [f"{label} {share}" for label, share in unscored(m, rates)]
-    measures = [key for key in m if key in ("accuracy", "score") or "score/" in key]
-    found = [with_interval(m, key) for key in measures] or [
+    found = measures(m) or [
         "nothing could be scored"
         if lost
         else "no outcome"

@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from saccade import checks
 from saccade.config import Config, load
 from saccade.data.dialogues import dialogue_row
@@ -28,8 +30,10 @@ from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.models.files import stamp
 from saccade.recipes import models, parts, questions
+from saccade.recipes.accuracy import measured, measures, score_terms
 from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.recipes.selection import SELECT, write_selected
+from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream, make_room
 from saccade.tracking.console import Console
@@ -111,6 +115,7 @@ def run(config: Any) -> dict[str, Any]:
             done |= {group.sample.id for group in groups}
         for spent in expenses(engine, scorer):
             console.note(spent)
+    print(_made(path, scorer))
     result: dict[str, Any] = {"path": str(path), "rows": len(todo), "skipped": skipped}
     chosen = config.generate
     if chosen.select == "correct":
@@ -124,6 +129,22 @@ def run(config: Any) -> dict[str, Any]:
         print(f"{count} rows to train on in {selected}" + ("" if count else f": {NONE_SELECTED}"))
         result |= {"selected": str(selected), "selected_rows": count}
     return result
+
+
+def _made(path: Path, scorer: Scorer | None) -> str:
+    """What the file holds, in a line."""
+    rows, rewards, outcomes = _rows(path), list[float](), dict[str, list[float]]()
+    items = []
+    for row in rows:
+        scored = [answer for answer in row["responses"] if answer["reward"] is not None]
+        rewards += [answer["reward"] for answer in scored]
+        values = [answer["score"] for answer in scored if answer["score"] is not None]
+        outcomes.setdefault(row["data_source"], []).extend(values)
+        items.append((row["data_source"], np.array(values)))
+    told = [f"reward {np.mean(rewards):.3f}"] if rewards else []
+    told += measures(measured(items, score_terms(scorer, outcomes)))
+    responses = sum(len(row["responses"]) for row in rows)
+    return "  ".join([f"{len(rows)} rows with {responses} responses are in {path}", *told])
 
 
 def _teach(path: Path, groups: Sequence[Group], done: Set[str]) -> None:

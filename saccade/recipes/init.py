@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from saccade import sokoban
 from saccade.config import DataConfig, DataSource, load
 from saccade.data.chats import RowError
 from saccade.data.formats import Format, detect, read_row
@@ -27,16 +28,18 @@ from saccade.models.tiny import CONFIGS
 from saccade.types import Media, Sample
 
 LOOKED_AT = 200
+MOST_SOURCES = 10
 UNOPENED = Media(hash="", width=1, height=1, path="")
 
 NUMBER = r"\s*-?\d+(?:\.\d+)?\s*"
 # A letter alone is a variable, and letters behind a backslash are a command of LaTeX.
 WORD = r"(?<![\\A-Za-z])[^\W\d_]{2}|[\u3040-\u30ff\u4e00-\u9fff]"
+LETTER = r"\(?[A-Z]\)?\.?"
 MATHS = r"[\d\\=+^{}$<>*/|_]"
 # The first kind that fits every gold: (reward, its arguments, pattern, what the golds look like).
 KINDS = (
     ("count", "", r"[+-]?\d+", "every gold is an integer"),
-    ("choice", "", r"\(?[A-Z]\)?\.?", "every gold is a letter"),
+    ("choice", "", LETTER, "every gold is a letter"),
     ("iou", "", rf"\[{NUMBER}(?:,{NUMBER}){{3}}\]", "golds are boxes, in pixels of the picture"),
     ("exact", "", rf"(?s)(?!.*{MATHS}).*(?:{WORD}).*", "golds are words"),
     ("math", "", rf"(?s)(?!.*(?:{WORD})).*", "golds are numbers or formulas"),
@@ -57,6 +60,10 @@ ELSEWHERE = {
 }
 
 
+Lines = list[tuple[str, str]]  # texts, each with its reason
+Guess = tuple[str, str, str]  # a verifier, its arguments, why
+
+
 @dataclass(frozen=True, kw_only=True)
 class Findings:
     """What the two paths tell."""
@@ -66,9 +73,8 @@ class Findings:
     rows: int
     images: int
     keys: Mapping[str, str]  # roles of columns that their names do not tell
-    reward: str
-    args: str
-    because: str
+    rewards: Mapping[str, Guess]  # by data source; alone under an empty name
+    plays: bool  # levels of a game that is shown move by move
 
 
 def write_config(model: Path, data: Path, out: Path) -> None:
@@ -77,10 +83,16 @@ def write_config(model: Path, data: Path, out: Path) -> None:
         raise ConfigError(f"{out} exists; give another name with --out, or remove it")
     require_writable(out, "--out", file=True)
     found = _look(model, data)
-    text = _page(found, model, data)
+    text = _page(found, model, data, out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     load(out)
+
+
+def advice(out: Path) -> str:
+    """What to do with the file, in its first line and on the screen."""
+    file = shlex.quote(str(out))
+    return f"saccade check-data {file}, then saccade rl {file} --dry-run, then saccade rl {file}"
 
 
 def _look(model: Path, data: Path) -> Findings:
@@ -88,16 +100,18 @@ def _look(model: Path, data: Path) -> Findings:
     format, keys, samples = _first_rows(data)
     if format in ELSEWHERE and not any(sample.answer for sample in samples):
         raise DataError(_elsewhere(format, model, data))
-    reward, args, because = guess_reward(samples)
+    rewards, images = {"": guess_reward(samples)}, sum(bool(sample.media) for sample in samples)
+    if told := letters_apart(samples):
+        column, rewards = told
+        keys = {**keys, "data_source": column} if column else keys
     return Findings(
         model_type=model_type,
         format=format,
         rows=len(samples),
-        images=sum(bool(sample.media) for sample in samples),
+        images=images,
         keys=keys,
-        reward=reward,
-        args=args,
-        because=because,
+        rewards=rewards,
+        plays=rewards.get("", ("",))[0] == "sokoban" and not images,
     )
 
 
@@ -159,31 +173,72 @@ def _samples(
     return samples
 
 
-def guess_reward(samples: Sequence[Sample]) -> tuple[str, str, str]:
+def guess_reward(samples: Sequence[Sample]) -> Guess:
     """(verifier, its arguments, why) from the golds."""
-    answers = [sample.answer for sample in samples if sample.answer]
-    golds = [
-        gold for answer in answers for gold in ([answer] if isinstance(answer, str) else answer)
-    ]
+    if all(_is_level(sample.extra.get("level")) for sample in samples):
+        return "sokoban", "", "plays the moves on the column `level`"
+    golds = [gold for sample in samples for gold in _golds(sample)]
     if not golds:
         raise DataError(
-            "no row has an answer to score against; call its column `answer`, or write a config "
-            "with data.keys.answer. Demonstrations without answers are for `saccade sft`"
+            "no row has an answer to score against; call its column `answer` (of Sokoban `level`), "
+            "or write a config with data.keys.answer. Demonstrations without answers are for "
+            "`saccade sft`"
         )
     if all(sample.choices for sample in samples):
         return "choice", "", "every row lists its choices"
-    return next(
+    reward, args, because = next(
         (reward, args, because)
         for reward, args, pattern, because in KINDS
         if all(re.fullmatch(pattern, gold.strip()) for gold in golds)
         if reward != "iou" or all(sample.media for sample in samples)
     )
+    letters = sum(_is_letter(gold) for gold in golds)
+    if 1 < letters < len(golds):
+        because += f"; {letters} of {len(golds)} are letters: give those rows another data_source, "
+        because += "and it `choice` in reward.by_source"
+    return reward, args, because
 
 
-def _page(found: Findings, model: Path, data: Path) -> str:
+def letters_apart(samples: Sequence[Sample]) -> tuple[str, dict[str, Guess]] | None:
+    """Where some golds are letters of choices: the column that says which (empty: that of the
+    source), and a reward for each of its values.
+    """
+    if len({_is_letter(gold) for sample in samples for gold in _golds(sample)}) < 2:
+        return None
+    extras = [name for name, value in samples[0].extra.items() if isinstance(value, str)]
+    for column in ("", *extras):
+        found: dict[str, list[Sample]] = {}
+        for sample in samples:
+            value = sample.extra.get(column) if column else sample.data_source
+            found.setdefault(str(value), []).append(sample)
+        kinds = [
+            {_is_letter(g) for sample in own for g in _golds(sample)} for own in found.values()
+        ]
+        if len(found) <= MOST_SOURCES and all(len(kind) == 1 for kind in kinds):
+            return column, {value: guess_reward(own) for value, own in found.items()}
+    return None
+
+
+def _golds(sample: Sample) -> Sequence[str]:
+    return [sample.answer] if isinstance(sample.answer, str) else sample.answer or []
+
+
+def _is_letter(gold: str) -> bool:
+    return re.fullmatch(LETTER, gold.strip()) is not None
+
+
+def _is_level(value: Any) -> bool:
+    """Of Sokoban; others call a level of difficulty so."""
+    try:
+        return isinstance(value, str | list) and bool(sokoban.start(value))
+    except ValueError:
+        return False
+
+
+def _page(found: Findings, model: Path, data: Path, out: Path) -> str:
     shares = {0: "text only", found.rows: "each with an image"}
     about = shares.get(found.images, f"{found.images} of the first {found.rows} with an image")
-    lines = [
+    lines: Lines = [
         ("run:", ""),
         ("  name: " + _quote(data.name.split(".")[0]), "the run folder is runs/NAME"),
         ("model:", ""),
@@ -199,7 +254,10 @@ def _page(found: Findings, model: Path, data: Path) -> str:
     ]
     if found.keys:
         lines.append(("  keys:", "columns whose names do not tell what they hold"))
-        lines += [(f"    {role}: {_quote(column)}", "") for role, column in found.keys.items()]
+        why = {"data_source": "tells golds that are letters from others"}
+        lines += [
+            (f"    {k}: {_quote(column)}", why.get(k, "")) for k, column in found.keys.items()
+        ]
     if found.images:
         spent = PIXELS.get(found.model_type, USUAL_PIXELS)
         lines += [(f"  max_pixels: {pixels}", why) for pixels, why in spent]
@@ -209,12 +267,7 @@ def _page(found: Findings, model: Path, data: Path) -> str:
         ("  format: think_answer", "reasoning in <think>, the answer in <answer>"),
         ("rollout:", ""),
         ("  max_tokens: 1024", "longest response; raise it when many are truncated"),
-        ("reward:", ""),
-        ("  terms:", "added up; the first is the accuracy that is reported"),
-        (f"    - verifier: {found.reward}", found.because),
-        *([(f"      args: {found.args}", "words are no mathematics")] if found.args else []),
-        ("    - verifier: format:think_answer", "keeps the answer where it can be found"),
-        ("      weight: 0.2", "small, so that form never outweighs being right"),
+        *_rewards(found),
         ("algorithm:", ""),
         ("  preset: grpo", "`saccade algorithms` lists the others"),
         ("train:", ""),
@@ -222,12 +275,33 @@ def _page(found: Findings, model: Path, data: Path) -> str:
         ("  samples_per_prompt: 8", "answers to each, compared with one another"),
         ("  updates_per_step: 1", "strictly on-policy: the steadiest choice"),
         ("  micro_tokens: 16384", "memory of one pass; lower it when memory runs out"),
-        ("  lr: 1.0e-6", "usual for full training of models from 1B to 7B"),
+        ("  # lr: 1.0e-6", "that of rl for models from 1B to 7B; sft and dpo have their own"),
         ("save:", ""),
         ("  every: 50", "steps between checkpoints"),
     ]
-    head = "# Written by `saccade init`. Next: saccade check-data, then saccade rl --dry-run.\n"
+    head = f"# Written by `saccade init`. Next: {advice(out)}\n"
     return head + "".join(f"{text:<36} # {why}\n" if why else f"{text}\n" for text, why in lines)
+
+
+def _rewards(found: Findings) -> Lines:
+    """The section of what scores, by source where the golds are of several kinds."""
+    if found.plays:
+        name = ("  name: sokoban_step", "a picture after each turn; the game gives the rewards")
+        return [("env:", ""), name]
+    single = "" in found.rewards
+    lines = [("reward:", "")]
+    if not single:
+        lines.append(("  by_source:", "by what the rows are called; each has terms of its own"))
+    for source, (reward, args, because) in found.rewards.items():
+        indent, head = ("  ", "terms") if single else ("    ", _quote(source))
+        lines += [
+            (f"{indent}{head}:", "added up; the first is the accuracy that is reported"),
+            (f"{indent}  - verifier: {reward}", because),
+            *([(f"{indent}    args: {args}", "words are no mathematics")] if args else []),
+            (f"{indent}  - verifier: format:think_answer", "keeps the answer where it is found"),
+            (f"{indent}    weight: 0.2", "small, so that form never outweighs being right"),
+        ]
+    return lines
 
 
 def _quote(text: str) -> str:

@@ -73,6 +73,8 @@ def family_of(config: Config, folder: str) -> Family:
         chat_template=Path(template).read_text(encoding="utf-8") if template else None,
         trust_remote_code=config.model.trust_remote_code,
     )
+    data = config.data
+    family = replace(family, shown=family.budget(data.min_pixels, data.max_pixels))
     return plugged(family, config.model.series)
 
 

@@ -24,6 +24,7 @@ import torch
 from saccade import checkpoint, devices
 from saccade.backends import Backend
 from saccade.backends.schedule import rate
+from saccade.checks import not_counted
 from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
 from saccade.errors import DataError, EnvironmentProblem, Interrupted, SaccadeError
@@ -98,9 +99,15 @@ class Run:
                 say=self.console.note,
             )
             stack.callback(self._saver.close)
+            if others := not_counted(self.config, self.command):
+                self.console.note(others)
             config = self.config.run
             if unlimited := devices.no_limit(config.memory, devices.unoccupied(config.device)):
                 self.console.note(unlimited)
+            if self.start is not None:
+                self.console.note(f"goes on from {self.start}, after step {self.step}")
+            elif config.resume == "auto" and not self.folder.resumed:
+                self.console.note(f"run.resume=auto: {self.folder.path} is new, step 1 is next")
             for path in self.folder.changed:
                 self.console.note(
                     f"WARNING: {path} is not what it was when this run was last started; what it "

@@ -20,10 +20,12 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_word_is_a_list_of_one(cls, values: Any) -> Any:
+    def _as_given(cls, values: Any) -> Any:
+        """Nothing stands for the default, one word for a list of one."""
         if not isinstance(values, dict):
             return values
         kinds = {name: field.annotation for name, field in cls.model_fields.items()}
+        values = {k: v for k, v in values.items() if v is not None or k not in kinds}
         words = {k: v for k, v in values.items() if isinstance(v, str) and kinds.get(k) in WORDS}
         return values | {key: (word,) for key, word in words.items()}
 
@@ -43,7 +45,5 @@ def section(kind: type[Section], description: str) -> Any:
 
 def entries(value: Any, main: str) -> Any:
     """A list of records; one entry stands for a list of one, a text for its main field."""
-    if value is None:
-        return []
     rows = value if isinstance(value, list | tuple) else [value]
     return [{main: row} if isinstance(row, str) else row for row in rows]

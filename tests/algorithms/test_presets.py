@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
-from saccade.algorithms.describe import explain
+from saccade.algorithms.build import resolve
+from saccade.algorithms.describe import cells, explain
 from saccade.algorithms.presets import PRESETS
+from saccade.config import AlgorithmConfig
 
 NONE = (0.0, "k3", "loss")
 GRPO = ("grpo", {"std_eps": 1e-6})
@@ -172,3 +175,12 @@ def test_add_ons_are_laid_over_a_row(algorithm):
     assert algorithm("preset=grpo+delta").loss_options["delta"] == 4
     masks = algorithm("preset=grpo+tis", "correct=[seq_mask]")
     assert [c.name for c in masks.corrections] == ["seq_mask"]  # the config overrides any cell
+
+
+# The two others have limits of infinity, which a config has no word for.
+@pytest.mark.parametrize("preset", [*sorted(PRESETS.keys() - {"gpg", "mini_o3"}), "dapo+tis"])
+def test_the_cells_that_are_shown_are_all_of_the_row(preset):
+    row = resolve(AlgorithmConfig(preset=preset), max_tokens=1024)
+    batch = {"samples_per_prompt": row.samples_per_prompt, "updates_per_step": row.updates_per_step}
+    over_grpo = resolve(AlgorithmConfig(**cells(row)), max_tokens=1024, **batch)
+    assert replace(over_grpo, preset=row.preset, about=row.about, paper=row.paper) == row

@@ -85,7 +85,8 @@ def test_a_file_of_conversations_gets_the_answers_of_the_terminal(
     (tmp_path / "in.json").write_text(json.dumps(conversations))
     out = tmp_path / "out.json"
     options = ["--greedy", "--batch", str(tmp_path / "in.json"), "--out", str(out)]
-    assert chat(folder, *options).exit_code == 0
+    result = chat(folder, *options)
+    assert result.exit_code == 0 and result.stdout == f"wrote 3 answers to {out}\n"
     answers = json.loads(out.read_text())
     assert [len(a["messages"]) for a in answers] == [2, 2, 2]
     assert answers[1]["messages"] == answers[2]["messages"] and answers[0]["tokens"] <= 12

@@ -11,8 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 import saccade
+from saccade.checks import check
 from saccade.cli import app
-from saccade.config import defaults_for, load
+from saccade.config import defaults_for, given, load
 from saccade.errors import ConfigError, DataError
 from saccade.models.families import load_family
 from saccade.recipes import dpo, pairs
@@ -236,15 +237,20 @@ def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path: Path, config: 
     [
         ("dpo.gamma=0.5", "dpo.gamma: has no effect with dpo.loss=dpo"),
         ("dpo.label_smoothing=0.2", "dpo.label_smoothing: has no effect with dpo.loss=dpo"),
-        ("sft.loss_on=all", "has no effect in `saccade dpo`"),
-        ("train.samples_per_prompt=4", "has no effect in `saccade dpo`"),
-        ("algorithm.preset=rloo", "has no effect in `saccade dpo`"),
     ],
 )
 def test_what_dpo_refuses(config: Make, tmp_path: Path, override: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         dpo.run(load(config(tmp_path), [override]))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override", ["sft.loss_on=all", "train.samples_per_prompt=4", "algorithm.preset=rloo"]
+)
+def test_what_dpo_does_not_read(config: Make, tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match="has no effect in `saccade dpo`"):
+        check(load(config(tmp_path), [override]), "dpo", given([override]))
 
 
 def test_defaults_and_the_dry_run(config: Make, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, DataError, RewardError, SelfTestError
 from saccade.recipes import evaluate, rl, sft
-from saccade.recipes.results import places
+from saccade.recipes.results import Result, places
 from saccade.statistics import mean_interval, pass_at_k
 
 Make = Callable[..., dict[str, Any]]
@@ -77,6 +77,8 @@ def test_statistics_of_four_samples(four: tuple[dict[str, float], Path]) -> None
     assert (metrics["ci_low"], metrics["ci_high"]) == pytest.approx(mean_interval(values))
     assert metrics["ci_low"] <= metrics["accuracy"] <= metrics["ci_high"]
     assert metrics["accuracy"] <= metrics["pass@4"]
+    said = evaluate.describe(Result(name="val", groups=(), metrics=metrics))
+    assert f"]  avg@4 {metrics['avg@4']:.3f}  pass@4 {metrics['pass@4']:.3f}  parse_rate" in said
 
 
 def test_rates_beside_the_accuracy(four: tuple[dict[str, float], Path]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import saccade
@@ -49,7 +50,7 @@ def test_every_row_has_its_responses(written: Path) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1, 40, 900])
 def test_a_cut_file_is_completed_exactly(
-    tmp_path: Path, config: Make, written: Path, lost: int
+    tmp_path: Path, config: Make, written: Path, lost: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run" / "generations.jsonl"
     path.parent.mkdir()
@@ -58,6 +59,11 @@ def test_a_cut_file_is_completed_exactly(
     kept = path.read_bytes().count(b"\n")
     assert generate.run(config(tmp_path)) == {"path": str(path), "rows": 24 - kept, "skipped": kept}
     assert path.read_bytes() == whole
+    answers = [answer for row in rows_of(path) for answer in row["responses"]]
+    reward, right = (np.mean([a[name] for a in answers]) for name in ("reward", "score"))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"24 rows with 72 responses are in {path}  reward {reward:.3f}  ")
+    assert f"  accuracy {right:.3f} [" in last and "  avg@3 " in last and "  pass@3 " in last
 
 
 def test_a_cut_inside_a_character(tmp_path: Path, config: Make, written: Path) -> None:

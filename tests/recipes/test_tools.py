@@ -170,9 +170,8 @@ def test_one_evaluation_gives_every_limit_of_turns(
     assert f"report.html, episodes.html are in {tmp_path / 'all'}\n" in said
     assert f"report.html are in {tmp_path / '1'}\n" in said  # no episode had several turns
     again = CliRunner().invoke(app, ["report", str(tmp_path / "all")])
-    assert again.stdout.splitlines() == [
-        str(tmp_path / "all" / name) for name in ("report.html", "episodes.html")
-    ]
+    pages = [str(tmp_path / "all" / name) for name in ("report.html", "episodes.html")]
+    assert again.stdout.splitlines() == [f"wrote {' and '.join(pages)}"]
 
 
 def test_suites(config: dict[str, Any], tmp_path: Path, image: Any) -> None:

@@ -206,6 +206,9 @@ class Family:
     # a multiple of hidden: what the first decoder layers add follows
     vision: Callable[..., Mapping[str, Any]]  # (spans, device, dtype) → arguments of the forward
     unit: int  # pixels of a side that are seen as one token
+    budget: Callable[[int, int], Mapping[str, Any]] = lambda low, high: {}  # (min_pixels,
+    # max_pixels) → settings of the model's own processor that show as much of a picture
+    shown: Mapping[str, Any] = field(default_factory=dict)  # those of the run, for what it saves
     series: SeriesConfig | None = None  # of the encoder that was plugged in, if there is one
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from saccade.models.families.pixels import resized
 from saccade.types import Media
 
 MOST_TILES = 12  # of a processor that does not say
+ALLOWED = "allowed_patches"  # in what a run saved: the limits that the model came with
 
 
 def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -32,14 +33,16 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
             f"preprocessor_config.json: tiles of {side}x{height} pixels, and this family is known "
             f"with squares of a multiple of {patch * merge}; set size to 448x448"
         )
-    limits = (processor.get("min_patches") or 1, processor.get("max_patches") or MOST_TILES)
+    usual = (processor.get("min_patches") or 1, processor.get("max_patches") or MOST_TILES)
+    limits = tuple(processor.get(ALLOWED) or usual)
     grid = partial(grid_of, side=side, limits=limits)
-    return squares.bound(
+    bound = squares.bound(
         processor,
         measure=partial(measure, grid=grid, patches=side // patch, merge=merge),
         cut=partial(cut, grid=grid, side=side),
         unit=patch * merge,
     )
+    return {**bound, "budget": partial(budget, side=side, limits=limits)}
 
 
 def measure(
@@ -52,12 +55,23 @@ def measure(
 
 
 def grid_of(media: Media, *, side: int, limits: tuple[int, int]) -> tuple[int, int]:
-    """(columns, rows) of tiles. They have min_pixels to max_pixels together, what is shown of the
-    whole apart; one tile is always allowed.
-    """
-    most = min(limits[1], max(1, media.max_pixels // side**2))
-    least = min(most, max(limits[0], -(-media.min_pixels // side**2)))
+    """(columns, rows) of tiles."""
+    least, most = tiles_within(media.min_pixels, media.max_pixels, side=side, limits=limits)
     return best_grid(media.width, media.height, side, least, most)
+
+
+def tiles_within(low: int, high: int, *, side: int, limits: tuple[int, int]) -> tuple[int, int]:
+    """They have min_pixels to max_pixels together, what is shown of the whole apart; one tile is
+    always allowed.
+    """
+    most = min(limits[1], max(1, high // side**2))
+    return min(most, max(limits[0], -(-low // side**2))), most
+
+
+def budget(low: int, high: int, *, side: int, limits: tuple[int, int]) -> Mapping[str, Any]:
+    """What the model allows is kept, so that a later run may show more again."""
+    least, most = tiles_within(low, high, side=side, limits=limits)
+    return {"min_patches": least, "max_patches": most, ALLOWED: list(limits)}
 
 
 @lru_cache(maxsize=16_384)

@@ -65,6 +65,11 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
             "longest_edge": min(tokens * (patch * merge) ** 2, pixels),
         },
         "cache": lambda media: kept,
+        "budget": lambda low, high: {
+            "size": {"shortest_edge": low, "longest_edge": high},
+            "min_pixels": low,  # as older versions of transformers call them
+            "max_pixels": high,
+        },
         "media": partial(
             host_media,
             cache=kept,

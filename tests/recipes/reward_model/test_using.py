@@ -229,8 +229,6 @@ def test_what_starts_from_a_reward_model_is_none(
             "pooling_heads: 3 does not divide the hidden size 64 of this model",
         ),
         ("reward_model.tokens=[1,2]", "reward_model.tokens: has no effect"),
-        ("dpo.beta=1", "has no effect in `saccade reward-model`"),
-        ("reward.terms=[math]", "has no effect in `saccade reward-model`"),
         ("reward_model.heads={preference: 0}", "weights above 0"),
     ],
 )
