@@ -88,14 +88,15 @@ def letters_in(text: str, choices: Sequence[str]) -> set[str]:
 @lru_cache(maxsize=2048)  # the members of a group often answer alike
 def _letters_in(text: str, choices: tuple[str, ...]) -> set[str]:
     text = re.sub(r"[^\S\n]+", " ", TEXT.sub(r"\1", text.translate(NARROW)))
-    if REFUSED.search(text) or ARTICLE.search(text):
+    if ARTICLE.search(text):
         return set()
     bare = text.strip().rstrip("!")
-    for wrapping in (CHOSEN, CHOSEN, BRACKETED):
-        wrapped = wrapping.fullmatch(peel(bare))
-        bare = peel(wrapped[1] if wrapped else bare)
-    only = single_letter(bare, choices) or _by_words(bare, choices) or _lettered(bare, choices)
-    if only:
+    for wrapping in (None, CHOSEN, CHOSEN, BRACKETED):  # an option may have such words of its own
+        wrapped = wrapping.fullmatch(peel(bare)) if wrapping else None
+        bare = peel(wrapped[1]) if wrapped else bare
+        if only := single_letter(bare, choices) or _by_words(bare, choices):
+            return {only}
+    if only := _lettered(bare, choices):
         return {only}
     allowed = set(_letters(choices))
     if SEVERAL.fullmatch(bare):
@@ -104,7 +105,8 @@ def _letters_in(text: str, choices: tuple[str, ...]) -> set[str]:
     found: set[str] = set()
     for sentence in SENTENCE.split(text.strip().strip("$*").strip()):
         letters = _named(sentence, choices)
-        if letters is None or (found and TAKEN_BACK.search(sentence)):
+        refused = not letters and REFUSED.search(sentence)
+        if letters is None or refused or (found and TAKEN_BACK.search(sentence)):
             return set()
         found |= letters
     return found & allowed
@@ -191,7 +193,7 @@ def _options(pattern: str, text: str, choices: Sequence[str]) -> dict[str, int]:
 
 
 def _words(text: str) -> str:
-    return re.sub(r"\s+", " ", text.strip().strip("$").rstrip(".").strip()).casefold()
+    return re.sub(r"\s+", " ", peel(text).strip("$").rstrip(".").strip()).casefold()
 
 
 def _without_article(words: str) -> str:
