@@ -46,7 +46,7 @@ class Verifier:
     deadline: float | None = None  # seconds, where it is shorter than reward.deadline
     prepare: Callable[[], object] | None = None  # slow imports, before the deadline counts
     graded: bool = False  # an answer may be partly right
-    blank_counts: bool = False  # a blank gold says something: that there is no label, or no box
+    blank_counts: bool = False  # a blank gold is one: there is no label
     right: Callable[..., str] | None = None  # the best answer to a row, where it is not its gold
 
 
@@ -83,12 +83,15 @@ def _mathematics(function: Callable[..., Score], **more: Any) -> Verifier:
 
 
 def _with_gold(verifier: Verifier) -> Verifier:
-    """Whatever the response and the arguments: where there is no gold, nothing is compared."""
+    """Whatever the response and the arguments: where there is no gold, nothing is compared. A mask
+    is a gold of its own.
+    """
     function = verifier.function
 
     @wraps(function)
     def verify(sample: RewardSample, **args: Any) -> Score:
-        return function(sample, **args) if sample.golds else no_gold(sample)
+        compared = sample.golds or args.get("mode") == "mask"
+        return function(sample, **args) if compared else no_gold(sample)
 
     compares = verifier.needs_answer and not verifier.blank_counts
     return replace(verifier, function=verify) if compares else verifier
@@ -116,7 +119,7 @@ _TABLE = {
     "token_f1": Verifier(function=token_f1, graded=True),
     "token_recall": Verifier(function=token_recall, graded=True),
     "medical": Verifier(function=medical, graded=True, right=joined, blank_counts=True),
-    "iou": Verifier(function=iou, graded=True, right=right_boxes, blank_counts=True),
+    "iou": Verifier(function=iou, graded=True, right=right_boxes),
     "point": Verifier(function=point, graded=True, right=right_point),
     "sokoban": Verifier(function=sokoban, needs_answer=False),
     "model": Verifier(function=model, needs_answer=False, learned=True),

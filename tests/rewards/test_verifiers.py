@@ -26,5 +26,5 @@ def test_no_gold_is_no_verdict(name: str) -> None:
 
 def test_which_verifiers_take_a_blank_gold_for_an_answer() -> None:
     counting = {name for name, row in VERIFIERS.items() if row.blank_counts}
-    assert counting == {"labels_f1", "labels_recall", "medical", "iou"}
+    assert counting == {"labels_f1", "labels_recall", "medical"}
     assert len(COMPARING) == 22
