@@ -27,8 +27,10 @@ from saccade.models.families import Family
 from saccade.recipes.models import load_learned
 from saccade.rewards.custom import split_name
 from saccade.rewards.formats import FORMATS
+from saccade.rewards.sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.self_test import require, self_test
+from saccade.rewards.verifiers import VERIFIERS
 from saccade.rollout import hosting
 from saccade.rollout.episode import Limits
 from saccade.types import Batch, Sample, Sampling
@@ -98,7 +100,9 @@ def unanswered(scorer: Scorer, samples: Sequence[Sample]) -> str:
         recipe = scorer.recipe(sample.data_source)
         term = recipe.terms[recipe.outcome]
         compares = term.needs_answer and not split_name(term.verifier)
-        terms[term.name] += compares and sample.answer in (None, "", ())
+        counts = compares and VERIFIERS[term.verifier].blank_counts and sample.answer is not None
+        golds = RewardSample(id=sample.id, response="", answer=sample.answer).golds
+        terms[term.name] += compares and not counts and not golds
     return "; ".join(
         f"WARNING: {count} of {len(samples)} rows have no answer, and {name} abstains where it has "
         "none to compare with; data.keys.answer names the column, or leave such rows out"

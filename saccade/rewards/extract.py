@@ -15,6 +15,7 @@ from typing import Literal
 
 from saccade.rewards.letters import letters_in
 from saccade.rewards.sample import RewardSample
+from saccade.rewards.wording import TAKEN_BACK
 
 Scope = Literal["after_think", "all"]
 
@@ -22,9 +23,9 @@ NUMBER = re.compile(
     r"(?<![a-zA-Z0-9_.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
     r"|(?<![a-zA-Z0-9_.])[-+\u2212]?\.\d+"
 )
-ANSWER_LINE = re.compile(
-    r"^[\s*_>-]*(?:(?:the\s+)?(?:final\s+)?answer|答案)\s*\**\s*"
-    r"(?:[:\uff1a]|(?<=案)[是为])\s*\**\s*(.*?)\s*\**\s*$",
+ANSWER_LINE = re.compile(  # at the beginning of a line, or of a sentence in it
+    r"(?:^[\s_>-]*(\*+)?[\s_]*|[.!?\u3002]\s+)(?:(?:the\s+)?(?:final\s+)?answer|答案)\s*\**\s*"
+    r"(?:[:\uff1a]|(?<=案)[是为])\s*(?(1)\**)\s*",
     re.IGNORECASE | re.MULTILINE,
 )
 ANSWER_LINE_WINDOW = 300
@@ -84,6 +85,11 @@ def has_think(response: str, think_prefilled: bool = False) -> bool:
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the `\boxed{…}` that begins last, among those whose braces balance."""
+    found = _last_box(text)
+    return None if found is None else text[slice(*found)]
+
+
+def _last_box(text: str) -> tuple[int, int] | None:
     if "\\boxed" not in text:
         return None
     best: tuple[int, int] | None = None
@@ -97,7 +103,7 @@ def last_boxed(text: str) -> str | None:
             open_braces.append(-1)
         elif token[0].startswith("\\boxed"):
             open_braces.append(token.end())
-    return None if best is None else text[best[0] : best[1]]
+    return best
 
 
 def fenced(text: str) -> str | None:
@@ -112,12 +118,23 @@ def fenced(text: str) -> str | None:
 def _answer_tag(text: str, choices: Sequence[str]) -> str | None:
     close = text.rfind("</answer>")
     open_ = text.rfind("<answer>", 0, close) if close >= 0 else -1
-    return None if open_ < 0 else unboxed(text[open_ + len("<answer>") : close])
+    if open_ < 0 or TAKEN_BACK.search(text, close):
+        return None
+    return unboxed(text[open_ + len("<answer>") : close])
+
+
+def _boxed(text: str, choices: Sequence[str]) -> str | None:
+    found = _last_box(text)
+    return None if found is None or TAKEN_BACK.search(text, found[1]) else text[slice(*found)]
 
 
 def _answer_line(text: str, choices: Sequence[str]) -> str | None:
-    hits = ANSWER_LINE.findall(text[-ANSWER_LINE_WINDOW:])
-    return unboxed(hits[-1]) if hits else None
+    marks = [mark.end() for mark in ANSWER_LINE.finditer(text[-ANSWER_LINE_WINDOW:])]
+    if not marks:
+        return None
+    line, _, rest = text[-ANSWER_LINE_WINDOW:][marks[-1] :].partition("\n")
+    bare = line.rstrip().rstrip("*")
+    return None if TAKEN_BACK.search(rest) else unboxed(line if "*" in bare else bare)
 
 
 def _hash(text: str, choices: Sequence[str]) -> str | None:
@@ -147,7 +164,7 @@ def _whole(text: str, choices: Sequence[str]) -> str | None:
 
 EXTRACTORS: dict[str, Callable[[str, Sequence[str]], str | None]] = {
     "answer_tag": _answer_tag,
-    "boxed": lambda text, choices: last_boxed(text),
+    "boxed": _boxed,
     "answer_line": _answer_line,
     "hash": _hash,
     "fenced": lambda text, choices: fenced(text),

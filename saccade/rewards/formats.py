@@ -95,8 +95,8 @@ def check_boxed(sample: RewardSample) -> bool:
 def check_answer_line(sample: RewardSample) -> bool:
     """The last line is `Answer: …`."""
     line = _last_line(sample)
-    match = ANSWER_LINE.fullmatch(line) if len(line) <= ANSWER_LINE_WINDOW else None
-    return match is not None and bool(match[1].strip())
+    mark = ANSWER_LINE.match(line) if len(line) <= ANSWER_LINE_WINDOW else None
+    return mark is not None and bool(line[mark.end() :].strip(" *"))
 
 
 def check_hash(sample: RewardSample) -> bool:

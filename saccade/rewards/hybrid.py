@@ -17,7 +17,7 @@ from saccade.rewards.choice import choice
 from saccade.rewards.extract import NUMBER, Scope, answer_of
 from saccade.rewards.letters import single_letter
 from saccade.rewards.maths import MATH_ORDER, math
-from saccade.rewards.numbers import count, gsm8k, number
+from saccade.rewards.numbers import count, gsm8k, number, relaxed
 from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.rewards.texts import contains_one_of, exact
 from saccade.types import Score
@@ -28,6 +28,7 @@ RULES: Mapping[str, Callable[..., Score]] = {
     "math": math,
     "number": number,
     "count": count,
+    "relaxed": relaxed,
     "gsm8k": gsm8k,
     "exact": exact,
     "contains_one_of": contains_one_of,

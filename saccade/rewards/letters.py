@@ -1,9 +1,9 @@
 """Which options of a multiple choice a text names, without substring traps.
 
-A letter counts when it is the whole text, stands in parentheses, begins an option (`B. cat`) or
-follows "answer is". The word "A" in running text is an article. Lower case counts only alone or
-in parentheses. No letter counts where a sentence that names one is in doubt, or goes on with the
-words of another option.
+A letter counts when it is the whole text, stands in parentheses, before the words of its option
+(`B. cat`, `B (cat)`) or behind "answer is". The word "A" in running text is an article. Lower case
+counts only alone or with a mark (`b) cat`). No letter counts where a sentence that names one is in
+doubt, or goes on with the words of another option, nor where an answer is refused or taken back.
 
     >>> letters_in("The answer is (B).", ["cat", "dog"])
     {'B'}
@@ -13,14 +13,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from string import ascii_uppercase
 
+from saccade.rewards.peel import peel
 from saccade.rewards.spelling import CJK, NARROW, TEXT
-from saccade.rewards.wording import REASON, unsettled
+from saccade.rewards.wording import REASON, TAKEN_BACK, unsettled
 
 UNLISTED = "ABCDEFGHIJ"  # options of a row that does not list them
 
 ALONE = re.compile(r"\(?([A-Za-z])\s*[.):]?")
+LETTERED = re.compile(
+    r"\(?([A-Za-z])(?:(\s*[.):,;]\)?|\s+[-\u2013\u2014]|(?=\s*\())\s*|\s+)(.+)", re.DOTALL
+)
+CHOSEN = re.compile(
+    r"(?:i\s+(?:choose|chose|pick|select)\s+)?(?:(?:the\s+)?(?:option|choice)\b\s*:?\s*)?(.+?)"
+    r"(?:\s+is\s+(?:the\s+)?(?:correct|right|answer)(?:\s+(?:answer|option|choice|one))?)?",
+    re.IGNORECASE | re.DOTALL,
+)
+ARTICLE = re.compile(r"\b(?i:it|this|that)(?:\s+is|['\u2019]s)\s+a\W*\Z")  # its noun is missing
+BRACKETED = re.compile(r"(?:\((?=[^()]+\)\Z)|\[(?=[^][]+\]\Z)|\{(?=[^{}]+\}\Z))(.+).", re.DOTALL)
+# A further option that `NAMED` does not count: (B), then option c; (B), then C
+FURTHER = re.compile(
+    r"\b(?:option|choice|answer)\s+[a-z]\b|(?<![\w.])[b-hj][.):](?=\s|\Z)|\s[A-Z][.!]?\Z"
+)
+REFUSED = re.compile(
+    r"\b(?:sorry|(?:can['\u2019]?t|cannot|unable\s+to)\s+(?:help|assist|answer|determine|tell|say))\b",
+    re.IGNORECASE,
+)
 SEVERAL = re.compile(r"\(?[A-Z]\)?(?:[\s,;&和]+(?:and\s+)?\(?[A-Z]\)?)+|[A-Z]{2,}")
 NAMED = re.compile(
     r"(?<![A-Za-z0-9])\(([A-Za-z])\)"  # (B), not f(B)
@@ -40,8 +60,9 @@ LEADING = re.compile(
 )
 # One option that it is not: not B, (B) is wrong.
 DENIED = re.compile(
-    r"(?:\b(?:not|nor|neither|except|cannot)|n['\u2019]t)\s+"
-    r"(?:(?:be|the|answer|option|choice)\s+)*\(?[A-Z]\b\)?"
+    r"(?:\b(?:not|nor|neither|except|cannot|without|than|instead\s+of)"
+    r"|n['\u2019]t)\s+"
+    r"(?:(?:be|the|answer|option|choice)\s+)*(?:\(?[A-Z]\b\)?|\([a-z]\))"
     r"|(?:\b(?i:answer|option|choice)\s+)?\(?\b[A-Z][.)]?\s+is\s+(?:not\s+\w+|wrong|incorrect|false)\b"
     r"|(?:不是|不选|排除|除了)\s*\(?[A-Z]\)?"
 )
@@ -61,19 +82,34 @@ def single_letter(text: str, choices: Sequence[str]) -> str | None:
 
 def letters_in(text: str, choices: Sequence[str]) -> set[str]:
     """The options that a text names: by letter, or by the exact words of one of them."""
+    return set(_letters_in(text, tuple(choices)))
+
+
+@lru_cache(maxsize=2048)  # the members of a group often answer alike
+def _letters_in(text: str, choices: tuple[str, ...]) -> set[str]:
     text = re.sub(r"[^\S\n]+", " ", TEXT.sub(r"\1", text.translate(NARROW)))
-    text = text.strip().strip("$*").strip()
-    only = single_letter(text, choices) or _by_words(text, choices)
-    if only:
+    if ARTICLE.search(text):
+        return set()
+    bare = text.strip().rstrip("!")
+    for wrapping in (None, CHOSEN, CHOSEN, BRACKETED):  # an option may have such words of its own
+        wrapped = wrapping.fullmatch(peel(bare)) if wrapping else None
+        bare = peel(wrapped[1]) if wrapped else bare
+        if only := single_letter(bare, choices) or _by_words(bare, choices):
+            return {only}
+    if only := _lettered(bare, choices):
         return {only}
     allowed = set(_letters(choices))
-    if SEVERAL.fullmatch(text):
-        listed = re.findall(r"[A-Z]", text)
+    if SEVERAL.fullmatch(bare):
+        listed = re.findall(r"[A-Z]", bare)
         return set(listed) if set(listed) <= allowed and len({*listed}) == len(listed) else set()
-    named = [_named(sentence, choices) for sentence in SENTENCE.split(text)]
-    if None in named:
-        return set()
-    return {letter for letters in named for letter in letters or ()} & allowed
+    found: set[str] = set()
+    for sentence in SENTENCE.split(text.strip().strip("$*").strip()):
+        letters = _named(sentence, choices)
+        refused = not letters and REFUSED.search(sentence)
+        if letters is None or refused or (found and TAKEN_BACK.search(sentence)):
+            return set()
+        found |= letters
+    return found & allowed
 
 
 def _named(sentence: str, choices: Sequence[str]) -> set[str] | None:
@@ -97,8 +133,12 @@ def _named(sentence: str, choices: Sequence[str]) -> set[str] | None:
         said += sentence[end : match.end()]
         end = match.end() + longest
     unlisted = not choices and re.match(r"[A-Z][.):]", sentence)  # B. and words that nobody knows
-    said += "" if unlisted else sentence[end:]
-    return None if found and (unsettled(said) or not firm) else found
+    rest = "" if unlisted else sentence[end:]
+    said += rest
+    if not found or not firm:
+        return None if found else found
+    others = FURTHER.search(rest) or _options(r"(?<!\w)%s(?!\w)", rest, choices).keys() - found
+    return None if others or unsettled(said) or TAKEN_BACK.search(said) else found
 
 
 def _letters(choices: Sequence[str]) -> str:
@@ -107,12 +147,29 @@ def _letters(choices: Sequence[str]) -> str:
 
 def _by_words(text: str, choices: Sequence[str]) -> str | None:
     wanted = _words(text)
-    hits = [
-        letter
-        for letter, option in zip(ascii_uppercase, choices, strict=False)
-        if wanted in (_words(option), _words(_without_letter(option, letter)))
-    ]
-    return hits[0] if wanted and len(hits) == 1 else None
+    options = list(zip(ascii_uppercase, choices, strict=False))
+    for plain in (str, _without_article):
+        hits = [
+            letter
+            for letter, option in options
+            if plain(wanted)
+            in (plain(_words(option)), plain(_words(_without_letter(option, letter))))
+        ]
+        if wanted and len(hits) == 1:
+            return hits[0]
+    return None
+
+
+def _lettered(text: str, choices: Sequence[str]) -> str | None:
+    """The letter that stands before the words of its option; in lower case with a mark between."""
+    match = LETTERED.fullmatch(text)
+    if match is None or not (match[1].isupper() or match[2]):
+        return None
+    letter = match[1].upper()
+    if not choices and (match[2] or "").strip(" -\u2013\u2014") == "" and match[2] is not None:
+        other = unsettled(match[3]) or re.search(r"\b[A-Z]\b", match[3])  # what nobody knows
+        return None if other else letter
+    return letter if _by_words(peel(match[3]), choices) == letter else None
 
 
 def _options_behind(text: str, choices: Sequence[str]) -> dict[str, int]:
@@ -136,7 +193,11 @@ def _options(pattern: str, text: str, choices: Sequence[str]) -> dict[str, int]:
 
 
 def _words(text: str) -> str:
-    return re.sub(r"\s+", " ", text.strip().strip("$").rstrip(".").strip()).casefold()
+    return re.sub(r"\s+", " ", peel(text).strip("$").rstrip(".").strip()).casefold()
+
+
+def _without_article(words: str) -> str:
+    return re.sub(r"\A(?:an?|the)\s+", "", words)
 
 
 def _without_letter(option: str, letter: str) -> str:

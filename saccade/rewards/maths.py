@@ -20,6 +20,7 @@ from typing import Literal
 
 from saccade.rewards import symbolic
 from saccade.rewards.extract import Scope, answer_of, unboxed
+from saccade.rewards.peel import peel_number
 from saccade.rewards.reading import Node, near, rational, read
 from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.rewards.spelling import (
@@ -32,11 +33,16 @@ from saccade.rewards.spelling import (
     unwrap_text,
 )
 from saccade.rewards.units import PERCENT, Unit, split_unit
+from saccade.rewards.wording import STRUCK
 from saccade.types import Score
 
 MATH_ORDER = ("answer_tag", "boxed", "answer_line")
 DECIMAL_TOLERANCE = Fraction(1, 10**6)
-DOLLARS = re.compile(r"\A\s*\\?\$\s*(\d[\d.,]*)\s*\Z")  # not $12$
+MONEY = re.compile(  # not $12$
+    r"\\?([$\u20ac\u00a3\u00a5])\s*(\d[\d.,]*)|(\d[\d.,]*)\s*([\u20ac\u00a3\u00a5])"
+)
+CURRENCIES = {"$": "dollars", "\u20ac": "euros", "\u00a3": "GBP", "\u00a5": "yen"}
+DEGREE, RADIAN = (split_unit(f"1 {name}")[1] for name in ("degree", "radian"))
 HUNDREDTH = Unit(dimensions=(), factor=Fraction(1, 100))
 
 
@@ -84,7 +90,7 @@ def spelling(text: str) -> str:
     text = unboxed(text)
     if len(text) > LONGEST:
         return text
-    spelled = compact(normalise(text))
+    spelled = compact(normalise(peel_number(text)))
     # A word is the same in any case, a variable is not.
     return spelled.casefold() if re.fullmatch(r"[A-Za-z]{2,}", spelled) else spelled
 
@@ -97,7 +103,11 @@ class _Reading:
 
 
 def _read(text: str) -> _Reading:
-    text = DOLLARS.sub(r"\1 dollars", unboxed(text))
+    text = peel_number(unboxed(text))
+    if re.search(STRUCK, text):
+        raise Unparseable("struck out, or negated")
+    if money := MONEY.fullmatch(text):
+        text = f"{money[2] or money[3]} {CURRENCIES[money[1] or money[4]]}"
     value, unit = split_unit(tidy(text))
     decimal = re.search(r"\.\d", value) is not None
     return _Reading(tree=read(unwrap_text(value)), unit=unit, decimal=decimal)
@@ -119,6 +129,9 @@ def _same(answer: _Reading, gold: _Reading, formulas: bool) -> bool:
     left, right, unit, gold_unit = answer.tree, gold.tree, answer.unit, gold.unit
     tolerance = DECIMAL_TOLERANCE if answer.decimal or gold.decimal else Fraction(0)
     same = partial(_equal_texts, tolerance=tolerance, formulas=formulas)
+    if DEGREE in (unit, gold_unit):  # an angle without a unit that has a pi in it is in radians
+        unit = unit or (RADIAN if _has_pi(left) else None)
+        gold_unit = gold_unit or (RADIAN if _has_pi(right) else None)
     if unit is not None and gold_unit is not None:
         if unit.dimensions != gold_unit.dimensions:
             return False
@@ -131,6 +144,10 @@ def _same(answer: _Reading, gold: _Reading, formulas: bool) -> bool:
         or (unit == PERCENT and _equal(_scaled(left, HUNDREDTH), right, same))
         or (gold_unit == PERCENT and _equal(left, _scaled(right, HUNDREDTH), same))
     )
+
+
+def _has_pi(node: Node) -> bool:
+    return any(r"\pi" in leaf for leaf in node.leaves())
 
 
 def _scaled(node: Node, unit: Unit) -> Node:

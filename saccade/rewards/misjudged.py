@@ -143,10 +143,15 @@ def _fitting(verifier: str, cases: Sequence[Case]) -> str:
     """What would read these golds."""
     if verifier in ("iou", "point"):
         return BOXES
-    numbers = all(single_number(gold) is not None for case in cases for gold in case.sample.golds)
-    name = "number" if numbers else "exact"
-    text = f"set reward.terms=[{name}], which compares {'numbers' if numbers else 'the text'}"
-    if verifier == "math" and not numbers:
+    golds = [gold for case in cases for gold in case.sample.golds]
+    numbers = [single_number(gold) is not None for gold in golds]
+    if verifier == "number" and any(numbers):
+        return (
+            "set reward.terms=[relaxed], which compares numbers within 5 % and other golds as text"
+        )
+    name, what = ("number", "numbers") if all(numbers) else ("exact", "the text")
+    text = f"set reward.terms=[{name}], which compares {what}"
+    if verifier == "math" and not all(numbers):
         text += "; with formulas among them [{verifier: math, args: {gold_unparseable: string}}]"
     return text
 

@@ -1,4 +1,5 @@
-"""Counts and numbers: answers that hold exactly one number, compared exactly or nearly.
+"""Counts and numbers: answers that hold exactly one number, compared exactly or nearly, and
+readings from a chart, which are numbers or words.
 
 >>> single_number("There are seven items")
 7
@@ -13,25 +14,20 @@ from functools import lru_cache
 from typing import Literal
 
 from saccade.rewards.extract import NUMBER, Scope, answer_of
+from saccade.rewards.peel import NUMERAL, numeral, peel_number
 from saccade.rewards.reading import rational
 from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.rewards.spelling import NARROW, TEXT, TooLarge, normalise, tidy
-from saccade.rewards.units import Unit, is_unit, split_unit
-from saccade.rewards.wording import SCALE, unsettled
+from saccade.rewards.texts import plain_text
+from saccade.rewards.units import PERCENT, Unit, is_unit, split_unit
+from saccade.rewards.wording import BOUND, BOUND_BEHIND, SCALE, unsettled
 from saccade.types import Score
 
 NUMBER_ORDER = ("answer_tag", "boxed", "answer_line", "whole")
 GSM8K_ORDER = ("hash", "answer_tag", "boxed")
 GSM8K_ORDERS = {"strict": ("hash",), "boxed": ("boxed",), "flexible": ("last_number",)}
 
-WORDS = {
-    "zero": 0, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7,
-    "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12, "thirteen": 13, "fourteen": 14,
-    "fifteen": 15, "sixteen": 16, "seventeen": 17, "eighteen": 18, "nineteen": 19, "twenty": 20,
-}  # fmt: skip
-NUMBER_OR_WORD = re.compile(
-    rf"{NUMBER.pattern}|\b(?:{'|'.join(sorted(WORDS, key=len, reverse=True))})\b", re.IGNORECASE
-)
+NUMBER_OR_WORD = re.compile(rf"{NUMBER.pattern}|{NUMERAL}", re.IGNORECASE)
 # One number in these is not their value.
 FORMULA = re.compile(
     r"\\(?!circ|degree)[a-zA-Z]+|\^(?!\s*\{?\s*\\circ)|[\u221a\u03c0\u00b2\u00b3\u00b9\u2070-\u209f]"
@@ -39,15 +35,14 @@ FORMULA = re.compile(
 )
 # Right before a number: a sign, a bound, a function, the rest of a larger number.
 BEFORE = re.compile(
-    rf"(?:\b(?:{SCALE}(?:\s+and)?|at\s+(?:least|most)|(?:more|less|fewer|greater)\s+than|over|under"
-    r"|above|below|beyond|up\s+to|half\s+of|twice|double|triple|sqrt|log|ln|exp)"
-    r"|[-\u2010-\u2015<>\u2264\u2265\u2260\u00b1]|\\(?:[gl]eq?|[gl]t|neq?|pm)"
+    rf"(?:\b(?:{SCALE}(?:\s+and)?|{BOUND}|sqrt|log|ln|exp)"
+    r"|!=?|[-+/\u2010-\u2015<>\u2264\u2265\u2260\u00b1]|\\(?:[gl]eq?|[gl]t|neq?|pm)"
     r"|至[少多]|最[少多]|超过|[高低多少]于|[十百千万])\s*[($]?\s*\Z",
     re.IGNORECASE,
 )
 # Right behind it: more digits, a scale, a bound, an operator. Letters: see `_is_its_value`.
 BEHIND = re.compile(
-    rf"[\s-]*(?:and\s+an?\s+)?{SCALE}\b|\s*at\s+(?:least|most)\b|\s*(?:minimum|max(?:imum)?)\b"
+    rf"[\s-]*(?:and\s+an?\s+)?{SCALE}\b|,?\s*{BOUND_BEHIND}\b"
     r"|[.,]+\d|[_!+\u2030]|-[a-z]|\s(?-i:[kKMB])\b"
     r"|\s*(?:个?半|以[上下内]|[十百万亿兆多几]|千(?![克米瓦]))",
     re.IGNORECASE,
@@ -71,7 +66,7 @@ def count(
     def right(value: Number, gold: Number) -> bool:
         return value.denominator == 1 and -tolerance <= value - gold <= tolerance
 
-    return _judge(sample, answer_of(sample, order, scope), right)
+    return _judge(sample, answer_of(sample, order, scope), right, percent=False)
 
 
 def number(
@@ -83,15 +78,31 @@ def number(
     scope: Scope = "after_think",
 ) -> Score:
     """One real number, within `rel_tol` of the gold, or equal after rounding to `decimals`."""
-    width = Fraction(str(rel_tol))
 
     def right(value: Number, gold: Number) -> bool:
         if decimals is not None:
             return round(value, decimals) == round(gold, decimals)
-        allowed = width * max(gold, -gold)
-        return -allowed <= value - gold <= allowed
+        return near(value, gold, rel_tol)
 
     return _judge(sample, answer_of(sample, order, scope), right)
+
+
+def relaxed(
+    sample: RewardSample,
+    *,
+    rel_tol: float = 0.05,
+    order: Sequence[str] = NUMBER_ORDER,
+    scope: Scope = "after_think",
+) -> Score:
+    """ChartQA's score: within `rel_tol` of a gold that is a number, else the same text as it."""
+    found = answer_of(sample, order, scope)
+    value, text = _reading(found or ""), plain_text(found or "")
+    golds = [(_reading(gold), plain_text(gold)) for gold in sample.golds]
+    right = any(
+        text == words if value is None or gold is None else near(value, gold, rel_tol)
+        for gold, words in golds
+    )
+    return graded(found, right)
 
 
 def gsm8k(
@@ -110,7 +121,9 @@ def gsm8k(
 
 def single_number(text: str) -> Number | None:
     """The number in a text that holds exactly one."""
-    text = text.translate(NARROW)
+    if text.isdecimal() and len(text) <= LONGEST_NUMBER:
+        return int(text)
+    text = peel_number(text.translate(NARROW))
     value = _rational(text) if len(text) <= LONGEST_NUMBER else None
     if value is not None:
         return value
@@ -143,18 +156,37 @@ def to_number(text: str) -> Number | None:
         return None
     if text.isdigit():
         return int(text)
-    text = text.lower()
-    if text in WORDS:
-        return WORDS[text]
-    mantissa, _, exponent = text.replace(",", "").replace("\u2212", "-").partition("e")
+    if (value := numeral(text)) is not None:
+        return value
+    mantissa, _, exponent = text.lower().replace(",", "").replace("\u2212", "-").partition("e")
     if exponent and abs(int(exponent)) > LARGEST_EXPONENT:
         return None
     return Fraction(mantissa) * Fraction(10) ** int(exponent or 0)
 
 
+def near(value: Number, gold: Number, rel_tol: float) -> bool:
+    """Relative to the gold, so that 0 is met by 0 only."""
+    allowed = Fraction(str(rel_tol)) * max(gold, -gold)
+    return -allowed <= value - gold <= allowed
+
+
+@lru_cache(maxsize=4096)
+def _reading(text: str) -> Number | None:
+    """A text that is a number and nothing else; p% is p/100, a currency is left out."""
+    text = peel_number(text.translate(NARROW).replace("\\%", "%"))
+    bare = text.removesuffix("%").strip(" $\u20ac\u00a3\u00a5")
+    value = _rational(bare) if len(bare) <= LONGEST_NUMBER else None
+    return Fraction(value, 100) if value is not None and text.endswith("%") else value
+
+
 def _judge(
-    sample: RewardSample, found: str | None, right: Callable[[Number, Number], bool]
+    sample: RewardSample,
+    found: str | None,
+    right: Callable[[Number, Number], bool],
+    *,
+    percent: bool = True,
 ) -> Score:
+    """`percent`: p% also stands for p."""
     golds = _golds(sample.golds)
     if not golds:
         return no_gold(sample)
@@ -164,7 +196,11 @@ def _judge(
     if value is None:
         return graded(found, False)
     unit = _unit(found or "")
-    fitting = [gold for gold, its in golds if unit is None or its is None or unit == its]
+    fitting = [
+        gold
+        for gold, its in golds
+        if unit == its or (None in (unit, its) and (percent or PERCENT not in (unit, its)))
+    ]
     return graded(found, any(right(value, gold) for gold in fitting))
 
 
@@ -177,4 +213,5 @@ def _golds(texts: tuple[str, ...]) -> tuple[tuple[Number, Unit | None], ...]:
 
 def _unit(text: str) -> Unit | None:
     """What stands on both sides must be the same; nothing is converted here."""
-    return split_unit(tidy(text))[1] if len(text) <= LONGEST_NUMBER else None
+    bare = text.isdecimal() or len(text) > LONGEST_NUMBER
+    return None if bare else split_unit(tidy(peel_number(text)))[1]

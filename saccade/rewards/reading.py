@@ -51,7 +51,7 @@ RATIONAL = re.compile(
     rf"([-+]?)\s*(?:(\d+)\s+(?=\S+/))?([-+]?{PLAIN}(?:[eE]([-+]?\d+))?)(?:\s*/\s*([-+]?{PLAIN}))?"
 )
 FRACTION = re.compile(r"\\frac\{\s*([^{}]*?)\s*\}\{\s*([^{}]*?)\s*\}")
-TEN = re.compile(r"(?:\s*(?:\\times|\\cdot|\*)|(?<=\d)\s+x\s)\s*10\s*\^\{\s*([^{}]*?)\s*\}")
+TEN = re.compile(r"(?:\s*(?:\\times|\\cdot|\*)|(?<=\d)\s*x)\s*10\s*\^\{\s*([^{}]*?)\s*\}")
 REPEATING = re.compile(r"([-+]?\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}")
 DATE = re.compile(r"\d{4}-\d\d?-\d\d?")
 TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|[a-zA-Z]+|\d+|\S|\s+")

@@ -52,9 +52,10 @@ class RewardSample:
 
     @property
     def golds(self) -> tuple[str, ...]:
-        """Every text that counts as the right answer."""
+        """Every text that counts as the right answer; a blank one is none."""
         own = (self.answer,) if isinstance(self.answer, str) else tuple(self.answer or ())
-        return own if not self.references else tuple(dict.fromkeys((*own, *self.references)))
+        golds = own if not self.references else tuple(dict.fromkeys((*own, *self.references)))
+        return tuple(gold for gold in golds if gold.strip())
 
     @property
     def conversation(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:

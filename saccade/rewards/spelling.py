@@ -38,7 +38,7 @@ SIGNS = NARROW | str.maketrans(
         "\u03c0": r"\pi ", "\u222a": r"\cup ", "\u2208": r"\in ", "\u00b1": r"\pm ",
         "\u00b0": r"^\circ ", "\u2032": "'", "\u00a0": " ", "\u2205": r"\emptyset ",
         "\u221a": r"\sqrt ", "\u03b8": r"\theta ", "\u2044": "/", "\u03a9": r"\Omega ",
-        "\u2248": r"\approx ",
+        "\u2248": r"\approx ", "\u2026": "...",
     }
 )  # fmt: skip
 RAISED = re.compile("[\u00b2\u00b3\u00b9\u2070\u2074-\u207b]+")  # superscripts
@@ -50,8 +50,15 @@ REWRITES = [
         (r"(\d)(?:,\\!|\{,\}|\\,)\s*(?=\d{3})", r"\1"),
         (r"\\\$|\$|(?<!\\)\\[()]", ""),
         (rf"\\(?:left|right|[bB]igg?[lr]?|displaystyle){END}\.?", ""),
-        (rf"(?<!\\)\\[!,;:> ]|\\q?quad{END}|~", " "),
+        (rf"(?<!\\)\\[!,;:> ]|\\q?quad{END}|(?<!~)~(?!~)", " "),
         (r"\\%", "%"),
+        (r"\*\*", "^"),
+        (r"\A\s*\{\s*\}\s*\Z", r"\\emptyset"),
+        # 0.1666... repeats its 6
+        (
+            r"(\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,6}?)\3+)(?:\.{3}|\\[lc]?dots)\s*$",
+            r"\1\\overline{\2\3}",
+        ),
         (r"(?<=[\d\s])\\Omega\s*$", " ohm"),
         (r"^\s*\{(?!\d{1,3}(?:,\d{3})+\})([^{}]*[,;][^{}]*)\}\s*$", r"\\{\1\\}"),  # a set
         (rf"\\[dtc](frac|binom){END}", r"\\\1"),

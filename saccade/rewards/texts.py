@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 
 from saccade.rewards.extract import Scope, answer_of
+from saccade.rewards.peel import peel
 from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.types import Score
 
@@ -24,10 +26,10 @@ def exact(
     scope: Scope = "after_think",
     ignore_case: bool = True,
 ) -> Score:
-    """The same text as the gold, up to white space, a final period and case."""
-    golds = {_plain(gold, ignore_case) for gold in sample.golds} - {""}
+    """The same text as the gold, up to case, white space and what `peel` takes off."""
+    golds = {plain_text(gold, ignore_case) for gold in sample.golds}
     found = answer_of(sample, order, scope)
-    return graded(found, _plain(found or "", ignore_case) in golds) if golds else no_gold(sample)
+    return graded(found, plain_text(found or "", ignore_case) in golds)
 
 
 def contains_one_of(
@@ -38,12 +40,12 @@ def contains_one_of(
     ignore_case: bool = True,
 ) -> Score:
     """The answer holds one of the golds, not as a part of a longer word or number."""
-    golds = [_plain(gold, ignore_case) for gold in sample.golds]
+    golds = [plain_text(gold, ignore_case) for gold in sample.golds]
     if min(map(len, golds), default=0) < SHORTEST:
         return no_gold(sample)
     found = answer_of(sample, order, scope)
     either = rf"(?<![a-zA-Z0-9])(?:{'|'.join(map(re.escape, golds))})(?![a-zA-Z0-9])"
-    return graded(found, re.search(either, _plain(found or "", ignore_case)) is not None)
+    return graded(found, re.search(either, plain_text(found or "", ignore_case)) is not None)
 
 
 def regex(
@@ -62,6 +64,7 @@ def regex(
     return graded(found, compiled.search(found or "") is not None)
 
 
-def _plain(text: str, ignore_case: bool) -> str:
-    text = re.sub(r"\s+", " ", text).strip().removesuffix(".").strip()
+def plain_text(text: str, ignore_case: bool = True) -> str:
+    """One spelling for texts that say the same."""
+    text = unicodedata.normalize("NFC", peel(re.sub(r"\s+", " ", text).rstrip("! ")))
     return text.casefold() if ignore_case else text

@@ -14,8 +14,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from saccade.rewards.peel import NUMERAL
 from saccade.rewards.spelling import CJK
-from saccade.rewards.wording import SCALE, unsettled
+from saccade.rewards.wording import BOUND, BOUND_BEHIND, SCALE, unsettled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,12 @@ TABLE = {
     "3600 h hr hour 小时, 86400 day 天, 604800 week 周",
     "months": "1 month 个月, 12 year yr 年",
     "angle": "1 deg degree 度, 180 rad radian 弧度",
-    "volume": "1e-3 ml milliliter 毫升, 1 L l liter litre 升",
+    "volume": "1e-6 ml milliliter 毫升, 1e-3 L l liter litre 升",  # in cubic metres
     "money": "0.01 cent, 1 dollar USD",
+    "euros": "1 euro EUR",
+    "pounds": "1 GBP",
+    "yen": "1 yen JPY",
+    "cups": "1 cup",
     "force": "1 N newton, 1000 kN",
     "energy": "1 J joule, 1000 kJ kilojoule",
     "power": "1 W watt, 1000 kW kilowatt",
@@ -61,10 +66,12 @@ UNITS = {
 }
 # Words behind a number that are no unit of it: they make another one, or a sentence.
 QUANTITY = re.compile(
-    rf"\b(?:{SCALE}|and|to|is|score|gross|grand|kilo|mega|times|twice|doubled?|tripled?|over|base|more"
-    r"|less|minimum|maximum|about|approx\w*|roughly|ish|i think)s?\b|[万亿千百十半多和到至]"
+    rf"\b(?:{SCALE}|{BOUND}|{BOUND_BEHIND}|and|to|is|score|gross|grand|kilo|mega|times|doubled|tripled"
+    rf"|base|more|less|about|around|approx\w*|roughly|ish|i think)s?\b|{NUMERAL}"
+    r"|[万亿千百十半多和到至]"
 )
 BARE_NOUN = re.compile(r"(?=.*[aeiouy])[A-Za-z]{4,}")
+SPEEDS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
 POWERS = {None: 1, "square": 2, "sq": 2, "cubic": 3, "平方": 2, "立方": 3}
 
 POWER = r"(?:\s*\^\{\s*[23]\s*\})?"
@@ -80,12 +87,22 @@ SINGLE = re.compile(
 )
 PLAIN_NUMBER = re.compile(r"[-+]?[\d.,]*\d\.?(?:\s*/\s*\d+)?")
 DEGREES = re.compile(r"\s*\^\\circ\s*")
+TEMPERATURE = re.compile(r"(?:\bdegrees?|\^\\circ)\s*(?:(c)(?:elsius)?|(f)(?:ahrenheit)?)\Z", re.I)
+SEVERAL = re.compile(  # 5 feet 2 inches
+    r"(\d+)\s*([A-Za-z]+),?\s+(?:and\s+)?(\d+(?:\.\d+)?)\s*([A-Za-z]+)"
+)
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
     r"""A tidied text (`\text{}` still in it) as value and unit."""
     if text.endswith("%") or text.lower().endswith("percent"):
         return text.removesuffix("%").removesuffix("percent").strip(), PERCENT
+    text = TEMPERATURE.sub(lambda t: rf"^\circ {(t[1] or t[2]).upper()}", text)
+    if several := SEVERAL.fullmatch(text):
+        large, small = _unit(several[2]), _unit(several[4])
+        if large and small and large.dimensions == small.dimensions and large.factor > small.factor:
+            total = int(several[1]) * large.factor / small.factor + Fraction(several[3])
+            return str(total), small
     if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
         value, *scale = DEGREES.split(text)
         if scale and scale[-1] in ("", "C", "F"):
@@ -104,16 +121,18 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _unit(words: str) -> Unit | None:
-    """`square cm`, `cm^{2}`, `km/h`, `m/s^{2}`, `feet per second`."""
+    """`square cm`, `cm^{2}`, `km/h`, `m/s^{2}`, `feet per second`, `mph`."""
     dimensions: dict[str, int] = {}
     factor, per_pi = Fraction(1), 0
+    words = SPEEDS.get(words.lower(), words)
     for index, text in enumerate(re.sub(r"\s+per\s+", "/", words).split("/", 1)):
         match = SINGLE.fullmatch(text.strip())
         entry = _entry(match[3]) if match else None
         if match is None or entry is None:
             return None
         power = int(match[4] or POWERS[match[1] or match[2]]) * (-1 if index else 1)
-        dimensions[entry[0]] = dimensions.get(entry[0], 0) + power
+        base, each = ("length", 3) if entry[0] == "volume" else (entry[0], 1)
+        dimensions[base] = dimensions.get(base, 0) + power * each
         factor *= entry[1] ** power
         per_pi += power * (entry == UNITS["rad"])
     return Unit(dimensions=tuple(sorted(dimensions.items())), factor=factor, per_pi=per_pi)
@@ -135,4 +154,4 @@ def _own_unit(words: str) -> Unit | None:
     short = len(words) < (2 if words.isascii() else 1) or len(words) > 40
     if short or QUANTITY.search(words) or unsettled(words):
         return None
-    return Unit(dimensions=((words, 1),))
+    return Unit(dimensions=((re.sub(r"(?<=[^s\W])s\b", "", words), 1),))

@@ -10,7 +10,7 @@ place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Literal
 
@@ -23,9 +23,9 @@ from saccade.rewards.labels import joined, labels_f1, labels_recall, token_f1, t
 from saccade.rewards.learned import model
 from saccade.rewards.maths import math
 from saccade.rewards.medical import medical
-from saccade.rewards.numbers import count, gsm8k, number
+from saccade.rewards.numbers import count, gsm8k, number, relaxed
 from saccade.rewards.phrases import avqa, dapo_math, digit, right_verdict, verdict
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.sample import RewardSample, no_gold
 from saccade.rewards.shaping import length, overlong, repetition, tool_use
 from saccade.rewards.sokoban import sokoban
 from saccade.rewards.texts import contains_one_of, exact, regex
@@ -46,6 +46,7 @@ class Verifier:
     deadline: float | None = None  # seconds, where it is shorter than reward.deadline
     prepare: Callable[[], object] | None = None  # slow imports, before the deadline counts
     graded: bool = False  # an answer may be partly right
+    blank_counts: bool = False  # a blank gold is one: there is no label
     right: Callable[..., str] | None = None  # the best answer to a row, where it is not its gold
 
 
@@ -81,11 +82,27 @@ def _mathematics(function: Callable[..., Score], **more: Any) -> Verifier:
     )
 
 
-VERIFIERS: dict[str, Verifier] = {
+def _with_gold(verifier: Verifier) -> Verifier:
+    """Whatever the response and the arguments: where there is no gold, nothing is compared. A mask
+    is a gold of its own.
+    """
+    function = verifier.function
+
+    @wraps(function)
+    def verify(sample: RewardSample, **args: Any) -> Score:
+        compared = sample.golds or args.get("mode") == "mask"
+        return function(sample, **args) if compared else no_gold(sample)
+
+    compares = verifier.needs_answer and not verifier.blank_counts
+    return replace(verifier, function=verify) if compares else verifier
+
+
+_TABLE = {
     "math": _mathematics(math),
     "choice": Verifier(function=choice, right=joined),
     "count": Verifier(function=count),
     "number": Verifier(function=number),
+    "relaxed": Verifier(function=relaxed),
     "gsm8k": Verifier(function=gsm8k),
     "geo3k": _mathematics(geo3k),
     "exact": Verifier(function=exact),
@@ -97,11 +114,11 @@ VERIFIERS: dict[str, Verifier] = {
     "dapo_math": Verifier(function=dapo_math),
     "avqa": Verifier(function=avqa),
     "verdict": Verifier(function=verdict, right=right_verdict),
-    "labels_f1": Verifier(function=labels_f1, graded=True, right=joined),
-    "labels_recall": Verifier(function=labels_recall, graded=True, right=joined),
+    "labels_f1": Verifier(function=labels_f1, graded=True, right=joined, blank_counts=True),
+    "labels_recall": Verifier(function=labels_recall, graded=True, right=joined, blank_counts=True),
     "token_f1": Verifier(function=token_f1, graded=True),
     "token_recall": Verifier(function=token_recall, graded=True),
-    "medical": Verifier(function=medical, graded=True, right=joined),
+    "medical": Verifier(function=medical, graded=True, right=joined, blank_counts=True),
     "iou": Verifier(function=iou, graded=True, right=right_boxes),
     "point": Verifier(function=point, graded=True, right=right_point),
     "sokoban": Verifier(function=sokoban, needs_answer=False),
@@ -114,3 +131,4 @@ VERIFIERS: dict[str, Verifier] = {
     "length": Verifier(function=length, kind="shaping", needs_answer=False),
     "tool_use": Verifier(function=tool_use, kind="shaping", needs_answer=False),
 }
+VERIFIERS: dict[str, Verifier] = {name: _with_gold(row) for name, row in _TABLE.items()}

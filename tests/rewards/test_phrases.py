@@ -6,6 +6,7 @@ import pytest
 
 from saccade.rewards.phrases import avqa, dapo_math, digit, verdict
 from saccade.rewards.sample import RewardSample
+from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Score
 from saccade.verdicts import VERDICTS
 
@@ -71,7 +72,8 @@ def test_avqa(response: str, gold: str, expected: float) -> None:
 
 def test_avqa_without_listed_options() -> None:
     assert score(avqa, f"{THOUGHT}<answer>rain</answer>", "rain").value == 2
-    assert score(avqa, f"{THOUGHT}<answer>rain</answer>", None).kind == "abstain"
+    table = VERIFIERS["avqa"].function
+    assert score(table, f"{THOUGHT}<answer>rain</answer>", None).kind == "abstain"
 
 
 @pytest.mark.parametrize("medium", VERDICTS)

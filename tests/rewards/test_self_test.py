@@ -40,6 +40,7 @@ def result_of(samples: list[Sample], terms: list[Any], form: str = "think_answer
         ("math", "think_boxed", (r"\frac{1}{2}", "0.5", r"\sqrt{2}", r"\text{Evelyn}")),
         ("math", "none", ("1", "2")),
         ("math", "answer_line", ("1", "2")),
+        ("relaxed", "think_answer", ("Gray", "12.5", "0", "Q3 2019", "2019", "40%")),
         ("gsm8k", "hash", ("so 3 #### 3", "#### 4")),
         ("geo3k", "think_boxed", ("1", "2")),
         ("exact", "think_answer", ("true", "false")),
@@ -105,6 +106,7 @@ def test_a_verifier_that_does_not_fit_the_answers_is_refused() -> None:
         # Its own text it knows, but every wrong word is abstained from.
         ("math", ("true", "false"), r"right answer of 0 of 2 rows .* 2 of 2.*terms=\[exact\]"),
         ("count", ("cat", "dog"), r"right answer of 2 of 2 rows .*terms=\[exact\]"),
+        ("number", ("Gray", "12.5"), r"right answer of 1 of 2 rows .*terms=\[relaxed\]"),
         ("contains_one_of", ("7", "8"), r"such as '7'; .*terms=\[number\]"),
         ("iou", ("left", "right"), r"\[10, 20, 50, 80\]"),
     ],

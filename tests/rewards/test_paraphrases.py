@@ -1,0 +1,273 @@
+"""Ten thousand ways to say a right or a wrong answer. Which it is follows from how it was made: a
+naming of the gold or of something else, in a frame that keeps, denies, doubts or corrects it.
+"""
+
+from __future__ import annotations
+
+import random
+import unicodedata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from saccade.rewards.maths import MATH_ORDER
+from saccade.rewards.sample import RewardSample
+from saccade.rewards.verifiers import VERIFIERS
+
+CASES = 10_000
+SEED = 20
+MISSED = 0.01  # the share of right answers that may score 0
+
+ONES = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
+    "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+OPTIONS = ("dog", "cat", "horse", "bird", "whale")
+WORDS = (
+    "Paris", "blue circle", "caf\u00e9", "New York", "Gr\u00f6\u00dfe", "Yes", "Q3 2019", "oak",
+)  # fmt: skip
+
+# Namings of one answer.
+INTEGER = (
+    "{n}", "{n}", "{n}.0", "+{n}", "{word}", "{n} ({word})", "{word} ({n})", "{han}", "{script}",
+)  # fmt: skip
+FRACTION = (
+    "{t}/{b}", "{t} / {b}", r"\frac{{{t}}}{{{b}}}", r"\tfrac{{{t}}}{{{b}}}",
+    r"\dfrac{{{tt}}}{{{bb}}}", r"\left({t}/{b}\right)", "{value}", "{value:.4f}", "{value:.2%}",
+)  # fmt: skip
+OPTION = (
+    "{L}", "{L}", "({L})", "({low})", "option {L}", "option {low}", "{w}", "the {w}", "a {w}",
+    "{L} ({w})", "{L}, {w}", "{L} - {w}", "{L} {w}", "{L}. {w}", "({L}) {w}", "{L}: a {w}",
+    "{low}. {w}", "{low}) {w}", "{low}: {w}",
+)  # fmt: skip
+# Frames that keep what they hold.
+TIGHT = (
+    "{}", "{}", "{}", " {} ", "**{}**", "*{}*", "__{}__", "`{}`", '"{}"', "'{}'", "\u201c{}\u201d",
+    "[{}]", "({})", "{{{}}}", "${}$", "$${}$$", r"\({}\)", r"\[{}\]", r"\text{{{}}}",
+    r"\textbf{{{}}}", r"\boxed{{{}}}", r"\fbox{{{}}}", r"\underline{{{}}}", r"\color{{red}}{}",
+    r"\color{{red}}{{{}}}", r"\textcolor{{red}}{{{}}}", r"**${}$**",
+)  # fmt: skip
+LOOSE = (
+    "{}", "{}", "{}.", "{},", "{};", "Answer: {}", "**Answer:** {}", "Answer: {}.",
+    "Final answer: {}", "The answer is {}", "The final answer is {}.", "the answer is: {}",
+    "The correct answer is {}.", "My answer is {}.", "It is {}", "It's {}.", "This is {}.",
+    "So the answer is {}.", "Therefore, {}", "Thus, the answer is {}.", "Hence {}.",
+    "\u7b54\u6848\uff1a{}", "\u7b54\u6848\u662f{}\u3002",
+)  # fmt: skip
+ABOUT = (
+    "about {}", "approximately {}", "Roughly {}", "around {}", "\u2248 {}", r"\approx {}", "= {}",
+)  # fmt: skip
+# Frames that take it back, or leave it open; {other} is another answer of the same kind.
+DENIED = (
+    "not {}", "Not {}.", "It is not {}", "It isn't {}.", "The answer is not {}", "never {}",
+    "anything but {}", "Anything other than {}.", "other than {}", "everything except {}",
+    "\u00ac{}", "~~{}~~", r"\neg {}", r"\lnot {}", r"\cancel{{{}}}", r"\sout{{{}}}", "<s>{}</s>",
+    "<del>{}</del>", "{} is wrong", "{} is incorrect.", "{} is not the answer",
+    "neither {} nor {other}", "rather {other} than {}", "{other} instead of {}", "\u4e0d\u662f{}",
+    "\u9664\u4e86{}",
+)  # fmt: skip
+OPEN = (
+    "maybe {}", "Perhaps {}.", "possibly {}", "probably {}", "{}?", "Is it {}?", "{} or {other}",
+    "{other} or {}", "either {} or {other}", "between {} and {other}", "{} / {other}",
+    "It could be {}", "It might be {}.", "I am unsure, {}", "unlikely {}", "{}, but I doubt it",
+    "Sorry, I can't help with that. {}", "I cannot answer this. {}", "\u53ef\u80fd\u662f{}",
+    "{}\u6216{other}",
+)  # fmt: skip
+CORRECTED = (
+    "{}, no, {other}", "{}. Wait, {other}", "{}. No, {other}.", "{}, sorry, I mean {other}",
+    "{} ... actually {other}", "First {}, then {other}",
+)  # fmt: skip
+BOUNDS = (
+    "nearly {}", "almost {}", "at least {}", "at most {}", "maximum {}", "minimum {}", "max. {}",
+    "up to {}", "more than {}", "less than {}", "fewer than {}", "no more than {}", "over {}",
+    "under {}", "{} if any", "{} at most", "{} at least", "{} maximum", "{} or more",
+    "{} or so more", "none of the {}", "none out of {}", "without {}", "half of {}", "twice {}",
+    "{} squared", "{} million", "{} dozen", "{} zero", "{}th", "{}k", "-{}", "{}!{}", "{}.5",
+    "1{}", "0.{}", "x + {}", "> {}", "< {}", r"\ge {}", r"\ne {}", "\u2260 {}", r"\sqrt{{{}}}",
+    "{}^2", "{}-{other}", "{} to {other}", "{}, {other}", "hardly {}", "close to {}",
+    "as many as {}", "!= {}", "barely {}", "far from {}", "\u81f3\u5c11{}", "\u8d85\u8fc7{}",
+    "{}\u4e07",
+)  # fmt: skip
+# Where an answer stands in a response. The last of two marked ones counts.
+PLACES = (
+    "<answer>{}</answer>", "<answer>\n{}\n</answer>",
+    "<think>It may be {other}.</think> <answer>{}</answer>", r"\boxed{{{}}}",
+    r"I count them. \boxed{{{}}}", "Answer: {}", "I look at it.\nAnswer: {}",
+    "Answer: {other}\nI made a mistake.\nAnswer: {}",
+    "Answer: {other}\nI made a mistake. Answer: {}", r"\boxed{{{other}}} Wait, no: \boxed{{{}}}",
+    "<answer>{other}</answer> <answer>{}</answer>",
+)  # fmt: skip
+TAKEN_BACK = (
+    "Answer: {}\nI made a mistake. Answer: {other}", "Answer: {}\nWait, it should be {other}.",
+    r"\boxed{{{}}} Wait, no: \boxed{{{other}}}", r"\boxed{{{}}}. Wait, I made a mistake: {other}",
+    "<answer>{}</answer> <answer>{other}</answer>",
+    "<think>Answer: {}</think> <answer>{other}</answer>", "<think>{}</think> Answer: {other}",
+    "<answer>{}</answer> No, that is wrong, it is {other}.",
+)  # fmt: skip
+
+Draw = random.Random
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    kind: str
+    gold: str
+    response: str
+    right: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Golds of a verifier with another answer each, their namings, and what fits them alone."""
+
+    pair: Callable[[Draw], tuple[str, str]]
+    naming: Callable[[Draw, str], str]
+    kept: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()  # beside those that all verifiers know
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def english(n: int) -> str:
+    return ONES[n] if n < 20 else TENS[n // 10 - 2] + (f"-{ONES[n % 10]}" if n % 10 else "")
+
+
+def chinese(n: int) -> str:
+    signs = "\u96f6\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d"
+    tens = (signs[n // 10] if n > 19 else "") + "\u5341" if n > 9 else ""
+    return tens + (signs[n % 10] if n % 10 else "")
+
+
+def integer(draw: Draw, text: str) -> str:
+    n = int(text)
+    zero = ord(draw.choice("\uff10\u0660\u0966"))  # full-width, Arabic, Hindi
+    script = "".join(chr(zero + int(sign)) for sign in text)
+    word = draw.choice([english(n), english(n).capitalize()])
+    return draw.choice(INTEGER).format(n=n, word=word, han=chinese(n), script=script)
+
+
+def integers(draw: Draw) -> tuple[str, str]:
+    gold, other = draw.sample(range(2, 100), 2)
+    return str(gold), str(other)
+
+
+def fraction(draw: Draw, text: str) -> str:
+    top, bottom = map(int, text.split("/"))
+    value = top / bottom
+    return draw.choice(FRACTION).format(t=top, b=bottom, tt=2 * top, bb=2 * bottom, value=value)
+
+
+def fractions(draw: Draw) -> tuple[str, str]:
+    bottom = draw.choice([4, 8, 16])
+    gold, other = draw.sample(range(1, bottom, 2), 2)
+    return f"{gold}/{bottom}", f"{other}/{bottom}"
+
+
+def option(draw: Draw, letter: str) -> str:
+    words = OPTIONS[ord(letter) - 65]
+    return draw.choice(OPTION).format(L=letter, low=letter.lower(), w=words)
+
+
+def options(draw: Draw) -> tuple[str, str]:
+    gold, other = draw.sample("ABCDE", 2)
+    return gold, other
+
+
+def mismatched(draw: Draw, letter: str) -> str:
+    """A letter with the words of another option."""
+    words = draw.choice([word for word in OPTIONS if word != OPTIONS[ord(letter) - 65]])
+    return draw.choice([f"{letter} ({words})", f"{letter}. {words}", f"{letter}, the {words}"])
+
+
+def word(draw: Draw, text: str) -> str:
+    forms = [unicodedata.normalize(form, text) for form in ("NFC", "NFD")]
+    return draw.choice([*forms, text.upper() if "\u00df" not in text else text, text.casefold()])
+
+
+def words(draw: Draw) -> tuple[str, str]:
+    gold, other = draw.sample(WORDS, 2)
+    return gold, other
+
+
+def reading(draw: Draw, text: str) -> str:
+    """A number from a chart, up to 4.5 % off; a word as it is."""
+    if not text[0].isdigit():
+        return word(draw, text)
+    value = float(text) * draw.uniform(0.955, 1.045)
+    return draw.choice([f"{value:.4g}", f"{value:.6f}", f"{100 * value:.5g}%", text])
+
+
+def readings(draw: Draw) -> tuple[str, str]:
+    if draw.random() < 0.4:
+        return words(draw)
+    gold = draw.choice([draw.uniform(0.1, 90), draw.randint(1900, 2020), draw.randint(1, 10**6)])
+    return f"{gold:.5g}", f"{gold * draw.choice([0.5, 0.8, 1.25, 3]):.6g}"
+
+
+BARE = ("{}",)  # the whole response
+KINDS = {
+    "count": Kind(pair=integers, naming=integer, kept=ABOUT, broken=BOUNDS, places=BARE),
+    "number": Kind(pair=integers, naming=integer, kept=ABOUT, broken=BOUNDS, places=BARE),
+    "math": Kind(pair=integers, naming=integer, kept=ABOUT, broken=BOUNDS),
+    "math, fractions": Kind(pair=fractions, naming=fraction, kept=ABOUT),
+    "choice": Kind(
+        pair=options,
+        naming=option,
+        kept=("I choose {}", "{} is correct", "{} is the answer.", "{}!", "I pick {}."),
+        choices=OPTIONS,
+        places=BARE,
+    ),
+    "exact": Kind(pair=words, naming=word, kept=("{}!",), args={"order": MATH_ORDER}),
+    "relaxed": Kind(pair=readings, naming=reading, places=BARE),
+}
+
+
+def cases(name: str, draw: Draw) -> list[Case]:
+    """One of each kind: right, wrong by its value, by its frame, and by what follows."""
+    kind = KINDS[name]
+    gold, other = kind.pair(draw)
+    said, instead = kind.naming(draw, gold), kind.naming(draw, other)
+
+    def framed(text: str) -> str:
+        text = draw.choice(TIGHT).format(text)
+        return draw.choice(LOOSE if draw.random() < 0.8 or not kind.kept else kind.kept).format(
+            text
+        )
+
+    broken = draw.choice([DENIED, OPEN, CORRECTED, kind.broken or DENIED])
+    plain = {"math, fractions": gold}.get(name, said)
+    frame = draw.choice(broken).format(plain, plain, other=instead)
+    place, after = draw.choice(PLACES + kind.places), draw.choice(TAKEN_BACK)
+    made = [
+        (place.format(framed(said), other=other), True),
+        (place.format(framed(instead), other=gold), False),
+        (place.format(frame, other=other), False),
+        (after.format(framed(said), other=instead), False),
+    ]
+    if name == "choice":
+        made.append((place.format(mismatched(draw, gold), other=other), False))
+    return [Case(kind=name, gold=gold, response=text, right=right) for text, right in made]
+
+
+def passes(case: Case) -> bool:
+    kind = KINDS[case.kind]
+    sample = RewardSample(id="a", response=case.response, answer=case.gold, choices=kind.choices)
+    score = VERIFIERS[case.kind.partition(",")[0]].function(sample, **kind.args)
+    assert score.kind == "value", case
+    return score.value == 1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_wrong_paraphrase_passes_and_hardly_a_right_one_fails(name: str) -> None:
+    draw = random.Random(f"{SEED} {name}")
+    made: list[Case] = []
+    while len(made) < CASES / len(KINDS):
+        made += cases(name, draw)
+    verdicts = [(case, passes(case)) for case in made]
+    assert [case for case, passed in verdicts if passed and not case.right] == []
+    missed = [case for case, passed in verdicts if case.right and not passed]
+    assert len(missed) <= MISSED * sum(case.right for case in made), missed
