@@ -90,8 +90,8 @@ def answering(
     if not sets:
         if config.reward.given:
             run.console.note(
-                "WARNING: reward: scores nothing, as no set of data.val has questions that are "
-                "answered while this trains; add one, or remove it"
+                "reward scores nothing here, as no set of data.val has questions that are answered "
+                "while this trains"
             )
         return Validation(
             run, config, policy.family, None, weights, None, sets, training_follows=True
