@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
 
-from saccade.config import DataConfig, DataSource
+from saccade.config import DataConfig
+from saccade.errors import DataError
 from saccade.types import Sample
 
 PROMPT_LIMIT = "data.max_prompt_tokens"
@@ -68,6 +69,17 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.samples)
 
+    @property
+    def aside(self) -> tuple[BadRow, ...]:
+        """Every row of the files that is not among the samples, but for those of a mapping."""
+        return (*self.quarantined, *self.overlong, *self.left_out)
+
+    def row_of(self, id: str, reason: str) -> BadRow:
+        """The sample of that id as a row to set aside."""
+        index = next(n for n, sample in enumerate(self.samples) if sample.id == id)
+        part = next(part for part in self.parts if part.start <= index < part.stop)
+        return BadRow(id=id, source=part.name, row=self.row_numbers[index], reason=reason)
+
     def sample(self, id: str) -> Sample:
         """The sample of that id."""
         return next(sample for sample in self.samples if sample.id == id)
@@ -119,20 +131,27 @@ def keep(dataset: Dataset, unwanted: Callable[[Sample], str | None]) -> Dataset:
     )
 
 
+def refuse_first(row: BadRow, config: DataConfig) -> None:
+    if config.on_bad_row == "error":
+        raise DataError(f"bad row {row}; data.on_bad_row=quarantine sets it aside")
+
+
 def too_many(
     bad: Sequence[BadRow],
     rows: int,
-    sources: Sequence[DataSource],
+    paths: Sequence[str],
     config: DataConfig,
     *,
     checked: bool,
+    none_left: bool,
 ) -> str:
-    """`checked`: `check-data` refuses the same rows."""
+    """`paths`: where they are from. `checked`: `check-data` refuses the same rows."""
     splits = ((TRAIN, config.train), ("data.val: ", config.val))
-    where = next((key for key, listed in splits if all(s in listed for s in sources)), "")
+    named = ((key, {source.path for source in listed}) for key, listed in splits)
+    where = next((key for key, known in named if known.issuperset(paths)), "")
     examples = "\n".join(f"  {problem}" for problem in bad[:5])
     lifted = f"data.max_bad_fraction={math.ceil(100 * len(bad) / rows) / 100:g} goes on"
-    if len(bad) == rows:
+    if none_left:
         advice = "No row is left to go on with." + " `saccade check-data` lists all." * checked
     elif checked:
         advice = (

@@ -22,7 +22,15 @@ from typing import Any
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
-from saccade.data.dataset import PROMPT_LIMIT, BadRow, Dataset, Part, keep, too_many
+from saccade.data.dataset import (
+    PROMPT_LIMIT,
+    BadRow,
+    Dataset,
+    Part,
+    keep,
+    refuse_first,
+    too_many,
+)
 from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id
 from saccade.data.judging import judged
 from saccade.data.mappings import apply, load_mapping, tables_of
@@ -89,7 +97,9 @@ def load(
         parts.append(reader.read(source, most))
     rows = sum(part.rows for part in parts)
     if len(reader.bad) > config.max_bad_fraction * rows:
-        raise DataError(too_many(reader.bad, rows, sources, config, checked=limit == PROMPT_LIMIT))
+        options = {"checked": limit == PROMPT_LIMIT, "none_left": len(reader.bad) == rows}
+        paths = [source.path for source in sources]
+        raise DataError(too_many(reader.bad, rows, paths, config, **options))
     samples, duplicates = _with_unique_ids(reader.samples)
     hashes = [content_hash(sample, everything=True) for sample in samples]
     return Dataset(
@@ -303,8 +313,7 @@ class _Reader:
     def _set_aside(self, row: Row, name: str, number: int, reason: str) -> None:
         given = None if isinstance(row, RowError) else row_id(row, self.config)
         problem = BadRow(id=given or f"row-{number}", source=name, row=number, reason=reason)
-        if self.config.on_bad_row == "error":
-            raise DataError(f"bad row {problem}; data.on_bad_row=quarantine sets it aside")
+        refuse_first(problem, self.config)
         self.bad.append(problem)
 
     def _keep(self, sample: Sample, name: str, number: int) -> None:

@@ -11,12 +11,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from saccade.images import decode, root_hash
 from saccade.types import Media
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class ImageCache:
@@ -59,7 +62,7 @@ class ImageCache:
 
     def get_all(self, media: Sequence[Media]) -> list[np.ndarray]:
         """Several threads make what is missing."""
-        return list(_workers().map(self.get, media))
+        return in_threads(self.get, media)
 
     def prefetch(self, media: Iterable[Media]) -> None:
         """Begin, and do not wait. What fails now fails again for who asks for it."""
@@ -81,6 +84,11 @@ class ImageCache:
             while self.bytes > self.max_bytes:
                 oldest = next(key for key, other in self._entries.items() if other.done())
                 self.bytes -= self._entries.pop(oldest).result().nbytes
+
+
+def in_threads(make: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Pillow decodes without holding the interpreter."""
+    return list(_workers().map(make, items))
 
 
 def in_background(prepare: Callable[..., Any], *args: Any) -> None:

@@ -27,6 +27,7 @@ from saccade.errors import ConfigError
 from saccade.models.files import stamp
 from saccade.recipes import models, parts, questions
 from saccade.recipes.engines import answering_engine, answering_family, expenses
+from saccade.recipes.quarantine import Quarantine
 from saccade.recipes.selection import SELECT, write_selected
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream, make_room
@@ -75,12 +76,14 @@ def run(config: Any) -> dict[str, Any]:
         path.open("a", encoding="utf-8") as file,
     ):
         console.note(f"{len(todo)} of {len(data.samples)} rows to do, {len(done)} are in {path}")
+        quarantine = Quarantine(path.parent, config.data, console.note)
+        quarantine.list(data.aside)
         for start in range(0, len(todo), BLOCK):
             stream = RewardStream(scorer, family)
             with console.phase("generate"):
                 groups = collect(
                     engine,
-                    todo[start : start + BLOCK],
+                    quarantine.sound(todo[start : start + BLOCK], data),
                     repeats=config.generate.n,
                     environment=parts.environments_of(config, family),
                     family=family,
@@ -102,9 +105,12 @@ def run(config: Any) -> dict[str, Any]:
                 )
             file.flush()
             done |= {group.sample.id for group in groups}
+        if left_out := quarantine.left_out(data):
+            console.note(f"{data.summary}\n{left_out} left out in all, listed in {quarantine.file}")
         for spent in expenses(engine, scorer):
             console.note(spent)
-    result: dict[str, Any] = {"path": str(path), "rows": len(todo), "skipped": skipped}
+    made = len(todo) - len(quarantine.found(data))
+    result: dict[str, Any] = {"path": str(path), "rows": made, "skipped": skipped}
     chosen = config.generate
     if chosen.select == "correct":
         count = len(_rows(taught))

@@ -117,10 +117,8 @@ def warn_of_rows(
             f"WARNING: train.prompts_per_step={wanted} and an epoch has {rows} rows: a step takes "
             f"each {wanted / rows:.3g} times; try train.prompts_per_step={rows}"
         )
-    named = {part.path for part in stream.dataset.parts}  # the same file twice is no oversight
     for data in held:
-        same = len(data.contents & stream.dataset.contents)
-        if same and data.parts[0].path not in named:
+        if same := len(data.contents & stream.dataset.contents):
             say(
                 f"WARNING: {same} of {len(data.contents)} different rows of {data.parts[0].path} "
                 "(data.val) are in data.train, too: there it measures what was memorised"

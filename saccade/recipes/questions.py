@@ -6,11 +6,9 @@ conversations and documents to learn from, sets to validate on.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from saccade import sokoban
@@ -24,7 +22,6 @@ from saccade.models.families import Family
 from saccade.recipes.lengths import remembered
 from saccade.rewards.resolve import verifiers_for
 from saccade.rollout import hosting
-from saccade.tracking.folder import QUARANTINE
 from saccade.types import Sample
 
 
@@ -173,15 +170,6 @@ def asking_for_the_best(
 
 def worded(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:
     return replace(dataset, samples=tuple(change(sample) for sample in dataset.samples))
-
-
-def write_quarantine(folder: Path, *sets: datasets.Dataset) -> None:
-    """Every row that is left out, with the reason; no file when there is none."""
-    lists = [rows for data in sets for rows in (data.quarantined, data.overlong, data.left_out)]
-    rows = [asdict(row) for rows in lists for row in rows]
-    if rows:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (folder / QUARANTINE).write_text(text, encoding="utf-8")
 
 
 def validation_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:

@@ -72,7 +72,7 @@ def test_eval_of_a_reward_model_judges_the_rows(
         pytest.raises(ConfigError, match=r"judges rows; try data\.val="),
         Console(None, "eval") as c,
     ):
-        comparing.compare(load({"model.path": str(deep)}), card, c)  # suites alone have none
+        comparing.compare(load({"model.path": str(deep)}), card, tmp_path, c)  # suites have none
 
 
 def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
