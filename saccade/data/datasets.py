@@ -31,7 +31,7 @@ from saccade.data.dataset import (
     refuse_first,
     too_many,
 )
-from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id
+from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id, writable
 from saccade.data.judging import judged
 from saccade.data.mappings import apply, load_mapping, tables_of
 from saccade.data.overlong import POLICIES
@@ -96,6 +96,8 @@ def load(
         most = _limit(source, sources, config, rows=sum(part.rows for part in parts))
         parts.append(reader.read(source, most))
     rows = sum(part.rows for part in parts)
+    if reader.refused and not reader.samples:
+        raise ConfigError(reader.refused)
     if len(reader.bad) > config.max_bad_fraction * rows:
         options = {"checked": limit == PROMPT_LIMIT, "none_left": len(reader.bad) == rows}
         paths = [source.path for source in sources]
@@ -179,6 +181,7 @@ class _Reader:
         self.lengths: list[int] = []
         self.bad: list[BadRow] = []
         self.overlong: list[BadRow] = []
+        self.refused = ""  # what a template said of the first row that it does not take
         self.shortened = self.filtered = 0
         self.kinds: Counter[str] = Counter()
         self.spill = Spill()
@@ -222,10 +225,9 @@ class _Reader:
                 self._keep(sample, name, number)
             except (RowError, ImageError) as error:
                 self._set_aside(row, name, number, str(error))
-            except ConfigError as error:
-                given = None if isinstance(row, RowError) else row_id(row, self.config)
-                named = f", {given}" if given else ""
-                raise ConfigError(f"{error} (row {number} of {name}{named})") from error
+            except ConfigError as error:  # a template that refuses this row, or every row
+                bad = self._set_aside(row, name, number, str(error))
+                self.refused = self.refused or f"{error} ({bad.id}, row {number} of {name})"
         if self.kinds.total() == seen and not self._mapping(source):
             self._refuse_unread(source, first, format)
         return Part(
@@ -310,11 +312,12 @@ class _Reader:
         }
         return replace(sample, extra={**sample.extra, **found}) if found else sample
 
-    def _set_aside(self, row: Row, name: str, number: int, reason: str) -> None:
-        given = None if isinstance(row, RowError) else row_id(row, self.config)
-        problem = BadRow(id=given or f"row-{number}", source=name, row=number, reason=reason)
+    def _set_aside(self, row: Row, name: str, number: int, reason: str) -> BadRow:
+        id = (None if isinstance(row, RowError) else row_id(row, self.config)) or f"row-{number}"
+        problem = BadRow(id=id, source=name, row=number, reason=writable(reason))
         refuse_first(problem, self.config)
         self.bad.append(problem)
+        return problem
 
     def _keep(self, sample: Sample, name: str, number: int) -> None:
         """Adds a sample, shortened where its prompt is too long and the policy can mend that."""

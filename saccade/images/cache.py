@@ -18,8 +18,8 @@ import numpy as np
 from saccade.images import decode, root_hash
 from saccade.types import Media
 
-T = TypeVar("T")
-R = TypeVar("R")
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 class ImageCache:
@@ -86,9 +86,9 @@ class ImageCache:
                 self.bytes -= self._entries.pop(oldest).result().nbytes
 
 
-def in_threads(make: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Pillow decodes without holding the interpreter."""
-    return list(_workers().map(make, items))
+def in_threads(work: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
+    """Several at a time, and in order what each gave."""
+    return list(_workers().map(work, items))
 
 
 def in_background(prepare: Callable[..., Any], *args: Any) -> None:

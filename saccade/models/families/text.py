@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from saccade.errors import DataError, EnvironmentProblem
+from saccade.errors import EnvironmentProblem
+from saccade.images import ImageError
 from saccade.types import Media, MediaSpan
 
 ARTICLES = {"image": "an image", "video": "a video", "audio": "a sound", "series": "a time series"}
@@ -43,7 +44,7 @@ def refuse_noise(model: Any) -> None:
 
 
 def _refuse(media: Media) -> NoReturn:
-    raise DataError(
+    raise ImageError(
         f"this model reads text only, but a row holds {ARTICLES[media.kind]} "
         f"({media.path or media.hash[:12]})"
     )
