@@ -55,7 +55,7 @@ class Dataset:
     quarantined: tuple[BadRow, ...] = ()
     overlong: tuple[BadRow, ...] = ()
     left_out: tuple[BadRow, ...] = ()  # good rows that teach nothing
-    limit: str = PROMPT_LIMIT  # the option that overlong rows exceed
+    limit: str = PROMPT_LIMIT  # what overlong rows exceed, with its value
     shortened: int = 0
     filtered: int = 0  # rows that their mapping leaves out
     lengths: tuple[int, ...] = ()  # tokens of each sample, where a length function was given
@@ -98,15 +98,20 @@ class Dataset:
             f"{p.name}: {p.stop - p.start} of {p.rows} rows, format {p.format}" for p in self.parts
         ]
         counts = {
-            "bad rows set aside": len(self.quarantined),
-            f"rows over {self.limit} left out": len(self.overlong),
-            "rows shortened": self.shortened,
-            "rows left out by keep_if of the mapping": self.filtered,
-            f"rows repeat {len(self.duplicate_ids)} ids, and got a suffix": self.renamed,
+            "bad {} set aside": len(self.quarantined),
+            f"{{}} over {self.limit} left out": len(self.overlong),
+            "{} shortened": self.shortened,
+            "{} left out by keep_if of the mapping": self.filtered,
+            "{} got a suffix, as another one has the same id": self.renamed,
         }
         reasons = Counter(row.reason for row in self.left_out)
-        counts |= {f"rows left out: {reason}": count for reason, count in reasons.items()}
-        return "\n".join(lines + [f"{count} {what}" for what, count in counts.items() if count])
+        counts |= {f"{{}} left out: {reason}": count for reason, count in reasons.items()}
+        lines += [
+            f"{count} {what.replace('{}', 'row' if count == 1 else 'rows', 1)}"
+            for what, count in counts.items()
+            if count
+        ]
+        return "\n".join(lines)
 
 
 def keep(dataset: Dataset, unwanted: Callable[[Sample], str | None]) -> Dataset:

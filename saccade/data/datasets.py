@@ -109,7 +109,7 @@ def load(
         parts=tuple(replace(p, hash=_hash(hashes[p.start : p.stop])) for p in parts),
         quarantined=tuple(reader.bad),
         overlong=tuple(reader.overlong),
-        limit=limit,
+        limit=f"{limit} ({config.max_prompt_tokens} tokens, data.overlong={config.overlong})",
         shortened=reader.shortened,
         filtered=reader.filtered,
         lengths=tuple(reader.lengths),

@@ -56,7 +56,7 @@ def run(config: Any) -> dict[str, Any]:
         stream = this.stream(data, backend)
         sets = held | asked
         this.compare_sets(sets)
-        parts.warn_of_rows(config, stream, sets.values(), this.console.note)
+        parts.warn_of_rows(config, family, stream, sets.values(), this.console.note)
         answers = answering(this, config, policy, backend, asked)
         validation = HeldOut(this, comparer, backend, held, answers)
         averages = average.kept(config, family, backend, this.start)

@@ -24,6 +24,9 @@ from saccade.rewards.resolve import verifiers_for
 from saccade.rollout import hosting
 from saccade.types import Sample
 
+READ = 256  # rows whose words are looked up
+MATERIAL = 0.01  # share of unknown tokens that is worth a word
+
 
 def instruction_of(config: Config) -> str:
     """How to answer, then which tools there are."""
@@ -86,7 +89,7 @@ def load_prompts(
     room = family.max_positions - 1  # and one to answer in
     if room < limits.max_prompt_tokens:
         limits = limits.model_copy(update={"max_prompt_tokens": room})
-        limit = "room for a prompt in the positions of the model"
+        limit = "what max_position_embeddings of the model leaves for a prompt"
     with remembered(config, family, "prompt", ask, family.render) as length:
         data = datasets.load(
             sources, limits, length=length, change=change, limit=limit, marks=marks_of(family)
@@ -166,6 +169,26 @@ def asking_for_the_best(
         return sets
     best = max(reward_of(sample) for sample in data.samples)
     return {name: worded(part, lambda s: _tagged(s, tag, best)) for name, part in sets.items()}
+
+
+def unknown_words(family: Family, samples: Sequence[Sample]) -> str | None:
+    """What to say where a tokenizer does not know the words of the rows, of which some are read."""
+    unknown, found, total, example = family.chat.unknown, 0, 0, ""
+    if unknown is None:
+        return None
+    for sample in samples[:: max(1, len(samples) // READ)]:
+        for text in (message.text for message in sample.messages):
+            ids = family.chat.encode(text)
+            found, total = found + int((ids == unknown).sum()), total + len(ids)
+            words = text.split() if unknown in ids and not example else ()
+            example = next((word for word in words if unknown in family.chat.encode(word)), example)
+    if found < MATERIAL * max(1, total):
+        return None
+    return (
+        f"WARNING: the tokenizer of {family.path} does not know {found / total:.0%} of the words "
+        f"of these rows, such as {example!r}: all of them are one and the same token to the model; "
+        "take a model whose tokenizer covers the data"
+    )
 
 
 def worded(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:

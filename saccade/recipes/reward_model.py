@@ -51,7 +51,7 @@ def run(config: Any) -> dict[str, Any]:
         backend = models.learner(config, policy)
         stream = this.stream(data, backend)
         this.compare_sets(held)
-        parts.warn_of_rows(config, stream, held.values(), this.console.note)
+        parts.warn_of_rows(config, family, stream, held.values(), this.console.note)
 
         def attach(model: Any) -> None:
             own = task.attach(model, this.start, data.samples)

@@ -52,7 +52,7 @@ def run(config: Any) -> dict[str, Any]:
         stream = this.stream(data, backend)
         sets = questions.validation_sets(config, family) if config.val.every else {}
         this.compare_sets(sets)
-        parts.warn_of_rows(config, stream, sets.values(), this.console.note)
+        parts.warn_of_rows(config, family, stream, sets.values(), this.console.note)
         sets = questions.asking_for_the_best(config, data, sets)
         validation = answering(this, config, policy, backend, sets)
         teacher = models.load_teacher(config, family)

@@ -254,7 +254,7 @@ def test_repeated_ids_are_made_unique_and_listed(jsonl):
     data = load([source(jsonl(rows))], DataConfig())
     assert [sample.id for sample in data.samples] == ["a", "a#2", "a#3", "b", "a#4"]
     assert data.duplicate_ids == ("a",) and data.renamed == 2
-    assert "2 rows repeat 1 ids" in data.summary
+    assert "2 rows got a suffix, as another one has the same id" in data.summary
 
 
 def test_the_hash_follows_the_content(jsonl, picture):

@@ -179,7 +179,7 @@ PAIR = {"prompt": "how many ?", "chosen": "red", "rejected": "blue"}
         (PAIR | {"rejected": "red"}, "better by preference; all 1 that label it are ties: add"),
         (
             PAIR | {"labels": {"taste": "A"}},
-            "no usable row:\n.*\n1 rows left out: it labels taste,",
+            "no usable row:\n.*\n1 row left out: it labels taste,",
         ),
         ({"input": f"red {MARK}", "label": ["1"]}, "reward_model.kind=process learns from"),
         ({"input": "how ?", "output": "red", "label": 1}, "one labelled response; rows need cho"),
