@@ -61,7 +61,7 @@ def compare(
         console.note(f"{name}: {shown}  items {len(samples)}{without}")
         if dataset.aside:
             console.note(f"{name}: {dataset.summary}")
-            quarantine.list(dataset.aside)
+            quarantine.record(dataset.aside)
         if card.heads:
             rows += [{"set": name, **scored} for scored in _scored(card.heads, batches, outputs)]
     return summary, rows

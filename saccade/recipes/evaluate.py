@@ -114,7 +114,7 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
             console.note(spent)
         summary = write_results(folder, results, family)
         for dataset in sets.values():
-            quarantine.list(dataset.aside)
+            quarantine.record(dataset.aside)
         writer.flush()
         write_eval_report(folder)
         made = [name for name in FILES if (folder / name).is_file()]

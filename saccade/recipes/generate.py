@@ -77,7 +77,7 @@ def run(config: Any) -> dict[str, Any]:
     ):
         console.note(f"{len(todo)} of {len(data.samples)} rows to do, {len(done)} are in {path}")
         quarantine = Quarantine(path.parent, config.data, console.note)
-        quarantine.list(data.aside)
+        quarantine.record(data.aside)
         for start in range(0, len(todo), BLOCK):
             stream = RewardStream(scorer, family)
             with console.phase("generate"):

@@ -49,7 +49,7 @@ class Quarantine:
         """How many rows of the set are not used, for whatever reason."""
         return len(dataset.aside) + len(self.found(dataset))
 
-    def list(self, rows: Iterable[BadRow]) -> None:
+    def record(self, rows: Iterable[BadRow]) -> None:
         """Into the file, each once, also where a run goes on; no file when there is none."""
         known = self.file.read_text(encoding="utf-8").splitlines() if self.file.is_file() else []
         lines = [json.dumps(asdict(row), ensure_ascii=False) for row in rows]
@@ -60,7 +60,7 @@ class Quarantine:
     def _set_aside(self, row: BadRow, dataset: Dataset) -> None:
         refuse_first(row, self._config)
         self._found[dataset.hash, row.id] = row
-        self.list([row])
+        self.record([row])
         self._say(f"row {row.id} is set aside: {row.reason}")
         found = self.found(dataset)
         bad, none_left = [*found, *dataset.quarantined], len(found) == len(dataset)

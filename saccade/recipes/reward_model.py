@@ -62,7 +62,7 @@ def run(config: Any) -> dict[str, Any]:
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, parts=averages)
         for dataset in (data, *held.values()):
-            this.quarantine.list(dataset.aside)
+            this.quarantine.record(dataset.aside)
         return _train(this, config, task, backend, stream, validation)
 
 

@@ -52,7 +52,7 @@ def run(config: Any) -> dict[str, Any]:
         averages = average.kept(config, family, actors.policy, this.start)
         this.begin(total, actors.policy, family, parts=parts_with_state(actors) | averages)
         for dataset in (data, *actors.validation.sets.values()):
-            this.quarantine.list(dataset.aside)
+            this.quarantine.record(dataset.aside)
         return _train(this, actors)
 
 

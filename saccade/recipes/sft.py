@@ -60,7 +60,7 @@ def run(config: Any) -> dict[str, Any]:
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, parts=averages)
         for dataset in (data, *sets.values()):
-            this.quarantine.list(dataset.aside)
+            this.quarantine.record(dataset.aside)
         return _train(this, config, backend, teacher, family, stream, validation)
 
 
