@@ -23,6 +23,7 @@ from typing import Any
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.dataset import (
+    POSITIONS,
     PROMPT_LIMIT,
     BadRow,
     Dataset,
@@ -99,7 +100,8 @@ def load(
     if reader.refused and not reader.samples:
         raise ConfigError(reader.refused)
     if len(reader.bad) > config.max_bad_fraction * rows:
-        options = {"checked": limit == PROMPT_LIMIT, "none_left": len(reader.bad) == rows}
+        checked = limit in (PROMPT_LIMIT, POSITIONS)
+        options = {"checked": checked, "none_left": len(reader.bad) == rows}
         paths = [source.path for source in sources]
         raise DataError(too_many(reader.bad, rows, paths, config, **options))
     samples, duplicates = _with_unique_ids(reader.samples)

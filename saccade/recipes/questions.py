@@ -16,6 +16,7 @@ from saccade.config import Config, DataConfig, DataSource
 from saccade.data import datasets, prompts, suites
 from saccade.data.chats import RowError
 from saccade.data.comparisons import chosen_first
+from saccade.data.dataset import POSITIONS, PROMPT_LIMIT
 from saccade.data.sources import set_names
 from saccade.errors import DataError
 from saccade.models.families import Family
@@ -85,11 +86,11 @@ def load_prompts(
     change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> datasets.Dataset:
     """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
-    ask, limits, limit = asker(config), config.data, datasets.PROMPT_LIMIT
+    ask, limits, limit = asker(config), config.data, PROMPT_LIMIT
     room = family.max_positions - 1  # and one to answer in
     if room < limits.max_prompt_tokens:
         limits = limits.model_copy(update={"max_prompt_tokens": room})
-        limit = "what max_position_embeddings of the model leaves for a prompt"
+        limit = POSITIONS
     with remembered(config, family, "prompt", ask, family.render) as length:
         data = datasets.load(
             sources, limits, length=length, change=change, limit=limit, marks=marks_of(family)

@@ -12,6 +12,7 @@ import pytest
 from saccade.config import DataConfig, DataSource, load
 from saccade.data import datasets
 from saccade.data.stream import Stream
+from saccade.errors import DataError
 from saccade.models.families import load_family
 from saccade.recipes import check_data, parts, questions
 
@@ -89,6 +90,10 @@ def test_a_prompt_beyond_the_positions_of_the_model_is_left_out(
     room = "what max_position_embeddings of the model leaves for a prompt"
     assert data.overlong[0].reason.endswith(f"tokens, {room} is 2047")
     assert f"1 row over {room} (2047 tokens, data.overlong=drop) left out" in data.summary
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"id": "dark", "question": "<image>?", "images": ["gone.png"]}\n')
+    with pytest.raises(DataError, match=r"(?s)1 of 3 rows .*dark \(row 3 .*`saccade check-data`"):
+        questions.load_prompts(config, config.data.train, family)
 
 
 def test_a_share_of_words_that_the_tokenizer_does_not_know_is_told(
