@@ -33,6 +33,7 @@ from saccade import attention, devices, flops, shapes
 from saccade.algorithms.build import resolve
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.forest import pack
 from saccade.images import open_media
@@ -42,7 +43,7 @@ from saccade.models.fused import fuse
 from saccade.types import Batch, Group, MediaSpan, Message, Sample, Source, Trajectory
 
 PROMPTS, REPEATS = 16, 8
-CLOCKED = {"hidden_at": "forward", "_read": "forward + head", "sum_gradients": "gradients"}
+CLOCKED = {"hidden_at": "forward", "read": "forward + head", "sum_gradients": "gradients"}
 
 
 def family_and_model(folder: Path) -> tuple[Family, Any]:
@@ -171,7 +172,7 @@ def measure(family: Family, model: Any, variant: str, args: Any) -> None:
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         began = time.perf_counter()
-        update = backend.train_step(batches, algorithm, Scoring(), lr=1e-6)
+        update = backend.train_step(batches, PolicyLoss(algorithm, Scoring()), lr=1e-6)
         torch.cuda.synchronize()
         whole = time.perf_counter() - began
         parts = "  ".join(f"{name} {s:.3f}" for name, s in clock.seconds().items())

@@ -20,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 
 from saccade.errors import ConfigError
-from saccade.notation import ELSEWHERE, parse, write
+from saccade.notation import ELSEWHERE, FOREIGN, INSTEAD, parse, write
 from saccade.schema import (
     ADAPTED,
     AlgorithmConfig,
@@ -137,13 +137,19 @@ def defaults_for(command: str, config: Config) -> Config:
 ROWS = (".jsonl", ".csv", ".parquet", ".arrow", ".gz")  # endings of files that are no config
 # Elsewhere an empty text means: not given.
 EMPTY_IS_A_VALUE = {"prompt.instruction", "env.instruction"}
+# An override and what it takes the place of in a file, where both would contradict each other.
+REPLACES = {
+    "reward.preset": ("reward.terms", "reward.by_source.default"),
+    "reward.terms": ("reward.preset", "reward.by_source.default"),
+    "algorithm.clip": ("algorithm.clip_low", "algorithm.clip_high"),
+}
 
 
 def load(
     source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = ()
 ) -> Config:
     """YAML file, mapping or config plus `section.key=value` overrides, checked."""
-    tree = _read(source)
+    tree, given = _read(source), {}
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator:
@@ -151,7 +157,12 @@ def load(
                 f"override {override!r}: write section.key=value, for example train.lr=1e-6"
             )
         key = _full_key(key.strip())
-        _set(tree, key, _value(key, text.strip()))
+        given[key] = _value(key, text.strip())
+    for key, value in given.items():
+        for replaced in REPLACES.get(key, ()) if value else ():
+            _remove(tree, replaced)
+    for key, value in given.items():
+        _set(tree, key, value)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -223,6 +234,13 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[leaf] = value
 
 
+def _remove(tree: dict[str, Any], key: str) -> None:
+    *parents, leaf = key.split(".")
+    for name in parents:
+        tree = tree.get(name) or {}
+    tree.pop(leaf, None)
+
+
 def _full_key(key: str) -> str:
     """`train.lr` as it is; a bare leaf such as `resume` becomes `run.resume` when only one section
     has it.
@@ -254,6 +272,7 @@ def _example(name: str) -> str:
     return f", for example '{name}={examples[name]}'" if name in examples else ""
 
 
+LIKE = 0.75  # of two names, from which on one is taken for the other
 WANTED = {
     "float_parsing": "wants a number",
     "float_type": "wants a number",
@@ -270,7 +289,7 @@ WANTED = {
 def _explain(error: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return unknown_key(key)
+        return "\n".join(map(unknown_key, _leaves(key, error.get("input"))))
     known, given = dict(options()).get(key), error.get("input")
     inside = [name for name, _ in options() if name.startswith(f"{key}.")]
     if error["type"] == "model_type" and inside:
@@ -279,9 +298,17 @@ def _explain(error: Mapping[str, Any]) -> str:
     return f"{key}: {WANTED.get(error['type'], error['msg'])}, got {given!r}{hint}"
 
 
+def _leaves(key: str, given: Any) -> list[str]:
+    """Keys of a section that we do not have; the section alone where one of ours is meant."""
+    if not isinstance(given, Mapping) or not given:
+        return [key]
+    if key not in FOREIGN and difflib.get_close_matches(key, Config.model_fields, 1, LIKE):
+        return [key]
+    return [leaf for below, value in given.items() for leaf in _leaves(f"{key}.{below}", value)]
+
+
 def unknown_key(key: str) -> str:
     """Says which option was meant: as other systems call it, in another section, or spelled so."""
-    names = [name for name, _ in options()] + list(Config.model_fields)
     above, _, leaf = key.rpartition(".")
     entry = _entry(above)
     if entry is not None:
@@ -290,11 +317,30 @@ def unknown_key(key: str) -> str:
             f"did you mean {meant[0]!r}?" if meant else f"known: {', '.join(entry.model_fields)}"
         )
         return f"unknown key {key!r}; {known}"
-    same_leaf = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    elsewhere = [ELSEWHERE[leaf.lower()]] if leaf.lower() in ELSEWHERE else []
-    choice = (elsewhere or same_leaf or near or [""])[0]
-    return f"unknown key {key!r}" + (f"; did you mean {choice!r}?" if choice else "")
+    option = meant_by(key)
+    instead = next((INSTEAD[part] for part in reversed(key.split(".")) if part in INSTEAD), "")
+    hint = instead if not option else f"did you mean {option!r}?"
+    return f"unknown key {key!r}{hint and '; '}{hint}"
+
+
+def meant_by(key: str) -> str:
+    """The option by the name that others have for it, or the one whose name is most like it; of
+    several such the one whose sections are named in the key. Empty where nothing is.
+    """
+    parts = key.lower().split(".")
+    for start in range(len(parts)):
+        if (name := ".".join(parts[start:])) in ELSEWHERE:
+            return ELSEWHERE[name]
+    if INSTEAD.keys() & set(parts):
+        return ""
+
+    def likeness(name: str) -> tuple[float, int, int]:
+        *sections, leaf = name.split(".")
+        like = difflib.SequenceMatcher(None, leaf, parts[-1]).ratio()
+        return like, len(set(sections) & set(parts)), -len(sections)
+
+    nearest = max([*(name for name, _ in options()), *Config.model_fields], key=likeness)
+    return nearest if likeness(nearest)[0] >= LIKE else ""
 
 
 def _entry(key: str) -> type[Section] | None:

@@ -41,7 +41,7 @@ class RewardError(SaccadeError):
 
 
 class TrainingError(SaccadeError):
-    """The run is non-finite or stalled."""
+    """The run is non-finite or stalled; or the log-probs of who only answers are not finite."""
 
     exit_code = 5
 

@@ -153,6 +153,22 @@ def tensors() -> Callable[[Path | str], dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
+def damage() -> Callable[[Path], str]:
+    """Puts one NaN into a folder's weights; returns how the name of that tensor ends."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    def put(folder: Path) -> str:
+        weights = load_file(folder / "model.safetensors")
+        end = "layers.0.mlp.down_proj.weight"
+        next(weight for name, weight in weights.items() if name.endswith(end))[0, 0] = torch.nan
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return end
+
+    return put
+
+
+@pytest.fixture(scope="session")
 def same_weights(tensors: Callable[..., dict[str, Any]]) -> Callable[..., bool]:
     """Whether two model folders hold the same tensors, bit by bit."""
 

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from saccade.config import DEFAULTS, Config, defaults_for, load, options, to_yaml, type_name
+from saccade.config import (
+    DEFAULTS,
+    Config,
+    defaults_for,
+    load,
+    meant_by,
+    options,
+    to_yaml,
+    type_name,
+    unknown_key,
+)
 from saccade.errors import ConfigError
 from saccade.notation import ELSEWHERE, NAMES, parse
 
@@ -31,6 +41,21 @@ def test_file_then_overrides(tmp_path: Path) -> None:
     assert config.train.prompts_per_step == 16
     assert config.algorithm.preset == "rloo"
     assert [source.path for source in config.data.train] == ["rows.jsonl"]
+
+
+def test_an_override_replaces_what_it_contradicts_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("reward: {terms: [exact]}\nalgorithm: {clip_low: 0.1, clip_high: 0.3}\n")
+    chosen = load(path, ["reward.preset=lmmr1_sokoban", "algorithm.clip=0.2"])
+    assert (chosen.reward.preset, chosen.reward.terms) == ("lmmr1_sokoban", ())
+    assert (chosen.algorithm.clip, chosen.algorithm.clip_low) == (0.2, None)
+    again = load(chosen, ["reward.terms=[math]"]).reward
+    assert again.preset is None and [term.verifier for term in again.terms] == ["math"]
+    assert [term.verifier for term in load(path, ["reward.preset="]).reward.terms] == ["exact"]
+    both = load(path, ["reward.preset=r1v", "reward.terms=[math]"]).reward  # refused later on
+    assert both.preset == "r1v" and both.terms
+    sources = {"reward": {"by_source": {"a": "math", "default": "exact"}}}
+    assert load(sources, ["reward.preset=r1v"]).reward.by_source == {"a": "math"}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +257,104 @@ def test_names_from_elsewhere_lead_to_options_of_ours() -> None:
     # Names of ours that mean something else there are asked about.
     assert {name for name in ELSEWHERE if leaves.count(name) == 1} == {"beta"}
     assert sum(len(names.split()) for names in NAMES.values()) == len(ELSEWHERE)
+
+
+def test_keys_of_the_docs_lead_to_the_options_beside_them() -> None:
+    page = (REPOSITORY / "docs" / "migration.md").read_text(encoding="utf-8")
+    known, seen = dict(options()), 0
+    for theirs, ours in re.findall(r"^\| (.+) \| (.+) \|$", page.partition("\n## ")[2], re.M):
+        keys = [key.lstrip("-.") for key in re.findall(r"`(--\w+|[\w.]*\.\w+)[^`]*`", theirs)]
+        wanted = [name for name in re.findall(r"`([\w.]+)`", ours) if name in known]
+        found = [meant_by(key) for key in keys]
+        # In the same order where there is one for each.
+        right = found == wanted if len(keys) == len(wanted) else set(found) <= set(wanted)
+        assert right or not wanted, (keys, found, wanted)
+        seen += len(keys) * bool(wanted)
+    assert seen > 120
+    assert unknown_key("trainer.val_only").endswith("; use `saccade eval`")
+
+
+FOREIGN_FILE = """
+data: {train_files: a@train, image_key: images, rollout_batch_size: 512, val_batch_size: -1,
+  shuffle: true, seed: 1, max_pixels: 4194304, format_prompt: a.jinja}
+algorithm: {adv_estimator: grpo, disable_kl: false, use_kl_loss: true, kl_coef: 0.01}
+worker:
+  actor:
+    global_batch_size: 128
+    micro_batch_size_per_device_for_update: 4
+    padding_free: true
+    model: {model_path: a, trust_remote_code: false, freeze_vision_tower: true}
+    optim: {lr: 1.0e-6, strategy: adamw}
+    fsdp: {enable_full_shard: true}
+    offload: {offload_params: true}
+  critic: {optim: {lr: 1.0e-5}}
+  rollout: {name: vllm, n: 5, temperature: 1.0, top_p: 0.99, enforce_eager: false,
+    tensor_parallel_size: 2, val_override_config: {temperature: 0.5, n: 1}}
+  reward: {reward_type: batch, reward_function: a.py:compute_score}
+trainer: {total_epochs: 15, max_steps: 7, logger: [console, wandb], experiment_name: a, nnodes: 1,
+  val_freq: 5, val_only: false, save_limit: 3, save_checkpoint_path: null}
+"""
+ANSWERS = """
+data.train_files data.train
+data.image_key data.keys
+data.rollout_batch_size train.prompts_per_step
+data.val_batch_size -
+data.shuffle data.order
+data.seed run.seed
+data.format_prompt prompt.template
+algorithm.adv_estimator algorithm.advantage
+algorithm.disable_kl algorithm.kl.coef
+algorithm.use_kl_loss algorithm.kl.place
+algorithm.kl_coef algorithm.kl.coef
+worker.actor.global_batch_size train.updates_per_step
+worker.actor.micro_batch_size_per_device_for_update train.micro_tokens
+worker.actor.padding_free -
+worker.actor.model.model_path model.path
+worker.actor.model.trust_remote_code model.trust_remote_code
+worker.actor.model.freeze_vision_tower model.train
+worker.actor.optim.lr train.lr
+worker.actor.optim.strategy train.optimizer
+worker.actor.fsdp.enable_full_shard -
+worker.actor.offload.offload_params -
+worker.critic.optim.lr algorithm.critic.lr
+worker.rollout.name rollout.engine
+worker.rollout.n train.samples_per_prompt
+worker.rollout.temperature rollout.temperature
+worker.rollout.top_p rollout.top_p
+worker.rollout.enforce_eager -
+worker.rollout.tensor_parallel_size rollout.tensor_parallel
+worker.rollout.val_override_config.temperature val.temperature
+worker.rollout.val_override_config.n val.n
+worker.reward.reward_type -
+worker.reward.reward_function reward.terms
+trainer.total_epochs train.epochs
+trainer.max_steps run.max_steps
+trainer.logger track.wandb
+trainer.experiment_name run.name
+trainer.nnodes -
+trainer.val_freq val.every
+trainer.val_only saccade
+trainer.save_limit save.keep
+trainer.save_checkpoint_path run.out
+"""
+
+
+def test_every_key_of_a_foreign_file_is_answered(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(FOREIGN_FILE)
+    said = refusal(tmp_path / "theirs.yaml")
+    found = re.findall(
+        r"^unknown key '(.+)'; .*?(?:mean '(.+)'\?|(remove it)|(`saccade eval`))$", said, re.M
+    )
+    answers = [
+        f"{key} {option or ('-' if removed else 'saccade')}" for key, option, removed, _ in found
+    ]
+    assert sorted(answers) == sorted(ANSWERS.strip().splitlines())
+    assert len(said.splitlines()) == len(answers) == 41
+
+
+def test_names_that_are_like_none_get_no_guess() -> None:
+    assert refusal(None, "data.quokka=1") == "unknown key 'data.quokka'"
+    assert refusal(None, "quokka.zebra=1") == "unknown key 'quokka.zebra'"
 
 
 def test_sft_and_rl_fill_in_their_own_defaults() -> None:

@@ -13,6 +13,7 @@ from saccade.algorithms.build import resolve
 from saccade.attention import paths
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.engines.embedded.rows import find_families
 from saccade.forest import pack
@@ -236,7 +237,7 @@ def test_a_training_step(name, train, family_of, load, grow, exact_attention):
     work = flops.forward(shape, batch, media=not stands)
     if stands:  # then equal pictures are looked at once
         work += flops.sensed(shape, {s.media.key: s for s in batch.media}.values())
-    counted = measured(lambda: backend.train_step([batch], ALGORITHM, SCORING, lr=0.0))
+    counted = measured(lambda: backend.train_step([batch], PolicyLoss(ALGORITHM, SCORING), lr=0.0))
     assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.01)
 
 
@@ -250,7 +251,7 @@ def test_a_training_step_of_sounds(train, family_of, load, image, exact_attentio
     batch, backend = heard_and_seen(name, family, image), backend_of(model, family)
     shape, training = shapes.shape_of(model.config), training_of(model, family)
     work = flops.forward(shape, batch)
-    counted = measured(lambda: backend.train_step([batch], ALGORITHM, SCORING, lr=0.0))
+    counted = measured(lambda: backend.train_step([batch], PolicyLoss(ALGORITHM, SCORING), lr=0.0))
     assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.01)
 
 
@@ -268,7 +269,7 @@ def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(
     training = training_of(model, family)
     assert training.modes == dict.fromkeys(flops.TOWERS, "frozen") | {"llm": "adapter"}
     work = flops.forward(shape, batch, training=training)
-    counted = measured(lambda: backend.train_step([batch], ALGORITHM, SCORING, lr=0.0))
+    counted = measured(lambda: backend.train_step([batch], PolicyLoss(ALGORITHM, SCORING), lr=0.0))
     # The first of its two layers wants no gradient of its input, which is not subtracted.
     assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.025)
 
@@ -285,7 +286,9 @@ def test_recomputation_is_counted_apart(name, family_of, load, grow, image, exac
         model.set_experts_implementation("eager")
         backend = backend_of(model, family, checkpointing=checkpointing)
         counted[checkpointing] = measured(
-            lambda backend=backend: backend.train_step([batch], ALGORITHM, SCORING, lr=0.0)
+            lambda backend=backend: backend.train_step(
+                [batch], PolicyLoss(ALGORITHM, SCORING), lr=0.0
+            )
         )
     shape = shapes.shape_of(model.config)
     again = flops.recomputed(shape, flops.forward(shape, batch), flops.FULL)

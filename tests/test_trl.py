@@ -104,10 +104,11 @@ def ours(
 
     from saccade.algorithms import columns, stages
     from saccade.algorithms.build import resolve
+    from saccade.algorithms.loss_sums import to_metrics
     from saccade.algorithms.memory import recall
-    from saccade.algorithms.objective import to_metrics
     from saccade.backends import Scoring
     from saccade.backends.local import LocalBackend
+    from saccade.backends.losses import PolicyLoss
     from saccade.config import AlgorithmConfig, KLConfig, TrainConfig
     from saccade.forest import pack
     from saccade.models.families import load_family
@@ -136,8 +137,8 @@ def ours(
     )
     assert len(batches) > 1  # several forests, as under a real budget
     assert backend.optimizer is not None
-    stats = backend.accumulate(batches, algorithm, Scoring())
-    loss = to_metrics(algorithm, stats).means()["policy/loss"]
+    stats = backend.sum_gradients(batches, PolicyLoss(algorithm, Scoring()))
+    loss = to_metrics(stats).means()["policy/loss"]
     advantages = np.concatenate([b.advantages for b in batches])  # type: ignore[misc]
     return loss, dict(backend.optimizer.gradients), advantages
 

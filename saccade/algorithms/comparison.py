@@ -8,8 +8,8 @@ judged on their own, repeat 0 is a good one and repeat 1 a bad one. Knows nothin
 R reads, S sequences.
 
     >>> row = of_step(Comparison(loss="dpo", options={"beta": 0.1}), batches)
-    >>> loss, stats = comparison_objective(row, new, sides_of(batch, new))
-    >>> comparison_metrics([stats]).means()["dpo/accuracy"]
+    >>> loss, sums = comparison_objective(row, new, sides_of(batch, new))
+    >>> to_metrics([sums]).means()["dpo/accuracy"]
     0.75
 """
 
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.algorithms.loss_sums import LossSums, mean_of
 from saccade.algorithms.preference import (
     PREFERENCES,
     UNPAIRED,
@@ -32,7 +33,7 @@ from saccade.algorithms.preference import (
 )
 from saccade.algorithms.table import call
 from saccade.config import DpoConfig
-from saccade.types import Batch, Metrics
+from saccade.types import Batch
 
 CHOSEN, REJECTED = 0, 1  # repeats
 
@@ -65,14 +66,6 @@ class Sides:
     chosen: Tensor  # [S] bool
     lengths: Tensor  # [S]
     ref: Tensor | None = None  # [S] totals under the reference
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparisonStats:
-    """0-d tensors; they stay on the device until `comparison_metrics`."""
-
-    loss: Tensor  # share of the step's
-    sums: Mapping[str, tuple[Tensor, Tensor]]  # a total and what divides it
 
 
 def from_config(config: DpoConfig) -> Comparison:
@@ -108,9 +101,7 @@ def _is_chosen(batch: Batch) -> np.ndarray:
     return np.array([repeat == CHOSEN for _, repeat in batch.keys])
 
 
-def comparison_objective(
-    row: Comparison, new: Tensor, sides: Sides
-) -> tuple[Tensor, ComparisonStats]:
+def comparison_objective(row: Comparison, new: Tensor, sides: Sides) -> tuple[Tensor, LossSums]:
     chosen, lengths = sides.chosen, sides.lengths
     # In float64: a log-ratio is the small difference of two sums over many tokens.
     totals = new.new_zeros(len(chosen), dtype=torch.float64)
@@ -129,14 +120,15 @@ def comparison_objective(
     loss = losses.sum() / row.count
     if row.nll_coef and row.chosen_tokens:  # a step of kto may have bad responses only
         loss = loss + row.nll_coef * nll / row.chosen_tokens
-    sums = {NAMES[name]: total_of(values) for name, values in found.items()} | {
-        "dpo/logp_chosen": total_of(totals[chosen]),
-        "dpo/logp_rejected": total_of(totals[~chosen]),
+    means = {NAMES[name]: mean_of(values) for name, values in found.items()} | {
+        "dpo/logp_chosen": mean_of(totals[chosen]),
+        "dpo/logp_rejected": mean_of(totals[~chosen]),
         "dpo/nll": (nll.detach(), lengths[chosen].sum()),
-        "dpo/length_chosen": total_of(lengths[chosen]),
-        "dpo/length_rejected": total_of(lengths[~chosen]),
+        "dpo/length_chosen": mean_of(lengths[chosen]),
+        "dpo/length_rejected": mean_of(lengths[~chosen]),
     }
-    return loss, ComparisonStats(loss=loss.detach(), sums=sums)
+    tokens = torch.tensor(len(new), device=new.device)
+    return loss, LossSums(tokens=tokens, terms={"policy/loss": loss.detach()}, means=means)
 
 
 NAMES = {
@@ -157,27 +149,3 @@ def _pairs(totals: Tensor, sides: Sides) -> Pairs:
         ref_chosen=None if ref is None else ref[chosen],
         ref_rejected=None if ref is None else ref[~chosen],
     )
-
-
-def total_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Their sum, and what makes it a mean."""
-    return values.detach().sum(), torch.tensor(len(values), device=values.device)
-
-
-def comparison_metrics(stats: Sequence[ComparisonStats]) -> Metrics:
-    """Metrics of all micro-batches of an optimizer step. The device is waited for once."""
-    metrics = Metrics()
-    if not stats:
-        return metrics
-    numbers = iter(torch.stack([value.double() for one in stats for value in _flat(one)]).tolist())
-    total = 0.0
-    for one in stats:
-        total += next(numbers)
-        for name in one.sums:
-            metrics.add(name, next(numbers), next(numbers))
-    metrics.add("policy/loss", total)
-    return metrics
-
-
-def _flat(stats: ComparisonStats) -> list[Tensor]:
-    return [stats.loss, *(value for pair in stats.sums.values() for value in pair)]

@@ -4,17 +4,16 @@
 
 Scales hold the denominators of the whole optimizer step, so micro-losses simply add up. Tokens
 with scale 0 are not live: nothing about them, not even NaN, reaches the loss or a metric.
-Statistics stay on the device until `to_metrics`, which waits once. Knows nothing of models, ranks
+Knows nothing of models, ranks
 or where the log-probs came from. Axis: T tokens.
 
-    >>> loss, stats = objective(algorithm, new, entropy, columns)
-    >>> to_metrics(algorithm, [stats], step_tokens=scales.tokens).means()["policy/ratio_mean"]
+    >>> loss, sums = objective(algorithm, new, entropy, columns)
+    >>> to_metrics([sums], step_tokens=scales.tokens).means()["policy/ratio_mean"]
     1.0
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +21,9 @@ from torch import Tensor
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.kl import KINDS
+from saccade.algorithms.loss_sums import LossSums
 from saccade.algorithms.policy_losses import LossInputs, log_ratio
 from saccade.algorithms.table import call
-from saccade.types import Metrics
 
 LARGEST_EXPONENT = 20.0
 
@@ -48,24 +47,9 @@ class Columns:
     images: Tensor | None = None  # bool: the sequence has an image; None: nobody asks
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stats:
-    """Sums as 0-d tensors, by what divides them."""
-
-    tokens: Tensor  # live tokens
-    scored: Tensor  # live tokens with a rollout log-prob of the same weights
-    sequences: Tensor  # with a live token
-    per_step: dict[str, Tensor]  # terms of the loss: they add up to that of the optimizer step
-    per_token: dict[str, Tensor]
-    per_scored: dict[str, Tensor]
-    per_sequence: dict[str, Tensor]
-    per_kind: dict[str, tuple[Tensor, Tensor]]  # with its own count
-    maxima: dict[str, Tensor]
-
-
 def objective(
     algorithm: Algorithm, new: Tensor, entropy: Tensor | None, columns: Columns
-) -> tuple[Tensor, Stats]:
+) -> tuple[Tensor, LossSums]:
     live = columns.scales > 0
     new, advantages = new.where(live, 0.0), columns.advantages.where(live, 0.0)
     old = _old(algorithm, new, columns).where(live, 0.0)
@@ -106,10 +90,9 @@ def objective(
     terms["policy/loss"] = loss
     # Where the engine's log-probs are taken for old ones, the trainer's view is the current one.
     trainer = new.detach() if algorithm.old == "rollout" else old
-    stats = _stats(
+    return loss, _sums(
         terms, indicators | dropped, inputs, new.detach(), trainer, entropy, distance, columns
     )
-    return loss, stats
 
 
 def _inside(column: Tensor | None, live: Tensor) -> Tensor | None:
@@ -146,7 +129,7 @@ def _old(algorithm: Algorithm, new: Tensor, columns: Columns) -> Tensor:
 
 
 @torch.no_grad()
-def _stats(
+def _sums(
     terms: dict[str, Tensor],
     indicators: dict[str, Tensor],
     inputs: LossInputs,
@@ -155,7 +138,7 @@ def _stats(
     entropy: Tensor | None,
     distance: Tensor | None,
     columns: Columns,
-) -> Stats:
+) -> LossSums:
     live = inputs.live
     gap = log_ratio(new, inputs.old)
     ratio = gap.exp()
@@ -200,15 +183,15 @@ def _stats(
                 for name, values in per_scored.items()
                 for kind, mask in kinds.items()
             }
-    return Stats(
-        tokens=live.sum(),
-        scored=scored.sum(),
-        sequences=_sum_of_means(live.to(new.dtype), inputs).round(),
-        per_step={name: value.detach() for name, value in terms.items()},
-        per_token={name: _total(values, live) for name, values in per_token.items()},
-        per_scored={name: _total(values, scored) for name, values in per_scored.items()},
-        per_sequence=per_sequence,
-        per_kind=per_kind,
+    tokens, judged = live.sum(), scored.sum()
+    sequences = _sum_of_means(live.to(new.dtype), inputs).round()
+    return LossSums(
+        tokens=tokens,
+        terms={name: value.detach() for name, value in terms.items()},
+        means={name: (_total(values, live), tokens) for name, values in per_token.items()}
+        | {name: (_total(values, scored), judged) for name, values in per_scored.items()}
+        | {name: (total, sequences) for name, total in per_sequence.items()}
+        | per_kind,
         maxima=maxima,
     )
 
@@ -228,49 +211,3 @@ def _largest(values: Tensor, mask: Tensor) -> Tensor:
     """-inf when there are none."""
     inside = values.where(mask, -torch.inf)
     return inside.max() if len(inside) else inside.new_full((), -torch.inf)
-
-
-def to_metrics(
-    algorithm: Algorithm, stats: Sequence[Stats], *, step_tokens: int | None = None
-) -> Metrics:
-    """Metrics of micro-batches of an optimizer step of `step_tokens` live tokens; None: all of it.
-
-    A loss term counts by the share of the step's tokens that it came with, so that the terms of
-    all micro-batches and ranks together are one value. The device is waited for once.
-    """
-    metrics = Metrics()
-    if not stats:
-        return metrics
-    tensors = [torch.stack([one.tokens for one in stats]).sum()]
-    tensors += [value for one in stats for value in _flatten(one)]
-    numbers = iter(torch.stack([value.to(torch.float64) for value in tensors]).tolist())
-    here = next(numbers)
-    whole = here if step_tokens is None else step_tokens
-    for one in stats:
-        tokens, scored, sequences = next(numbers), next(numbers), next(numbers)
-        for name in one.per_step:
-            metrics.add(name, next(numbers), tokens / whole if whole else 0.0)
-        for name in one.per_token:
-            metrics.add(name, next(numbers), tokens)
-        for name in one.per_scored:
-            metrics.add(name, next(numbers), scored)
-        for name in one.per_sequence:
-            metrics.add(name, next(numbers), sequences)
-        for name in one.per_kind:
-            metrics.add(name, next(numbers), next(numbers))
-        for name in one.maxima:
-            if (largest := next(numbers)) != -torch.inf:  # of nothing nothing is claimed
-                metrics.add_max(name, largest)
-    metrics.add("policy/kl_coef", algorithm.kl.coef)
-    metrics.add("policy/entropy_coef", algorithm.entropy.coef)
-    return metrics
-
-
-def _flatten(stats: Stats) -> list[Tensor]:
-    groups = (stats.per_step, stats.per_token, stats.per_scored, stats.per_sequence)
-    return [
-        *(stats.tokens, stats.scored, stats.sequences),
-        *(value for group in groups for value in group.values()),
-        *(value for pair in stats.per_kind.values() for value in pair),
-        *stats.maxima.values(),
-    ]

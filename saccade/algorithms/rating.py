@@ -9,7 +9,7 @@ second (-1) or neither (0) is better. NaN: nothing was said, which is no tie. Kn
 models. Axes: S sequences, P pairs, H heads, R reads, K tokens that name a verdict.
 
     >>> row = of_pairs(Rating(loss="bt", heads={"preference": 1.0}), ids, labels, margins)
-    >>> loss, stats = rating_objective(row, scores, kappa, batch.keys)
+    >>> loss, sums = rating_objective(row, scores, kappa, batch.keys)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.algorithms.comparison import ComparisonStats, total_of
+from saccade.algorithms.loss_sums import LossSums, mean_of
 from saccade.algorithms.reward_model import REWARD_LOSSES, center, reward_metrics, tie
 from saccade.algorithms.table import call
 from saccade.config import RewardModelConfig
@@ -72,14 +72,14 @@ def of_pairs(
 
 def rating_objective(
     row: Rating, scores: Tensor, kappa: Tensor, keys: Keys
-) -> tuple[Tensor, ComparisonStats]:
+) -> tuple[Tensor, LossSums]:
     """scores [S, H], the sides of a pair next to each other."""
     ids = [id for id, _ in keys[::2]]
     assert ids == [id for id, _ in keys[1::2]], "the sides of a pair stand next to each other"
     first, second = scores[0::2].T, scores[1::2].T
     labels = scores.new_tensor([row.labels[id] for id in ids]).T
     margins = scores.new_tensor([row.margins.get(id, row.margin) for id in ids])
-    loss, sums = scores.sum() * 0.0, dict[str, tuple[Tensor, Tensor]]()
+    loss, means = scores.sum() * 0.0, dict[str, tuple[Tensor, Tensor]]()
     for index, (name, weight) in enumerate(row.heads.items()):
         label = labels[index]
         upper = torch.where(label < 0, second[index], first[index])
@@ -95,8 +95,13 @@ def rating_objective(
         found = {n: v.double() for n, v in reward_metrics(chosen, rejected).items()}
         both = scores.detach()[:, index].double()
         found |= {"mean": both, "square": both**2}
-        sums |= {f"{name}/{what}": total_of(values) for what, values in found.items()}
-    return loss, ComparisonStats(loss=loss.detach(), sums=sums)
+        means |= {f"{name}/{what}": mean_of(values) for what, values in found.items()}
+    return loss, _reported(loss, means, len(scores))
+
+
+def _reported(loss: Tensor, means: Mapping[str, tuple[Tensor, Tensor]], size: int) -> LossSums:
+    tokens = torch.tensor(size, device=loss.device)
+    return LossSums(tokens=tokens, terms={"policy/loss": loss.detach()}, means=means)
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -114,7 +119,7 @@ def of_steps(ids: Sequence[str], labels: Mapping[str, np.ndarray]) -> Steps:
     return Steps(labels=labels, count=sum(len(labels[id]) for id in ids))
 
 
-def steps_objective(row: Steps, logits: Tensor, batch: Batch) -> tuple[Tensor, ComparisonStats]:
+def steps_objective(row: Steps, logits: Tensor, batch: Batch) -> tuple[Tensor, LossSums]:
     """logits [R, K] of the tokens that name a verdict, at the steps of all sequences in order."""
     wanted = np.concatenate([row.labels[id] for id, _ in batch.keys]).astype(np.float32)
     target = torch.from_numpy(wanted).to(logits.device)
@@ -125,5 +130,5 @@ def steps_objective(row: Steps, logits: Tensor, batch: Batch) -> tuple[Tensor, C
         "good_mean": logprobs[:, 0].detach().exp().double(),
         "label_mean": target[:, 0].double(),
     }
-    sums = {f"steps/{what}": total_of(values) for what, values in found.items()}
-    return loss, ComparisonStats(loss=loss.detach(), sums=sums)
+    means = {f"steps/{what}": mean_of(values) for what, values in found.items()}
+    return loss, _reported(loss, means, len(logits))

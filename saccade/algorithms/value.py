@@ -6,20 +6,17 @@ Scales hold the denominators of the whole optimizer step, as in `objective.py`. 
 are not live: nothing about them, not even NaN, reaches the loss or a metric. Knows nothing of
 models. Axis: T tokens.
 
-    >>> loss, stats = value_objective(new, old, returns, scales, clip=0.2)
-    >>> value_metrics([stats]).means()["critic/clip_frac"]
+    >>> loss, sums = value_objective(new, old, returns, scales, clip=0.2)
+    >>> to_metrics([sums]).means()["critic/clip_frac"]
     0.0
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from saccade.types import Metrics
+from saccade.algorithms.loss_sums import LossSums
 
 
 def value_loss(new: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
@@ -34,39 +31,20 @@ def value_loss(new: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> tup
     return torch.maximum(error, held) / 2, held > error
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValueStats:
-    """Sums over live tokens as 0-d tensors; they stay on the device until `value_metrics`."""
-
-    tokens: Tensor
-    loss: Tensor
-    clipped: Tensor
-    value: Tensor
-
-
 def value_objective(
     new: Tensor, old: Tensor, returns: Tensor, scales: Tensor, *, clip: float
-) -> tuple[Tensor, ValueStats]:
+) -> tuple[Tensor, LossSums]:
     live = scales > 0
     new, old, returns = (column.where(live, 0.0) for column in (new, old, returns))
     losses, clipped = value_loss(new, old, returns, clip=clip)
     loss = (losses * scales).sum()
-    return loss, ValueStats(
-        tokens=live.sum(), loss=loss.detach(), clipped=clipped.sum(), value=new.detach().sum()
+    tokens = live.sum()
+    means = {"critic/clip_frac": clipped.sum(), "critic/value_mean": new.detach().sum()}
+    return loss, LossSums(
+        tokens=tokens,
+        terms={"critic/loss": loss.detach()},
+        means={name: (total, tokens) for name, total in means.items()},
     )
-
-
-def value_metrics(stats: Sequence[ValueStats]) -> Metrics:
-    """Metrics of all micro-batches of an optimizer step. The device is waited for once."""
-    metrics = Metrics()
-    if not stats:
-        return metrics
-    rows = [torch.stack([s.tokens, s.loss, s.clipped, s.value]).double() for s in stats]
-    tokens, loss, clipped, value = torch.stack(rows).sum(0).tolist()
-    metrics.add("critic/loss", loss)
-    metrics.add("critic/clip_frac", clipped, tokens)
-    metrics.add("critic/value_mean", value, tokens)
-    return metrics
 
 
 def explained_variance(values: Tensor, returns: Tensor, live: Tensor) -> float | None:

@@ -18,8 +18,7 @@ from saccade.contents import File
 from saccade.types import Batch, Metrics
 
 if TYPE_CHECKING:
-    from saccade.algorithms.algorithm import Algorithm
-    from saccade.algorithms.comparison import Comparison
+    from saccade.backends.losses import Loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,24 +69,10 @@ class Backend(Protocol):
         """
         ...
 
-    def train_step(
-        self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring, *, lr: float
-    ) -> Update:
+    def train_step(self, batches: Sequence[Batch], loss: Loss, *, lr: float) -> Update:
         """One optimizer step on all batches together; their scales already hold the global
-        denominators. A batch without advantages is imitated.
+        denominators.
         """
-        ...
-
-    def train_comparison(
-        self, batches: Sequence[Batch], comparison: Comparison, *, lr: float
-    ) -> Update:
-        """One optimizer step on whole groups, whose members are compared; `comparison` already
-        holds the global denominators.
-        """
-        ...
-
-    def train_values(self, batches: Sequence[Batch], *, clip: float, lr: float) -> Update:
-        """One optimizer step of a critic, on batches with values, returns and scales."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Any]]:

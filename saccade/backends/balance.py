@@ -5,23 +5,23 @@ many leaves it has, so the term depends on how the rows were packed, unlike ever
 nothing of that other loss.
 
     balance = Balance(model, coef=0.001)
-    balance.begin(batches)
-    loss, found = balance.added(batch, loss_of)          # forest by forest
-    stats = balance.end([found])
+    with balance.watched() as logits:
+        loss, sums = ...                                   # the forward of a forest
+    loss, sums = balance.added(loss, sums, logits, share, role="policy")
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from torch import Tensor, nn
 
+from saccade.algorithms.loss_sums import LossSums
 from saccade.errors import ConfigError
 from saccade.models import experts
-from saccade.types import Batch, Metrics
 
-S = TypeVar("S")
 NAMES = {"policy": "moe/aux_loss", "critic": "moe/aux_loss_critic"}
 
 
@@ -34,30 +34,17 @@ class Balance:
                 f"train.aux_coef={coef:g}: {type(model).__name__} has no experts to balance; "
                 "try train.aux_coef=0"
             )
-        self._tokens = 1
-        self._seen: list[Tensor] = []
 
-    def begin(self, batches: Sequence[Batch]) -> None:
-        self._tokens = max(1, sum(batch.tokens for batch in batches))
+    def watched(self) -> AbstractContextManager[list[Tensor]]:
+        """The logits of the routers in the forwards inside."""
+        return experts.watched(self.routers)
 
     def added(
-        self, batch: Batch, loss_of: Callable[[Batch], tuple[Tensor, S]]
-    ) -> tuple[Tensor, tuple[S, Tensor | None]]:
-        """The loss with this term, and beside what `loss_of` reports the term without its weight:
-        a forward that runs out of memory leaves nothing behind.
-        """
+        self, loss: Tensor, sums: LossSums, logits: Sequence[Tensor], share: float, *, role: str
+    ) -> tuple[Tensor, LossSums]:
+        """Both with this term; `share`: of the tokens of the optimizer step."""
         if not self.routers:
-            loss, stats = loss_of(batch)
-            return loss, (stats, None)
-        with experts.watched(self.routers) as logits:
-            loss, stats = loss_of(batch)
-        term = experts.balance_loss(logits, self.routers[0].top_k) * (batch.tokens / self._tokens)
-        return loss + self.coef * term, (stats, term.detach())
-
-    def end(self, found: Sequence[tuple[S, Tensor | None]]) -> list[S]:
-        self._seen = [term for _, term in found if term is not None]
-        return [stats for stats, _ in found]
-
-    def report(self, role: str, metrics: Metrics) -> None:
-        if self._seen:
-            metrics.add(NAMES[role], sum(term.item() for term in self._seen))
+            return loss, sums
+        term = experts.balance_loss(logits, self.routers[0].top_k) * share
+        means = {**sums.means, NAMES[role]: (term.detach(), term.new_full((), share))}
+        return loss + self.coef * term, replace(sums, means=means)

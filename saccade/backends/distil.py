@@ -1,13 +1,15 @@
 """A student beside its teacher. Losses are read chunk by chunk: no [tokens, vocabulary] is kept.
 
-update = train_distilled(backend, batches, teacher, kd_coef=0.4, lr=1e-5)
+update = backend.train_step(batches, DistillationLoss(teacher, kd_coef=0.4), lr=1e-5)
 
 Legend: R reads, V vocabulary of the student, E hidden sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +17,8 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from saccade.algorithms.distillation import kd
-from saccade.algorithms.imitation import ImitationStats, imitation_metrics, imitation_objective
-from saccade.backends import Update
+from saccade.algorithms.imitation import imitation_objective
+from saccade.algorithms.loss_sums import LossSums
 from saccade.backends.inputs import column
 from saccade.backends.local import LocalBackend
 from saccade.logprobs import CHUNK_ELEMENTS
@@ -26,35 +28,31 @@ from saccade.types import Batch
 Head = Callable[[Tensor], Tensor]
 
 
-def train_distilled(
-    backend: LocalBackend,
-    batches: Sequence[Batch],
-    teacher: LocalBackend,
-    *,
-    kd_coef: float,
-    lr: float,
-) -> Update:
-    """One optimizer step on demonstrations and on what the teacher thinks of every token."""
-    teacher.model.eval()
+@dataclass(frozen=True)
+class DistillationLoss:
+    """Demonstrations, and what the teacher thinks of every token."""
 
-    def loss_of(batch: Batch) -> tuple[Tensor, ImitationStats]:
+    teacher: LocalBackend
+    kd_coef: float
+    role: ClassVar[str] = "policy"
+    whole: ClassVar[bool] = False
+
+    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]:
+        self.teacher.model.eval()
         with torch.no_grad():
-            taught = teacher.hidden_at(batch, batch.reads)
+            taught = self.teacher.hidden_at(batch, batch.reads)
         losses, terms = read_taught(
-            backend.hidden_at(batch, batch.reads),
-            backend.model.lm_head,  # type: ignore[arg-type]
+            trainer.hidden_at(batch, batch.reads),
+            trainer.model.lm_head,  # type: ignore[arg-type]
             taught,
-            teacher.model.lm_head,  # type: ignore[arg-type]
-            to_device(batch.targets, backend.device),
-            kd_coef=kd_coef,
-            vocabulary=backend.family.vocabulary,
+            self.teacher.model.lm_head,  # type: ignore[arg-type]
+            to_device(batch.targets, trainer.device),
+            kd_coef=self.kd_coef,
+            vocabulary=trainer.family.vocabulary,
         )
         shown = {f"sft/{name}": values for name, values in terms.items()}
-        return imitation_objective(losses, shown, column(batch.scales, losses))
-
-    loss, metrics = imitation_metrics(backend.sum_gradients(batches, loss_of))
-    metrics.add("policy/loss", loss)
-    return backend.take_step("policy", metrics, lr)
+        scales = column(batch.scales, losses)
+        return imitation_objective(losses, shown, scales, term="policy/loss")
 
 
 def read_taught(

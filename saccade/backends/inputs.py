@@ -87,6 +87,8 @@ class Ahead:
         self._begun: dict[int, tuple[Batch, Future[Inputs]]] = {}
 
     def begin(self, batch: Batch) -> None:
+        if id(batch) in self._begun:
+            return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="inputs")
         self._begun[id(batch)] = (batch, self._thread.submit(self.make, batch))

@@ -5,35 +5,27 @@ reference and a critic (`models/heads.py`) are each one of these. Knows nothing 
 or files other than its own state.
 
     backend = LocalBackend(model, family, TrainConfig())
-    backend.train_step(batches, algorithm, Scoring(temperature=1.0), lr=1e-6)
+    backend.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=1e-6)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.algorithms.algorithm import Algorithm
-from saccade.algorithms.comparison import (
-    Comparison,
-    ComparisonStats,
-    comparison_metrics,
-    comparison_objective,
-    sides_of,
-)
-from saccade.algorithms.imitation import ImitationStats, imitation_metrics, imitation_objective
-from saccade.algorithms.objective import Stats, objective, to_metrics
-from saccade.algorithms.value import ValueStats, value_metrics, value_objective
-from saccade.backends import OWN, Scoring, Update, state
+from saccade.algorithms.loss_sums import LossSums, to_metrics
+from saccade.backends import Scoring, Update, state
 from saccade.backends.balance import Balance
 from saccade.backends.features import FeatureCache
-from saccade.backends.inputs import Ahead, Inputs, column, columns_of, inputs_of
+from saccade.backends.inputs import Ahead, Inputs, inputs_of
+from saccade.backends.losses import Loss
 from saccade.backends.memory import Recompute
 from saccade.backends.optimizer import Optimizer
 from saccade.config import TrainConfig
@@ -47,7 +39,6 @@ from saccade.models.load import banned_mask, hidden_states, media_inputs, negate
 from saccade.transfer import to_device
 from saccade.types import Batch, Metrics
 
-S = TypeVar("S")
 WEIGHTS, OPTIMIZER, AVERAGE = "weights.safetensors", "optimizer.safetensors", "average/"
 RANDOM = "random.safetensors"
 
@@ -96,7 +87,7 @@ class LocalBackend:
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         self.model.eval()
         self.prefetch(batches)
-        results = [self._read(batch, scoring) for batch in batches]
+        results = [self.read(batch, scoring) for batch in batches]
         return [(new.float().cpu().numpy(), entropy.cpu().numpy()) for new, entropy in results]
 
     @torch.no_grad()
@@ -107,18 +98,19 @@ class LocalBackend:
         for batch in batches:
             reads, ends = batch.reads, batch.ends
             places = reads if ends is None else np.concatenate([reads, ends])
-            found = self._values(batch, places).float().cpu().numpy()
+            found = self.read_values(batch, places).float().cpu().numpy()
             after = np.zeros(len(batch.keys), np.float32) if ends is None else found[len(reads) :]
             results.append((found[: len(reads)], after))
         return results
 
-    def _read(
-        self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False, spare: float = 0.0
+    def read(
+        self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the reads; their logits are kept where they fit into `spare`
-        bytes.
+        """Log-probs and entropies of the reads; in training their logits are kept where they fit
+        into the memory that is left.
         """
         logits = len(batch.reads) * self.family.vocabulary * self.dtype.itemsize
+        fits = torch.is_grad_enabled() and logits <= self.recompute.spare
         return read_logprobs(
             self.hidden_at(batch, batch.reads),
             self.model.lm_head,  # type: ignore[arg-type]
@@ -128,10 +120,10 @@ class LocalBackend:
             support=batch.support,
             vocabulary=self.family.vocabulary,
             entropy_gradient=entropy_gradient,
-            keep_logits=logits <= spare,
+            keep_logits=fits,
         )
 
-    def _values(self, batch: Batch, places: np.ndarray) -> Tensor:
+    def read_values(self, batch: Batch, places: np.ndarray) -> Tensor:
         assert hasattr(self.model, "score"), "values need a model with a score head"
         return read_scores(self.model.score, self.hidden_at(batch, places))  # type: ignore[arg-type]
 
@@ -177,60 +169,15 @@ class LocalBackend:
 
     # -- training --
 
-    def train_step(
-        self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring, *, lr: float
-    ) -> Update:
-        found = self.accumulate(batches, algorithm, scoring)
-        metrics = to_metrics(algorithm, [one for one in found if isinstance(one, Stats)])
-        _, shown = imitation_metrics([one for one in found if isinstance(one, ImitationStats)])
-        metrics.merge(shown)
-        return self.take_step("policy", metrics, lr)
+    def train_step(self, batches: Sequence[Batch], loss: Loss, *, lr: float) -> Update:
+        return self.take_step(loss.role, to_metrics(self.sum_gradients(batches, loss)), lr)
 
-    def accumulate(
-        self, batches: Sequence[Batch], algorithm: Algorithm, scoring: Scoring
-    ) -> list[Stats | ImitationStats]:
-        """The first half of `train_step`."""
+    def sum_gradients(self, batches: Sequence[Batch], loss: Loss) -> list[LossSums]:
+        """The first half of a step: the gradients of all batches, summed in the optimizer; what
+        the loss reports of each.
 
-        def loss_of(batch: Batch) -> tuple[Tensor, Stats | ImitationStats]:
-            asked, spare = algorithm.entropy.coef != 0, self.recompute.spare
-            if batch.advantages is None:  # a demonstration, beside what was sampled
-                new, _ = self._read(batch, OWN, spare=spare)
-                return imitation_objective(
-                    -new, {"policy/ptx_loss": -new}, column(batch.scales, new)
-                )
-            new, entropy = self._read(batch, scoring, entropy_gradient=asked, spare=spare)
-            return objective(algorithm, new, entropy, columns_of(batch, self.family, new))
-
-        return self.sum_gradients(batches, loss_of)
-
-    def train_values(self, batches: Sequence[Batch], *, clip: float, lr: float) -> Update:
-        def loss_of(batch: Batch) -> tuple[Tensor, ValueStats]:
-            new = self._values(batch, batch.reads)
-            old, returns = column(batch.values, new), column(batch.returns, new)
-            return value_objective(new, old, returns, column(batch.scales, new), clip=clip)
-
-        return self.take_step("critic", value_metrics(self.sum_gradients(batches, loss_of)), lr)
-
-    def train_comparison(
-        self, batches: Sequence[Batch], comparison: Comparison, *, lr: float
-    ) -> Update:
-        def loss_of(batch: Batch) -> tuple[Tensor, ComparisonStats]:
-            new, _ = self._read(batch, OWN, spare=self.recompute.spare)
-            return comparison_objective(comparison, new, sides_of(batch, new))
-
-        stats = self.sum_gradients(batches, loss_of, whole=comparison.paired)
-        return self.take_step("policy", comparison_metrics(stats), lr)
-
-    def sum_gradients(
-        self,
-        batches: Sequence[Batch],
-        loss_of: Callable[[Batch], tuple[Tensor, S]],
-        *,
-        whole: bool = False,
-    ) -> list[S]:
-        """The first half of a step, for any loss: the gradients of all batches, summed in the
-        optimizer; what `loss_of` reports of each. It is asked for parts of a batch that does not
-        fit into memory; `whole`: the members of a group are compared, so they stay together.
+        A batch that runs out of memory is tried once more with every layer recomputed, then as two
+        halves, whose gradients add up to the same.
         """
         assert self.optimizer is not None, "this backend only scores"
         self.model.train()
@@ -238,56 +185,42 @@ class LocalBackend:
         self.oom_splits = 0
         self.prefetch(batches)
         self._inputs.clear()
-        self.balance.begin(batches)
-        following = dict(zip(map(id, batches), batches[1:], strict=False))
-
-        def forward(batch: Batch) -> tuple[Tensor, tuple[S, Tensor | None]]:
-            found = self.balance.added(batch, loss_of)
-            if self.device.type == "cuda" and id(batch) in following:  # while it is busy backwards
-                self._inputs.begin(following.pop(id(batch)))
-            return found
-
-        done = [s for batch in batches for s in self._micro_step(batch, forward, whole=whole)]
-        return self.balance.end(done)
-
-    def _micro_step(
-        self,
-        batch: Batch,
-        loss_of: Callable[[Batch], tuple[Tensor, S]],
-        added: frozenset[str] = frozenset(),
-        *,
-        whole: bool,
-        cautious: bool = False,
-    ) -> list[S]:
-        """Forward and backward of one forest. Out of memory: once more with every layer recomputed,
-        then as two halves, whose gradients add up to the same.
-        """
-        assert self.optimizer is not None
-        self.optimizer.start_micro_batch(added)
-        media_tokens = sum(span.length for span in batch.media)
-        self.recompute.choose(batch.tokens, media_tokens, cautious=cautious)
-        try:
-            stats = _backward(loss_of, batch)
-        except torch.OutOfMemoryError:
-            added = self.optimizer.drop_micro_batch()
-            planned = self.recompute.failed() and not cautious
-            parts = halves(batch, whole=whole)
-            if parts is None and not planned:
-                raise
-        else:
-            self.optimizer.end_micro_batch()
-            self.recompute.learn()
-            return [stats]
-        torch.cuda.empty_cache()
-        if planned:
-            return self._micro_step(batch, loss_of, added, whole=whole, cautious=True)
-        self.oom_splits += 1
-        assert parts is not None
-        return [
-            stats
-            for half in parts
-            for stats in self._micro_step(half, loss_of, added, whole=whole, cautious=cautious)
-        ]
+        tokens = max(1, sum(batch.tokens for batch in batches))
+        found: list[LossSums] = []
+        # The batch; parameters whose gradient of it is in the sums; recompute every layer.
+        todo = deque((batch, frozenset[str](), False) for batch in batches)
+        while todo:
+            batch, added, cautious = todo.popleft()
+            self.optimizer.start_micro_batch(added)
+            media_tokens = sum(span.length for span in batch.media)
+            self.recompute.choose(batch.tokens, media_tokens, cautious=cautious)
+            value: Tensor | None = None
+            try:
+                with self.balance.watched() as routed:
+                    value, sums = loss(self, batch)
+                share = batch.tokens / tokens
+                value, sums = self.balance.added(value, sums, routed, share, role=loss.role)
+                if todo and self.device.type == "cuda":  # which is busy with the backward
+                    self._inputs.begin(todo[0][0])
+                if value.requires_grad:  # not where only a tower trains, and none of it was used
+                    value.backward()
+            except torch.OutOfMemoryError:
+                value = None  # and with it the graph that filled the memory
+                routed.clear()
+                added = self.optimizer.drop_micro_batch()
+                again = self.recompute.failed() and not cautious
+                parts = (batch,) if again else halves(batch, whole=loss.whole)
+                if parts is None:
+                    raise
+            else:
+                self.optimizer.end_micro_batch()
+                self.recompute.learn()
+                found.append(sums)
+                continue
+            torch.cuda.empty_cache()
+            self.oom_splits += not again
+            todo.extendleft((part, added, cautious or again) for part in reversed(parts))
+        return found
 
     def take_step(self, role: str, metrics: Metrics, lr: float) -> Update:
         """The second half: move the weights, unless the loss (`role`/loss of the metrics) or a
@@ -300,7 +233,6 @@ class LocalBackend:
         if vision:
             metrics.add(f"{role}/grad_norm_vision", self.optimizer.norm(vision).item())
         metrics.add(f"{role}/lr", lr)
-        self.balance.report(role, metrics)
         metrics.add("mem/oom_splits", self.oom_splits)
         finite = bool(np.isfinite([norm.item(), metrics.means().get(f"{role}/loss", 0.0)]).all())
         if finite:
@@ -398,11 +330,3 @@ class LocalBackend:
         """No model folder holds those of a critic, nor of a reference that moves."""
         score = getattr(self.model, "score", None)
         return self.optimizer is None or not isinstance(score, RewardHead | None)
-
-
-def _backward(loss_of: Callable[[Batch], tuple[Tensor, S]], batch: Batch) -> S:
-    """A function of its own: an error leaves it, and with it the graph that filled the memory."""
-    loss, stats = loss_of(batch)
-    if loss.requires_grad:  # not where only a tower trains, and nothing here passed through it
-        loss.backward()
-    return stats

@@ -10,12 +10,14 @@ Knows nothing of data or of what the numbers are used for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.algorithms.comparison import ComparisonStats, comparison_metrics
+from saccade.algorithms.loss_sums import LossSums, to_metrics
 from saccade.algorithms.rating import Rating, Steps, rating_objective, steps_objective
 from saccade.algorithms.reward_model import LARGEST_LOG_KAPPA
 from saccade.backends import Update
@@ -24,33 +26,41 @@ from saccade.models.heads import RewardHead
 from saccade.types import Batch, Metrics
 
 
+@dataclass(frozen=True)
+class RatingLoss:
+    """Whole pairs, each side with its scores."""
+
+    row: Rating
+    role: ClassVar[str] = "policy"
+    whole: ClassVar[bool] = True
+
+    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]:
+        head = head_of(trainer)
+        scores = _rate(trainer, head, batch)
+        return rating_objective(self.row, scores, head.log_scale.exp(), batch.keys)
+
+
+@dataclass(frozen=True)
+class StepsLoss:
+    """The steps of a process, whose verdicts are `tokens`."""
+
+    row: Steps
+    tokens: Sequence[int]
+    role: ClassVar[str] = "policy"
+    whole: ClassVar[bool] = False
+
+    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]:
+        return steps_objective(self.row, _judge(trainer, batch, self.tokens), batch)
+
+
 def train_ratings(
     backend: LocalBackend, batches: Sequence[Batch], row: Rating, *, lr: float
 ) -> Update:
     """One optimizer step on whole pairs."""
-    head = head_of(backend)
-
-    def loss_of(batch: Batch) -> tuple[Tensor, ComparisonStats]:
-        scores = _rate(backend, head, batch)
-        return rating_objective(row, scores, head.log_scale.exp(), batch.keys)
-
-    stats = backend.sum_gradients(batches, loss_of, whole=True)
-    update = backend.take_step("policy", comparison_metrics(stats), lr)
+    update = backend.train_step(batches, RatingLoss(row), lr=lr)
     with torch.no_grad():  # not in the loss: there a clamp would stop the gradient for good
-        head.log_scale.clamp_(max=LARGEST_LOG_KAPPA)
+        head_of(backend).log_scale.clamp_(max=LARGEST_LOG_KAPPA)
     return update
-
-
-def train_steps(
-    backend: LocalBackend, batches: Sequence[Batch], row: Steps, tokens: Sequence[int], *, lr: float
-) -> Update:
-    """One optimizer step of a process reward model, whose verdicts are `tokens`."""
-
-    def loss_of(batch: Batch) -> tuple[Tensor, ComparisonStats]:
-        return steps_objective(row, _judge(backend, batch, tokens), batch)
-
-    stats = backend.sum_gradients(batches, loss_of)
-    return backend.take_step("policy", comparison_metrics(stats), lr)
 
 
 @torch.no_grad()
@@ -86,7 +96,7 @@ def measured(
         kappa = head_of(backend).log_scale.exp().cpu()
         pairs = zip(batches, map(torch.from_numpy, found), strict=True)
         stats = [rating_objective(row, outputs, kappa, b.keys)[1] for b, outputs in pairs]
-    return comparison_metrics(stats), found
+    return to_metrics(stats), found
 
 
 def _ready(backend: LocalBackend, batches: Sequence[Batch]) -> None:

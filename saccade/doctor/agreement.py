@@ -21,6 +21,7 @@ from saccade.config import Config
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split
 from saccade.doctor.finding import Finding, failure, ok
 from saccade.engines import Engine, generate, parity
+from saccade.engines.weights import not_finite
 from saccade.errors import EnvironmentProblem
 from saccade.forest import pack
 from saccade.models.families import Family
@@ -92,6 +93,8 @@ def rows_agree(backend: LocalBackend, engine: Engine, samples: Sequence[Sample])
     members = [member for group in groups for member in group.trajectories]
     alone = [Group(sample=samples[0], trajectories=(member,)) for member in members]
     packed = _scores(backend, _packed(family, groups))
+    if not np.isfinite(packed).all():
+        raise not_finite(backend.weights())
     ways = {
         "padded": padded(backend, members),
         "one by one": _scores(backend, [b for group in alone for b in _packed(family, [group])]),

@@ -185,17 +185,21 @@ def endpoint(config: Config) -> Iterator[Finding]:
 
 
 def loopback(config: Config) -> Iterator[Finding]:
-    """Servers and replicas listen there."""
+    """Servers and replicas listen there; rewards and environments talk through pipes."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             with socket.create_connection(("127.0.0.1", port), timeout=5):
                 pass
     except OSError as error:
-        yield failure(
+        rollout = config.rollout
+        asked = rollout.replicas > 0 or rollout.engine in INSTALL
+        yield (failure if asked else warning)(
             "loopback",
-            f"no port can be opened and reached on 127.0.0.1: {error}",
-            "let this user listen on loopback; engines and rewards in processes need it",
+            f"no port can be opened and reached on 127.0.0.1: {error}; a run needs it for "
+            "rollout.replicas and the engines vllm and sglang, nothing else does but "
+            "`chat --serve` and `serve-reward`",
+            "let this user listen on loopback, or use rollout.engine=embedded rollout.replicas=0",
         )
     else:
         yield ok("loopback", "ports on 127.0.0.1 open and answer")

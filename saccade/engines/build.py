@@ -31,6 +31,7 @@ class Settings:
     max_length: int = 32_768  # prompt and response
     max_images: int = 64  # of one prompt
     max_pixels: int = 1_003_520  # of one image
+    finite: bool = False  # nobody trains: log-probs that are not finite are an error
     first_tokens: bool = False  # some requests draw their first token with settings of its own
     tensor_parallel: int = 1
     memory_share: float = 0.6
@@ -52,7 +53,9 @@ def _embedded(settings: Settings, family: Family, model: Any) -> Engine:
             device=torch.device(settings.device),
             trust_remote_code=settings.trust_remote_code,
         )
-    return EmbeddedEngine(model, family, max_sequences=settings.max_sequences)
+    return EmbeddedEngine(
+        model, family, max_sequences=settings.max_sequences, finite=settings.finite
+    )
 
 
 def _vllm(settings: Settings, family: Family, model: Any) -> Engine:

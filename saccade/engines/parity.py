@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from saccade.engines import Engine, WeightSource, generate
+from saccade.engines.weights import not_finite
 from saccade.errors import EnvironmentProblem
 from saccade.forest import pack
 from saccade.images import open_media
@@ -116,6 +117,8 @@ def probe(
     answers = bench.ask(prompts)
     others = bench.ask([_with_pictures(prompt, ANOTHER) for prompt in seen])
     gap, by_picture = bench.gap(answers), None
+    if np.isnan(gap) and np.isnan(np.concatenate(bench.score(answers))).any():
+        raise not_finite(trainer.source.weights())
     if seen:
         bench.judge_sight(answers, others)
     bench.judge_gap(answers, gap)
@@ -301,7 +304,7 @@ def trajectory(request: Request, answer: Completion) -> Trajectory:
 
 def _apart(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
     """NaN where a log-prob is missing: within no limit."""
-    return max(float(np.abs(a - b).mean()) for a, b in zip(one, other, strict=True))
+    return float(np.max([np.abs(a - b).mean() for a, b in zip(one, other, strict=True)]))
 
 
 def _with_pictures(prompt: Rendered, bits: int) -> Rendered:

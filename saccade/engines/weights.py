@@ -28,7 +28,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from saccade.engines import WeightSource
-from saccade.errors import EnvironmentProblem
+from saccade.errors import EnvironmentProblem, TrainingError
 
 PIECE = 256 << 20
 SAMPLED = 16  # every 16th tensor is compared, others at the next turn
@@ -158,6 +158,20 @@ def require_checksums(weights: Iterable[tuple[str, Tensor]], checksums: Mapping[
             f"weights changed on their way to the engine: {', '.join(wrong[:5])} differ from the "
             "trainer's; generate in its process with rollout.replicas=0"
         )
+
+
+def not_finite(weights: Iterable[tuple[str, Tensor]]) -> TrainingError:
+    """For log-probs that are not finite: names the weight that they come from."""
+    broken = (name for name, tensor in weights if not tensor.isfinite().all())
+    if name := next(broken, None):
+        return TrainingError(
+            f"log-probs are not finite, because {name} holds NaN or infinity; copy or download the "
+            "files of model.path again, or use an earlier checkpoint"
+        )
+    return TrainingError(
+        "log-probs are not finite, although all weights are: a number overflows on its way through "
+        "the model; use model.dtype=float32"
+    )
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from saccade.data.chats import Picture, RowError, arrange, read_chat
 from saccade.data.datasets import open_as
 from saccade.data.prompts import text_or_file
 from saccade.engines import Engine, generate, progress
-from saccade.errors import ConfigError, DataError, SaccadeError
+from saccade.errors import ConfigError, DataError, SaccadeError, TrainingError
 from saccade.images import open_media
 from saccade.models.families import Family
 from saccade.recipes import models, parts
@@ -78,6 +78,8 @@ def talk(config: Config, *, greedy: bool = False, say: Say | None = None) -> Non
                     say(f"{command} is unknown; there are {', '.join(COMMANDS)}, exit\n")
                 else:
                     _answer(state, line, say)
+            except TrainingError:  # of the weights, whatever the line
+                raise
             except SaccadeError as error:  # of this line; the conversation goes on
                 say(f"{error}\n")
 

@@ -3,7 +3,7 @@
     loss of an update + train.ptx_coef * mean of -log p over the tokens of its demonstrations
 
 demonstrations = Demonstrations(config, family, updates=algorithm.updates_per_step)
-backend.train_step([*batches, *demonstrations.batches(run)], algorithm, scoring, lr=lr)
+backend.train_step([*batches, *demonstrations.batches(run)], PolicyLoss(algorithm, scoring), lr=lr)
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 from saccade import checks
 from saccade.algorithms.comparison import Comparison, from_config
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PreferenceLoss
 from saccade.config import Config, defaults_for, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.errors import ConfigError, DataError
@@ -78,7 +79,7 @@ def _train(
         with run.phase("logp_ref"):
             batches, row = comparer.prepare(rows, backend)
         with run.phase("update"):
-            update = backend.train_comparison(batches, row, lr=run.learning_rate())
+            update = backend.train_step(batches, PreferenceLoss(row), lr=run.learning_rate())
             guard(run, train, batches, update)
         run.progress["stream"] = stream.state()
         values = _metrics(update.metrics, row, stream) | sft_work(backend, batches)

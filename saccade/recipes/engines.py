@@ -83,7 +83,7 @@ def answering_engine(
         cache = rollout.http.cache or (str(answers) if answers else None)
         http = rollout.http.model_copy(update={"cache": cache})
         return HttpEngine(ChatClient(http, fields=rollout.engine_args), family)
-    return _make(config, settings_of(config, family), family, logs=logs)
+    return _make(config, replace(settings_of(config, family), finite=True), family, logs=logs)
 
 
 def model_name(config: Config, engine: Engine) -> str:

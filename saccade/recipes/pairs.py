@@ -19,11 +19,11 @@ import numpy as np
 
 from saccade.algorithms.comparison import (
     Comparison,
-    comparison_metrics,
     comparison_objective,
     of_step,
     sides_of,
 )
+from saccade.algorithms.loss_sums import to_metrics
 from saccade.backends import OWN, Reference
 from saccade.backends.local import LocalBackend
 from saccade.config import Config, DataConfig, DataSource
@@ -245,7 +245,7 @@ class Comparer:
         for batch, (new, _) in zip(batches, policy.logprobs(batches, OWN), strict=True):
             logprobs = torch.from_numpy(new)
             stats.append(comparison_objective(row, logprobs, sides_of(batch, logprobs))[1])
-        return comparison_metrics(stats).means()
+        return to_metrics(stats).means()
 
     def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
         groups = [compared(sample, self.family) for sample in samples]

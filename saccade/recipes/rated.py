@@ -240,7 +240,7 @@ class Process:
     def train(
         self, backend: LocalBackend, batches: Sequence[Batch], row: Any, *, lr: float
     ) -> Update:
-        return rated.train_steps(backend, batches, row, self.tokens, lr=lr)
+        return backend.train_step(batches, rated.StepsLoss(row, self.tokens), lr=lr)
 
     def _group(self, sample: Sample) -> Group:
         read = self._read(sample.id, sample.messages)

@@ -18,6 +18,7 @@ from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.build import from_config
 from saccade.algorithms.describe import describe
 from saccade.algorithms.memory import Memory
+from saccade.backends.losses import PolicyLoss, ValueLoss
 from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
 from saccade.errors import ConfigError
@@ -30,6 +31,8 @@ from saccade.recipes.guard import check_mismatch, guard
 from saccade.recipes.rollouts import Rollouts, sample_groups
 from saccade.recipes.run import Run
 from saccade.recipes.work import rl_work
+from saccade.rollout.scoring import unread
+from saccade.tracking.metrics import signal_metrics
 from saccade.types import Batch, Group, Metrics
 
 
@@ -109,6 +112,10 @@ def choose(
     known = memory.observe(known, rollouts.scored, algorithm)
     weights = component_weights(actors)
     known, groups = stages.shape(rollouts.groups, algorithm, known, metrics, weights)
+    if algorithm.estimator.group:
+        found = signal_metrics(groups, rollouts.scored, algorithm.exclude_status)
+        for name, value in found.items():
+            metrics.add(name, value)
     return known, stages.choose_members(groups, algorithm, metrics)
 
 
@@ -212,7 +219,9 @@ def train_policy(
     if actors.demonstrations is not None:
         batches = [*batches, *actors.demonstrations.batches(run)]
     lr = train.lr * learning_rate(run, actors)
-    update = actors.policy.train_step(batches, algorithm, actors.scoring, lr=lr)
+    update = actors.policy.train_step(batches, PolicyLoss(algorithm, actors.scoring), lr=lr)
+    update.metrics.add("policy/kl_coef", algorithm.kl.coef)
+    update.metrics.add("policy/entropy_coef", algorithm.entropy.coef)
     if "policy/loss" not in metrics.sums and not update.skipped:  # the first update of the step
         check_mismatch(update.metrics, algorithm, actors.config.rollout.parity_max)
     metrics.merge(update.metrics)
@@ -224,7 +233,7 @@ def train_critic(run: Run, actors: Actors, batches: Sequence[Batch], metrics: Me
     assert actors.critic is not None
     critic, batches = actors.algorithm.critic, columns.for_critic(batches)
     lr = critic.lr * learning_rate(run, actors)
-    update = actors.critic.train_values(batches, clip=critic.clip, lr=lr)
+    update = actors.critic.train_step(batches, ValueLoss(critic.clip), lr=lr)
     metrics.merge(update.metrics)
     guard(run, actors.config.train, batches, update, who="critic")
 
@@ -292,4 +301,5 @@ def finish_step(
     if every and (step % every == 0 or step in (1, run.total)):
         stored = groups[: config.track.trajectories_groups]
         run.store(columns.show_advantages(stored, updates), step=step)
-    return run.finish_step(values, actors.validation)
+    unseen = unread(rollouts.scored, actors.scorer, actors.family)
+    return run.finish_step(values, actors.validation, unseen)

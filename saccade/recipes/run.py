@@ -73,7 +73,7 @@ class Run:
         self._began = time.monotonic()
         self._signal: int | None = None
         self._history: deque[Mapping[str, Any]] = deque(maxlen=32)
-        self._noted = -NOTED_EVERY
+        self._noted: dict[str, int] = {}  # what a diagnosis is about → the step that said it last
         self._rss_at_start = host_memory()["mem/host_rss_gb"]
         self._peaks: dict[str, float] = {}
         self._missed = False  # whether the lack of save.best_metric was told
@@ -286,9 +286,12 @@ class Run:
         kept = torch.cuda.memory_reserved() / 2**30
         return peaks | {"mem/gpu_peak_gb": max(peaks.values()), "mem/gpu_reserved_gb": kept}
 
-    def finish_step(self, metrics: Mapping[str, float], validation: Validates) -> dict[str, Any]:
-        """Count the step, validate, log it, say so when nothing is being learned, save when it is
+    def finish_step(
+        self, metrics: Mapping[str, float], validation: Validates, unread: str = ""
+    ) -> dict[str, Any]:
+        """Count the step, validate, log it, say so when little is being learned, save when it is
         time. An error in a validation ends the run, but the step is made: it is logged and saved.
+        `unread`: where the verifier looked in vain for an answer.
         """
         self.progress["step"] += 1
         self._updating = False
@@ -299,10 +302,8 @@ class Run:
         finally:
             row = self._log({**metrics, **measured})
         self._history.append(row)
-        line = diagnose(self._history)
-        if line is not None and self.step - self._noted >= NOTED_EVERY:
-            self.console.note(line)
-            self._noted = self.step
+        for about, line in diagnose(self._history, unread).items():
+            self.advise(about, line)
         is_best = self.config.save.every and self.progress["best_step"] == self.step
         if self.saves(self.step) or is_best:
             self.save(last=self.step == self.total)
@@ -323,6 +324,12 @@ class Run:
             self.loggers.log(row, self.step)
         self.console.step(self.step, row)
         return row
+
+    def advise(self, about: str, line: str) -> None:
+        """Say it, but not again and again."""
+        if self.step - self._noted.get(about, -NOTED_EVERY) >= NOTED_EVERY:
+            self.console.note(line)
+            self._noted[about] = self.step
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint of this step is due, however well it does."""

@@ -16,8 +16,9 @@ from saccade import checks
 from saccade.algorithms import stages
 from saccade.algorithms.build import resolve
 from saccade.backends import OWN, Update
-from saccade.backends.distil import train_distilled
+from saccade.backends.distil import DistillationLoss
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, Config, defaults_for, load
 from saccade.data.datasets import Stream
 from saccade.forest import pack
@@ -105,8 +106,8 @@ def _learn(
     lr: float,
 ) -> Update:
     if teacher is None:
-        return backend.train_step(batches, SUPERVISED, OWN, lr=lr)
-    return train_distilled(backend, batches, teacher, kd_coef=config.sft.kd_coef, lr=lr)
+        return backend.train_step(batches, PolicyLoss(SUPERVISED, OWN), lr=lr)
+    return backend.train_step(batches, DistillationLoss(teacher, config.sft.kd_coef), lr=lr)
 
 
 def _metrics(update: Metrics, rows: Sequence[Group], stream: Stream) -> dict[str, float]:

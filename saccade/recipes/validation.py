@@ -14,6 +14,8 @@ from saccade.recipes.engines import make_engine
 from saccade.recipes.evaluate import describe, evaluate_set
 from saccade.recipes.run import Run, Stopping
 from saccade.rewards.scorer import Scorer
+from saccade.rollout.scoring import unread
+from saccade.tracking.diagnosis import unread_answers
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ class Validation:
             groups = result.groups[: self.config.val.log_generations]
             self.run.store(groups, step=step, kind=f"val/{result.name}")
             self.run.console.note(f"step {step}  {describe(result)}")
+            shown = unread(result.groups, self.scorer, self.family)
+            if line := unread_answers(result.metrics.get("parse_rate", 1.0), shown):
+                self.run.advise("length/parse_rate", f"{result.name}: {line}")
         metrics = {f"val/{r.name}/{key}": v for r in results for key, v in r.metrics.items()}
         self.run.note_validation(metrics, step)
         return metrics

@@ -1,14 +1,7 @@
 """Reward functions of the user, `path/file.py:name`: loading, signatures, return values.
 
-The form follows from parameter names alone, first match in this order:
-
-    … completions …                 f(prompts, completions, **columns)     lists in, list out
-    queries, prompts, labels        reward_func(queries, prompts, labels)  lists in, list out
-    samples, …                      f(samples, **args)                     a list of RewardSample
-    reward_inputs, …                f(reward_inputs, **args)               a list of dicts (below)
-    reward_input, …                 f(reward_input, **args)                {response, ground_truth,
-                                                                            response_length}
-    anything else                   f(sample, **args)                      one RewardSample
+The form follows from the names of the parameters: the first row of FORMS that fits them. So reward
+files of TRL, R1-V, LMM-R1, EasyR1 and verl work as they are.
 
     >>> form_of(lambda sample, bonus=0.0: 1.0).name
     'sample'
@@ -30,20 +23,22 @@ from saccade.rewards.sample import RewardSample
 from saccade.types import Score
 
 DEFAULT_NAME = "compute_score"
+TOTALS = ("overall", "value", "score")  # what a dict may call the reward
 LATE = "reward.deadline"  # names the option in the reason of a timeout
-SHAPES = (
-    "f(sample), f(samples), f(reward_input), f(reward_inputs), f(completions) or "
-    "f(queries, prompts, labels)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How a function is called: with the arguments for one sample, or for several at once."""
+    """How a function is called: for one sample, or for several at once."""
 
-    name: str
-    batch: bool
-    arguments: Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]]
+    known_by: tuple[str, ...]  # parameters
+    arguments: Callable[[Any], Any]  # by name; with `first`, that of the first parameter
+    batch: bool = False
+    first: bool = False  # known by its first parameter; others are args of the term
+
+    @property
+    def name(self) -> str:
+        return self.known_by[0]
 
 
 def split_name(verifier: str) -> tuple[str, str] | None:
@@ -78,12 +73,13 @@ def _reward_input(sample: RewardSample) -> dict[str, Any]:
     }
 
 
-def _columns(samples: Sequence[RewardSample]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _columns(samples: Sequence[RewardSample]) -> Mapping[str, Any]:
     extra = {name for sample in samples for name in sample.extra}
     columns = {name: [sample.extra.get(name) for sample in samples] for name in extra}
-    return (), columns | {
+    return columns | {
         "prompts": [sample.messages for sample in samples],
         "completions": [[{"role": "assistant", "content": s.response}] for s in samples],
+        "completion_ids": [sample.token_ids for sample in samples],
         "solution": [sample.answer for sample in samples],
         "answer": [sample.answer for sample in samples],
         "id": [sample.id for sample in samples],
@@ -91,66 +87,106 @@ def _columns(samples: Sequence[RewardSample]) -> tuple[Sequence[Any], Mapping[st
     }
 
 
-def _queries(samples: Sequence[RewardSample]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    queries = [sample.prompt + sample.response for sample in samples]
-    return (queries, [s.prompt for s in samples], [s.answer for s in samples]), {}
+def _queries(samples: Sequence[RewardSample]) -> Mapping[str, Any]:
+    return {
+        "queries": [sample.prompt + sample.response for sample in samples],
+        "prompts": [sample.prompt for sample in samples],
+        "labels": [sample.answer for sample in samples],
+    }
 
 
-FORMS = {
-    form.name: form
-    for form in (
-        Form(name="completions", batch=True, arguments=_columns),
-        Form(name="queries", batch=True, arguments=_queries),
-        Form(name="samples", batch=True, arguments=lambda samples: ((samples,), {})),
-        Form(
-            name="reward_inputs",
-            batch=True,
-            arguments=lambda samples: (([_reward_input(sample) for sample in samples],), {}),
-        ),
-        Form(
-            name="reward_input",
-            batch=False,
-            arguments=lambda sample: ((_reward_input(sample),), {}),
-        ),
-        Form(name="sample", batch=False, arguments=lambda sample: ((sample,), {})),
-    )
-}
+def _solution(sample: RewardSample) -> Mapping[str, Any]:
+    extra = sample.extra.get("extra_info")
+    return {
+        "data_source": sample.data_source,
+        "solution_str": sample.response,
+        "ground_truth": sample.answer,
+        "extra_info": dict(extra if isinstance(extra, Mapping) else sample.extra),
+    }
+
+
+def _solutions(samples: Sequence[RewardSample]) -> Mapping[str, Any]:
+    rows = list(map(_solution, samples))
+    return {f"{name}s": [row[name] for row in rows] for name in rows[0]}
+
+
+def _predicted(name: str) -> Callable[[RewardSample], Mapping[str, Any]]:
+    return lambda sample: {name: sample.response, "ground_truth": sample.answer}
+
+
+def _predictions(samples: Sequence[RewardSample]) -> Mapping[str, Any]:
+    golds = [sample.answer for sample in samples]
+    return {"predicts": [sample.response for sample in samples], "ground_truths": golds}
+
+
+SAMPLE = Form(known_by=("sample",), first=True, arguments=lambda sample: sample)
+FORMS = (
+    # TRL, R1-V
+    Form(known_by=("completions",), batch=True, arguments=_columns),
+    Form(known_by=("completion_ids",), batch=True, arguments=_columns),
+    # OpenRLHF, LMM-R1
+    Form(known_by=("queries", "prompts"), batch=True, arguments=_queries),
+    # verl, Mini-o3
+    Form(known_by=("solution_strs",), batch=True, arguments=_solutions),
+    Form(known_by=("solution_str",), arguments=_solution),
+    # EasyR1, newest first
+    Form(
+        known_by=("reward_inputs",),
+        first=True,
+        batch=True,
+        arguments=lambda samples: list(map(_reward_input, samples)),
+    ),
+    Form(known_by=("reward_input",), first=True, arguments=_reward_input),
+    Form(known_by=("predicts", "ground_truths"), batch=True, arguments=_predictions),
+    Form(known_by=("predict", "ground_truth"), arguments=_predicted("predict")),
+    Form(known_by=("predict_str", "ground_truth"), arguments=_predicted("predict_str")),
+    # ours
+    Form(known_by=("samples",), first=True, batch=True, arguments=list),
+    SAMPLE,
+)
 
 
 def form_of(function: Callable[..., Any]) -> Form:
+    """A function of one parameter with any other name is given a sample."""
     names = list(inspect.signature(function).parameters)
-    if "completions" in names:
-        return FORMS["completions"]
-    if names[:3] == ["queries", "prompts", "labels"]:
-        return FORMS["queries"]
-    first = names[0] if names else ""
-    return FORMS[first if first in ("samples", "reward_inputs", "reward_input") else "sample"]
+    fitting = (f for f in FORMS if set(f.known_by) <= set(names[:1] if f.first else names))
+    return next(fitting, SAMPLE)
 
 
 def check_arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
     """Refuse arguments that the function does not take, and required ones that are missing."""
     form, signature = form_of(function), inspect.signature(function)
-    given = {"completions": 0, "queries": 3}.get(form.name, 1)
+    sample = RewardSample(id="", response="")
+    given = {} if form.first else form.arguments([sample] if form.batch else sample)
+    named = _accepted(signature, given)
     # Of completions: what else it requires are columns of the data.
-    bind = signature.bind if given else signature.bind_partial
+    bind = signature.bind_partial if form.arguments is _columns else signature.bind
     try:
-        bind(*[None] * given, **args)
+        bind(*[sample] * form.first, **{**named, **args})
     except TypeError as error:
-        own = ", ".join(list(signature.parameters)[given:]) or "none"
+        own = [name for name in list(signature.parameters)[form.first :] if name not in named]
+        name = getattr(function, "__name__", "f")
+        shapes = ", ".join(f"f({', '.join(form.known_by)})" for form in reversed(FORMS))
         raise TypeError(
-            f"{getattr(function, '__name__', 'f')}{signature}: {error}; a reward is {SHAPES}, and "
-            f"further parameters are the args of the term (here: {own})"
+            f"{name}{signature}: {error}; a reward is {shapes}, and any other is called by one: "
+            f"def mine(sample): return {name}(sample.response, sample.answer). Further parameters "
+            f"are the args of the term (here: {', '.join(own) or 'none'})"
         ) from None
 
 
 def call(function: Callable[..., Any], form: Form, given: Any, args: Mapping[str, Any]) -> Any:
     """One call, for a sample or for a list of them; the result may be a coroutine."""
-    positional, named = form.arguments(given)
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        accepted = {parameter.name for parameter in parameters}
-        named = {name: column for name, column in named.items() if name in accepted}
-    return function(*positional, **{**named, **args})
+    if form.first:
+        return function(form.arguments(given), **args)
+    named = _accepted(inspect.signature(function), form.arguments(given))
+    return function(**{**named, **args})
+
+
+def _accepted(signature: inspect.Signature, named: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = signature.parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return named
+    return {name: value for name, value in named.items() if name in parameters}
 
 
 def late(deadline: float, *, own: bool = False) -> str:
@@ -173,18 +209,22 @@ def to_scores(result: Any, count: int) -> list[Score] | None:
 
 
 def to_score(result: Any) -> Score:
-    """A float, a mapping with `overall` or `value`, or a Score; all else is an error."""
+    """A float, a mapping with `overall`, `value` or `score`, or a Score; all else is an error."""
     if isinstance(result, Score):
         broken = [part for part in map(_finite, result.parts.values()) if part.kind == "error"]
         return broken[0] if broken else result
     if not isinstance(result, Mapping):
         return _finite(result)
-    key = next((key for key in ("overall", "value") if key in result), None)
+    key = next((key for key in TOTALS if key in result), None)
     if key is None:
         found = ", ".join(map(str, result))
-        return _error("bad_type", f"a dict needs 'overall' or 'value', this one has {found}")
+        return _error("bad_type", f"a dict needs one of {TOTALS}, this one has {found}")
     value = _finite(result[key])
-    parts = {name: entry for name, entry in result.items() if name not in (key, "parts")}
+    parts = {
+        "accuracy" if name == "acc" else name: entry
+        for name, entry in result.items()
+        if name not in (key, "parts")
+    }
     parts |= result.get("parts") or {}
     scores = {str(name): _finite(part) for name, part in parts.items() if _is_number(part)}
     broken = [score for score in (value, *scores.values()) if score.kind == "error"]

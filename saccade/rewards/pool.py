@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import selectors
 import signal
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saccade.own import show_output
 from saccade.rewards.custom import late
 from saccade.rewards.sample import RewardSample, to_json
 from saccade.rewards.verifiers import VERIFIERS
@@ -69,6 +71,7 @@ class WorkerPool:
         self._closed = False
         self._workers = workers
         self._processes: set[_Process] = set()
+        self._apart: set[_Call] = set()  # take lists and fail on them, but not on one sample
         self.replaced = 0  # processes that hung or died
         self._threads = [
             threading.Thread(target=self._serve, name=f"reward-worker-{index}", daemon=True)
@@ -190,7 +193,8 @@ class WorkerPool:
         samples = ",".join(job.sample for job in asked if job.sample is not None)
         request = (
             f'"verifier": {json.dumps(call.verifier)}, "args": {call.args}, '
-            f'"deadline": {call.deadline}, "samples": [{samples}]'
+            f'"deadline": {call.deadline}, "apart": {json.dumps(call in self._apart)}, '
+            f'"samples": [{samples}]'
         )
         reply = process.ask(request, START_LIMIT)
         if not reply and process.proven:  # it ended while idle: not the fault of this chunk
@@ -208,12 +212,10 @@ class WorkerPool:
         for job in chunk:
             if job.sample is None:
                 job.future.set_result(Score(kind="value"))
-        return self._collect(process, asked, bool(reply["together"]), call.deadline)
+        return self._collect(process, asked, bool(reply["together"]), call)
 
-    def _collect(
-        self, process: _Process, jobs: list[_Job], together: bool, deadline: float
-    ) -> bool:
-        waiting = dict(enumerate(jobs))
+    def _collect(self, process: _Process, jobs: list[_Job], together: bool, call: _Call) -> bool:
+        waiting, deadline, apart, failed = dict(enumerate(jobs)), call.deadline, "", False
         end = time.monotonic() + deadline + GRACE * together
         while waiting:
             reply = process.receive(end)
@@ -222,11 +224,27 @@ class WorkerPool:
                 self._blame(list(waiting.values()), together, trouble)
                 return False
             if "index" in reply:
-                waiting.pop(reply["index"]).future.set_result(Score(**reply["score"]))
-            together = reply.get("together", together)
+                score = Score(**reply["score"])
+                failed |= score.kind == "error"
+                waiting.pop(reply["index"]).future.set_result(score)
+            together, apart = reply.get("together", together), reply.get("apart", apart)
             if not together:
                 end = time.monotonic() + deadline
+        if apart and not failed:
+            self._score_apart(call, apart)
         return True
+
+    def _score_apart(self, call: _Call, trouble: str) -> None:
+        with self._changed:
+            known = call in self._apart
+            self._apart.add(call)
+        if not known:
+            logging.getLogger("saccade").warning(
+                "%s cannot score several samples at once (%s), but each alone; from now on it is "
+                "called with one sample at a time",
+                call.verifier,
+                trouble,
+            )
 
     def _blame(self, waiting: list[_Job], together: bool, reason: str) -> None:
         """The sample at work is at fault. Several at work at once: each is tried again alone."""
@@ -249,11 +267,13 @@ class _Process:
             [sys.executable, "-m", "saccade.rewards.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches the parent only
             env={**os.environ, "PYTHONPATH": search},
             bufsize=0,
         )
         assert self.process.stdout is not None
+        self.shown = show_output(self.process, "a reward")
         self.proven = False  # has answered before
         self.request = 0  # the one that is being answered
         self.lines: deque[bytes] = deque()
@@ -309,3 +329,4 @@ class _Process:
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
+        self.shown.join(timeout=1)

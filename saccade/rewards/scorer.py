@@ -13,6 +13,7 @@ Everything that can be wrong with `reward:` is refused when the scorer is built.
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from saccade.rewards.remote import Remote
 from saccade.rewards.resolve import resolve_recipes, unknown
 from saccade.rewards.sample import RewardSample
 from saccade.rewards.scorers import SCORERS, TermScorer
+from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Sample, Score
 
 
@@ -121,6 +123,16 @@ class Scorer:
                 "or add 'default' there"
             )
         return found
+
+    def looks_in(self, data_source: str) -> str:
+        """The term that counts as accuracy, and the places where it looks for an answer."""
+        recipe = self.recipe(data_source)
+        term = recipe.terms[recipe.outcome]
+        order = term.args.get("order")
+        if order is None and term.verifier in VERIFIERS:
+            parameters = inspect.signature(VERIFIERS[term.verifier].function).parameters
+            order = parameters["order"].default if "order" in parameters else None
+        return f"{term.name} looks in {', '.join(order)}" if order else f"by {term.name}"
 
     def check_sources(self, sources: Iterable[str]) -> None:
         """Refuse rows that nothing is written for, before the first is scored."""

@@ -1,6 +1,7 @@
 """The process for verifiers that may hang, crash or belong to the user: JSON lines both ways.
 
-A request holds its id, a verifier, its arguments, a deadline and samples. The first reply says that
+A request holds its id, a verifier, its arguments, a deadline, samples and whether they are scored
+apart. The first reply says that
 the function is loaded, or why not; one reply follows per sample, none where there are no samples.
 Every reply names the request that it answers. A deadline is enforced by the parent, which ends
 this process; when the parent is gone, this process ends itself. User code cannot disturb the pipes:
@@ -28,7 +29,8 @@ from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Score
 
 Emit = Callable[[Mapping[str, Any]], None]
-Failure = Callable[[Exception], Score]
+Failure = Callable[[BaseException], Score]
+RAISED = (Exception, SystemExit, KeyboardInterrupt)  # by user code
 
 
 def main() -> None:
@@ -60,17 +62,18 @@ def serve(request: Mapping[str, Any], emit: Emit) -> None:
     file = (custom.split_name(request["verifier"]) or ("",))[0]
     try:
         function, form = _function(request["verifier"], args)
-    except Exception as error:
+    except RAISED as error:
         emit({"failed": _told(error, file)})
         return
     coroutine = _is_async(function)
-    emit({"ready": True, "together": form.batch or coroutine})
+    together = coroutine or (form.batch and not request["apart"])
+    emit({"ready": True, "together": together})
     samples = [RewardSample(**row) for row in request["samples"]]
     if not samples:
         return  # only asked whether it loads: a function need not know what to do with none
     failure = partial(_failure, file=file)
     if form.batch:
-        _batch(function, form, samples, args, emit, failure)
+        _batch(function, form, samples, args, emit, failure, together=together)
     elif coroutine:
         deadline = request["deadline"]
         asyncio.run(_concurrently(function, form, samples, args, deadline, emit, failure))
@@ -88,7 +91,7 @@ def _function(verifier: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any
         prepare = VERIFIERS[verifier].prepare
         if prepare is not None:
             prepare()
-        return VERIFIERS[verifier].function, custom.FORMS["sample"]
+        return VERIFIERS[verifier].function, custom.SAMPLE
     function = custom.load(verifier)
     custom.check_arguments(function, args)
     return function, custom.form_of(function)
@@ -109,7 +112,7 @@ def _one_by_one(
     for index, sample in enumerate(samples):
         try:
             result = score(sample)
-        except Exception as error:
+        except RAISED as error:
             result = failure(error)
         emit(_reply(index, result))
 
@@ -121,6 +124,8 @@ def _batch(
     args: Mapping[str, Any],
     emit: Emit,
     failure: Failure,
+    *,
+    together: bool,
 ) -> None:
     """All at once; when that fails, one at a time, so that only the culprits fail."""
 
@@ -131,15 +136,19 @@ def _batch(
         found = custom.to_scores(result, len(part))
         if found is None:
             size = len(result) if hasattr(result, "__len__") else type(result).__name__
-            raise BadLength(f"{len(part)} samples, got {size}")
+            raise BadLength(f"{size} results for {len(part)} samples")
         return found
 
-    try:
-        for index, score in enumerate(scores(samples)):
-            emit(_reply(index, score))
-    except Exception:
-        emit({"together": False})
-        _one_by_one(lambda sample: scores([sample])[0], samples, emit, failure)
+    if together and len(samples) > 1:
+        try:
+            found = scores(samples)
+        except RAISED as error:
+            emit({"together": False, "apart": failure(error).reason})
+        else:
+            for index, score in enumerate(found):
+                emit(_reply(index, score))
+            return
+    _one_by_one(lambda sample: scores([sample])[0], samples, emit, failure)
 
 
 class BadLength(ValueError):
@@ -159,22 +168,26 @@ async def _concurrently(
     emit: Emit,
     failure: Failure,
 ) -> None:
+    async def scored(sample: RewardSample) -> Score:
+        try:
+            return custom.to_score(await custom.call(function, form, sample, args))
+        except RAISED as error:  # here: outside of its task an exit would end all of them
+            return failure(error)
+
     async def one(index: int, sample: RewardSample) -> None:
         try:
-            pending = custom.call(function, form, sample, args)
-            score = custom.to_score(await asyncio.wait_for(pending, deadline))
+            score = await asyncio.wait_for(scored(sample), deadline)
         except asyncio.TimeoutError:
             score = Score(kind="error", reason=f"timeout: {custom.late(deadline)}")
-        except Exception as error:
-            score = failure(error)
         emit(_reply(index, score))
 
     await asyncio.gather(*(one(index, sample) for index, sample in enumerate(samples)))
 
 
-def _failure(error: Exception, file: str) -> Score:
-    kind = "bad_length" if isinstance(error, BadLength) else "raised"
-    return Score(kind="error", reason=f"{kind}: {_told(error, file)}")
+def _failure(error: BaseException, file: str) -> Score:
+    length = isinstance(error, BadLength)
+    reason = f"bad_length: {error}" if length else f"raised: {_told(error, file)}"
+    return Score(kind="error", reason=reason)
 
 
 def _told(error: BaseException, file: str) -> str:
@@ -186,7 +199,7 @@ def _told(error: BaseException, file: str) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         message, lines = error.msg, [(error.filename, error.lineno)]
     where = f" ({os.path.basename(lines[-1][0])}:{lines[-1][1]})" if lines else ""
-    return f"{type(error).__name__}: {message}{where}"
+    return f"{type(error).__name__}{message and f': {message}'}{where}"
 
 
 def _reply(index: int, score: Score) -> dict[str, Any]:

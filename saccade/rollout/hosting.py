@@ -30,6 +30,7 @@ from typing import Any
 from saccade.config import EnvConfig
 from saccade.environments import Environment, Step, build, instruction, is_own, problems
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.own import show_output
 from saccade.rollout import wire
 from saccade.rollout.host import setting_of
 from saccade.types import Message, Sample
@@ -93,9 +94,11 @@ class Host:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "saccade.rollout.host"],
                 stdin=theirs.fileno(),
+                stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C reaches the parent only
                 env={**os.environ, "PYTHONPATH": search},
             )
+        self.shown = show_output(self.process, f"env.name={env.name}")
         atexit.register(self.close)
         self.control.sendall(env.model_dump_json().encode() + b"\n")
         self.control.settimeout(START_LIMIT)
@@ -130,6 +133,7 @@ class Host:
         if self.process.poll() is None:  # it leads a session
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.shown.join(timeout=1)
         atexit.unregister(self.close)
 
 

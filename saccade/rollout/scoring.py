@@ -26,6 +26,7 @@ GLANCE = 0.25  # seconds between two looks at rewards that are still out
 GIVEN_UP: Future[Scored] = Future()
 GIVEN_UP.set_result(Scored(status="abstain", reason="given_up: too many others failed"))
 PATIENCE = 15.0  # seconds of waiting before a word is said, then twice as many
+SHOWN = 160  # characters of a response in a line
 Progress = Callable[[int, int], None]  # done, all
 
 
@@ -169,6 +170,25 @@ def parsed(extracted: str | None, reason: str) -> bool:
     there is no verdict, the reason says why, and nothing about the answer.
     """
     return extracted is not None or not reason
+
+
+def unread(groups: Sequence[Group], scorer: Scorer | None, family: Family) -> str:
+    """Where the verifier looks for an answer, and one response that has none there; empty where
+    every response has one.
+    """
+    found = (
+        (group.sample.data_source, trajectory)
+        for group in groups
+        for trajectory in group.trajectories
+        if trajectory.status not in ALWAYS_EXCLUDED
+        and not parsed(trajectory.extracted, trajectory.reason)
+    )
+    source, trajectory = next(found, ("", None))
+    if scorer is None or trajectory is None:
+        return ""
+    text = family.decode(trajectory.response_ids)
+    end = text if len(text) <= SHOWN else f"…{text[-SHOWN:]}"
+    return f" ({scorer.looks_in(source)}; one of them ends with {end!r})"
 
 
 def thinks(trajectory: Trajectory, family: Family) -> bool:

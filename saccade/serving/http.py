@@ -16,10 +16,12 @@ import math
 import os
 import re
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -27,7 +29,8 @@ from saccade.errors import ConfigError, EnvironmentProblem
 
 TOKEN = "SACCADE_TOKEN"
 LOOPBACK = ("127.0.0.1", "localhost")
-LOOPBACK_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
+LOOPBACK_NAME = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
+METHODS = "GET, HEAD, POST, OPTIONS"
 PIECE = 2**16
 DIGITS = 15  # of a Content-Length
 DRAINED = 2**30  # bytes of a refused request that are taken, so that its client reads why
@@ -97,21 +100,27 @@ def shown_token(token: str) -> str:
     return f"${TOKEN}" if token == os.environ.get(TOKEN) else token
 
 
-def open_server(
-    handler: Callable[..., Any], host: str, port: int, *, token: str
-) -> ThreadingHTTPServer:
+class Server(ThreadingHTTPServer):
+    """A thread for each client; one that leaves is no news."""
+
+    daemon_threads = True
+    request_queue_size = BACKLOG
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            logging.getLogger("saccade").exception("a request of %s failed", client_address)
+
+
+def open_server(handler: Callable[..., Any], host: str, port: int, *, token: str) -> Server:
     """Bound to the address; port 0 takes a free one."""
     assert token or host in LOOPBACK, "without a token only loopback is served"
     try:
-        server = ThreadingHTTPServer((host, port), handler)
+        return Server((host, port), handler)
     except OSError as error:
         raise EnvironmentProblem(
             f"--port {port}: {host} cannot be listened on there: {error.strerror}; try --port 0 "
             "for any free port"
         ) from None
-    server.socket.listen(BACKLOG)
-    server.daemon_threads = True
-    return server
 
 
 class JsonHandler(BaseHTTPRequestHandler):
@@ -130,6 +139,24 @@ class JsonHandler(BaseHTTPRequestHandler):
     def asked(self) -> str:
         """The path, without what would follow it."""
         return self.path.partition("?")[0].rstrip("/") or "/"
+
+    def do_HEAD(self) -> None:
+        """As GET, whose body is left out in `send_data`."""
+        self.do_GET()  # type: ignore[attr-defined]
+
+    def do_OPTIONS(self) -> None:
+        """For whoever may ask, without a word that would let pages from elsewhere in."""
+        self.close_connection = True  # what else it sends is not read
+        problem = None if self.gate.token else self._against(self.asked)
+        if problem is not None:
+            self.fail(problem)
+        else:
+            self.send_head(204, {"Allow": METHODS, "Connection": "close"})
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the library refuses by itself: it would answer in HTML."""
+        self.close_connection = True
+        self.fail(BadRequest(None, message or HTTPStatus(code).phrase, status=code))
 
     def route(self, routes: Mapping[str, Callable[[], None]]) -> None:
         path = self.asked
@@ -176,13 +203,15 @@ class JsonHandler(BaseHTTPRequestHandler):
     def send_data(
         self, status: int, data: bytes, kind: str, more: Mapping[str, str] | None = None
     ) -> None:
-        self.send_head(status, kind, {"Content-Length": str(len(data)), **(more or {})})
-        self.wfile.write(data)
+        head = {"Content-Type": kind, "Content-Length": str(len(data))}
+        self.send_head(status, {**head, **(more or {})})
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
-    def send_head(self, status: int, kind: str, more: Mapping[str, str]) -> None:
+    def send_head(self, status: int, head: Mapping[str, str]) -> None:
         self.replied = True
         self.send_response(status)
-        for name, value in {"Content-Type": kind, **more, **SAFE}.items():
+        for name, value in {**head, **SAFE}.items():
             self.send_header(name, value)
         self.end_headers()
 

@@ -118,9 +118,8 @@ class Handler(http.JsonHandler):
 
     def _stream(self, style: Style, asked: Asked) -> None:
         self.streaming = self.close_connection = True  # its end is the end of the stream
-        self.send_head(
-            200, "text/event-stream", {"Cache-Control": "no-store", "Connection": "close"}
-        )
+        head = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        self.send_head(200, {**head, "Connection": "close"})
         with closing(self._pieces(style, asked)) as pieces:
             for piece in pieces:
                 self._event(json.dumps(piece))

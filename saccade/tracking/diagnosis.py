@@ -1,131 +1,191 @@
-"""One line that says why nothing is learned, and what to change.
+"""Says early why little is learned, what it costs, and which option changes it.
 
-Reads the metrics of the last steps only. It stays silent while anything moves: a cause must hold in
-every one of them.
+Reads the metrics of the last steps. A cause counts once the steps that show it hold `ENOUGH`
+responses, or after `WINDOW` steps.
 
-    >>> diagnose([{"policy/lr": 0.0}] * WINDOW)
+    >>> diagnose([{"policy/lr": 0.0}] * WINDOW)["policy/lr"]
     'nothing is learned: the learning rate is 0; set train.lr and look at train.schedule'
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
 
-WINDOW = 5  # steps in a row before a cause counts
+WINDOW = 5  # steps that are always enough
+ENOUGH = 128  # responses that are enough, in however few steps
+MOST, HALF, QUARTER = 0.9, 0.5, 0.25
+
+Row = Mapping[str, Any]  # the metrics of a step
 
 
 class Cause(NamedTuple):
-    """A metric that has one value in every step, and the line it calls for."""
+    """A metric that lies between `low` and `high` in every step, and the line it calls for.
 
+    kind: `stops` all learning; explains why groups are `dead`, and counts while most are; `always`
+    worth saying.
+    """
+
+    kind: Literal["stops", "dead", "always"]
     metric: str
-    value: float
-    line: str
-    while_dead: bool = True  # rewards that differ inside some group would still teach something
+    low: float
+    high: float
+    line: str  # {share}: the mean in percent, {rest}: what is left to 100, {row}: the last step
+    steps: int = 1  # at least, however many responses they hold
 
 
-# In order: what explains the rest comes first.
-CAUSES: tuple[Cause, ...] = (
+UNREAD = (
+    "check prompt.format, the verifier's `order` and rollout.max_tokens, or teach the format first "
+    "with `saccade sft`"
+)
+# In order: what explains the rest comes first, and only the first is said.
+CAUSES = (
     Cause(
-        "policy/update_skipped",
-        1.0,
-        "every update is skipped as non-finite; lower train.lr and look at the saved batches",
-        while_dead=False,
+        *("stops", "policy/update_skipped", MOST, 1.0),
+        "{share} of the updates are skipped as non-finite; lower train.lr and look at the saved "
+        "batches",
+        steps=WINDOW,
     ),
     Cause(
-        "policy/empty_step",
-        1.0,
+        *("stops", "policy/empty_step", MOST, 1.0),
         "no group is left to train on; look at group/dropped/… and group/constant_…, and ease "
         "algorithm.filter or the data",
-        while_dead=False,
     ),
     Cause(
-        "policy/lr",
-        0.0,
+        *("stops", "policy/lr", 0.0, 0.0),
         "the learning rate is 0; set train.lr and look at train.schedule",
-        while_dead=False,
+        steps=WINDOW,
     ),
     Cause(
-        "reward/error_rate",
-        1.0,
-        "every reward failed; look at `reason` in trajectories/ and try `saccade check-data`",
+        *("dead", "reward/error_rate", MOST, 1.0),
+        "{share} of the rewards failed; look at `reason` in trajectories/ and try "
+        "`saccade check-data`",
     ),
     Cause(
-        "reward/abstain_rate",
-        1.0,
-        "the reward judges no response; check that rows have an answer the verifier can read",
+        *("dead", "reward/abstain_rate", MOST, 1.0),
+        "the reward judges {rest} of the responses; check that rows have an answer the verifier "
+        "can read",
     ),
     Cause(
-        "length/truncated_frac",
-        1.0,
-        "every response is cut off; raise rollout.max_tokens or ask for shorter answers",
+        *("dead", "length/truncated_frac", MOST, 1.0),
+        "{share} of the responses are cut off; raise rollout.max_tokens or ask for shorter answers",
     ),
     Cause(
-        "turns/overturn_frac",
-        1.0,
-        "every episode runs out of turns, images or tokens; raise env.max_turns, env.max_images or "
-        "env.max_total_tokens",
+        *("dead", "turns/overturn_frac", MOST, 1.0),
+        "{share} of the episodes run out of turns, images or tokens; raise env.max_turns, "
+        "env.max_images or env.max_total_tokens",
     ),
     Cause(
-        "turns/void_frac",
-        1.0,
-        "every episode ends without an answer; check prompt.format, or teach it with `saccade sft`",
+        *("always", "length/parse_rate", 0.0, HALF),
+        f"{{rest}} of the responses have no answer that can be read{{unread}}; {UNREAD}",
     ),
     Cause(
-        "reward/format",
-        0.0,
-        "no response has the format; check prompt.format, or teach it first with `saccade sft`",
+        *("dead", "turns/void_frac", MOST, 1.0),
+        "{share} of the episodes end without an answer; check prompt.format, or teach it with "
+        "`saccade sft`",
     ),
     Cause(
-        "group/all_wrong_frac",
-        1.0,
-        "all groups are dead, every response is wrong; use easier data, raise "
+        *("dead", "reward/format", 0.0, 1 - MOST),
+        "{rest} of the responses miss the format; check prompt.format, or teach it first with "
+        "`saccade sft`",
+    ),
+    Cause(
+        *("dead", "group/all_wrong_frac", MOST, 1.0),
+        "in {share} of the groups every response is wrong; use easier data, raise "
         "train.samples_per_prompt, or warm up with `saccade sft`",
     ),
     Cause(
-        "group/all_right_frac",
-        1.0,
-        "all groups are dead, every response is right; use harder data, or stop here",
+        *("dead", "group/all_right_frac", MOST, 1.0),
+        "in {share} of the groups every response is right; use harder data, or stop here",
     ),
     Cause(
-        "group/dead_frac",
-        1.0,
-        "all groups are dead, the members of each have the same reward; raise "
-        "train.samples_per_prompt or rollout.temperature, or use data of other difficulty",
+        *("dead", "group/dead_frac", MOST, 1.0),
+        "in {share} of the groups all members have the same reward; raise train.samples_per_prompt "
+        "or rollout.temperature, or use data of other difficulty",
     ),
     Cause(
-        "policy/grad_norm",
-        0.0,
+        *("stops", "policy/grad_norm", 0.0, 0.0),
         "rewards differ but the gradient is 0; check model.train (is anything trainable?) and "
         "algorithm.exclude_status",
-        while_dead=False,
+        steps=WINDOW,
+    ),
+)
+# Said beside a cause.
+NOTES = (
+    Cause(
+        *("always", "group/live_frac", 1e-9, QUARTER),
+        "{share} of the sampled groups teach anything: each of these costs "
+        "{row[group/rollouts_per_live]:,.0f} rollouts; use data of medium difficulty, raise "
+        "train.samples_per_prompt, or warm up with `saccade sft`",
+    ),
+    Cause(
+        *("always", "group/side_signal_frac", HALF, 1.0),
+        "in {share} of the groups that teach anything all answers are equally right or wrong: "
+        "format, length or another side term decides there; lower its weight in reward.terms, or "
+        "let it count for right answers alone with reward.combine",
     ),
 )
 
 
-def diagnose(history: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first cause that explains the last steps of `history` (rows of metrics, oldest first), or
-    None.
+def diagnose(history: Sequence[Row], unread: str = "") -> dict[str, str]:
+    """Lines for the last steps of `history` (metrics, oldest first) by the metric that shows them;
+    none while all is well. `unread`: where the verifier looked in vain for an answer.
 
     Rows without any training metric (a validation alone) are passed over.
     """
     known = {cause.metric for cause in CAUSES}
-    steps = (row for row in reversed(history) if not known.isdisjoint(row))
-    last = list(islice(steps, WINDOW))
-    if len(last) < WINDOW:
+    steps = [row for row in history if not known.isdisjoint(row)][-WINDOW:]
+    found = ((cause, _line(cause, steps, unread)) for cause in CAUSES)
+    first = next(((cause, line) for cause, line in found if line), None)
+    lines = {}
+    if first is not None:
+        cause, line = first
+        dead = min(map(_dead_share, steps))
+        prefix = "little is learned: " if dead >= MOST else ""
+        prefix = "nothing is learned: " if dead == 1.0 or cause.kind == "stops" else prefix
+        lines[cause.metric] = prefix + line
+    return lines | {note.metric: line for note in NOTES if (line := _line(note, steps, unread))}
+
+
+def unread_answers(parse_rate: float, unread: str) -> str | None:
+    """The line for a validation where at most half of the responses have a readable answer."""
+    if parse_rate > HALF:
         return None
-    dead = all(_is_dead(row) for row in last)
-    for cause in CAUSES:
-        if cause.while_dead and not dead:
-            continue
-        if all(row.get(cause.metric) == cause.value for row in last):
-            return f"nothing is learned: {cause.line}"
-    return None
+    rest = _percent(1 - parse_rate)
+    return f"{rest} of the responses have no answer that can be read{unread}; {UNREAD}"
 
 
-def _is_dead(row: Mapping[str, Any]) -> bool:
-    """Whether no rewards differ that are compared: inside groups, or all of the step."""
+def _line(cause: Cause, steps: Sequence[Row], unread: str) -> str:
+    """Its line, if it holds in enough of the last steps; else nothing."""
+    values: list[float] = []
+    responses = 0.0
+    for row in reversed(steps):
+        value = row.get(cause.metric)
+        if value is None or not cause.low <= value <= cause.high:
+            return ""
+        if cause.kind == "dead" and _dead_share(row) < MOST:
+            return ""
+        values.append(value)
+        responses += row.get("count/samples") or 0
+        if len(values) >= cause.steps and (len(values) == WINDOW or responses >= ENOUGH):
+            mean = fmean(values)
+            shares = {"share": _percent(mean), "rest": _percent(1 - mean)}
+            return cause.line.format(**shares, row=steps[-1], unread=unread)
+    return ""
+
+
+def _percent(share: float) -> str:
+    """Neither all nor none of what is only nearly so."""
+    if share in (0.0, 1.0):
+        return "all" if share else "none"
+    return f"{min(max(share, 0.001), 0.999):.1%}".replace(".0%", "%")
+
+
+def _dead_share(row: Row) -> float:
+    """Of the groups, those whose rewards are all the same; where an algorithm compares no groups,
+    whether all rewards of the step are.
+    """
     if "group/dead_frac" in row:
-        return row["group/dead_frac"] == 1.0
-    return row.get("reward/std") in (None, 0.0)
+        return row["group/dead_frac"]
+    return 1.0 if row.get("reward/std") in (None, 0.0) else 0.0

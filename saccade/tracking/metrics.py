@@ -69,6 +69,25 @@ def group_metrics(
     )
 
 
+def signal_metrics(
+    trained: Sequence[Group], sampled: Sequence[Group], exclude_status: Collection[str] = ()
+) -> dict[str, float]:
+    """What the groups that are trained on teach, and what they cost: rewards as they are shaped."""
+    excluded = ALWAYS_EXCLUDED | set(exclude_status)
+    live = [
+        members
+        for group in trained
+        if (members := [t for t in _members(group) if t.status not in excluded])
+        and not _is_dead([float(t.reward or 0.0) for t in members])
+    ]
+    metrics = {"group/live_frac": len(live) / max(1, len(sampled))}
+    if live:
+        metrics["group/rollouts_per_live"] = sum(len(g.trajectories) for g in sampled) / len(live)
+        outcomes = [[t.outcome for t in members if t.outcome is not None] for members in live]
+        metrics["group/side_signal_frac"] = _share(bool(v) and _is_dead(v) for v in outcomes)
+    return metrics
+
+
 def without_scores(groups: Sequence[Group], scores: Collection[str]) -> Sequence[Group]:
     """The groups, with no outcome where it says nothing about right and wrong."""
     if not scores:

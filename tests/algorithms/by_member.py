@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.algorithms.objective import Columns, Stats, objective, to_metrics
+from saccade.algorithms.loss_sums import LossSums, to_metrics
+from saccade.algorithms.objective import Columns, objective
 
 LENGTHS = (6, 4, 5, 3)
 KEYS = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
@@ -22,7 +23,7 @@ def rows(values):
 
 def loss_of(row, batches, new):
     """The loss of an optimizer step over its forests, and its metrics; `new` by member."""
-    total, stats = 0.0, list[Stats]()
+    total, stats = 0.0, list[LossSums]()
     for batch in batches:
 
         def column(name, batch=batch):
@@ -50,7 +51,7 @@ def loss_of(row, batches, new):
             ),
         )
         total, stats = total + loss.item(), [*stats, one]
-    return total, to_metrics(row, stats).means()
+    return total, to_metrics(stats).means()
 
 
 def exact(values, rel=1e-6):

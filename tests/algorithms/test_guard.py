@@ -22,10 +22,12 @@ from saccade.algorithms.algorithm import Algorithm, Correct
 from saccade.algorithms.build import resolve
 from saccade.algorithms.corrections import CORRECTIONS
 from saccade.algorithms.kl import KINDS
-from saccade.algorithms.objective import Columns, objective, to_metrics
+from saccade.algorithms.loss_sums import to_metrics
+from saccade.algorithms.objective import Columns, objective
 from saccade.algorithms.policy_losses import LOSSES
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.errors import ConfigError
 from saccade.forest import pack
@@ -68,7 +70,7 @@ def loss_of(algorithm: Algorithm, new: Tensor, flat: Columns) -> tuple[Tensor, T
     """Value, gradient and metrics."""
     new = new.clone().requires_grad_()
     loss, stats = objective(algorithm, new, torch.ones(TOKENS), flat)
-    metrics = to_metrics(algorithm, [stats]).means()
+    metrics = to_metrics([stats]).means()
     return loss.detach(), torch.autograd.grad(loss, new)[0], list(metrics.values())
 
 
@@ -180,7 +182,9 @@ def shared(family_of: Callable[..., Any], load: Callable[..., Any]) -> LocalBack
 def backend(shared: LocalBackend, batch: Batch) -> Iterator[LocalBackend]:
     """After one update, so that there is a state; what a test changes is undone."""
     if not any(tensor.any() for tensor in snapshot(shared)[1].values()):
-        assert not shared.train_step([batch], algorithm_of("pg"), Scoring(), lr=1e-4).skipped
+        assert not shared.train_step(
+            [batch], PolicyLoss(algorithm_of("pg"), Scoring()), lr=1e-4
+        ).skipped
     weights, state = snapshot(shared)
     yield shared
     assert shared.optimizer is not None
@@ -228,7 +232,9 @@ def test_an_update_with_a_gap_of_80(
     for gap in (80.0, -80.0):
         far: dict[str, Any] = {column: getattr(batch, column) + np.float32(gap)}
         algorithm = algorithm_of(loss)
-        update = backend.train_step([replace(batch, **far)], algorithm, Scoring(), lr=1e-4)
+        update = backend.train_step(
+            [replace(batch, **far)], PolicyLoss(algorithm, Scoring()), lr=1e-4
+        )
         means = update.metrics.means()
         assert not update.skipped and means["guard/nonfinite"] == 0
         assert np.isfinite(list(means.values())).all()
@@ -254,7 +260,9 @@ def test_an_infinite_logit_is_no_update(
         with torch.no_grad():
             head.weight[token] = torch.inf
     before = snapshot(backend)
-    update = backend.train_step([batch], algorithm_of(loss, coef=0.0), Scoring(), lr=1e-4)
+    update = backend.train_step(
+        [batch], PolicyLoss(algorithm_of(loss, coef=0.0), Scoring()), lr=1e-4
+    )
     means = update.metrics.means()
     assert update.skipped and means["guard/nonfinite"] == means["policy/update_skipped"] == 1
     assert all(map(same, before, snapshot(backend)))

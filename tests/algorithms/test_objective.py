@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from saccade.algorithms.build import resolve
-from saccade.algorithms.objective import Columns, objective, to_metrics
+from saccade.algorithms.loss_sums import to_metrics
+from saccade.algorithms.objective import Columns, objective
 from saccade.config import AlgorithmConfig, KLConfig
 from saccade.schema import CorrectionConfig
 from saccade.types import Metrics
@@ -42,7 +43,7 @@ def columns(golden, aggregation="token_mean", **changes) -> Columns:
 
 def means(algorithm, new, columns, entropy=None):
     _, stats = objective(algorithm, new, entropy, columns)
-    return to_metrics(algorithm, [stats], step_tokens=18).means()
+    return to_metrics([stats], step_tokens=18).means()
 
 
 def test_clip_with_kl_in_the_loss(golden):
@@ -67,7 +68,7 @@ def test_a_kl_that_is_corrected_by_the_ratio(golden):
 def test_bad_sequences_that_the_policy_left_behind_are_dropped_anew(golden):
     loss, stats = objective(opsm(0.01), golden.new, None, columns(golden))
     assert loss.item() == pytest.approx(-0.22400677, abs=1e-7)
-    log = to_metrics(NO_KL, [stats], step_tokens=18).means()
+    log = to_metrics([stats], step_tokens=18).means()
     behind = golden.inputs().sequence_mean(golden.rollout - golden.new) > 0.01
     dropped = (golden.advantages < 0) & behind
     assert log["policy/opsm_dropped"] == pytest.approx(dropped.sum().item() / 18)
@@ -150,7 +151,6 @@ def test_metrics_are_means_over_live_tokens(golden):
         "policy/kl_loss": 0.03932377,
         "policy/kl_ref": 0.03932377,
         "policy/kl_ref_k1": 0.02017231,
-        "policy/kl_coef": 0.1,
         "policy/entropy": 0.7,
         "policy/ratio_mean": (golden.new - golden.old).exp().mean().item(),
         "mismatch/logp_gap_mean": gap.abs().mean().item(),
@@ -213,7 +213,7 @@ def test_a_reference_gap_of_80_is_finite(golden, gap, kind):
     loss, stats = objective(algorithm, new, None, flat)
     loss.backward()
     assert loss.isfinite() and new.grad.isfinite().all()
-    log = to_metrics(algorithm, [stats], step_tokens=18).means()
+    log = to_metrics([stats], step_tokens=18).means()
     assert all(abs(value) < 1e10 for value in log.values())
 
 
@@ -229,18 +229,18 @@ def test_micro_batches_add_up_to_the_step(golden):
         }
         loss, stats = objective(GRPO, golden.new[inside], None, replace(part, **cut))
         total += loss.item()
-        parts.merge(to_metrics(GRPO, [stats], step_tokens=18))
+        parts.merge(to_metrics([stats], step_tokens=18))
         together.append(stats)
     assert total == pytest.approx(whole["policy/loss"], abs=1e-12)
     assert parts.means() == pytest.approx(whole, abs=1e-12)
-    assert to_metrics(GRPO, together).means() == pytest.approx(whole, abs=1e-12)
+    assert to_metrics(together).means() == pytest.approx(whole, abs=1e-12)
 
 
 def test_a_step_without_live_tokens_has_no_loss_to_report(golden):
     nothing = columns(golden, scales=torch.zeros_like(golden.old))
     loss, stats = objective(GRPO, golden.new, None, nothing)
     assert loss.item() == 0
-    assert "policy/loss" not in to_metrics(GRPO, [stats]).means()
+    assert "policy/loss" not in to_metrics([stats]).means()
 
 
 def test_nothing_about_dead_tokens_reaches_loss_or_metrics(golden):
@@ -258,6 +258,6 @@ def test_nothing_about_dead_tokens_reaches_loss_or_metrics(golden):
             new = new.clone().requires_grad_()
             loss, stats = objective(GRPO, new, new.detach(), flat)
             loss.backward()
-            log = to_metrics(GRPO, [stats], step_tokens=13).means()
+            log = to_metrics([stats], step_tokens=13).means()
             results.append((loss.item(), new.grad.tolist(), log))
         assert results[0] == results[1]

@@ -108,7 +108,7 @@ def test_the_reference_value_of_the_nll_of_the_chosen(golden):
     ref = summed(golden, golden.ref)
     sides = Sides(sequence=golden.sequence, chosen=chosen, lengths=LENGTHS, ref=ref)
     row = Comparison(loss="dpo", options={"beta": 0.1}, count=2)
-    total, tokens = comparison_objective(row, golden.new, sides)[1].sums["dpo/nll"]
+    total, tokens = comparison_objective(row, golden.new, sides)[1].means["dpo/nll"]
     assert tokens.item() == 9 and (total / tokens).item() == approx(0.78735816, abs=1e-7)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pytest import approx
 
-from saccade.algorithms.comparison import comparison_metrics
+from saccade.algorithms.loss_sums import to_metrics
 from saccade.algorithms.rating import (
     Rating,
     Steps,
@@ -33,7 +33,7 @@ FIRST = dict.fromkeys(IDS, (1.0,))
 def rated(row: Rating, labels=FIRST, scores=SCORES, margins=(), kappa=1.0):
     whole = of_pairs(row, IDS, labels, dict(margins))
     loss, stats = rating_objective(whole, scores, SCORES.new_tensor(kappa), KEYS)
-    return loss.item(), comparison_metrics([stats]).means()
+    return loss.item(), to_metrics([stats]).means()
 
 
 def row(loss: str = "bt", **changes) -> Rating:
@@ -57,8 +57,9 @@ def test_golden_values(what: Rating, kappa: float, value: float) -> None:
 
 def test_a_label_says_which_side_is_better() -> None:
     flipped = SCORES.view(3, 2, 1).flip(1).reshape(6, 1)
-    assert rated(row(), dict.fromkeys(IDS, (-1.0,)), flipped) == rated(row())
-    _, metrics = rated(row())
+    loss, metrics = rated(row())
+    other, swapped = rated(row(), dict.fromkeys(IDS, (-1.0,)), flipped)
+    assert other == loss and swapped == approx(metrics, rel=1e-15)  # both sides in another order
     assert metrics["preference/accuracy"] == approx(1 / 3)  # a draw is not right
     assert metrics["preference/gap"] == approx(-0.2 / 3)
     assert metrics["preference/mean"] == approx(SCORES.mean().item())
@@ -134,6 +135,6 @@ def test_steps_are_a_cross_entropy_with_hard_and_soft_labels() -> None:
     logp = logits.log_softmax(-1).numpy()
     wanted = -(logp[0, 0] + 0.3 * logp[1, 0] + 0.7 * logp[1, 1] + logp[2, 1]) / 3
     assert loss.item() == approx(wanted, abs=1e-6)
-    metrics = comparison_metrics([stats]).means()
+    metrics = to_metrics([stats]).means()
     assert metrics["steps/accuracy"] == approx(2 / 3)
     assert metrics["steps/label_mean"] == approx(1.3 / 3)

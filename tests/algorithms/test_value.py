@@ -6,10 +6,10 @@ import pytest
 import torch
 from pytest import approx
 
+from saccade.algorithms.loss_sums import to_metrics
 from saccade.algorithms.value import (
     explained_variance,
     value_loss,
-    value_metrics,
     value_objective,
 )
 
@@ -72,7 +72,7 @@ def test_what_is_not_live_reaches_nothing(clip):
     loss, stats = value_objective(
         new, tensor(1.0, nan, 0.0), tensor(0.0, nan, 4.0), tensor(0.5, 0, 0.5), clip=clip
     )
-    means = value_metrics([stats]).means()
+    means = to_metrics([stats]).means()
     wanted = 0.25 * (1 + (1 if clip == 0 else 3.8**2))
     assert loss.item() == approx(wanted) and means["critic/loss"] == approx(wanted)
     assert means["critic/value_mean"] == 2.0 and means["critic/clip_frac"] == (0.5 if clip else 0)
@@ -86,14 +86,14 @@ def test_micro_batches_add_up():
     new, old, returns = reference()
     scales = torch.full_like(new, 1 / len(new))
     columns = (new, old, returns, scales)
-    whole = value_metrics([value_objective(*columns, clip=0.2)[1]]).means()
+    whole = to_metrics([value_objective(*columns, clip=0.2)[1]]).means()
     parts = [
         value_objective(*(c[part] for c in columns), clip=0.2)[1]
         for part in (slice(0, 5), slice(5, 6), slice(6, 18))
     ]
-    assert value_metrics(parts).means() == approx(whole)
+    assert to_metrics(parts).means() == approx(whole)
     assert whole["critic/loss"] == approx(0.43915905, abs=1e-7)
-    assert value_metrics([]).means() == {}
+    assert to_metrics([]).means() == {}
 
 
 def test_explained_variance():

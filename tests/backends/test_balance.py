@@ -11,6 +11,7 @@ import torch
 from saccade.algorithms.build import resolve
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PolicyLoss, ValueLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.errors import ConfigError
 from saccade.forest import pack
@@ -39,7 +40,7 @@ def step(family_of, load, grow, monkeypatch):
         )
         if split:
             fail_once(backend, monkeypatch)
-        update = backend.train_step(batches, ALGORITHM, Scoring(), lr=0.0)
+        update = backend.train_step(batches, PolicyLoss(ALGORITHM, Scoring()), lr=0.0)
         return update.metrics.means(), {n: g.clone() for n, g in seen.items()}, batches
 
     return taken
@@ -49,9 +50,9 @@ def fail_once(backend, monkeypatch):
     """The first forest runs out of memory after its forward."""
     added, calls = backend.balance.added, []
 
-    def failing(batch, loss_of):
-        found = added(batch, loss_of)
-        calls.append(batch)
+    def failing(*arguments, role):
+        found = added(*arguments, role=role)
+        calls.append(role)
         if len(calls) == 1:
             raise torch.OutOfMemoryError
         return found
@@ -117,5 +118,5 @@ def test_a_critic_reports_its_own(family_of, load, grow):
     nothing = np.zeros(len(batch.reads), np.float32)
     batch = replace(batch, scales=nothing + 0.1, values=nothing, returns=nothing)
     critic = LocalBackend(model, family, TrainConfig(aux_coef=0.01))
-    metrics = critic.train_values([batch], clip=0.2, lr=1e-3).metrics.means()
+    metrics = critic.train_step([batch], ValueLoss(0.2), lr=1e-3).metrics.means()
     assert metrics["moe/aux_loss_critic"] > 2.0 and "moe/aux_loss" not in metrics

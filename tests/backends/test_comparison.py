@@ -11,6 +11,7 @@ import torch
 from saccade.algorithms.comparison import Comparison, of_step
 from saccade.algorithms.preference import PREFERENCES, UNPAIRED, WITHOUT_REFERENCE, Labelled, Pairs
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PreferenceLoss
 from saccade.config import TrainConfig
 from saccade.forest import halves, pack
 from saccade.recipes.dialogues import compared
@@ -119,7 +120,7 @@ def test_any_partition_has_the_gradient_of_padded_pairs(
         batches = packed(groups, family, budget)
         sizes.append(len(batches))
         row = of_step(Comparison(loss=name, options={}, nll_coef=NLL), batches, z=Z)
-        update = backend.train_comparison(batches, row, lr=0.0)
+        update = backend.train_step(batches, PreferenceLoss(row), lr=0.0)
         assert update.metrics.means()["policy/loss"] == pytest.approx(wanted[0], rel=1e-6)
         errors = [(seen[n] - gradient).norm() for n, gradient in wanted[1].items()]
         assert torch.stack(errors).norm() <= 1e-6 * whole
@@ -147,21 +148,19 @@ def test_what_was_said_before_is_not_trained(groups, family):
 
 
 def test_running_out_of_memory_divides_a_forest_between_pairs(groups, family, load, monkeypatch):
-    from saccade.backends import local
-
     backend = LocalBackend(load(FAMILY), family, TrainConfig())
     batches = packed(groups, family, 10_000)
     row = of_step(Comparison(loss="dpo", options={}), batches)
-    whole = backend.train_comparison(batches, row, lr=0.0).metrics.means()
-    run = local._backward
+    whole = backend.train_step(batches, PreferenceLoss(row), lr=0.0).metrics.means()
+    compare = PreferenceLoss.__call__
 
-    def scarce(loss_of, batch):
+    def scarce(loss, trainer, batch):
         if len(batch.keys) > 4:
             raise torch.OutOfMemoryError
-        return run(loss_of, batch)
+        return compare(loss, trainer, batch)
 
-    monkeypatch.setattr(local, "_backward", scarce)
-    split = backend.train_comparison(batches, row, lr=0.0).metrics.means()
+    monkeypatch.setattr(PreferenceLoss, "__call__", scarce)
+    split = backend.train_step(batches, PreferenceLoss(row), lr=0.0).metrics.means()
     assert split["mem/oom_splits"] == 1 and whole["mem/oom_splits"] == 0
     for metric in ("policy/loss", "policy/grad_norm", "dpo/margin", "dpo/accuracy", "dpo/nll"):
         assert split[metric] == pytest.approx(whole[metric], rel=1e-5)

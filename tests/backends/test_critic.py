@@ -11,6 +11,7 @@ from pytest import approx
 
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import ValueLoss
 from saccade.config import TrainConfig
 from saccade.contents import write_files
 from saccade.errors import EnvironmentProblem
@@ -142,7 +143,7 @@ def gradients(backend: LocalBackend, batches: list[Batch], monkeypatch, clip: fl
         patch.setattr(
             backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
         )
-        update = backend.train_values(batches, clip=clip, lr=0.0)
+        update = backend.train_step(batches, ValueLoss(clip), lr=0.0)
     assert not update.skipped
     return update.metrics.means(), seen
 
@@ -233,7 +234,7 @@ def test_training_brings_values_to_their_returns(critic, family_of, grow):
     returns = batch.groups[batch.sequence].astype(np.float32)  # told apart by the prompt
     batch = trained(batch, values=np.zeros_like(returns), returns=returns)
     losses = [
-        backend.train_values([batch], clip=0.0, lr=3e-3).metrics.means()["critic/loss"]
+        backend.train_step([batch], ValueLoss(0.0), lr=3e-3).metrics.means()["critic/loss"]
         for _ in range(30)
     ]
     assert losses[0] > 0.1 and losses[-1] < 0.01
@@ -267,7 +268,7 @@ def test_a_value_can_depend_on_the_picture_alone(critic, family_of, image):
     assert batch.ids[batch.reads[:3]].tolist() == batch.ids[batch.reads[3:]].tolist()
     returns = np.array([1, 1, 1, -1, -1, -1], np.float32)
     batch = trained(batch, values=np.zeros(6, np.float32), returns=returns)
-    updates = [backend.train_values([batch], clip=0.0, lr=2e-3) for _ in range(40)]
+    updates = [backend.train_step([batch], ValueLoss(0.0), lr=2e-3) for _ in range(40)]
     first, last = (update.metrics.means() for update in (updates[0], updates[-1]))
     assert first["critic/grad_norm_vision"] > 0
     assert first["critic/loss"] > 0.4 and last["critic/loss"] < 0.05
@@ -290,7 +291,7 @@ def test_the_metrics_of_an_update(critic, family_of, grow):
         )
         for b, v in zip(batches, old, strict=True)
     ]
-    update = backend.train_values(batches, clip=0.2, lr=1e-4)
+    update = backend.train_step(batches, ValueLoss(0.2), lr=1e-4)
     means = update.metrics.means()
     assert len(batches) > 1 and not update.skipped
     assert means["critic/loss"] == approx(0.5, abs=1e-4)  # every value is 1 below its return
@@ -304,18 +305,18 @@ def test_a_step_that_is_not_finite_changes_nothing(critic, family_of, grow):
     (batch,) = packed(random_groups(grow, family, 0), family, 10_000)
     zeros = np.zeros(len(batch.reads), np.float32)
     good = trained(batch, values=zeros, returns=zeros + 1)
-    assert not backend.train_values([good], clip=0.2, lr=1e-4).skipped
+    assert not backend.train_step([good], ValueLoss(0.2), lr=1e-4).skipped
     weights = {n: p.detach().clone() for n, p in backend.weights()}
     state = {n: t.clone() for n, t in backend.optimizer.state().items()}
     bad = replace(good, returns=np.where(np.arange(len(zeros)) == 3, np.inf, good.returns))
-    update = backend.train_values([good, bad], clip=0.2, lr=1e-4)
+    update = backend.train_step([good, bad], ValueLoss(0.2), lr=1e-4)
     means = update.metrics.means()
     assert update.skipped and means["critic/update_skipped"] == means["guard/nonfinite"] == 1
     assert all(torch.equal(p, weights[n]) for n, p in backend.weights())
     assert all(torch.equal(t, state[n]) for n, t in backend.optimizer.state().items())
     assert not backend.optimizer.gradients
     dead = replace(bad, scales=np.where(np.arange(len(zeros)) == 3, 0, good.scales))
-    assert not backend.train_values([dead], clip=0.2, lr=1e-4).skipped
+    assert not backend.train_step([dead], ValueLoss(0.2), lr=1e-4).skipped
 
 
 # -- state --
@@ -332,7 +333,7 @@ def test_a_restored_critic_continues_bit_for_bit(critic, family_of, grow, tmp_pa
     batch = trained(batch, values=zeros, returns=zeros + 1)
     first, second = critic("qwen3", config, dtype), critic("qwen3", config, dtype)
     for _ in range(2):
-        first.train_values([batch], clip=0.2, lr=1e-3)
+        first.train_step([batch], ValueLoss(0.2), lr=1e-3)
     folder = tmp_path / "critic"
     write_files(folder, first.state_files())
     assert sorted(p.name for p in folder.iterdir()) == [
@@ -341,7 +342,7 @@ def test_a_restored_critic_continues_bit_for_bit(critic, family_of, grow, tmp_pa
     ]
     second.load_state(folder)
     for backend in (first, second):
-        assert not backend.train_values([batch], clip=0.2, lr=1e-3).skipped
+        assert not backend.train_step([batch], ValueLoss(0.2), lr=1e-3).skipped
     restored = dict(second.weights())
     assert "score.weight" in restored
     assert all(torch.equal(p, restored[n]) for n, p in first.weights())

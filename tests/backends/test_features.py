@@ -9,6 +9,7 @@ from saccade.algorithms.build import resolve
 from saccade.backends import Scoring
 from saccade.backends.features import FeatureCache
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.forest import pack
 from saccade.models.load import freeze
@@ -62,7 +63,7 @@ def test_frozen_towers_look_once_at_an_image(family_of, load, grow):
         model.model.visual.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         scored = backend.logprobs(batches, Scoring())
         ref = [replace(batches[0], ref_logprobs=scored[0][0])]
-        backend.train_step(ref, algorithm, Scoring(), lr=0.0)
+        backend.train_step(ref, PolicyLoss(algorithm, Scoring()), lr=0.0)
         backend.logprobs(batches, Scoring())
         looks[train] = len(calls)
     assert looks == {"freeze:vision,projector": 1, "freeze:vision": 3}

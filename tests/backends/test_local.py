@@ -12,6 +12,7 @@ from pytest import approx
 from saccade.algorithms.build import resolve
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.contents import write_files
 from saccade.forest import pack
@@ -41,7 +42,7 @@ def gradients(backend, batches, monkeypatch, algorithm=ON_POLICY):
         patch.setattr(
             backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
         )
-        update = backend.train_step(batches, algorithm, SCORING, lr=0.0)
+        update = backend.train_step(batches, PolicyLoss(algorithm, SCORING), lr=0.0)
     return update.metrics.means(), seen
 
 
@@ -62,7 +63,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_on_policy_the_ratio_is_exactly_one(family_of, load, batches):
     backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
-    update = backend.train_step(batches, ON_POLICY, SCORING, lr=1e-6)
+    update = backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-6)
     means = update.metrics.means()
     assert means["policy/ratio_mean"] == 1.0 and means["policy/ratio_max"] == 1.0
     assert means["policy/kl_old"] == 0.0 and not update.skipped
@@ -91,7 +92,7 @@ def test_scoring_agrees_with_training_and_knows_the_ban(family_of, load, batches
     assert (free < new).all()  # the banned ids take some of the mass
     assert not any(p.requires_grad for p in backend.model.parameters())
     with pytest.raises(AssertionError, match="only scores"):
-        backend.train_step(batches, ON_POLICY, SCORING, lr=0.0)
+        backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=0.0)
 
 
 def out_of_memory_once(*_args):
@@ -146,7 +147,7 @@ def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(
 def test_a_backend_that_nobody_needs_gives_its_memory_back(family_of, load, batches, monkeypatch):
     monkeypatch.setattr("saccade.backends.optimizer.LARGE", 1)  # every gradient is added by a hook
     backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
-    backend.train_step(batches, ON_POLICY, SCORING, lr=1e-4)
+    backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4)
     left = [weakref.ref(backend.model), weakref.ref(backend.optimizer)]
     del backend
     gc.collect()
@@ -158,18 +159,18 @@ def test_one_sequence_that_does_not_fit_is_an_error(family_of, load, batches):
     backend = LocalBackend(model, family_of(NAME), TrainConfig())
     model.model.language_model.layers[0].register_forward_pre_hook(out_of_memory_once)
     with pytest.raises(torch.OutOfMemoryError):
-        backend.train_step(batches, ON_POLICY, SCORING, lr=0.0)
+        backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=0.0)
 
 
 def test_a_non_finite_step_changes_neither_parameters_nor_optimizer(family_of, load, batches):
     model = load(NAME)
     backend = LocalBackend(model, family_of(NAME), TrainConfig())
-    assert not backend.train_step(batches, ON_POLICY, SCORING, lr=1e-4).skipped
+    assert not backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4).skipped
     with torch.no_grad():
         model.model.language_model.norm.weight[3] = torch.inf
     parameters = snapshot(model)
     state = {n: t.clone() for n, t in backend.optimizer.state().items()}
-    update = backend.train_step(batches, ON_POLICY, SCORING, lr=1e-4)
+    update = backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4)
     means = update.metrics.means()
     assert update.skipped
     assert means["guard/nonfinite"] == 1 and means["policy/update_skipped"] == 1
@@ -177,7 +178,7 @@ def test_a_non_finite_step_changes_neither_parameters_nor_optimizer(family_of, l
     assert not backend.optimizer.gradients
     with torch.no_grad():
         model.model.language_model.norm.weight[3] = 1.0
-    assert not backend.train_step(batches, ON_POLICY, SCORING, lr=1e-4).skipped
+    assert not backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4).skipped
 
 
 @pytest.mark.parametrize("gap", [80.0, -80.0])
@@ -188,7 +189,7 @@ def test_a_reference_far_away_stays_finite(family_of, load, batches, gap):
         replace(batch, ref_logprobs=new + np.float32(gap))
         for batch, (new, _) in zip(batches, scored, strict=True)
     ]
-    update = backend.train_step(far, WITH_KL, SCORING, lr=1e-6)
+    update = backend.train_step(far, PolicyLoss(WITH_KL, SCORING), lr=1e-6)
     means = update.metrics.means()
     assert not update.skipped
     assert np.isfinite(list(means.values())).all() and means["policy/kl_loss"] <= 10
@@ -201,7 +202,9 @@ def test_towers_have_learning_rates_of_their_own(family_of, load, batches):
         model = load(NAME)
         config = TrainConfig(lr_scale={"vision": 0.0, "projector": scale}, weight_decay=0.0)
         before = snapshot(model)
-        LocalBackend(model, family, config).train_step(batches, ON_POLICY, SCORING, lr=1e-4)
+        LocalBackend(model, family, config).train_step(
+            batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4
+        )
         change = {n: p - before[n] for n, p in snapshot(model).items()}
         assert all((c == 0).all() for n, c in change.items() if family.tower_of(n) == "vision")
         moved[scale] = change["model.visual.merger.mlp.2.weight"].norm().item()
@@ -214,7 +217,7 @@ def test_text_only_steps_leave_the_vision_tower_alone(family_of, load, batches):
     text = batches[0]
     assert not text.media
     before = snapshot(model)
-    update = backend.train_step([text], ON_POLICY, SCORING, lr=1e-4)
+    update = backend.train_step([text], PolicyLoss(ON_POLICY, SCORING), lr=1e-4)
     assert update.metrics.means()["policy/grad_norm_vision"] == 0.0
     assert torch.equal(
         model.model.visual.patch_embed.proj.weight, before["model.visual.patch_embed.proj.weight"]
@@ -233,7 +236,7 @@ def test_rows_without_media_teach_a_tower_that_trains_alone_nothing(
     assert both[0]["policy/grad_norm"] == alone[0]["policy/grad_norm"] > 0
     assert_equal(both[1], alone[1])
     before = snapshot(model)
-    update = backend.train_step([text], ON_POLICY, SCORING, lr=1e-3)
+    update = backend.train_step([text], PolicyLoss(ON_POLICY, SCORING), lr=1e-3)
     assert update.metrics.means()["policy/grad_norm"] == 0 and not update.skipped
     assert same(before, snapshot(model))
 
@@ -247,7 +250,7 @@ def test_a_restored_backend_continues_bit_for_bit(family_of, load, batches, tmp_
     few = batches if dtype == "float32" else batches[:1]  # a CPU may be slow in bf16
 
     def step(backend: LocalBackend) -> None:
-        assert not backend.train_step(few, ON_POLICY, SCORING, lr=1e-3).skipped
+        assert not backend.train_step(few, PolicyLoss(ON_POLICY, SCORING), lr=1e-3).skipped
 
     first = LocalBackend(load(NAME, dtype), family, config)
     step(first)
@@ -268,7 +271,7 @@ def test_stock_transformers_loads_what_is_saved(family_of, load, batches, tmp_pa
     from transformers import AutoModelForImageTextToText
 
     backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
-    backend.train_step(batches, ON_POLICY, SCORING, lr=1e-3)
+    backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-3)
     write_files(tmp_path, backend.model_files())
     model, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))

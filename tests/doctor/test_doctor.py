@@ -169,6 +169,17 @@ def test_an_endpoint_that_is_not_there_fails():
     assert run("rollout.engine=http").exit_code == 3
 
 
+def test_loopback_keeps_only_those_from_working_who_need_it(monkeypatch):
+    def down(*address):
+        raise OSError("cannot assign requested address")
+
+    monkeypatch.setattr(machine.socket, "create_server", down)
+    ((status, text),) = findings(machine.loopback, "reward.workers=4")
+    assert status == "warning" and "cannot assign" in text and "rewards" not in text
+    for needs in ("rollout.replicas=1", "rollout.engine=vllm"):
+        assert findings(machine.loopback, needs)[0][0] == "failure"
+
+
 def test_a_folder_for_runs_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     ((status, text),) = findings(machine.disk, f"run.out={tmp_path / 'file' / 'runs'}")
@@ -191,3 +202,12 @@ def test_positions_that_are_not_the_models_own(family_of, load):
         LocalBackend(model, family), EmbeddedEngine(model, family), agreement.questions(family)
     )
     assert right.status == "ok"
+
+
+def test_weights_that_are_no_numbers(folder, damage):
+    weight = damage(folder)
+    result = run("--model", str(folder), "run.device=cpu", "--json")
+    failed = [f for f in json.loads(result.stdout)["findings"] if f["status"] == "failure"]
+    assert result.exit_code == 3 and [f["name"] for f in failed] == ["agreement"]
+    assert failed[0]["text"].startswith("log-probs are not finite, because ")
+    assert f"{weight} holds NaN" in failed[0]["text"]

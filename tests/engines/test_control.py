@@ -8,6 +8,7 @@ import torch
 
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PolicyLoss
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.forest import pack
@@ -167,7 +168,7 @@ def test_training_goes_on_after_generation(load, family, prompts):
     batch = replace(batch, advantages=ones, scales=ones / len(ones))
     backend = LocalBackend(model, family, TrainConfig())
     algorithm = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=8)
-    assert not backend.train_step([batch], algorithm, Scoring(), lr=1e-3).skipped
+    assert not backend.train_step([batch], PolicyLoss(algorithm, Scoring()), lr=1e-3).skipped
     engine.update_weights(backend, version=1)
     changed = generate(engine, asked)
     assert changed[0].versions.tolist() == [1] * 8

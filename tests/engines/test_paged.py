@@ -8,7 +8,7 @@ import torch
 
 from saccade.engines import embedded, generate
 from saccade.engines.embedded import EmbeddedEngine, rows, scheduler
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, TrainingError
 from saccade.types import Completion, Message, Request, Sampling
 from tests.engines.asked import requests as requests_for
 
@@ -188,6 +188,27 @@ def test_the_host_looks_every_few_steps(load, family, prompts, paged):
             engine.poll()
             count += 1
         assert count == polls, changes
+
+
+@pytest.mark.parametrize("pages", [True, False])
+def test_log_probs_that_are_no_numbers_end_it_where_nobody_trains(
+    load, family, prompts, paged, pages, monkeypatch
+):
+    monkeypatch.setattr(embedded, "can_page", lambda shape: pages)
+    model = load("qwen2_5_vl")
+    named = model.named_parameters()
+    name, weight = next((n, p) for n, p in named if "layers.0.mlp.down_proj" in n)
+    weight.data[0, 0] = torch.nan
+    asked = requests(prompts[:1], repeats=2)
+    (first, _) = generate(EmbeddedEngine(model, family), asked)
+    assert len(first.ids) == 20 and np.isnan(first.logprobs).all()  # a trainer skips its update
+    engine = EmbeddedEngine(model, family, finite=True)
+    with pytest.raises(TrainingError, match=f"log-probs are not finite, because {name} holds NaN"):
+        generate(engine, asked)
+    assert all(s.sampled <= 1 for s in engine.scheduler.running.values())  # at the first look
+    weight.data.fill_(3e38)
+    with pytest.raises(TrainingError, match="although all weights are"):
+        generate(EmbeddedEngine(model, family, finite=True), asked)
 
 
 def test_a_prompt_is_computed_once_however_late_its_members_come(load, family, prompts, paged):

@@ -12,7 +12,7 @@ from saccade.backends.local import LocalBackend
 from saccade.config import TrainConfig
 from saccade.engines import parity
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.errors import EnvironmentProblem
+from saccade.errors import EnvironmentProblem, TrainingError
 from saccade.types import Message, Sample, Sampling
 from tests.engines.copies import CopyEngine, remembering
 
@@ -237,3 +237,11 @@ def test_log_probs_that_are_missing(trained, copy, family, samples):
             return [replace(d, logprobs=np.full_like(d.logprobs, np.nan)) for d in super().poll()]
 
     assert "gives no log-prob" in refused(Mute(copy, family), trained, samples)
+
+
+def test_weights_that_are_no_numbers(load, family, samples):
+    broken = LocalBackend(load(NAME), family, TrainConfig())
+    name, weight = next(iter(broken.weights()))
+    weight.data[0, 0] = torch.nan
+    with pytest.raises(TrainingError, match=f"log-probs are not finite, because {name} holds NaN"):
+        probe(EmbeddedEngine(broken.model, family), broken, samples)

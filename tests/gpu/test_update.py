@@ -45,12 +45,13 @@ def backend_of(family, dtype=torch.bfloat16, **options):
 
 def gradients(backend, batches, monkeypatch):
     from saccade.backends import Scoring
+    from saccade.backends.losses import PolicyLoss
 
     seen = {}
     monkeypatch.setattr(
         backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
     )
-    means = backend.train_step(batches, algorithm(), Scoring(), lr=0.0).metrics.means()
+    means = backend.train_step(batches, PolicyLoss(algorithm(), Scoring()), lr=0.0).metrics.means()
     return means, {name: gradient.clone() for name, gradient in seen.items()}
 
 
@@ -72,9 +73,10 @@ def test_half_precision_follows_single_precision(family_of, batches, monkeypatch
 
 def test_the_micro_batches_never_wait_for_the_gpu(family_of, batches):
     from saccade.backends import Scoring
+    from saccade.backends.losses import PolicyLoss
 
     backend = backend_of(family_of(NAME), checkpointing="auto")
-    backend.train_step(batches, algorithm(), Scoring(), lr=1e-6)  # kernels are compiled
+    backend.train_step(batches, PolicyLoss(algorithm(), Scoring()), lr=1e-6)  # kernels are compiled
     inner, waiting = backend._micro_step, []
 
     def without_waiting(*args, **kwargs):
@@ -86,7 +88,7 @@ def test_the_micro_batches_never_wait_for_the_gpu(family_of, batches):
             torch.cuda.set_sync_debug_mode("default")
 
     backend._micro_step = without_waiting
-    backend.train_step(batches, algorithm(), Scoring(), lr=1e-6)
+    backend.train_step(batches, PolicyLoss(algorithm(), Scoring()), lr=1e-6)
     assert len(waiting) == len(batches)
 
 
@@ -144,6 +146,7 @@ def test_memory_that_runs_out_costs_time_and_changes_nothing(family_of, batches,
 def test_frozen_towers_look_once_at_an_image(family_of, batches):
     from saccade.backends import Scoring
     from saccade.backends.local import LocalBackend
+    from saccade.backends.losses import PolicyLoss
     from saccade.config import TrainConfig
     from saccade.models.load import freeze, load_model
 
@@ -155,7 +158,7 @@ def test_frozen_towers_look_once_at_an_image(family_of, batches):
     model.model.visual.register_forward_hook(lambda *_: calls.append(1))
     first = backend.logprobs(batches, Scoring())
     seen = len(calls)
-    backend.train_step(batches, algorithm(), Scoring(), lr=0.0)
+    backend.train_step(batches, PolicyLoss(algorithm(), Scoring()), lr=0.0)
     second = backend.logprobs(batches, Scoring())
     assert 0 < seen == len(calls)
     for (a, _), (b, _) in zip(first, second, strict=True):

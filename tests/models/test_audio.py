@@ -13,6 +13,7 @@ import torch
 from saccade import sounds
 from saccade.backends import OWN
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PolicyLoss
 from saccade.config import DataConfig, TrainConfig
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
@@ -201,7 +202,9 @@ def test_rows_with_sound_train_in_forests_and_reach_the_tower(family):
     backend = LocalBackend(learning, family, TrainConfig(lr=1e-3))
     losses = []
     for _ in range(6):
-        update = backend.train_step(stages.write_supervision(batches), SUPERVISED, OWN, lr=1e-2)
+        update = backend.train_step(
+            stages.write_supervision(batches), PolicyLoss(SUPERVISED, OWN), lr=1e-2
+        )
         losses.append(update.metrics.means()["policy/loss"])
     assert losses[-1] < losses[0] - 0.5
     assert not torch.equal(before, learning.base_model.audio_tower.conv1.weight)

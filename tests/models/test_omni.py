@@ -20,6 +20,7 @@ from saccade.algorithms import stages
 from saccade.attention import forest_plan
 from saccade.backends import OWN
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PolicyLoss
 from saccade.config import LoraConfig, TrainConfig
 from saccade.engines.build import Settings, build
 from saccade.engines.embedded import EmbeddedEngine
@@ -218,7 +219,9 @@ def test_gradients_of_a_forest_are_those_of_transformers_on_rows(family, load, m
     monkeypatch.setattr(
         backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
     )
-    update = backend.train_step(stages.write_supervision([forest]), SUPERVISED, OWN, lr=0.0)
+    update = backend.train_step(
+        stages.write_supervision([forest]), PolicyLoss(SUPERVISED, OWN), lr=0.0
+    )
     theirs = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(family.path)
     losses = []
     for (row,) in rows_of(sample, family):
@@ -240,7 +243,7 @@ def step(model, family, batches) -> set[str]:
     """Towers whose weights moved."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     backend = LocalBackend(model, family, TrainConfig())
-    backend.train_step(stages.write_supervision(batches), SUPERVISED, OWN, lr=1e-2)
+    backend.train_step(stages.write_supervision(batches), PolicyLoss(SUPERVISED, OWN), lr=1e-2)
     named = model.named_parameters()
     return {family.tower_of(name) for name, p in named if not torch.equal(before[name], p)}
 

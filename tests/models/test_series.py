@@ -13,6 +13,7 @@ import torch
 from saccade.algorithms import stages
 from saccade.backends import OWN, Scoring
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PolicyLoss
 from saccade.checks import check
 from saccade.config import LoraConfig, SeriesConfig, TrainConfig
 from saccade.config import load as load_config
@@ -225,7 +226,7 @@ def test_a_group_shares_its_series_and_gradients_reach_the_encoder(plugged):
     words = learning.get_input_embeddings().weight.detach().clone()
     losses = [
         backend.train_step(
-            stages.write_supervision(apart), SUPERVISED, OWN, lr=1e-2
+            stages.write_supervision(apart), PolicyLoss(SUPERVISED, OWN), lr=1e-2
         ).metrics.means()["policy/loss"]
         for _ in range(8)
     ]

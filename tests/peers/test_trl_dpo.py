@@ -93,6 +93,7 @@ def test_loss_and_gradient_are_those_of_trl(
 
     from saccade.algorithms.comparison import Comparison, of_step
     from saccade.backends.local import LocalBackend
+    from saccade.backends.losses import PreferenceLoss
     from saccade.config import DataConfig, DataSource, TrainConfig
     from saccade.data.datasets import load
     from saccade.forest import pack
@@ -129,7 +130,7 @@ def test_loss_and_gradient_are_those_of_trl(
     seen: dict[str, Any] = {}
     assert backend.optimizer is not None
     backend.optimizer.step = lambda lr, norm: seen.update(backend.optimizer.gradients)  # type: ignore
-    found = backend.train_comparison(batches, row, lr=0.0).metrics.means()
+    found = backend.train_step(batches, PreferenceLoss(row), lr=0.0).metrics.means()
 
     assert abs(found["dpo/margin"]) > 1e-3  # the reference is another model
     assert found["policy/loss"] == pytest.approx(wanted.item(), rel=1e-5)

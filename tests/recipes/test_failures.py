@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from saccade.algorithms.build import resolve
 from saccade.backends.local import LocalBackend
 from saccade.checkpoint import complete_steps
-from saccade.config import AlgorithmConfig, Config
+from saccade.cli import app
+from saccade.config import AlgorithmConfig, Config, load, to_yaml
 from saccade.errors import (
     ConfigError,
     DataError,
@@ -138,6 +140,24 @@ def test_an_engine_that_fails_in_validation_loses_no_finished_step(
         sft.run(config | {"data.val": str(scenes / "val.jsonl"), "reward.terms": ["count"]})
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
     assert complete_steps(tmp_path / "run" / "checkpoints") == [1]
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "chat"])
+def test_weights_that_are_no_numbers_end_what_answers_with_5(
+    rl_config: Make, tmp_path: Path, word_model: str, damage: Callable[[Path], str], command: str
+) -> None:
+    weight = damage(shutil.copytree(word_model, tmp_path / "model"))
+    config = rl_config(tmp_path, model__path=str(tmp_path / "model"))
+    if command == "eval":
+        config["data.val"] = config.pop("data.train")
+    if command == "chat":
+        config = {key: config[key] for key in ("model.path", "run.device")}
+    (tmp_path / "run.yaml").write_text(to_yaml(load(config), full=False))
+    done = CliRunner().invoke(app, [command, str(tmp_path / "run.yaml")], input="How many?\nexit\n")
+    assert done.exit_code == 5
+    said = done.stderr.replace("\n", " ")
+    assert "log-probs are not finite, because" in said and f"{weight} holds NaN" in said
+    assert not (tmp_path / "run" / "results.json").exists() and "!!" not in done.stdout
 
 
 def test_what_fails_before_an_update_keeps_the_steps_before_it(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from saccade.algorithms.distillation import kd
+from saccade.backends.losses import PolicyLoss
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
@@ -237,7 +238,7 @@ def test_the_gradients_of_both_terms_add_up(word_model: str, scenes: Path) -> No
     for step in (supervised, imitated, [*supervised, *imitated]):
         model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
         backend = LocalBackend(model, family, TrainConfig())
-        found = backend.train_step(step, sft.SUPERVISED, OWN, lr=0.0).metrics.means()
+        found = backend.train_step(step, PolicyLoss(sft.SUPERVISED, OWN), lr=0.0).metrics.means()
         norms.append(found["policy/grad_norm"])
         metrics.append(found)
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,20 @@ SAMPLES = [
 
 def per_sample(sample, bonus=0.0): ...
 def any_name(x): ...
+def other(answer, question): ...
 def batch(samples, bonus=0.0): ...
 def easyr1(reward_input, **kwargs): ...
 def easyr1_batch(reward_inputs, format_weight=0.1): ...
 def r1v(prompts, completions, **columns): ...
 def r1v_short(completions, solution, **kwargs): ...
 def lmmr1(queries, prompts, labels): ...
+def lmmr1_old(queries, prompts): ...
+def verl(data_source, solution_str, ground_truth, extra_info=None): ...
+def verl_batch(data_sources=None, solution_strs=None, ground_truths=None, **kwargs): ...
+def easyr1_old(predicts, ground_truths, format_weight=0.1): ...
+def easyr1_older(predict_str, ground_truth): ...
+def easyr1_oldest(predict, ground_truth): ...
+def trl_ids(completion_ids, **kwargs): ...
 async def asynchronous(samples): ...
 
 
@@ -48,6 +57,13 @@ async def asynchronous(samples): ...
         (r1v, "completions", True),
         (r1v_short, "completions", True),
         (lmmr1, "queries", True),
+        (lmmr1_old, "queries", True),
+        (verl, "solution_str", False),
+        (verl_batch, "solution_strs", True),
+        (easyr1_old, "predicts", True),
+        (easyr1_older, "predict_str", False),
+        (easyr1_oldest, "predict", False),
+        (trl_ids, "completion_ids", True),
     ],
 )
 def test_the_form_follows_from_parameter_names(
@@ -80,10 +96,38 @@ def test_what_each_form_is_given() -> None:
     assert called(short, SAMPLES) is True
     assert called(lmmr1, SAMPLES) == (["p0 r0", "p1 r1"], ["p0 ", "p1 "], ["0", "1"])
 
+    def verl(data_source, solution_str, ground_truth, extra_info):
+        return data_source, solution_str, ground_truth, extra_info
+
+    def verl_batch(solution_strs, data_sources, **others):
+        return solution_strs, data_sources, others
+
+    told = replace(SAMPLES[1], extra={"extra_info": {"index": 7}})
+    assert called(verl, SAMPLES[1]) == ("default", "r1", "1", {"level": 1})
+    assert called(verl, told) == ("default", "r1", "1", {"index": 7})
+    golds = {"ground_truths": ["0", "1"], "extra_infos": [{"level": 0}, {"level": 1}]}
+    assert called(verl_batch, SAMPLES) == (["r0", "r1"], ["default"] * 2, golds)
+
+    def easyr1_old(predicts, ground_truths, weight):
+        return predicts, ground_truths, weight
+
+    def easyr1_older(predict_str, ground_truth):
+        return predict_str, ground_truth
+
+    assert called(easyr1_old, SAMPLES, weight=2) == (["r0", "r1"], ["0", "1"], 2)
+    assert called(easyr1_older, SAMPLES[1]) == ("r1", "1")
+
 
 def test_arguments_are_checked_against_the_signature() -> None:
     check_arguments(per_sample, {"bonus": 1})
-    check_arguments(r1v_short, {})
+    for function in (r1v_short, verl, verl_batch, easyr1_old, easyr1_older, lmmr1_old, trl_ids):
+        check_arguments(function, {})
+    check_arguments(easyr1_old, {"format_weight": 0.5})
+    with pytest.raises(TypeError, match=r"'bonus'; .*\(here: format_weight\)"):
+        check_arguments(easyr1_old, {"bonus": 1})
+    adapter = r"def mine\(sample\): return other\(sample.response, sample.answer\)"
+    with pytest.raises(TypeError, match=rf"'question'; .*{adapter}"):
+        check_arguments(other, {})
     with pytest.raises(TypeError, match=r"'bonsu'; .*f\(sample\), .*\(here: bonus\)"):
         check_arguments(per_sample, {"bonsu": 1})
     with pytest.raises(TypeError, match="weight"):
@@ -98,6 +142,7 @@ def test_arguments_are_checked_against_the_signature() -> None:
         (np.float32(0.5), 0.5, {}),
         ({"overall": 0.9, "accuracy": 1, "format": 0}, 0.9, {"accuracy": 1.0, "format": 0.0}),
         ({"value": 2, "parts": {"a": 1}, "note": "text"}, 2.0, {"a": 1.0}),
+        ({"score": 0.5, "acc": True, "pred": "7"}, 0.5, {"accuracy": 1.0}),
         (Score(kind="value", value=3.0), 3.0, {}),
     ],
 )
@@ -114,7 +159,7 @@ def test_results_that_count(result: Any, value: float, parts: dict[str, float]) 
         (math.inf, "infinite"),
         ("1", "bad_type"),
         ([1.0], "bad_type"),
-        ({"score": 1}, "bad_type"),
+        ({"points": 1}, "bad_type"),
         ({"overall": None}, "none"),
         ({"overall": 1.0, "accuracy": math.nan}, "nan"),
         (Score(kind="value", value=1.0, parts={"a": math.nan}), "nan"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from saccade import own
 from saccade.rewards.pool import WorkerPool, _Process
 from saccade.rewards.sample import RewardSample, to_json
 from saccade.types import Score
@@ -19,11 +20,17 @@ def misbehave(response):
     if response == "none": return None
     if response == "nan": return math.nan
     if response == "exit": os._exit(3)
+    if response == "leave": sys.exit("enough")
+    if response == "interrupt": raise KeyboardInterrupt
     if response == "noise": print("not a reply"); sys.stdout.flush()
     return 1.0
 
 def single(sample): return misbehave(sample.response)
 def batch(samples): return [misbehave(s.response) for s in samples]
+def counted(samples):
+    with open(__file__ + ".calls", "a") as file: print(len(samples), file=file)
+    return [1.0]
+def loud(sample): print("x" * 400_000); return 1.0
 def short(samples): return [1.0 for s in samples if s.response != "drop"]
 async def waiting(sample):
     if sample.response == "sleep": await asyncio.sleep(60)
@@ -97,6 +104,53 @@ def test_batch_and_async_functions_lose_only_the_culprits(functions: str, name: 
         found = scores(pool, f"{functions}:{name}", [*GOOD[:9], *bad, *GOOD[9:12]])
     assert {key for key, score in found.items() if score.kind == "error"} == set(bad)
     assert found["sleep"].reason.startswith("timeout")
+
+
+@pytest.mark.parametrize("name", ["single", "batch", "waiting"])
+def test_an_exit_or_an_interrupt_is_an_exception_with_its_line(functions: str, name: str) -> None:
+    with WorkerPool(workers=1, deadline=5) as pool:
+        start = time.monotonic()
+        found = scores(pool, f"{functions}:{name}", [*GOOD[:3], "leave", "interrupt"])
+        assert time.monotonic() - start < 5 and pool.replaced == 0
+    assert all(found[name].value == 1 for name in GOOD[:3])
+    assert found["leave"].reason == "raised: SystemExit: enough (bad.py:10)"
+    assert found["interrupt"].reason == "raised: KeyboardInterrupt (bad.py:11)"
+
+
+def test_a_file_that_exits_when_it_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(2)\n")
+    with WorkerPool(workers=1, deadline=5) as pool:
+        assert pool.check(f"{tmp_path}/exits.py:f") == "load: SystemExit: 2 (exits.py:2)"
+
+
+def test_a_list_function_that_can_only_score_one_is_told_of_once(
+    functions: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with WorkerPool(workers=1, deadline=5) as pool:
+        for _ in range(2):
+            found = scores(pool, f"{functions}:counted", GOOD[:16])
+            assert all(score.value == 1 for score in found.values())
+    sizes = [int(line) for line in Path(f"{functions}.calls").read_text().split()]
+    assert sum(size > 1 for size in sizes) == 1 and sizes.count(1) == 32
+    (said,) = [record.getMessage() for record in caplog.records]
+    several = next(size for size in sizes if size > 1)
+    assert f"{functions}:counted cannot score several" in said
+    assert f"(bad_length: 1 results for {several} samples)" in said
+
+
+def test_what_rewards_print_has_a_limit_that_is_told_of_once(
+    functions: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    own._say_enough.cache_clear()
+    with WorkerPool(workers=2, deadline=30) as pool:
+        found = scores(pool, f"{functions}:loud", GOOD[:8])
+    assert all(score.value == 1 for score in found.values())
+    assert own.SHOWN <= capfd.readouterr().err.count("x") <= 2 * own.SHOWN == 2 * 262_144
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert (
+        said
+        == "a reward printed more than 256 kB; of each of its processes only that much is shown"
+    )
 
 
 def test_a_short_list_fails_only_where_it_is_short(functions: str) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import socket
+import struct
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 import numpy as np
@@ -369,6 +373,46 @@ def test_without_a_token_only_this_machine_is_served(model: Any, family: Family)
     with serving(model, family, token="") as open_to_all:
         assert call(open_to_all, "/models", None, Authorization="")[0] == 200
         assert call(open_to_all, "/models", None, Host="evil.example")[0] == 403
+        assert call(open_to_all, "/models", None, Host="[::1]:8000")[0] == 200
+        assert call(open_to_all, "/models", None, Host="[::2]")[0] == 403
+        assert raw(open_to_all, "OPTIONS", "/v1/models", Host="evil.example")[0] == 403
+
+
+def raw(endpoint: Endpoint, method: str, path: str, **headers: str) -> tuple[int, Any, bytes]:
+    connection = HTTPConnection(endpoint.url.split("/")[2], timeout=30)
+    with closing(connection):
+        connection.request(method, path, headers=headers)
+        reply = connection.getresponse()
+        return reply.status, reply.headers, reply.read()
+
+
+def test_methods_besides_get_and_post(endpoint: Endpoint) -> None:
+    known = {"Authorization": f"Bearer {TOKEN}"}
+    for path in ("/", "/v1/models", "/v1/nothing"):
+        status, headers, body = raw(endpoint, "GET", path, **known)
+        shown = raw(endpoint, "HEAD", path, **known)
+        assert shown[0] == status and shown[2] == b""
+        assert shown[1]["Content-Length"] == headers["Content-Length"] == str(len(body))
+    assert raw(endpoint, "HEAD", "/v1/models")[0] == 401
+    status, headers, body = raw(endpoint, "OPTIONS", "/v1/chat/completions")
+    assert (status, headers["Allow"], body) == (204, "GET, HEAD, POST, OPTIONS", b"")
+    assert not [name for name in headers if name.lower().startswith("access-control")]
+    status, headers, body = raw(endpoint, "PUT", "/v1/models", **known)
+    assert status == 501 and headers.get_content_type() == "application/json"
+    assert "Unsupported method" in json.loads(body)["error"]["message"]
+
+
+def test_a_client_that_leaves_is_no_news(
+    endpoint: Endpoint, capfd: pytest.CaptureFixture[str]
+) -> None:
+    host, port = endpoint.url.split("/")[2].split(":")
+    for sent in (b"GET /v1/mod", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(sent)
+            time.sleep(0.1)  # so that it is being read
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    time.sleep(0.2)
+    assert chat(endpoint) and capfd.readouterr().err == ""
 
 
 def test_the_page_needs_no_token_and_fetches_nothing_from_elsewhere(endpoint: Endpoint) -> None:

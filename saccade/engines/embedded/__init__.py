@@ -29,6 +29,7 @@ from saccade.engines.embedded.rows import fields_of, heats_of
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS, Scheduler
 from saccade.engines.embedded.sequences import Part, Sequence, cuts
 from saccade.engines.requests import require_room
+from saccade.engines.weights import not_finite
 from saccade.errors import EnvironmentProblem
 from saccade.models.families import Family
 from saccade.models.load import banned_mask
@@ -36,7 +37,10 @@ from saccade.types import Completion, Request
 
 
 class EmbeddedEngine:
-    def __init__(self, model: nn.Module, family: Family, *, max_sequences: int = 512) -> None:
+    def __init__(
+        self, model: nn.Module, family: Family, *, max_sequences: int = 512, finite: bool = False
+    ) -> None:
+        """`finite`: log-probs that are not are an error; a trainer skips its update instead."""
         text = model.config.get_text_config()  # type: ignore[union-attr, operator]
         kinds = getattr(text, "layer_types", None)
         everywhere = kinds is None and getattr(text, "sliding_window", None)
@@ -45,7 +49,7 @@ class EmbeddedEngine:
                 "the embedded engine does not serve models with sliding windows"
             )
         self.model, self.family, self.max_sequences = model, family, max_sequences
-        self.version = 0
+        self.version, self.finite = 0, finite
         shape = shape_of(model)
         self.banned = banned_mask(family, shape.device)
         self.cache: Any = Cache(shape)
@@ -187,7 +191,7 @@ class EmbeddedEngine:
         quick = None if self.graphs is None else self.graphs.draw
         logits = self.model.lm_head(hidden)  # type: ignore[operator]
         ids, logprobs = draw(logits, rows, sequences, banned=self.banned, quick=quick)
-        self.records.note(sequences, ids[None], logprobs[None], self.version)
+        self._note(sequences, ids[None], logprobs[None])
 
     def _launch(self, ready: SequenceOf[Sequence], steps: int) -> None:
         slots = np.array([s.slot for s in ready])
@@ -208,7 +212,12 @@ class EmbeddedEngine:
                 ready[row].support += [kept(look, row) for look in drawn]
         for sequence, count in zip(ready, (ids >= 0).sum(0).tolist(), strict=True):
             sequence.cached += count
-        self.records.note(ready, ids, logprobs, self.version)
+        self._note(ready, ids, logprobs)
+
+    def _note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray) -> None:
+        if self.finite and not np.isfinite(logprobs[ids >= 0]).all():
+            raise not_finite(self.model.named_parameters())
+        self.records.note(sequences, ids, logprobs, self.version)
 
     def _collect_finished(self) -> list[Completion]:
         done, self.scheduler.aborted = self.scheduler.aborted, []

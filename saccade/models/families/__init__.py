@@ -279,9 +279,25 @@ def load_family(
         chat=chat,
         vocabulary=vocabulary,
         banned=_banned(chat, vocabulary, [config.get(key) for key in spec.placeholders]),
-        max_positions=int(text_config.get("max_position_embeddings", 1 << 30)),
+        max_positions=_max_positions(text_config),
         **bound,
     )
+
+
+def _max_positions(config: Mapping[str, Any]) -> int:
+    """The longest row whose positions do not depend on the rows beside it. LongRoPE and dynamic
+    RoPE switch to other frequencies for a whole batch once its longest row exceeds the length of
+    pretraining: LongRoPE names it, for dynamic RoPE it is `max_position_embeddings`.
+    """
+    longest = int(config.get("max_position_embeddings", 1 << 30))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    by_layer_type = [part for part in rope.values() if isinstance(part, Mapping)]
+    for part in by_layer_type or [rope]:
+        if "long_factor" in part:  # by whatever name: Phi-3 files say longrope, su or yarn
+            named = (config, part)
+            originals = [o for c in named if (o := c.get("original_max_position_embeddings"))]
+            longest = min([longest, *originals])
+    return longest
 
 
 def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:

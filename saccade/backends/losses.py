@@ -1,0 +1,91 @@
+"""What `train_step` can train on, as plain data: it crosses a process, and is called with a trainer
+and a forest.
+
+    backend.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=1e-6)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from torch import Tensor
+
+from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.comparison import Comparison, comparison_objective, sides_of
+from saccade.algorithms.imitation import imitation_objective
+from saccade.algorithms.loss_sums import LossSums
+from saccade.algorithms.objective import objective
+from saccade.algorithms.value import value_objective
+from saccade.backends import OWN, Scoring
+from saccade.backends.inputs import column, columns_of
+from saccade.types import Batch
+
+if TYPE_CHECKING:
+    from saccade.backends.local import LocalBackend
+
+
+class Loss(Protocol):
+    """The loss of one micro-batch. Its denominators are those of the whole optimizer step, so
+    micro-losses simply add up.
+    """
+
+    @property
+    def role(self) -> str:
+        """Prefix of its metrics: policy or critic."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether the members of a group are compared, so that they stay in one micro-batch."""
+        ...
+
+    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]: ...
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """What an algorithm makes of sampled tokens. A batch without advantages is imitated."""
+
+    algorithm: Algorithm
+    scoring: Scoring
+    role: ClassVar[str] = "policy"
+    whole: ClassVar[bool] = False
+
+    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]:
+        if batch.advantages is None:  # a demonstration, beside what was sampled
+            new, _ = trainer.read(batch, OWN)
+            return imitation_objective(-new, {"policy/ptx_loss": -new}, column(batch.scales, new))
+        asked = self.algorithm.entropy.coef != 0
+        new, entropy = trainer.read(batch, self.scoring, entropy_gradient=asked)
+        return objective(self.algorithm, new, entropy, columns_of(batch, trainer.family, new))
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """A critic, on batches with values, returns and scales."""
+
+    clip: float
+    role: ClassVar[str] = "critic"
+    whole: ClassVar[bool] = False
+
+    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]:
+        new = trainer.read_values(batch, batch.reads)
+        old, returns = column(batch.values, new), column(batch.returns, new)
+        return value_objective(new, old, returns, column(batch.scales, new), clip=self.clip)
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """Responses that are compared; `comparison` holds the counts of the optimizer step."""
+
+    comparison: Comparison
+    role: ClassVar[str] = "policy"
+
+    @property
+    def whole(self) -> bool:
+        return self.comparison.paired
+
+    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]:
+        new, _ = trainer.read(batch, OWN)
+        return comparison_objective(self.comparison, new, sides_of(batch, new))

@@ -1,0 +1,168 @@
+"""Small runs with fixed seeds, to the last bit: did a change of the code change a number?
+
+Seven runs of five steps on a CPU (grpo, dapo, ppo with a critic, sft, dpo, a reward model, several
+turns with crops), and the algorithm that every preset and every recipe resolves to. Run it in two
+checkouts on one machine and compare what it wrote:
+
+    OMP_NUM_THREADS=1 python scripts/fixed_runs.py before.json
+    OMP_NUM_THREADS=1 python scripts/fixed_runs.py after.json
+    python scripts/fixed_runs.py --compare before.json after.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+# What depends on the clock or on the machine, and what only some versions measure.
+UNEQUAL = ("time", "mem/", "perf/", "host", "group/live_frac", "group/rollouts_per_live")
+UNEQUAL += ("group/side_signal_frac",)
+RUN = {"run.max_steps": 5, "run.device": "cpu", "run.seed": 7, "track.tensorboard": False}
+COLOURS = {"red": "blue", "blue": "red"}
+CROPS = (
+    "[0, 0, 0.5, 0.5], 'source': 'original_image'",
+    "[0, 0, 1, 0.5], 'source': 'observation_1'",
+)
+
+
+def rows_of(folder: Path) -> None:
+    """Scenes to count, with answers, with demonstrations, and as pairs."""
+    from saccade.data import synthetic
+
+    scenes = synthetic.counting_split(24, seed=24, colours=tuple(COLOURS))
+    synthetic.write_jsonl(scenes, folder, name="train")
+    synthetic.write_jsonl([synthetic.demonstrated(s) for s in scenes], folder, name="shown")
+    single = synthetic.counting_split(
+        24, seed=5, colours=tuple(COLOURS), counts=(1, 1), radius=(16, 20)
+    )
+    drawn = synthetic.write_jsonl(single, folder, name="single").read_text().splitlines()
+    pairs = []
+    for scene in map(json.loads, drawn):
+        right = scene["colours"][0]
+        row = {"id": scene["id"], "images": scene["images"], "prompt": "<image>how many objects ?"}
+        pairs.append(row | {"chosen": right, "rejected": COLOURS[right]})
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+
+
+def runs_of(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name → command and options."""
+    from saccade.models import tiny
+    from saccade.recipes.quickstart import WORDS
+
+    words = tiny.build("qwen2_5_vl", folder / "words", words=WORDS)
+    calls = [f"<grounding>{{'bbox_2d': {crop}}}</grounding>" for crop in CROPS]
+    calls += [f"<answer>{n}</answer>" for n in (1, 2, 3)] + ["hm"]
+    caller = tiny.build("qwen2_5_vl", folder / "caller", words=calls)
+    direct = {"model.path": words, "prompt.format": "direct", "prompt.instruction": ""}
+    near = {"verifier": "count", "args": {"order": ["last_number"], "tolerance": 1}}
+    rl = direct | {
+        "data.train": str(folder / "train.jsonl"),
+        "rollout.max_tokens": 6,
+        "reward.terms": [near],
+        "train.prompts_per_step": 4,
+        "train.samples_per_prompt": 4,
+        "train.lr": 5e-3,
+    }
+    taught = direct | {"train.prompts_per_step": 4, "train.lr": 2e-3}
+    pairs = taught | {"data.train": str(folder / "pairs.jsonl")}
+    crops = {
+        "model.path": caller,
+        "prompt.format": "think_answer",
+        "env.name": "crop",
+        "env.max_turns": 3,
+        "env.min_pixels": 3136,
+        "env.max_pixels": 12544,
+        "reward.terms": [{"verifier": "count", "args": {"tolerance": 1}}],
+        "train.samples_per_prompt": 8,
+    }
+    return {
+        "grpo": ("rl", rl),
+        "dapo": ("rl", rl | {"algorithm.preset": "dapo", "algorithm.overlong.buffer": 2}),
+        "ppo": ("rl", rl | {"algorithm.preset": "ppo"}),
+        "sft": ("sft", taught | {"data.train": str(folder / "shown.jsonl")}),
+        "dpo": ("dpo", pairs | {"dpo.beta": 0.5}),
+        "reward_model": ("reward_model", pairs),
+        "crop": ("rl", rl | crops),
+    }
+
+
+def numbers_of(folder: Path) -> dict[str, Any]:
+    """Every metric of every step and the last weights."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        {
+            name: value.hex() if isinstance(value, float) else value
+            for name, value in row.items()
+            if not name.startswith(UNEQUAL)
+        }
+        for row in lines
+    ]
+    [*_, last] = sorted((folder / "checkpoints").glob("step-*"))
+    weights = b"".join(file.read_bytes() for file in sorted(last.glob("*.safetensors")))
+    return {"steps": steps, "weights": hashlib.sha256(weights).hexdigest()}
+
+
+def algorithms() -> dict[str, Any]:
+    """What every preset, and every recipe of reinforcement learning, resolves to."""
+    from saccade.algorithms.build import from_config
+    from saccade.algorithms.presets import PRESETS
+    from saccade.config import defaults_for, load
+
+    sources: dict[str, Any] = {name: {"algorithm.preset": name} for name in PRESETS}
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        if path.read_text(encoding="utf-8").startswith("# saccade rl "):
+            sources[f"configs/{path.name}"] = path
+    return {
+        name: json.loads(json.dumps(asdict(from_config(defaults_for("rl", load(source))))))
+        for name, source in sources.items()
+    }
+
+
+def record() -> dict[str, Any]:
+    from importlib import import_module
+
+    found: dict[str, Any] = {"algorithms": algorithms()}
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        rows_of(folder)
+        for name, (command, options) in runs_of(folder).items():
+            recipe = import_module(f"saccade.recipes.{command}")
+            recipe.run(RUN | options | {"run.out": str(folder / "runs"), "run.name": name})
+            found[name] = numbers_of(folder / "runs" / name)
+    return found
+
+
+def differences(one: Any, other: Any, where: str = "") -> list[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        names = sorted(one.keys() | other.keys())
+        return [d for n in names for d in differences(one.get(n), other.get(n), f"{where}/{n}")]
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        return [d for n, pair in pairs for d in differences(*pair, f"{where}[{n}]")]
+    return [] if one == other else [f"{where}: {one!r} → {other!r}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--compare", action="store_true", help="two files that were written before")
+    asked = parser.parse_args()
+    if asked.compare:
+        found = differences(*(json.loads(file.read_text()) for file in asked.files))
+        print("\n".join(found) or "equal to the bit")
+        sys.exit(bool(found))
+    [out] = asked.files
+    out.write_text(json.dumps(record(), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Rows of one batch do not change each other, whatever the model's RoPE does with long rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from saccade.attention import forest_plan
+from saccade.engines import generate
+from saccade.engines.embedded import EmbeddedEngine
+from saccade.errors import ConfigError
+from saccade.models import tiny
+from saccade.models.families import Family, load_family
+from saccade.models.load import hidden_states, load_model
+from saccade.types import Rendered, Sampling
+from tests.engines.asked import requests
+
+PRETRAINED = 64
+FACTORS = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+ORIGINAL = {"original_max_position_embeddings": PRETRAINED}
+# rope type → the model, its rope parameters, what else its config says
+TYPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "default": ("llama", {}, {}),
+    "linear": ("llama", {"factor": 4.0}, {}),
+    "yarn": ("llama", {"factor": 4.0, **ORIGINAL}, {}),
+    "llama3": (
+        "llama",
+        {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
+        {},
+    ),
+    "proportional": ("llama", {"partial_rotary_factor": 0.5}, {}),
+    "dynamic": ("llama", {"factor": 4.0}, {"max_position_embeddings": PRETRAINED}),
+    "longrope": ("phi3", {**FACTORS, **ORIGINAL}, ORIGINAL),
+}
+BY_LENGTH = ("dynamic", "longrope")
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory):
+    def made(kind: str, **changes: Any) -> Family:
+        model_type, rope, more = TYPES[kind]
+        tokenizer = tiny.make_tokenizer(None)
+        ends = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+        config = AutoConfig.for_model(
+            model_type,
+            **{**tiny.TEXT, "vocab_size": len(tokenizer), **ends, **more, **changes},
+            rope_parameters={"rope_type": kind, "rope_theta": 1e4, **rope},
+        )
+        torch.manual_seed(0)
+        folder = tmp_path_factory.mktemp(kind)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return load_family(str(folder))
+
+    return made
+
+
+def model_of(family: Family) -> Any:
+    return load_model(family, dtype=torch.float32, device=torch.device("cpu")).eval()
+
+
+def rows(family: Family, *lengths: int) -> list[np.ndarray]:
+    return [
+        np.random.default_rng(length).choice(np.flatnonzero(~family.banned), length)
+        for length in lengths
+    ]
+
+
+@torch.no_grad()
+def last_row(model: Any, family: Family, packed: list[np.ndarray]) -> torch.Tensor:
+    starts = np.cumsum([0, *map(len, packed)])
+    positions = np.concatenate([np.arange(len(row)) for row in packed])[None]
+    plan = forest_plan(starts, np.full(len(packed), -1), torch.device("cpu"), torch.float32)
+    ids = torch.from_numpy(np.concatenate(packed))
+    return hidden_states(model, family, ids, torch.from_numpy(positions), (), plan)[starts[-2] :]
+
+
+def test_every_rope_type_of_transformers_is_looked_at():
+    assert set(TYPES) == {"default", *ROPE_INIT_FUNCTIONS}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_row_as_long_as_allowed_does_not_change_the_row_beside_it(kind, decoder):
+    family = decoder(kind)
+    short, long = rows(family, 40, min(family.max_positions, 100))
+    model = model_of(family)
+    alone = last_row(model, family, [short])
+    assert (last_row(model, family, [long, short]) - alone).abs().max() < 1e-5
+    [longer] = rows(family, 100)
+    gap = (last_row(model, family, [longer, short]) - alone).abs().max()
+    assert gap > 0.1 if kind in BY_LENGTH else gap < 1e-5
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+def test_the_engine_stops_at_the_length_up_to_which_answers_do_not_depend_on_others(kind, decoder):
+    family = decoder(kind)
+    assert family.max_positions == PRETRAINED
+    engine = EmbeddedEngine(model_of(family), family)
+    prompts = [
+        Rendered(ids=row, sources=np.zeros(len(row), dtype=np.int8), media=())
+        for row in rows(family, 40, 60, 20)
+    ]
+    sampling = Sampling(temperature=0.0, max_tokens=4)
+    together = generate(engine, requests(prompts, sampling))
+    for prompt, completion in zip(prompts, together, strict=True):
+        [alone] = generate(engine, requests([prompt], sampling))
+        assert alone.ids.tolist() == completion.ids.tolist()
+    with pytest.raises(ConfigError, match="64"):
+        generate(engine, requests(prompts[1:2], Sampling(max_tokens=5)))
+
+
+def test_older_config_files_name_longrope_in_other_ways(decoder):
+    path = Path(decoder("longrope").path)
+    config = json.loads((path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_scaling"] = {"type": "longrope", **{key: rope[key] for key in FACTORS}}
+    (path / "config.json").write_text(json.dumps(config))
+    assert load_family(str(path)).max_positions == PRETRAINED
+    assert model_of(load_family(str(path))).config.rope_parameters["rope_type"] == "longrope"

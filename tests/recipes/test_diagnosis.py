@@ -1,0 +1,58 @@
+"""A run says from its first step on why little is learned, with what a user can change."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from saccade.recipes import rl
+
+Make = Callable[..., dict[str, Any]]
+MANY = {"train.prompts_per_step": 16, "train.samples_per_prompt": 8, "run.max_steps": 1}
+TAGS = {
+    "reward.terms": [{"verifier": "count", "args": {"order": ["answer_tag", "boxed"]}}],
+    "prompt.format": "think_answer",
+}
+
+
+def log_of(tmp_path: Path, config: dict[str, Any]) -> str:
+    rl.run(config)
+    return (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_unread_answers_are_said_after_the_first_validation(
+    tmp_path: Path, rl_config: Make, scenes: Path
+) -> None:
+    val = {"data.val": str(scenes / "val.jsonl")}
+    log = log_of(tmp_path, rl_config(tmp_path) | MANY | TAGS | val)
+    line = "all of the responses have no answer that can be read (count looks in answer_tag, boxed;"
+    assert log.count(line) == 1 and log.index(line) < log.index("step 1/1")
+    assert "; one of them ends with '" in log and "check prompt.format" in log
+
+
+def test_unread_answers_are_said_after_the_first_step(tmp_path: Path, rl_config: Make) -> None:
+    log = log_of(tmp_path, rl_config(tmp_path) | MANY | TAGS)
+    assert "nothing is learned: all of the responses have no answer that can be read (count" in log
+    assert "one of them ends with '" in log
+
+
+def test_groups_that_are_nearly_all_dead_are_said_with_what_a_live_one_costs(
+    tmp_path: Path, rl_config: Make
+) -> None:
+    terms = [{"verifier": "count", "args": {"order": ["last_number"]}}]
+    pairs = {"train.prompts_per_step": 64, "train.samples_per_prompt": 2}
+    config = rl_config(tmp_path) | MANY | pairs | {"reward.terms": terms}
+    row = rl.run(config)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert 0 < row["group/live_frac"] <= 0.25
+    assert row["group/rollouts_per_live"] * row["group/live_frac"] == 2
+    assert f"each of these costs {row['group/rollouts_per_live']:,.0f} rollouts" in log
+    assert "data of medium difficulty" in log
+
+
+def test_groups_that_differ_by_length_alone_are_said(tmp_path: Path, rl_config: Make) -> None:
+    terms = ["exact", {"verifier": "length", "args": {"target": 6}}]
+    config = rl_config(tmp_path) | MANY | {"reward.terms": terms, "prompt.format": "think_answer"}
+    row = rl.run(config)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert row["group/side_signal_frac"] == 1.0
+    assert "in all of the groups that teach anything all answers are equally right or wrong" in log
