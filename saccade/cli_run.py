@@ -184,8 +184,8 @@ def print_report(report: Report) -> None:
     if report.compared == report.good and not report.gold_rate:
         del lines["answers"]  # candidates need none
     if report.duplicate_ids:
-        many = f"{len(report.duplicate_ids)}, and {report.renamed} rows got a suffix"
-        lines["duplicate ids"] = many
+        renamed = "1 row" if report.renamed == 1 else f"{report.renamed} rows"
+        lines["duplicate ids"] = f"{len(report.duplicate_ids)}, and {renamed} got a suffix"
     if report.repeated:
         lines["val in train"] = f"{report.repeated} different rows of data.val are in data.train"
     if report.lengths:
@@ -198,6 +198,8 @@ def print_report(report: Report) -> None:
             lines["reward test"] = f"tested nothing: {why}"
     for name, text in lines.items():
         print(f"{name:<14} {text}")
+    for text in report.notes:
+        print(f"{'note':<14} {text}")
     for failure in report.self_test["failures"][:LISTED] if report.self_test else ():
         print(f"  {failure}")
     listed = (*report.bad, *report.overlong)

@@ -69,8 +69,14 @@ def open_sound(
 
 def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
     if isinstance(source, Mapping) and source.get("array") is not None:
-        samples = np.asarray(source["array"], np.float32)
-        return _as_wav(samples, int(source.get("sampling_rate") or RATE))
+        rate = source.get("sampling_rate") or RATE
+        try:
+            samples = np.asarray(source["array"], np.float32)
+        except (ValueError, TypeError) as error:
+            raise ImageError(f"array: {error}; a sound is a list of numbers") from None
+        if not isinstance(rate, int | float) or not 1 <= rate < 2**31:
+            raise ImageError(f"sampling_rate {rate!r}: write samples per second, such as {RATE}")
+        return _as_wav(samples, int(rate))
     if isinstance(source, np.ndarray):
         return _as_wav(source, RATE)
     return read(source, base, limits)

@@ -123,7 +123,7 @@ def _pictures(source: Any, base: Path | None, limits: DataConfig) -> list[Any] |
         return list(source)
     if isinstance(source, str | Path) and not str(source).startswith(tuple(SCHEMES)):
         folder = located(source, base, limits) if len(str(source)) < 1024 else None
-        if folder is not None and folder.is_dir():
+        if folder is not None and os.path.isdir(folder):
             return sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
     return None
 

@@ -54,6 +54,7 @@ class Report:
     compared: int  # good rows with candidates, which need none
     lengths: Mapping[str, float]  # min, mean, median, p95, max in tokens; empty where not counted
     histogram: tuple[tuple[int, int], ...]  # (tokens at most, rows)
+    notes: tuple[str, ...] = ()  # what is likely a mistake, of rows that are good
     self_test: Any = None
     # Good rows of train and val.
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict, repr=False)
@@ -76,9 +77,11 @@ def check_data(
     self_test: Callable[[Sequence[Sample]], Any] | None = None,
     read: Read | None = None,
     marks: Collection[str] = (),
+    unknown: Callable[[Sequence[Sample]], str | None] | None = None,
 ) -> Report:
     """Read train and validation sets; `self_test` gets the good samples and adds to the report.
     `read` is a command's own way to read a set: what it refuses is bad, too. `marks`: see `load`.
+    `unknown` says which words a model does not know.
     """
     wanted = [("train", config.data.train), *(("val", [source]) for source in config.data.val)]
     sets = [
@@ -124,6 +127,7 @@ def check_data(
         compared=sum(bool(sample.candidates) for sample in samples),
         lengths=_statistics(tokens),
         histogram=_histogram(tokens),
+        notes=tuple(filter(None, [_wordless(samples), unknown(samples) if unknown else None])),
         self_test=None if self_test is None else self_test(samples),
         samples=good,
     )
@@ -159,6 +163,15 @@ def _places(data: Dataset) -> Iterator[tuple[int, int]]:
     for number, part in enumerate(data.parts):
         for index in range(part.start, part.stop):
             yield number, data.row_numbers[index]
+
+
+def _wordless(samples: Sequence[Sample]) -> str | None:
+    """Rows whose question is empty, or a picture alone."""
+    found = [s for s in samples if not any(m.text.strip() for m in s.messages if m.role == "user")]
+    if not found:
+        return None
+    rows = "1 good row asks" if len(found) == 1 else f"{len(found)} good rows ask"
+    return f"{rows} nothing in words, first {found[0].id}: the question is empty or only <image>"
 
 
 # -- images ----------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ def read_label(value: Any) -> bool:
 
 
 def check_labels(labels: Any) -> None:
-    good = isinstance(labels, Mapping) and labels and all(side in OTHER for side in labels.values())
+    sides = [*labels.values()] if isinstance(labels, Mapping) else []
+    good = sides and all(isinstance(side, str) and side in OTHER for side in sides)
     if not good:
         raise RowError(
             f'labels must say A, B or C for each head, not {labels!r}; write {{"preference": "A"}}'

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
 
-from saccade.config import DataConfig, DataSource
+from saccade.config import DataConfig
+from saccade.errors import DataError
 from saccade.types import Sample
 
 PROMPT_LIMIT = "data.max_prompt_tokens"
+POSITIONS = "what max_position_embeddings of the model leaves for a prompt"
 TRAIN = "data.train: "
 
 
@@ -54,7 +56,7 @@ class Dataset:
     quarantined: tuple[BadRow, ...] = ()
     overlong: tuple[BadRow, ...] = ()
     left_out: tuple[BadRow, ...] = ()  # good rows that teach nothing
-    limit: str = PROMPT_LIMIT  # the option that overlong rows exceed
+    limit: str = PROMPT_LIMIT  # what overlong rows exceed, with its value
     shortened: int = 0
     filtered: int = 0  # rows that their mapping leaves out
     lengths: tuple[int, ...] = ()  # tokens of each sample, where a length function was given
@@ -67,6 +69,17 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @property
+    def aside(self) -> tuple[BadRow, ...]:
+        """Every row of the files that is not among the samples, but for those of a mapping."""
+        return (*self.quarantined, *self.overlong, *self.left_out)
+
+    def row_of(self, id: str, reason: str) -> BadRow:
+        """The sample of that id as a row to set aside."""
+        index = next(n for n, sample in enumerate(self.samples) if sample.id == id)
+        part = next(part for part in self.parts if part.start <= index < part.stop)
+        return BadRow(id=id, source=part.name, row=self.row_numbers[index], reason=reason)
 
     def sample(self, id: str) -> Sample:
         """The sample of that id."""
@@ -86,15 +99,20 @@ class Dataset:
             f"{p.name}: {p.stop - p.start} of {p.rows} rows, format {p.format}" for p in self.parts
         ]
         counts = {
-            "bad rows set aside": len(self.quarantined),
-            f"rows over {self.limit} left out": len(self.overlong),
-            "rows shortened": self.shortened,
-            "rows left out by keep_if of the mapping": self.filtered,
-            f"rows repeat {len(self.duplicate_ids)} ids, and got a suffix": self.renamed,
+            "bad {} set aside": len(self.quarantined),
+            f"{{}} over {self.limit} left out": len(self.overlong),
+            "{} shortened": self.shortened,
+            "{} left out by keep_if of the mapping": self.filtered,
+            "{} got a suffix, as another one has the same id": self.renamed,
         }
         reasons = Counter(row.reason for row in self.left_out)
-        counts |= {f"rows left out: {reason}": count for reason, count in reasons.items()}
-        return "\n".join(lines + [f"{count} {what}" for what, count in counts.items() if count])
+        counts |= {f"{{}} left out: {reason}": count for reason, count in reasons.items()}
+        lines += [
+            f"{count} {what.replace('{}', 'row' if count == 1 else 'rows', 1)}"
+            for what, count in counts.items()
+            if count
+        ]
+        return "\n".join(lines)
 
 
 def keep(dataset: Dataset, unwanted: Callable[[Sample], str | None]) -> Dataset:
@@ -119,20 +137,27 @@ def keep(dataset: Dataset, unwanted: Callable[[Sample], str | None]) -> Dataset:
     )
 
 
+def refuse_first(row: BadRow, config: DataConfig) -> None:
+    if config.on_bad_row == "error":
+        raise DataError(f"bad row {row}; data.on_bad_row=quarantine sets it aside")
+
+
 def too_many(
     bad: Sequence[BadRow],
     rows: int,
-    sources: Sequence[DataSource],
+    paths: Sequence[str],
     config: DataConfig,
     *,
     checked: bool,
+    none_left: bool,
 ) -> str:
-    """`checked`: `check-data` refuses the same rows."""
+    """`paths`: where they are from. `checked`: `check-data` refuses the same rows."""
     splits = ((TRAIN, config.train), ("data.val: ", config.val))
-    where = next((key for key, listed in splits if all(s in listed for s in sources)), "")
+    named = ((key, {source.path for source in listed}) for key, listed in splits)
+    where = next((key for key, known in named if known.issuperset(paths)), "")
     examples = "\n".join(f"  {problem}" for problem in bad[:5])
     lifted = f"data.max_bad_fraction={math.ceil(100 * len(bad) / rows) / 100:g} goes on"
-    if len(bad) == rows:
+    if none_left:
         advice = "No row is left to go on with." + " `saccade check-data` lists all." * checked
     elif checked:
         advice = (

@@ -22,8 +22,17 @@ from typing import Any
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
-from saccade.data.dataset import PROMPT_LIMIT, BadRow, Dataset, Part, keep, too_many
-from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id
+from saccade.data.dataset import (
+    POSITIONS,
+    PROMPT_LIMIT,
+    BadRow,
+    Dataset,
+    Part,
+    keep,
+    refuse_first,
+    too_many,
+)
+from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id, writable
 from saccade.data.judging import judged
 from saccade.data.mappings import apply, load_mapping, tables_of
 from saccade.data.overlong import POLICIES
@@ -88,8 +97,13 @@ def load(
         most = _limit(source, sources, config, rows=sum(part.rows for part in parts))
         parts.append(reader.read(source, most))
     rows = sum(part.rows for part in parts)
+    if reader.refused and not reader.samples:
+        raise ConfigError(reader.refused)
     if len(reader.bad) > config.max_bad_fraction * rows:
-        raise DataError(too_many(reader.bad, rows, sources, config, checked=limit == PROMPT_LIMIT))
+        checked = limit in (PROMPT_LIMIT, POSITIONS)
+        options = {"checked": checked, "none_left": len(reader.bad) == rows}
+        paths = [source.path for source in sources]
+        raise DataError(too_many(reader.bad, rows, paths, config, **options))
     samples, duplicates = _with_unique_ids(reader.samples)
     hashes = [content_hash(sample, everything=True) for sample in samples]
     return Dataset(
@@ -97,7 +111,7 @@ def load(
         parts=tuple(replace(p, hash=_hash(hashes[p.start : p.stop])) for p in parts),
         quarantined=tuple(reader.bad),
         overlong=tuple(reader.overlong),
-        limit=limit,
+        limit=f"{limit} ({config.max_prompt_tokens} tokens, data.overlong={config.overlong})",
         shortened=reader.shortened,
         filtered=reader.filtered,
         lengths=tuple(reader.lengths),
@@ -169,6 +183,7 @@ class _Reader:
         self.lengths: list[int] = []
         self.bad: list[BadRow] = []
         self.overlong: list[BadRow] = []
+        self.refused = ""  # what a template said of the first row that it does not take
         self.shortened = self.filtered = 0
         self.kinds: Counter[str] = Counter()
         self.spill = Spill()
@@ -212,10 +227,9 @@ class _Reader:
                 self._keep(sample, name, number)
             except (RowError, ImageError) as error:
                 self._set_aside(row, name, number, str(error))
-            except ConfigError as error:
-                given = None if isinstance(row, RowError) else row_id(row, self.config)
-                named = f", {given}" if given else ""
-                raise ConfigError(f"{error} (row {number} of {name}{named})") from error
+            except ConfigError as error:  # a template that refuses this row, or every row
+                bad = self._set_aside(row, name, number, str(error))
+                self.refused = self.refused or f"{error} ({bad.id}, row {number} of {name})"
         if self.kinds.total() == seen and not self._mapping(source):
             self._refuse_unread(source, first, format)
         return Part(
@@ -300,12 +314,12 @@ class _Reader:
         }
         return replace(sample, extra={**sample.extra, **found}) if found else sample
 
-    def _set_aside(self, row: Row, name: str, number: int, reason: str) -> None:
-        given = None if isinstance(row, RowError) else row_id(row, self.config)
-        problem = BadRow(id=given or f"row-{number}", source=name, row=number, reason=reason)
-        if self.config.on_bad_row == "error":
-            raise DataError(f"bad row {problem}; data.on_bad_row=quarantine sets it aside")
+    def _set_aside(self, row: Row, name: str, number: int, reason: str) -> BadRow:
+        id = (None if isinstance(row, RowError) else row_id(row, self.config)) or f"row-{number}"
+        problem = BadRow(id=id, source=name, row=number, reason=writable(reason))
+        refuse_first(problem, self.config)
         self.bad.append(problem)
+        return problem
 
     def _keep(self, sample: Sample, name: str, number: int) -> None:
         """Adds a sample, shortened where its prompt is too long and the policy can mend that."""

@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from saccade.series import is_one
 from saccade.types import Media, Message, Sample
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 # Opens (source, *, min_pixels, max_pixels, **more); `more` is `kind` and options of other media.
@@ -280,14 +281,42 @@ def read_row(
     )
     if format.name == "sides":
         check_labels(sample.extra.get("labels"))
+    _require_characters(sample)
     return sample if sample.id else replace(sample, id=content_hash(sample)[:16])
+
+
+def _require_characters(sample: Sample) -> None:
+    """Neither a tokenizer nor a file takes half of a surrogate pair, which JSON can write."""
+    messages = [*sample.messages, *(m for candidate in sample.candidates for m in candidate)]
+    shown = [p if isinstance(p, str) else p.path for m in messages for p in m.parts]
+    fields: dict[str, Any] = {"id": sample.id, "data_source": sample.data_source, "prompt": shown}
+    fields |= {"answer": sample.answer, "choices": sample.choices}
+    for name, value in chain(fields.items(), sample.extra.items()):
+        if found := _lone_surrogate([name, value]):
+            raise RowError(
+                f"{name}: {found!r} is half of a surrogate pair and no character, which no "
+                "tokenizer and no file takes; remove it, or write the pair"
+            )
+
+
+def _lone_surrogate(value: Any) -> str | None:
+    if isinstance(value, str):
+        found = None if value.isascii() else SURROGATE.search(value)
+        return found and found[0]
+    items = [*value, *value.values()] if isinstance(value, Mapping) else value
+    within = items if isinstance(items, list | tuple) else ()
+    return next(filter(None, map(_lone_surrogate, within)), None)
 
 
 def row_id(row: Mapping[str, Any], config: DataConfig) -> str | None:
     """The id that a row gives itself, also where the rest of it cannot be read."""
     key = config.keys.get("id")
     _, value = _field(row, (key,) if key else SHARED_COLUMNS["id"])
-    return None if value is None else str(value)
+    return None if value is None else writable(str(value))
+
+
+def writable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _field(row: Mapping[str, Any], names: Iterable[str], kind: type = object) -> tuple[str, Any]:

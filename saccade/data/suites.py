@@ -72,7 +72,7 @@ def _hr_bench(row: Row) -> Row:
     known = picture.encode() if isinstance(picture, str) else picture
     if not isinstance(known, bytes):
         raise RowError("column 'image' holds neither base64 nor bytes")
-    same = hashlib.sha256(question.encode() + b"\0" + known).hexdigest()[:16]
+    same = hashlib.sha256(question.encode(errors="surrogatepass") + b"\0" + known).hexdigest()[:16]
     return {
         "id": str(_value(row, "index")),
         "problem": question,

@@ -5,6 +5,7 @@ whole runs. Reads the tokenizer, no weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from saccade.config import Config
 from saccade.doctor.finding import Finding, failure, note, ok, warning
@@ -24,6 +25,7 @@ def check(config: Config) -> Iterator[Finding]:
     quiet_libraries()
     family = family_of(config, config.model.path)
     yield from _vocabulary(family)
+    yield from _unknown(config, family)
     found = [finding for trap in TRAPS for finding in trap(family)]
     yield from found
     if not found:
@@ -43,6 +45,22 @@ def _vocabulary(family: Family) -> Iterator[Finding]:
         banned = int(family.banned.sum())
         text = f"{known} of {rows} ids, {banned} never sampled, ends with {', '.join(ends)}"
         yield ok("tokenizer", text)
+
+
+def _unknown(config: Config, family: Family) -> Iterator[Finding]:
+    """Words of the rows, where the config names some that are there."""
+    from saccade.data import datasets
+    from saccade.data.sources import parse_address
+    from saccade.recipes.questions import READ, unknown_words
+
+    sources = config.data.train
+    if not sources or not all(Path(parse_address(s.path).path).exists() for s in sources):
+        return
+    some = {"max_samples": READ, "max_bad_fraction": 1.0, "on_bad_row": "quarantine"}
+    data = datasets.load(sources, config.data.model_copy(update=some))
+    if found := unknown_words(family, data.samples):
+        text, _, mend = found.removeprefix("WARNING: ").rpartition("; ")
+        yield warning("tokenizer", text, mend)
 
 
 def shown(family: Family, *messages: Message) -> str | None:

@@ -8,7 +8,6 @@ pixel.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import os
 import re
@@ -16,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import unquote_to_bytes
 from urllib.request import url2pathname
 
 import numpy as np
@@ -87,6 +86,9 @@ def located(source: str | Path, base: Path | None, limits: DataConfig) -> Path:
 
 def from_file(path: Path, name: str) -> Encoded:
     if not os.path.isfile(path):  # unlike Path.is_file, False for a name that no disk can hold
+        if os.path.exists(path):
+            what = "a folder" if os.path.isdir(path) else "not a regular file"
+            raise ImageError(f"{name}: is {what}; give the path of a file")
         raise ImageError(f"{name}: file does not exist in {path.parent}")
     try:
         return Encoded(name, path.read_bytes(), str(path))
@@ -95,12 +97,12 @@ def from_file(path: Path, name: str) -> Encoded:
 
 
 def _from_file_uri(source: str, base: Path | None, limits: DataConfig) -> Encoded:
-    parts = urlsplit(source)
-    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+    found = re.fullmatch(r"file://(?:localhost)?(/[^?#]*).*", source, re.DOTALL)
+    if found is None:
         raise ImageError(
             f"{source}: a file URI holds an absolute path, for example file:///data/a.png"
         )
-    return from_file(located(url2pathname(parts.path), base, limits), source)
+    return from_file(located(url2pathname(found[1]), base, limits), source)
 
 
 def _from_http(source: str, base: Path | None, limits: DataConfig) -> Encoded:
@@ -122,6 +124,8 @@ def _from_data_uri(source: str, base: Path | None, limits: DataConfig) -> Encode
         raise ImageError(f"{source[:40]}: a data URI needs a comma before its content")
     if head.endswith(";base64"):
         return _from_base64(body, base, limits, name=f"{head},...")
+    if not body.isascii():
+        raise ImageError(f"{head},...: what a data URI holds is written in ASCII")
     return Encoded(f"{head},...", unquote_to_bytes(body))
 
 
@@ -130,7 +134,7 @@ def _from_base64(
 ) -> Encoded:
     try:
         return Encoded(name, base64.b64decode("".join(text.split()), validate=True))
-    except binascii.Error as error:
+    except ValueError as error:  # also of letters that are not ASCII
         raise ImageError(f"{name}: not base64: {error}") from None
 
 

@@ -72,6 +72,13 @@ class Chat:
         """Of images; None: it sees none."""
         return self.placeholders.get("image")
 
+    @cached_property
+    def unknown(self) -> int | None:
+        """The id of all words that the tokenizer does not know; None: it spells them."""
+        model = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "model", None)
+        token = getattr(model, "unk_token", None) or self.tokenizer.unk_token
+        return None if token is None else self.tokenizer.convert_tokens_to_ids(token)
+
     def is_text(self, ids: np.ndarray) -> np.ndarray:
         return ~np.isin(ids, list(self.placeholders.values()))
 

@@ -72,8 +72,9 @@ def make_actors(
     run.progress.setdefault("stream", stream.state())
     run.progress["algorithm"] = describe(algorithm).splitlines()
     sets = questions.validation_sets(config, family) if config.val.every else {}
+    run.compare_sets(sets)
     parts.warn_of_unused(scorer, [data, *sets.values()], run.console.note)
-    parts.warn_of_rows(config, stream, sets.values(), run.console.note)
+    parts.warn_of_rows(config, family, stream, sets.values(), run.console.note)
     reference = critic = None
     if algorithm.needs_reference:
         reference = models.load_reference(config, family, algorithm, backend)

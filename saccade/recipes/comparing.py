@@ -22,6 +22,7 @@ from saccade.errors import ConfigError
 from saccade.models.rating import Card
 from saccade.recipes import models
 from saccade.recipes.accuracy import with_interval
+from saccade.recipes.quarantine import Quarantine
 from saccade.recipes.rated import named, task_of
 from saccade.recipes.reward_model import held_out
 from saccade.tracking.console import Console
@@ -30,7 +31,9 @@ from saccade.types import Batch
 Summary = dict[str, dict[str, float]]
 
 
-def compare(config: Config, card: Card, console: Console) -> tuple[Summary, list[dict[str, Any]]]:
+def compare(
+    config: Config, card: Card, folder: Path, console: Console
+) -> tuple[Summary, list[dict[str, Any]]]:
     """The metrics of every set; of a scalar model also its scores of each pair."""
     if not config.data.val:
         raise ConfigError("data.val: a reward model judges rows; try data.val=held_out.jsonl")
@@ -41,19 +44,24 @@ def compare(config: Config, card: Card, console: Console) -> tuple[Summary, list
     model = models.load_policy(config, family, train="full").model
     task.attach(model, Path(family.path), next(iter(sets.values())).samples)
     backend = LocalBackend(model, family)
+    quarantine = Quarantine(folder, config.data, console.note)
     summary, rows = Summary(), list[dict[str, Any]]()
     for name, dataset in sets.items():
         with console.phase(name):
-            batches, row = task.prepare(dataset.samples)
+            samples = quarantine.sound(dataset.samples, dataset, family)
+            batches, row = task.prepare(samples)
             metrics, outputs = measured(backend, batches, row, task.tokens)
         found = named(metrics.means(), name)
         summary[name] = {n.removeprefix(f"{name}/"): value for n, value in found.items()}
         summary[name] |= intervals(row, batches, outputs)
-        summary[name]["items"] = len(dataset.samples)
+        left_out = quarantine.left_out(dataset)
+        summary[name] |= {"items": len(samples), "left_out": left_out}
         shown = with_interval(summary[name], "accuracy")
-        console.note(f"{name}: {shown}  items {len(dataset.samples)}")
-        if dataset.overlong or dataset.quarantined:
+        without = f"  rows left out {left_out}" if left_out else ""
+        console.note(f"{name}: {shown}  items {len(samples)}{without}")
+        if dataset.aside:
             console.note(f"{name}: {dataset.summary}")
+            quarantine.record(dataset.aside)
         if card.heads:
             rows += [{"set": name, **scored} for scored in _scored(card.heads, batches, outputs)]
     return summary, rows

@@ -57,14 +57,16 @@ def run(config: Any) -> dict[str, Any]:
             totals = partial(pairs.computed, reference)
         comparer = Comparer(config=config, family=family, row=row, totals=totals, strange=strange)
         stream = this.stream(data, backend)
-        every_set = [*held.values(), *asked.values()]
-        parts.warn_of_rows(config, stream, every_set, this.console.note)
+        sets = held | asked
+        this.compare_sets(sets)
+        parts.warn_of_rows(config, family, stream, sets.values(), this.console.note)
         answers = answering(this, config, policy, backend, asked)
         validation = HeldOut(this, comparer, backend, held, answers)
         averages = average.kept(config, family, backend, this.start)
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, parts=averages)
-        questions.write_quarantine(this.folder.path, data)
+        for dataset in (data, *sets.values()):
+            this.quarantine.record(dataset.aside)
         return _train(this, comparer, backend, stream, validation)
 
 
@@ -73,7 +75,7 @@ def _train(
 ) -> dict[str, Any]:
     train, last = comparer.config.train, dict[str, Any]()
     validation.before()
-    for step in run.steps():
+    for _ in run.steps():
         with run.phase("data"):
             rows = run.take(stream, train.prompts_per_step)
         with run.phase("logp_ref"):
@@ -83,9 +85,7 @@ def _train(
             guard(run, train, batches, update)
         run.progress["stream"] = stream.state()
         values = _metrics(update.metrics, row, stream) | sft_work(backend, batches)
-        if validation.due(step):
-            values |= validation.metrics(step=step)
-        last = run.finish_step(values)
+        last = run.finish_step(values, validation)
     return last
 
 
@@ -119,7 +119,8 @@ class HeldOut:
         values: dict[str, float] = {}
         with self.run.phase("validation"):
             for name, dataset in self.sets.items():
-                found = self.comparer.measure(dataset.samples, self.backend)
+                samples = self.run.quarantine.sound(dataset.samples, dataset, self.backend.family)
+                found = self.comparer.measure(samples, self.backend)
                 values |= pairs.named(found, f"val/{name}")
         if values:
             shown = {n: v for n, v in values.items() if n.endswith(("/accuracy", "/margin"))}

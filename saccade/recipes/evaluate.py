@@ -42,6 +42,7 @@ from saccade.recipes.accuracy import (
 from saccade.recipes.comparing import compare
 from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.recipes.guard import Judged, check_errors, refuse_errors
+from saccade.recipes.quarantine import Quarantine
 from saccade.recipes.rescore import rescored
 from saccade.recipes.results import Result, kept_if_filled, places, write_files, write_results
 from saccade.rewards.scorer import Scorer
@@ -88,6 +89,7 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
         TrajectoryWriter(folder) as writer,
         Console(None, "eval", name=folder.name) as console,
     ):
+        quarantine = Quarantine(folder, config.data, console.note)
         for dataset in sets.values():
             parts.test_rewards(config, scorer, dataset.samples)
         parts.warn_of_unused(scorer, sets.values(), console.note, shared=False)
@@ -97,6 +99,7 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
                 results.append(
                     evaluate_set(
                         *(engine, family, scorer, name, dataset, config),
+                        quarantine=quarantine,
                         progress=console.progress,
                         say=console.note,
                     )
@@ -110,7 +113,8 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
         for spent in expenses(engine, scorer):
             console.note(spent)
         summary = write_results(folder, results, family)
-        questions.write_quarantine(folder, *sets.values())
+        for dataset in sets.values():
+            quarantine.record(dataset.aside)
         writer.flush()
         write_eval_report(folder)
         made = [name for name in FILES if (folder / name).is_file()]
@@ -141,17 +145,19 @@ def evaluate_set(
     dataset: Dataset,
     config: Config,
     *,
+    quarantine: Quarantine,
     progress: Progress,
     say: Callable[[str], Any],
     known: Collection[str] = (),
 ) -> Result:
     """`known`: sources whose outcome is a score."""
+    samples = quarantine.sound(dataset.samples, dataset, family)
     stream = RewardStream(scorer, family)
     limits = parts.limits_of(config, evaluation=True)
     cuts = Cuts(sorted(limits.marks), lambda: RewardStream(scorer, family))
     groups = collect(
         engine,
-        dataset.samples,
+        samples,
         repeats=config.val.n,
         environment=parts.environments_of(config, family),
         family=family,
@@ -171,6 +177,7 @@ def evaluate_set(
     if judged:
         tables = _tables(groups, cuts, limits, scores)
     metrics = set_metrics(groups, family, scores) | (scorer.metrics() if scorer else {})
+    metrics["left_out"] = quarantine.left_out(dataset)
     for limit, row in tables.get("by_limit", {}).items():
         if "accuracy" in row:
             metrics[f"accuracy_within_{limit}_turns"] = row["accuracy"]
@@ -230,7 +237,9 @@ def describe(result: Result) -> str:
     beside = [
         f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac") if key in m
     ]
-    return f"{result.name}: " + "  ".join([*found, *lost, *beside, f"items {m['items']:.0f}"])
+    left_out = [f"rows left out {m['left_out']:.0f}"] if m.get("left_out") else []
+    items = f"items {m['items']:.0f}"
+    return f"{result.name}: " + "  ".join([*found, *lost, *beside, items, *left_out])
 
 
 def _compare(config: Config, card: Card, folder: Path) -> dict[str, Any]:
@@ -239,7 +248,7 @@ def _compare(config: Config, card: Card, folder: Path) -> dict[str, Any]:
             f"{config.model.path} is a reward model: it judges the rows of data.val, worded by "
             f"prompt.format={config.prompt.format}, which should be that of its training"
         )
-        summary, rows = compare(config, card, console)
+        summary, rows = compare(config, card, folder, console)
         write_files(folder, summary, rows)
         console.note(f"{RESULTS}, samples.jsonl are in {folder}")
     return summary

@@ -32,6 +32,7 @@ from saccade.models.files import stamp
 from saccade.recipes import models, parts, questions
 from saccade.recipes.accuracy import measured, measures, score_terms
 from saccade.recipes.engines import answering_engine, answering_family, expenses
+from saccade.recipes.quarantine import Quarantine
 from saccade.recipes.selection import SELECT, write_selected
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
@@ -88,12 +89,14 @@ def run(config: Any) -> dict[str, Any]:
                 f"of these {len(again)} are answered again, such as {again[0]}: they changed since "
                 "they were answered, or their lines are of a version that did not record it"
             )
+        quarantine = Quarantine(path.parent, config.data, console.note)
+        quarantine.record(data.aside)
         for start in range(0, len(todo), BLOCK):
             stream = RewardStream(scorer, family)
             with console.phase("generate"):
                 groups = collect(
                     engine,
-                    todo[start : start + BLOCK],
+                    quarantine.sound(todo[start : start + BLOCK], data, family),
                     repeats=config.generate.n,
                     environment=parts.environments_of(config, family),
                     family=family,
@@ -113,10 +116,13 @@ def run(config: Any) -> dict[str, Any]:
                 file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
             file.flush()
             done |= {group.sample.id for group in groups}
+        if left_out := quarantine.left_out(data):
+            console.note(f"{data.summary}\n{left_out} left out in all, listed in {quarantine.file}")
         for spent in expenses(engine, scorer):
             console.note(spent)
     print(_made(path, scorer))
-    result: dict[str, Any] = {"path": str(path), "rows": len(todo), "skipped": skipped}
+    made = len(todo) - len(quarantine.found(data))
+    result: dict[str, Any] = {"path": str(path), "rows": made, "skipped": skipped}
     chosen = config.generate
     if chosen.select == "correct":
         count = len(_rows(taught))

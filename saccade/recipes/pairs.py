@@ -40,7 +40,8 @@ from saccade.models.rating import judged_length, shows_media
 from saccade.recipes import models, questions
 from saccade.recipes.dialogues import compared
 from saccade.recipes.lengths import remembered, renderer
-from saccade.recipes.run import Run, damage
+from saccade.recipes.quarantine import damage
+from saccade.recipes.run import Run
 from saccade.tracking.folder import write_whole
 from saccade.types import Batch, Group, Message, Sample
 
@@ -277,6 +278,6 @@ def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 
 def held_out(found: datasets.Dataset, name: str, path: str) -> datasets.Dataset:
-    """Rows to compare, without damaged ones and under ids that no training row has."""
-    found = questions.not_empty(datasets.keep(found, damage), f"data.val: {path}")
+    """Rows to compare, under ids that no training row has."""
+    found = questions.not_empty(found, f"data.val: {path}")
     return questions.worded(found, lambda sample: replace(sample, id=f"{name}/{sample.id}"))

@@ -6,6 +6,7 @@ check(run, actors.config, actors.engine, actors.policy, actors.stream.dataset.sa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from saccade.backends.local import LocalBackend
 from saccade.config import Config
 from saccade.engines import Engine, parity
 from saccade.recipes.parts import rollout_sampling
+from saccade.recipes.quarantine import damage
 from saccade.recipes.run import Run
 from saccade.types import Batch, Sample
 
@@ -44,12 +46,13 @@ def compare(
         scored = policy.logprobs(batches, Scoring(temperature=temperature, ban=ban))
         return [logprobs for logprobs, _ in scored]
 
+    with_pictures = sorted(samples[:LOOKED_AT], key=lambda sample: not sample.media)
     dtype = str(policy.dtype).removeprefix("torch.")
     return parity.probe(
         engine,
         parity.Trainer(score=score, source=policy, changed=policy.changed),
         policy.family,
-        samples[:LOOKED_AT],
+        [*islice((s for s in with_pictures if damage(s) is None), parity.PROMPTS)],
         sampling=rollout_sampling(config),
         limit=config.rollout.parity_max or parity.LIMITS[dtype],
         version=version,

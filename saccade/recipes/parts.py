@@ -25,6 +25,7 @@ from saccade.errors import ConfigError
 from saccade.models import files
 from saccade.models.families import Family
 from saccade.recipes.models import load_learned
+from saccade.recipes.questions import unknown_words
 from saccade.rewards.custom import split_name
 from saccade.rewards.formats import FORMATS
 from saccade.rewards.sample import RewardSample
@@ -112,7 +113,11 @@ def unanswered(scorer: Scorer, samples: Sequence[Sample]) -> str:
 
 
 def warn_of_rows(
-    config: Config, stream: Stream, held: Iterable[datasets.Dataset], say: Callable[[str], Any]
+    config: Config,
+    family: Family,
+    stream: Stream,
+    held: Iterable[datasets.Dataset],
+    say: Callable[[str], Any],
 ) -> None:
     """What is likely a mistake about the rows as a whole, and nothing to stop for."""
     rows, wanted = stream.rows_per_epoch, config.train.prompts_per_step
@@ -121,10 +126,10 @@ def warn_of_rows(
             f"WARNING: train.prompts_per_step={wanted} and an epoch has {rows} rows: a step takes "
             f"each {wanted / rows:.3g} times; try train.prompts_per_step={rows}"
         )
-    named = {part.path for part in stream.dataset.parts}  # the same file twice is no oversight
+    if unknown := unknown_words(family, stream.dataset.samples):
+        say(unknown)
     for data in held:
-        same = len(data.contents & stream.dataset.contents)
-        if same and data.parts[0].path not in named:
+        if same := len(data.contents & stream.dataset.contents):
             say(
                 f"WARNING: {same} of {len(data.contents)} different rows of {data.parts[0].path} "
                 "(data.val) are in data.train, too: there it measures what was memorised"

@@ -6,11 +6,9 @@ conversations and documents to learn from, sets to validate on.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from saccade import sokoban
@@ -18,14 +16,17 @@ from saccade.config import Config, DataConfig, DataSource
 from saccade.data import datasets, prompts, suites
 from saccade.data.chats import RowError
 from saccade.data.comparisons import chosen_first
+from saccade.data.dataset import POSITIONS, PROMPT_LIMIT
 from saccade.data.sources import set_names
 from saccade.errors import DataError
 from saccade.models.families import Family
 from saccade.recipes.lengths import remembered
 from saccade.rewards.resolve import verifiers_for
 from saccade.rollout import hosting
-from saccade.tracking.folder import QUARANTINE
 from saccade.types import Sample
+
+READ = 256  # rows whose words are looked up
+MATERIAL = 0.01  # share of unknown tokens that is worth a word
 
 
 def instruction_of(config: Config) -> str:
@@ -85,11 +86,11 @@ def load_prompts(
     change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> datasets.Dataset:
     """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
-    ask, limits, limit = asker(config), config.data, datasets.PROMPT_LIMIT
+    ask, limits, limit = asker(config), config.data, PROMPT_LIMIT
     room = family.max_positions - 1  # and one to answer in
     if room < limits.max_prompt_tokens:
         limits = limits.model_copy(update={"max_prompt_tokens": room})
-        limit = "room for a prompt in the positions of the model"
+        limit = POSITIONS
     with remembered(config, family, "prompt", ask, family.render) as length:
         data = datasets.load(
             sources, limits, length=length, change=change, limit=limit, marks=marks_of(family)
@@ -171,17 +172,28 @@ def asking_for_the_best(
     return {name: worded(part, lambda s: _tagged(s, tag, best)) for name, part in sets.items()}
 
 
+def unknown_words(family: Family, samples: Sequence[Sample]) -> str | None:
+    """What to say where a tokenizer does not know the words of the rows, of which some are read."""
+    unknown, found, total, example = family.chat.unknown, 0, 0, ""
+    if unknown is None:
+        return None
+    for sample in samples[:: max(1, len(samples) // READ)]:
+        for text in (message.text for message in sample.messages):
+            ids = family.chat.encode(text)
+            found, total = found + int((ids == unknown).sum()), total + len(ids)
+            words = text.split() if unknown in ids and not example else ()
+            example = next((word for word in words if unknown in family.chat.encode(word)), example)
+    if found < MATERIAL * max(1, total):
+        return None
+    return (
+        f"WARNING: the tokenizer of {family.path} does not know {found / total:.0%} of the words "
+        f"of these rows, such as {example!r}: all of them are one and the same token to the model; "
+        "take a model whose tokenizer covers the data"
+    )
+
+
 def worded(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:
     return replace(dataset, samples=tuple(change(sample) for sample in dataset.samples))
-
-
-def write_quarantine(folder: Path, *sets: datasets.Dataset) -> None:
-    """Every row that is left out, with the reason; no file when there is none."""
-    lists = [rows for data in sets for rows in (data.quarantined, data.overlong, data.left_out)]
-    rows = [asdict(row) for rows in lists for row in rows]
-    if rows:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (folder / QUARANTINE).write_text(text, encoding="utf-8")
 
 
 def validation_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:

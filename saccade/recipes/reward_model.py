@@ -52,7 +52,8 @@ def run(config: Any) -> dict[str, Any]:
         this.console.note(describe_trained(policy.model, family))
         backend = models.learner(config, policy)
         stream = this.stream(data, backend)
-        parts.warn_of_rows(config, stream, held.values(), this.console.note)
+        this.compare_sets(held)
+        parts.warn_of_rows(config, family, stream, held.values(), this.console.note)
 
         def attach(model: Any) -> None:
             own = task.attach(model, this.start, data.samples)
@@ -62,7 +63,8 @@ def run(config: Any) -> dict[str, Any]:
         validation = HeldOut(this, task, backend, held, card)
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, parts=averages)
-        questions.write_quarantine(this.folder.path, data)
+        for dataset in (data, *held.values()):
+            this.quarantine.record(dataset.aside)
         return _train(this, config, task, backend, stream, validation)
 
 
@@ -87,13 +89,12 @@ def _train(
         found = update.metrics.means()
         values = {name: found[name] for name in KEPT if name in found} | named(found, "rm")
         values |= {"data/epoch": stream.epoch} | sft_work(backend, batches)
-        if validation.due(step):
-            values |= validation.metrics(step=step)
-        elif run.saves(step):
-            validation.measure(samples, step)
-        else:
-            validation.remember(found, step - 1)  # what it reports was computed before the update
-        last = run.finish_step(values)
+        if not validation.due(step):
+            if run.saves(step):
+                validation.measure(samples, step)
+            else:
+                validation.remember(found, step - 1)  # it was computed before the update
+        last = run.finish_step(values, validation)
     return last
 
 
@@ -133,7 +134,8 @@ class HeldOut:
         values: dict[str, float] = {}
         with self.run.phase("validation"):
             for name, dataset in reversed(list(self.sets.items())):  # the first set is remembered
-                found = measure(self.task, self.backend, dataset.samples).means()
+                samples = self.run.quarantine.sound(dataset.samples, dataset, self.backend.family)
+                found = measure(self.task, self.backend, samples).means()
                 self.remember(found, step)
                 values |= named(found, f"val/{name}")
         shown = {n: v for n, v in values.items() if n.endswith("/accuracy")}

@@ -57,7 +57,8 @@ def run(config: Any) -> dict[str, Any]:
         total = total_steps(config, actors.stream.rows_per_epoch)
         averages = average.kept(config, family, actors.policy, this.start)
         this.begin(total, actors.policy, family, parts=parts_with_state(actors) | averages)
-        questions.write_quarantine(this.folder.path, data)
+        for dataset in (data, *actors.validation.sets.values()):
+            this.quarantine.record(dataset.aside)
         return _train(this, actors)
 
 
@@ -308,13 +309,12 @@ def finish_step(
     actors.surplus.groups = rollouts.surplus
     metrics.add("data/epoch", actors.stream.epoch)
     metrics.add("data/cursor", run.progress["stream"]["cursor"])
-    metrics.add("data/bad_rows", run.set_aside)
+    metrics.add("data/bad_rows", len(run.quarantine.found(actors.stream.dataset)))
     step = run.step + 1
     values = metrics.means() | rl_work(actors, rollouts, updates, warming=is_warming(run, actors))
     every = config.track.trajectories_every
     if every and (step % every == 0 or step in (1, run.total)):
         stored = groups[: config.track.trajectories_groups]
         run.store(columns.show_advantages(stored, updates), step=step)
-    if actors.validation.due(step):
-        values |= actors.validation.metrics(step=step)
-    return run.finish_step(values, unread(rollouts.scored, actors.scorer, actors.family))
+    unseen = unread(rollouts.scored, actors.scorer, actors.family)
+    return run.finish_step(values, actors.validation, unseen)

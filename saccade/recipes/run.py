@@ -7,17 +7,15 @@ with Run(config, "rl", manifest) as run:
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from traceback import format_exception
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,22 +25,22 @@ from saccade.backends.schedule import rate
 from saccade.checks import not_counted
 from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
-from saccade.errors import DataError, EnvironmentProblem, Interrupted, SaccadeError
-from saccade.images import ImageError
-from saccade.images.cache import DECODED, ImageCache, drop_background, in_threads
+from saccade.errors import EnvironmentProblem, Interrupted, SaccadeError
+from saccade.images.cache import DECODED, drop_background
 from saccade.models.families import Family
 from saccade.models.load import gpu_peak_gb
 from saccade.recipes import best
+from saccade.recipes.quarantine import Quarantine
 from saccade.recipes.saving import Saver
 from saccade.recipes.work import shares, speeds
 from saccade.tracking.console import Console
 from saccade.tracking.diagnosis import diagnose
-from saccade.tracking.folder import QUARANTINE, RunFolder
+from saccade.tracking.folder import RunFolder
 from saccade.tracking.loggers import Loggers, read_metrics
 from saccade.tracking.metrics import host_memory
 from saccade.tracking.trace import named_range, traced
 from saccade.tracking.trajectories import TrajectoryWriter
-from saccade.types import Group, Media, Sample
+from saccade.types import Group, Sample
 
 NOTED_EVERY = 25  # steps between two equal diagnoses
 TRACED_STEP = 3  # the first ones load kernels and lay out memory
@@ -50,6 +48,12 @@ TRACED_STEP = 3  # the first ones load kernels and lay out memory
 
 class Stopping(Exception):
     """A signal asked the run to end while it was validating."""
+
+
+class Validates(Protocol):
+    def due(self, step: int) -> bool: ...
+
+    def metrics(self, *, step: int) -> dict[str, float]: ...
 
 
 class Run:
@@ -75,7 +79,6 @@ class Run:
         self._peaks: dict[str, float] = {}
         self._missed = False  # whether the lack of save.best_metric was told
         self._updating = False  # between the first weight that moves and the end of the step
-        self.set_aside = 0  # rows found bad while training
         self._range: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def __enter__(self) -> Run:
@@ -92,6 +95,7 @@ class Run:
             self.console = stack.enter_context(
                 Console(None, self.command, name=self.folder.path.name, log=self.folder.log)
             )
+            self.quarantine = Quarantine(self.folder.path, self.config.data, self.console.note)
             self._saver = Saver(
                 self.folder.checkpoints,
                 self.config.save,
@@ -293,12 +297,30 @@ class Run:
         kept = torch.cuda.memory_reserved() / 2**30
         return peaks | {"mem/gpu_peak_gb": max(peaks.values()), "mem/gpu_reserved_gb": kept}
 
-    def finish_step(self, metrics: Mapping[str, float], unread: str = "") -> dict[str, Any]:
-        """Count the step, log it, say so when little is being learned, save when it is time.
+    def finish_step(
+        self, metrics: Mapping[str, float], validation: Validates, unread: str = ""
+    ) -> dict[str, Any]:
+        """Count the step, validate, log it, say so when little is being learned, save when it is
+        time. An error in a validation ends the run, but the step is made: it is logged and saved.
         `unread`: where the verifier looked in vain for an answer.
         """
         self.progress["step"] += 1
         self._updating = False
+        measured: dict[str, float] = {}
+        try:
+            if validation.due(self.step):
+                measured = validation.metrics(step=self.step)
+        finally:
+            row = self._log({**metrics, **measured})
+        self._history.append(row)
+        for about, line in diagnose(self._history, unread).items():
+            self.advise(about, line)
+        is_best = self.config.save.every and self.progress["best_step"] == self.step
+        if self.saves(self.step) or is_best:
+            self.save(last=self.step == self.total)
+        return row
+
+    def _log(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         times = self.console.lap()
         row = {
             **metrics,
@@ -312,12 +334,6 @@ class Run:
         with self.console.phase("log"):  # of the step that begins here
             self.loggers.log(row, self.step)
         self.console.step(self.step, row)
-        self._history.append(row)
-        for about, line in diagnose(self._history, unread).items():
-            self.advise(about, line)
-        is_best = self.config.save.every and self.progress["best_step"] == self.step
-        if self.saves(self.step) or is_best:
-            self.save(last=self.step == self.total)
         return row
 
     def advise(self, about: str, line: str) -> None:
@@ -330,6 +346,20 @@ class Run:
         """Whether a checkpoint of this step is due, however well it does."""
         every = self.config.save.every
         return step == self.total or (every > 0 and step % every == 0)
+
+    def compare_sets(self, sets: Mapping[str, Dataset]) -> None:
+        """Scores of a validation set that changed do not continue those of the steps before."""
+        now = {name: data.hash for name, data in sets.items()}
+        before = self.progress.get("val", now)
+        self.progress["val"] = now
+        changed = [name for name in now if before.get(name, now[name]) != now[name]]
+        if changed:
+            self.console.note(
+                f"WARNING: data.val: {', '.join(changed)} has other rows or pictures than up to "
+                f"step {self.step}: its scores from here on are not comparable with those before"
+            )
+        if (self.progress.get("best_metric") or "").startswith(tuple(f"val/{n}/" for n in changed)):
+            self.progress |= {"best_score": None, "best_step": None}
 
     def note_validation(self, metrics: Mapping[str, float], step: int) -> None:
         """Remember which step was best by `save.best_metric`; its checkpoint is kept."""
@@ -378,33 +408,12 @@ class Run:
             raise Stopping
 
     def take(self, stream: Stream, count: int) -> list[Sample]:
-        """The next rows whose images can be decoded; a damaged one is set aside by id, and the next
-        row of the data comes in its place.
-        """
+        """The next rows that can be shown; in the place of one that cannot the next row comes."""
         taken: list[Sample] = []
-        look = partial(damage, cache=self._family.cache)
         while len(taken) < count:
             samples = stream.take(count - len(taken))
-            for sample, problem in zip(samples, in_threads(look, samples), strict=True):
-                if problem is None:
-                    taken.append(sample)
-                else:
-                    self._set_aside(sample, problem, len(stream.dataset))
+            taken += self.quarantine.sound(samples, stream.dataset, self._family)
         return taken
-
-    def _set_aside(self, sample: Sample, reason: str, rows: int) -> None:
-        self.set_aside += 1
-        row = {"id": sample.id, "source": sample.data_source, "reason": reason}
-        with (self.folder.path / QUARANTINE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self.console.note(f"row {sample.id} is set aside: {reason}")
-        limit = self.config.data.max_bad_fraction
-        if self.set_aside > limit * rows:
-            raise DataError(
-                f"{self.set_aside} of {rows} rows turned out bad while training, the last one "
-                f"{sample.id}: {reason}; `saccade check-data` finds them before a run, and "
-                f"data.max_bad_fraction above {limit:g} goes on"
-            )
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
@@ -421,17 +430,3 @@ class Run:
         raise Interrupted(
             f"stopped after step {self.step}; go on with run.resume=auto ({self.folder.path})"
         )
-
-
-def damage(
-    sample: Sample, cache: Callable[[Media], ImageCache] = lambda media: DECODED
-) -> str | None:
-    """Why an image of the row cannot be shown. With the cache of a family, what is made here is
-    what the model reads, and what it has kept is not looked for on the disk again.
-    """
-    for media in sample.every_media:
-        try:
-            cache(media).get(media)
-        except ImageError as error:
-            return str(error)
-    return None

@@ -54,14 +54,16 @@ def run(config: Any) -> dict[str, Any]:
         backend = models.learner(config, policy)
         stream = this.stream(data, backend)
         sets = questions.validation_sets(config, family) if config.val.every else {}
-        parts.warn_of_rows(config, stream, sets.values(), this.console.note)
+        this.compare_sets(sets)
+        parts.warn_of_rows(config, family, stream, sets.values(), this.console.note)
         sets = questions.asking_for_the_best(config, data, sets)
         validation = answering(this, config, policy, backend, sets)
         teacher = models.load_teacher(config, family)
         averages = average.kept(config, family, backend, this.start)
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, parts=averages)
-        questions.write_quarantine(this.folder.path, data)
+        for dataset in (data, *sets.values()):
+            this.quarantine.record(dataset.aside)
         return _train(this, config, backend, teacher, family, stream, validation)
 
 
@@ -77,7 +79,7 @@ def _train(
     train, last = config.train, dict[str, Any]()
     validation.before()
     read = _reader(config, family)
-    for step in run.steps():
+    for _ in run.steps():
         with run.phase("data"):
             rows = [read(sample) for sample in run.take(stream, train.prompts_per_step)]
             batches = pack(rows, positions=family.positions, micro_tokens=train.micro_tokens)
@@ -87,9 +89,7 @@ def _train(
             guard(run, train, batches, update)
         run.progress["stream"] = stream.state()
         values = _metrics(update.metrics, rows, stream) | sft_work(backend, batches)
-        if validation.due(step):
-            values |= validation.metrics(step=step)
-        last = run.finish_step(values)
+        last = run.finish_step(values, validation)
     return last
 
 

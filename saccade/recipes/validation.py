@@ -56,6 +56,7 @@ class Validation:
                 results = [
                     evaluate_set(
                         *(self.engine, self.family, self.scorer, name, dataset, self.config),
+                        quarantine=self.run.quarantine,
                         progress=self.run.watch_validation,
                         say=self.run.console.note,
                         known=known,

@@ -142,6 +142,52 @@ def test_bad_rows_are_set_aside_with_id_row_and_reason(jsonl):
     assert data.row_numbers[7] == 9
 
 
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"question": f"{HALF} lone?"},
+        {"question": [{"role": "user", "content": HALF}]},
+        {"question": '[{"role": "user", "content": "\\ud800"}]'},
+        {"answer": HALF},
+        {"answer": ["1", HALF]},
+        {"choices": ["1", HALF]},
+        {"id": f"a{HALF}"},
+        {"data_source": HALF},
+        {"system": HALF},
+        {"images": [f"{HALF}.png"]},
+        {"note": {"by": [HALF]}},
+        {HALF: 1},
+    ],
+)
+def test_half_a_surrogate_pair_is_a_bad_row_that_can_be_listed(jsonl, column):
+    fine = {"id": "fine", "question": "A 😀, NUL \0 and \uffff?", "answer": "1"}
+    rows = [fine, {"id": "lone", "question": "2+2?", "answer": "1"} | column]
+    data = load([source(jsonl(rows))], DataConfig(max_bad_fraction=0.5))
+    [bad] = data.quarantined
+    assert [sample.id for sample in data.samples] == ["fine"]
+    assert bad.row == 2 and bad.id == ("a\\ud800" if "id" in column else "lone")
+    assert "surrogate" in bad.reason or "file does not exist" in bad.reason
+    assert "\\ud800" in str(bad).encode().decode()
+
+
+def test_a_row_that_a_template_refuses_is_bad_unless_it_refuses_all(jsonl):
+    def length(sample):
+        if sample.answer == "1":
+            raise ConfigError("the chat template refuses the roles system, user")
+        return 1
+
+    rows = [{"id": n, "question": "q", "answer": str(n)} for n in (1, 2)]
+    data = load([source(jsonl(rows))], DataConfig(max_bad_fraction=0.5), length=length)
+    assert [(row.id, row.reason[:25]) for row in data.quarantined] == [
+        ("1", "the chat template refuses")
+    ]
+    with pytest.raises(ConfigError, match=r"refuses the roles .* \(1, row 1 of rows\)"):
+        load([source(jsonl(rows[:1]))], DataConfig(max_bad_fraction=0.5), length=length)
+
+
 def test_too_many_bad_rows_stop_with_the_first_five(jsonl):
     rows = qa(20)
     for index in range(7):
@@ -208,7 +254,7 @@ def test_repeated_ids_are_made_unique_and_listed(jsonl):
     data = load([source(jsonl(rows))], DataConfig())
     assert [sample.id for sample in data.samples] == ["a", "a#2", "a#3", "b", "a#4"]
     assert data.duplicate_ids == ("a",) and data.renamed == 2
-    assert "2 rows repeat 1 ids" in data.summary
+    assert "2 rows got a suffix, as another one has the same id" in data.summary
 
 
 def test_the_hash_follows_the_content(jsonl, picture):

@@ -98,8 +98,9 @@ def test_rows_with_labels_get_sides_too_unless_they_have_them_or_a_critique_name
     assert 10 <= sum(sample.answer == "A" for sample in drawn) <= 30
     for fixed in ({"sides": {"seed": 0, "swapped": True}}, {"critique": "Response 1 is right."}):
         assert {read(n, **fixed).answer for n in range(10)} == {"A"}
-    with pytest.raises(RowError, match="labels must say A, B or C"):
-        read(0, labels={"preference": "left"})
+    for label in ("left", ["A"]):
+        with pytest.raises(RowError, match="labels must say A, B or C"):
+            read(0, labels={"preference": label})
 
 
 def test_what_has_no_verdict_is_refused_or_left_alone():

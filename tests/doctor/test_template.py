@@ -62,6 +62,13 @@ def test_words_in_no_vocabulary_do_not_matter(found, word_model):
     assert found(check, word_model).keys() == {"ok"}
 
 
+def test_words_of_the_rows_that_are_in_no_vocabulary_are_told(found, word_model, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "how many teapots ?", "answer": "1"}\n')
+    [said] = found(check, word_model, f"data.train={tmp_path / 'rows.jsonl'}")["warning"]
+    assert "does not know 25% of the words of these rows, such as 'teapots'" in said
+    assert "warning" not in found(check, word_model, "data.train=gone.jsonl")
+
+
 def test_a_tokenizer_that_is_larger_than_the_model(found, tmp_path):
     path = build("qwen3", tmp_path, text={"vocab_size": 262})
     assert found(check, path)["failure"] == ["it has 264 ids, the model 262"]

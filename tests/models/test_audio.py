@@ -134,6 +134,10 @@ def test_other_files_need_soundfile():
             sounds.open_sound(bytes(floats))
     with pytest.raises(ImageError, match="a sound is float"):
         sounds.open_sound(np.zeros(100, np.int16))
+    with pytest.raises(ImageError, match="a sound is a list of numbers"):
+        sounds.open_sound({"array": ["loud"]})
+    with pytest.raises(ImageError, match="sampling_rate 'fast': write samples per second"):
+        sounds.open_sound({"array": [0.1] * 400, "sampling_rate": "fast"})
 
 
 # -- the family ------------------------------------------------------------------------------------

@@ -211,15 +211,15 @@ def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path: Path, config: 
     options = config(tmp_path, data__train=str(path), train__prompts_per_step=1, run__max_steps=1)
     dpo.run(options | {"data.max_bad_fraction": 1})
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "rows: 1 of 6 rows" in log and "1 bad rows set aside" in log
-    assert "1 rows over dpo.max_tokens left out" in log
+    assert "rows: 1 of 6 rows" in log and "1 bad row set aside" in log
+    assert "1 row over dpo.max_tokens (512 tokens, data.overlong=drop) left out" in log
     assert "2 rows left out: a tie prefers neither side" in log
     aside = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()
     found = {row["id"]: row["reason"] for row in map(json.loads, aside)}
     assert sorted(found) == ["1", "2", "3", "4", "5"]
     assert "dpo.max_tokens is 512" in found["3"] and "head preference" in found["5"]
     with pytest.raises(
-        DataError, match=r"data.train has no usable row:\n.*\n1 rows left out: a tie"
+        DataError, match=r"data.train has no usable row:\n.*\n1 row left out: a tie"
     ):
         path.write_text(json.dumps(rows[1]) + "\n")
         dpo.run(options | {"run.name": "alike"})

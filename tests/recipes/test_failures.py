@@ -31,7 +31,7 @@ from saccade.errors import (
     RewardError,
     TrainingError,
 )
-from saccade.recipes import rl
+from saccade.recipes import evaluate, generate, rl, sft
 from saccade.recipes.guard import check_errors, check_mismatch
 from saccade.rollout import scoring
 from saccade.tracking.loggers import read_metrics
@@ -40,16 +40,20 @@ from saccade.types import Group, Metrics, Sample, Trajectory
 Make = Callable[..., dict[str, Any]]
 
 
-def damaged_copy(scenes: Path, folder: Path) -> tuple[Path, str]:
+def damaged_copy(scenes: Path, folder: Path, name: str = "train.jsonl") -> tuple[Path, str]:
     """The first picture has an intact header and end mark, so only decoding shows the damage."""
     shutil.copytree(scenes, folder)
-    first = json.loads((folder / "train.jsonl").read_text().splitlines()[0])
+    first = json.loads((folder / name).read_text().splitlines()[0])
     picture = folder / first["images"][0]
     content = bytearray(picture.read_bytes())
     middle = len(content) // 2
     content[middle - 10 : middle + 10] = bytes(20)
     picture.write_bytes(bytes(content))
-    return folder / "train.jsonl", first["id"]
+    return folder / name, first["id"]
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_a_damaged_image_is_set_aside_by_id_and_the_run_goes_on(
@@ -58,12 +62,84 @@ def test_a_damaged_image_is_set_aside_by_id_and_the_run_goes_on(
     data, bad = damaged_copy(scenes, tmp_path / "data")
     changes = {"data.train": str(data), "data.order": "sequential", "run.max_steps": 2}
     rl.run(rl_config(tmp_path) | changes | {"data.max_bad_fraction": 0.5})
-    aside = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").open()]
-    assert [row["id"] for row in aside] == [bad] and "decoded" in aside[0]["reason"]
+    aside = rows_of(tmp_path / "run" / "quarantine.jsonl")
+    assert [(row["id"], row["row"]) for row in aside] == [(bad, 1)]
+    assert "decoded" in aside[0]["reason"]
     assert read_metrics(tmp_path / "run")[-1]["data/bad_rows"] == 1
 
-    with pytest.raises(DataError, match=f"{bad}.*check-data"):
+    with pytest.raises(DataError, match=f"(?s){bad}.*check-data"):
         rl.run(rl_config(tmp_path / "strict") | changes | {"data.max_bad_fraction": 0.001})
+
+
+def test_a_damaged_image_counts_once_however_often_it_comes_round(
+    rl_config: Make, scenes: Path, tmp_path: Path
+) -> None:
+    data, bad = damaged_copy(scenes, tmp_path / "data")
+    changes = {"data.train": str(data), "data.max_samples": 5, "train.prompts_per_step": 4}
+    rl.run(rl_config(tmp_path) | changes | {"data.max_bad_fraction": 0.2})  # four passes
+    assert [row["id"] for row in rows_of(tmp_path / "run" / "quarantine.jsonl")] == [bad]
+    assert read_metrics(tmp_path / "run")[-1]["data/bad_rows"] == 1
+
+
+def test_eval_and_generate_set_a_damaged_image_aside_as_training_does(
+    rl_config: Make, scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, bad = damaged_copy(scenes, tmp_path / "data", "val.jsonl")
+    config = rl_config(tmp_path) | {"data.train": [], "data.val": str(data)}
+    strict = re.compile(rf"(?s)data\.val: 1 of 8 rows are bad .*{bad} \(row 1 .*check-data")
+    for command in (evaluate, generate):
+        with pytest.raises(DataError, match=strict):
+            command.run(config)
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+    config |= {"data.max_bad_fraction": 0.5}
+    [found] = evaluate.run(config, out=tmp_path / "eval").values()
+    assert (found["items"], found["left_out"]) == (7, 1)
+    assert generate.run(config)["rows"] == len(rows_of(tmp_path / "run/generations.jsonl")) == 7
+    for folder in ("eval", "run"):
+        [aside] = rows_of(tmp_path / folder / "quarantine.jsonl")
+        assert aside["id"] == bad and "cannot be decoded" in aside["reason"]
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert f"row {bad} is set aside: " in said and "items 7  rows left out 1" in said
+
+
+def test_a_damaged_image_in_validation_costs_its_row_or_no_finished_step(
+    rl_config: Make, scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, bad = damaged_copy(scenes, tmp_path / "data", "val.jsonl")
+    config = rl_config(tmp_path) | {"data.val": str(data), "val.before": False, "val.every": 2}
+    config |= {"run.max_steps": 3, "save.every": 0}
+    with pytest.raises(DataError, match=rf"(?s)1 of 8 rows .*{bad} .*step 2 is kept in"):
+        rl.run(config)
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [2]
+
+    # With a whole set in its place the run goes on, and says so; so it does without that row.
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    repaired = {"data.val": [{"path": str(scenes / "val.jsonl")}], "run.resume": "auto"}
+    row = rl.run(config | repaired)
+    assert (row["val/val/items"], row["val/val/left_out"]) == (8, 0)
+    assert "data.val: val has other rows or pictures than up to step 2" in (
+        capsys.readouterr().out.replace("\n", " ")
+    )
+    lenient = {"run.name": "other", "run.resume": "auto", "data.max_bad_fraction": 0.5}
+    row = rl.run(config | lenient)
+    assert (row["val/val/items"], row["val/val/left_out"]) == (7, 1)
+    assert [row["step"] for row in read_metrics(tmp_path / "other")] == [1, 2, 3]
+
+
+def test_an_engine_that_fails_in_validation_loses_no_finished_step(
+    sft_config: Make, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the engine is gone")
+
+    monkeypatch.setattr("saccade.recipes.evaluate.collect", broken)
+    config = sft_config(tmp_path, run__max_steps=2, save__every=0, val__every=1, val__before=False)
+    with pytest.raises(RuntimeError, match="is gone"):
+        sft.run(config | {"data.val": str(scenes / "val.jsonl"), "reward.terms": ["count"]})
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [1]
 
 
 @pytest.mark.parametrize("command", ["eval", "generate", "chat"])

@@ -12,7 +12,9 @@ import pytest
 from saccade.config import DataConfig, DataSource, load
 from saccade.data import datasets
 from saccade.data.stream import Stream
-from saccade.recipes import parts, questions
+from saccade.errors import DataError
+from saccade.models.families import load_family
+from saccade.recipes import check_data, parts, questions
 
 
 def read(folder: Path, name: str, *questions: str) -> datasets.Dataset:
@@ -22,16 +24,19 @@ def read(folder: Path, name: str, *questions: str) -> datasets.Dataset:
     return datasets.load([DataSource(path=str(path))], DataConfig())
 
 
-def test_rows_that_repeat_in_a_step_or_in_validation_are_told(tmp_path: Path) -> None:
+def test_rows_that_repeat_in_a_step_or_in_validation_are_told(
+    tmp_path: Path, family_of: Any
+) -> None:
+    family = family_of("qwen2_5_vl")
     train, val = (
         read(tmp_path, "a.jsonl", "1+1?", "3-1?"),
         read(tmp_path, "b.jsonl", "1+1?", "4-2?"),
     )
     stream = Stream(train, seed=0, config=DataConfig())
     said: list[str] = []
-    parts.warn_of_rows(load({"train.prompts_per_step": 2}), stream, [train], said.append)
-    assert said == []  # who names one file twice knows it
-    parts.warn_of_rows(load({"train.prompts_per_step": 5}), stream, [val], said.append)
+    parts.warn_of_rows(load({"train.prompts_per_step": 2}), family, stream, [train], said.append)
+    assert f"2 of 2 different rows of {tmp_path / 'a.jsonl'} (data.val) are in" in said.pop()
+    parts.warn_of_rows(load({"train.prompts_per_step": 5}), family, stream, [val], said.append)
     assert "a step takes each 2.5 times; try train.prompts_per_step=2" in said[0]
     assert (
         f"1 of 2 different rows of {tmp_path / 'b.jsonl'} (data.val) are in data.train" in said[1]
@@ -82,5 +87,30 @@ def test_a_prompt_beyond_the_positions_of_the_model_is_left_out(
     family = replace(family_of("qwen2_5_vl"), max_positions=2_048)
     data = questions.load_prompts(config, config.data.train, family)
     assert len(data.samples) == 1 and len(data.overlong) == 1
-    room = "tokens, room for a prompt in the positions of the model is 2047"
-    assert data.overlong[0].reason.endswith(room)
+    room = "what max_position_embeddings of the model leaves for a prompt"
+    assert data.overlong[0].reason.endswith(f"tokens, {room} is 2047")
+    assert f"1 row over {room} (2047 tokens, data.overlong=drop) left out" in data.summary
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"id": "dark", "question": "<image>?", "images": ["gone.png"]}\n')
+    with pytest.raises(DataError, match=r"(?s)1 of 3 rows .*dark \(row 3 .*`saccade check-data`"):
+        questions.load_prompts(config, config.data.train, family)
+
+
+def test_a_share_of_words_that_the_tokenizer_does_not_know_is_told(
+    tmp_path: Path, family_of: Any, word_model: str
+) -> None:
+    words, bytes_ = load_family(word_model), family_of("qwen2_5_vl")
+    known, strange = ["how many red ?"], "how many teapots ?"
+    rare = read(tmp_path, "rare.jsonl", *known * 99, strange)  # one word in 400
+    common = read(tmp_path, "common.jsonl", *known, strange)
+    assert questions.unknown_words(words, rare.samples) is None
+    assert questions.unknown_words(bytes_, common.samples) is None  # it spells them
+    said: list[str] = []
+    stream = Stream(common, seed=0, config=DataConfig())
+    options = load({"train.prompts_per_step": 1})
+    parts.warn_of_rows(options, words, stream, [], said.append)
+    assert len(said) == 1
+    assert "does not know 12% of the words of these rows, such as 'teapots': all of" in said[0]
+    options = {"model.path": word_model, "data.train": str(tmp_path / "common.jsonl")}
+    [note] = check_data.run(options | {"prompt.instruction": ""}).notes
+    assert note == said[0]

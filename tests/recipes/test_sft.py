@@ -193,7 +193,7 @@ def test_rows_without_an_answer_are_set_aside(
 def test_rows_over_the_limit_are_left_out(tmp_path: Path, sft_config: Make, talks: Path) -> None:
     sft.run(sft_config(tmp_path, data__train=str(talks), run__max_steps=1, sft__max_tokens=32))
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "talks: 2 of 3 rows" in log and "1 rows over sft.max_tokens left out" in log
+    assert "talks: 2 of 3 rows" in log and "1 row over sft.max_tokens (" in log
 
 
 def test_everything_frozen_is_refused(tmp_path: Path, sft_config: Make) -> None:

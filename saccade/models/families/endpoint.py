@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from saccade.errors import DataError
+from saccade.images import ImageError
+from saccade.images.cache import DECODED
 from saccade.models.chat import Chat, Grid
 from saccade.models.families import Family, FamilySpec, text
 from saccade.types import Media
@@ -54,7 +55,7 @@ def _shown(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 def _measure(media: Media) -> tuple[Grid, int]:
     if media.kind != "image":
-        raise DataError(f"an endpoint is sent images, but a row holds a {media.kind}")
+        raise ImageError(f"an endpoint is sent images, but a row holds a {media.kind}")
     return (1, 1, 1), 1
 
 
@@ -77,5 +78,5 @@ def endpoint_family(url: str) -> Family:
         vocabulary=0,
         banned=np.zeros(0, dtype=bool),
         max_positions=1 << 30,
-        **{**text.bind({}, {}), "measure": _measure},
+        **{**text.bind({}, {}), "measure": _measure, "cache": lambda media: DECODED},
     )

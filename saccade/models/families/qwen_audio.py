@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from saccade.errors import DataError
+from saccade.images import ImageError
 from saccade.images.cache import DECODED, ImageCache
 from saccade.models.families.text import ARTICLES, positions
 from saccade.types import Media, MediaSpan
@@ -50,7 +50,7 @@ def mel_cache(settings: Mapping[str, Any], *, padded: bool) -> ImageCache:
 def measure(media: Media) -> tuple[tuple[int, int, int], int]:
     """(1, 1, mel frames), and the tokens that convolution and pooling leave of them."""
     if media.kind != "audio":
-        raise DataError(
+        raise ImageError(
             f"this model hears and does not see, but a row holds {ARTICLES[media.kind]} "
             f"({media.path or media.hash[:12]})"
         )

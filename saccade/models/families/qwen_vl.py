@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from saccade import videos
-from saccade.errors import DataError
-from saccade.images import resized_size
+from saccade.images import ImageError, resized_size
 from saccade.images.cache import DECODED, ImageCache
 from saccade.models.families.pixels import (
     CACHE_BYTES,
@@ -91,7 +90,7 @@ def measure(
 ) -> tuple[tuple[int, int, int], int]:
     """Grid and placeholder count from the header alone."""
     if media.kind == "audio":
-        raise DataError(f"this model hears nothing, but a row holds a sound ({media.path})")
+        raise ImageError(f"this model hears nothing, but a row holds a sound ({media.path})")
     height, width = resized_size(
         media.width,
         media.height,

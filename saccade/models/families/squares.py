@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from saccade.errors import DataError, EnvironmentProblem
+from saccade.errors import EnvironmentProblem
+from saccade.images import ImageError
 from saccade.images.cache import ImageCache
 from saccade.models.families.pixels import CACHE_BYTES, CLIP_MEAN, CLIP_STD, normalised
 from saccade.models.families.text import ARTICLES, positions
@@ -78,7 +79,7 @@ def _measured(
     media: Media, *, measure: Callable[[Media], tuple[tuple[int, int, int], int]]
 ) -> tuple[tuple[int, int, int], int]:
     if media.kind != "image":
-        raise DataError(
+        raise ImageError(
             f"this model sees images alone, but a row holds {ARTICLES[media.kind]} "
             f"({media.path or media.hash[:12]})"
         )

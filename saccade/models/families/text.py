@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from saccade.errors import DataError, EnvironmentProblem
+from saccade.errors import EnvironmentProblem
+from saccade.images import ImageError
 from saccade.images.cache import ImageCache
 from saccade.types import Media, MediaSpan
 
@@ -45,7 +46,7 @@ def refuse_noise(model: Any) -> None:
 
 
 def _refuse(media: Media) -> NoReturn:
-    raise DataError(
+    raise ImageError(
         f"this model reads text only, but a row holds {ARTICLES[media.kind]} "
         f"({media.path or media.hash[:12]})"
     )

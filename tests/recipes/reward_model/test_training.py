@@ -72,7 +72,7 @@ def test_eval_of_a_reward_model_judges_the_rows(
         pytest.raises(ConfigError, match=r"judges rows; try data\.val="),
         Console(None, "eval") as c,
     ):
-        comparing.compare(load({"model.path": str(deep)}), card, c)  # suites alone have none
+        comparing.compare(load({"model.path": str(deep)}), card, tmp_path, c)  # suites have none
 
 
 def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
@@ -179,7 +179,7 @@ PAIR = {"prompt": "how many ?", "chosen": "red", "rejected": "blue"}
         (PAIR | {"rejected": "red"}, "better by preference; all 1 that label it are ties: add"),
         (
             PAIR | {"labels": {"taste": "A"}},
-            "no usable row:\n.*\n1 rows left out: it labels taste,",
+            "no usable row:\n.*\n1 row left out: it labels taste,",
         ),
         ({"input": f"red {MARK}", "label": ["1"]}, "reward_model.kind=process learns from"),
         ({"input": "how ?", "output": "red", "label": 1}, "one labelled response; rows need cho"),

@@ -1,0 +1,87 @@
+"""Rows that turn out bad when they are shown: a picture whose header is good and whose pixels are
+not, or a file that changed since it was read.
+
+One rule in training, validation, `eval` and `generate`: such a row is left out, said and listed by
+id; more than `data.max_bad_fraction` of a set, those that were bad as it was read included, stop
+the command.
+
+    quarantine = Quarantine(folder, config.data, console.note)
+    samples = quarantine.sound(dataset.samples, dataset, family)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from saccade.config import DataConfig
+from saccade.data.dataset import BadRow, Dataset, refuse_first, too_many
+from saccade.errors import DataError
+from saccade.images import ImageError
+from saccade.images.cache import DECODED, ImageCache, in_threads
+from saccade.models.families import Family
+from saccade.tracking.folder import QUARANTINE
+from saccade.types import Media, Sample
+
+
+class Quarantine:
+    """Remembers which rows were found, so that each counts once however often it comes round."""
+
+    def __init__(self, folder: Path, config: DataConfig, say: Callable[[str], Any]) -> None:
+        self.file, self._config, self._say = folder / QUARANTINE, config, say
+        self._found: dict[tuple[str, str], BadRow] = {}  # by hash of the set and id
+
+    def sound(self, samples: Sequence[Sample], dataset: Dataset, family: Family) -> list[Sample]:
+        """Those whose media can be shown, by what the model reads of them: that is kept for it, and
+        what was kept before is not decoded again.
+        """
+        reasons = in_threads(partial(damage, cache=family.cache), samples)
+        for sample, reason in zip(samples, reasons, strict=True):
+            if reason is not None and (dataset.hash, sample.id) not in self._found:
+                self._set_aside(dataset.row_of(sample.id, reason), dataset)
+        return [s for s, reason in zip(samples, reasons, strict=True) if reason is None]
+
+    def found(self, dataset: Dataset) -> list[BadRow]:
+        """Rows of the set that were good when it was read."""
+        return [row for (of, _), row in self._found.items() if of == dataset.hash]
+
+    def left_out(self, dataset: Dataset) -> int:
+        """How many rows of the set are not used, for whatever reason."""
+        return len(dataset.aside) + len(self.found(dataset))
+
+    def record(self, rows: Iterable[BadRow]) -> None:
+        """Into the file, each once, also where a run goes on; no file when there is none."""
+        known = self.file.read_text(encoding="utf-8").splitlines() if self.file.is_file() else []
+        lines = [json.dumps(asdict(row), ensure_ascii=False) for row in rows]
+        if new := [line for line in lines if line not in known]:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in new)
+
+    def _set_aside(self, row: BadRow, dataset: Dataset) -> None:
+        refuse_first(row, self._config)
+        self._found[dataset.hash, row.id] = row
+        self.record([row])
+        self._say(f"row {row.id} is set aside: {row.reason}")
+        found = self.found(dataset)
+        bad, none_left = [*found, *dataset.quarantined], len(found) == len(dataset)
+        if none_left or len(bad) > self._config.max_bad_fraction * dataset.rows:
+            paths = [part.path for part in dataset.parts]
+            raise DataError(
+                too_many(bad, dataset.rows, paths, self._config, checked=True, none_left=none_left)
+            )
+
+
+def damage(
+    sample: Sample, cache: Callable[[Media], ImageCache] = lambda media: DECODED
+) -> str | None:
+    """Why a picture of the row, or another medium, cannot be shown."""
+    for media in sample.every_media:
+        try:
+            cache(media).get(media)
+        except ImageError as error:
+            return str(error)
+    return None
