@@ -16,7 +16,7 @@ from saccade.errors import DataError
 from saccade.types import Sample
 
 PROMPT_LIMIT = "data.max_prompt_tokens"
-POSITIONS = "what max_position_embeddings of the model leaves for a prompt"
+POSITIONS = "the model's own limit of length"
 TRAIN = "data.train: "
 
 

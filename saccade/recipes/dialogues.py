@@ -24,7 +24,10 @@ def dialogue(sample: Sample, family: Family, loss_on: str) -> Group:
 
 
 def document(sample: Sample, family: Family, max_tokens: int) -> Group:
-    """Pieces of at most `max_tokens`; the last one ends with an end of text."""
+    """Pieces of at most `max_tokens`, and no longer than the model can read; the last one ends with
+    an end of text.
+    """
+    max_tokens = min(max_tokens, family.max_positions)
     ids = family.chat.encode_document("".join(message.text for message in sample.messages))
     starts = range(0, max(1, len(ids) - 1), max_tokens)  # a piece of one token predicts nothing
     pieces = [ids[start : start + max_tokens] for start in starts]

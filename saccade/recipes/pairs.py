@@ -26,7 +26,7 @@ from saccade.algorithms.comparison import (
 from saccade.algorithms.loss_sums import to_metrics
 from saccade.backends import OWN, Reference
 from saccade.backends.local import LocalBackend
-from saccade.config import Config, DataConfig, DataSource
+from saccade.config import Config, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
 from saccade.data.comparisons import chosen_first, label_of
@@ -79,7 +79,7 @@ def load_pairs(
 
     section = "dpo" if judge is None else "reward_model"
     longest_row = getattr(config, section).max_tokens
-    limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": longest_row})
+    limits, limit = questions.row_limit(config.data, family, longest_row, f"{section}.max_tokens")
     with remembered(config, family, "dialogue", word, family.render_dialogue) as length:
 
         def side(sample: Sample, candidate: tuple[Message, ...]) -> int:
@@ -94,7 +94,7 @@ def load_pairs(
             sources,
             limits,
             length=longest,
-            limit=f"{section}.max_tokens",
+            limit=limit,
             marks=questions.marks_of(family),
         )
     data = questions.worded(data, word)

@@ -86,16 +86,24 @@ def load_prompts(
     change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> datasets.Dataset:
     """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
-    ask, limits, limit = asker(config), config.data, PROMPT_LIMIT
-    room = family.max_positions - 1  # and one to answer in
-    if room < limits.max_prompt_tokens:
-        limits = limits.model_copy(update={"max_prompt_tokens": room})
-        limit = POSITIONS
+    ask, longest = asker(config), config.data.max_prompt_tokens
+    limits, limit = row_limit(config.data, family, longest, PROMPT_LIMIT, answer=1)
     with remembered(config, family, "prompt", ask, family.render) as length:
         data = datasets.load(
             sources, limits, length=length, change=change, limit=limit, marks=marks_of(family)
         )
     return worded(data, ask)
+
+
+def row_limit(
+    data: DataConfig, family: Family, tokens: int, option: str, *, answer: int = 0
+) -> tuple[DataConfig, str]:
+    """Rows of at most `tokens`, or of as many as the model has positions for beside those of an
+    `answer`; and the name of the limit.
+    """
+    room = family.max_positions - answer
+    limit = POSITIONS if room < tokens else option
+    return data.model_copy(update={"max_prompt_tokens": min(room, tokens)}), limit
 
 
 def load_dialogues(
@@ -117,11 +125,9 @@ def load_dialogues(
         sample = prompts.apply(sample, config.prompt, instruction=instruction)
         return sample if tag is None else _tagged(sample, tag, reward_of(sample))
 
-    limits: DataConfig = config.data.model_copy(update={"max_prompt_tokens": config.sft.max_tokens})
+    limits, limit = row_limit(config.data, family, config.sft.max_tokens, "sft.max_tokens")
     with remembered(config, family, "dialogue", word, family.render_dialogue) as length:
-        data = datasets.load(
-            sources, limits, length=length, limit="sft.max_tokens", marks=marks_of(family)
-        )
+        data = datasets.load(sources, limits, length=length, limit=limit, marks=marks_of(family))
     return worded(data, word)
 
 

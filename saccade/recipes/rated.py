@@ -23,7 +23,7 @@ from saccade.algorithms.reward_model import FIRST_LOG_KAPPA
 from saccade.backends import Update
 from saccade.backends import rating as rated
 from saccade.backends.local import LocalBackend
-from saccade.config import Config, DataConfig, DataSource
+from saccade.config import Config, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError, parse_json
 from saccade.data.expressions import number_of
@@ -202,15 +202,16 @@ class Process:
 
         # A length that is remembered is that of a row whose placeholders were found.
         mark = hashlib.blake2b(config.reward_model.placeholder.encode(), digest_size=4).hexdigest()
-        longest = {"max_prompt_tokens": config.reward_model.max_tokens}
-        limits: DataConfig = config.data.model_copy(update=longest)
+        longest = config.reward_model.max_tokens
+        assert longest is not None, "the defaults of the command are filled in"
+        limits, limit = questions.row_limit(config.data, family, longest, "reward_model.max_tokens")
         read = lambda messages: self._read("", messages).ids[:-1]  # noqa: E731
         with remembered(config, family, f"steps-{mark}", word, read) as length:
             data = datasets.load(
                 sources,
                 limits,
                 length=length,
-                limit="reward_model.max_tokens",
+                limit=limit,
                 marks=questions.marks_of(family),
             )
         return questions.worded(data, word)

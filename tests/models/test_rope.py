@@ -1,6 +1,7 @@
 """Rows of one batch do not change each other, whatever the model's RoPE does with long rows."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from saccade.attention import forest_plan
+from saccade.config import DataSource, load
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError
 from saccade.models import tiny
 from saccade.models.families import Family, load_family
 from saccade.models.load import hidden_states, load_model
-from saccade.types import Rendered, Sampling
+from saccade.recipes import pairs as preferences
+from saccade.recipes import questions
+from saccade.recipes.dialogues import document
+from saccade.types import Message, Rendered, Sample, Sampling
 from tests.engines.asked import requests
 
 PRETRAINED = 64
@@ -122,3 +127,27 @@ def test_older_config_files_name_longrope_in_other_ways(decoder):
     (path / "config.json").write_text(json.dumps(config))
     assert load_family(str(path)).max_positions == PRETRAINED
     assert model_of(load_family(str(path))).config.rope_parameters["rope_type"] == "longrope"
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+def test_no_training_reads_longer_rows(kind, decoder, tmp_path):
+    """Whatever its own limit says: conversations, pairs and pieces of documents."""
+    family = decoder(kind)
+    rows = [
+        {"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]}
+        for n in (1, 60)
+    ]
+    pairs = [{"prompt": "a" * n, "chosen": "b", "rejected": "c"} for n in (1, 60)]
+    for name, listed in {"rows": rows, "pairs": pairs}.items():
+        text = "".join(json.dumps(row) + "\n" for row in listed)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    plain = {"run.out": str(tmp_path), "prompt.instruction": "", "prompt.format": "direct"}
+    config = load(plain | {"sft.max_tokens": 4096, "dpo.max_tokens": 4096})
+    pairs_of = partial(preferences.load_pairs, paired=True)
+    for name, read in {"rows": questions.load_dialogues, "pairs": pairs_of}.items():
+        data = read(config, [DataSource(path=str(tmp_path / f"{name}.jsonl"))], family)
+        assert len(data.samples) == 1
+        assert data.overlong[0].reason.endswith("tokens, the model's own limit of length is 64")
+    message = Message(role="user", parts=("a" * 200,))
+    group = document(Sample(id="d", messages=(message,)), family, max_tokens=4096)
+    assert max(len(t.ids) for t in group.trajectories) == PRETRAINED

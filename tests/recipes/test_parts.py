@@ -87,7 +87,7 @@ def test_a_prompt_beyond_the_positions_of_the_model_is_left_out(
     family = replace(family_of("qwen2_5_vl"), max_positions=2_048)
     data = questions.load_prompts(config, config.data.train, family)
     assert len(data.samples) == 1 and len(data.overlong) == 1
-    room = "what max_position_embeddings of the model leaves for a prompt"
+    room = "the model's own limit of length"
     assert data.overlong[0].reason.endswith(f"tokens, {room} is 2047")
     assert f"1 row over {room} (2047 tokens, data.overlong=drop) left out" in data.summary
     with (tmp_path / "rows.jsonl").open("a") as file:
