@@ -74,6 +74,8 @@ WITH_STATE: dict[str, dict[str, Any]] = {
 CASES = {
     **{name: {"algorithm.preset": name} for name in PRESETS},
     **{f"grpo+{name}": {"algorithm.preset": f"grpo+{name}"} for name in ADD_ONS},
+    # Six prompts: of four, all groups of the second step are dead, and it moves nothing.
+    "grpo+fire": {"algorithm.preset": "grpo+fire", "train.prompts_per_step": 6},
     **WITH_STATE,
 }
 
