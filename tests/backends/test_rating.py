@@ -179,7 +179,7 @@ def test_gradients_do_not_depend_on_packing(family, samples, keep_float64) -> No
         keep_float64()
         backend = LocalBackend(model, family, TrainConfig(lr=1e-3))
         steps: list = []
-        backend.take_step = lambda *a, b=backend, s=steps: s.append(  # type: ignore[method-assign]
+        backend.take_step = lambda *a, b=backend, s=steps, **o: s.append(  # type: ignore[method-assign]
             {n: g.clone() for n, g in b.optimizer.gradients.items()}
         )
         train_ratings(backend, packed(samples, family, budget), row, lr=1e-3)

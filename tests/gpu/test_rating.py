@@ -83,9 +83,9 @@ def test_a_deep_head_learns_and_its_folder_scores_alike(
         found.append(scores(self.model, self.family, scenes))
         return collect(self, copy=copy)
 
-    def counted(self: LocalBackend, *args: Any) -> Any:
+    def counted(self: LocalBackend, *args: Any, **options: Any) -> Any:
         heads.append({n: p.detach().cpu().clone() for n, p in self.model.score.named_parameters()})
-        return update(self, *args)
+        return update(self, *args, **options)
 
     update = LocalBackend.take_step
     with monkeypatch.context() as patch:
