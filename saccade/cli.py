@@ -331,15 +331,15 @@ def inspect_data(
             require_writable(path, option, file=True)
     config = read_config(as_override("data.train", arguments))
     report = run(config, headers_only=headers_only, workers=workers, command=reads)
-    written: list[Path] = []
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(report.to_json() + "\n", encoding="utf-8")
-        written.append(out)
+    fixed: list[Path] = []
     try:
-        written += write_fixed(report, fix) if fix is not None else []
+        fixed = write_fixed(report, fix) if fix is not None else []
     finally:  # whether or not it can be written; but first, as whoever reads along may leave
         print_report(report)
+    written = [*fixed, *filter(None, [out])]
     wrote = f"; wrote {', '.join(map(str, written))}" if written else ""
     print(f"{report.good} of {report.rows} rows can be used{wrote}")
     refuse_data(report, config, fix)
