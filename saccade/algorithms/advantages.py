@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from saccade.algorithms.advantage_inputs import INFINITY, AdvantageInputs
 from saccade.algorithms.filters import is_constant
-from saccade.algorithms.table import Entry, call
+from saccade.algorithms.table import Entry, bound
 from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def compute(
     inputs = replace(inputs, live=live & ~constant if drop_constant else live)
 
     live_tokens = inputs.per_token(inputs.live)
-    raw = call(estimator.function, inputs, options=options).where(live_tokens, 0.0)
+    raw = bound(estimator.function, options)(inputs).where(live_tokens, 0.0)
     values = whitened(raw, live_tokens, std=whiten_std) if whiten else raw
     # Also after whitening: its shift would push a group that says nothing.
     values = values.where(~inputs.per_token(constant), 0.0)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from saccade.algorithms.table import Entry, call
+from saccade.algorithms.table import Entry, bound
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,12 +105,8 @@ def token_scales(
     counting = sequence if counted is None else sequence[counted]
     lengths = counting.bincount(minlength=len(live)) * live
     own = lengths.new_ones(len(live)).cumsum(0)
-    scale = call(
-        aggregation,
-        lengths,
-        own if trajectory is None else trajectory,
-        own if group is None else group,
-        options=options,
+    scale = bound(aggregation, options)(
+        lengths, own if trajectory is None else trajectory, own if group is None else group
     )
     values = scale[sequence]
     return Scales(

@@ -3,7 +3,7 @@
 Functions are looked up by name, so an algorithm crosses a process and is stored with a checkpoint.
 Knows nothing of how it was made; `build.resolve` makes it. Imports no torch.
 
-    >>> call(algorithm.loss.function, new, inputs, options=algorithm.loss_options)
+    >>> bound(algorithm.loss.function, algorithm.loss_options)(new, inputs)
 """
 
 from __future__ import annotations

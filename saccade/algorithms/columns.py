@@ -29,7 +29,7 @@ from saccade.algorithms.filters import high_entropy
 from saccade.algorithms.inputs import ComponentWeights, column, estimator_inputs
 from saccade.algorithms.memory import Memory
 from saccade.algorithms.stages import Updates
-from saccade.algorithms.table import call
+from saccade.algorithms.table import bound
 from saccade.algorithms.value import explained_variance
 from saccade.forest import has_media
 from saccade.types import Batch, Group, Metrics, Trajectory
@@ -270,7 +270,7 @@ def write_selection(
         advantages=column(batches, "advantages")[live],
         noise=noise[live],
     )
-    chosen = call(algorithm.loss.select, inputs, options=algorithm.loss_options)
+    chosen = bound(algorithm.loss.select, algorithm.loss_options)(inputs)
     selected = torch.zeros(len(live), dtype=torch.float64)
     selected[live] = chosen.double()
     return _written([list(batches)], {"selected": selected})[0]

@@ -31,7 +31,7 @@ from saccade.algorithms.preference import (
     Labelled,
     Pairs,
 )
-from saccade.algorithms.table import call
+from saccade.algorithms.table import bound
 from saccade.config import DpoConfig
 from saccade.types import Batch
 
@@ -109,13 +109,13 @@ def comparison_objective(row: Comparison, new: Tensor, sides: Sides) -> tuple[Te
     function = PREFERENCES[row.loss].function
     if row.paired:
         pairs = _pairs(totals, sides)
-        losses, found = call(function, pairs, options=row.options)
+        losses, found = bound(function, row.options)(pairs)
     else:
         assert sides.ref is not None, "this loss needs a reference"
         judged = Labelled(
             logprobs=totals, ref=sides.ref, desirable=chosen, z=totals.new_tensor(row.z)
         )
-        losses, found = call(function, judged, options=row.options)
+        losses, found = bound(function, row.options)(judged)
     nll = -totals[chosen].sum()
     loss = losses.sum() / row.count
     if row.nll_coef and row.chosen_tokens:  # a step of kto may have bad responses only

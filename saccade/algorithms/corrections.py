@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from saccade.algorithms.table import Entry, call
+from saccade.algorithms.table import Entry, bound
 from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def apply(chosen: Sequence[tuple[Entry, Mapping[str, Any]]], mismatch: Mismatch)
     found: list[Correction] = []
     for entry, options in chosen:
         assert not entry.each_update, "it has no place among what is computed once"
-        found.append(call(entry.function, mismatch, options=options))
+        found.append(bound(entry.function, options)(mismatch))
     weights = [one.weights for one in found if one.weights is not None]
     masks = [one.keep for one in found if one.keep is not None]
     if len(weights) > 1:

@@ -18,7 +18,7 @@ from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.filters import in_baseline, is_excluded
 from saccade.algorithms.kl import KINDS
 from saccade.algorithms.memory import Memory, domain_of, success_of
-from saccade.algorithms.table import call
+from saccade.algorithms.table import bound
 from saccade.types import Batch, Group, Trajectory
 
 ComponentWeights = Callable[[str], Mapping[str, float]]  # data source → weight of each term
@@ -116,7 +116,7 @@ def _penalties(batches: Sequence[Batch], algorithm: Algorithm) -> Tensor:
     if not algorithm.kl_in_reward:
         return torch.zeros(sum(len(b.reads) for b in batches), dtype=torch.float64)
     old, ref = _numbers_of(batches, "old_logprobs"), _numbers_of(batches, "ref_logprobs")
-    distance = call(algorithm.divergence.function, old, ref, options=algorithm.kl.options)
+    distance = bound(algorithm.divergence.function, algorithm.kl.options)(old, ref)
     return algorithm.kl.coef * distance
 
 

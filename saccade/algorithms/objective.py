@@ -23,7 +23,7 @@ from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.kl import KINDS
 from saccade.algorithms.loss_sums import LossSums
 from saccade.algorithms.policy_losses import LossInputs, log_ratio
-from saccade.algorithms.table import call
+from saccade.algorithms.table import bound
 
 LARGEST_EXPONENT = 20.0
 
@@ -64,7 +64,7 @@ def objective(
         rewards=_inside(columns.rewards, live),
         selected=columns.selected,
     )
-    losses, indicators = call(algorithm.loss.function, new, inputs, options=algorithm.loss_options)
+    losses, indicators = bound(algorithm.loss.function, algorithm.loss_options)(new, inputs)
     weights = None if algorithm.loss.applies_weights else inputs.weights
     dropped = _dropped_now(algorithm, new, columns, inputs)
     for factor in (_inside(columns.keep, live), weights, *(~d for d in dropped.values())):
@@ -77,7 +77,7 @@ def objective(
     distance = None
     if algorithm.needs_reference and columns.ref is not None:
         ref = columns.ref.where(live, 0.0)
-        distance = call(algorithm.divergence.function, new, ref, options=algorithm.kl.options)
+        distance = bound(algorithm.divergence.function, algorithm.kl.options)(new, ref)
     if algorithm.kl_in_loss:
         assert distance is not None, "a KL in the loss needs reference log-probs"
         ratio = log_ratio(new, old).exp() if algorithm.kl.ratio_correct else 1.0
@@ -106,13 +106,8 @@ def _dropped_now(
     dropped = {}
     for correction in algorithm.each_update:
         assert columns.rollout is not None, f"{correction.name} needs rollout log-probs"
-        keep = call(
-            correction.entry.function,
-            new.detach(),
-            columns.rollout,
-            inputs.advantages,
-            inputs.sequence_mean,
-            options=correction.options,
+        keep = bound(correction.entry.function, correction.options)(
+            new.detach(), columns.rollout, inputs.advantages, inputs.sequence_mean
         )
         dropped[f"{correction.name}_dropped"] = ~keep
     return dropped

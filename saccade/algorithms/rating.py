@@ -23,7 +23,7 @@ from torch import Tensor
 
 from saccade.algorithms.loss_sums import LossSums, mean_of
 from saccade.algorithms.reward_model import REWARD_LOSSES, center, reward_metrics, tie
-from saccade.algorithms.table import call
+from saccade.algorithms.table import bound
 from saccade.config import RewardModelConfig
 from saccade.types import Batch
 
@@ -87,7 +87,7 @@ def rating_objective(
         decided, tied = label.abs() == 1, label == 0
         chosen, rejected = upper[decided], lower[decided]
         options = {"margin": margins[decided], "kappa": kappa}
-        total = call(REWARD_LOSSES[row.loss].function, chosen, rejected, options=options).sum()
+        total = bound(REWARD_LOSSES[row.loss].function, options)(chosen, rejected).sum()
         if row.center_coef:
             total = total + row.center_coef * center(chosen, rejected).sum()
         total = total + row.tie_coef * tie(upper[tied], lower[tied]).sum()

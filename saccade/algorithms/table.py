@@ -13,7 +13,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,9 @@ def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def call(function: Callable[..., Any], *arguments: Any, options: Mapping[str, Any]) -> Any:
-    """With those of the options that it has parameters for."""
-    wanted = {name: options[name] for name in _keywords(function) if name in options}
-    return function(*arguments, **wanted)
+def bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function with those of the options that it has parameters for."""
+    return partial(function, **{n: options[n] for n in _keywords(function) if n in options})
 
 
 def find(axis: str, table: Mapping[str, Entry], name: str) -> Entry:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -18,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from saccade.algorithms.distillation import kd
 from saccade.algorithms.imitation import imitation_objective
-from saccade.algorithms.loss_sums import LossSums
 from saccade.backends.inputs import column
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import Objective
 from saccade.logprobs import CHUNK_ELEMENTS
 from saccade.transfer import to_device
 from saccade.types import Batch
@@ -37,7 +38,7 @@ class DistillationLoss:
     role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = False
 
-    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]:
+    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
         self.teacher.model.eval()
         with torch.no_grad():
             taught = self.teacher.hidden_at(batch, batch.reads)
@@ -52,7 +53,7 @@ class DistillationLoss:
         )
         shown = {f"sft/{name}": values for name, values in terms.items()}
         scales = column(batch.scales, losses)
-        return imitation_objective(losses, shown, scales, term="policy/loss")
+        return partial(imitation_objective, losses, shown, scales, term="policy/loss")
 
 
 def read_taught(

@@ -200,7 +200,7 @@ class LocalBackend:
             value: Tensor | None = None
             try:
                 with self.balance.watched() as routed:
-                    value, sums = loss(self, batch)
+                    value, sums = loss.read(self, batch)()
                 share = batch.tokens / tokens
                 value, sums = self.balance.added(value, sums, routed, share, role=loss.role)
                 if todo and self.device.type == "cuda":  # which is busy with the backward

@@ -1,12 +1,14 @@
-"""What `train_step` can train on, as plain data: it crosses a process, and is called with a trainer
-and a forest.
+"""What `train_step` can train on, as plain data, which crosses a process: how a forest is read, and
+the function that makes a loss of it.
 
     backend.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=1e-6)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from saccade.backends.local import LocalBackend
 
 
+Objective = Callable[[], tuple[Tensor, LossSums]]
+
+
 class Loss(Protocol):
     """The loss of one micro-batch. Its denominators are those of the whole optimizer step, so
     micro-losses simply add up.
@@ -40,7 +45,9 @@ class Loss(Protocol):
         """Whether the members of a group are compared, so that they stay in one micro-batch."""
         ...
 
-    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]: ...
+    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
+        """The forward of a forest; what it returns computes loss and sums from its outputs."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -52,13 +59,15 @@ class PolicyLoss:
     role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = False
 
-    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]:
+    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
         if batch.advantages is None:  # a demonstration, beside what was sampled
             new, _ = trainer.read(batch, OWN)
-            return imitation_objective(-new, {"policy/ptx_loss": -new}, column(batch.scales, new))
+            shown, scales = {"policy/ptx_loss": -new}, column(batch.scales, new)
+            return partial(imitation_objective, -new, shown, scales)
         asked = self.algorithm.entropy.coef != 0
         new, entropy = trainer.read(batch, self.scoring, entropy_gradient=asked)
-        return objective(self.algorithm, new, entropy, columns_of(batch, trainer.family, new))
+        columns = columns_of(batch, trainer.family, new)
+        return partial(objective, self.algorithm, new, entropy, columns)
 
 
 @dataclass(frozen=True)
@@ -69,10 +78,11 @@ class ValueLoss:
     role: ClassVar[str] = "critic"
     whole: ClassVar[bool] = False
 
-    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]:
+    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
         new = trainer.read_values(batch, batch.reads)
         old, returns = column(batch.values, new), column(batch.returns, new)
-        return value_objective(new, old, returns, column(batch.scales, new), clip=self.clip)
+        scales = column(batch.scales, new)
+        return partial(value_objective, new, old, returns, scales, clip=self.clip)
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,6 @@ class PreferenceLoss:
     def whole(self) -> bool:
         return self.comparison.paired
 
-    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]:
+    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
         new, _ = trainer.read(batch, OWN)
-        return comparison_objective(self.comparison, new, sides_of(batch, new))
+        return partial(comparison_objective, self.comparison, new, sides_of(batch, new))

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.algorithms.loss_sums import LossSums, to_metrics
+from saccade.algorithms.loss_sums import to_metrics
 from saccade.algorithms.rating import Rating, Steps, rating_objective, steps_objective
 from saccade.algorithms.reward_model import LARGEST_LOG_KAPPA
 from saccade.backends import Update
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import Objective
 from saccade.models.heads import RewardHead
 from saccade.types import Batch, Metrics
 
@@ -34,10 +36,10 @@ class RatingLoss:
     role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = True
 
-    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]:
+    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
         head = head_of(trainer)
         scores = _rate(trainer, head, batch)
-        return rating_objective(self.row, scores, head.log_scale.exp(), batch.keys)
+        return partial(rating_objective, self.row, scores, head.log_scale.exp(), batch.keys)
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class StepsLoss:
     role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = False
 
-    def __call__(self, trainer: LocalBackend, batch: Batch) -> tuple[Tensor, LossSums]:
-        return steps_objective(self.row, _judge(trainer, batch, self.tokens), batch)
+    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
+        return partial(steps_objective, self.row, _judge(trainer, batch, self.tokens), batch)
 
 
 def train_ratings(

@@ -5,7 +5,7 @@ saccade rl run.yaml algorithm.preset=dapo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,29 @@ def run(config: Any) -> dict[str, Any]:
         this.begin(total, actors.policy, family, parts=parts_with_state(actors) | averages)
         for dataset in (data, *actors.validation.sets.values()):
             this.quarantine.record(dataset.aside)
-        return _train(this, actors)
+        last: dict[str, Any] = {}
+        known = memory.recall(algorithm, this.progress.get("memory"))
+        parity.check(this, config, actors.engine, actors.policy, data.samples)
+        actors.validation.before()
+        for step in this.steps():
+            metrics, steered = Metrics(), known.steered(algorithm)
+            with this.phase("rollout"):
+                rollouts = sample_groups(this, actors, step, metrics)
+            with this.phase("pack"):
+                known, groups = choose(rollouts, actors, known, metrics)
+                updates = pack_updates(groups, actors, step)
+            updates = score_forests(this, actors, updates)
+            with this.phase("advantage"):
+                updates = weigh(updates, groups, actors, steered, known, metrics)
+            with this.phase("update"):
+                for batches in policy_updates(this, actors, steered, updates, metrics):
+                    train_policy(this, actors, steered, batches, metrics)
+                refresh_reference(actors, step)
+            with this.phase("hand_over"):
+                actors.engine.update_weights(actors.policy, version=step)
+            known = memory.steer(known, steered, metrics)
+            last = finish_step(this, actors, known, rollouts, groups, updates, metrics)
+        return last
 
 
 def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
@@ -77,31 +99,6 @@ def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
             f"{changed[1]!r}); set algorithm back, or start anew from its weights with "
             f"run.resume=none model.path={path}"
         )
-
-
-def _train(run: Run, actors: Actors) -> dict[str, Any]:
-    last: dict[str, Any] = {}
-    known = memory.recall(actors.algorithm, run.progress.get("memory"))
-    parity.check(run, actors.config, actors.engine, actors.policy, actors.stream.dataset.samples)
-    actors.validation.before()
-    for step in run.steps():
-        metrics, algorithm = Metrics(), known.steered(actors.algorithm)
-        with run.phase("rollout"):
-            rollouts = sample_groups(run, actors, step, metrics)
-        with run.phase("pack"):
-            known, groups = choose(rollouts, actors, known, metrics)
-            updates = pack_updates(groups, actors, step)
-        updates = score_forests(run, actors, updates)
-        with run.phase("advantage"):
-            updates = weigh(updates, groups, actors, algorithm, known, metrics)
-        with run.phase("update"):
-            optimize(run, actors, algorithm, updates, metrics)
-            refresh_reference(actors, step)
-        with run.phase("hand_over"):
-            actors.engine.update_weights(actors.policy, version=step)
-        known = memory.steer(known, algorithm, metrics)
-        last = finish_step(run, actors, known, rollouts, groups, updates, metrics)
-    return last
 
 
 # -- the stages of a step --------------------------------------------------------------------------
@@ -181,9 +178,10 @@ def weigh(
     return columns.write_corrections(updates, algorithm, metrics)
 
 
-def optimize(
+def policy_updates(
     run: Run, actors: Actors, algorithm: Algorithm, updates: stages.Updates, metrics: Metrics
-) -> None:
+) -> Iterator[Sequence[Batch]]:
+    """What the policy learns from, one optimizer step at a time; the critic has learned from it."""
     train = actors.config.train
     tokens = sum(batch.tokens for batches in updates for batch in batches)
     metrics.add("count/update_tokens", tokens * train.epochs_per_batch)
@@ -193,10 +191,10 @@ def optimize(
             live = _live(batches)
             if live and actors.critic is not None:
                 train_critic(run, actors, batches, metrics)
-            done = True  # nothing live, or only the critic learns: the schedule goes on
             if live and not warming:
-                done = train_policy(run, actors, algorithm, batches, metrics)
-            run.progress["updates"] += done
+                yield batches
+            else:  # nothing live, or only the critic learns: the schedule goes on
+                run.progress["updates"] += 1
     # Updates for which there was no group are over, too: the schedule counts steps.
     each_step = algorithm.updates_per_step * train.epochs_per_batch
     run.progress["updates"] += each_step - len(updates) * train.epochs_per_batch
@@ -224,8 +222,8 @@ def is_warming(run: Run, actors: Actors) -> bool:
 
 def train_policy(
     run: Run, actors: Actors, algorithm: Algorithm, batches: Sequence[Batch], metrics: Metrics
-) -> bool:
-    """One optimizer step, only measured where nothing teaches; False when it had to be skipped."""
+) -> None:
+    """One optimizer step, only measured where nothing teaches."""
     train = actors.config.train
     assert train.lr is not None, "the defaults of the command are filled in"
     moves = teaches(actors, algorithm, batches)
@@ -241,7 +239,7 @@ def train_policy(
         check_mismatch(update.metrics, algorithm, actors.config.rollout.parity_max)
     metrics.merge(update.metrics)
     guard(run, train, batches, update)
-    return not update.skipped
+    run.progress["updates"] += not update.skipped
 
 
 def train_critic(run: Run, actors: Actors, batches: Sequence[Batch], metrics: Metrics) -> None:

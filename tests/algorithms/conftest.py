@@ -21,7 +21,7 @@ from saccade.algorithms.corrections import Mismatch, measure
 from saccade.algorithms.covariance import SelectionInputs
 from saccade.algorithms.policy_losses import LOSSES, LossInputs
 from saccade.algorithms.stages import Updates
-from saccade.algorithms.table import call
+from saccade.algorithms.table import bound
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.forest import pack
@@ -85,7 +85,7 @@ class Golden:
             advantages=self.advantages,
             noise=(torch.arange(len(new)) * 7919) % 101,
         )
-        return call(select, inputs, options=options)
+        return bound(select, options)(inputs)
 
     def losses(
         self, name: str, new: Tensor, *, weights: Tensor | None = None, **options: Any
@@ -93,7 +93,7 @@ class Golden:
         """[T] with its correction weights; options that the loss does not have are ignored."""
         selected = self.selected(name, new, options)
         inputs = self.inputs(weights=weights, selected=selected)
-        losses, _ = call(LOSSES[name].function, new, inputs, options=options)
+        losses, _ = bound(LOSSES[name].function, options)(new, inputs)
         weighed = weights is not None and not LOSSES[name].applies_weights
         return losses * weights if weighed else losses
 

@@ -20,7 +20,7 @@ from saccade.algorithms.covariance import SelectionInputs
 from saccade.algorithms.filters import high_entropy
 from saccade.algorithms.objective import Columns, objective
 from saccade.algorithms.policy_losses import LOSSES, LossInputs
-from saccade.algorithms.table import call
+from saccade.algorithms.table import bound
 
 GROUP_ESTIMATORS = [name for name, entry in ADVANTAGES.items() if entry.group]
 FAST = settings(max_examples=25, deadline=None)
@@ -117,7 +117,7 @@ def loss_and_gradient(
         rewards=step.members.rewards[sequence],
     )
     new = step.new.clone().requires_grad_()
-    losses, _ = call(LOSSES[name].function, new, inputs, options=options)
+    losses, _ = bound(LOSSES[name].function, options)(new, inputs)
     total = (losses * scales).sum()
     return total.detach(), torch.autograd.grad(total, new)[0]
 
@@ -143,9 +143,7 @@ def columns_of(algorithm: Algorithm, step: Step) -> Columns:
     """What a step is given before training on it, over all of its members."""
     members, sequence = step.members, step.members.sequence
     if algorithm.kl_in_reward:
-        distance = call(
-            algorithm.divergence.function, step.old, step.ref, options=algorithm.kl.options
-        )
+        distance = bound(algorithm.divergence.function, algorithm.kl.options)(step.old, step.ref)
         members = replace(members, token_penalties=algorithm.kl.coef * distance)
     result = compute(
         algorithm.estimator,
@@ -191,7 +189,7 @@ def columns_of(algorithm: Algorithm, step: Step) -> Columns:
             advantages=result.values[live],
             noise=step.noise[live],
         )
-        picked = call(algorithm.loss.select, inputs, options=algorithm.loss_options)
+        picked = bound(algorithm.loss.select, algorithm.loss_options)(inputs)
         selected = torch.zeros_like(live).masked_scatter(live, picked)
     elif algorithm.loss.select is not None:
         selected = live

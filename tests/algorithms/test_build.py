@@ -14,7 +14,7 @@ from saccade.algorithms.corrections import CORRECTIONS, apply
 from saccade.algorithms.describe import describe, explain
 from saccade.algorithms.kl import KINDS
 from saccade.algorithms.presets import ADD_ONS, PRESETS
-from saccade.algorithms.table import call
+from saccade.algorithms.table import bound
 from saccade.config import AlgorithmConfig, load
 from saccade.errors import ConfigError
 
@@ -211,7 +211,7 @@ def test_a_bare_function_has_its_own_keyword_parameters_as_options(algorithm, mi
     assert row.loss_options == {"clip_low": 0.3, "sharpness": 2.0}
     assert row.loss.formula == "|new - old|^sharpness"
     lengths = torch.tensor([3, 0])
-    scale = call(row.aggregate.function, lengths, None, None, options=row.aggregation_options)
+    scale = bound(row.aggregate.function, row.aggregation_options)(lengths, None, None)
     assert scale.tolist() == [0.25, 0.0]
     assert "fixed_length=2" in describe(row) and "sharpness=2" in describe(row)
 
@@ -244,7 +244,7 @@ def test_a_kl_of_your_own(algorithm, refused, mine):
     row = algorithm(f"kl.kind={mine}:distance", "args={steepness: 2}")
     assert row.kl.kind == f"{mine}:distance" and row.kl.options == {"steepness": 2}
     gap = torch.tensor([0.5, -1.0])
-    found = call(row.divergence.function, gap, 0 * gap, options=row.kl.options)
+    found = bound(row.divergence.function, row.kl.options)(gap, 0 * gap)
     assert found.tolist() == [0.5, 2.0]
     assert "steepness u^2" in describe(row)
     assert "algorithm.kl.clamp" in refused(f"kl.kind={mine}:distance", "kl.clamp=zero")

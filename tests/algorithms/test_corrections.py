@@ -13,7 +13,7 @@ from saccade.algorithms.corrections import (
     opsm,
     self_normalise,
 )
-from saccade.algorithms.table import call
+from saccade.algorithms.table import bound
 from saccade.errors import ConfigError
 
 NAN = float("nan")
@@ -104,8 +104,8 @@ def test_an_unscored_token_weighs_one_and_says_nothing(name):
     scored, missing = gaps([[0.3, 0.4], [0.0]]), gaps([[0.3, NAN, 0.4], [NAN, NAN]])
     entry, present = ONCE[name], torch.tensor([0, 2])
     options = {"low": 0.0, "high": 1.4} if "low" in entry.options else {"high": 0.06}
-    expected = call(entry.function, scored, options=options)
-    found = call(entry.function, missing, options=options)
+    expected = bound(entry.function, options)(scored)
+    found = bound(entry.function, options)(missing)
     if found.weights is not None:
         assert torch.equal(found.weights[present], expected.weights[:2])
         assert found.weights[1] == 1 and found.weights[3:].tolist() == [1, 1]
@@ -121,7 +121,7 @@ def test_tokens_that_are_not_live_change_nothing(golden):
     short = measure(old[live], rollout[live], live=live[live], sequence=golden.sequence[live])
     for name, entry in ONCE.items():
         options = {"low": 0.99, "high": 1.01 if "low" in entry.options else 1e-3}
-        found, expected = (call(entry.function, x, options=options) for x in (mismatch, short))
+        found, expected = (bound(entry.function, options)(x) for x in (mismatch, short))
         for column in ("weights", "keep"):
             one, other = getattr(found, column), getattr(expected, column)
             assert (one is None) == (other is None), name
@@ -131,7 +131,7 @@ def test_tokens_that_are_not_live_change_nothing(golden):
 @pytest.mark.parametrize("name", ONCE)
 @pytest.mark.parametrize("gap", [-80.0, 80.0])
 def test_a_gap_of_80_is_finite(name, gap):
-    found = call(ONCE[name].function, gaps([[gap] * 30]), options={"low": 0.5, "high": 2.0})
+    found = bound(ONCE[name].function, {"low": 0.5, "high": 2.0})(gaps([[gap] * 30]))
     assert found.weights is None or found.weights.isfinite().all()
     if found.keep is not None:
         assert not found.keep.any()

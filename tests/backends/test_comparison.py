@@ -152,14 +152,14 @@ def test_running_out_of_memory_divides_a_forest_between_pairs(groups, family, lo
     batches = packed(groups, family, 10_000)
     row = of_step(Comparison(loss="dpo", options={}), batches)
     whole = backend.train_step(batches, PreferenceLoss(row), lr=0.0).metrics.means()
-    compare = PreferenceLoss.__call__
+    read = PreferenceLoss.read
 
     def scarce(loss, trainer, batch):
         if len(batch.keys) > 4:
             raise torch.OutOfMemoryError
-        return compare(loss, trainer, batch)
+        return read(loss, trainer, batch)
 
-    monkeypatch.setattr(PreferenceLoss, "__call__", scarce)
+    monkeypatch.setattr(PreferenceLoss, "read", scarce)
     split = backend.train_step(batches, PreferenceLoss(row), lr=0.0).metrics.means()
     assert split["mem/oom_splits"] == 1 and whole["mem/oom_splits"] == 0
     for metric in ("policy/loss", "policy/grad_norm", "dpo/margin", "dpo/accuracy", "dpo/nll"):

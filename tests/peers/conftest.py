@@ -22,7 +22,7 @@ from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.build import resolve
 from saccade.algorithms.covariance import SelectionInputs
 from saccade.algorithms.objective import Columns, objective
-from saccade.algorithms.table import call
+from saccade.algorithms.table import bound
 from saccade.config import AlgorithmConfig
 
 SEEDS = range(5)
@@ -103,12 +103,10 @@ def ours(algorithm: Algorithm, rows: Rows, **columns: Any) -> Loss:
     )
     advantages = rows.advantages[sequence]
     if algorithm.loss.select is not None:
-        columns["selected"] = call(
-            algorithm.loss.select,
+        columns["selected"] = bound(algorithm.loss.select, algorithm.loss_options)(
             SelectionInputs(
                 new=rows.new[mask], old=rows.old[mask], advantages=advantages, noise=sequence
-            ),
-            options=algorithm.loss_options,
+            )
         )
     loss, _ = objective(
         algorithm,

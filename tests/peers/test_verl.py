@@ -15,7 +15,7 @@ from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.kl import KINDS
 from saccade.algorithms.memory import next_kl_coef
-from saccade.algorithms.table import call
+from saccade.algorithms.table import bound
 from saccade.algorithms.value import value_objective
 
 core = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
@@ -143,7 +143,7 @@ def test_correction_weights(drawn: Drawn, assert_ours: Callable[..., None], case
 def assert_same_kl(kind: str, new: Tensor, ref: Tensor) -> None:
     found = []
     for function in (
-        lambda new: call(KINDS[kind].function, new, ref, options={"clamp": "zero"}),
+        lambda new: bound(KINDS[kind].function, {"clamp": "zero"})(new, ref),
         lambda new: core.kl_penalty(new, ref, kind),
     ):
         leaf = new.clone().requires_grad_()
