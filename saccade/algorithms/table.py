@@ -44,6 +44,7 @@ class Entry:
     own_aggregation: str | None = None  # the one that it was made for
     applies_weights: bool = False  # correction weights are part of it, so they do not multiply it
     select: Callable[..., Any] | None = None  # tokens of an optimizer step that it treats apart
+    by_advantage: bool = True  # without one it pulls back at most; not so a function of the user
     # KL
     in_loss: bool = True  # its gradient is that of a distance
     # correction
@@ -92,9 +93,9 @@ def find(axis: str, table: Mapping[str, Entry], name: str) -> Entry:
 @cache
 def _own_entry(axis: str, name: str, found: Any) -> Entry:
     if isinstance(found, Entry):
-        return replace(found, function=checked(axis, name, found.function))
+        return replace(found, function=checked(axis, name, found.function), by_advantage=False)
     summary = (found.__doc__ or name).strip().splitlines()[0]
-    return Entry(function=checked(axis, name, found), formula=summary)
+    return Entry(function=checked(axis, name, found), formula=summary, by_advantage=False)
 
 
 def canonical(table: Mapping[str, Entry], name: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, TrainingError
 from saccade.types import Completion, Request
 
 
@@ -18,6 +18,15 @@ def require_room(request: Request, longest: int) -> None:
             f"request {request.key}: {asked} prompt tokens + {new} new ones exceed the {longest} "
             "that the engine holds; lower rollout.max_tokens, or raise data.max_prompt_tokens and "
             "env.max_total_tokens as far as the model's positions allow"
+        )
+
+
+def require_finite(logprobs: np.ndarray) -> None:
+    """For engines over a copy of the weights, where nobody trains."""
+    if not np.isfinite(logprobs).all():
+        raise TrainingError(
+            "log-probs are not finite; `saccade doctor MODEL` names the weight they come from, or "
+            "whether a number overflows (model.dtype=float32)"
         )
 
 

@@ -2,7 +2,7 @@
 
 average = b * average + (1 - b) * weights, after every update; b = train.ema
 
-this.begin(total, backend, family, parts=kept(config, family, backend, this.start))
+this.begin(total, backend, family, sets, kept(config, family, backend, this.start))
 """
 
 from __future__ import annotations

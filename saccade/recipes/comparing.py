@@ -48,7 +48,7 @@ def compare(
     summary, rows = Summary(), list[dict[str, Any]]()
     for name, dataset in sets.items():
         with console.phase(name):
-            samples = quarantine.sound(dataset.samples, dataset, family)
+            samples = quarantine.whole(dataset, family)
             batches, row = task.prepare(samples)
             metrics, outputs = measured(backend, batches, row, task.tokens)
         found = named(metrics.means(), name)

@@ -64,9 +64,7 @@ def run(config: Any) -> dict[str, Any]:
         validation = HeldOut(this, comparer, backend, held, answers)
         averages = average.kept(config, family, backend, this.start)
         total = total_steps(config, stream.rows_per_epoch)
-        this.begin(total, backend, family, parts=averages)
-        for dataset in (data, *sets.values()):
-            this.quarantine.record(dataset.aside)
+        this.begin(total, backend, family, (data, *sets.values()), averages)
         return _train(this, comparer, backend, stream, validation)
 
 
@@ -119,7 +117,7 @@ class HeldOut:
         values: dict[str, float] = {}
         with self.run.phase("validation"):
             for name, dataset in self.sets.items():
-                samples = self.run.quarantine.sound(dataset.samples, dataset, self.backend.family)
+                samples = self.run.quarantine.whole(dataset, self.backend.family)
                 found = self.comparer.measure(samples, self.backend)
                 values |= pairs.named(found, f"val/{name}")
         if values:

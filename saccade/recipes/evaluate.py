@@ -151,7 +151,7 @@ def evaluate_set(
     known: Collection[str] = (),
 ) -> Result:
     """`known`: sources whose outcome is a score."""
-    samples = quarantine.sound(dataset.samples, dataset, family)
+    samples = quarantine.whole(dataset, family)
     stream = RewardStream(scorer, family)
     limits = parts.limits_of(config, evaluation=True)
     cuts = Cuts(sorted(limits.marks), lambda: RewardStream(scorer, family))

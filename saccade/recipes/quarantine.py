@@ -6,7 +6,7 @@ id; more than `data.max_bad_fraction` of a set, those that were bad as it was re
 the command.
 
     quarantine = Quarantine(folder, config.data, console.note)
-    samples = quarantine.sound(dataset.samples, dataset, family)
+    samples = quarantine.whole(dataset, family)
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Quarantine:
     def __init__(self, folder: Path, config: DataConfig, say: Callable[[str], Any]) -> None:
         self.file, self._config, self._say = folder / QUARANTINE, config, say
         self._found: dict[tuple[str, str], BadRow] = {}  # by hash of the set and id
+        self._looked_at: set[str] = set()  # hashes of whole sets
 
     def sound(self, samples: Sequence[Sample], dataset: Dataset, family: Family) -> list[Sample]:
         """Those whose media can be shown, by what the model reads of them: that is kept for it, and
@@ -44,6 +45,14 @@ class Quarantine:
             if reason is not None and (dataset.hash, sample.id) not in self._found:
                 self._set_aside(dataset.row_of(sample.id, reason), dataset)
         return [s for s, reason in zip(samples, reasons, strict=True) if reason is None]
+
+    def whole(self, dataset: Dataset, family: Family) -> list[Sample]:
+        """The sound rows of a set, looked at once however often it is measured."""
+        if dataset.hash not in self._looked_at:
+            self._looked_at.add(dataset.hash)
+            self.sound(dataset.samples, dataset, family)
+        bad = {row.id for row in self.found(dataset)}
+        return [sample for sample in dataset.samples if sample.id not in bad]
 
     def found(self, dataset: Dataset) -> list[BadRow]:
         """Rows of the set that were good when it was read."""

@@ -62,9 +62,7 @@ def run(config: Any) -> dict[str, Any]:
         averages = average.kept(config, family, backend, this.start, attach)
         validation = HeldOut(this, task, backend, held, card)
         total = total_steps(config, stream.rows_per_epoch)
-        this.begin(total, backend, family, parts=averages)
-        for dataset in (data, *held.values()):
-            this.quarantine.record(dataset.aside)
+        this.begin(total, backend, family, (data, *held.values()), averages)
         return _train(this, config, task, backend, stream, validation)
 
 
@@ -134,7 +132,7 @@ class HeldOut:
         values: dict[str, float] = {}
         with self.run.phase("validation"):
             for name, dataset in reversed(list(self.sets.items())):  # the first set is remembered
-                samples = self.run.quarantine.sound(dataset.samples, dataset, self.backend.family)
+                samples = self.run.quarantine.whole(dataset, self.backend.family)
                 found = measure(self.task, self.backend, samples).means()
                 self.remember(found, step)
                 values |= named(found, f"val/{name}")

@@ -18,7 +18,6 @@ from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.build import from_config
 from saccade.algorithms.describe import describe
 from saccade.algorithms.memory import Memory
-from saccade.algorithms.policy_losses import LOSSES
 from saccade.backends.losses import PolicyLoss, ValueLoss
 from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
@@ -56,9 +55,8 @@ def run(config: Any) -> dict[str, Any]:
         actors = make_actors(config, algorithm, family, data, this)
         total = total_steps(config, actors.stream.rows_per_epoch)
         averages = average.kept(config, family, actors.policy, this.start)
-        this.begin(total, actors.policy, family, parts=parts_with_state(actors) | averages)
-        for dataset in (data, *actors.validation.sets.values()):
-            this.quarantine.record(dataset.aside)
+        sets = (data, *actors.validation.sets.values())
+        this.begin(total, actors.policy, family, sets, parts_with_state(actors) | averages)
         last: dict[str, Any] = {}
         known = memory.recall(algorithm, this.progress.get("memory"))
         parity.check(this, config, actors.engine, actors.policy, data.samples)
@@ -210,9 +208,10 @@ def teaches(actors: Actors, algorithm: Algorithm, batches: Sequence[Batch]) -> b
     """Whether anything but the pull to the reference and weight decay would move the policy. These
     two alone do not count: a decayed weight makes a KL, and Adam scales up the least gradient.
     """
-    beside = actors.demonstrations is not None or algorithm.entropy.coef != 0
-    own = algorithm.policy_loss not in LOSSES  # of the user, who may look at more than advantages
-    return beside or own or any(b.advantages is not None and b.advantages.any() for b in batches)
+    beside = actors.demonstrations is not None or actors.config.train.aux_coef > 0
+    if beside or algorithm.entropy.coef != 0 or not algorithm.loss.by_advantage:
+        return True
+    return any(b.advantages is not None and b.advantages.any() for b in batches)
 
 
 def is_warming(run: Run, actors: Actors) -> bool:

@@ -1,7 +1,7 @@
 """A training run around its loop: folder, display, loggers, checkpoints, signals, limits.
 
 with Run(config, "rl", manifest) as run:
-    run.begin(total=100, backend=backend, family=family)
+    run.begin(100, backend, family, [data])
     for step in run.steps(): ...
 """
 
@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from traceback import format_exception
 from types import FrameType
@@ -206,10 +206,11 @@ class Run:
         total: int,
         backend: Backend,
         family: Family,
+        sets: Iterable[Dataset],
         parts: Mapping[str, checkpoint.Stateful] | None = None,
     ) -> None:
-        """Everything is loaded: from here on a signal writes a checkpoint first. `parts` have
-        state of their own beside the backend's.
+        """Everything is loaded: from here on a signal writes a checkpoint first. What is not used
+        of the `sets` is listed. `parts` have state of their own beside the backend's.
         """
         self.total, self._backend, self._family = total, backend, family
         self._parts = dict(parts or {})
@@ -218,6 +219,8 @@ class Run:
         device = devices.present(self.config.run.device)
         self._device = devices.in_precision(device, self.config.model.dtype)
         self.console.expect(total)
+        for dataset in sets:
+            self.quarantine.record(dataset.aside)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it

@@ -61,9 +61,7 @@ def run(config: Any) -> dict[str, Any]:
         teacher = models.load_teacher(config, family)
         averages = average.kept(config, family, backend, this.start)
         total = total_steps(config, stream.rows_per_epoch)
-        this.begin(total, backend, family, parts=averages)
-        for dataset in (data, *sets.values()):
-            this.quarantine.record(dataset.aside)
+        this.begin(total, backend, family, (data, *sets.values()), averages)
         return _train(this, config, backend, teacher, family, stream, validation)
 
 

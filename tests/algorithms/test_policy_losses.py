@@ -17,6 +17,7 @@ from saccade.algorithms.policy_losses import (
     inside_tv,
     log_ratio,
 )
+from saccade.algorithms.table import bound
 
 WIDER = {"clip_low": 0.2, "clip_high": 0.28}
 DUAL = WIDER | {"dual_clip": 3.0}
@@ -326,3 +327,12 @@ def test_selected_tokens_of_clip_cov_have_no_loss(golden):
     losses, indicators = LOSSES["clip_cov"].function(golden.new, golden.inputs(selected=selected))
     assert torch.equal(losses, plain * ~selected)
     assert torch.equal(indicators["selected"], selected)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_an_advantage_no_loss_moves_a_policy_from_where_it_was(name, golden):
+    new = golden.old.clone().requires_grad_()
+    inputs = golden.inputs(advantages=torch.zeros_like(new), selected=golden.live)
+    losses, _ = bound(LOSSES[name].function, WIDER)(new, inputs)
+    losses.sum().backward()
+    assert LOSSES[name].by_advantage and not new.grad.any()

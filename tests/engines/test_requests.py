@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from saccade.engines.requests import collapsed, nothing_sampled, require_room
-from saccade.errors import ConfigError
+from saccade.engines.requests import collapsed, nothing_sampled, require_finite, require_room
+from saccade.errors import ConfigError, TrainingError
 from saccade.types import MediaSpan, Request, Sampling
 
 
@@ -23,6 +23,13 @@ def test_what_does_not_fit_is_refused_with_options_that_make_room():
     require_room(request, 100)
     with pytest.raises(ConfigError, match=r"60 .* 40 .* 99 .*raise data\.max_prompt_tokens"):
         require_room(request, 99)
+
+
+def test_log_probs_that_are_no_numbers_are_refused():
+    require_finite(np.array([-1.0, -2.0], np.float32))
+    for value in (np.nan, -np.inf):
+        with pytest.raises(TrainingError, match=r"not finite; `saccade doctor MODEL` names"):
+            require_finite(np.array([-1.0, value], np.float32))
 
 
 def test_nothing_sampled():

@@ -25,7 +25,7 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.export import export
 from saccade.images import cache
 from saccade.models.families import qwen_vl
-from saccade.recipes import dpo, reward_model, rl, rollouts, sft
+from saccade.recipes import dpo, quarantine, questions, reward_model, rl, rollouts, sft
 from saccade.types import Media
 
 TINY = {"video": "tiny:qwen2_5_vl", "audio": "tiny:qwen2_audio", "every": "tiny:qwen2_5_omni"}
@@ -168,6 +168,19 @@ def test_a_picture_is_decoded_once_however_often_its_row_comes(
     options = {"data.train": pictures(tmp_path, 4), "track.trajectories_every": 0}
     result = rl.run(rl_config(tmp_path) | options | {"run.max_steps": 3})
     assert result["data/epoch"] == 3 and len(decoded) == len(set(decoded)) == 4
+
+
+def test_a_set_is_looked_at_once_however_often_it_is_measured(family_of, tmp_path, monkeypatch):
+    looked, damage = [], quarantine.damage
+    monkeypatch.setattr(
+        quarantine, "damage", lambda sample, cache: looked.append(sample.id) or damage(sample)
+    )
+    config = load({"run.out": str(tmp_path), "data.train": pictures(tmp_path, 3)})
+    family = family_of("qwen2_5_vl")
+    data = questions.load_prompts(config, config.data.train, family)
+    kept = quarantine.Quarantine(tmp_path, config.data, print)
+    assert [len(kept.whole(data, family)) for _ in range(3)] == [3, 3, 3]
+    assert sorted(looked) == ["0", "1", "2"]
 
 
 def test_a_row_is_set_aside_when_its_picture_was_replaced(rl_config, tmp_path, monkeypatch) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from saccade.engines import Capabilities, WeightSource
 from saccade.engines.build import Settings
-from saccade.engines.requests import require_room
+from saccade.engines.requests import require_finite, require_room
 from saccade.engines.sglang.messages import body_of, completion_of
 from saccade.engines.sglang.transport import InProcess, OverHttp
 from saccade.engines.weights import folder_shapes
@@ -74,6 +74,8 @@ class SglangEngine:
             del self._names[request.key]
             self._aborted.discard(name)
             done.append(completion_of(request, answer, version=self.version, aborted=aborted))
+            if self.settings.finite:
+                require_finite(done[-1].logprobs)
         return done
 
     @property

@@ -21,7 +21,7 @@ import torch
 
 from saccade.engines import Capabilities, WeightSource
 from saccade.engines.build import Settings
-from saccade.engines.requests import require_room
+from saccade.engines.requests import require_finite, require_room
 from saccade.engines.vllm import probe as probing
 from saccade.engines.vllm.prompts import params_of, prompt_of
 from saccade.engines.vllm.weights import Announced, HandOver, renaming, sample_for
@@ -142,6 +142,8 @@ class VllmEngine:
     def _completion(self, key: str, answer: Any, finish: Any) -> Completion:
         ids = np.array(answer.token_ids, dtype=np.int64)
         logprobs = np.array(answer.logprobs.logprobs if len(ids) else (), dtype=np.float32)
+        if self.settings.finite:
+            require_finite(logprobs)
         versions = np.full(len(ids), self.version, dtype=np.int32)
         return Completion(key=key, ids=ids, logprobs=logprobs, versions=versions, finish=finish)
 
