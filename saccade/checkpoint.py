@@ -143,8 +143,8 @@ def _made(folder: Path, final: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if (told := disk.refusal(error)) is not None:
-            raise EnvironmentProblem(f"{final}: {told}") from error
+        if (reason := disk.refusal(error)) is not None:
+            raise EnvironmentProblem(f"{final}: {reason}") from error
         raise
 
 

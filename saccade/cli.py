@@ -9,6 +9,9 @@ imported inside the command that needs it, so `saccade --help` is instant.
 from __future__ import annotations
 
 import functools
+import io
+import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -78,9 +81,9 @@ def command(
                 show_error(str(error), error)
                 raise typer.Exit(error.exit_code) from None
             except Exception as error:
-                if (told := refusal(error)) is None:
+                if (reason := refusal(error)) is None:
                     raise
-                show_error(told, error)
+                show_error(reason, error)
                 raise typer.Exit(EnvironmentProblem.exit_code) from None
             except KeyboardInterrupt as interrupt:
                 show_error("interrupted", interrupt)
@@ -337,7 +340,7 @@ def inspect_data(
     fixed: list[Path] = []
     try:
         fixed = write_fixed(report, fix) if fix is not None else []
-    finally:  # whether or not it can be written; but first, as whoever reads along may leave
+    finally:  # whether or not it can be written
         print_report(report)
     written = [*fixed, *filter(None, [out])]
     wrote = f"; wrote {', '.join(map(str, written))}" if written else ""
@@ -414,8 +417,35 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an
 app.add_typer(data_commands(command, read_config), name="data", rich_help_panel="Start")
 
 
+class Outlasting(io.FileIO):
+    """A file whose reader may leave (`| head -1`): what follows goes nowhere, the work goes on."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
 def main() -> None:
+    sys.stdout, sys.stderr = map(_outlasting, (sys.stdout, sys.stderr))
     app(prog_name="saccade")
+
+
+def _outlasting(stream: Any) -> Any:
+    if stream is None or stream.isatty():  # closed from the start, or nobody's pipe
+        return stream
+    file = Outlasting(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        file if stream.write_through else io.BufferedWriter(file),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 if __name__ == "__main__":

@@ -135,8 +135,8 @@ def _print_plan(config: Config, name: str, *, full: bool) -> None:
     batch = {} if algorithm is None else {n: getattr(algorithm, n) for n in OF_THE_ROW}
     tree = _read_by(name, config.model_dump(mode="json", exclude_unset=not full))
     if full and algorithm is not None:
-        own = {name: tree["algorithm"][name] for name in ("preset", "args")}
-        tree["algorithm"] = own | cells(algorithm)
+        chosen = {name: tree["algorithm"][name] for name in ("preset", "args")}
+        tree["algorithm"] = chosen | cells(algorithm)
         tree["train"] |= batch
     lines = [f"{part}: {write(value, flow=True)}" for part, value in tree.items() if value]
     print(write(tree) if full else "".join(lines), end="")

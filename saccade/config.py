@@ -218,7 +218,7 @@ def _value(key: str, text: str) -> Any:
         entry = key not in dict(options())  # of a table
         return "" if key in EMPTY_IS_A_VALUE or (entry and kind is str) else None
     if text not in ("null", "~") and _is_plain(kind, text):
-        return str(Path(text).expanduser()) if text.startswith("~/") else text
+        return text
     try:
         return parse(text)
     except yaml.YAMLError as error:

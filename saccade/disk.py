@@ -1,6 +1,6 @@
 """Places to write to: whether they take anything, and how much. Knows nothing of what is written.
 
-Asked before the work whose results go there; what fails later all the same is told by `refusal`.
+Asked before the work whose results go there; `refusal` words what fails later all the same.
 
     require_writable(config.run.out, "run.out")
     if free_bytes(folder) < needed: print(f"{size(needed)} do not fit")
@@ -17,15 +17,27 @@ from pathlib import Path
 
 from saccade.errors import EnvironmentProblem
 
-# What a file system may have against a path, and what helps.
-FULL, BARRED = "free some space, or write to a larger disk", "give a path that this user may write"
-REFUSALS = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), FULL)
-REFUSALS |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR), BARRED)
-REFUSALS |= dict.fromkeys((errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG), BARRED)
+# What a file system may have against a path that is read or written, and what helps.
+FULL = "free some space, or write to a larger disk"
+REFUSALS = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), FULL) | {
+    errno.EACCES: "change its permissions, or give another path",
+    errno.EPERM: "change its permissions, or give another path",
+    errno.EROFS: "write to another disk",
+    errno.EISDIR: "give a file",
+    errno.ENOTDIR: "give a path that goes through folders only",
+    errno.EEXIST: "give another path",
+    errno.ENAMETOOLONG: "give a shorter path",
+}
 
 
 def require_writable(path: str | Path, option: str, *, file: bool = False) -> None:
     """Refuse a folder, or a file, that cannot be made or written. Nothing is left behind."""
+    if found := unwritable(path, option, file=file):
+        raise EnvironmentProblem("; ".join(found))
+
+
+def unwritable(path: str | Path, option: str, *, file: bool = False) -> tuple[str, str] | None:
+    """Why it cannot, and what to do; None where it can."""
     whole = Path(path).absolute()
     try:
         if file and whole.is_dir():
@@ -39,10 +51,10 @@ def require_writable(path: str | Path, option: str, *, file: bool = False) -> No
                 pass
     except OSError as error:
         given = f"{option}=" if "." in option else f"{option} "
-        raise EnvironmentProblem(
-            f"{given}{path} cannot be written: {error.strerror}; use "
-            f"{given}{'FILE' if file else 'FOLDER'} where this user may write"
-        ) from None
+        kind = "FILE" if file else "FOLDER"
+        reason = f"{given}{path} cannot be written: {error.strerror}"
+        return reason, f"use {given}{kind} where this user may write"
+    return None
 
 
 def free_bytes(folder: str | Path) -> int:
@@ -57,10 +69,10 @@ def nearest(path: Path) -> Path:
 
 def refusal(error: BaseException) -> str | None:
     """What a file system said and what helps; None where it was something else. Libraries in Rust,
-    such as safetensors, tell the number in their text only.
+    such as safetensors, give the number in their text only.
     """
-    told = re.search(r"\(os error (\d+)\)", str(error))
-    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+    named = re.search(r"\(os error (\d+)\)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(named[1]) if named else None
     if number is None or number not in REFUSALS:
         return None
     where = getattr(error, "filename", None)

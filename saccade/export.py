@@ -58,8 +58,8 @@ def pictures(folder: Path) -> str:
     path = folder / "preprocessor_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     named = {name: settings[name] for name in ("max_pixels", "max_patches") if name in settings}
-    told = [f"{name} {value}" for name, value in named.items()]
-    return f"; {path.name} shows pictures with {told[0]}" if told else ""
+    limits = [f"{name} {value}" for name, value in named.items()]
+    return f"; {path.name} shows pictures with {limits[0]}" if limits else ""
 
 
 def _resolve(path: Path) -> Path:

@@ -25,12 +25,12 @@ Every option of a run, made from the schema by `make docs`.
 A run is described by a YAML file with the sections below. Any option can be overridden on the
 command line: `saccade rl run.yaml train.lr=2e-6 run.resume=auto`. All behind the first `=` is the
 value, spaces and `#` too; `train.lr=` takes the option of the file back. A name that only one
-section has needs no section: `resume=auto`. An unknown option is refused with the nearest known
-one; refused are also a value of the wrong type and a combination that cannot run. One file serves
-all commands: an option of another command is refused only on the command line. `--dry-run` shows
-what was chosen and the batch arithmetic, `--dry-run --full` every option with the value it has,
-`saccade init MODEL DATA` writes a first file. An empty default means: decided as the description
-says.
+section has needs no section: `resume=auto`. In options that name a file or folder, `~/` is the home
+folder, in the YAML file too. An unknown option is refused with the nearest known one; refused are
+also a value of the wrong type and a combination that cannot run. One file serves all commands: an
+option of another command is refused only on the command line. `--dry-run` shows what was chosen and
+the batch arithmetic, `--dry-run --full` every option with the value it has, `saccade init MODEL
+DATA` writes a first file. An empty default means: decided as the description says.
 """
 ITEMS = {
     "data": ("data.train[]", "One entry of `data.train` or `data.val`.", DataSource),

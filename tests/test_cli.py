@@ -18,12 +18,12 @@ from typer.testing import CliRunner, Result
 
 import saccade
 from saccade.checks import check
-from saccade.cli import app, inspect_data
+from saccade.cli import app, main
 from saccade.cli_run import show_error
 from saccade.config import load
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.plan import plan, total_steps
-from saccade.recipes.init import guess_reward
+from saccade.recipes.init import guess_reward, letters_apart
 from saccade.smoke import smoke, with_examples
 from saccade.types import Media, Message, Sample
 
@@ -413,8 +413,13 @@ def test_golds_that_are_letters_get_a_reward_of_their_own(tmp_path: Path) -> Non
     config = load(out)
     assert config.data.keys == {"data_source": "kind"} and not config.reward.terms
     firsts = {source: terms[0]["verifier"] for source, terms in config.reward.by_source.items()}
-    assert firsts == {"mc": "choice", "free": "math"}
+    assert firsts == {"mc": "choice", "default": "math"}
+    with data.open("a") as file:  # a source that init did not see
+        file.write("\n" + json.dumps({"question": "?", "answer": "7", "kind": "late"}))
     assert run("check-data", str(out)).exit_code == 0
+    samples = [Sample(id=g, messages=(), answer=g, data_source="default") for g in "AB"]
+    samples += [Sample(id=g, messages=(), answer=g, data_source="x") for g in "12"]
+    assert letters_apart(samples) is None  # `default` would be both
     untold = [Sample(id=gold, messages=(), answer=gold) for gold in golds]
     assert guess_reward(untold)[0] == "math" and "3 of 5 are letters" in guess_reward(untold)[2]
 
@@ -640,16 +645,34 @@ def test_a_run_is_repeated_from_the_options_that_were_chosen(tmp_path: Path) -> 
     assert result.exit_code == 2 and "data.train" in result.stderr
 
 
-def test_good_rows_are_written_though_nobody_reads_the_report(
-    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def unread(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Exit code of a command whose reader left before the first line."""
     reads, writes = os.pipe()
     os.close(reads)
-    pipe = os.fdopen(writes, "w", buffering=1)
-    with monkeypatch.context() as now, pytest.raises(BrokenPipeError):
+    with monkeypatch.context() as now, os.fdopen(writes, "w") as pipe:
         now.setattr("sys.stdout", pipe)
-        inspect_data([str(counting)], fix=tmp_path / "good.jsonl")
-    assert len((tmp_path / "good.jsonl").read_text().splitlines()) == 24
+        now.setattr("sys.stderr", pipe)
+        now.setattr("sys.argv", ["saccade", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        sys.stdout.flush()
+    return int(caught.value.code or 0)
+
+
+def test_a_reader_that_leaves_changes_neither_work_nor_exit_code(
+    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = tmp_path / "good.jsonl"
+    assert unread(monkeypatch, "check-data", str(counting), "--fix", str(good)) == 0
+    assert len(good.read_text().splitlines()) == 24
+    assert unread(monkeypatch, "check-data", str(counting), "--fix", str(good)) == 2  # it exists
+    for command in ("algorithms", "--help", "doctor"):
+        assert unread(monkeypatch, command) == 0, command
+    options = "generate.n=2 generate.select=best generate.threshold=-1 rollout.max_tokens=8"
+    options += f" data.max_samples=2 model.path=tiny:qwen2_5_vl run.out={tmp_path}"
+    options += f" data.train={counting} reward.terms=[count] run.device=cpu"
+    assert unread(monkeypatch, "generate", *options.split()) == 0
+    assert (tmp_path / "run" / "generations.best.jsonl").is_file()
 
 
 def test_check_data_lists_bad_rows_and_writes_the_good_ones(counting: Path, tmp_path: Path) -> None:

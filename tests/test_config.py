@@ -126,6 +126,12 @@ def test_the_home_folder_is_found_as_a_shell_finds_it(monkeypatch: pytest.Monkey
     monkeypatch.setenv("HOME", "/home/ada")
     config = load(None, ["data.train=~/a b.jsonl", "model.path=~/m"])
     assert (config.data.train[0].path, config.model.path) == ("/home/ada/a b.jsonl", "/home/ada/m")
+    tree = {"model": {"path": "~/m"}, "env": {"tools": ["~/t.py:f"]}, "data": {"val": ["~/v"]}}
+    written = load(tree, ["reward.terms=~/r.py:f", "prompt.instruction=~/x", "run.out=~/runs"])
+    assert (written.model.path, written.env.tools) == ("/home/ada/m", ("/home/ada/t.py:f",))
+    assert (written.data.val[0].path, written.run.out) == ("/home/ada/v", "/home/ada/runs")
+    assert written.reward.terms[0].verifier == "/home/ada/r.py:f"
+    assert written.prompt.instruction == "~/x"  # no path
 
 
 @pytest.mark.parametrize("nothing", ["", "null", "~"])

@@ -52,11 +52,17 @@ def test_a_place_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
         disk.require_writable("/proc/no/such", "run.out")
 
 
-def test_what_a_file_system_refuses_is_told_and_nothing_else() -> None:
+def test_what_a_file_system_refuses_is_said_and_nothing_else() -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert disk.refusal(full) == f"No space left on device; {disk.FULL}"
     barred = OSError(errno.EROFS, os.strerror(errno.EROFS), "runs/a")
     assert str(disk.refusal(barred)).startswith("runs/a: Read-only file system; ")
+    secret = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "train.jsonl")  # to read
+    assert disk.refusal(secret) == (
+        "train.jsonl: Permission denied; change its permissions, or give another path"
+    )
+    folder = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), "train")
+    assert disk.refusal(folder) == "train: Is a directory; give a file"
     assert disk.refusal(BrokenPipeError(errno.EPIPE, "")) is None
     rust = RuntimeError("Error while serializing: I/O error: something (os error 28)")
     assert disk.refusal(rust) == disk.refusal(full)

@@ -46,14 +46,14 @@ def describe(algorithm: Algorithm) -> str:
 
 def cells(algorithm: Algorithm) -> dict[str, Any]:
     """The `algorithm` section with every cell filled in that has an effect."""
-    own = {k: v for _, _, chosen in algorithm.axes.values() for k, v in chosen.items()}
-    own |= {f"entropy_{name}": value for name, value in vars(algorithm.entropy).items()}
-    own["correct"] = [{"name": c.name, **c.options} for c in algorithm.corrections]
+    filled = {k: v for _, _, chosen in algorithm.axes.values() for k, v in chosen.items()}
+    filled |= {f"entropy_{name}": value for name, value in vars(algorithm.entropy).items()}
+    filled["correct"] = [{"name": c.name, **c.options} for c in algorithm.corrections]
     found: dict[str, Any] = {}
     for name, _ in options(AlgorithmConfig):
         section, _, leaf = name.rpartition(".")
         holder = getattr(algorithm, section) if section else algorithm
-        known = (own if not section else getattr(holder, "options", {})) | vars(holder)
+        known = (filled if not section else getattr(holder, "options", {})) | vars(holder)
         if leaf in known and known[leaf] is not None and has_effect(name, algorithm):
             home = found.setdefault(section, {}) if section else found
             home[leaf] = known[leaf]

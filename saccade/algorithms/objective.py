@@ -3,9 +3,8 @@
     loss = sum(l k w scale) + beta sum(kl scale) - c_H sum(H scale)
 
 Scales hold the denominators of the whole optimizer step, so micro-losses simply add up. Tokens
-with scale 0 are not live: nothing about them, not even NaN, reaches the loss or a metric.
-Knows nothing of models, ranks
-or where the log-probs came from. Axis: T tokens.
+with scale 0 are not live: nothing about them, not even NaN, reaches the loss or a metric. Knows
+nothing of models, ranks or where the log-probs came from. Axis: T tokens.
 
     >>> loss, sums = objective(algorithm, new, entropy, columns)
     >>> to_metrics([sums], step_tokens=scales.tokens).means()["policy/ratio_mean"]

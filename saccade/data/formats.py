@@ -30,6 +30,7 @@ from saccade.types import Media, Message, Sample
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SURROGATE = re.compile("[\ud800-\udfff]")
+NUMBERS = {int, float, bool, type(None)}
 
 
 # Opens (source, *, min_pixels, max_pixels, **more); `more` is `kind` and options of other media.
@@ -305,6 +306,8 @@ def _lone_surrogate(value: Any) -> str | None:
         return found and found[0]
     items = [*value, *value.values()] if isinstance(value, Mapping) else value
     within = items if isinstance(items, list | tuple) else ()
+    if NUMBERS.issuperset(map(type, within)):  # of which a column may have a hundred thousand
+        return None
     return next(filter(None, map(_lone_surrogate, within)), None)
 
 

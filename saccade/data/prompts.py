@@ -9,6 +9,7 @@ place in the text. Templates run in Jinja's sandbox.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -132,7 +133,7 @@ def _parts(text: str, message: Message, template: str | None) -> tuple[str | Med
 def text_or_file(value: str) -> str:
     """Of `prompt.system`."""
     is_file_name = "\n" not in value and Path(value).suffix in (".txt", ".md")
-    return _file(value, "prompt.system") if is_file_name else value
+    return _file(os.path.expanduser(value), "prompt.system") if is_file_name else value
 
 
 def _file(path: str, option: str) -> str:

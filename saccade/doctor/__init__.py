@@ -19,7 +19,7 @@ from pathlib import Path
 
 from saccade.config import Config
 from saccade.doctor import machine
-from saccade.doctor.finding import Finding, failure, note
+from saccade.doctor.finding import AS_IT_SAYS, Finding, failure, note
 from saccade.errors import EnvironmentProblem, SaccadeError
 
 MODEL_CHECKS = ("folder", "template", "agreement")  # modules here; a later one needs the earlier
@@ -68,7 +68,7 @@ def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Find
         yield from check()
     except Exception as error:
         text = str(error) if isinstance(error, SaccadeError) else f"{type(error).__name__}: {error}"
-        yield failure(name, text.strip()[:500], "mend what it says, then look again")
+        yield failure(name, text.strip()[:500], AS_IT_SAYS)
 
 
 def run(config: Config, *, as_json: bool = False) -> None:

@@ -19,7 +19,7 @@ from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.config import Config
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split
-from saccade.doctor.finding import Finding, failure, ok
+from saccade.doctor.finding import AS_IT_SAYS, Finding, failure, ok
 from saccade.engines import Engine, generate, parity
 from saccade.engines.weights import not_finite
 from saccade.errors import EnvironmentProblem
@@ -68,8 +68,7 @@ def engine_agrees(
     try:
         return ok(name, str(compare(config, engine, backend, samples, version=0)))
     except EnvironmentProblem as error:
-        text, _, mend = str(error).rpartition("; ")
-        return failure(name, text, mend)
+        return failure(name, str(error), AS_IT_SAYS)
 
 
 def rows_agree(backend: LocalBackend, engine: Engine, samples: Sequence[Sample]) -> Finding:

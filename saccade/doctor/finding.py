@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+AS_IT_SAYS = "fix what it says, then look again"  # of an error, whose text ends with what helps
 Status = Literal["ok", "note", "warning", "failure"]
 
 

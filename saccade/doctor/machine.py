@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import Config
-from saccade.disk import free_bytes, require_writable, size
-from saccade.doctor.finding import Finding, failure, note, ok, warning
+from saccade.disk import free_bytes, size, unwritable
+from saccade.doctor.finding import AS_IT_SAYS, Finding, failure, note, ok, warning
 from saccade.engines.build import INSTALL
 from saccade.errors import SaccadeError
 
@@ -142,14 +142,14 @@ def engines(config: Config) -> Iterator[Finding]:
         problem = why_not(name)
         version = _version(name) or _version(f"{name}-cpu") or ""
         if problem:
-            text, _, mend = problem.partition("; ")
-            yield (failure if asked else warning)("engine", text, mend or install)
+            text, _, fix = problem.partition("; ")
+            yield (failure if asked else warning)("engine", text, fix or install)
         else:
             yield ok("engine", f"{name} {version}")
 
 
 def why_not(name: str) -> str:
-    """What the engine's own probe says against it, with the mend."""
+    """What the engine's own probe says against it, with the fix."""
     if name == "vllm":
         from saccade.engines.vllm.probe import probe
 
@@ -172,8 +172,7 @@ def endpoint(config: Config) -> Iterator[Finding]:
         check(config, "chat")
         names = ChatClient(http.model_copy(update=once)).models()
     except SaccadeError as error:
-        text, _, mend = str(error).rpartition("; ")
-        yield failure("endpoint", text, mend)
+        yield failure("endpoint", str(error), AS_IT_SAYS)
         return
     listed = ", ".join(names[:SHOWN_MODELS]) or "no model"
     if http.model in names or (not http.model and len(names) == 1):
@@ -205,11 +204,8 @@ def loopback(config: Config) -> Iterator[Finding]:
 
 
 def disk(config: Config) -> Iterator[Finding]:
-    try:
-        require_writable(config.run.out, "run.out")
-    except SaccadeError as error:
-        text, _, mend = str(error).rpartition("; ")
-        yield failure("disk", text, mend)
+    if found := unwritable(config.run.out, "run.out"):
+        yield failure("disk", *found)
         return
     free = free_bytes(config.run.out)
     text = f"run.out={config.run.out} can be written, {size(free)} free"

@@ -59,8 +59,7 @@ def _unknown(config: Config, family: Family) -> Iterator[Finding]:
     some = {"max_samples": READ, "max_bad_fraction": 1.0, "on_bad_row": "quarantine"}
     data = datasets.load(sources, config.data.model_copy(update=some))
     if found := unknown_words(family, data.samples):
-        text, _, mend = found.removeprefix("WARNING: ").rpartition("; ")
-        yield warning("tokenizer", text, mend)
+        yield warning("tokenizer", *found)
 
 
 def shown(family: Family, *messages: Message) -> str | None:
@@ -105,10 +104,10 @@ def roles(family: Family) -> Iterator[Finding]:
         text = shown(family, *before, turn, *(() if before else (USER,)))
         if text is None or OTHER not in text:
             verb = "refuses" if text is None else "leaves out"
-            yield warning("template", f"it {verb} {role} turns", MENDS[role])
+            yield warning("template", f"it {verb} {role} turns", FIXES[role])
 
 
-MENDS = {
+FIXES = {
     "system": "put the text into the question with prompt.instruction, or " + OWN,
     "tool": "environments that answer as `tool` need another template: " + OWN,
 }
@@ -127,7 +126,7 @@ def pictures(family: Family) -> Iterator[Finding]:
         yield failure("template", "it drops pictures of a question", OWN)
     tool = Message(role="tool", parts=(PICTURE, WORD))
     if _pictures(family, USER, _reply(WORD), tool) < 1:
-        yield warning("template", "it drops pictures in tool turns", MENDS["tool"])
+        yield warning("template", "it drops pictures in tool turns", FIXES["tool"])
 
 
 def _pictures(family: Family, *messages: Message) -> int:

@@ -52,7 +52,7 @@ def require_intact(folder: Path) -> None:
     if changed := damaged(folder, state=False):
         names = ", ".join(str(folder / name) for name in changed)
         raise EnvironmentProblem(
-            f"model.path: {names}: damaged, the content is not what the checkpoint wrote; use "
+            f"{names}: damaged, the content is not what the checkpoint wrote; use "
             f"another checkpoint, or delete {folder / LISTING} if you changed it yourself"
         )
 
@@ -81,8 +81,8 @@ def listing(folder: Path) -> dict[str, dict[str, Any]] | None:
         return None
     except ValueError:
         raise EnvironmentProblem(
-            f"{path} is damaged: it is no JSON any more; move {folder} away and use "
-            "run.resume=auto to go on from the checkpoint before it"
+            f"{path} is damaged: it is no JSON any more; use another checkpoint: with {folder} "
+            "moved away, the one before it is the latest"
         ) from None
 
 

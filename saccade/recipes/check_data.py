@@ -65,7 +65,7 @@ def _with_model(config: Config, command: str | None) -> dict[str, Any]:
     return {
         "length": lambda sample: len(family.render(ask(sample).messages)),
         "marks": questions.marks_of(family),
-        "unknown": lambda samples: questions.unknown_words(family, [*map(ask, samples)]),
+        "unknown": lambda samples: questions.warning_of_words(family, [*map(ask, samples)]),
         "read": _reader(config, command, family) if command else None,
     }
 

@@ -120,20 +120,20 @@ def run(config: Any) -> dict[str, Any]:
             console.note(f"{data.summary}\n{left_out} left out in all, listed in {quarantine.file}")
         for spent in expenses(engine, scorer):
             console.note(spent)
-    print(_made(path, scorer))
     made = len(todo) - len(quarantine.found(data))
     result: dict[str, Any] = {"path": str(path), "rows": made, "skipped": skipped}
-    chosen = config.generate
+    chosen, lines = config.generate, [_made(path, scorer)]
     if chosen.select == "correct":
         count = len(_rows(taught))
-        print(f"{count} of {len(done) * chosen.n} episodes were right, to train on in {taught}")
+        lines += [f"{count} of {len(done) * chosen.n} episodes were right, to train on in {taught}"]
         result |= {"selected": str(taught), "selected_rows": count}
     if chosen.select in SELECT:
         selected, count = write_selected(
             path, data.samples, select=chosen.select, threshold=chosen.threshold
         )
-        print(f"{count} rows to train on in {selected}" + ("" if count else f": {NONE_SELECTED}"))
+        lines += [f"{count} rows to train on in {selected}{'' if count else f': {NONE_SELECTED}'}"]
         result |= {"selected": str(selected), "selected_rows": count}
+    print(*lines, sep="\n")
     return result
 
 
@@ -147,10 +147,10 @@ def _made(path: Path, scorer: Scorer | None) -> str:
         values = [answer["score"] for answer in scored if answer["score"] is not None]
         outcomes.setdefault(row["data_source"], []).extend(values)
         items.append((row["data_source"], np.array(values)))
-    told = [f"reward {np.mean(rewards):.3f}"] if rewards else []
-    told += measures(measured(items, score_terms(scorer, outcomes)))
+    scores = [f"reward {np.mean(rewards):.3f}"] if rewards else []
+    scores += measures(measured(items, score_terms(scorer, outcomes)))
     responses = sum(len(row["responses"]) for row in rows)
-    return "  ".join([f"{len(rows)} rows with {responses} responses are in {path}", *told])
+    return "  ".join([f"{len(rows)} rows with {responses} responses are in {path}", *scores])
 
 
 def _teach(path: Path, groups: Sequence[Group], done: Set[str]) -> None:

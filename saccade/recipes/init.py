@@ -29,6 +29,7 @@ from saccade.types import Media, Sample
 
 LOOKED_AT = 200
 MOST_SOURCES = 10
+DEFAULT = "default"  # in reward.by_source: all sources that it does not name
 UNOPENED = Media(hash="", width=1, height=1, path="")
 
 NUMBER = r"\s*-?\d+(?:\.\d+)?\s*"
@@ -102,8 +103,8 @@ def _look(model: Path, data: Path) -> Findings:
     if format in ELSEWHERE and not any(sample.answer for sample in samples):
         raise DataError(_elsewhere(format, model, data))
     rewards, images = {"": guess_reward(samples)}, sum(bool(sample.media) for sample in samples)
-    if told := letters_apart(samples):
-        column, rewards = told
+    if apart := letters_apart(samples):
+        column, rewards = apart
         keys = {**keys, "data_source": column} if column else keys
     return Findings(
         model_type=model_type,
@@ -203,7 +204,7 @@ def guess_reward(samples: Sequence[Sample]) -> Guess:
 
 def letters_apart(samples: Sequence[Sample]) -> tuple[str, dict[str, Guess]] | None:
     """Where some golds are letters of choices: the column that says which (empty: that of the
-    source), and a reward for each of its values.
+    source), a reward for each of its values that has letters, and `default` for all others.
     """
     if len({_is_letter(gold) for sample in samples for gold in _golds(sample)}) < 2:
         return None
@@ -211,13 +212,19 @@ def letters_apart(samples: Sequence[Sample]) -> tuple[str, dict[str, Guess]] | N
     for column in ("", *extras):
         found: dict[str, list[Sample]] = {}
         for sample in samples:
-            value = sample.extra.get(column) if column else sample.data_source
+            value = sample.extra.get(column, DEFAULT) if column else sample.data_source
             found.setdefault(str(value), []).append(sample)
-        kinds = [
-            {_is_letter(g) for sample in own for g in _golds(sample)} for own in found.values()
-        ]
-        if len(found) <= MOST_SOURCES and all(len(kind) == 1 for kind in kinds):
-            return column, {value: guess_reward(own) for value, own in found.items()}
+        kinds = {
+            value: {_is_letter(gold) for sample in rows for gold in _golds(sample)}
+            for value, rows in found.items()
+        }
+        if len(found) > MOST_SOURCES or any(len(kind) != 1 for kind in kinds.values()):
+            continue
+        letters = [value for value, (letter,) in kinds.items() if letter]
+        if DEFAULT not in letters:  # rows of later sources are more likely like the others
+            others = [s for value, rows in found.items() if value not in letters for s in rows]
+            rewards = {value: guess_reward(found[value]) for value in letters}
+            return column, rewards | {DEFAULT: guess_reward(others)}
     return None
 
 
@@ -293,7 +300,7 @@ def _rewards(found: Findings) -> Lines:
     single = "" in found.rewards
     lines = [("reward:", "")]
     if not single:
-        lines.append(("  by_source:", "by what the rows are called; each has terms of its own"))
+        lines.append(("  by_source:", "terms by data_source"))
     for source, (reward, args, because) in found.rewards.items():
         indent, head = ("  ", "terms") if single else ("    ", _quote(source))
         lines += [

@@ -221,7 +221,7 @@ def _reference_id(config: Config, family: Family) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparer:
-    """Makes rows into what `train_comparison` takes."""
+    """Makes rows into what `train_step` takes with a `PreferenceLoss`."""
 
     config: Config
     family: Family

@@ -25,7 +25,7 @@ from saccade.errors import ConfigError
 from saccade.models import files
 from saccade.models.families import Family
 from saccade.recipes.models import load_learned
-from saccade.recipes.questions import unknown_words
+from saccade.recipes.questions import warning_of_words
 from saccade.rewards.custom import split_name
 from saccade.rewards.formats import FORMATS
 from saccade.rewards.sample import RewardSample
@@ -126,7 +126,7 @@ def warn_of_rows(
             f"WARNING: train.prompts_per_step={wanted} and an epoch has {rows} rows: a step takes "
             f"each {wanted / rows:.3g} times; try train.prompts_per_step={rows}"
         )
-    if unknown := unknown_words(family, stream.dataset.samples):
+    if unknown := warning_of_words(family, stream.dataset.samples):
         say(unknown)
     for data in held:
         if same := len(data.contents & stream.dataset.contents):

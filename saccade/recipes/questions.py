@@ -178,8 +178,10 @@ def asking_for_the_best(
     return {name: worded(part, lambda s: _tagged(s, tag, best)) for name, part in sets.items()}
 
 
-def unknown_words(family: Family, samples: Sequence[Sample]) -> str | None:
-    """What to say where a tokenizer does not know the words of the rows, of which some are read."""
+def unknown_words(family: Family, samples: Sequence[Sample]) -> tuple[str, str] | None:
+    """What to say where a tokenizer does not know the words of the rows, of which some are read,
+    and what to do.
+    """
     unknown, found, total, example = family.chat.unknown, 0, 0, ""
     if unknown is None:
         return None
@@ -192,10 +194,15 @@ def unknown_words(family: Family, samples: Sequence[Sample]) -> str | None:
     if found < MATERIAL * max(1, total):
         return None
     return (
-        f"WARNING: the tokenizer of {family.path} does not know {found / total:.0%} of the words "
-        f"of these rows, such as {example!r}: all of them are one and the same token to the model; "
-        "take a model whose tokenizer covers the data"
+        f"the tokenizer of {family.path} does not know {found / total:.0%} of the words of these "
+        f"rows, such as {example!r}: all of them are one and the same token to the model",
+        "take a model whose tokenizer covers the data",
     )
+
+
+def warning_of_words(family: Family, samples: Sequence[Sample]) -> str | None:
+    found = unknown_words(family, samples)
+    return found and f"WARNING: {'; '.join(found)}"
 
 
 def worded(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:

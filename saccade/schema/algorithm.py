@@ -13,7 +13,9 @@ class KLConfig(Section):
     coef: float | None = option(
         None, "Weight of the KL to the reference; 0 loads no reference.", ge=0
     )
-    kind: str | None = option(None, "Estimator: k1 | abs | k2 | k3 | k1+ | k3+ | file.py:name.")
+    kind: str | None = option(
+        None, "Estimator: k1 | abs | k2 | k3 | k1+ | k3+ | file.py:name.", path=True
+    )
     place: Literal["loss", "reward"] | None = option(None, "Where it enters.")
     clamp: Literal["bounded", "zero"] | None = option(
         None, "Gradient of k3 where its value is clamped."
@@ -49,7 +51,9 @@ class FilterConfig(Section):
         None, "Carry kept groups that the step has no room for to the next one."
     )
     function: str | None = option(
-        None, "file.py:name of your own: gets the scored groups, returns those to train on."
+        None,
+        "file.py:name of your own: gets the scored groups, returns those to train on.",
+        path=True,
     )
 
 
@@ -65,6 +69,7 @@ class CorrectionConfig(Section):
         ...,
         "tis.token | tis.sequence | tis.geometric | icepop | seq_mask | seq_mask_tis | opsm | "
         "reject.token.k1 … | file.py:name.",
+        path=True,
     )
     low: float | None = option(None, "Lower bound; empty: the correction's own.", ge=0)
     high: float | None = option(None, "Upper bound; empty: the correction's own.", ge=0)
@@ -89,7 +94,9 @@ class CriticConfig(Section):
     bootstrap_truncated: bool | None = option(
         None, "Value a truncated response by the critic's estimate instead of 0 at its end."
     )
-    path: str | None = option(None, "Model folder of the critic; empty: that of the policy.")
+    path: str | None = option(
+        None, "Model folder of the critic; empty: that of the policy.", path=True
+    )
 
 
 class AlgorithmConfig(Section):
@@ -98,9 +105,11 @@ class AlgorithmConfig(Section):
         "Row of the table and add-ons, as in dapo+tis; `saccade algorithms` lists both. What "
         "follows overrides its cells.",
     )
-    advantage: str | None = option(None, "Estimator, or file.py:name.")
-    policy_loss: str | None = option(None, "Surrogate, or file.py:name.")
-    aggregation: str | None = option(None, "How token losses become one number, or file.py:name.")
+    advantage: str | None = option(None, "Estimator, or file.py:name.", path=True)
+    policy_loss: str | None = option(None, "Surrogate, or file.py:name.", path=True)
+    aggregation: str | None = option(
+        None, "How token losses become one number, or file.py:name.", path=True
+    )
     args: dict[str, Any] = option({}, "Options of your own functions, by parameter name.")
     # advantages
     std_eps: float | None = option(None, "Added to a standard deviation that divides.", ge=0)

@@ -10,7 +10,7 @@ from saccade.schema.section import Section, entries, option
 
 
 class DataSource(Section):
-    path: str = option(..., "File, folder or hub id: PATH[:CONFIG][@SPLIT][#DATA_DIR].")
+    path: str = option(..., "File, folder or hub id: PATH[:CONFIG][@SPLIT][#DATA_DIR].", path=True)
     name: str | None = option(None, "Name of the set in metrics; empty: the file stem.")
     weight: float | None = option(
         None, "Share in the mixture; empty everywhere: concatenation.", gt=0
@@ -24,10 +24,14 @@ class DataSource(Section):
     )
     max_samples: int | None = option(None, "Use only the first rows.", ge=1)
     image_dir: str | None = option(
-        None, "Folder that relative media paths start from; empty: the file's own folder."
+        None,
+        "Folder that relative media paths start from; empty: the file's own folder.",
+        path=True,
     )
     mapping: str | None = option(
-        None, "Mapping of this set's preference rows; empty: data.mapping; none: as they are."
+        None,
+        "Mapping of this set's preference rows; empty: data.mapping; none: as they are.",
+        path=True,
     )
 
 
@@ -51,6 +55,7 @@ class DataConfig(Section):
         None,
         "How preference rows of other people are read: hpdv3, imagerewarddb and others that are "
         "shipped, or FILE.yaml[:NAME].",
+        path=True,
     )
     compare: Literal["apart", "verdict"] = option(
         "apart",
@@ -124,10 +129,12 @@ class PromptConfig(Section):
     )
     system: str | None = option(None, "System message: text, or a file that holds it.")
     template: str | None = option(
-        None, "Jinja file around the question; variables: content, choices, row, instruction."
+        None,
+        "Jinja file around the question; variables: content, choices, row, instruction.",
+        path=True,
     )
     chat_template: str | None = option(
-        None, "Jinja file that replaces the model's chat template everywhere."
+        None, "Jinja file that replaces the model's chat template everywhere.", path=True
     )
     permute_choices: bool = option(
         False,

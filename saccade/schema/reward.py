@@ -15,6 +15,7 @@ class RewardTerm(Section):
         ...,
         "Built-in verifier (math, choice, count, judge, remote, model, format:think_answer …) or "
         "file.py:name.",
+        path=True,
     )
     name: str | None = option(None, "Name in metrics; empty: the verifier's.")
     weight: float = option(1.0, "Factor in the sum.")
@@ -38,6 +39,7 @@ class JudgeConfig(HttpConfig):
         None,
         "Jinja file that replaces our question; variables: question, references, prediction, "
         "scale.",
+        path=True,
     )
     send_images: bool = option(False, "Show the judge the pictures of the question, too.")
     on_failure: Literal["error", "abstain", "rule", "drop_group"] = option(
@@ -87,7 +89,7 @@ class ServeConfig(Section):
         None,
         "What an old client gets for a sample without a score; empty: null, at which it stops.",
     )
-    log: str | None = option(None, "JSONL file that gets a line for every sample.")
+    log: str | None = option(None, "JSONL file that gets a line for every sample.", path=True)
 
 
 class RewardConfig(Section):

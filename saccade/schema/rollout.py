@@ -23,6 +23,7 @@ class HttpConfig(Section):
     cache: str | None = option(
         None,
         "Folder of answers that are not asked for again; empty: beside the results; off: none.",
+        path=True,
     )
     price: tuple[float, float] | None = option(
         None, "Cost of a million prompt and of a million response tokens, to be summed up."
@@ -95,11 +96,13 @@ class EnvConfig(Section):
         "single_turn",
         "What the policy talks to: single_turn | crop | calculator | tools | sokoban_step | "
         "file.py:Class with reset, step and close.",
+        path=True,
     )
     args: dict[str, Any] = option({}, "Arguments of your own environment's class.")
     tools: tuple[str, ...] = option(
         (),
         "Functions of your own, file.py:name, that the policy may call beside built-in tools.",
+        path=True,
     )
     call: Literal["grounding", "tool_call", "action"] | None = option(
         None,

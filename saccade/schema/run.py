@@ -11,10 +11,12 @@ from saccade.schema.section import Section, is_name, option, section
 
 class RunConfig(Section):
     name: str = option("run", "Name of the run; its folder is OUT/NAME.")
-    out: str = option("runs", "Folder that holds the run folders.")
+    out: str = option("runs", "Folder that holds the run folders.", path=True)
     seed: int = option(42, "Seed of data order, sampling noise, order of choices and tiny models.")
     resume: str = option(
-        "none", "none | auto (latest checkpoint, or start) | best | path of a checkpoint."
+        "none",
+        "none | auto (latest checkpoint, or start) | best | path of a checkpoint.",
+        path=True,
     )
     max_steps: int | None = option(
         None, "Stop after this many steps; empty: when the epochs are over.", ge=1
@@ -64,6 +66,7 @@ class SeriesConfig(Section):
         None,
         "What reads time series: patches, or FILE.py:FUNCTION that makes a module of your own; "
         "empty: nothing, or the encoder that model.path holds.",
+        path=True,
     )
     channels: int = option(8, "Leads of every series.", ge=1)
     patch: int = option(50, "patches: samples that all leads show in one token.", ge=1)
@@ -75,7 +78,9 @@ class SeriesConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str = option("", "Hugging Face model folder, or tiny:FAMILY for a model built in place.")
+    path: str = option(
+        "", "Hugging Face model folder, or tiny:FAMILY for a model built in place.", path=True
+    )
     family: str | None = option(
         None, "Force a family; empty: detected from model_type in config.json."
     )

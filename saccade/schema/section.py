@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -21,17 +22,27 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_given(cls, values: Any) -> Any:
-        """Nothing stands for the default, one word for a list of one."""
+        """Nothing stands for the default, one word for a list of one, ~/ for the home folder."""
         if not isinstance(values, dict):
             return values
         kinds = {name: field.annotation for name, field in cls.model_fields.items()}
         values = {k: v for k, v in values.items() if v is not None or k not in kinds}
         words = {k: v for k, v in values.items() if isinstance(v, str) and kinds.get(k) in WORDS}
-        return values | {key: (word,) for key, word in words.items()}
+        values |= {key: (word,) for key, word in words.items()}
+        paths = [k for k in values.keys() & kinds if cls.model_fields[k].json_schema_extra]
+        return values | {key: _at_home(values[key]) for key in paths}
 
 
-def option(default: Any, description: str, **limits: Any) -> Any:
-    return Field(default, description=description, **limits)
+def _at_home(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [*map(_at_home, value)]
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+def option(default: Any, description: str, *, path: bool = False, **limits: Any) -> Any:
+    """`path`: it may name a file or folder, then ~/ at its beginning is the home folder."""
+    extra: dict[str, Any] = {"path": True} if path else {}
+    return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 def is_name(text: str) -> bool:

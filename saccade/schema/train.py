@@ -98,7 +98,9 @@ class SftConfig(Section):
         ge=1,
     )
     teacher: str | None = option(
-        None, "Model folder of a teacher whose distribution is learned beside the tokens."
+        None,
+        "Model folder of a teacher whose distribution is learned beside the tokens.",
+        path=True,
     )
     kd_coef: float = option(0.4, "Share of the teacher's term in the loss.", ge=0, le=1)
     reward_tag: str | None = option(
@@ -226,7 +228,7 @@ class EvalConfig(Section):
         "Public sets to measure on: vstar | visualprobe_easy | visualprobe_medium | "
         "visualprobe_hard | hrbench4k | hrbench8k.",
     )
-    folder: str = option("data", "Folder that holds them, each as it is downloaded.")
+    folder: str = option("data", "Folder that holds them, each as it is downloaded.", path=True)
 
 
 class GenerateConfig(Section):

@@ -11,7 +11,6 @@ state four times a second.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import deque
@@ -188,22 +187,15 @@ class Console:
         line = step_line(step, self._total, metrics)
         self.log(line)
         if self._live is None:
-            self._print(line)
+            print(line, file=self._file, flush=True)
 
     def note(self, text: str) -> None:
         """Print above the display, and keep in the log."""
         self.log(text)
         if self._live is None:
-            self._print(text)
+            print(text, file=self._file, flush=True)
         else:
             self._live.console.print(Text(text), soft_wrap=True)
-
-    def _print(self, text: str) -> None:
-        """Whoever reads along may leave (`| head -1`): the work goes on, and its files say all."""
-        try:
-            print(text, file=self._file, flush=True)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
 
     def log(self, text: str) -> None:
         """Keep in the log, without showing it."""

@@ -36,8 +36,8 @@ CONFIG, MANIFEST, METRICS, LOG = "config.resolved.yaml", "manifest.json", "metri
 TRAJECTORIES, CHECKPOINTS, LOCK = "trajectories", "checkpoints", ".lock"
 QUARANTINE = "quarantine.jsonl"  # rows that are left out
 
-# What a resumed run may change: how long it goes on, what watches it (a validation set that changed
-# is told), what it puts up with, and where its judge is. Name and place of the folder are where it
+# What a resumed run may change: how long it goes on, what watches it (it says if a validation set
+# changed), what it puts up with, and where its judge is. Name and place of the folder are where it
 # was found, so they cannot contradict it.
 MAY_DIFFER = (
     *("run.max_steps", "run.max_hours", "run.resume", "run.name", "run.out", "run.trace"),

@@ -159,6 +159,7 @@ HALF = "\ud800"
         {"system": HALF},
         {"images": [f"{HALF}.png"]},
         {"note": {"by": [HALF]}},
+        {"note": [1, 2.5, None, [HALF]]},
         {HALF: 1},
     ],
 )

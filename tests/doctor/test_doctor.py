@@ -10,10 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from saccade.backends.local import LocalBackend
+from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
 from saccade.doctor import agreement, machine
 from saccade.engines.embedded import EmbeddedEngine
+from saccade.errors import ConfigError
 from tests.endpoints import Says, scripted
 
 
@@ -167,6 +169,10 @@ def test_an_endpoint_that_is_not_there_fails():
     result = run("rollout.engine=http", "rollout.http.url=http://127.0.0.1:1/v1")
     assert result.exit_code == 3 and "gave no answer in 1 attempts" in result.stdout
     assert run("rollout.engine=http").exit_code == 3
+    (said,) = machine.endpoint(load(None, ["rollout.engine=http"]))  # all that the error says
+    with pytest.raises(ConfigError) as caught:
+        check(load(None, ["rollout.engine=http"]), "chat")
+    assert said.text == str(caught.value) and "rollout.http.url" in said.text
 
 
 def test_loopback_keeps_only_those_from_working_who_need_it(monkeypatch):
@@ -184,6 +190,8 @@ def test_a_folder_for_runs_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     ((status, text),) = findings(machine.disk, f"run.out={tmp_path / 'file' / 'runs'}")
     assert status == "failure" and "cannot be written" in text
+    (said,) = machine.disk(load(None, [f"run.out={tmp_path / 'file' / 'runs'}"]))
+    assert said.mend == "use run.out=FOLDER where this user may write"
     assert findings(machine.disk, f"run.out={tmp_path / 'new' / 'runs'}")[0][0] == "ok"
     assert not (tmp_path / "new").exists()
 
