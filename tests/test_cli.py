@@ -623,6 +623,14 @@ def test_check_data_counts_rows_that_repeat_or_lack_an_answer(tmp_path: Path) ->
     assert "4 of 10 rows have no answer, and exact abstains" in result.stdout
 
 
+def test_check_data_takes_an_empty_list_for_no_answer(tmp_path: Path) -> None:
+    rows = [{"question": "1+1?", "answer": "2"}, {"question": "why?", "answer": []}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run("check-data", str(path), "reward.terms=[exact]")
+    assert "1 of 2 rows have no answer, and exact abstains" in result.stdout
+
+
 def test_check_data_says_that_it_counts_a_picture_once(counting: Path) -> None:
     first, *_ = counting.read_text().splitlines()
     counting.write_text(first + "\n" + first + "\n")

@@ -31,7 +31,7 @@ from saccade.rewards.formats import FORMATS
 from saccade.rewards.sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.self_test import require, self_test
-from saccade.rewards.verifiers import VERIFIERS
+from saccade.rewards.verifiers import VERIFIERS, has_gold
 from saccade.rollout import hosting
 from saccade.rollout.episode import Limits
 from saccade.types import Batch, Sample, Sampling
@@ -101,9 +101,8 @@ def unanswered(scorer: Scorer, samples: Sequence[Sample]) -> str:
         recipe = scorer.recipe(sample.data_source)
         term = recipe.terms[recipe.outcome]
         compares = term.needs_answer and not split_name(term.verifier)
-        counts = compares and VERIFIERS[term.verifier].blank_counts and sample.answer is not None
-        golds = RewardSample(id=sample.id, response="", answer=sample.answer).golds
-        terms[term.name] += compares and not counts and not golds
+        row = RewardSample(id=sample.id, response="", answer=sample.answer)
+        terms[term.name] += compares and not has_gold(VERIFIERS[term.verifier], row, term.args)
     return "; ".join(
         f"WARNING: {count} of {len(samples)} rows have no answer, and {name} abstains where it has "
         "none to compare with; data.keys.answer names the column, or leave such rows out"

@@ -24,7 +24,7 @@ NUMBER = re.compile(
     r"|(?<![a-zA-Z0-9_.])[-+\u2212]?\.\d+"
 )
 ANSWER_LINE = re.compile(  # at the beginning of a line, or of a sentence in it
-    r"(?:^[\s_>-]*(\*+)?[\s_]*|[.!?\u3002]\s+)(?:(?:the\s+)?(?:final\s+)?answer|答案)\s*\**\s*"
+    r"(?:^[ \t_>-]*(\*+)?[ \t_]*|[.!?\u3002]\s+)(?:(?:the\s+)?(?:final\s+)?answer|答案)\s*\**\s*"
     r"(?:[:\uff1a]|(?<=案)[是为])\s*(?(1)\**)\s*",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -118,14 +118,16 @@ def fenced(text: str) -> str | None:
 def _answer_tag(text: str, choices: Sequence[str]) -> str | None:
     close = text.rfind("</answer>")
     open_ = text.rfind("<answer>", 0, close) if close >= 0 else -1
-    if open_ < 0 or TAKEN_BACK.search(text, close):
+    if open_ < 0 or TAKEN_BACK.search(text[close + len("</answer>") :]):
         return None
     return unboxed(text[open_ + len("<answer>") : close])
 
 
 def _boxed(text: str, choices: Sequence[str]) -> str | None:
     found = _last_box(text)
-    return None if found is None or TAKEN_BACK.search(text, found[1]) else text[slice(*found)]
+    if found is None or TAKEN_BACK.search(text[found[1] + 1 :]):
+        return None
+    return text[slice(*found)]
 
 
 def _answer_line(text: str, choices: Sequence[str]) -> str | None:

@@ -18,8 +18,9 @@ from string import ascii_uppercase
 
 from saccade.rewards.peel import peel
 from saccade.rewards.spelling import CJK, NARROW, TEXT
-from saccade.rewards.wording import REASON, TAKEN_BACK, unsettled
+from saccade.rewards.wording import ASIDE, REASON, TAKEN_BACK, unsettled
 
+LONGEST = 100_000  # characters; a longer text names no option
 UNLISTED = "ABCDEFGHIJ"  # options of a row that does not list them
 
 ALONE = re.compile(r"\(?([A-Za-z])\s*[.):]?")
@@ -38,7 +39,9 @@ FURTHER = re.compile(
     r"\b(?:option|choice|answer)\s+[a-z]\b|(?<![\w.])[b-hj][.):](?=\s|\Z)|\s[A-Z][.!]?\Z"
 )
 REFUSED = re.compile(
-    r"\b(?:sorry|(?:can['\u2019]?t|cannot|unable\s+to)\s+(?:help|assist|answer|determine|tell|say))\b",
+    r"\b(?:can['\u2019]?t|cannot|unable\s+to)\s+(?:help|assist|answer|determine|tell|say)\b"
+    r"|\bsorry,?\s+(?:but\s+)?(?:i\s+)?(?:do\s+not|don['\u2019]t|no)\b"
+    r"|\A\W*(?:neither|none)(?:\s+of\s+(?:them|these|those|the\s+\w+))?\W*\Z",
     re.IGNORECASE,
 )
 SEVERAL = re.compile(r"\(?[A-Z]\)?(?:[\s,;&和]+(?:and\s+)?\(?[A-Z]\)?)+|[A-Z]{2,}")
@@ -47,7 +50,7 @@ NAMED = re.compile(
     r"|(?<![\w(])([A-Z])[.):](?=\s|$)"  # B. cat
     r"|\b(?i:answer|option|choice)s?(?:\s+(?:is|are))?\s*:?\s+"  # the answer is B
     r"([A-Z](?:(?:\s*[,;&]\s*|\s+and\s+)[A-Z])*)\b"
-    r"(?!['\u2019]|\s*[/,;&]\s*\(?[A-Z]\b|\s+(?!because|since|as\b)[a-z])"  # not: is A cat
+    r"(?!['\u2019]|\s*[/,;&]\s*\(?[A-Z]\b|\s+(?!because|since|as\b|rather\b)[a-z])"  # not: is A cat
     r"|\A([A-Z])\s*\Z"  # B because …, its reason cut off
     # The same in Chinese: answer, option, choose; no further one behind.
     r"|(?:答案|选项|选择|选)[是为]?\s*:?\s*([A-Z])"
@@ -64,12 +67,16 @@ DENIED = re.compile(
     r"|n['\u2019]t)\s+"
     r"(?:(?:be|the|answer|option|choice)\s+)*(?:\(?[A-Z]\b\)?|\([a-z]\))"
     r"|(?:\b(?i:answer|option|choice)\s+)?\(?\b[A-Z][.)]?\s+is\s+(?:not\s+\w+|wrong|incorrect|false)\b"
+    r"|\b(?i:answer|option|choice)s\s+[A-Z](?:,?\s+(?:(?:and|or)\s+)?[A-Z]){1,9}"
+    r"\s+are\s+(?:all\s+|both\s+)?(?:not\s+\w+|wrong|incorrect|false)\b"
     r"|(?:不是|不选|排除|除了)\s*\(?[A-Z]\)?"
 )
 # Not after the period of `B. cat`, and not before a word that takes back.
 SENTENCE = re.compile(
     rf"(?<=[.;!?])(?<!\b[A-Z]\.)(?:\s+(?!(?i:or|no|not|but|wait)\b)|(?=[{CJK}]))|\n"
 )
+CORRECTING = re.compile(r"(?:no|actually|sorry|rather|wait)\b", re.IGNORECASE)
+ANYWHERE = r"(?<!\w)%s(?!\w)"  # the words of an option
 BETWEEN = r"[\s.:,()$]*(?:[-\u2013]\s+)?"  # a letter and the words of its option
 
 
@@ -82,16 +89,17 @@ def single_letter(text: str, choices: Sequence[str]) -> str | None:
 
 def letters_in(text: str, choices: Sequence[str]) -> set[str]:
     """The options that a text names: by letter, or by the exact words of one of them."""
-    return set(_letters_in(text, tuple(choices)))
+    return set(_letters_in(text, tuple(choices))) if len(text) <= LONGEST else set()
 
 
 @lru_cache(maxsize=2048)  # the members of a group often answer alike
 def _letters_in(text: str, choices: tuple[str, ...]) -> set[str]:
     text = re.sub(r"[^\S\n]+", " ", TEXT.sub(r"\1", text.translate(NARROW)))
+    text = ASIDE.sub("", re.sub(r"\n\s+", "\n", text))
     if ARTICLE.search(text):
         return set()
     bare = text.strip().rstrip("!")
-    for wrapping in (None, CHOSEN, CHOSEN, BRACKETED):  # an option may have such words of its own
+    for wrapping in (None, CHOSEN, CHOSEN, BRACKETED):  # an option may begin with such words
         wrapped = wrapping.fullmatch(peel(bare)) if wrapping else None
         bare = peel(wrapped[1]) if wrapped else bare
         if only := single_letter(bare, choices) or _by_words(bare, choices):
@@ -106,7 +114,10 @@ def _letters_in(text: str, choices: tuple[str, ...]) -> set[str]:
     for sentence in SENTENCE.split(text.strip().strip("$*").strip()):
         letters = _named(sentence, choices)
         refused = not letters and REFUSED.search(sentence)
-        if letters is None or refused or (found and TAKEN_BACK.search(sentence)):
+        back = TAKEN_BACK.search(sentence) or (
+            CORRECTING.match(sentence) and _options(ANYWHERE, sentence, choices).keys() - found
+        )
+        if letters is None or refused or (found and back):
             return set()
         found |= letters
     return found & allowed
@@ -117,6 +128,7 @@ def _named(sentence: str, choices: Sequence[str]) -> set[str] | None:
     sentence = DENIED.sub("", REASON.sub("", sentence))
     found: set[str] = set()
     said, end = "", 0  # all but the words of the options that it names
+    first = 0  # where the first of them ends
     firm = False
     for match in NAMED.finditer(sentence):
         listed = "".join(filter(None, match.groups())).replace("and", "")
@@ -131,14 +143,15 @@ def _named(sentence: str, choices: Sequence[str]) -> set[str] | None:
         found |= letters
         firm |= not match[2] or LEADING.search(sentence[end : match.start()]) is not None
         said += sentence[end : match.end()]
+        first = first or len(said)
         end = match.end() + longest
-    unlisted = not choices and re.match(r"[A-Z][.):]", sentence)  # B. and words that nobody knows
+    unlisted = not choices and re.match(r"[A-Z][.):]", sentence)  # B. and words of no known option
     rest = "" if unlisted else sentence[end:]
     said += rest
     if not found or not firm:
         return None if found else found
-    others = FURTHER.search(rest) or _options(r"(?<!\w)%s(?!\w)", rest, choices).keys() - found
-    return None if others or unsettled(said) or TAKEN_BACK.search(said) else found
+    others = FURTHER.search(rest) or _options(ANYWHERE, rest, choices).keys() - found
+    return None if others or unsettled(said) or TAKEN_BACK.search(said[first:]) else found
 
 
 def _letters(choices: Sequence[str]) -> str:
@@ -167,7 +180,9 @@ def _lettered(text: str, choices: Sequence[str]) -> str | None:
         return None
     letter = match[1].upper()
     if not choices and (match[2] or "").strip(" -\u2013\u2014") == "" and match[2] is not None:
-        other = unsettled(match[3]) or re.search(r"\b[A-Z]\b", match[3])  # what nobody knows
+        other = unsettled(match[3]) or re.search(
+            r"\b[A-Z]\b", match[3]
+        )  # the words of no known option
         return None if other else letter
     return letter if _by_words(peel(match[3]), choices) == letter else None
 

@@ -20,7 +20,7 @@ from saccade.rewards.sample import RewardSample, graded, no_gold
 from saccade.rewards.spelling import NARROW, TEXT, TooLarge, normalise, tidy
 from saccade.rewards.texts import plain_text
 from saccade.rewards.units import PERCENT, Unit, is_unit, split_unit
-from saccade.rewards.wording import BOUND, BOUND_BEHIND, SCALE, unsettled
+from saccade.rewards.wording import ASIDE, BOUND, BOUND_BEHIND, SCALE, TAKEN_BACK, unsettled
 from saccade.types import Score
 
 NUMBER_ORDER = ("answer_tag", "boxed", "answer_line", "whole")
@@ -45,6 +45,10 @@ BEHIND = re.compile(
     rf"[\s-]*(?:and\s+an?\s+)?{SCALE}\b|,?\s*{BOUND_BEHIND}\b"
     r"|[.,]+\d|[_!+\u2030]|-[a-z]|\s(?-i:[kKMB])\b"
     r"|\s*(?:个?半|以[上下内]|[十百万亿兆多几]|千(?![克米瓦]))",
+    re.IGNORECASE,
+)
+CONTRAST = re.compile(  # 7, not 8
+    rf"(?<=\w),\s{{0,9}}(?:and\s+)?not\s+(?:{NUMBER.pattern}|{NUMERAL})(?=\s{{0,9}}(?:[.!]\s{{0,9}})?\Z)",
     re.IGNORECASE,
 )
 NEAR = 40  # characters before a number that are looked at
@@ -127,9 +131,9 @@ def single_number(text: str) -> Number | None:
     value = _rational(text) if len(text) <= LONGEST_NUMBER else None
     if value is not None:
         return value
-    text = TEXT.sub(r"\1", text)
+    text = CONTRAST.sub("", ASIDE.sub("", TEXT.sub(r"\1", text)))
     hits = list(NUMBER_OR_WORD.finditer(text))
-    if len(hits) != 1 or FORMULA.search(text) or unsettled(text):
+    if len(hits) != 1 or FORMULA.search(text) or unsettled(text) or TAKEN_BACK.search(text):
         return None
     start, end = hits[0].span()
     stands_alone = _is_its_value(text[max(0, start - NEAR) : start], text[end:])

@@ -71,7 +71,7 @@ ABOUT = re.compile(
     re.IGNORECASE,
 )
 GLOSS = re.compile(
-    rf"(?:({FIGURE})\s*\(\s*({NUMERAL})\s*\)|({NUMERAL})\s*\(\s*({FIGURE})\s*\))(?![\w(])",
+    rf"(?:(?<![\d.,])({FIGURE})\s*\(\s*({NUMERAL})\s*\)|({NUMERAL})\s*\(\s*({FIGURE})\s*\))(?![\w(])",
     re.IGNORECASE,
 )
 SPACED = re.compile(r"[-+\u2212]?\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?:\.\d+)?")

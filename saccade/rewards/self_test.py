@@ -18,12 +18,12 @@ from saccade.rewards.combine import Recipe, Scored, Term
 from saccade.rewards.custom import LATE, split_name
 from saccade.rewards.formats import FORMATS
 from saccade.rewards.maths import equivalent
-from saccade.rewards.misjudged import OWN, Case, Failure, Kind, failures_of
+from saccade.rewards.misjudged import Case, Failure, Kind, failures_of
 from saccade.rewards.numbers import single_number
 from saccade.rewards.pool import CRASHED
 from saccade.rewards.sample import reward_sample
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.verifiers import VERIFIERS
+from saccade.rewards.verifiers import VERIFIERS, has_gold
 from saccade.types import Sample
 
 SHOWN = 5
@@ -185,9 +185,11 @@ def _cases(
 
 def _gold(sample: Sample, term: Term) -> str:
     """A list of answers is alternatives, unless the verifier knows better."""
-    right = VERIFIERS.get(term.verifier, OWN).right
-    if right is not None:
-        return right(reward_sample(sample, ""), **term.args) if sample.answer else ""
+    verifier, seen = VERIFIERS.get(term.verifier), reward_sample(sample, "")
+    if verifier and not has_gold(verifier, seen, term.args):
+        return ""
+    if verifier and verifier.right is not None:
+        return verifier.right(seen, **term.args) if sample.answer else ""
     if isinstance(sample.answer, tuple):
         return next(iter(sample.answer), "")
     return (sample.answer or "").rpartition("####")[2].strip()

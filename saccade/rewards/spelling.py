@@ -54,11 +54,6 @@ REWRITES = [
         (r"\\%", "%"),
         (r"\*\*", "^"),
         (r"\A\s*\{\s*\}\s*\Z", r"\\emptyset"),
-        # 0.1666... repeats its 6
-        (
-            r"(\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,6}?)\3+)(?:\.{3}|\\[lc]?dots)\s*$",
-            r"\1\\overline{\2\3}",
-        ),
         (r"(?<=[\d\s])\\Omega\s*$", " ohm"),
         (r"^\s*\{(?!\d{1,3}(?:,\d{3})+\})([^{}]*[,;][^{}]*)\}\s*$", r"\\{\1\\}"),  # a set
         (rf"\\[dtc](frac|binom){END}", r"\\\1"),
@@ -79,6 +74,9 @@ REWRITES = [
         (rf"\\(frac|binom)\s*({BRACED})\s*(\\pi|[0-9a-zA-Z])", r"\\\1\2{\3}"),
     ]
 ]
+REPEATING = re.compile(  # 0.1666... repeats its 6
+    r"(?<![\d.])(\d{0,40}\.\d{0,40}?)(?:(\d)\2{2,40}|(\d{2,6}?)\3{1,20})(?:\.{3}|\\[lc]?dots)\s*\Z"
+)
 TEXT = re.compile(
     r"\\(?:text|mbox|textrm|textbf|textit|mathrm|mathbf|mathit|operatorname|rm)\s*\{([^{}]*)\}"
 )
@@ -97,6 +95,8 @@ def tidy(text: str) -> str:
     text = RAISED.sub(lambda run: f"^{{{_plain(run[0])}}}", text)
     text = LOWERED.sub(lambda run: f"_{{{_plain(run[0])}}}", text)
     text = VULGAR.sub(lambda sign: f" {_plain(sign[0])}", text).translate(SIGNS)
+    if "..." in text or "dots" in text:
+        text = REPEATING.sub(r"\1\\overline{\2\3}", text)
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
     if not re.search(r"[(\[]|\\\{", text):  # inside brackets a comma separates items

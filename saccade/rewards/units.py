@@ -74,6 +74,7 @@ BARE_NOUN = re.compile(r"(?=.*[aeiouy])[A-Za-z]{4,}")
 SPEEDS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
 POWERS = {None: 1, "square": 2, "sq": 2, "cubic": 3, "平方": 2, "立方": 3}
 
+LONGEST_QUANTITY = 500  # characters
 POWER = r"(?:\s*\^\{\s*[23]\s*\})?"
 UNIT = re.compile(
     r"(?P<value>.*?(?:[^A-Za-z\s\\]|\\pi|[\d}].*[A-Za-z](?=\s*\\text)))(?P<space>\s*)"
@@ -109,7 +110,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
             dimension = f"degrees {scale[-1]}" if scale[-1] else "angle"
             return " ".join((value, *scale[:-1])), Unit(dimensions=((dimension, 1),))
         text = " ".join((value, *scale))
-    match = UNIT.fullmatch(text)
+    match = UNIT.fullmatch(text) if len(text) <= LONGEST_QUANTITY else None
     if match:
         words, named = match["words"], bool(match["text"])
         plain = PLAIN_NUMBER.fullmatch(match["value"]) and (match["space"] or not words.isascii())

@@ -9,7 +9,7 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from saccade.types import Score
 
 MATH_DEADLINE = 3.0  # seconds
 PATTERN_DEADLINE = 1.0
+EMPTY = ("[]", "{}", "null")  # the JSON of an answer that a row does not have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class Verifier:
     prepare: Callable[[], object] | None = None  # slow imports, before the deadline counts
     graded: bool = False  # an answer may be partly right
     blank_counts: bool = False  # a blank gold is one: there is no label
+    empty_modes: tuple[str, ...] = ()  # in these, [] is a gold: there is no box
     right: Callable[..., str] | None = None  # the best answer to a row, where it is not its gold
 
 
@@ -82,16 +84,23 @@ def _mathematics(function: Callable[..., Score], **more: Any) -> Verifier:
     )
 
 
+def has_gold(verifier: Verifier, sample: RewardSample, args: Mapping[str, Any]) -> bool:
+    """Whether a row has something to compare an answer with; a mask is such a thing, too."""
+    if verifier.blank_counts:
+        return sample.answer is not None
+    mode = args.get("mode")
+    empty = () if mode in verifier.empty_modes else EMPTY
+    return mode == "mask" or any(gold.strip() not in empty for gold in sample.golds)
+
+
 def _with_gold(verifier: Verifier) -> Verifier:
-    """Whatever the response and the arguments: where there is no gold, nothing is compared. A mask
-    is a gold of its own.
-    """
+    """Whatever the response and the arguments: where there is no gold, nothing is compared."""
     function = verifier.function
 
     @wraps(function)
     def verify(sample: RewardSample, **args: Any) -> Score:
-        compared = sample.golds or args.get("mode") == "mask"
-        return function(sample, **args) if compared else no_gold(sample)
+        gold = has_gold(verifier, sample, args)
+        return function(sample, **args) if gold else no_gold(sample)
 
     compares = verifier.needs_answer and not verifier.blank_counts
     return replace(verifier, function=verify) if compares else verifier
@@ -119,7 +128,7 @@ _TABLE = {
     "token_f1": Verifier(function=token_f1, graded=True),
     "token_recall": Verifier(function=token_recall, graded=True),
     "medical": Verifier(function=medical, graded=True, right=joined, blank_counts=True),
-    "iou": Verifier(function=iou, graded=True, right=right_boxes),
+    "iou": Verifier(function=iou, graded=True, right=right_boxes, empty_modes=("set",)),
     "point": Verifier(function=point, graded=True, right=right_point),
     "sokoban": Verifier(function=sokoban, needs_answer=False),
     "model": Verifier(function=model, needs_answer=False, learned=True),

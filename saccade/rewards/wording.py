@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import re
 
+from saccade.rewards.peel import NUMERAL
+
 STRUCK = r"~~|\u00ac|\\(?:neg|lnot|[bx]?cancel|sout)(?![a-zA-Z])|<(?:s|del|strike)>"  # out
 UNSETTLED = re.compile(
     # It is not so,
@@ -22,11 +24,32 @@ UNSETTLED = re.compile(
     rf"|between|vs|versus)\b|[?\uff1f或吗]|还是|可能|也许|{STRUCK}",
     re.IGNORECASE,
 )
-# What was said is no longer so.
+# What was said is no longer so. These speak of the answer; "the others are wrong" does not, nor
+# does "sorry for the long text".
+AT_START = r"(?:^|[.!?,;:)>]|\b(?:no|oh|hm+|but))[^\w(]{0,9}"
 TAKEN_BACK = re.compile(
-    r"\b(?:wait|mistake|mistaken|scratch\s+that|correction|actually|sorry|i\s+meant?|wrong"
-    r"|incorrect|second\s+thoughts?)\b|(?:^|[.!?]\s*)no\b",
-    re.IGNORECASE,
+    r"\b(?:that|this|it|(?:my|the)(?:\s+(?:first|last|previous|above|final))?\s+(?:answer|count))"
+    r"(?:(?:\s+(?:is|was)|['\u2019]s)(?:\s+actually)?\s+(?:wrong|incorrect|false|mistaken|a\s+mistake"
+    r"|not\s+(?:right|correct|true|it))|\s+(?:is|was)n['\u2019]t\s+(?:right|correct|true|it))\b"
+    r"|\bi(?:['\u2019]m|\s+am|\s+was|\s+got\s+(?:it|that))\s+(?:wrong|mistaken|incorrect)\b"
+    r"|(?<!if i )\bmade\s+an?\s+(?:\w+\s+)?(?:mistake|error)\b|\bmy\s+(?:mistake|bad)\b"
+    r"|\bi\s+(?:mis(?:counted|read|spoke|judged|took)|meant?)\b|\bscratch\s+that\b"
+    rf"|\bcorrection\s*[:,]|\bon\s+second\s+thoughts?\b|{AT_START}wait\b(?=\W|\Z)(?!\s+(?:times?|for|un"
+    r"til)\b|\W+let\s+me\b[^\n]{0,200}\b(?:yes|confirmed|indeed|is\s+correct)\b)"
+    # No, C. Actually, it is 7.
+    rf"|{AT_START}(?:no|actually|sorry|rather)\b[^\w(]{{1,9}}(?:(?:it(?:['\u2019]s|\s+is|\s+should\s+be)"
+    r"|(?:the\s+(?:correct\s+|right\s+)?answer|that)\s+(?:is|should\s+be)|make\s+(?:it|that))\s+)?"
+    rf"[(*$]{{0,3}}(?:(?-i:[A-Z])|[-+]?\d[\d.,/]{{0,20}}|{NUMERAL})[)*$]{{0,3}}\s{{0,9}}(?:$|[.!?,;])",
+    re.IGNORECASE | re.MULTILINE,
+)
+# What is said of all the rest, behind an answer: no other one is visible, the others are wrong.
+ASIDE = re.compile(
+    r"(?i:(?<=[.;!\n])\s{0,9}(?:(?:there\s+(?:is|are)\s+)?(?:no|none\s+of\s+the)\s+(?:others?|more"
+    r"|further)\b|nothing\s+else\b|(?:all\s+)?(?:the\s+)?(?:others?|rest|remaining)\b"
+    r"(?=[^.;!?\n]*\b(?:wrong|incorrect|false|not)\b|[^.;!?\n]*n['\u2019]t\b)))"
+    r"(?:(?!\b(?:than|[A-Z])\b)[^.;!?\n\d])*(?:[.;!]|(?=\n)|\Z)"
+    r"|\s{0,9}\(?\bno\s+more,?\s+(?:and\s+)?no\s+less\b\)?"
+    r"|\s{0,9}\((?:not\s+(?:counting|including)|excluding)\b[^()\d]{0,80}\)"
 )
 # What stands beside a number and makes another one of it; this and the next two are for the inside
 # of a pattern.

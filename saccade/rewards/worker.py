@@ -1,11 +1,10 @@
 """The process for verifiers that may hang, crash or belong to the user: JSON lines both ways.
 
 A request holds its id, a verifier, its arguments, a deadline, samples and whether they are scored
-apart. The first reply says that
-the function is loaded, or why not; one reply follows per sample, none where there are no samples.
-Every reply names the request that it answers. A deadline is enforced by the parent, which ends
-this process; when the parent is gone, this process ends itself. User code cannot disturb the pipes:
-its output goes to standard error.
+apart. The first reply says that the function is loaded, or why not; one reply follows per sample,
+none where there are no samples. Every reply names the request that it answers. A deadline is
+enforced by the parent, which ends this process; when the parent is gone, this process ends itself.
+User code cannot disturb the pipes: its output goes to standard error.
 
     $ python -m saccade.rewards.worker
 """
@@ -63,7 +62,7 @@ def serve(request: Mapping[str, Any], emit: Emit) -> None:
     try:
         function, form = _function(request["verifier"], args)
     except RAISED as error:
-        emit({"failed": _told(error, file)})
+        emit({"failed": _described(error, file)})
         return
     coroutine = _is_async(function)
     together = coroutine or (form.batch and not request["apart"])
@@ -186,11 +185,11 @@ async def _concurrently(
 
 def _failure(error: BaseException, file: str) -> Score:
     length = isinstance(error, BadLength)
-    reason = f"bad_length: {error}" if length else f"raised: {_told(error, file)}"
+    reason = f"bad_length: {error}" if length else f"raised: {_described(error, file)}"
     return Score(kind="error", reason=reason)
 
 
-def _told(error: BaseException, file: str) -> str:
+def _described(error: BaseException, file: str) -> str:
     """The exception and the line: of the syntax error, or the last that it passed in the user's
     file; of a built-in verifier (no file) the last of all.
     """

@@ -69,6 +69,34 @@ def test_free_text_needs_one_named_letter() -> None:
     assert choice(sample("It looks like a dog", "A")).value == 0
 
 
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<answer>B</answer>\nThe other options are wrong.", 1),
+        (r"\boxed{B}. Options A and C are incorrect because of the ears.", 1),
+        ("The answer is (B). The others are incorrect.", 1),
+        ("Answer: B. Options A and C are incorrect.", 1),
+        ("The answer is B rather than C.", 1),
+        ("Wait, the answer is B", 1),
+        ("Actually, the answer is B.", 1),
+        ("I'm sorry for the confusion. The answer is B.", 1),
+        ("Answer: B\nI made a mistake. Answer: C", 0),
+        ("<answer>B</answer> No wait, that is wrong.", 0),
+        ("<answer>B</answer> No, it is C.", 0),
+        ("<answer>B</answer> Actually, C.", 0),
+        ("Answer: B. Sorry, I mean C.", 0),
+        ("The answer is (B). That is wrong.", 0),
+        ("The answer is (B). Actually, it is a dog.", 0),
+        ("The answer is (B). The other one, (C), is not wrong.", 0),
+        ("Sorry, I don't know. B", 0),
+        ("Neither; B", 0),
+        ("<answer>None of them. B</answer>", 0),
+    ],
+)
+def test_words_about_other_options_take_nothing_back(response: str, expected: float) -> None:
+    assert choice(sample(response, "B")).value == expected
+
+
 def test_rows_without_listed_options() -> None:
     bare = RewardSample(id="a", response=r"\boxed{E}", answer="E")
     assert choice(bare).value == 1

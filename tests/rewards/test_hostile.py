@@ -69,6 +69,45 @@ def test_every_response_is_scored_within_a_second(
     assert not list(tmp_path.iterdir())
 
 
+SIGNS = (
+    *"7 a(){}[]*_`$.\\\n", "7.", "7,", "A ", "B. ", "(B) ", "A, ", "no ", "wait ", "twenty ",
+    "option A ", "answer: ", ". answer", "\\text{", "the other ", "\\frac{",
+)  # fmt: skip
+TIMED = (
+    "choice",
+    "count",
+    "number",
+    "relaxed",
+    "gsm8k",
+    "exact",
+    "avqa",
+    "digit",
+    "dapo_math",
+    "math",
+)
+
+
+def test_the_time_for_a_run_of_one_sign_grows_with_its_length() -> None:
+    symbolic.load()
+    for sign in SIGNS:
+        for end in (" x", "..."):
+            for frame in ("<answer>7.{}</answer>", "Answer: B\n{}"):
+                response = frame.format(sign * (1990 // len(sign)) + end)
+                start = time.process_time()
+                for name in TIMED:
+                    gold = "B" if name in ("choice", "avqa") else "5"
+                    VERIFIERS[name].function(RewardSample(id="a", response=response, answer=gold))
+                assert time.process_time() - start < 0.5, (sign, end, frame)
+
+
+@pytest.mark.parametrize("tail", ["", "...", r"\dots"])
+def test_many_digits_are_read_at_once(tail: str) -> None:
+    start = time.process_time()
+    digits = RewardSample(id="a", response=rf"\boxed{{{'7' * 700}.{'12' * 350}{tail}}}", answer="5")
+    assert VERIFIERS["math"].function(digits).value == 0
+    assert time.process_time() - start < 1
+
+
 def test_a_pattern_that_explodes_costs_its_sample_only() -> None:
     bomb = RewardSample(id="a", response=f"<answer>{'a' * 60}!</answer>")
     harmless = RewardSample(id="b", response="<answer>aaa</answer>")

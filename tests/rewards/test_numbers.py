@@ -38,6 +38,29 @@ def test_count_of_seven(answer: str, expected: float) -> None:
     assert score(count, answer, "7").value == expected
 
 
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (r"The answer is \boxed{7}. Note that 8 would be incorrect.", 1),
+        ("Answer: 7\nNo other objects are visible.", 1),
+        ("Answer: 7. No other objects are visible.", 1),
+        ("<answer>7</answer>\nActually this matches the picture.", 1),
+        ("There are 7 apples, not 8.", 1),
+        ("So the answer is 7 (no more, no less).", 1),
+        ("I count seven. There are no others.", 1),
+        ("Answer: 7 (not counting the reflection)", 1),
+        ("There are 8 apples, not 7.", 0),
+        ("not 8, not 7", 0),
+        ("There are 7. No more than two are green.", 0),
+        ("Answer: 7\nI made a mistake.", 0),
+        ("<answer>7</answer> I miscounted.", 0),
+        ("<answer>7</answer> Actually, it is 8.", 0),
+    ],
+)
+def test_words_about_other_numbers_take_nothing_back(response: str, expected: float) -> None:
+    assert score(count, response, "7").value == expected
+
+
 def test_count_reads_numbers_as_they_are_written() -> None:
     assert score(count, "<answer>1,000</answer>", "1000").value == 1
     assert score(count, "<answer>twenty</answer>", "20").value == 1

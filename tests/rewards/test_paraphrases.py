@@ -105,7 +105,28 @@ TAKEN_BACK = (
     r"\boxed{{{}}} Wait, no: \boxed{{{other}}}", r"\boxed{{{}}}. Wait, I made a mistake: {other}",
     "<answer>{}</answer> <answer>{other}</answer>",
     "<think>Answer: {}</think> <answer>{other}</answer>", "<think>{}</think> Answer: {other}",
-    "<answer>{}</answer> No, that is wrong, it is {other}.",
+    "<answer>{}</answer> No, that is wrong, it is {other}.", "<answer>{}</answer> No wait.",
+    "<answer>{}</answer> Sorry, I mean {other}.", "Answer: {}\nCorrection: {other}",
+    r"\boxed{{{}}} That is not correct.", "Answer: {}\nOn second thought, {other}.",
+    "<answer>{}</answer>\nI was wrong.", r"\boxed{{{}}}. My answer is wrong.",
+    "Answer: {}\nI miscounted.", "<answer>{}</answer> Scratch that.",
+)  # fmt: skip
+
+# What may follow a right answer: it speaks of other answers, or of none.
+AFTERWORDS = (
+    "The other options are wrong.", "The others are incorrect.", "None of the others fit.",
+    "No other answer is possible.", "No other objects are visible.", "Nothing else is visible.",
+    "Actually this matches the picture.", "Sorry for the long explanation.",
+    "I'm sorry if this is hard to see.", "Note that 1000 would be incorrect.",
+    "Any other value would be wrong.", "It would be wrong to count the shadow.",
+    "Wait times do not matter here.", "Let me know if I made a mistake.",
+    "I checked it: there is no mistake.", "No further steps are needed.",
+    "Wait, let me check it once more. Yes, it is correct.", "There is no doubt about it.",
+    "A common mistake is to look at the background.", "The sign in the corner is actually blue.",
+)  # fmt: skip
+MARKED = (
+    "<answer>{}</answer>\n", "<answer>{}</answer> ", r"\boxed{{{}}}. ", r"It is $\boxed{{{}}}$. ",
+    "Answer: {}\n", "**Answer: {}**\n\n",
 )  # fmt: skip
 
 Draw = random.Random
@@ -227,7 +248,9 @@ KINDS = {
 
 
 def cases(name: str, draw: Draw) -> list[Case]:
-    """One of each kind: right, wrong by its value, by its frame, and by what follows."""
+    """One of each kind: right, right with words behind it, wrong by its value, by its frame, and by
+    what follows.
+    """
     kind = KINDS[name]
     gold, other = kind.pair(draw)
     said, instead = kind.naming(draw, gold), kind.naming(draw, other)
@@ -242,8 +265,10 @@ def cases(name: str, draw: Draw) -> list[Case]:
     plain = {"math, fractions": gold}.get(name, said)
     frame = draw.choice(broken).format(plain, plain, other=instead)
     place, after = draw.choice(PLACES + kind.places), draw.choice(TAKEN_BACK)
+    afterword = draw.choice(MARKED).format(gold) + draw.choice(AFTERWORDS)
     made = [
         (place.format(framed(said), other=other), True),
+        (afterword, True),
         (place.format(framed(instead), other=gold), False),
         (place.format(frame, other=other), False),
         (after.format(framed(said), other=instead), False),

@@ -17,11 +17,19 @@ COMPARING = [name for name, row in VERIFIERS.items() if row.needs_answer]
 @pytest.mark.parametrize("name", COMPARING)
 def test_no_gold_is_no_verdict(name: str) -> None:
     counts = VERIFIERS[name].blank_counts
-    for answer in (None,) if counts else (None, "", " \n", (), ("",), ("", " ")):
+    blank = ("", " \n", (), ("",), ("", " "), "[]", "{}", "null", ("[]", ""))
+    for answer in (None,) if counts else (None, *blank):
         for response in ("", "<answer></answer>", "<answer>7</answer>", r"\boxed{7}", "Answer: B"):
             sample = RewardSample(id="a", response=response, answer=answer, choices=("a", "b"))
             for args in ARGS.get(name, [{}]):
                 assert VERIFIERS[name].function(sample, **args).kind == "abstain"
+
+
+def test_an_empty_list_is_a_gold_where_it_says_that_there_is_no_box() -> None:
+    empty = RewardSample(id="a", response="<answer>[]</answer>", answer="[]")
+    assert VERIFIERS["iou"].function(empty, mode="set").value == 1
+    assert VERIFIERS["iou"].function(empty).kind == "abstain"
+    assert VERIFIERS["labels_f1"].function(empty).value == 1
 
 
 def test_which_verifiers_take_a_blank_gold_for_an_answer() -> None:
