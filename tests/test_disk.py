@@ -131,5 +131,5 @@ def test_what_a_command_meets_later_is_no_traceback(word_model: str, tmp_path: P
     (tmp_path / "results.json").write_text("{}")
     (tmp_path / "report.html").mkdir()
     result = run("report", tmp_path)
-    assert result.exit_code == 3 and "report.html: Is a directory; give a path" in result.output
+    assert result.exit_code == 3 and "report.html: Is a directory; give a file" in result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)

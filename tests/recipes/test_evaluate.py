@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import saccade
-from saccade.cli import app
+from saccade.cli import Outlasting, app
 from saccade.config import load
 from saccade.errors import ConfigError, DataError, RewardError, SelfTestError
 from saccade.recipes import evaluate, rl, sft
@@ -132,7 +133,7 @@ def test_whoever_reads_along_may_leave(
     reads, writes = os.pipe()
     os.close(reads)
     sets = [{"path": str(scenes / "val.jsonl"), "name": name} for name in ("one", "two")]
-    with os.fdopen(writes, "w") as pipe, monkeypatch.context() as now:
+    with TextIOWrapper(Outlasting(writes, "w")) as pipe, monkeypatch.context() as now:
         now.setattr("sys.stdout", pipe)
         evaluate.run(judged(tmp_path, data__val=sets), out=tmp_path / "eval")
     assert json.loads((tmp_path / "eval/results.json").read_text()).keys() == {"one", "two"}
