@@ -52,7 +52,7 @@ OPTIONAL = (
     "soundfile",
 )
 # Imported by the library itself, by name.
-INSIDE = ("engines/vllm/worker.py",)
+INSIDE = ("engines/vllm/vllm_worker.py",)
 
 
 def modules():

@@ -17,7 +17,7 @@ from typing import Any
 from saccade.config import Config
 from saccade.disk import free_bytes, size, unwritable
 from saccade.doctor.finding import AS_IT_SAYS, Finding, failure, note, ok, warning
-from saccade.engines.build import INSTALL
+from saccade.engines.settings import INSTALL
 from saccade.errors import SaccadeError
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -151,10 +151,10 @@ def engines(config: Config) -> Iterator[Finding]:
 def why_not(name: str) -> str:
     """What the engine's own probe says against it, with the fix."""
     if name == "vllm":
-        from saccade.engines.vllm.probe import probe
+        from saccade.engines.vllm.vllm_probe import probe
 
         return probe().problem
-    from saccade.engines.sglang.transport import problem
+    from saccade.engines.sglang.sglang_transport import problem
 
     return problem()
 

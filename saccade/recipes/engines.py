@@ -10,10 +10,11 @@ from typing import Any
 from saccade.config import Config, DataConfig
 from saccade.endpoint.client import ChatClient
 from saccade.engines import Engine
-from saccade.engines.build import Settings, build
+from saccade.engines.builders import build
 from saccade.engines.embedded.cache import hindrance, shape_of
 from saccade.engines.http import HttpEngine
 from saccade.engines.remote.replicas import start_replicas
+from saccade.engines.settings import Settings
 from saccade.errors import ConfigError
 from saccade.models import experts
 from saccade.models.families import Family

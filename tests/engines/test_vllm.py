@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from saccade.engines.build import Settings, build
-from saccade.engines.vllm.probe import probe
-from saccade.engines.vllm.weights import Announced, HandOver, Place, sample_for
+from saccade.engines.builders import build
+from saccade.engines.settings import Settings
+from saccade.engines.vllm.vllm_probe import probe
+from saccade.engines.vllm.vllm_weights import Announced, HandOver, Place, sample_for
 from saccade.errors import EnvironmentProblem
 
 

@@ -22,8 +22,9 @@ from saccade.backends import OWN
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
 from saccade.config import LoraConfig, TrainConfig
-from saccade.engines.build import Settings, build
+from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.settings import Settings
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest import pack
 from saccade.images import decode, open_media

@@ -37,7 +37,7 @@ def backend(load: Callable[..., Any], family: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def settings(family: Any) -> Any:
-    from saccade.engines.build import Settings
+    from saccade.engines.settings import Settings
 
     return Settings(
         engine="vllm",
@@ -51,7 +51,7 @@ def settings(family: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def engine(settings: Any, family: Any) -> Iterator[Any]:
-    from saccade.engines.build import build
+    from saccade.engines.builders import build
 
     made = build(settings, family)
     yield made

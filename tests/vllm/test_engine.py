@@ -12,7 +12,7 @@ import pytest
 
 from saccade.engines import generate
 from saccade.engines.vllm import VllmEngine
-from saccade.engines.vllm.prompts import params_of
+from saccade.engines.vllm.vllm_prompts import params_of
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.types import Message, Request
 

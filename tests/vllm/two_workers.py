@@ -10,8 +10,9 @@ import torch
 
 from saccade.backends.local import LocalBackend
 from saccade.engines import generate
-from saccade.engines.build import Settings, build
+from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.settings import Settings
 from saccade.images import open_media
 from saccade.models.families import load_family
 from saccade.models.load import load_model

@@ -20,9 +20,9 @@ from typing import Any
 from urllib.parse import quote
 
 from saccade.engines import Capabilities, WeightSource
-from saccade.engines.build import Settings
 from saccade.engines.remote import wire
 from saccade.engines.remote.process import GRACE, Died, Process, mended, tail
+from saccade.engines.settings import Settings
 from saccade.errors import EnvironmentProblem, SaccadeError
 from saccade.images.spill import encoded
 from saccade.types import Completion, Request

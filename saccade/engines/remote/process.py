@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from saccade import errors
-from saccade.engines.build import Settings
+from saccade.engines.settings import Settings
 
 START_LIMIT = 1800.0  # seconds: a large model is read and its kernels are compiled
 GRACE = 10.0  # seconds to end in good order

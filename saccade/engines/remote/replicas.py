@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from saccade.engines import Capabilities, WeightSource
-from saccade.engines.build import Settings
 from saccade.engines.remote.client import POLL_WAIT, READY, Events, RemoteEngine
 from saccade.engines.remote.process import Died, placements, shares_memory, tail, visible_gpus
 from saccade.engines.requests import content_of, nothing_sampled
+from saccade.engines.settings import Settings
 from saccade.errors import EnvironmentProblem, SaccadeError
 from saccade.types import Completion, Request
 

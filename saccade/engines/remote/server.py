@@ -29,8 +29,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from saccade.engines import Engine
-from saccade.engines.build import Settings, build
+from saccade.engines.builders import build
 from saccade.engines.remote import wire
+from saccade.engines.settings import Settings
 from saccade.errors import EnvironmentProblem, SaccadeError
 from saccade.models.families import Family, load_family
 from saccade.types import Completion, Request

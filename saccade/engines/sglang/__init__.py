@@ -20,10 +20,10 @@ from PIL import Image
 from torch import Tensor
 
 from saccade.engines import Capabilities, WeightSource
-from saccade.engines.build import Settings
 from saccade.engines.requests import require_finite, require_room
-from saccade.engines.sglang.messages import body_of, completion_of
-from saccade.engines.sglang.transport import InProcess, OverHttp
+from saccade.engines.settings import Settings
+from saccade.engines.sglang.sglang_messages import body_of, completion_of
+from saccade.engines.sglang.sglang_transport import InProcess, OverHttp
 from saccade.engines.weights import folder_shapes
 from saccade.errors import EnvironmentProblem
 from saccade.models.families import Family

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from saccade.engines import Capabilities, WeightSource
-from saccade.engines.build import Settings
 from saccade.engines.requests import require_finite, require_room
-from saccade.engines.vllm import probe as probing
-from saccade.engines.vllm.prompts import params_of, prompt_of
-from saccade.engines.vllm.weights import Announced, HandOver, renaming, sample_for
+from saccade.engines.settings import Settings
+from saccade.engines.vllm.vllm_probe import HOW_TO_INSTALL, Probe, require
+from saccade.engines.vllm.vllm_prompts import params_of, prompt_of
+from saccade.engines.vllm.vllm_weights import Announced, HandOver, renaming, sample_for
 from saccade.engines.weights import folder_shapes, in_memory
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.images.cache import ImageCache
@@ -40,7 +40,7 @@ CPU_CACHE = 1 << 30  # bytes of keys and values
 class VllmEngine:
     def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
         """`beside_trainer`: the source of weights stays readable, so that sleep may forget them."""
-        found = probing.require()
+        found = require()
         self.settings, self.family, self.version = settings, family, 0
         self._sleeps, self._beside = found.sleeps, beside_trainer
         shapes = folder_shapes(settings.folder)  # a folder without them is refused at once
@@ -256,7 +256,7 @@ class VllmEngine:
             gc.collect()
 
 
-def _build(settings: Settings, family: Family, found: probing.Probe) -> Any:
+def _build(settings: Settings, family: Family, found: Probe) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -264,7 +264,7 @@ def _build(settings: Settings, family: Family, found: probing.Probe) -> Any:
     if found.device != device.type:
         raise EnvironmentProblem(
             f"rollout.engine=vllm: this vllm runs on {found.device}, the run on {device.type}; "
-            f"use run.device={found.device}, or: {probing.INSTALL}"
+            f"use run.device={found.device}, or: {HOW_TO_INSTALL}"
         )
     if device.index:
         raise ConfigError(
@@ -286,7 +286,7 @@ def _build(settings: Settings, family: Family, found: probing.Probe) -> Any:
         "enable_sleep_mode": found.sleeps,
         "generation_config": "vllm",  # every request says how it is drawn
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "saccade.engines.vllm.worker.Loader",
+        "worker_extension_cls": "saccade.engines.vllm.vllm_worker.Loader",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
@@ -297,7 +297,7 @@ def _build(settings: Settings, family: Family, found: probing.Probe) -> Any:
             "mm_processor_kwargs": {"size": family.untouched(longest, settings.max_pixels)},
         }
     if settings.first_tokens:  # costs vLLM the overlap of its steps
-        arguments["logits_processors"] = ["saccade.engines.vllm.worker:First"]
+        arguments["logits_processors"] = ["saccade.engines.vllm.vllm_worker:First"]
     if device.type == "cpu":
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE}
     if mend.acted():

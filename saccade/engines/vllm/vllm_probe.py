@@ -12,10 +12,10 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-from saccade.engines.build import INSTALL as INSTALLS
+from saccade.engines.settings import INSTALL
 from saccade.errors import EnvironmentProblem
 
-INSTALL = INSTALLS["vllm"]
+HOW_TO_INSTALL = INSTALL["vllm"]
 
 # Read when vLLM is imported or its engine is built; what a user has set stays.
 ENVIRONMENT = {
@@ -40,7 +40,7 @@ class Probe:
 @cache
 def probe() -> Probe:
     if find_spec("vllm") is None:
-        return Probe(problem=f"vllm is not installed; run: {INSTALL}")
+        return Probe(problem=f"vllm is not installed; run: {HOW_TO_INSTALL}")
     prepare()
     try:
         platform, lacks = _look()
@@ -48,9 +48,11 @@ def probe() -> Probe:
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return Probe(
             version=_version(),
-            problem=f"vllm cannot be imported ({why}); install one that fits torch: {INSTALL}",
+            problem=f"vllm cannot be imported ({why}); use one for this torch: {HOW_TO_INSTALL}",
         )
-    problem = f"vllm has no {', '.join(lacks)}; install a newer one: {INSTALL}" if lacks else ""
+    problem = (
+        f"vllm has no {', '.join(lacks)}; install a newer one: {HOW_TO_INSTALL}" if lacks else ""
+    )
     return Probe(
         version=_version(),
         device=platform.device_type,

@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from saccade.engines.vllm.weights import Place
+from saccade.engines.vllm.vllm_weights import Place
 from saccade.engines.weights import Mapped, checksum
 
 # Methods whose parameters stay as they were loaded, so that they can be written in place.

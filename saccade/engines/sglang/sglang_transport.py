@@ -19,13 +19,12 @@ from typing import Any
 from torch import Tensor
 
 from saccade.endpoint.opener import opener_for
-from saccade.engines.build import INSTALL as INSTALLS
-from saccade.engines.build import Settings
+from saccade.engines.settings import INSTALL, Settings
 from saccade.engines.weights import in_folder
 from saccade.errors import EnvironmentProblem
 from saccade.models.families import Family
 
-INSTALL = INSTALLS["sglang"]
+HOW_TO_INSTALL = INSTALL["sglang"]
 NEEDED = ("input_ids", "image_data", "mm_hashes", "return_logprob", "rid")  # of async_generate
 BUCKET = 1 << 30  # bytes of weights in one message
 CONNECTIONS, PATIENCE = 256, 3600.0  # at once; seconds for an answer
@@ -40,7 +39,7 @@ Answers = list[tuple[str, dict[str, Any]]]
 def problem() -> str:
     """Why SGLang cannot serve here, with the mend; empty when it can."""
     if find_spec("sglang") is None:
-        return f"sglang is not installed; run: {INSTALL}"
+        return f"sglang is not installed; run: {HOW_TO_INSTALL}"
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -48,9 +47,11 @@ def problem() -> str:
 
         known = inspect.signature(sglang.Engine.async_generate).parameters
     except Exception as error:  # whatever a library raises that does not fit the machine
-        return f"sglang cannot be imported ({error}); install it anew: {INSTALL}"
+        return f"sglang cannot be imported ({error}); install it anew: {HOW_TO_INSTALL}"
     lacks = [name for name in NEEDED if name not in known]
-    return f"sglang knows no {', '.join(lacks)}; install a newer one: {INSTALL}" if lacks else ""
+    return (
+        f"sglang has no {', '.join(lacks)}; install a newer one: {HOW_TO_INSTALL}" if lacks else ""
+    )
 
 
 class InProcess:
