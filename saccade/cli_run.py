@@ -181,8 +181,8 @@ def print_report(report: Report) -> None:
         "answers": f"{report.gold_rate:.1%} of the good rows",
         "duplicate ids": "0",
     }
-    if report.compared == report.good and not report.gold_rate:
-        del lines["answers"]  # candidates need none
+    if report.answerless == report.good and not report.gold_rate:
+        del lines["answers"]
     if report.duplicate_ids:
         renamed = "1 row" if report.renamed == 1 else f"{report.renamed} rows"
         lines["duplicate ids"] = f"{len(report.duplicate_ids)}, and {renamed} got a suffix"

@@ -213,6 +213,14 @@ def test_a_tower_that_learns_nothing_is_frozen_by_its_option(
             check(config(rows, "train.lr_scale.vision=0", *overrides), command)
 
 
+def test_a_first_validation_needs_others(rows: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^val\.before: val\.every=0 .* try val\.every=50"):
+        check(config(rows, "val.before=true", "val.every=0"), "rl")
+    for overrides in (["val.before=true"], ["val.before=false", "val.every=0"], ["val.every=0"]):
+        check(config(rows, *overrides), "rl")
+    check(config(rows, "val.before=true", "val.every=0"), "eval")
+
+
 def test_all_problems_come_at_once(rows: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check(config(rows, "rollout.top_p=0.5", "train.updates_per_step=999", "run.resume=x"), "rl")

@@ -585,6 +585,9 @@ def test_check_data_counts_what_a_command_leaves_out(tmp_path: Path) -> None:
     assert "4, 1 good, 1 bad, 1 overlong, 1 left out" in result.stdout
     assert "1 left out, first n1 (row 2 of rows): a tie prefers neither side" in result.stdout
     assert "tokens, dpo.max_tokens is 300" in result.stdout
+    levels = written("levels.jsonl", [{"question": "solve it", "level": "#####\n#@$.#\n#####"}])
+    result = run(*check, "rl", levels)
+    assert "1, 1 good" in result.stdout and "answers" not in result.stdout
     # A reward model learns from ties, and has a limit of its own.
     own = "reward_model.max_tokens=3000"
     result = run(*check, "reward-model", rows, "data.max_bad_fraction=0.3", own)

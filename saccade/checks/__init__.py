@@ -111,7 +111,7 @@ LOOKING = (rows.pixels, rows.prompt_files, models.judge)
 READING = (rows.data_files, *LOOKING)
 TRAINING = (
     *(*MODEL, rows.train_data, *READING),
-    *(steps.optimizer, steps.validation, steps.best, steps.resume),
+    *(steps.optimizer, steps.validation, steps.before, steps.best, steps.resume),
 )
 ANSWERING = (models.answering_model, models.series, models.trained_series)
 RULES: dict[str, tuple[Rule, ...]] = {

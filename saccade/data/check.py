@@ -51,7 +51,7 @@ class Report:
     images: int  # different ones
     decoded: bool
     gold_rate: float  # share of the good rows that have an answer
-    compared: int  # good rows with candidates, which need none
+    answerless: int  # good rows that need no answer: they have candidates or a `level` to play
     lengths: Mapping[str, float]  # min, mean, median, p95, max in tokens; empty where not counted
     histogram: tuple[tuple[int, int], ...]  # (tokens at most, rows)
     notes: tuple[str, ...] = ()  # what is likely a mistake, of rows that are good
@@ -124,7 +124,7 @@ def check_data(
         decoded=not headers_only,
         gold_rate=sum(sample.answer not in (None, "", ()) for sample in samples)
         / max(1, len(samples)),
-        compared=sum(bool(sample.candidates) for sample in samples),
+        answerless=sum(bool(s.candidates) or "level" in s.extra for s in samples),
         lengths=_statistics(tokens),
         histogram=_histogram(tokens),
         notes=tuple(filter(None, [_wordless(samples), unknown(samples) if unknown else None])),
