@@ -32,7 +32,7 @@ from saccade.contents import write_files
 from saccade.data import synthetic
 from saccade.recipes import models
 from saccade.recipes.rated import named, task_of
-from saccade.rewards.sample import reward_sample
+from saccade.rewards.reward_sample import reward_sample
 from saccade.types import Sample
 
 COLOURS = tuple(synthetic.COLOURS)

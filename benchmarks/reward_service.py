@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from saccade.rewards.remote import Remote
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.schema import RemoteConfig, RewardConfig
 

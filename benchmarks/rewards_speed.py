@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from saccade.config import RewardConfig
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 
 GOLDS = ["7", r"\frac{1}{2}", r"\sqrt{12}", "x^2-1", "(1, 2)", "100 cm"]

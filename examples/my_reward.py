@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from saccade.rewards.extract import extract
 from saccade.rewards.numbers import single_number
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 
 PLACES = ["answer_tag", "boxed"]

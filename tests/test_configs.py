@@ -19,8 +19,8 @@ from saccade.config import Config, defaults_for, load
 from saccade.data import datasets
 from saccade.errors import ConfigError
 from saccade.recipes import generate, parts
-from saccade.rewards.formats import FORMATS
-from saccade.rewards.sample import reward_sample
+from saccade.rewards.response_formats import FORMATS
+from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.schema import options

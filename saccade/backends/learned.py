@@ -37,7 +37,7 @@ from saccade.models.rating import (
     with_marks,
 )
 from saccade.models.series import plugged
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Batch, Group, Media, Message, Sample, Trajectory
 
 TOO_LONG = "unscored: longer than the reward model can read"

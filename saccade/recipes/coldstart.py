@@ -28,8 +28,8 @@ from saccade.data.search_expert import AGAIN, NUMBERS, call, demonstration
 from saccade.disk import require_writable
 from saccade.environments import KINDS, Environment, Step, stop_strings
 from saccade.errors import ConfigError, DataError
-from saccade.rewards.formats import FORMATS
-from saccade.rewards.sample import reward_sample
+from saccade.rewards.response_formats import FORMATS
+from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.rollout import hosting
 from saccade.rollout.hosting import Failed, Pending

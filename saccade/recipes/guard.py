@@ -15,7 +15,7 @@ from saccade.config import Config, TrainConfig
 from saccade.errors import RewardError, TrainingError
 from saccade.recipes.parts import save_batches
 from saccade.recipes.run import Run
-from saccade.rewards.custom import LATE
+from saccade.rewards.user_functions import LATE
 from saccade.rollout.scoring import GIVEN_UP
 from saccade.types import Batch, Group, Metrics
 

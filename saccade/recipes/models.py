@@ -29,7 +29,7 @@ from saccade.models.heads import attach_score, start_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
 from saccade.models.rating import SECTION, flaw
 from saccade.models.series import plugged
-from saccade.rewards.learned import model_terms
+from saccade.rewards.reward_model_term import model_terms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,11 @@ from saccade.models import files
 from saccade.models.families import Family
 from saccade.recipes.models import load_learned
 from saccade.recipes.questions import warning_of_words
-from saccade.rewards.custom import split_name
-from saccade.rewards.formats import FORMATS
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.response_formats import FORMATS
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.self_test import require, self_test
+from saccade.rewards.user_functions import split_name
 from saccade.rewards.verifiers import VERIFIERS, has_gold
 from saccade.rollout import hosting
 from saccade.rollout.episode import Limits

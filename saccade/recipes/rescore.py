@@ -18,7 +18,7 @@ from saccade.errors import ConfigError
 from saccade.recipes import parts
 from saccade.recipes.accuracy import measured, score_terms
 from saccade.rewards.combine import DROPPED, Scored, drops_group
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import parsed
 from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Media

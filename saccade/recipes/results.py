@@ -20,7 +20,7 @@ from saccade.disk import require_writable
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.recipes.accuracy import Scores, Table
-from saccade.rewards.sample import image_records
+from saccade.rewards.reward_sample import image_records
 from saccade.tracking.eval_report import RESULTS
 from saccade.tracking.folder import METRICS
 from saccade.types import Group, Trajectory

@@ -1,6 +1,6 @@
 """What a response is worth: verifiers, how they combine, and processes for what may hang.
 
-Rewards see plain data (`sample.RewardSample`), never a tensor or a model. This file imports
+Rewards see plain data (`reward_sample.RewardSample`), never a tensor or a model. This file imports
 nothing, so that a worker process starts in a blink; take names from their modules.
 
     >>> from saccade.rewards.extract import extract

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from saccade.rewards.extract import NUMBER, fenced
-from saccade.rewards.wording import unsettled
+from saccade.rewards.hedging import unsettled
 
 KEYS = ("bbox_2d", "bbox", "box", "objects_of_interest")
 POINT_KEYS = ("point_2d", "point", "coordinate")

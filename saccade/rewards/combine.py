@@ -35,12 +35,12 @@ class Term:
     needs_answer: bool = True
     function: Callable[..., Score] | None = None
     judged: bool = False  # what it leaves open goes to the judge
-    elsewhere: bool = False  # scored by one of SCORERS, a service or a model
+    elsewhere: bool = False  # scored by one of SERVICES, a service or a model
     learned: bool = False  # a model scores it, many samples at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class RewardRecipe:
     """What the rows of one data source are scored with."""
 
     terms: tuple[Term, ...]
@@ -91,7 +91,7 @@ COMBINATIONS: dict[str, Callable[[Weighted], float]] = {
 }
 
 
-def combine(recipe: Recipe, scores: Sequence[Score]) -> Scored:
+def combine(recipe: RewardRecipe, scores: Sequence[Score]) -> Scored:
     """An error of any term is an error; next comes an abstention, unless renormalised."""
     outcome = scores[recipe.outcome]
     raw = _accuracy(outcome) if outcome.kind == "value" else None
@@ -132,7 +132,7 @@ def _follows(score: Score) -> bool:
     return bool(score.info) and TIMES_OUTCOME in score.info
 
 
-def _reward(recipe: Recipe, pairs: Pairs) -> float:
+def _reward(recipe: RewardRecipe, pairs: Pairs) -> float:
     shaping, values = 0.0, []
     for term, score in pairs:
         if term.kind == "shaping":
@@ -144,7 +144,7 @@ def _reward(recipe: Recipe, pairs: Pairs) -> float:
     return COMBINATIONS[recipe.combination](values) + shaping
 
 
-def _renormalised(recipe: Recipe, pairs: Pairs) -> float | None:
+def _renormalised(recipe: RewardRecipe, pairs: Pairs) -> float | None:
     """Without the abstaining terms, the rest weighing as much as all; None when none is left."""
     left = [(term, score) for term, score in pairs if score.kind == "value"]
     whole = sum(term.weight for term, _ in pairs if term.kind != "shaping")

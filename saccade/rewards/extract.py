@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from saccade.rewards.letters import letters_in
-from saccade.rewards.sample import RewardSample
-from saccade.rewards.wording import TAKEN_BACK
+from saccade.rewards.choice import letters_in
+from saccade.rewards.hedging import TAKEN_BACK
+from saccade.rewards.reward_sample import RewardSample
 
 Scope = Literal["after_think", "all"]
 

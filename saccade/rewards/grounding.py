@@ -32,7 +32,7 @@ from saccade.rewards.boxes import (
 )
 from saccade.rewards.extract import Scope, written
 from saccade.rewards.overlap import MODES, Compare, covered, overlap
-from saccade.rewards.sample import RewardSample, graded, no_gold
+from saccade.rewards.reward_sample import RewardSample, graded, no_gold
 from saccade.types import Score
 
 BOX_ORDER = ("answer_tag",)

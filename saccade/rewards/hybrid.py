@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from saccade.rewards.choice import choice
+from saccade.rewards.choice import single_letter
 from saccade.rewards.extract import NUMBER, Scope, answer_of
-from saccade.rewards.letters import single_letter
 from saccade.rewards.maths import MATH_ORDER, math
 from saccade.rewards.numbers import count, gsm8k, number, relaxed
-from saccade.rewards.sample import RewardSample, graded, no_gold
-from saccade.rewards.texts import contains_one_of, exact
+from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.short_answers import choice
+from saccade.rewards.text_match import contains_one_of, exact
 from saccade.types import Score
 
 ASK = "ask"

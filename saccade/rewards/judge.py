@@ -27,8 +27,7 @@ from saccade.endpoint.client import ChatClient
 from saccade.errors import ConfigError
 from saccade.rewards.combine import DROP_GROUP
 from saccade.rewards.hybrid import ASK
-from saccade.rewards.sample import RewardSample
-from saccade.rewards.verdicts import (
+from saccade.rewards.judge_prompt import (
     Case,
     case_of,
     compiled,
@@ -36,6 +35,7 @@ from saccade.rewards.verdicts import (
     read_verdict,
     template_text,
 )
+from saccade.rewards.reward_sample import RewardSample
 from saccade.schema import JudgeConfig
 from saccade.types import Sampling, Score
 

@@ -20,10 +20,8 @@ from typing import Literal
 
 from saccade.rewards import symbolic
 from saccade.rewards.extract import Scope, answer_of, unboxed
-from saccade.rewards.peel import peel_number
-from saccade.rewards.reading import Node, near, rational, read
-from saccade.rewards.sample import RewardSample, graded, no_gold
-from saccade.rewards.spelling import (
+from saccade.rewards.hedging import STRUCK
+from saccade.rewards.latex_normalise import (
     LONGEST,
     TooLarge,
     Unparseable,
@@ -32,8 +30,10 @@ from saccade.rewards.spelling import (
     tidy,
     unwrap_text,
 )
+from saccade.rewards.math_tree import Node, near, rational, read
+from saccade.rewards.peel import peel_number
+from saccade.rewards.reward_sample import RewardSample, graded, no_gold
 from saccade.rewards.units import PERCENT, Unit, split_unit
-from saccade.rewards.wording import STRUCK
 from saccade.types import Score
 
 MATH_ORDER = ("answer_tag", "boxed", "answer_line")

@@ -19,9 +19,9 @@ from typing import Any
 from saccade.rewards.boxes import read_boxes, read_json
 from saccade.rewards.extract import Scope, fenced
 from saccade.rewards.grounding import NO_SIZE, mask_of, view_of
-from saccade.rewards.labels import LABEL_ORDER, labels_f1
+from saccade.rewards.label_overlap import LABEL_ORDER, labels_f1
 from saccade.rewards.overlap import MODES, covered, overlap
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 
 WEIGHTS = {"labels": 0.5, "boxes": 0.3, "json": 0.1, "length": 0.1}

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from saccade.rewards.combine import Recipe, Scored, Term
-from saccade.rewards.custom import split_name
+from saccade.rewards.combine import RewardRecipe, Scored, Term
 from saccade.rewards.numbers import single_number
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.user_functions import split_name
 from saccade.rewards.verifiers import VERIFIERS, Verifier
 from saccade.types import Score
 
@@ -33,7 +33,7 @@ BOXES = "write them as boxes, such as [10, 20, 50, 80]"
 class Case:
     kind: Kind
     sample: RewardSample
-    recipe: Recipe
+    recipe: RewardRecipe
 
     @property
     def term(self) -> Term:

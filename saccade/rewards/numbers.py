@@ -14,13 +14,13 @@ from functools import lru_cache
 from typing import Literal
 
 from saccade.rewards.extract import NUMBER, Scope, answer_of
+from saccade.rewards.hedging import ASIDE, BOUND, BOUND_BEHIND, SCALE, TAKEN_BACK, unsettled
+from saccade.rewards.latex_normalise import NARROW, TEXT, TooLarge, normalise, tidy
+from saccade.rewards.math_tree import rational
 from saccade.rewards.peel import NUMERAL, numeral, peel_number
-from saccade.rewards.reading import rational
-from saccade.rewards.sample import RewardSample, graded, no_gold
-from saccade.rewards.spelling import NARROW, TEXT, TooLarge, normalise, tidy
-from saccade.rewards.texts import plain_text
+from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.text_match import plain_text
 from saccade.rewards.units import PERCENT, Unit, is_unit, split_unit
-from saccade.rewards.wording import ASIDE, BOUND, BOUND_BEHIND, SCALE, TAKEN_BACK, unsettled
 from saccade.types import Score
 
 NUMBER_ORDER = ("answer_tag", "boxed", "answer_line", "whole")

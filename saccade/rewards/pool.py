@@ -5,7 +5,7 @@ ways, never pickle. When a sample hangs, its process group is ended, the sample 
 and the rest of its chunk goes to a new process. When a process dies, the sample at work is tried
 once more, alone: who died may have been ended from outside.
 
-    >>> from saccade.rewards.sample import RewardSample
+    >>> from saccade.rewards.reward_sample import RewardSample
     >>> with WorkerPool(workers=1, deadline=10) as pool:
     ...     pool.submit("count", RewardSample(id="a", response="7", answer="7")).result().value
     1.0
@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from saccade.own import show_output
-from saccade.rewards.custom import late
-from saccade.rewards.sample import RewardSample, to_json
+from saccade.rewards.reward_sample import RewardSample, to_json
+from saccade.rewards.user_functions import late
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Score
 

@@ -29,8 +29,8 @@ from pydantic import ValidationError
 from saccade.endpoint.pictures import Pictures
 from saccade.endpoint.sender import Reply, Sender
 from saccade.errors import ConfigError
-from saccade.rewards.protocol import PROTOCOL, read_reply, request_for
-from saccade.rewards.sample import RewardSample, plain
+from saccade.rewards.reward_sample import RewardSample, plain
+from saccade.rewards.service_protocol import PROTOCOL, read_reply, request_for
 from saccade.schema import RemoteConfig, RewardConfig
 from saccade.types import Media, Score
 

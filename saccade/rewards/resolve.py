@@ -18,12 +18,12 @@ from pydantic import ValidationError
 
 from saccade.config import RewardConfig, RewardTerm
 from saccade.errors import ConfigError
-from saccade.rewards.combine import COMBINATIONS, Recipe, Term
-from saccade.rewards.custom import DEFAULT_NAME, split_name
-from saccade.rewards.formats import FORMATS
-from saccade.rewards.presets import PRESETS
-from saccade.rewards.sample import RewardSample
-from saccade.rewards.scorers import SCORERS
+from saccade.rewards.combine import COMBINATIONS, RewardRecipe, Term
+from saccade.rewards.response_formats import FORMATS
+from saccade.rewards.reward_presets import PRESETS
+from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.services import SERVICES
+from saccade.rewards.user_functions import DEFAULT_NAME, split_name
 from saccade.rewards.verifiers import VERIFIERS, Verifier
 
 
@@ -33,12 +33,12 @@ def resolve_recipes(
     prompt_format: str,
     max_tokens: int,
     overlong: tuple[int, float, int] | None,
-) -> tuple[dict[str, Recipe], Recipe | None]:
+) -> tuple[dict[str, RewardRecipe], RewardRecipe | None]:
     """Recipes by data source, and the one for all other sources, if there is one."""
     if prompt_format not in FORMATS:
         raise ConfigError(f"prompt.format: {unknown('format', prompt_format, FORMATS)}")
 
-    def recipe(where: str, rows: Sequence[RewardTerm]) -> Recipe:
+    def recipe(where: str, rows: Sequence[RewardTerm]) -> RewardRecipe:
         if overlong and overlong[0]:
             penalty = dict(zip(("buffer", "factor", "limit"), overlong, strict=True))
             rows = [*rows, RewardTerm(verifier="overlong", args=penalty)]
@@ -124,12 +124,12 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
             raise ConfigError(f"{where}: the file {file} does not exist (looked in {Path.cwd()})")
         name = function if function != DEFAULT_NAME else path.stem
         return replace(term, name=row.name or name, verifier=f"{path.resolve()}:{function}")
-    if row.verifier in SCORERS:
+    if row.verifier in SERVICES:
         return replace(term, needs_answer=False, elsewhere=True)
     verifier = VERIFIERS.get(row.verifier)
     if verifier is None:
         raise ConfigError(
-            f"{where}: {unknown('verifier', row.verifier, [*VERIFIERS, *SCORERS])} "
+            f"{where}: {unknown('verifier', row.verifier, [*VERIFIERS, *SERVICES])} "
             "A function of your own is path/file.py:name."
         )
     own_kind = "outcome" if row.shaping is False and verifier.kind == "shaping" else verifier.kind
@@ -189,7 +189,7 @@ def _try(
 # -- recipes ---------------------------------------------------------------------------------------
 
 
-def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Recipe:
+def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> RewardRecipe:
     names = [term.name for term in terms]
     for name in names:
         if names.count(name) > 1:
@@ -198,7 +198,7 @@ def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Recipe
         found = "only shaping terms" if terms else "no terms"
         raise ConfigError(f"{where}: {found}; add one that judges the answer, such as math")
     combination, gate = _combination(where, config.combine, terms)
-    return Recipe(
+    return RewardRecipe(
         terms=terms,
         outcome=_outcome(where, config.outcome, terms),
         combination=combination,

@@ -23,15 +23,15 @@ from functools import partial
 
 from saccade.config import RewardConfig
 from saccade.errors import ConfigError
-from saccade.rewards.combine import Recipe, Scored, Term, combine
-from saccade.rewards.custom import split_name
+from saccade.rewards.combine import RewardRecipe, Scored, Term, combine
 from saccade.rewards.judge import Judge
-from saccade.rewards.learned import Learned, RewardModel
 from saccade.rewards.pool import WorkerPool
 from saccade.rewards.remote import Remote
 from saccade.rewards.resolve import resolve_recipes, unknown
-from saccade.rewards.sample import RewardSample
-from saccade.rewards.scorers import SCORERS, TermScorer
+from saccade.rewards.reward_model_term import Learned, RewardModel
+from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.services import SERVICES, TermScorer
+from saccade.rewards.user_functions import split_name
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Sample, Score
 
@@ -55,8 +55,8 @@ class Scorer:
         """
         self.max_tokens = max_tokens
         self._for_others = next((n for n in ("terms", "preset") if getattr(config, n)), None)
-        self.recipes: Mapping[str, Recipe]
-        self.default: Recipe | None
+        self.recipes: Mapping[str, RewardRecipe]
+        self.default: RewardRecipe | None
         self.recipes, self.default = resolve_recipes(
             config, prompt_format=prompt_format, max_tokens=max_tokens, overlong=overlong
         )
@@ -115,7 +115,7 @@ class Scorer:
         """The terms that are scored elsewhere: by workers, a judge, a service or a model."""
         return list(dict.fromkeys(t.name for t in self.terms if t.function is None or t.judged))
 
-    def recipe(self, data_source: str) -> Recipe:
+    def recipe(self, data_source: str) -> RewardRecipe:
         found = self.recipes.get(data_source, self.default)
         if found is None:
             raise ConfigError(
@@ -252,7 +252,7 @@ class Scorer:
         if not term.elsewhere or _key(term) in self.elsewhere:
             return
         try:
-            scorer = SCORERS[term.verifier](config, term.args)
+            scorer = SERVICES[term.verifier](config, term.args)
             self.elsewhere[_key(term)] = (term.name, scorer)
             scorer.check()
         except BaseException:
@@ -265,7 +265,7 @@ def _key(term: Term) -> str:
     return json.dumps([term.verifier, term.args], sort_keys=True, default=str)
 
 
-def _isolated(recipe: Recipe) -> Recipe:
+def _isolated(recipe: RewardRecipe) -> RewardRecipe:
     return replace(recipe, terms=tuple(replace(term, function=None) for term in recipe.terms))
 
 
@@ -289,7 +289,7 @@ def _then(first: Future[Score], second: Callable[[Score], Future[Score]]) -> Fut
 
 
 def _when_all(
-    recipe: Recipe, scores: list[Score | None], asked: Sequence[Future[Score] | None]
+    recipe: RewardRecipe, scores: list[Score | None], asked: Sequence[Future[Score] | None]
 ) -> Future[Scored]:
     """Combine when the last of the futures is done."""
     result: Future[Scored] = Future()

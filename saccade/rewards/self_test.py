@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from saccade.errors import SelfTestError
-from saccade.rewards.combine import Recipe, Scored, Term
-from saccade.rewards.custom import LATE, split_name
-from saccade.rewards.formats import FORMATS
+from saccade.rewards.combine import RewardRecipe, Scored, Term
 from saccade.rewards.maths import equivalent
 from saccade.rewards.misjudged import Case, Failure, Kind, failures_of
 from saccade.rewards.numbers import single_number
 from saccade.rewards.pool import CRASHED
-from saccade.rewards.sample import reward_sample
+from saccade.rewards.response_formats import FORMATS
+from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.scorer import Scorer
+from saccade.rewards.user_functions import LATE, split_name
 from saccade.rewards.verifiers import VERIFIERS, has_gold
 from saccade.types import Sample
 
@@ -164,7 +164,7 @@ def _advice(result: SelfTest) -> str:
 
 
 def _cases(
-    row: Sample, others: Sequence[Sample], recipe: Recipe, render: Callable[[str], str]
+    row: Sample, others: Sequence[Sample], recipe: RewardRecipe, render: Callable[[str], str]
 ) -> list[Case]:
     cases: list[Case] = []
     term = recipe.terms[recipe.outcome]

@@ -16,8 +16,8 @@ from typing import Literal
 
 from saccade import sokoban as game
 from saccade.rewards.extract import Scope, answer_of
-from saccade.rewards.formats import check_think_answer
-from saccade.rewards.sample import RewardSample, graded
+from saccade.rewards.response_formats import check_think_answer
+from saccade.rewards.reward_sample import RewardSample, graded
 from saccade.types import Score
 
 MODES = ("solved", "progress", "return", "lmmr1")

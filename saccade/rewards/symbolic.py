@@ -18,8 +18,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from saccade.rewards.reading import near
-from saccade.rewards.spelling import BRACED, END, TooLarge, Unparseable
+from saccade.rewards.latex_normalise import BRACED, END, TooLarge, Unparseable
+from saccade.rewards.math_tree import near
 
 MOST_DIGITS = 20_000  # of a number in the course of evaluation
 LARGEST_FACTORIAL = 5_000

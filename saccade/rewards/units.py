@@ -14,9 +14,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from saccade.rewards.hedging import BOUND, BOUND_BEHIND, SCALE, unsettled
+from saccade.rewards.latex_normalise import CJK
 from saccade.rewards.peel import NUMERAL
-from saccade.rewards.spelling import CJK
-from saccade.rewards.wording import BOUND, BOUND_BEHIND, SCALE, unsettled
 
 
 @dataclass(frozen=True, kw_only=True)

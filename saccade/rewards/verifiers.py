@@ -15,20 +15,19 @@ from functools import wraps
 from typing import Any, Literal
 
 from saccade.rewards import symbolic
-from saccade.rewards.choice import choice
-from saccade.rewards.formats import FORMATS, check_think_boxed
 from saccade.rewards.grounding import iou, point, right_boxes, right_point
 from saccade.rewards.hybrid import hybrid, judge
-from saccade.rewards.labels import joined, labels_f1, labels_recall, token_f1, token_recall
-from saccade.rewards.learned import model
+from saccade.rewards.label_overlap import joined, labels_f1, labels_recall, token_f1, token_recall
 from saccade.rewards.maths import math
 from saccade.rewards.medical import medical
 from saccade.rewards.numbers import count, gsm8k, number, relaxed
-from saccade.rewards.phrases import avqa, dapo_math, digit, right_verdict, verdict
-from saccade.rewards.sample import RewardSample, no_gold
-from saccade.rewards.shaping import length, overlong, repetition, tool_use
+from saccade.rewards.response_formats import FORMATS, check_think_boxed
+from saccade.rewards.reward_model_term import model
+from saccade.rewards.reward_sample import RewardSample, no_gold
+from saccade.rewards.reward_shaping import length, overlong, repetition, tool_use
+from saccade.rewards.short_answers import avqa, choice, dapo_math, digit, right_verdict, verdict
 from saccade.rewards.sokoban import sokoban
-from saccade.rewards.texts import contains_one_of, exact, regex
+from saccade.rewards.text_match import contains_one_of, exact, regex
 from saccade.types import Score
 
 MATH_DEADLINE = 3.0  # seconds

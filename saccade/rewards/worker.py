@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from saccade.rewards import custom
-from saccade.rewards.sample import RewardSample
+from saccade.rewards import user_functions as custom
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Score
 

@@ -18,7 +18,7 @@ from saccade.engines import Engine
 from saccade.models.families import Family
 from saccade.rewards.combine import DROPPED, Scored, drops_group
 from saccade.rewards.extract import has_think
-from saccade.rewards.sample import RewardSample, reward_sample
+from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.types import ALWAYS_EXCLUDED, Group, Message, Sample, Trajectory
 

@@ -31,9 +31,9 @@ from saccade import __version__
 from saccade.errors import ConfigError, SaccadeError
 from saccade.images import open_media
 from saccade.rewards.combine import Scored
-from saccade.rewards.protocol import PROTOCOL, read_samples, reply_to
-from saccade.rewards.sample import RewardSample, image_records
+from saccade.rewards.reward_sample import RewardSample, image_records
 from saccade.rewards.scorer import Scorer
+from saccade.rewards.service_protocol import PROTOCOL, read_samples, reply_to
 from saccade.schema import DataConfig, ServeConfig
 from saccade.serving.http import BadRequest
 from saccade.types import Media

@@ -21,9 +21,9 @@ from saccade.models.heads import RewardHead, attach_reward, load_reward, reward_
 from saccade.models.load import hidden_states, load_model
 from saccade.models.rating import Card, judged
 from saccade.recipes.dialogues import compared
-from saccade.rewards.learned import Learned
-from saccade.rewards.protocol import read_samples, request_for
-from saccade.rewards.sample import RewardSample, reward_sample
+from saccade.rewards.reward_model_term import Learned
+from saccade.rewards.reward_sample import RewardSample, reward_sample
+from saccade.rewards.service_protocol import read_samples, request_for
 from saccade.types import Message, Sample
 
 FAMILY = "qwen2_5_vl"

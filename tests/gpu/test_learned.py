@@ -29,7 +29,7 @@ def scorer(folder, *, offload):
 
 
 def test_memory_is_given_back_between_scorings_and_scores_stay(folder):
-    from saccade.rewards.sample import RewardSample
+    from saccade.rewards.reward_sample import RewardSample
 
     samples = [
         RewardSample(

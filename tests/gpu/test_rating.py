@@ -20,7 +20,7 @@ from saccade.contents import File  # noqa: E402
 from saccade.images import open_media  # noqa: E402
 from saccade.models.rating import REWARD_FILE, read_card  # noqa: E402
 from saccade.recipes import reward_model  # noqa: E402
-from saccade.rewards.sample import RewardSample  # noqa: E402
+from saccade.rewards.reward_sample import RewardSample  # noqa: E402
 from saccade.types import Message  # noqa: E402
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16

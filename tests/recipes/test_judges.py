@@ -15,7 +15,7 @@ from saccade.config import DataSource, load
 from saccade.errors import DataError
 from saccade.models.tiny import build
 from saccade.recipes import evaluate, models, parts, questions, rl, sft
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 
 STEPS = 28
 STORED = ("track.trajectories_every=1", "track.trajectories_groups=16")

@@ -508,7 +508,7 @@ def test_the_length_limit_of_an_episode_is_that_of_all_its_turns(
 ) -> None:
     from saccade.algorithms.build import from_config
     from saccade.recipes import parts
-    from saccade.rewards.sample import RewardSample
+    from saccade.rewards.reward_sample import RewardSample
 
     changes = {"env.name": "mine.py:Mine", "env.max_turns": 5, "algorithm.preset": "dapo"}
     config = load(rl_config(tmp_path) | changes | {"rollout.max_tokens": 10})

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.rewards.choice import choice
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.short_answers import choice
 
 OPTIONS = ("a dog", "cat", "7", "none of these")
 

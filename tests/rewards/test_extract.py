@@ -6,7 +6,7 @@ import time
 import pytest
 
 from saccade.rewards.extract import answer_of, extract, has_think
-from saccade.rewards.sample import RewardSample, to_json
+from saccade.rewards.reward_sample import RewardSample, to_json
 
 MATH = ("answer_tag", "boxed", "answer_line")
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 
 ROWS = [

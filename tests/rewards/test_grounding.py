@@ -12,7 +12,7 @@ from PIL import Image
 from saccade.rewards.boxes import read_boxes
 from saccade.rewards.grounding import iou, point
 from saccade.rewards.overlap import matched, pair
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 
 GOLD = "[0,0,10,10]"

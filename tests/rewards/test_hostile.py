@@ -10,7 +10,7 @@ import pytest
 
 from saccade.rewards import symbolic
 from saccade.rewards.pool import WorkerPool
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 
 N = 100_000

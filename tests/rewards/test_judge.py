@@ -15,7 +15,7 @@ from saccade.config import RewardConfig
 from saccade.endpoint import sender as endpoint_client
 from saccade.errors import ConfigError, EnvironmentProblem, SelfTestError
 from saccade.rewards.combine import Scored
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.self_test import require, self_test
 from saccade.types import Media, Message, Sample

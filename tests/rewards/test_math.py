@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from saccade.rewards import symbolic
 from saccade.rewards.maths import equivalent, math
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 
 
 def sample(response: str, answer: str | tuple[str, ...] | None) -> RewardSample:

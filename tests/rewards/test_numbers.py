@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from saccade.rewards.numbers import count, gsm8k, number
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from saccade.rewards.maths import MATH_ORDER
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 
 CASES = 10_000

@@ -8,7 +8,7 @@ import pytest
 
 from saccade import own
 from saccade.rewards.pool import WorkerPool, _Process
-from saccade.rewards.sample import RewardSample, to_json
+from saccade.rewards.reward_sample import RewardSample, to_json
 from saccade.types import Score
 
 BAD = """

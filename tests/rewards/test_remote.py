@@ -17,7 +17,7 @@ from saccade.endpoint import sender
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.rewards import remote
 from saccade.rewards.remote import Remote
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.schema import RemoteConfig
 from saccade.types import Media, Score

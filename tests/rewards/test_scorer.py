@@ -9,7 +9,7 @@ import pytest
 from saccade.config import RewardConfig
 from saccade.errors import ConfigError
 from saccade.rewards.combine import Scored
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_reward.py"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.sokoban import sokoban
 from saccade.types import Score
 

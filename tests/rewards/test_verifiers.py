@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 
 ARGS: dict[str, list[dict[str, Any]]] = {

@@ -13,7 +13,7 @@ import pytest
 
 from saccade.models.families import Family
 from saccade.rewards.combine import Scored
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rollout.scoring import RewardStream
 from saccade.types import Group, Message, Sample, Trajectory
 

@@ -22,7 +22,7 @@ import pytest
 
 from saccade.config import DataConfig, RewardConfig
 from saccade.rewards.remote import Remote
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.schema import RemoteConfig, ServeConfig
 from saccade.serving.reward_server import open_server
@@ -344,7 +344,7 @@ def test_a_learned_model_is_a_scorer_with_a_name(monkeypatch: pytest.MonkeyPatch
     """Whatever has the four methods; here one that counts letters."""
     from concurrent.futures import Future
 
-    from saccade.rewards.scorers import SCORERS
+    from saccade.rewards.services import SERVICES
     from saccade.types import Score
 
     class Letters:
@@ -368,7 +368,7 @@ def test_a_learned_model_is_a_scorer_with_a_name(monkeypatch: pytest.MonkeyPatch
             self.closed = True
 
     made = Letters(2.0)
-    monkeypatch.setitem(SCORERS, "letters", lambda reward, args: made if args else Letters(0.0))
+    monkeypatch.setitem(SERVICES, "letters", lambda reward, args: made if args else Letters(0.0))
     with serving({"verifier": "letters", "args": {"scale": 2}}, "format:boxed") as running:
         assert running.score("abc")[1]["letters_rewards"] == [6.0]
         assert running.service.scorer.metrics() == {"service/letters/samples": 1.0}

@@ -13,7 +13,7 @@ from saccade.backends.learned import LearnedReward
 from saccade.config import defaults_for, load
 from saccade.recipes import models
 from saccade.recipes.rated import task_of
-from saccade.rewards.sample import reward_sample
+from saccade.rewards.reward_sample import reward_sample
 from saccade.types import replace
 
 Make = Callable[..., dict[str, Any]]

@@ -18,7 +18,7 @@ from saccade.models.families import load_family
 from saccade.models.rating import Card, stepped, with_marks
 from saccade.recipes import models, reward_model
 from saccade.recipes.rated import task_of
-from saccade.rewards.sample import reward_sample
+from saccade.rewards.reward_sample import reward_sample
 from saccade.statistics import wilson
 from saccade.types import Message, replace
 from tests.recipes.reward_model.judged import MARK, OTHER, PROCESS, Make

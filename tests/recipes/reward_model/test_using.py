@@ -23,7 +23,7 @@ from saccade.models.rating import read_card
 from saccade.models.tiny import build
 from saccade.recipes import reward_model
 from saccade.recipes.quickstart import WORDS
-from saccade.rewards.sample import reward_sample
+from saccade.rewards.reward_sample import reward_sample
 from saccade.tracking.trajectories import read_trajectories
 from tests.recipes.reward_model.judged import Make, Read
 

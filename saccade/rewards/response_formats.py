@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from saccade.rewards.boxes import read_boxes
+from saccade.rewards.choice import single_letter
 from saccade.rewards.extract import (
     ANSWER_LINE,
     ANSWER_LINE_WINDOW,
@@ -21,8 +22,7 @@ from saccade.rewards.extract import (
     answer_scope,
     last_boxed,
 )
-from saccade.rewards.letters import single_letter
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from saccade.rewards.formats import FORMATS
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.response_formats import FORMATS
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 
 

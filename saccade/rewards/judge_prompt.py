@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from saccade.errors import ConfigError
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Media, Message
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """Terms that neither a rule, a judge nor a model scores: a service. By name.
 
-What stands in `SCORERS` is a verifier for every config: `reward.terms=[{verifier: NAME, args: …}]`
+What stands in `SERVICES` is a verifier for every config: `reward.terms=[{verifier: NAME, args: …}]`
 opens it with the reward section and the arguments of the term, once for all terms that are alike.
 
-    SCORERS["remote"](config.reward, {"url": "http://127.0.0.1:8400"}).submit(sample).result()
+    SERVICES["remote"](config.reward, {"url": "http://127.0.0.1:8400"}).submit(sample).result()
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from saccade.rewards.remote import open_remote
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.schema import RewardConfig
 from saccade.types import Score
 
@@ -32,6 +32,6 @@ class TermScorer(Protocol):
         """Whoever still waits gets an error."""
 
 
-SCORERS: dict[str, Callable[[RewardConfig, Mapping[str, Any]], TermScorer]] = {
+SERVICES: dict[str, Callable[[RewardConfig, Mapping[str, Any]], TermScorer]] = {
     "remote": open_remote,
 }

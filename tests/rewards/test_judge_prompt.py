@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from saccade.errors import ConfigError
-from saccade.rewards.sample import RewardSample
-from saccade.rewards.verdicts import (
+from saccade.rewards.judge_prompt import (
     LONGEST_ANSWER,
     case_of,
     compiled,
@@ -18,6 +17,7 @@ from saccade.rewards.verdicts import (
     read_verdict,
     template_text,
 )
+from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Media
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from saccade.config import RewardConfig
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.reward_shaping import length, overlong, repetition, tool_use
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.shaping import length, overlong, repetition, tool_use
 from saccade.rewards.verifiers import VERIFIERS
 
 

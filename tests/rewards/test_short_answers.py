@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from saccade.rewards.phrases import avqa, dapo_math, digit, verdict
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.short_answers import avqa, dapo_math, digit, verdict
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Score
 from saccade.verdicts import VERDICTS

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from saccade.rewards.combine import TIMES_OUTCOME
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 
 # Scripts written without spaces: a character is a word.

@@ -16,7 +16,7 @@ from string import punctuation
 from typing import Any
 
 from saccade.rewards.extract import Scope, answer_of, written
-from saccade.rewards.sample import RewardSample, graded, no_gold
+from saccade.rewards.reward_sample import RewardSample, graded, no_gold
 from saccade.types import Score
 
 LABEL_ORDER = ("answer_tag", "boxed")

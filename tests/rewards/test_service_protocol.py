@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from saccade.rewards.combine import Scored
-from saccade.rewards.protocol import (
+from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.service_protocol import (
     MARKS,
     read_reply,
     read_samples,
@@ -17,7 +18,6 @@ from saccade.rewards.protocol import (
     request_for,
     split_query,
 )
-from saccade.rewards.sample import RewardSample
 from saccade.schema import RemoteConfig
 
 AT_HOME = ("media", "asked", "replied")  # records that never cross

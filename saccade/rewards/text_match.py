@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from saccade.rewards.extract import Scope, answer_of
 from saccade.rewards.peel import peel
-from saccade.rewards.sample import RewardSample, graded, no_gold
+from saccade.rewards.reward_sample import RewardSample, graded, no_gold
 from saccade.types import Score
 
 TEXT_ORDER = ("answer_tag",)

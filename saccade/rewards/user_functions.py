@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.own import own_module
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 
 DEFAULT_NAME = "compute_score"

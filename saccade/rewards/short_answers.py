@@ -1,4 +1,4 @@
-"""Short answers with rules of their own: a digit, DAPO's answer line, audio questions, verdicts.
+"""Verifiers of short answers: options, a digit, DAPO's answer line, audio questions, verdicts.
 
 >>> dapo_math(RewardSample(id="a", response="Answer: 12", answer="12")).value
 1.0
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
+from saccade.rewards.choice import letters_in
 from saccade.rewards.extract import Scope, answer_of
-from saccade.rewards.formats import check_think_answer
-from saccade.rewards.letters import letters_in
+from saccade.rewards.hedging import REASON, unsettled
 from saccade.rewards.maths import spelling
-from saccade.rewards.sample import RewardSample, graded, no_gold
-from saccade.rewards.wording import REASON, unsettled
+from saccade.rewards.response_formats import check_think_answer
+from saccade.rewards.reward_sample import RewardSample, graded, no_gold
 from saccade.types import Score
 from saccade.verdicts import VERDICTS
 
 SHORT_ORDER = ("answer_tag",)
+CHOICE_ORDER = ("answer_tag", "boxed", "answer_line", "letter")
 
 ITEM = r"\b(?:image|video|audio|text|answer|response|item)\s*"
 BETTER = re.compile(
@@ -29,6 +31,24 @@ BETTER = re.compile(
 )
 ALONE = re.compile(r"(?<![\d.-])\d(?!\.?\d)")  # a digit that is no part of a number
 SIDES = {"a": 0, "1": 0, "b": 1, "2": 1, "c": 2, "0": 2, "tie": 2, "equal": 2, "both": 2}
+
+
+def choice(
+    sample: RewardSample, *, order: Sequence[str] = CHOICE_ORDER, scope: Scope = "after_think"
+) -> Score:
+    """1 when exactly the gold options are named; a gold of several letters is compared as a set."""
+    gold = _gold_letters(sample.golds, tuple(sample.choices))
+    if not gold:
+        return no_gold(sample)
+    found = answer_of(sample, order, scope)
+    letters = letters_in(found or "", sample.choices)
+    return graded(found, letters == gold, "wrong" if letters else "unparseable")
+
+
+@lru_cache(maxsize=4096)
+def _gold_letters(golds: tuple[str, ...], choices: tuple[str, ...]) -> frozenset[str]:
+    found = [letters_in(gold, choices) for gold in golds]
+    return frozenset().union(*found) if all(found) else frozenset()
 
 
 def digit(

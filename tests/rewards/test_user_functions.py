@@ -8,8 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from saccade.rewards.custom import call, check_arguments, form_of, split_name, to_score, to_scores
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.user_functions import (
+    call,
+    check_arguments,
+    form_of,
+    split_name,
+    to_score,
+    to_scores,
+)
 from saccade.types import Score
 
 SAMPLES = [

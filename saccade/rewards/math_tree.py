@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from saccade.rewards.spelling import TooLarge, Unparseable
+from saccade.rewards.latex_normalise import TooLarge, Unparseable
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from saccade.config import RewardConfig
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Media, Score
 
 STEPS = ("mean", "min", "last")

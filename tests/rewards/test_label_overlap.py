@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from saccade.rewards.labels import labels_f1, labels_recall, token_f1, token_recall
+from saccade.rewards.label_overlap import labels_f1, labels_recall, token_f1, token_recall
 from saccade.rewards.medical import json_quality, medical
-from saccade.rewards.sample import RewardSample
+from saccade.rewards.reward_sample import RewardSample
 
 
 def value(verifier: Any, answer: str, gold: Any, **args: Any) -> float:
