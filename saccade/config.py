@@ -20,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 
 from saccade.errors import ConfigError
-from saccade.notation import ELSEWHERE, FOREIGN, INSTEAD, parse, write
+from saccade.notation import ELSEWHERE, FOREIGN, INSTEAD, RENAMED, parse, write
 from saccade.schema import (
     ADAPTED,
     AlgorithmConfig,
@@ -85,6 +85,7 @@ __all__ = [
     "TrainConfig",
     "ValConfig",
     "defaults_for",
+    "explain",
     "given",
     "load",
     "options",
@@ -164,7 +165,7 @@ def load(
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
+        raise ConfigError("\n".join(explain(item) for item in error.errors())) from None
 
 
 def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
@@ -311,7 +312,7 @@ WANTED = {
 }
 
 
-def _explain(error: Mapping[str, Any]) -> str:
+def explain(error: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return "\n".join(map(unknown_key, _leaves(key, error.get("input"))))
@@ -343,10 +344,23 @@ def unknown_key(key: str) -> str:
             f"did you mean {meant[0]!r}?" if meant else f"known: {', '.join(entry.model_fields)}"
         )
         return f"unknown key {key!r}; {known}"
+    if renamed := renamed_to(key):
+        return f"unknown key {key!r}; {renamed}"
     option = meant_by(key)
     instead = next((INSTEAD[part] for part in reversed(key.split(".")) if part in INSTEAD), "")
     hint = instead if not option else f"did you mean {option!r}?"
     return f"unknown key {key!r}{hint and '; '}{hint}"
+
+
+def renamed_to(key: str) -> str:
+    """What became of an option of older versions; empty where there was none of that name."""
+    below = key.split(".", 1)[-1]
+    for old, new in RENAMED.items():
+        if key == old or key.startswith(f"{old}."):
+            return new if " " in new else f"it is now {new + key[len(old) :]}"
+        if "." not in key and old.endswith(f".{below}"):
+            return new if " " in new else f"it is now {new}"
+    return ""
 
 
 def meant_by(key: str) -> str:

@@ -117,7 +117,7 @@ NAMES = {
     "reward.clip": "reward_clip",
     "algorithm.preset": "algo",
     "algorithm.advantage": "adv_estimator advantage_estimator",
-    "algorithm.lam": "lambd",
+    "algorithm.args.lam": "lambd",
     "algorithm.adv_clip": "advantage_clip",
     "algorithm.aggregation": "loss_agg_mode loss_type loss_avg_mode",
     "algorithm.kl.coef": "beta kl_coef init_kl_coef kl_loss_coef kl_beta disable_kl",
@@ -171,6 +171,18 @@ NAMES = {
     "save.best_metric": "save_best_metric",
     "track.wandb": "report_to use_wandb logger",
     "track.tensorboard": "use_tensorboard",
+}
+# Options of older versions (or a section of them): their name now, or what to write instead.
+_ARGS = (
+    "lam divide_by_std gpg_alpha gpg_alpha_max gpg_divisor gdpo_whiten cpgd_weight "
+    "drpo_renorm drpo_kl_damp weight_cap tau_positive tau_negative drift_coef drift_cap "
+    "cov_fraction cov_coef cov_low cov_high topr_split kimi_tau kimi_level "
+    "vespo_positive vespo_negative fixed_length"
+)
+RENAMED = {
+    **{f"algorithm.{name}": f"algorithm.args.{name}" for name in _ARGS.split()},
+    "algorithm.weight_bound": "write the limits of cispo's weight as "
+    "algorithm.args.weight_floor and algorithm.args.weight_cap",
 }
 ELSEWHERE = {name: option for option, names in NAMES.items() for name in names.split()}
 # Sections there that a typo of ours could be taken for.

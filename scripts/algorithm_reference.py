@@ -67,8 +67,6 @@ def formula(row: Algorithm) -> str:
 
 
 def in_brackets(entry: Entry, options: Mapping[str, object]) -> str:
-    if entry.resolved is not None:
-        return f" ({entry.resolved(options)})"
     shown = numbers({k: v for k, v in options.items() if k != "std_eps" or v != 1e-6})
     return f" ({shown})" if shown else ""
 

@@ -141,6 +141,16 @@ def record() -> dict[str, Any]:
     return found
 
 
+def by_value(found: Any) -> Any:
+    """Records of older versions in today's names, so that values alone are compared."""
+    for algorithm in found.get("algorithms", {}).values():
+        options = algorithm["loss_options"]
+        if options.pop("weight_bound", None) == "cap":
+            options |= {"weight_floor": 0.0}
+            del options["clip_low"], options["clip_high"]
+    return found
+
+
 def differences(one: Any, other: Any, where: str = "") -> list[str]:
     if isinstance(one, dict) and isinstance(other, dict):
         names = sorted(one.keys() | other.keys())
@@ -155,13 +165,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--compare", action="store_true", help="two files that were written before")
+    parser.add_argument("--algorithms", action="store_true", help="resolve, but run nothing")
     asked = parser.parse_args()
     if asked.compare:
-        found = differences(*(json.loads(file.read_text()) for file in asked.files))
+        found = differences(*(by_value(json.loads(file.read_text())) for file in asked.files))
         print("\n".join(found) or "equal to the bit")
         sys.exit(bool(found))
     [out] = asked.files
-    out.write_text(json.dumps(record(), indent=1) + "\n", encoding="utf-8")
+    found = {"algorithms": algorithms()} if asked.algorithms else record()
+    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

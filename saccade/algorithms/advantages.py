@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from saccade.algorithms.advantage_inputs import INFINITY, AdvantageInputs
 from saccade.algorithms.filters import is_constant
-from saccade.algorithms.table import Entry, bound
+from saccade.algorithms.table import Entry, Positive, Share, ShareBelowOne, bound
 from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def gpg(
     inputs: AdvantageInputs,
     *,
     gpg_alpha: Literal["nonconstant", "nonzero_rewards"] = "nonconstant",
-    gpg_alpha_max: float = INFINITY,
+    gpg_alpha_max: Positive = INFINITY,
     gpg_divisor: Literal["one", "std"] = "one",
     std_eps: float = 1e-6,
 ) -> Tensor:
@@ -135,7 +135,7 @@ def drpo(
     *,
     std_eps: float = 1e-6,
     drpo_renorm: Literal["std", "rms"] = "std",
-    drpo_kl_damp: float = 0.0,
+    drpo_kl_damp: ShareBelowOne = 0.0,
 ) -> Tensor:
     """Rare and hard domains weigh more (after arXiv 2506.00711).
 
@@ -179,7 +179,7 @@ def remax(inputs: AdvantageInputs) -> Tensor:
     return returns(inputs) - inputs.per_token(inputs.greedy)
 
 
-def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
+def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: Share = 0.95) -> Tensor:
     """arXiv 1506.02438"""
     assert inputs.values is not None
     final = inputs.final_values

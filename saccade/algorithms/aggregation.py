@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from saccade.algorithms.table import Entry, bound
+from saccade.algorithms.table import Count, Entry, bound
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ def seq_sum(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     return _inverse(_live(lengths).expand_as(lengths), lengths)
 
 
-def fixed(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: int) -> Tensor:
+def fixed(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: Count) -> Tensor:
     """A constant in place of the length, as Dr. GRPO (arXiv 2503.20783)."""
     return _inverse((_live(lengths) * fixed_length).expand_as(lengths), lengths)
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from saccade.algorithms.algorithm import (
     AXES,
     KL,
@@ -31,7 +33,7 @@ from saccade.algorithms.kl import KINDS
 from saccade.algorithms.presets import ADD_ONS, COMMON, KIND_OF_PLACE, PRESETS, Row
 from saccade.algorithms.table import Entry, canonical, find, unknown
 from saccade.algorithms.unused import refuse_unread_add_ons, refuse_unused
-from saccade.config import AlgorithmConfig, Config, RewardConfig
+from saccade.config import AlgorithmConfig, Config, RewardConfig, explain
 from saccade.errors import ConfigError
 
 EXAMPLES = {"low": 0.97, "high": 1.03, "threshold": 0.01}  # bounds of a correction
@@ -64,8 +66,8 @@ def resolve(
     names = _names(config, row)
     entries = {axis: find(axis, AXES[axis], name) for axis, name in names.items()}
     options = {axis: _options(axis, names, config, row) for axis in AXES}
-    if entries["aggregation"].reads("fixed_length"):
-        options["aggregation"]["fixed_length"] = config.fixed_length or max_tokens
+    if entries["aggregation"].reads("fixed_length") and "fixed_length" not in config.args:
+        options["aggregation"]["fixed_length"] = max_tokens
     updates = updates_per_step or min(row["updates_per_step"], prompts_per_step or 1 << 30)
     reward = reward or RewardConfig()
     algorithm = Algorithm(
@@ -151,7 +153,7 @@ def why_recompute(algorithm: Algorithm) -> str | None:
         f"policy_loss={algorithm.policy_loss}": algorithm.loss.select is not None,
         f"correct=[{corrections}]": bool(corrections),
         "self_normalise": algorithm.self_normalise,
-        "drpo_kl_damp": bool(algorithm.advantage_options.get("drpo_kl_damp")),
+        "args.drpo_kl_damp": bool(algorithm.advantage_options.get("drpo_kl_damp")),
         "filter.keep_surplus": algorithm.filter.keep_surplus,
         "fire.first_token=is": fire.temperature > 0 and fire.first_token == "is",
     }
@@ -227,7 +229,7 @@ def _options(
 
 def _chosen(entry: Entry, section: Any, cells: Row, args: Row | None = None) -> dict[str, Any]:
     """What was given for the options of an entry, else the cells, else its defaults."""
-    given = dict(section.args if args is None else args)
+    given = parsed(entry, section.args if args is None else args)
     for name in entry.options:
         value = getattr(section, name, None)
         if value is None and name in ("clip_low", "clip_high"):
@@ -237,6 +239,21 @@ def _chosen(entry: Entry, section: Any, cells: Row, args: Row | None = None) -> 
     return {
         name: given.get(name, cells.get(name, default)) for name, default in entry.options.items()
     }
+
+
+def parsed(entry: Entry, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `algorithm.args` that the entry reads, as its annotations want them."""
+    found = {}
+    for name in (name for name in args if entry.reads(name)):
+        try:
+            found[name] = entry.parse(name, args[name])
+        except ValidationError as error:
+            [first, *_] = error.errors()
+            where = ("algorithm", "args", name, *first["loc"])
+            default = entry.options[name]
+            hint = "" if default is None else f" (its default is {default})"
+            raise ConfigError(explain({**first, "loc": where}) + hint) from None
+    return found
 
 
 def _whiten(config: AlgorithmConfig, row: Row, entry: Entry) -> bool:
@@ -273,8 +290,7 @@ def _corrections(config: AlgorithmConfig, row: Row) -> tuple[Correct, ...]:
                     f"algorithm.correct: {cells['name']} has no {key}; it reads "
                     f"{', '.join(entry.options) or 'no option'}"
                 )
-        given_args = {key: config.args[key] for key in entry.options if key in config.args}
-        options = {**entry.options, **given_args, **bounds}
+        options = {**entry.options, **parsed(entry, config.args), **bounds}
         missing = [key for key in entry.required if options[key] is None]
         if missing:
             works = bounds | {key: EXAMPLES[key] for key in missing if key in EXAMPLES}

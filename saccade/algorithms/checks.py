@@ -101,6 +101,12 @@ def _bounds(algorithm: Algorithm) -> str | None:
     for name, value in (("dual_clip", dual_clip), ("delta", delta)):
         if 0 < value <= 1:
             return f"algorithm.{name}={value:g} must be above 1, or 0; use algorithm.{name}=3"
+    floor, cap = (algorithm.loss_options.get(f"weight_{name}", 0) for name in ("floor", "cap"))
+    if floor and floor >= cap:
+        return (
+            f"algorithm.args.weight_floor={floor:g} is not below weight_cap={cap:g}; use "
+            "algorithm.args.weight_floor=0"
+        )
     if dual_clip and delta:
         return (
             f"algorithm.delta={delta:g} bounds the same loss as algorithm.dual_clip={dual_clip:g}, "
@@ -188,8 +194,8 @@ def _corrections(algorithm: Algorithm) -> str | None:
 def _kl_damp(algorithm: Algorithm) -> str | None:
     if algorithm.advantage_options.get("drpo_kl_damp") and not algorithm.needs_reference:
         return (
-            "algorithm.drpo_kl_damp measures the distance to a reference and kl.coef is 0; use "
-            "algorithm.kl.coef=1e-4, or algorithm.drpo_kl_damp=0"
+            "algorithm.args.drpo_kl_damp measures the distance to a reference and kl.coef is 0; "
+            "use algorithm.kl.coef=1e-4, or algorithm.args.drpo_kl_damp=0"
         )
     return None
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from saccade.algorithms.filters import share
+from saccade.algorithms.table import PositiveShare
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ class SelectionInputs:
         return self.noise.new_zeros(len(self.noise)).index_fill(0, chosen, 1).bool()
 
 
-def most_covariant(inputs: SelectionInputs, *, cov_fraction: float = 2e-4) -> Tensor:
+def most_covariant(inputs: SelectionInputs, *, cov_fraction: PositiveShare = 2e-4) -> Tensor:
     shuffled = inputs.noise.argsort(stable=True)
     ranked = shuffled[inputs.covariance[shuffled].argsort(descending=True, stable=True)]
     return inputs.first(ranked, cov_fraction)
@@ -49,7 +50,7 @@ def some_covariant(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    cov_fraction: float = 2e-4,
+    cov_fraction: PositiveShare = 2e-4,
     cov_low: float = 1.0,
     cov_high: float = 5.0,
 ) -> Tensor:

@@ -68,8 +68,6 @@ OLD = {
 
 
 def _part(name: str, entry: Entry, options: Options) -> str:
-    if entry.resolved is not None:
-        return f"{name}: {entry.formula}   [{entry.resolved(options)}]"
     return f"{name}: {entry.formula}" + _shown(options)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from saccade.algorithms.covariance import most_covariant, some_covariant
-from saccade.algorithms.table import Entry
+from saccade.algorithms.table import Entry, NotNegative, Positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,6 @@ LARGEST_LOG_RATIO = 20.0
 LARGEST_SEQUENCE_LOG_RATIO = 10.0
 SMALLEST_WEIGHT = math.exp(-LARGEST_LOG_RATIO)  # in place of 0 before a logarithm
 SMALLEST_SEQUENCE_WEIGHT = 1e-8  # vespo
-Bound: TypeAlias = Literal["cap", "around_one", "delta"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,33 +101,17 @@ def cispo(
     new: Tensor,
     inputs: LossInputs,
     *,
-    weight_bound: Bound = "cap",
-    weight_cap: float = 5.0,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    weight_floor: NotNegative = 0.0,
+    weight_cap: Positive = 5.0,
 ) -> Losses:
     """The ratio is clipped as a weight, so no token loses its gradient (arXiv 2506.13585)."""
-    low, high = cispo_bounds(
-        weight_bound=weight_bound, weight_cap=weight_cap, clip_low=clip_low, clip_high=clip_high
-    )
     ratio = log_ratio(new, inputs.old).exp().detach()
-    loss = -inputs.advantages * new * ratio.clamp(low, high)
-    return loss, {"clip_low": ratio < low, "clip_high": ratio > high}
-
-
-def cispo_bounds(
-    *, weight_bound: Bound, weight_cap: float, clip_low: float, clip_high: float
-) -> tuple[float, float]:
-    """Smallest and largest weight, in each of the three ways to write them."""
-    return {
-        "cap": (0.0, weight_cap),
-        "around_one": (1 - clip_low, 1 + clip_high),
-        "delta": (max(0.0, 1 - clip_low), 1 + clip_high),
-    }[weight_bound]
+    loss = -inputs.advantages * new * ratio.clamp(weight_floor, weight_cap)
+    return loss, {"clip_low": ratio < weight_floor, "clip_high": ratio > weight_cap}
 
 
 def sapo(
-    new: Tensor, inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+    new: Tensor, inputs: LossInputs, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05
 ) -> Losses:
     """A soft gate instead of a clip (arXiv 2511.20347)."""
     ratio = log_ratio(new, inputs.old).exp()
@@ -142,8 +125,8 @@ def cpgd(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    drift_coef: float = 1e-3,
-    drift_cap: float = 2.0,
+    drift_coef: NotNegative = 1e-3,
+    drift_cap: Positive = 2.0,
 ) -> Losses:
     """The clip on log-ratios, and a pull back to the old policy (arXiv 2505.12504)."""
     gap, advantages = log_ratio(new, inputs.old), inputs.advantages
@@ -161,7 +144,7 @@ def _drift(new: Tensor, gap: Tensor, cap: float) -> Tensor:
     return pull - pull.detach() + (excess - gap)
 
 
-def kl_cov(new: Tensor, inputs: LossInputs, *, cov_coef: float = 1.0) -> Losses:
+def kl_cov(new: Tensor, inputs: LossInputs, *, cov_coef: NotNegative = 1.0) -> Losses:
     """Tokens whose log-prob and advantage vary together most are held back (arXiv 2505.22617)."""
     assert inputs.selected is not None, "kl_cov needs its selection"
     gap = log_ratio(new, inputs.old)
@@ -193,7 +176,7 @@ def kimi(
     new: Tensor,
     inputs: LossInputs,
     *,
-    kimi_tau: float = 0.1,
+    kimi_tau: NotNegative = 0.1,
     kimi_level: Literal["token", "sequence"] = "token",
 ) -> Losses:
     """Policy gradient with a squared log-ratio (arXiv 2501.12599; by token: 2405.19107).
@@ -234,7 +217,7 @@ def _dppo(inside: Callable[..., Tensor]) -> Callable[..., Losses]:
         *,
         clip_low: float = 0.2,
         clip_high: float = 0.2,
-        weight_cap: float = 20.0,
+        weight_cap: Positive = 20.0,
     ) -> Losses:
         advantages = inputs.advantages
         trusted = inside(new.detach(), inputs.old, advantages, clip_low, clip_high)
@@ -342,8 +325,7 @@ LOSSES: dict[str, Entry] = {
     ),
     "cispo": Entry(
         function=cispo,
-        formula="-A new sg[clip(r, low, high)]",
-        resolved=lambda options: "low {:g}, high {:g}".format(*cispo_bounds(**options)),
+        formula="-A new sg[clip(r, weight_floor, weight_cap)]",
     ),
     "sapo": Entry(function=sapo, formula="-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A"),
     "cpgd": Entry(

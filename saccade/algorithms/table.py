@@ -15,11 +15,23 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, TypeAdapter
 
 from saccade.algorithms.own import checked
 from saccade.errors import ConfigError
 from saccade.own import own_module
+
+# Types of options: what `algorithm.args` may hold.
+Positive: TypeAlias = Annotated[float, Gt(0)]
+NotNegative: TypeAlias = Annotated[float, Ge(0)]
+Share: TypeAlias = Annotated[float, Ge(0), Le(1)]
+PositiveShare: TypeAlias = Annotated[float, Gt(0), Le(1)]
+ShareBelowOne: TypeAlias = Annotated[float, Ge(0), Lt(1)]
+Count: TypeAlias = Annotated[int, Ge(1)]
+OPTIONS = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_types_allowed=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +43,6 @@ class Entry:
 
     function: Callable[..., Any]
     formula: str
-    resolved: Callable[[Mapping[str, Any]], str] | None = None  # what its options come to
     # advantage
     group: bool = False  # compares the members of a group, so the group rules hold
     whiten: bool | None = None  # over the live tokens of the step; None: never
@@ -63,8 +74,24 @@ class Entry:
         return tuple(name for name, p in self._parameters() if p.default is p.empty)
 
     def _parameters(self) -> list[tuple[str, inspect.Parameter]]:
-        functions = [self.function] + ([self.select] if self.select else [])
-        return [pair for function in functions for pair in _keywords(function).items()]
+        return [pair for function in self._functions for pair in _keywords(function).items()]
+
+    @property
+    def _functions(self) -> list[Callable[..., Any]]:
+        return [self.function] + ([self.select] if self.select else [])
+
+    def parse(self, option: str, value: Any) -> Any:
+        """The value as the annotation of that parameter wants it; raises ValidationError."""
+        function = next(f for f in self._functions if option in _keywords(f))
+        annotation: Any = _keywords(function)[option].annotation
+        if isinstance(annotation, str):  # names of a file with `from __future__ import annotations`
+            try:
+                annotation = eval(annotation, inspect.unwrap(function).__globals__)
+            except NameError:
+                annotation = Any
+        if annotation is inspect.Parameter.empty:
+            return value
+        return TypeAdapter(annotation, config=OPTIONS).validate_python(value)
 
     def reads(self, option: str) -> bool:
         return option in self.options

@@ -102,18 +102,6 @@ CONDITIONS: list[tuple[tuple[str, ...], Callable[[Algorithm], bool], str, str]] 
         "algorithm.policy_loss=clip",
     ),
     (
-        ("clip", "clip_low", "clip_high"),
-        lambda a: a.loss_options.get("weight_bound") != "cap",
-        "weight_bound=cap takes its limit from weight_cap",
-        "algorithm.weight_bound=around_one",
-    ),
-    (
-        ("weight_cap",),
-        lambda a: a.loss_options.get("weight_bound", "cap") == "cap",
-        "weight_bound={a.loss_options[weight_bound]} takes its limits from clip_low and clip_high",
-        "algorithm.weight_bound=cap",
-    ),
-    (
         ("reward_range",),
         lambda a: a.estimator.domains,
         "advantage {a.advantage} does not read it",
@@ -197,8 +185,15 @@ def _refuse_unread(config: AlgorithmConfig, algorithm: Algorithm) -> None:
     for name in config.args:
         if name in AlgorithmConfig.model_fields:
             raise ConfigError(f"algorithm.args: {name} is an option: write algorithm.{name}=…")
+        for axis, table in AXES.items() if name not in read else ():
+            readers = [other for other, entry in table.items() if entry.reads(name)]
+            if readers:
+                reason = f"{axis} {getattr(algorithm, axis)} does not read it"
+                raise _unused(f"args.{name}", reason, f"algorithm.{axis}={readers[0]}")
         if name not in read:
-            raise unknown("algorithm.args", name, sorted(read))
+            raise unknown(
+                "algorithm.args", name, sorted(read - AlgorithmConfig.model_fields.keys())
+            )
 
 
 def refuse_unread_add_ons(

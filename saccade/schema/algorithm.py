@@ -110,35 +110,17 @@ class AlgorithmConfig(Section):
     aggregation: str | None = option(
         None, "How token losses become one number, or file.py:name.", path=True
     )
-    args: dict[str, Any] = option({}, "Options of your own functions, by parameter name.")
+    args: dict[str, Any] = option(
+        {},
+        "Options of the chosen advantage, policy_loss, aggregation, kl.kind and correct by "
+        "parameter name, such as {lam: 1}; docs/algorithms.md lists those of each function.",
+    )
     # advantages
     std_eps: float | None = option(None, "Added to a standard deviation that divides.", ge=0)
     gamma: float | None = option(None, "Discount per sampled token.", gt=0, le=1)
-    lam: float | None = option(None, "gae: weight of longer looks ahead.", ge=0, le=1)
     whiten: bool | None = option(None, "Whiten advantages over the tokens of the step.")
     whiten_std: bool | None = option(None, "Whitening divides by the deviation, too.")
     adv_clip: float | None = option(None, "Symmetric limit of advantages; 0: none.", ge=0)
-    divide_by_std: bool | None = option(None, "grpo_passk: divide the lead by the group's std.")
-    gpg_alpha: Literal["nonconstant", "nonzero_rewards"] | None = option(
-        None, "gpg: which members count as carrying a signal."
-    )
-    gpg_alpha_max: float | None = option(None, "gpg: largest factor.", gt=0)
-    gpg_divisor: Literal["one", "std"] | None = option(None, "gpg: what divides R - mean.")
-    gdpo_whiten: Literal["seq", "token"] | None = option(
-        None, "gdpo: whiten over sequences or over tokens."
-    )
-    cpgd_weight: Literal["std", "clip_filter", "none"] | None = option(
-        None, "cpgd: divide by the group's std, scale for dead groups, or neither."
-    )
-    drpo_renorm: Literal["std", "rms"] | None = option(
-        None, "drpo: divide by the std of the step, or keep the size of grpo's advantages."
-    )
-    drpo_kl_damp: float | None = option(
-        None,
-        "drpo: damp members far from the reference, from this quantile on; 0: none.",
-        ge=0,
-        lt=1,
-    )
     reward_range: tuple[float, float] | None = option(
         None, "drpo: lowest and highest possible outcome."
     )
@@ -150,32 +132,6 @@ class AlgorithmConfig(Section):
         None, "Bound (above 1) on the loss of negative advantages; 0: none.", ge=0
     )
     delta: float | None = option(None, "Upper bound (above 1) of the free ratio; 0: none.", ge=0)
-    weight_bound: Literal["cap", "around_one", "delta"] | None = option(
-        None, "cispo: limits of the weight: (0, cap), or around 1 by clip_low and clip_high."
-    )
-    weight_cap: float | None = option(None, "Largest weight of cispo and dppo.", gt=0)
-    tau_positive: float | None = option(None, "sapo: gate of good tokens.", gt=0)
-    tau_negative: float | None = option(None, "sapo: gate of bad tokens.", gt=0)
-    drift_coef: float | None = option(None, "cpgd: weight of the drift from old.", ge=0)
-    drift_cap: float | None = option(None, "cpgd: largest slope of the drift.", gt=0)
-    cov_fraction: float | None = option(
-        None, "kl_cov, clip_cov: share of tokens treated apart.", gt=0, le=1
-    )
-    cov_coef: float | None = option(None, "kl_cov: weight of their distance to old.", ge=0)
-    cov_low: float | None = option(None, "clip_cov: least covariance of such a token.")
-    cov_high: float | None = option(None, "clip_cov: largest covariance of such a token.")
-    topr_split: Literal["reward", "advantage"] | None = option(
-        None, "topr: what says whether a member was good."
-    )
-    kimi_tau: float | None = option(None, "kimi, dro: weight of the squared log-ratio.", ge=0)
-    kimi_level: Literal["token", "sequence"] | None = option(
-        None, "kimi, dro: square the log-ratio of tokens or of whole sequences."
-    )
-    vespo_positive: tuple[float, float] | None = option(None, "vespo: (k, lambda) where A >= 0.")
-    vespo_negative: tuple[float, float] | None = option(None, "vespo: (k, lambda) where A < 0.")
-    fixed_length: int | None = option(
-        None, "Constant of the 'fixed' aggregation; empty: the longest response.", ge=1
-    )
     # entropy
     entropy_coef: float | None = option(None, "Weight of the entropy bonus.", ge=0)
     entropy_target: float | None = option(

@@ -52,7 +52,7 @@ def test_fixed_length_is_the_longest_response_unless_given(algorithm):
         row = algorithm("preset=dr_grpo", *overrides, max_tokens=512)
         return row.aggregation_options["fixed_length"]
 
-    assert (length(), length("fixed_length=100")) == (512, 100)
+    assert (length(), length("args.fixed_length=100")) == (512, 100)
 
 
 def test_the_whole_config_says_how_it_trains():
@@ -66,10 +66,36 @@ def test_a_row_makes_at_most_one_update_per_prompt(algorithm):
     assert algorithm("preset=mini_o3", updates_per_step=2).updates_per_step == 2
 
 
-def test_every_option_of_a_built_in_function_is_a_field():
+def test_options_of_several_functions_are_fields_and_those_of_one_are_args():
+    fields = AlgorithmConfig.model_fields.keys()
     for table in AXES.values():
-        for entry in table.values():
-            assert set(entry.options) <= set(AlgorithmConfig.model_fields)
+        names = [name for entry in table.values() for name in {*entry.options} & fields]
+        assert all(names.count(name) > 1 for name in set(names) - {"delta", "dual_clip"})
+
+
+def test_values_in_args_are_held_against_the_function(algorithm, refused):
+    row = algorithm("preset=gpg", "args={gpg_divisor: std, gpg_alpha_max: 2}")
+    assert row.advantage_options["gpg_divisor"] == "std"
+    assert algorithm("policy_loss=vespo", "args.vespo_positive=[1,2]").loss_options[
+        "vespo_positive"
+    ] == (1, 2)
+    for given, says in (
+        ("gpg_divisor=stdd", "algorithm.args.gpg_divisor: Input should be 'one' or 'std'"),
+        ("gpg_alpha_max=0", "algorithm.args.gpg_alpha_max: Input should be greater than 0, got 0"),
+        ("gpg_alpha_max=much", "algorithm.args.gpg_alpha_max: wants a number, got 'much'"),
+    ):
+        assert says in refused("preset=gpg", f"args.{given}")
+    assert "algorithm.args=gpg_alfa: no such name; did you mean 'gpg_alpha'?" in refused(
+        "preset=gpg", "args={gpg_alfa: one}"
+    )
+
+
+@pytest.mark.parametrize("old", ["algorithm.gpg_alpha", "algorithm.fixed_length", "topr_split"])
+def test_an_option_that_moved_is_answered_with_its_new_name(old):
+    with pytest.raises(ConfigError, match=f"it is now algorithm.args.{old.split('.')[-1]}"):
+        load(None, [f"{old}=1"])
+    with pytest.raises(ConfigError, match=r"algorithm\.args\.weight_floor and"):
+        load({"algorithm": {"weight_bound": "cap"}})
 
 
 # -- old log-probs ---------------------------------------------------------------------------------
@@ -104,7 +130,7 @@ def test_old_log_probs(algorithm, overrides, updates, epochs, mode):
         (["preset=clip_cov"], "algorithm.policy_loss=clip_cov"),
         (["correct=[tis.token,seq_mask]"], "algorithm.correct=[tis.token, seq_mask]"),
         (["correct=[tis.token]", "self_normalise=true"], "algorithm.correct=[tis.token]"),
-        (["preset=drpo", "drpo_kl_damp=0.75"], "algorithm.drpo_kl_damp"),
+        (["preset=drpo", "args.drpo_kl_damp=0.75"], "algorithm.args.drpo_kl_damp"),
         (["preset=dapo", "filter.keep_surplus=true"], "algorithm.filter.keep_surplus"),
         (["preset=grpo+fire"], "algorithm.fire.first_token=is"),
         # These need nothing before training.
@@ -205,7 +231,7 @@ def test_a_bare_function_has_its_own_keyword_parameters_as_options(algorithm, mi
         "policy_loss=mine.py:squared",
         "aggregation=mine.py:halves",
         "clip_low=0.3",
-        "fixed_length=2",
+        "args.fixed_length=2",
     )
     monkeypatch.chdir(mine.parent.parent)  # found again from any folder
     assert row.loss_options == {"clip_low": 0.3, "sharpness": 2.0}

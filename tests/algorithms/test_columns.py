@@ -127,7 +127,7 @@ def test_a_failed_greedy_rollout_excludes_its_group(algorithm, records):
 @pytest.mark.parametrize("bootstrap", ["false", "true"])
 def test_only_a_truncated_response_is_worth_what_the_critic_says(algorithm, records, bootstrap):
     row = algorithm(
-        *("preset=ppo", "kl.coef=0", "lam=1", "whiten=false"),
+        *("preset=ppo", "kl.coef=0", "args.lam=1", "whiten=false"),
         f"critic.bootstrap_truncated={bootstrap}",
     )
     groups = [
@@ -164,7 +164,9 @@ def test_domains_weigh_the_groups(algorithm, records):
 def test_members_far_from_the_reference_are_damped(algorithm, written, records, golden):
     before, after = (
         records.column(
-            written(algorithm("preset=drpo", "reward_range=[0,2]", f"drpo_kl_damp={quantile}")),
+            written(
+                algorithm("preset=drpo", "reward_range=[0,2]", f"args.drpo_kl_damp={quantile}")
+            ),
             "advantages",
         )
         for quantile in (0, 0.75)
@@ -275,8 +277,8 @@ def test_tokens_of_older_weights_are_marked_and_in_no_mismatch(algorithm, record
 def test_neither_batching_nor_order_changes_the_selection(
     algorithm, written, records, golden, loss
 ):
-    band = ["cov_low=-10", "cov_high=10"] if loss == "clip_cov" else []
-    row = algorithm(f"preset={loss}", "cov_fraction=0.2", *band)
+    band = ["args.cov_low=-10", "args.cov_high=10"] if loss == "clip_cov" else []
+    row = algorithm(f"preset={loss}", "args.cov_fraction=0.2", *band)
     new, found = rows(golden.new), []
     for packing in ({}, {"budget": 8}, {"flip": True}, {"budget": 8, "flip": True}):
         (batches,) = written(row, **packing)
@@ -291,7 +293,7 @@ def test_neither_batching_nor_order_changes_the_selection(
 
 
 def test_the_selection_of_the_reference(algorithm, written, golden):
-    row = algorithm("preset=kl_cov", "advantage=no_std", "cov_fraction=0.2")
+    row = algorithm("preset=kl_cov", "advantage=no_std", "args.cov_fraction=0.2")
     (batches,) = written(row, budget=8)
     new = rows(golden.new)
     current = [np.concatenate([new[key] for key in b.keys]) for b in batches]
@@ -301,7 +303,7 @@ def test_the_selection_of_the_reference(algorithm, written, golden):
 
 def test_dead_tokens_are_never_selected(algorithm, written, records, golden):
     row = algorithm(
-        "preset=kl_cov", "cov_fraction=0.9", "fire.temperature=2", "fire.first_token=mask"
+        "preset=kl_cov", "args.cov_fraction=0.9", "fire.temperature=2", "fire.first_token=mask"
     )
     (batches,) = written(row)
     new = golden.new.clone()

@@ -92,10 +92,10 @@ def algorithms(draw: st.DrawFn, loss: str) -> Algorithm:
 
 # Such that the options act on a random step.
 LOSS_OPTIONS: dict[str, dict[str, object]] = {
-    "kl_cov": {"cov_fraction": 0.2},
-    "clip_cov": {"cov_fraction": 0.2, "cov_low": -10.0, "cov_high": 10.0},
-    "kimi": {"kimi_level": "sequence"},
-    "cispo": {"weight_cap": 1.1},
+    "kl_cov": {"args": {"cov_fraction": 0.2}},
+    "clip_cov": {"args": {"cov_fraction": 0.2, "cov_low": -10.0, "cov_high": 10.0}},
+    "kimi": {"args": {"kimi_level": "sequence"}},
+    "cispo": {"args": {"weight_cap": 1.1}},
     "gspo": {"clip": 0.1},
     "gspo_token": {"clip": 0.1},
     "luspo": {"clip": 0.1},

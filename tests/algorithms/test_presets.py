@@ -22,7 +22,7 @@ def clip(low: float = 0.2, high: float = 0.2, dual: float = 0.0):
 
 COV = {"cov_fraction": 2e-4}
 BAND = {"clip_low": 0.2, "clip_high": 0.2, "cov_low": 1.0, "cov_high": 5.0}
-WEIGHED = {"weight_bound": "cap", "weight_cap": 5.0, "clip_low": 0.2, "clip_high": 0.2}
+WEIGHED = {"weight_floor": 0.0, "weight_cap": 5.0}
 DRIFT = {"clip_low": 0.2, "clip_high": 0.2, "drift_coef": 1e-3, "drift_cap": 2.0}
 DRPO = {"std_eps": 1e-6, "drpo_renorm": "std", "drpo_kl_damp": 0.0}
 GPG = {

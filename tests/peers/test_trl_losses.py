@@ -108,10 +108,10 @@ TRL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # their options, ours
     "grpo": ({}, {"aggregation": "seq_mean", **HIGHER}),
     "bnpo": ({}, {"aggregation": "token_mean", **HIGHER}),
     "dapo": ({}, {"aggregation": "token_mean", **HIGHER}),
-    "dr_grpo": ({}, {"aggregation": "fixed", "fixed_length": FIXED, **HIGHER}),
+    "dr_grpo": ({}, {"aggregation": "fixed", "args": {"fixed_length": FIXED}, **HIGHER}),
     "cispo": (
         {"epsilon_high": 2.0},
-        {"policy_loss": "cispo", "weight_cap": 2.0, "aggregation": "token_mean"},
+        {"policy_loss": "cispo", "args": {"weight_cap": 2.0}, "aggregation": "token_mean"},
     ),
     "sapo": ({}, {"policy_loss": "sapo", "aggregation": "seq_mean"}),
     "grpo gspo": ({"importance_sampling_level": "sequence"}, {"policy_loss": "gspo", **HIGHER}),
@@ -121,7 +121,7 @@ TRL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # their options, ours
     "grpo k3": ({"beta": 0.1}, {"kl": K3, **HIGHER}),
     "dr_grpo k3": (
         {"beta": 0.1},
-        {"kl": K3, "aggregation": "fixed", "fixed_length": FIXED, **HIGHER},
+        {"kl": K3, "aggregation": "fixed", "args": {"fixed_length": FIXED}, **HIGHER},
     ),
     "luspo k3": (
         {"beta": 0.1, "importance_sampling_level": "sequence"},

@@ -53,15 +53,14 @@ VERL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # aggregation, 
         {},
         {
             "policy_loss": "cispo",
-            "weight_bound": "around_one",
+            "args": {"weight_floor": 0.8, "weight_cap": 1 + HIGHER["clip_high"]},
             "aggregation": "token_mean",
-            **HIGHER,
         },
     ),
     "dro": (
         "token-mean",
         {"dro_beta": 0.1},
-        {"policy_loss": "dro", "aggregation": "token_mean", "kimi_tau": 0.1},
+        {"policy_loss": "dro", "aggregation": "token_mean", "args": {"kimi_tau": 0.1}},
     ),
     "kl_cov": (
         "token-mean",
@@ -69,8 +68,7 @@ VERL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # aggregation, 
         {
             "policy_loss": "kl_cov",
             "aggregation": "token_mean",
-            "cov_fraction": 0.2,
-            "cov_coef": 0.7,
+            "args": {"cov_fraction": 0.2, "cov_coef": 0.7},
         },
     ),
     # Which of the tokens inside the band are left out is drawn by lot: here all of them are.
@@ -80,9 +78,7 @@ VERL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # aggregation, 
         {
             "policy_loss": "clip_cov",
             "aggregation": "token_mean",
-            "cov_fraction": 1.0,
-            "cov_low": 0.1,
-            "cov_high": 1.0,
+            "args": {"cov_fraction": 1.0, "cov_low": 0.1, "cov_high": 1.0},
             **HIGHER,
         },
     ),
@@ -90,7 +86,12 @@ VERL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # aggregation, 
         name: (
             "token-mean",
             {},
-            {"policy_loss": name, "aggregation": "token_mean", "weight_cap": 1.5, **HIGHER},
+            {
+                "policy_loss": name,
+                "aggregation": "token_mean",
+                "args": {"weight_cap": 1.5},
+                **HIGHER,
+            },
         )
         for name in ("dppo_tv", "dppo_kl")
     },

@@ -69,7 +69,7 @@ WITH_STATE: dict[str, dict[str, Any]] = {
         "algorithm.correct": f"{EXAMPLE}:drop_outliers",
         "algorithm.filter.function": f"{EXAMPLE}:only_pictures",
     },
-    "drpo damped": {"algorithm.preset": "drpo", "algorithm.drpo_kl_damp": 0.75},
+    "drpo damped": {"algorithm.preset": "drpo", "algorithm.args.drpo_kl_damp": 0.75},
 }
 CASES = {
     **{name: {"algorithm.preset": name} for name in PRESETS},
