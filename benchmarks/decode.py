@@ -29,8 +29,8 @@ from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.engines.parity import trajectory
-from saccade.forest import pack
-from saccade.images import open_media
+from saccade.forest.packing import pack
+from saccade.media.images import open_media
 from saccade.models.families import Family
 from saccade.types import Completion, Group, MediaSpan, Request, Sample, Sampling
 

@@ -32,7 +32,7 @@ from saccade.config import load
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import Step
 from saccade.environments.texts import said
-from saccade.images import crop
+from saccade.media.images import crop
 from saccade.recipes import models, questions
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits

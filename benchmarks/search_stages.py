@@ -135,7 +135,7 @@ def draw_reading(folder: Path, size: Size, name: str, scenes: Path) -> Path:
     from saccade.data.datasets import load
     from saccade.data.dialogues import dialogue_row
     from saccade.data.search_expert import call, place_boxes
-    from saccade.images import crop
+    from saccade.media.images import crop
     from saccade.types import Message
 
     most = 1 if name == "read" else max(LIMITS)

@@ -29,14 +29,15 @@ import torch
 from model import TEXT, VISION
 from rl_step import WORKS
 
-from saccade import attention, devices, flops, shapes
+from saccade import devices, flops, shapes
 from saccade.algorithms.build import resolve
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
-from saccade.forest import pack
-from saccade.images import open_media
+from saccade.forest import attention
+from saccade.forest.packing import pack
+from saccade.media.images import open_media
 from saccade.models import tiny
 from saccade.models.families import Family, load_family
 from saccade.models.fused import fuse

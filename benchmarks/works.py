@@ -87,7 +87,7 @@ def read_rows(path: Path, work: Work, step: int) -> list[tuple[str, Path]]:
 
 def _question(model: str, work: Work) -> str:
     """Text that makes the prompt as long as the work says, image and template included."""
-    from saccade.images import open_media
+    from saccade.media.images import open_media
     from saccade.models.families import load_family
     from saccade.types import Message
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from saccade.images import decode
+from saccade.media.images import decode
 from saccade.types import Media, Message, Sample
 
 

@@ -101,7 +101,7 @@ def _compare(source: Path, out: Path, *, exact: bool) -> None:
 
     from saccade.backends import Scoring
     from saccade.backends.local import LocalBackend
-    from saccade.forest import pack
+    from saccade.forest.packing import pack
     from saccade.models.families import load_family
     from saccade.models.load import load_model
     from saccade.types import Group, Message, Sample, Source, Trajectory

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.lib import format as npy
 
 from saccade.config import DataConfig
-from saccade.images.files import ImageError
-from saccade.images.sources import DEFAULT_LIMITS, Encoded, read
-from saccade.images.spill import encoded, named
+from saccade.media.blob_file import encoded, named
+from saccade.media.image_files import ImageError
+from saccade.media.media_files import DEFAULT_LIMITS, Encoded, read
 from saccade.types import Media
 
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}

@@ -251,7 +251,7 @@ def image() -> Callable[..., Media]:
 
     @functools.cache
     def made(width: int = 56, height: int = 56, seed: int = 0) -> Media:
-        from saccade.images import open_media
+        from saccade.media.images import open_media
 
         pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
         return open_media(pixels)
@@ -264,13 +264,13 @@ def on_disk(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[Media], Media]]:
     """Files inside of rows lie on disk, in TMPDIR, however few they are; this puts one there."""
-    from saccade.images import spill
+    from saccade.media import blob_file
 
     monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("spill")))
-    monkeypatch.setattr(spill, "IN_MEMORY", 0)
-    spill._file_of.cache_clear()
-    yield spill.Spill()
-    spill._file_of.cache_clear()
+    monkeypatch.setattr(blob_file, "IN_MEMORY", 0)
+    blob_file._file_of.cache_clear()
+    yield blob_file.Spill()
+    blob_file._file_of.cache_clear()
 
 
 @pytest.fixture(scope="session")

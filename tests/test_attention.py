@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from saccade import attention
-from saccade.attention import forest_plan, paths, segment_attention
 from saccade.errors import EnvironmentProblem
+from saccade.forest import attention
+from saccade.forest.attention import forest_plan, paths, segment_attention
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.export import export, pictures
-from saccade.images import open_media
+from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.models.tiny import build
 from saccade.recipes import evaluate, rl

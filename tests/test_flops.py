@@ -8,15 +8,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from saccade import flops, shapes, sounds
+from saccade import flops, shapes
 from saccade.algorithms.build import resolve
-from saccade.attention import paths
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.engines.embedded.rows import find_families
-from saccade.forest import pack
+from saccade.forest.attention import paths
+from saccade.forest.packing import pack
+from saccade.media import sounds
 from saccade.models.load import freeze
 from saccade.recipes.dialogues import compared
 from saccade.types import Batch, Group, Media, MediaSpan, Message, Sample, Source, Trajectory
@@ -53,7 +54,7 @@ class TokenByToken:
 @pytest.fixture
 def exact_attention(monkeypatch):
     monkeypatch.setattr(
-        "saccade.attention._dense_plan",
+        "saccade.forest.packing.attention._dense_plan",
         lambda starts, parents, *_: TokenByToken(starts, parents),
     )
 
@@ -198,7 +199,7 @@ def test_the_measuring_attention_is_the_real_one(family_of, load, grow, monkeypa
     backend = LocalBackend(model, family)
     (real,) = backend.logprobs([batch], SCORING)
     monkeypatch.setattr(
-        "saccade.attention._dense_plan",
+        "saccade.forest.packing.attention._dense_plan",
         lambda starts, parents, *_: TokenByToken(starts, parents),
     )
     (exact,) = backend.logprobs([batch], SCORING)

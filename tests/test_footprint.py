@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from saccade import footprint, shapes
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models import fused, tiny
 from saccade.models.families import load_family
 from saccade.models.load import hidden_states, load_model
@@ -39,17 +39,17 @@ class Norm(torch.autograd.Function):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """The fused modules in bf16 on the CPU, over stand-ins for what only a GPU has."""
-    gate = types.ModuleType("saccade.kernels.gate")
+    gate = types.ModuleType("saccade.forest.packing.kernels.gate")
     gate.multiply = lambda gate, up: gate * up
-    monkeypatch.setitem(sys.modules, "saccade.kernels.gate", gate)
-    rotary = types.ModuleType("saccade.kernels.rotary")
+    monkeypatch.setitem(sys.modules, "saccade.forest.packing.kernels.gate", gate)
+    rotary = types.ModuleType("saccade.forest.packing.kernels.rotary")
     rotary.rotate = lambda q, k, cos, sin: (q.clone(), k.clone())
-    monkeypatch.setitem(sys.modules, "saccade.kernels.rotary", rotary)
+    monkeypatch.setitem(sys.modules, "saccade.forest.packing.kernels.rotary", rotary)
     monkeypatch.setattr(fused, "_applies", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(fused, "_near", lambda *_: True)
     monkeypatch.setattr(fused, "rms_norm", lambda x, shape, weight, eps: Norm.apply(x, weight))
     monkeypatch.setattr(
-        "saccade.attention.segment_attention",
+        "saccade.forest.packing.attention.segment_attention",
         lambda q, k, v, *_: Kernel.apply(q.contiguous(), k.contiguous(), v.contiguous()),
     )
 
@@ -135,7 +135,9 @@ def test_a_block_of_a_vision_tower(tmp_path, as_on_a_gpu, image):
 def test_a_block_of_a_tower_of_squares(tmp_path, as_on_a_gpu, monkeypatch, image):
     """Its results are scaled by vectors that learn, so they are kept."""
     family, model = model_of("internvl", tmp_path)
-    monkeypatch.setattr("saccade.attention.sdpa", lambda q, k, v, **_: Kernel.apply(q, k, v))
+    monkeypatch.setattr(
+        "saccade.forest.packing.attention.sdpa", lambda q, k, v, **_: Kernel.apply(q, k, v)
+    )
     (span,) = family.render([Message(role="user", parts=(image(448, 336),))]).media
     media = family.media([span])
     saved = kept_by(

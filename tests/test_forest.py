@@ -5,9 +5,9 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from saccade import forest
-from saccade.forest import MIN_BRANCH, has_media, pack, select
-from saccade.images import crop
+from saccade.forest import packing
+from saccade.forest.packing import MIN_BRANCH, has_media, pack, select
+from saccade.media.images import crop
 from saccade.types import READ_COLUMNS, Batch, Group, MediaSpan, Sample, Source, Trajectory
 
 COLUMNS = ("advantages", "rollout_logprobs")
@@ -234,8 +234,8 @@ def test_a_group_over_the_budget_is_cut_where_the_next_member_does_not_fit():
 
 def test_the_work_of_cutting_a_group_grows_with_its_members_alone(monkeypatch):
     looked_at = []
-    tree = forest._tree
-    monkeypatch.setattr(forest, "_tree", lambda m, *a: looked_at.append(len(m)) or tree(m, *a))
+    tree = packing._tree
+    monkeypatch.setattr(packing, "_tree", lambda m, *a: looked_at.append(len(m)) or tree(m, *a))
     rng = np.random.default_rng(0)
     for size in (100, 1000):
         looked_at.clear()

@@ -5,8 +5,8 @@ import pytest
 import torch
 from pytest import approx
 
-from saccade import logprobs
-from saccade.logprobs import read_logprobs, sampling_logits
+from saccade.forest import logprobs
+from saccade.forest.logprobs import read_logprobs, sampling_logits
 
 # logits[a, b, c] = 2 sin(0.7 (15a + 5b + c)), targets [[0, 1, 2], [3, 4, 0]]
 LOGITS = 2 * torch.sin(0.7 * torch.arange(30, dtype=torch.float64)).view(6, 5)

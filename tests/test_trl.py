@@ -110,7 +110,7 @@ def ours(
     from saccade.backends.local import LocalBackend
     from saccade.backends.losses import PolicyLoss
     from saccade.config import AlgorithmConfig, KLConfig, TrainConfig
-    from saccade.forest import pack
+    from saccade.forest.packing import pack
     from saccade.models.families import load_family
     from saccade.models.load import load_model
     from saccade.types import Metrics

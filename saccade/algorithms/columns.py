@@ -31,7 +31,7 @@ from saccade.algorithms.memory import Memory
 from saccade.algorithms.stages import Updates
 from saccade.algorithms.table import bound
 from saccade.algorithms.value import explained_variance
-from saccade.forest import has_media
+from saccade.forest.packing import has_media
 from saccade.types import Batch, Group, Metrics, Trajectory
 
 # -- advantages and scales -------------------------------------------------------------------------

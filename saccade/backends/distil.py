@@ -22,8 +22,8 @@ from saccade.algorithms.imitation import imitation_objective
 from saccade.backends.inputs import column
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import Objective
-from saccade.logprobs import CHUNK_ELEMENTS
-from saccade.transfer import to_device
+from saccade.forest.logprobs import CHUNK_ELEMENTS
+from saccade.forest.to_device import to_device
 from saccade.types import Batch
 
 Head = Callable[[Tensor], Tensor]

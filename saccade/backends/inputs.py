@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from saccade.algorithms.objective import Columns
-from saccade.attention import AttentionPlan, forest_plan
-from saccade.forest import has_media
+from saccade.forest.attention import AttentionPlan, forest_plan
+from saccade.forest.packing import has_media
+from saccade.forest.to_device import to_device
 from saccade.models.families import Family
 from saccade.models.load import media_inputs
-from saccade.transfer import to_device
 from saccade.types import Batch
 
 

@@ -22,7 +22,7 @@ from saccade.backends import rating
 from saccade.backends.local import LocalBackend
 from saccade.config import SeriesConfig
 from saccade.errors import ConfigError, DataError
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models.families import Family, load_family
 from saccade.models.heads import RewardHead, attach_reward, load_reward
 from saccade.models.load import load_model

@@ -30,13 +30,13 @@ from saccade.backends.memory import Recompute
 from saccade.backends.optimizer import Optimizer
 from saccade.config import TrainConfig
 from saccade.contents import File, held, tensor_file
-from saccade.forest import halves
-from saccade.logprobs import read_logprobs
+from saccade.forest.logprobs import read_logprobs
+from saccade.forest.packing import halves
+from saccade.forest.to_device import to_device
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.heads import RewardHead, read_scores, without_reward
 from saccade.models.load import banned_mask, hidden_states, media_inputs, negated
-from saccade.transfer import to_device
 from saccade.types import Batch, Metrics
 
 WEIGHTS, OPTIMIZER, AVERAGE = "weights.safetensors", "optimizer.safetensors", "average/"

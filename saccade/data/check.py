@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from saccade import images
 from saccade.config import Config, DataConfig, DataSource
 from saccade.data.datasets import BadRow, Dataset, keep, load
 from saccade.data.records import plain, to_row
 from saccade.errors import DataError
+from saccade.media import images
 from saccade.types import Media, Sample
 
 # (train or val, sources, options) → rows as they are in the file, rows that are used.

@@ -41,13 +41,13 @@ from saccade.data.sources import Row, open_source
 from saccade.data.stream import Stream
 from saccade.data.unread import FOR_REWARDS, unread_media
 from saccade.errors import ConfigError, DataError
-from saccade.images import ImageError, open_media
-from saccade.images.sources import located, source_kind
-from saccade.images.spill import Spill
+from saccade.media.blob_file import Spill
+from saccade.media.images import ImageError, open_media
+from saccade.media.media_files import located, source_kind
+from saccade.media.sounds import open_sound
+from saccade.media.videos import open_video
 from saccade.series import open_series
-from saccade.sounds import open_sound
 from saccade.types import Media, Sample
-from saccade.videos import open_video
 
 __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
 

@@ -17,8 +17,8 @@ from typing import Any
 from PIL import Image
 
 from saccade.data.chats import escape
-from saccade.images import decode
-from saccade.images.spill import encoded
+from saccade.media.blob_file import encoded
+from saccade.media.images import decode
 from saccade.types import Media, Message, Sample
 
 SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from saccade.data.chats import escape
-from saccade.images.spill import encoded
+from saccade.media.blob_file import encoded
 from saccade.types import Media, Message, Sample
 
 WRITTEN = ("messages", "pairs", "sides", "labels")

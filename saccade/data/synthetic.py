@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from saccade.images.spill import encoded
+from saccade.media.blob_file import encoded
 from saccade.types import Media, Message, Sample, replace
 
 COLOURS: dict[str, tuple[int, int, int]] = {

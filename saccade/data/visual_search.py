@@ -47,7 +47,7 @@ from saccade.data.optotypes import (
 )
 from saccade.data.synthetic import write_rows
 from saccade.errors import ConfigError
-from saccade.images.spill import encoded
+from saccade.media.blob_file import encoded
 from saccade.types import Media, Message, Sample
 
 Box = tuple[int, int, int, int]

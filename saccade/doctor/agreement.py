@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade import attention
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.config import Config
@@ -23,7 +22,8 @@ from saccade.doctor.finding import AS_IT_SAYS, Finding, failure, ok
 from saccade.engines import Engine, generate, parity
 from saccade.engines.weights import not_finite
 from saccade.errors import EnvironmentProblem
-from saccade.forest import pack
+from saccade.forest import attention
+from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.recipes.engines import make_engine
 from saccade.recipes.models import family_of, load_policy

@@ -16,9 +16,9 @@ from functools import lru_cache
 
 from PIL import Image
 
-from saccade.images import ImageError, decode
-from saccade.images.files import ORIENTATION
-from saccade.images.spill import encoded
+from saccade.media.blob_file import encoded
+from saccade.media.image_files import ORIENTATION
+from saccade.media.images import ImageError, decode
 from saccade.types import Media
 
 COMMON = ("PNG", "JPEG", "WEBP")

@@ -19,11 +19,12 @@ import numpy as np
 from saccade.engines import Engine, WeightSource, generate
 from saccade.engines.weights import not_finite
 from saccade.errors import EnvironmentProblem
-from saccade.forest import pack
-from saccade.images import open_media
-from saccade.images.cache import DECODED
+from saccade.forest.packing import pack
+from saccade.media.images import open_media
+from saccade.media.pixel_cache import DECODED
+from saccade.media.sounds import open_sound
+from saccade.media.videos import open_video
 from saccade.models.families import Family
-from saccade.sounds import open_sound
 from saccade.types import (
     Batch,
     Completion,
@@ -36,7 +37,6 @@ from saccade.types import (
     Source,
     Trajectory,
 )
-from saccade.videos import open_video
 
 PROMPTS, NEW_TOKENS = 2, 16
 LIMITS = {"float32": 1e-4, "bfloat16": 0.05}  # mean |gap| by the type that computes

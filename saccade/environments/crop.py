@@ -16,7 +16,7 @@ from typing import Any
 
 from saccade.config import EnvConfig
 from saccade.environments.calls import CallError
-from saccade.images import MAX_ASPECT, crop, resized_size
+from saccade.media.images import MAX_ASPECT, crop, resized_size
 from saccade.types import Media
 
 MARGIN = 0.05  # of a side: boxes that leave the picture by less are cut, by more refused

@@ -15,7 +15,7 @@ from saccade import sokoban
 from saccade.config import EnvConfig
 from saccade.environments.protocol import Setting, Step
 from saccade.environments.texts import said, words
-from saccade.images import open_media
+from saccade.media.images import open_media
 from saccade.types import Media, Message, Sample, replace
 
 MOST_MOVES = 50  # of one turn

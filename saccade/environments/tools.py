@@ -27,7 +27,7 @@ from saccade.environments.calls import CallError, Written
 from saccade.environments.crop import Views, zoom
 from saccade.environments.protocol import Setting, Step
 from saccade.environments.texts import said, words
-from saccade.images import open_media
+from saccade.media.images import open_media
 from saccade.types import Media, Message, Sample
 
 Role = Literal["user", "tool"]

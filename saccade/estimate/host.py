@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from saccade.estimate.memory import GIB, Item, Memory
 from saccade.estimate.plan import Plan
-from saccade.images.cache import DECODED
+from saccade.media.pixel_cache import DECODED
 from saccade.models.families.pixels import CACHE_BYTES
 
 PROCESS_GIB = 2.0  # libraries and the context of CUDA, as one H200 showed

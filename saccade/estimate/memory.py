@@ -15,7 +15,7 @@ from saccade.engines.embedded.pages import POOL_SHARE
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS
 from saccade.estimate.plan import Plan
 from saccade.estimate.sizing import Skeleton
-from saccade.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK
+from saccade.forest.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK
 from saccade.rewards.reward_model_term import model_terms
 from saccade.types import Batch
 

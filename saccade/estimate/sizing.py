@@ -25,7 +25,7 @@ from saccade.data.sources import parse_address
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.flops import Training
 from saccade.footprint import patches
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.load import freeze

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm
 
-from saccade import kernels
-from saccade.attention import HALF
+from saccade.forest import kernels
+from saccade.forest.attention import HALF
 
 
 def fuse(model: Any) -> list[str]:
@@ -117,14 +117,14 @@ def _gated(self: Any, x: Tensor) -> Tensor:
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from saccade.kernels.gate import multiply
+        from saccade.forest.kernels.gate import multiply
 
         ctx.save_for_backward(gate, up)
         return multiply(gate, up)
 
     @staticmethod
     def backward(ctx: Any, to_product: Tensor) -> tuple[Tensor, Tensor]:
-        from saccade.kernels.gate import gradients
+        from saccade.forest.kernels.gate import gradients
 
         gate, up = ctx.saved_tensors
         return gradients(gate, up, to_product)[1:]
@@ -135,14 +135,14 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        from saccade.kernels.gate import multiply
+        from saccade.forest.kernels.gate import multiply
 
         ctx.save_for_backward(gate, up, weight)
         return linear(multiply(gate, up), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, to_out: Tensor) -> tuple[Tensor | None, ...]:
-        from saccade.kernels.gate import gradients
+        from saccade.forest.kernels.gate import gradients
 
         gate, up, weight = ctx.saved_tensors
         product, to_gate, to_up = gradients(gate, up, to_out @ weight)
@@ -195,14 +195,14 @@ def _vision_rotary(plain: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        from saccade.kernels.rotary import rotate
+        from saccade.forest.kernels.rotary import rotate
 
         ctx.save_for_backward(cos, sin)
         return rotate(q, k, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, to_q: Tensor, to_k: Tensor) -> tuple[Tensor | None, ...]:
-        from saccade.kernels.rotary import rotate
+        from saccade.forest.kernels.rotary import rotate
 
         return *rotate(to_q, to_k, *ctx.saved_tensors, back=True), None, None
 

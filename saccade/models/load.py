@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade import attention
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.forest import attention
+from saccade.forest.to_device import to_device
 from saccade.models import experts, series
 from saccade.models.families import FAMILIES, Family
 from saccade.models.files import require_intact, require_some
 from saccade.models.fused import fuse
-from saccade.transfer import to_device
 from saccade.types import MediaSpan
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -38,8 +38,8 @@ from torch.nn import functional
 from saccade.config import SeriesConfig
 from saccade.contents import File, on_host, tensor_file
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.images import ImageError
-from saccade.images.cache import DECODED
+from saccade.media.images import ImageError
+from saccade.media.pixel_cache import DECODED
 from saccade.models import own_encoder
 from saccade.models.families import Family
 from saccade.models.families.qwen_omni import apart, as_shown

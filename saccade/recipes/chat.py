@@ -24,7 +24,7 @@ from saccade.data.prompts import text_or_file
 from saccade.disk import require_writable
 from saccade.engines import Engine, generate, progress
 from saccade.errors import ConfigError, DataError, SaccadeError, TrainingError
-from saccade.images import open_media
+from saccade.media.images import open_media
 from saccade.models.families import Family
 from saccade.recipes import models, parts
 from saccade.recipes.engines import answering_engine, answering_family, model_name, room

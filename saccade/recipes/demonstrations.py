@@ -15,7 +15,7 @@ import numpy as np
 
 from saccade.config import Config
 from saccade.data.datasets import Stream
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.recipes import questions
 from saccade.recipes.dialogues import dialogue

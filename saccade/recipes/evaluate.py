@@ -21,7 +21,7 @@ from saccade.data.datasets import Dataset
 from saccade.data.suites import with_rewards
 from saccade.engines import Engine
 from saccade.environments import gives_rewards
-from saccade.images.cache import DECODED
+from saccade.media.pixel_cache import DECODED
 from saccade.models.families import Family
 from saccade.models.rating import Card, read_card
 from saccade.recipes import models, parts, questions

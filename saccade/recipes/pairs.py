@@ -32,7 +32,7 @@ from saccade.data.chats import RowError
 from saccade.data.comparisons import chosen_first, label_of
 from saccade.data.records import content_hash
 from saccade.errors import DataError
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.models.files import stamp
 from saccade.models.load import pick_dtype

@@ -21,8 +21,8 @@ from typing import Any
 from saccade.config import DataConfig
 from saccade.data.dataset import BadRow, Dataset, refuse_first, too_many
 from saccade.errors import DataError
-from saccade.images import ImageError
-from saccade.images.cache import DECODED, ImageCache, in_threads
+from saccade.media.images import ImageError
+from saccade.media.pixel_cache import DECODED, ImageCache, in_threads
 from saccade.models.families import Family
 from saccade.tracking.folder import QUARANTINE
 from saccade.types import Media, Sample

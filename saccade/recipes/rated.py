@@ -28,7 +28,7 @@ from saccade.data import datasets, prompts
 from saccade.data.chats import RowError, parse_json
 from saccade.data.expressions import number_of
 from saccade.errors import ConfigError, DataError
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.models.heads import RewardHead, attach_reward, load_reward
 from saccade.models.rating import REWARD_FILE, Card, read_card, stepped, verdict_ids, write_card

@@ -18,7 +18,8 @@ from saccade.algorithms import stages
 from saccade.algorithms.algorithm import Algorithm
 from saccade.contents import File
 from saccade.errors import TrainingError
-from saccade.images.cache import in_background
+from saccade.media.pixel_cache import in_background
+from saccade.media.videos import PAIR
 from saccade.recipes import parts
 from saccade.recipes.accuracy import outcomes_by_source, score_terms
 from saccade.recipes.guard import check_errors
@@ -28,7 +29,6 @@ from saccade.rollout.scoring import RewardStream, make_room, parsed, telling, th
 from saccade.rollout.stored import group_files, load_groups
 from saccade.tracking.metrics import group_metrics
 from saccade.types import ALWAYS_EXCLUDED, Group, Metrics, Sample
-from saccade.videos import PAIR
 
 if TYPE_CHECKING:
     from saccade.recipes.actors import Actors

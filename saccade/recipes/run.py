@@ -26,7 +26,7 @@ from saccade.checks import not_counted
 from saccade.config import Config
 from saccade.data.datasets import Dataset, Stream
 from saccade.errors import EnvironmentProblem, Interrupted, SaccadeError
-from saccade.images.cache import DECODED, drop_background
+from saccade.media.pixel_cache import DECODED, drop_background
 from saccade.models.families import Family
 from saccade.models.load import gpu_peak_gb
 from saccade.recipes import best

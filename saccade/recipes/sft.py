@@ -22,7 +22,7 @@ from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, Config, defaults_for, load
 from saccade.data.datasets import Stream
 from saccade.disk import require_writable
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps

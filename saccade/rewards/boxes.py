@@ -71,7 +71,9 @@ def space_of(images: Sequence[Mapping[str, Any]], index: int, unit: int | None) 
     width, height = image["size"]
     if unit is None or "pixels" not in image:
         return Space((width, height))
-    from saccade.images import resized_size  # brings libraries that workers start faster without
+    from saccade.media.images import (
+        resized_size,  # brings libraries that workers start faster without
+    )
 
     least, most = image["pixels"]
     rows, columns = resized_size(width, height, unit=unit, min_pixels=least, max_pixels=most)

@@ -28,8 +28,8 @@ from typing import Any
 from saccade.config import EnvConfig
 from saccade.environments import Environment, Own, Setting, Step, build, load_own
 from saccade.errors import ConfigError
-from saccade.images import decode, root_hash
-from saccade.images.spill import encoded
+from saccade.media.blob_file import encoded
+from saccade.media.images import decode, root_hash
 from saccade.rewards.extract import extract
 from saccade.rollout import wire
 from saccade.types import Media, Message

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 
 from saccade.contents import File, text_file
 from saccade.errors import DataError
-from saccade.images.spill import encoded
+from saccade.media.blob_file import encoded
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Trajectory
 
 ROWS, ARRAYS = "groups.json", "groups.safetensors"

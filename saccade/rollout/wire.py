@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from saccade.images import root_hash
-from saccade.images.spill import encoded
+from saccade.media.blob_file import encoded
+from saccade.media.images import root_hash
 from saccade.types import Media, Message, Sample
 
 FIELDS = tuple(field.name for field in fields(Media))

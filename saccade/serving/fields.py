@@ -18,7 +18,7 @@ import numpy as np
 
 from saccade.config import DataConfig
 from saccade.errors import SaccadeError
-from saccade.images import decode, open_media
+from saccade.media.images import decode, open_media
 from saccade.models.families import Family
 from saccade.serving.http import BadRequest
 from saccade.types import Media, Message, Request, Sampling

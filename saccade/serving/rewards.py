@@ -29,7 +29,7 @@ import numpy as np
 
 from saccade import __version__
 from saccade.errors import ConfigError, SaccadeError
-from saccade.images import open_media
+from saccade.media.images import open_media
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample, image_records
 from saccade.rewards.scorer import Scorer

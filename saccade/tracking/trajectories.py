@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from saccade.images import resized_size
+from saccade.media.images import resized_size
 from saccade.tracking.folder import TRAJECTORIES, RunFolder, write_whole
 from saccade.tracking.loggers import complain
 from saccade.types import ALWAYS_EXCLUDED, Group, Media, Message, Source, Trajectory

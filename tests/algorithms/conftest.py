@@ -24,7 +24,7 @@ from saccade.algorithms.stages import Updates
 from saccade.algorithms.table import bound
 from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.types import Batch, Group, Message, Metrics, Sample, Source, Trajectory
 from tests.algorithms.by_member import LENGTHS, rows
 

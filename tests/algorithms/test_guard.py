@@ -30,7 +30,7 @@ from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.errors import ConfigError
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.types import Batch
 
 SEQUENCE = torch.tensor([0] * 6 + [1] + [2] * 4 + [3] * 5)

@@ -14,7 +14,7 @@ from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss, ValueLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.errors import ConfigError
-from saccade.forest import pack
+from saccade.forest.packing import pack
 
 ALGORITHM = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.0}), max_tokens=64)
 ROUTER = "model.layers.0.mlp.gate.weight"

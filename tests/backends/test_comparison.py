@@ -13,7 +13,7 @@ from saccade.algorithms.preference import PREFERENCES, UNPAIRED, WITHOUT_REFEREN
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PreferenceLoss
 from saccade.config import TrainConfig
-from saccade.forest import halves, pack
+from saccade.forest.packing import halves, pack
 from saccade.recipes.dialogues import compared
 from saccade.types import Batch, Group, Message, Sample
 

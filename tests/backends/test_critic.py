@@ -15,7 +15,7 @@ from saccade.backends.losses import ValueLoss
 from saccade.config import TrainConfig
 from saccade.contents import write_files
 from saccade.errors import EnvironmentProblem
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models.heads import attach_score
 from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
 

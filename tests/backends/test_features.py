@@ -11,7 +11,7 @@ from saccade.backends.features import FeatureCache
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models.load import freeze
 from saccade.types import Media, MediaSpan
 

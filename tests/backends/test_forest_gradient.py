@@ -12,7 +12,7 @@ from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.types import Batch, Group
 
 # Two updates of a step: the ratio is not 1, so values and gradients depend on the log-probs.

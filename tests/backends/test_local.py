@@ -15,7 +15,7 @@ from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.contents import write_files
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models.load import freeze
 from saccade.types import Batch
 

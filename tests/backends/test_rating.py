@@ -16,7 +16,7 @@ from saccade.backends.local import LocalBackend
 from saccade.backends.rating import ratings, train_ratings
 from saccade.config import TrainConfig
 from saccade.contents import write_files
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models.heads import RewardHead, attach_reward, load_reward, reward_file, without_reward
 from saccade.models.load import hidden_states, load_model
 from saccade.models.rating import Card, judged

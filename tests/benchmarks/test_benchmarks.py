@@ -149,7 +149,7 @@ def test_rows_have_the_length_that_the_work_asks_for(tmp_path: Path) -> None:
     from model import build
     from works import parse, read_rows, write_rows
 
-    from saccade.images import open_media
+    from saccade.media.images import open_media
     from saccade.models.families import load_family
     from saccade.types import Message
 
@@ -193,7 +193,7 @@ def test_turns_are_the_same_with_and_without_the_cache_of_those_before(tmp_path:
     from works import parse
 
     from saccade.engines.embedded import EmbeddedEngine
-    from saccade.images import open_media
+    from saccade.media.images import open_media
     from saccade.models.families import load_family
     from saccade.models.load import load_model
     from saccade.types import Message, Sample

@@ -13,7 +13,7 @@ from saccade.data.comparisons import read_candidates, read_label
 from saccade.data.formats import FORMATS, detect, read_row
 from saccade.data.overlong import shrink
 from saccade.data.records import content_hash, to_row
-from saccade.images import open_media
+from saccade.media.images import open_media
 from saccade.types import Media, Sample
 
 

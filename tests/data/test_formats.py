@@ -14,7 +14,7 @@ from saccade.data.chats import RowError
 from saccade.data.formats import FORMATS, detect, read_row
 from saccade.data.records import content_hash, to_row
 from saccade.errors import ConfigError, DataError
-from saccade.images import ImageError, open_media
+from saccade.media.images import ImageError, open_media
 from saccade.types import Media
 
 

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from saccade.config import DataConfig
-from saccade.images import ImageError, crop, decode, open_media, resized_size
-from saccade.images.cache import ImageCache, drop_background, in_background
-from saccade.images.sources import source_kind
+from saccade.media.images import ImageError, crop, decode, open_media, resized_size
+from saccade.media.media_files import source_kind
+from saccade.media.pixel_cache import ImageCache, drop_background, in_background
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.datasets import load
 from saccade.data.judging import judged
-from saccade.images import open_media
+from saccade.media.images import open_media
 from saccade.types import Media, Message, Sample
 
 

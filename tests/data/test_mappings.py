@@ -25,7 +25,7 @@ from saccade.data.formats import FORMATS, read_row
 from saccade.data.mappings import SHIPPED, apply, load_mapping
 from saccade.data.records import to_row
 from saccade.errors import ConfigError, DataError
-from saccade.images import open_media
+from saccade.media.images import open_media
 from saccade.types import Media, Sample
 
 # -- media of known brightness ---------------------------------------------------------------------
@@ -58,7 +58,7 @@ def wav(shade: int) -> bytes:
 
 
 def shade(media: Media) -> int:
-    from saccade.images import decode
+    from saccade.media.images import decode
 
     pixels = decode(media)
     return round(float(pixels[0]) * 327.68) if media.kind == "audio" else int(pixels.flat[0])

@@ -6,7 +6,7 @@ from saccade.config import DataConfig, DataSource
 from saccade.data.datasets import load
 from saccade.data.overlong import drop_turns, shrink, truncate_text
 from saccade.errors import DataError
-from saccade.images import open_media, resized_size
+from saccade.media.images import open_media, resized_size
 from saccade.types import Media, Message
 
 

@@ -5,7 +5,7 @@ import pytest
 from saccade.config import PromptConfig
 from saccade.data.prompts import apply, instruction_for, permute_choices, texts_hash
 from saccade.errors import ConfigError
-from saccade.images import open_media
+from saccade.media.images import open_media
 from saccade.types import Message
 
 

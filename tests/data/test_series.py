@@ -16,7 +16,7 @@ from saccade.data.formats import FORMATS, read_row
 from saccade.data.mappings import load_mapping
 from saccade.data.overlong import POLICIES
 from saccade.data.records import to_row
-from saccade.images import ImageError, decode
+from saccade.media.images import ImageError, decode
 from saccade.series import is_one, open_series
 from saccade.types import Media
 

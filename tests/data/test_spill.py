@@ -18,12 +18,12 @@ from saccade.data.datasets import load
 from saccade.data.records import to_row
 from saccade.endpoint.pictures import encode
 from saccade.errors import EnvironmentProblem
-from saccade.images import decode, open_media
-from saccade.images.spill import Spill, _file_of, encoded
+from saccade.media.blob_file import Spill, _file_of, encoded
+from saccade.media.images import decode, open_media
+from saccade.media.sounds import open_sound
+from saccade.media.videos import open_video
 from saccade.series import open_series
-from saccade.sounds import open_sound
 from saccade.types import Extent
-from saccade.videos import open_video
 
 
 def rows_of(jsonl, files, name="rows.jsonl"):
@@ -53,7 +53,7 @@ def test_a_large_set_lies_on_disk_each_content_once(jsonl, on_disk, image):
 
 def test_a_small_set_stays_in_memory(jsonl, on_disk, image, monkeypatch):
     files = [image(seed=seed).data for seed in (0, 1, 0, 2)]
-    monkeypatch.setattr("saccade.images.spill.IN_MEMORY", len(files[0]) + len(files[1]))
+    monkeypatch.setattr("saccade.media.blob_file.IN_MEMORY", len(files[0]) + len(files[1]))
     few = loaded(rows_of(jsonl, files[:3]))
     assert [sample.media[0].data for sample in few.samples] == files[:3]
     more = loaded(rows_of(jsonl, files))
@@ -63,7 +63,7 @@ def test_a_small_set_stays_in_memory(jsonl, on_disk, image, monkeypatch):
 def test_nothing_else_of_a_set_depends_on_it(jsonl, on_disk, image, monkeypatch):
     path = rows_of(jsonl, [image(seed=seed).data for seed in range(3)])
     there = loaded(path)
-    monkeypatch.setattr("saccade.images.spill.IN_MEMORY", 1 << 20)
+    monkeypatch.setattr("saccade.media.blob_file.IN_MEMORY", 1 << 20)
     here = loaded(path)
     assert there == here and there.hash == here.hash
     assert [to_row(sample) for sample in there.samples] == [to_row(s) for s in here.samples]
@@ -119,9 +119,10 @@ def test_rows_are_let_go_of_when_they_are_read_and_when_they_are_written(
 
 OWNER = """
 import os, sys
-from saccade.images import open_media, spill
-spill.IN_MEMORY = 0
-media = spill.Spill()(open_media(sys.stdin.buffer.read()))
+from saccade.media import blob_file
+from saccade.media.images import open_media
+blob_file.IN_MEMORY = 0
+media = blob_file.Spill()(open_media(sys.stdin.buffer.read()))
 """
 
 
@@ -145,21 +146,21 @@ def test_another_process_cannot_take_it_for_a_file_of_its_own(on_disk, image):
 
 def test_a_fork_has_a_file_of_its_own_and_reads_the_one_before(tmp_path, image):
     code = """
-before = spill.encoded(media)
+before = blob_file.encoded(media)
 if os.fork() == 0:
-    other = spill.Spill()(open_media(before + b"0"))
-    assert other.data.file != media.data.file and spill.encoded(other) == before + b"0"
-    assert spill.encoded(media) == before
+    other = blob_file.Spill()(open_media(before + b"0"))
+    assert other.data.file != media.data.file and blob_file.encoded(other) == before + b"0"
+    assert blob_file.encoded(media) == before
     sys.exit(0)
 assert os.wait()[1] == 0
-assert spill.encoded(media) == before
+assert blob_file.encoded(media) == before
 print("both")
 """
     assert said_by(code, tmp_path, image().data) == "both\n"
 
 
 def test_a_folder_that_is_not_there_is_not_replaced(tmp_path, monkeypatch, image):
-    monkeypatch.setattr("saccade.images.spill.IN_MEMORY", 0)
+    monkeypatch.setattr("saccade.media.blob_file.IN_MEMORY", 0)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
     _file_of.cache_clear()
     with pytest.raises(EnvironmentProblem, match=r"TMPDIR=.*gone: is no folder"):
@@ -170,9 +171,9 @@ def test_a_full_disk_says_what_to_set(tmp_path, image):
     code = """
 import resource
 from saccade.errors import EnvironmentProblem
-resource.setrlimit(resource.RLIMIT_FSIZE, (len(spill.encoded(media)) + 10,) * 2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (len(blob_file.encoded(media)) + 10,) * 2)
 try:
-    spill.Spill()(open_media(spill.encoded(media) + b"0"))
+    blob_file.Spill()(open_media(blob_file.encoded(media) + b"0"))
 except EnvironmentProblem as error:
     print(error)
 """
@@ -181,6 +182,6 @@ except EnvironmentProblem as error:
 
 
 def test_a_spill_is_for_one_set(on_disk, image, monkeypatch):
-    monkeypatch.setattr("saccade.images.spill.IN_MEMORY", len(image().data))
+    monkeypatch.setattr("saccade.media.blob_file.IN_MEMORY", len(image().data))
     for _ in range(2):
         assert Spill()(image()) is image()

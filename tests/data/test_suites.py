@@ -13,7 +13,7 @@ from saccade.data import suites
 from saccade.data.datasets import Dataset
 from saccade.data.datasets import load as read
 from saccade.errors import ConfigError
-from saccade.images import decode
+from saccade.media.images import decode
 from tests.public_sets import write_all
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from saccade.endpoint.apis import APIS
 from saccade.endpoint.pictures import Pictures, encode
 from saccade.errors import ConfigError
-from saccade.images import crop, decode, open_media
+from saccade.media.images import crop, decode, open_media
 from saccade.models.chat import PLAIN_TEMPLATE
 from saccade.models.families.endpoint import endpoint_family
 from saccade.types import Media, Message, Sampling, Source

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from saccade.endpoint.pictures import Pictures, encode
-from saccade.images import ImageError
+from saccade.media.images import ImageError
 from saccade.types import Media
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.engines.embedded import rows as fields
 from saccade.engines.embedded.sampler import kept_ids, sample
-from saccade.logprobs import sampling_logits
+from saccade.forest.logprobs import sampling_logits
 from saccade.types import Sampling
 
 WORD = 4

@@ -11,7 +11,7 @@ from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from tests.engines.asked import FREE, NAME, requests, same, trajectories, turn
 
 

@@ -11,7 +11,7 @@ from saccade.backends.local import LocalBackend
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.types import Message, Sampling
 from tests.engines.asked import (
     FREE,

@@ -10,7 +10,7 @@ from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from tests.engines.asked import FREE, head, play, requests, same, scripted, support_of, trajectories
 
 HOT = replace(FREE, first=(10.0, 50), support=True)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.attention import forest_plan
 from saccade.engines.embedded.layers import joined_forwards
 from saccade.engines.embedded.projections import exchanged
+from saccade.forest.attention import forest_plan
 from saccade.models.load import hidden_states
 
 

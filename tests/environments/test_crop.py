@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from saccade.config import EnvConfig
 from saccade.environments.calls import CallError
 from saccade.environments.crop import Views, zoom
-from saccade.images import decode, open_media, resized_size
-from saccade.images.cache import DECODED
+from saccade.media.images import decode, open_media, resized_size
+from saccade.media.pixel_cache import DECODED
 from saccade.types import Media
 
 ENV = EnvConfig(name="crop")

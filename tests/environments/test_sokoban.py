@@ -7,7 +7,7 @@ import pytest
 
 from saccade.config import EnvConfig
 from saccade.environments import Setting, build
-from saccade.images import decode
+from saccade.media.images import decode
 from saccade.rewards.extract import extract
 from saccade.sokoban import COLOURS, draw, move, parse, read_moves
 from saccade.types import Message, Sample

@@ -8,7 +8,7 @@ from PIL import Image
 
 from saccade.config import EnvConfig
 from saccade.environments import Own, Setting, build, instruction, problems, stop_strings
-from saccade.images import decode, open_media
+from saccade.media.images import decode, open_media
 from saccade.rewards.extract import extract
 from saccade.types import Message, Sample
 

@@ -16,7 +16,7 @@ def random_tree(rng, nodes=7):
 
 
 def test_the_variable_length_plan_agrees_with_the_dense_plan_and_its_gradient():
-    from saccade.attention import _dense_plan, _varlen_plan
+    from saccade.forest.attention import _dense_plan, _varlen_plan
 
     rng = np.random.default_rng(0)
     for _ in range(5):
@@ -37,7 +37,7 @@ def test_the_variable_length_plan_agrees_with_the_dense_plan_and_its_gradient():
 
 
 def test_vision_segments_agree_with_a_loop():
-    from saccade.attention import segment_attention
+    from saccade.forest.attention import segment_attention
 
     boundaries = torch.tensor([0, 5, 21, 22, 64], device=DEVICE)
     q, k, v = (torch.randn(64, 2, 80, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))

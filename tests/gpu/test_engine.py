@@ -18,7 +18,7 @@ from saccade.engines import embedded, generate  # noqa: E402
 from saccade.engines.embedded import EmbeddedEngine  # noqa: E402
 from saccade.engines.embedded import rows as fields  # noqa: E402
 from saccade.engines.embedded.sampler import sample  # noqa: E402
-from saccade.forest import pack  # noqa: E402
+from saccade.forest.packing import pack  # noqa: E402
 from saccade.models import lora  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
 from saccade.types import Message, Request, Sampling  # noqa: E402

@@ -25,8 +25,8 @@ def masks(rng, rows, vocabulary, targets, ban, cut):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("ban", "cut"), [(False, False), (True, False), (True, True)])
 def test_log_probs_entropies_and_their_gradient(dtype, ban, cut):
-    from saccade import logprobs
-    from saccade.kernels import logits as kernel
+    from saccade.forest import logprobs
+    from saccade.forest.kernels import logits as kernel
 
     rng = np.random.default_rng(0)
     for rows, vocabulary in ((1, 5), (7, 257), (33, 8192), (64, 50_257), (17, 151_936)):
@@ -51,7 +51,7 @@ def test_log_probs_entropies_and_their_gradient(dtype, ban, cut):
 
 
 def test_reading_through_a_head_in_chunks(monkeypatch):
-    from saccade import logprobs
+    from saccade.forest import logprobs
 
     torch.manual_seed(0)
     head = torch.nn.Linear(64, 1000, bias=False, device=DEVICE, dtype=torch.bfloat16)
@@ -85,7 +85,7 @@ def test_reading_through_a_head_in_chunks(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gated_products(dtype):
-    from saccade.kernels.gate import gradients, multiply
+    from saccade.forest.kernels.gate import gradients, multiply
 
     rng = np.random.default_rng(0)
     for shape in ((1, 1), (3, 7, 5), (2, 33, 3420), (1, 300, 11008)):
@@ -103,7 +103,7 @@ def test_gated_products(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rotary_embeddings(dtype):
-    from saccade.kernels.rotary import rotate
+    from saccade.forest.kernels.rotary import rotate
 
     rng = np.random.default_rng(0)
     for tokens, heads, size in ((1, 1, 2), (5, 3, 80), (300, 16, 128), (77, 28, 64)):
@@ -192,7 +192,7 @@ def test_a_gated_layer_of_odd_width_is_padded():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gathered_rows_sum_their_gradients(dtype):
-    from saccade.kernels.rows import sum_rows
+    from saccade.forest.kernels.row_sums import sum_rows
 
     for seed, (tokens, keys, width) in enumerate(((1, 1, 1), (40, 200, 48), (5_000, 40_000, 256))):
         torch.manual_seed(seed)
@@ -211,7 +211,7 @@ def test_gathered_rows_sum_their_gradients(dtype):
 def test_a_sum_and_its_norm(dtype):
     from torch.nn.functional import rms_norm
 
-    from saccade.kernels.norm import add_norm
+    from saccade.forest.kernels.norm import add_norm
 
     torch.manual_seed(0)
     for shape in ((1, 1), (3, 5), (2, 7, 896), (1, 130, 2048), (4, 8192)):
@@ -225,7 +225,7 @@ def test_a_sum_and_its_norm(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_both_halves_of_a_gated_layer_in_one_product(dtype):
-    from saccade.kernels.gate import project
+    from saccade.forest.kernels.gate import project
 
     rng = np.random.default_rng(0)
     for _ in range(12):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file  # noqa: E402
 from saccade.backends.learned import LearnedReward  # noqa: E402
 from saccade.backends.local import LocalBackend  # noqa: E402
 from saccade.contents import File  # noqa: E402
-from saccade.images import open_media  # noqa: E402
+from saccade.media.images import open_media  # noqa: E402
 from saccade.models.rating import REWARD_FILE, read_card  # noqa: E402
 from saccade.recipes import reward_model  # noqa: E402
 from saccade.rewards.reward_sample import RewardSample  # noqa: E402

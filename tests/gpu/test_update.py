@@ -23,7 +23,7 @@ def algorithm():
 
 @pytest.fixture
 def batches(family_of, grow):
-    from saccade.forest import pack
+    from saccade.forest.packing import pack
 
     family = family_of(NAME)
     rng = np.random.default_rng(0)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from saccade import sounds
 from saccade.backends import OWN
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
 from saccade.config import DataConfig, TrainConfig
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
-from saccade.forest import pack
-from saccade.images import ImageError, decode, open_media
+from saccade.forest.packing import pack
+from saccade.media import sounds
+from saccade.media.images import ImageError, decode, open_media
 from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model

@@ -17,7 +17,7 @@ from saccade.contents import write_files
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import EnvironmentProblem
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models import experts, lora
 from saccade.models.load import describe_trained, load_model
 from saccade.models.tiny import build

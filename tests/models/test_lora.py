@@ -24,7 +24,7 @@ from saccade.contents import write_files
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.load import describe_trained, load_model, trainable_table

@@ -15,9 +15,7 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5OmniThinkerForConditionalGeneration
 
-from saccade import sounds, videos
 from saccade.algorithms import stages
-from saccade.attention import forest_plan
 from saccade.backends import OWN
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
@@ -26,8 +24,10 @@ from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.engines.settings import Settings
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.forest import pack
-from saccade.images import decode, open_media
+from saccade.forest.attention import forest_plan
+from saccade.forest.packing import pack
+from saccade.media import sounds, videos
+from saccade.media.images import decode, open_media
 from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.load import freeze, hidden_states, load_model

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from saccade.attention import forest_plan
 from saccade.config import DataSource, load
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError
+from saccade.forest.attention import forest_plan
 from saccade.models import tiny
 from saccade.models.families import Family, load_family
 from saccade.models.load import hidden_states, load_model

@@ -20,8 +20,8 @@ from saccade.config import load as load_config
 from saccade.contents import write_files
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.forest import pack
-from saccade.images import ImageError
+from saccade.forest.packing import pack
+from saccade.media.images import ImageError
 from saccade.models import lora, series
 from saccade.models.load import freeze, load_model, trainable_table
 from saccade.recipes.dialogues import compared, dialogue

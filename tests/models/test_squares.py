@@ -16,14 +16,14 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
     get_optimal_tiled_canvas,
 )
 
-from saccade import sounds, videos
 from saccade.config import load as load_config
 from saccade.engines import generate
 from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.engines.settings import Settings
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
-from saccade.images import decode, open_media
+from saccade.media import sounds, videos
+from saccade.media.images import decode, open_media
 from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.families.internvl import best_grid

@@ -13,16 +13,16 @@ import pytest
 import torch
 from PIL import Image
 
-from saccade import videos
 from saccade.backends import OWN
 from saccade.backends.local import LocalBackend
 from saccade.config import DataConfig
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.engines.remote import wire
 from saccade.errors import DataError, EnvironmentProblem
-from saccade.forest import pack
-from saccade.images import ImageError, decode, open_media
-from saccade.images.spill import named
+from saccade.forest.packing import pack
+from saccade.media import videos
+from saccade.media.blob_file import named
+from saccade.media.images import ImageError, decode, open_media
 from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model

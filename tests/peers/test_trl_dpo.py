@@ -96,7 +96,7 @@ def test_loss_and_gradient_are_those_of_trl(
     from saccade.backends.losses import PreferenceLoss
     from saccade.config import DataConfig, DataSource, TrainConfig
     from saccade.data.datasets import load
-    from saccade.forest import pack
+    from saccade.forest.packing import pack
     from saccade.models.families import load_family
     from saccade.models.load import load_model
     from saccade.recipes.dialogues import compared

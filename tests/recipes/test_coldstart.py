@@ -143,7 +143,7 @@ def test_where_a_question_ends_depends_on_what_follows_it() -> None:
 def test_a_crop_is_stored_as_the_model_sees_it(
     scenes: dict[str, Path], family: Family, tmp_path: Path
 ) -> None:
-    from saccade.images import decode
+    from saccade.media.images import decode
 
     config = load(None, ENV)
     coldstart.run(config, scenes["hard"], tmp_path / "cold", mistakes=0.0)

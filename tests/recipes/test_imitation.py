@@ -224,7 +224,7 @@ def test_the_gradients_of_both_terms_add_up(word_model: str, scenes: Path) -> No
     from saccade.backends.local import LocalBackend
     from saccade.config import DataConfig, DataSource, TrainConfig
     from saccade.data.datasets import load as read
-    from saccade.forest import pack
+    from saccade.forest.packing import pack
     from saccade.models.load import load_model
     from saccade.types import replace
 

@@ -23,7 +23,7 @@ from saccade.data.stream import Stream
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.export import export
-from saccade.images import cache
+from saccade.media import pixel_cache
 from saccade.models.families import qwen_vl
 from saccade.recipes import dpo, quarantine, questions, reward_model, rl, rollouts, sft
 from saccade.types import Media
@@ -162,9 +162,11 @@ def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(
 def test_a_picture_is_decoded_once_however_often_its_row_comes(
     rl_config, tmp_path, monkeypatch
 ) -> None:
-    decoded, decode = [], cache.decode
-    monkeypatch.setattr(cache, "decode", lambda media: decoded.append(media.hash) or decode(media))
-    monkeypatch.setattr(cache.DECODED, "max_bytes", 0)  # as if all of them were large
+    decoded, decode = [], pixel_cache.decode
+    monkeypatch.setattr(
+        pixel_cache, "decode", lambda media: decoded.append(media.hash) or decode(media)
+    )
+    monkeypatch.setattr(pixel_cache.DECODED, "max_bytes", 0)  # as if all of them were large
     options = {"data.train": pictures(tmp_path, 4), "track.trajectories_every": 0}
     result = rl.run(rl_config(tmp_path) | options | {"run.max_steps": 3})
     assert result["data/epoch"] == 3 and len(decoded) == len(set(decoded)) == 4
@@ -184,7 +186,7 @@ def test_a_set_is_looked_at_once_however_often_it_is_measured(family_of, tmp_pat
 
 
 def test_a_row_is_set_aside_when_its_picture_was_replaced(rl_config, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(cache.DECODED, "max_bytes", 0)
+    monkeypatch.setattr(pixel_cache.DECODED, "max_bytes", 0)
     monkeypatch.setattr(qwen_vl, "CACHE_BYTES", 0)  # every step reads the files again
     reward = tmp_path / "reward.py"
     reward.write_text(

@@ -18,7 +18,7 @@ from saccade import checkpoint
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, TrainingError
-from saccade.images import spill
+from saccade.media import blob_file
 from saccade.recipes import rl
 from saccade.recipes.best import default_best
 from saccade.types import Media
@@ -268,8 +268,8 @@ def test_pictures_in_a_spill_file_change_nothing_also_when_a_run_goes_on(
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     for steps in (2, 4):
         rl.run(config | {"run.out": str(disk), "run.resume": "auto", "run.max_steps": steps})
-    assert spill._file_of.cache_info().currsize == 1
-    monkeypatch.setattr("saccade.images.spill.IN_MEMORY", 1 << 30)
+    assert blob_file._file_of.cache_info().currsize == 1
+    monkeypatch.setattr("saccade.media.blob_file.IN_MEMORY", 1 << 30)
     rl.run(config | {"run.out": str(memory)})
     assert numbers(disk / "run") == numbers(memory / "run")
     assert same_weights(*(out / "run" / "checkpoints" / "step-4" for out in (disk, memory)))

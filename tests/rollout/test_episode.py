@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from saccade.environments import SingleTurn, Step
-from saccade.images import crop
+from saccade.media.images import crop
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits, noise_key
 from saccade.types import Message, Sample, Sampling, Source

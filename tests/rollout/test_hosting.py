@@ -14,7 +14,7 @@ from saccade.config import EnvConfig
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import SingleTurn
 from saccade.errors import ConfigError
-from saccade.images import decode
+from saccade.media.images import decode
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.rollout.hosting import environments, explanation
@@ -25,7 +25,7 @@ WORLD = """
 import os, subprocess, time
 from dataclasses import replace
 import numpy as np
-from saccade.images import open_media
+from saccade.media.images import open_media
 from saccade.types import Message
 
 imported = os.getpid()

@@ -16,8 +16,8 @@ from saccade.contents import write_files
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import Step
 from saccade.errors import DataError
-from saccade.forest import pack
-from saccade.images import crop, decode
+from saccade.forest.packing import pack
+from saccade.media.images import crop, decode
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.rollout.stored import ARRAYS, ROWS, group_files, load_groups

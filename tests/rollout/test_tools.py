@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from saccade.config import EnvConfig
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import stop_strings
-from saccade.forest import pack
+from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits

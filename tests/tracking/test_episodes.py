@@ -13,7 +13,7 @@ from PIL import Image
 
 from saccade.config import EnvConfig
 from saccade.environments import Setting, build
-from saccade.images import decode, open_media
+from saccade.media.images import decode, open_media
 from saccade.rewards.extract import extract
 from saccade.tracking.episodes import write_episodes
 from saccade.tracking.trajectories import TrajectoryWriter, read_trajectories

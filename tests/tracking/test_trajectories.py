@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.images import decode, open_media
+from saccade.media.images import decode, open_media
 from saccade.tracking.folder import RunFolder
 from saccade.tracking.trajectories import TrajectoryWriter, read_trajectories, stored_steps
 from saccade.types import Media, MediaSpan, Source, Trajectory

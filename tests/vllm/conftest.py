@@ -90,7 +90,7 @@ def gap(backend: Any, family: Any) -> Callable[..., float]:
     """The largest difference between an engine's log-probs and the trainer's."""
     from saccade.backends import Scoring
     from saccade.engines.parity import trajectory
-    from saccade.forest import pack
+    from saccade.forest.packing import pack
 
     def largest(
         requests: Sequence[Request], answers: Sequence[Completion], temperature: float = 1.0

@@ -13,7 +13,7 @@ from saccade.engines import generate
 from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.engines.settings import Settings
-from saccade.images import open_media
+from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.models.tiny import build as build_model

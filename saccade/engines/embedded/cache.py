@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from saccade.attention import HALF, AttentionPlan, forest_plan
 from saccade.devices import free_bytes
+from saccade.forest.attention import HALF, AttentionPlan, forest_plan
 
 CPU_CACHE_BYTES = 4 << 30
 GPU_CACHE_SHARE = 0.6  # of the memory that is free when the cache grows

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.engines.embedded.sampler import Drawn, sample
 from saccade.engines.embedded.sequences import Sequence, by_sampling, cuts
-from saccade.transfer import to_device
+from saccade.forest.to_device import to_device
 from saccade.types import Sampling
 
 NOTHING_CUT = np.empty(0, dtype=np.int64)  # the support of a token drawn from the whole vocabulary

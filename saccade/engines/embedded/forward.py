@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from saccade.attention import AttentionPlan
 from saccade.engines.embedded.sequences import Part, Sequence
+from saccade.forest.attention import AttentionPlan
+from saccade.forest.to_device import to_device
 from saccade.models.families import Family
 from saccade.models.load import hidden_states
-from saccade.transfer import to_device
 from saccade.types import MediaSpan
 
 

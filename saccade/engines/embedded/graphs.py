@@ -26,10 +26,10 @@ from saccade.engines.embedded.layers import joined_forwards
 from saccade.engines.embedded.paged import PAGE, DecodePlan, PagedCache
 from saccade.engines.embedded.projections import exchanged
 from saccade.engines.embedded.sampler import Drawn
+from saccade.forest.to_device import to_device
 from saccade.models.experts import capturable
 from saccade.models.families import Family
 from saccade.models.load import hidden_states
-from saccade.transfer import to_device
 from saccade.types import Sampling
 
 LOOK = 16  # steps between two looks of the host

@@ -78,7 +78,7 @@ def _layer(layer: Any, following: _Handed) -> Forward:
 
 def _add_norm(x: Tensor, y: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     if hasattr(type(norm), "plain"):  # known to be a root mean square norm, on a GPU
-        from saccade.kernels.norm import add_norm
+        from saccade.forest.kernels.norm import add_norm
 
         return add_norm(x, y, norm.weight, norm.variance_epsilon)
     total = x + y
@@ -118,7 +118,7 @@ def _agrees(layer: Any) -> bool:
 def _projectable(mlp: Any) -> bool:
     if not hasattr(type(mlp), "plain"):  # known to be gated by silu, on a GPU
         return False
-    from saccade.kernels.gate import TILE
+    from saccade.forest.kernels.gate import TILE
 
     halves = [getattr(mlp, name) for name in HALVES]
     return all(
@@ -132,7 +132,7 @@ def _projectable(mlp: Any) -> bool:
 
 def _gated(mlp: Any) -> Forward:
     def forward(x: Tensor) -> Tensor:
-        from saccade.kernels.gate import project
+        from saccade.forest.kernels.gate import project
 
         flat = x.flatten(0, -2)
         if len(flat) > FEW:

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.attention import HALF, AttentionPlan, forest_plan, one_node, varlen
 from saccade.devices import free_bytes
 from saccade.engines.embedded import kernels
 from saccade.engines.embedded.cache import Shape
 from saccade.engines.embedded.pages import POOL_SHARE, Pages
-from saccade.transfer import to_device
+from saccade.forest.attention import HALF, AttentionPlan, forest_plan, one_node, varlen
+from saccade.forest.to_device import to_device
 
 PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a last page is empty
 POOL_STEP = 4096  # pages by which the pool grows at least

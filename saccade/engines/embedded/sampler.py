@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.logprobs import sampling_logits
+from saccade.forest.logprobs import sampling_logits
 from saccade.types import Sampling
 
 

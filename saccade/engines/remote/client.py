@@ -24,7 +24,7 @@ from saccade.engines.remote import wire
 from saccade.engines.remote.process import GRACE, Died, Process, mended, tail
 from saccade.engines.settings import Settings
 from saccade.errors import EnvironmentProblem, SaccadeError
-from saccade.images.spill import encoded
+from saccade.media.blob_file import encoded
 from saccade.types import Completion, Request
 
 POLL_WAIT = 0.02  # seconds: the caller has signals and environments to look after

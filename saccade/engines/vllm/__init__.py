@@ -27,7 +27,7 @@ from saccade.engines.vllm.vllm_prompts import params_of, prompt_of
 from saccade.engines.vllm.vllm_weights import Announced, HandOver, renaming, sample_for
 from saccade.engines.weights import folder_shapes, in_memory
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.images.cache import ImageCache
+from saccade.media.pixel_cache import ImageCache
 from saccade.models import mend
 from saccade.models.families import Family
 from saccade.types import Completion, Request

@@ -21,7 +21,7 @@ import numpy as np
 
 from saccade.config import SeriesConfig
 from saccade.errors import EnvironmentProblem
-from saccade.images.cache import ImageCache, in_background
+from saccade.media.pixel_cache import ImageCache, in_background
 from saccade.models.chat import Chat, Grid, load_chat
 from saccade.models.families import internvl, llava, qwen_audio, qwen_omni, qwen_vl, text
 from saccade.types import Media, MediaSpan, Message, Rendered

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from saccade.images import ImageError
-from saccade.images.cache import DECODED
+from saccade.media.images import ImageError
+from saccade.media.pixel_cache import DECODED
 from saccade.models.chat import Chat, Grid
 from saccade.models.families import Family, FamilySpec, text
 from saccade.types import Media

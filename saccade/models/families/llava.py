@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from saccade.errors import EnvironmentProblem
-from saccade.images.cache import DECODED
+from saccade.media.pixel_cache import DECODED
 from saccade.models.families import squares
 from saccade.models.families.pixels import CLIP_MEAN, resized
 from saccade.shapes import CLASS_TOKENS, layers_read

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from saccade.images import ImageError
-from saccade.images.cache import DECODED, ImageCache
+from saccade.media.images import ImageError
+from saccade.media.pixel_cache import DECODED, ImageCache
 from saccade.models.families.text import ARTICLES, positions
 from saccade.types import Media, MediaSpan
 

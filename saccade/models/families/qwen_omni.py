@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from saccade.images.cache import ImageCache
+from saccade.media.pixel_cache import ImageCache
 from saccade.models.families import qwen_audio, qwen_vl
 from saccade.types import Media, MediaSpan
 

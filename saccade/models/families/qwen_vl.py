@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from saccade import videos
-from saccade.images import ImageError, resized_size
-from saccade.images.cache import DECODED, ImageCache
+from saccade.media import videos
+from saccade.media.images import ImageError, resized_size
+from saccade.media.pixel_cache import DECODED, ImageCache
 from saccade.models.families.pixels import (
     CACHE_BYTES,
     CLIP_MEAN,

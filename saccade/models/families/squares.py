@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from saccade.errors import EnvironmentProblem
-from saccade.images import ImageError
-from saccade.images.cache import ImageCache
+from saccade.media.images import ImageError
+from saccade.media.pixel_cache import ImageCache
 from saccade.models.families.pixels import CACHE_BYTES, CLIP_MEAN, CLIP_STD, normalised
 from saccade.models.families.text import ARTICLES, positions
 from saccade.types import Media, MediaSpan

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from saccade.errors import EnvironmentProblem
-from saccade.images import ImageError
-from saccade.images.cache import ImageCache
+from saccade.media.images import ImageError
+from saccade.media.pixel_cache import ImageCache
 from saccade.types import Media, MediaSpan
 
 ARTICLES = {"image": "an image", "video": "a video", "audio": "a sound", "series": "a time series"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from saccade.engines.settings import Settings
-from saccade.images import open_media
+from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.types import Message, Request, Sampling

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from saccade.engines.remote import wire
-from saccade.images import crop
+from saccade.media.images import crop
 from saccade.types import Completion, Request, Sampling
 
 

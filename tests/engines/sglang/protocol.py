@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.images import open_media
+from saccade.media.images import open_media
 from saccade.types import MediaSpan, Request, Sampling
 from tests.engines.copies import remembering
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.rounding import rounded
+from saccade.forest.kernels.rounding import rounded
 
 
 def rotate(

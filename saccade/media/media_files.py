@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 from saccade.config import DataConfig
-from saccade.images.files import ORIENTATION, ImageError, upright_rgb
+from saccade.media.image_files import ORIENTATION, ImageError, upright_rgb
 
 MAX_DOWNLOAD = 256 * 2**20
 DEFAULT_LIMITS = DataConfig()

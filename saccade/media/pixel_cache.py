@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from saccade.images import decode, root_hash
+from saccade.media.images import decode, root_hash
 from saccade.types import Media
 
 Item = TypeVar("Item")

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from saccade import images
 from saccade.config import DataConfig
 from saccade.errors import EnvironmentProblem
-from saccade.images import ImageError, files
-from saccade.images.sources import DEFAULT_LIMITS, SCHEMES, located, read
-from saccade.images.spill import encoded, named, require_unchanged
+from saccade.media import image_files, images
+from saccade.media.blob_file import encoded, named, require_unchanged
+from saccade.media.images import ImageError
+from saccade.media.media_files import DEFAULT_LIMITS, SCHEMES, located, read
 from saccade.types import Media
 
 PAIR = 2  # frames that a model sees as one
@@ -204,7 +204,7 @@ def _start(path: str) -> bytes:
 def probe(data: bytes, path: str | None, name: str) -> Film:
     if not _is_animation(data):
         return _probe_film(data, path, name)
-    with files.opened(data, name) as image:
+    with image_files.opened(data, name) as image:
         try:
             image.load()  # WebP tells the duration of a frame with its pixels
             frames = getattr(image, "n_frames", 1)
@@ -225,11 +225,11 @@ def _reader(data: bytes) -> Callable[..., Iterator[tuple[int, np.ndarray]]]:
 def _animation_frames(
     data: bytes, path: str | None, name: str, wanted: frozenset[int]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    with files.opened(data, name) as image:
+    with image_files.opened(data, name) as image:
         for index in sorted(wanted):
             try:
                 image.seek(index)
-                yield index, np.array(files.as_rgb(image))
+                yield index, np.array(image_files.as_rgb(image))
             except Exception as error:  # broken files make Pillow raise almost anything
                 raise ImageError(f"{name}: frame {index} cannot be decoded: {error}") from None
 

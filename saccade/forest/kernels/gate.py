@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.rounding import rounded
+from saccade.forest.kernels.rounding import rounded
 
 BLOCK = 2048
 TILE = 64  # of project

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from saccade import kernels
 from saccade.errors import EnvironmentProblem
-from saccade.transfer import to_device
+from saccade.forest import kernels
+from saccade.forest.to_device import to_device
 
 HALF = (torch.bfloat16, torch.float16)  # what flash attention and our kernels serve
 
@@ -234,7 +234,7 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         index, places, offsets = ctx.saved_tensors
         if kernels.available(grad.device):
-            from saccade.kernels.rows import sum_rows
+            from saccade.forest.kernels.row_sums import sum_rows
 
             return sum_rows(grad, places, offsets), None, None, None
         shape = (offsets.shape[0] - 1, *grad.shape[1:])

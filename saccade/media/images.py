@@ -21,9 +21,16 @@ import numpy as np
 from PIL import Image
 
 from saccade.config import DataConfig
-from saccade.images.files import ImageError, ends, opened, orientation, upright_rgb, upright_size
-from saccade.images.sources import DEFAULT_LIMITS, read
-from saccade.images.spill import encoded, root_hash
+from saccade.media.blob_file import encoded, root_hash
+from saccade.media.image_files import (
+    ImageError,
+    ends,
+    opened,
+    orientation,
+    upright_rgb,
+    upright_size,
+)
+from saccade.media.media_files import DEFAULT_LIMITS, read
 from saccade.types import Media
 
 MAX_ASPECT = 200
@@ -76,7 +83,8 @@ def decode(media: Media) -> np.ndarray:
     video its frames, of a sound and of a time series its samples.
     """
     if media.kind != "image":
-        from saccade import series, sounds, videos
+        from saccade import series
+        from saccade.media import sounds, videos
 
         return {"video": videos, "audio": sounds, "series": series}[media.kind].decode(media)
     name = media.path or f"image {media.hash[:12]}"

@@ -23,9 +23,9 @@ import numpy as np
 
 from saccade.config import DataConfig
 from saccade.errors import EnvironmentProblem
-from saccade.images.files import ImageError
-from saccade.images.sources import DEFAULT_LIMITS, Encoded, read
-from saccade.images.spill import encoded, named
+from saccade.media.blob_file import encoded, named
+from saccade.media.image_files import ImageError
+from saccade.media.media_files import DEFAULT_LIMITS, Encoded, read
 from saccade.types import Media
 
 RATE = 16_000

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from saccade import kernels
-from saccade.transfer import to_device
+from saccade.forest import kernels
+from saccade.forest.to_device import to_device
 
 # Largest chunk of logits: in fp32 about 600 MB, so that a few copies of it fit beside a model.
 CHUNK_ELEMENTS = 150_000_000
@@ -130,7 +130,7 @@ def _in_place(tensor: Tensor) -> bool:
 
 
 def _kernels() -> Any:
-    from saccade.kernels import logits
+    from saccade.forest.kernels import logits
 
     return logits
 

@@ -1,7 +1,7 @@
 """Triton kernels, each in a file that is imported where it is used: none of this exists without a
 GPU, and every kernel has a plain counterpart that is its reference in tests/gpu.
 
-    if available(device): from saccade.kernels.logits import read
+    if available(device): from saccade.forest.kernels.logits import read
 """
 
 from __future__ import annotations

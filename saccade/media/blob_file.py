@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from saccade.errors import EnvironmentProblem
-from saccade.images.files import ImageError
+from saccade.media.image_files import ImageError
 from saccade.types import Extent, Media
 
 IN_MEMORY = 64 << 20  # bytes of a data set that stay there: a small one needs no file
