@@ -15,9 +15,9 @@ from typing import Any
 from saccade.config import DataConfig
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.models.families import Family
-from saccade.serving.fields import Served
-from saccade.serving.hub import Hub
-from saccade.serving.server import Service, open_server
+from saccade.serving.chat_endpoint import Served, chat_app
+from saccade.serving.engine_hub import Hub
+from saccade.serving.http_server import running
 from saccade.types import Sampling
 
 TOKEN = "sesame"
@@ -49,19 +49,15 @@ def serving(model: Any, family: Family, *, token: str = TOKEN) -> Iterator[Endpo
         data=DataConfig(),
         logprobs=True,
     )
-    server = open_server(Service(hub=hub, served=served, token=token), "127.0.0.1", 0)
-    threads = [threading.Thread(target=f) for f in (server.serve_forever, hub.run)]
-    for thread in threads:
-        thread.start()
-    endpoint.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    try:
-        yield endpoint
-    finally:
-        hub.close()
-        server.shutdown()
-        server.server_close()
-        for thread in threads:
-            thread.join()
+    driver = threading.Thread(target=hub.run)
+    driver.start()
+    with running(chat_app(hub, served, token=token), "127.0.0.1", 0) as address:
+        endpoint.url = f"{address}/v1"
+        try:
+            yield endpoint
+        finally:
+            hub.close()
+            driver.join()
 
 
 @dataclass(frozen=True, kw_only=True)

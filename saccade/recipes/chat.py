@@ -30,11 +30,7 @@ from saccade.recipes import models, parts
 from saccade.recipes.engines import answering_engine, answering_family, model_name, room
 from saccade.rollout.episode import noise_key
 from saccade.series import open_series
-from saccade.serving.fields import Served
-from saccade.serving.http import make_token, shown_token
-from saccade.serving.hub import Hub
-from saccade.serving.server import Service, open_server
-from saccade.serving.text import TextStream
+from saccade.serving.text_stream import TextStream
 from saccade.types import Completion, Media, Message, Request, Sampling
 
 Say = Callable[[str], None]
@@ -326,7 +322,11 @@ def serve(
     greedy: bool = False,
     say: Say | None = None,
 ) -> None:
-    """Until it is interrupted. The engine runs in this thread, clients wait in others."""
+    """Serve until it is interrupted. The engine runs in this thread, the server in another."""
+    from saccade.serving.chat_endpoint import Served, chat_app
+    from saccade.serving.engine_hub import Hub
+    from saccade.serving.http_server import make_token, running, shown_token
+
     say = say or _print
     secret = make_token(host, wanted=token)
     with _opened(config) as (family, engine):
@@ -338,19 +338,13 @@ def serve(
             logprobs=engine.capabilities().logprobs,
         )
         hub = Hub(engine)
-        server = open_server(Service(hub=hub, served=served, token=secret), host, port)
-        address = f"http://{host}:{server.server_address[1]}"
-        threading.Thread(target=server.serve_forever, name="clients", daemon=True).start()
-        say(f"{served.model} at {address}/v1\n")
-        shown = shown_token(secret)
-        say(f"page:  {address}/{f'#token={shown}' if secret else ''}\n")
-        if secret:
-            say(f"token: {shown}\n")
-        try:
+        with running(chat_app(hub, served, token=secret), host, port) as address:
+            say(f"{served.model} at {address}/v1\n")
+            shown = shown_token(secret)
+            say(f"page:  {address}/{f'#token={shown}' if secret else ''}\n")
+            if secret:
+                say(f"token: {shown}\n")
             hub.run()
-        finally:
-            server.shutdown()
-            server.server_close()
 
 
 # -- what they share -------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ saccade serve-reward run.yaml reward.workers=8
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,9 +14,6 @@ from typing import TYPE_CHECKING, Any
 from saccade import checks
 from saccade.config import Config, load
 from saccade.rewards.scorer import Scorer
-from saccade.serving.http import make_token, shown_token
-from saccade.serving.reward_server import PATH, open_server
-from saccade.serving.rewards import RewardService
 
 if TYPE_CHECKING:
     from saccade.backends.learned import LearnedReward
@@ -35,6 +31,9 @@ def serve(
     say: Callable[[str], Any] = lambda line: print(line, flush=True),
 ) -> None:
     """Until SIGTERM or Ctrl-C; what clients wait for by then is still answered."""
+    from saccade.serving.http_server import make_token, running, shown_token
+    from saccade.serving.reward_service import PATH, RewardService, reward_app
+
     config = load(config)
     checks.check(config, "serve-reward")
     secret = make_token(host, wanted=token)
@@ -46,23 +45,19 @@ def serve(
         load_model=partial(_load_model, config),
     )
     service = RewardService(scorer, config.reward.serve, config.data)
+    stops: list[int] = []  # a list, because a handler must not wait for a lock
     try:
-        server = open_server(service, host, port, token=secret)
-        stops: list[int] = []  # a list, because a handler must not wait for a lock
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: stops.append(number))
-        threading.Thread(target=server.serve_forever, name="clients", daemon=True).start()
-        say(f"rewards at http://{host}:{server.server_address[1]}{PATH}")
-        if secret:
-            say(f"token: {shown_token(secret)}")
-        while not stops:
-            time.sleep(GLANCE)
-        say("stopping")
-        left = not service.drain(GRACE)
-        server.shutdown()
-        server.server_close()
-        if left:
-            say(f"some samples were not scored after {GRACE:g} s; their clients get no reply")
+        with running(reward_app(service, token=secret), host, port) as address:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda number, _: stops.append(number))
+            say(f"rewards at {address}{PATH}")
+            if secret:
+                say(f"token: {shown_token(secret)}")
+            while not stops:
+                time.sleep(GLANCE)
+            say("stopping")
+            if not service.drain(GRACE):
+                say(f"some samples were not scored after {GRACE:g} s; their clients get no reply")
     finally:
         service.close()
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from saccade.recipes import rl
 from saccade.recipes.models import load_learned
 from saccade.rewards.scorer import Scorer
 from saccade.schema import ServeConfig
-from saccade.serving.reward_server import open_server
-from saccade.serving.rewards import RewardService
+from saccade.serving.http_server import running
+from saccade.serving.reward_service import RewardService, reward_app
 from saccade.tracking.loggers import read_metrics
 from tests.endpoints import Says, fair_judge, scripted
 
@@ -39,14 +38,8 @@ def serving(*terms: Any, folder: Path | None = None) -> Iterator[str]:
         load_model=partial(load_learned, config),
     )
     service = RewardService(scorer, ServeConfig(), DataConfig())
-    server = open_server(service, "127.0.0.1", 0, token="")
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    service.close()
-    thread.join()
+    with closing(service), running(reward_app(service, token=""), "127.0.0.1", 0) as url:
+        yield url
 
 
 @pytest.fixture

@@ -9,11 +9,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from saccade.rewards.remote import Remote
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.schema import RemoteConfig, ServeConfig
-from saccade.serving.reward_server import open_server
-from saccade.serving.rewards import RewardService
+from saccade.serving.http_server import running as running_server
+from saccade.serving.reward_service import RewardService, reward_app
 from saccade.types import Media
 from tests.endpoints import fair_judge, scripted
 
@@ -88,16 +87,8 @@ def serving(
     )
     scorer = Scorer(config, prompt_format="think_answer", max_tokens=64, isolate=True)
     service = RewardService(scorer, ServeConfig(**options), DataConfig(max_images=2))
-    server = open_server(service, "127.0.0.1", 0, token=token)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield Running(service, server.server_address[1])
-    finally:
-        server.shutdown()
-        server.server_close()
-        service.close()
-        thread.join()
+    with closing(service), running_server(reward_app(service, token=token), "127.0.0.1", 0) as url:
+        yield Running(service, int(url.rpartition(":")[2]))
 
 
 @pytest.fixture(scope="module")

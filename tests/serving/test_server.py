@@ -22,7 +22,8 @@ from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
-from saccade.serving.replies import TEXT
+from saccade.serving import http_server
+from saccade.serving.chat_endpoint import TEXT
 from saccade.types import Media, Message, Request, Sampling
 from tests.endpoints import TOKEN, Endpoint, serving
 
@@ -252,7 +253,8 @@ BAD = {
     "top_p": [{"top_p": 0}],
     "max_tokens": [{"max_tokens": 0}, {"max_tokens": 65}],
     "n": [{"n": 0}, {"n": 1000}],
-    "stop": [{"stop": [""]}, {"stop": 3}],
+    "stop": [{"stop": 3}, {"stop": ["x"] * 17}],
+    "stop[0]": [{"stop": [""]}, {"stop": "\ud800"}],
     "seed": [{"seed": 0.5}],
     "stream": [{"stream": "yes"}],
     "logprobs": [{"logprobs": True, "stream": True}],
@@ -398,8 +400,8 @@ def test_methods_besides_get_and_post(endpoint: Endpoint) -> None:
     assert (status, headers["Allow"], body) == (204, "GET, HEAD, POST, OPTIONS", b"")
     assert not [name for name in headers if name.lower().startswith("access-control")]
     status, headers, body = raw(endpoint, "PUT", "/v1/models", **known)
-    assert status == 501 and headers.get_content_type() == "application/json"
-    assert "Unsupported method" in json.loads(body)["error"]["message"]
+    assert status == 405 and headers.get_content_type() == "application/json"
+    assert "Method Not Allowed" in json.loads(body)["error"]["message"]
 
 
 def test_a_client_that_leaves_is_no_news(
@@ -413,6 +415,37 @@ def test_a_client_that_leaves_is_no_news(
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     time.sleep(0.2)
     assert chat(endpoint) and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET /v1/mod", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n"],
+    ids=["nothing", "half a line", "no body"],
+)
+def test_a_client_that_falls_silent_is_let_go(
+    model: Any, family: Family, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "SILENCE", 0.2)
+    head = f"Authorization: Bearer {TOKEN}\r\nContent-Type: application/json\r\n\r\n".encode()
+    with serving(model, family) as endpoint:
+        host, port = endpoint.url.split("/")[2].split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(sent + head if b"POST" in sent else sent)
+            connection.setblocking(True)
+            while connection.recv(1000):
+                pass
+        assert chat(endpoint)
+
+
+def test_the_other_loopback_address() -> None:
+    app = http_server.json_app(http_server.Gate(token=""), lambda problem: {"error": str(problem)})
+    with http_server.running(app, "::1", 0) as url:
+        assert url.startswith("http://[::1]:")
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{url}/nothing", timeout=30)
+        port = int(url.rpartition(":")[2])
+        with pytest.raises(EnvironmentProblem, match=f"--port {port}: ::1 cannot be listened on"):
+            http_server.running(app, "::1", port).__enter__()
 
 
 def test_the_page_needs_no_token_and_fetches_nothing_from_elsewhere(endpoint: Endpoint) -> None:

@@ -1,17 +1,18 @@
-"""Rewards for whoever asks over HTTP: a bounded queue before a `Scorer`, and each request once.
+"""Rewards over HTTP: POST /get_reward, and GET /health, /info and /metrics.
 
-A request that comes again under its id, because its first reply was lost, waits for the scores of
-the first. When too many samples wait, clients are told when to come back. Knows nothing of HTTP
-but the status of a refusal; the rules run in the scorer's processes, so none can hold up the rest.
+A bounded queue stands before a `Scorer`. A request that comes again under its id, because its first
+reply was lost, waits for the scores of the first. When too many samples wait, clients are told when
+to come back. The rules run in the scorer's processes, so none can hold up the rest.
 
     service = RewardService(scorer, config.reward.serve, config.data)
-    service.answer({"query": ["<answer>7</answer>"], "labels": ["7"]}, digest="")["rewards"]
+    with running(reward_app(service, token="sesame"), "127.0.0.1", 8400): ...
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
 import logging
 import tempfile
@@ -22,10 +23,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+import anyio
 import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
 
 from saccade import __version__
 from saccade.errors import ConfigError, SaccadeError
@@ -35,14 +40,47 @@ from saccade.rewards.reward_sample import RewardSample, image_records
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.service_protocol import PROTOCOL, read_samples, reply_to
 from saccade.schema import DataConfig, ServeConfig
-from saccade.serving.http import BadRequest
+from saccade.serving.http_server import BACKLOG, BadRequest, Gate, JsonReply, Room, json_app
 from saccade.types import Media
 
+PATH = "/get_reward"
+ROOM = 2  # largest requests that fit into memory at once
 KEPT = 512  # finished requests whose scores can still be asked for
 LATENCIES = 2048  # requests that quantiles look back on
 LONGEST_HOLD = 30.0  # seconds that a client is sent away
 LONGEST_ID = 128  # characters
 STATUSES = ("ok", "abstain", "error")
+
+
+def reward_app(service: RewardService, *, token: str) -> FastAPI:
+    """`token` is empty where none is asked for."""
+    largest = service.serve.max_body_mb * 2**20
+    gate = Gate(token=token, largest_body=largest, public=("/health",), room=Room(ROOM * largest))
+    app = json_app(gate, lambda problem: {"error": str(problem)})
+    threads = anyio.CapacityLimiter(BACKLOG)  # they wait for scores
+
+    @app.post(PATH)
+    async def get_reward(request: Request, body: dict[str, Any]) -> Response:
+        digest = hashlib.sha256(await request.body()).hexdigest()
+        answer = partial(service.answer, body, digest=digest)
+        return JsonReply(
+            await anyio.to_thread.run_sync(answer, limiter=threads, abandon_on_cancel=True)
+        )
+
+    @app.get("/info")
+    @app.get(PATH)
+    async def info() -> dict[str, Any]:
+        return service.info()
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JsonReply(service.health(), 503 if service.draining else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
+
+    return app
 
 
 class RewardService:
@@ -54,7 +92,6 @@ class RewardService:
         self.started = time.time()
         self._changed = threading.Condition()
         self._pending = 0  # samples
-        self._replies = 0  # that clients wait for
         self._requests: OrderedDict[str, Future[list[Scored]]] = OrderedDict()
         self._rate = 0.0  # samples a second, lately
         self._counts = dict.fromkeys(("requests", "repeated", "busy", "refused", *STATUSES), 0)
@@ -116,19 +153,7 @@ class RewardService:
         """Take no more, and wait for what is there; False when some is left."""
         with self._changed:
             self.draining = True
-            return self._changed.wait_for(lambda: not self._replies, seconds)
-
-    @contextmanager
-    def replying(self) -> Iterator[None]:
-        """Until a client has its reply; draining waits for that."""
-        with self._changed:
-            self._replies += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._replies -= 1
-                self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._pending, seconds)
 
     def close(self) -> None:
         self.scorer.close()
@@ -175,6 +200,7 @@ class RewardService:
         finally:
             with self._changed:
                 self._pending -= len(samples)
+                self._changed.notify_all()
         seconds = time.monotonic() - began
         with self._changed:
             self._seconds.append(seconds)

@@ -1,15 +1,17 @@
-"""One engine for many clients: one thread drives the engine, the others queue and wait.
+"""One engine for many clients: one thread drives the engine, coroutines of another wait for it.
 
 hub = Hub(engine)
-threading.Thread(target=serve_clients).start()      # they call hub.ask
-hub.run()                                           # here, until hub.close()
+async for event in hub.ask(requests): ...    # in the event loop of a server
+hub.run()                                    # in this thread, until hub.close()
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import queue
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +22,6 @@ from saccade.errors import SaccadeError
 from saccade.types import Completion, Request
 
 GLANCE = 1.0  # seconds after which a client looks whether the engine still runs
-NOTHING = np.zeros(0, np.int64)
 
 
 class Closed(Exception):
@@ -29,23 +30,19 @@ class Closed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What one of the asked sequences has so far; at the end its completion, or why it has none."""
+    """What one of the asked sequences has so far; at the end its completion."""
 
     index: int
     ids: np.ndarray
     completion: Completion | None = None
-    problem: SaccadeError | None = None
 
 
 @dataclass(kw_only=True)
 class _Client:
     index: int
-    events: queue.SimpleQueue[Event]
+    tell: Callable[[Event | SaccadeError], None]
     stream: bool
     seen: int = 0
-
-    def refuse(self, problem: SaccadeError) -> None:
-        self.events.put(Event(index=self.index, ids=NOTHING, problem=problem))
 
 
 class Hub:
@@ -56,50 +53,56 @@ class Hub:
         self._clients: dict[str, _Client] = {}
         self._numbers = itertools.count()
 
-    def ask(
+    async def ask(
         self, requests: Sequence[Request], *, stream: bool = False
-    ) -> Generator[Event, None, None]:
+    ) -> AsyncGenerator[Event, None]:
         """Events of all requests until each is complete; whoever stops reading aborts the rest.
         Raises what the engine says against one of them.
         """
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        events: asyncio.Queue[Event | SaccadeError] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(event: Event | SaccadeError) -> None:
+            with suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
         keys = [f"{request.key}#{next(self._numbers)}" for request in requests]
         for index, (key, request) in enumerate(zip(keys, requests, strict=True)):
-            client = _Client(index=index, events=events, stream=stream)
+            client = _Client(index=index, tell=tell, stream=stream)
             self._inbox.put(partial(self._submit, replace(request, key=key), client))
         left = set(range(len(keys)))
         try:
             while left:
                 try:
-                    event = events.get(timeout=GLANCE)
-                except queue.Empty:
+                    event = await asyncio.wait_for(events.get(), GLANCE)
+                except asyncio.TimeoutError:
                     if self.closed:
                         raise Closed from None
                     continue
-                if event.completion is not None or event.problem is not None:
+                if isinstance(event, SaccadeError):
+                    raise event
+                if event.completion is not None:
                     left.remove(event.index)
-                if event.problem is not None:
-                    raise event.problem
                 yield event
         finally:
             for index in left:
                 self._inbox.put(partial(self._abort, keys[index]))
 
     def run(self) -> None:
-        """Drives the engine in this thread until the hub is closed."""
+        """Drive the engine in this thread until the hub is closed."""
         try:
             while not self.closed:
                 self._take()
                 for completion in self._poll():
                     client = self._clients.pop(completion.key, None)
                     if client is not None:
-                        client.events.put(
+                        client.tell(
                             Event(index=client.index, ids=completion.ids, completion=completion)
                         )
                 for key, client in self._clients.items():
                     if client.stream and len(ids := progress(self.engine, key)) > client.seen:
                         client.seen = len(ids)
-                        client.events.put(Event(index=client.index, ids=ids))
+                        client.tell(Event(index=client.index, ids=ids))
         finally:
             self.closed = True
 
@@ -107,7 +110,7 @@ class Hub:
         self._inbox.put(self._end)
 
     def _take(self) -> None:
-        """What clients want; waits when there is nothing else to do."""
+        """Do what clients want; wait when there is nothing else to do."""
         while not self.closed and not (self._inbox.empty() and self.engine.pending):
             self._inbox.get()()
 
@@ -118,14 +121,14 @@ class Hub:
             if problem.request is None:
                 raise
             if (client := self._clients.pop(problem.request, None)) is not None:
-                client.refuse(problem)
+                client.tell(problem)
             return []
 
     def _submit(self, request: Request, client: _Client) -> None:
         try:
             self.engine.submit(request)
         except SaccadeError as problem:
-            client.refuse(problem)
+            client.tell(problem)
         else:
             self._clients[request.key] = client
 

@@ -1,0 +1,334 @@
+"""What every server here does with HTTP: token, limits, JSON errors, by FastAPI and uvicorn.
+
+Listens on loopback unless told otherwise, and asks for a token. Without one it answers only
+requests that name a loopback host, so a page that points a name of its own here gets nothing.
+
+    app = json_app(Gate(token="sesame"), lambda problem: {"error": str(problem)})
+    app.get("/health")(lambda: {"status": "ok"})
+    with running(app, "127.0.0.1", 8000) as url: ...
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import h11
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from saccade.errors import ConfigError, EnvironmentProblem
+
+TOKEN = "SACCADE_TOKEN"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK_NAME = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
+METHODS = "GET, HEAD, POST, OPTIONS"
+DRAINED = 2**30  # bytes of a refused request that are taken, so that its client reads why
+SILENCE = 60  # seconds that a client may neither send nor read
+BACKLOG = 1024  # connections that wait to be accepted
+GRACE = 5  # seconds for replies under way when a server stops
+QUOTED = 200  # characters of a wrong value
+SAFE = (
+    ("X-Content-Type-Options", "nosniff"),
+    (
+        "Content-Security-Policy",
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+        "img-src data:; connect-src 'self'",
+    ),
+)
+
+
+class BadRequest(Exception):
+    def __init__(
+        self,
+        field: str | None,
+        reason: str,
+        *,
+        status: int = 400,
+        code: str = "",
+        hold: float = 0.0,
+    ) -> None:
+        """`hold`: seconds after which the client may come back."""
+        super().__init__(f"{field}: {reason}" if field else reason)
+        self.field, self.status, self.code, self.hold = field, status, code, hold
+
+
+Render = Callable[[BadRequest], Mapping[str, Any]]
+
+
+class Room:
+    """Bytes of requests that may be in memory at once. Used in the thread of the server only."""
+
+    def __init__(self, size: float = math.inf) -> None:
+        self._free = size
+
+    @contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        if size > self._free:
+            raise BadRequest(None, "come back later: memory is full", status=429, hold=1.0)
+        self._free -= size
+        try:
+            yield
+        finally:
+            self._free += size
+
+
+UNLIMITED = Room()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """Who may ask, and how much."""
+
+    token: str  # empty: none is asked for
+    largest_body: int = 64 * 2**20
+    public: tuple[str, ...] = ()  # paths that need no token
+    room: Room = UNLIMITED
+
+
+def make_token(host: str, *, wanted: bool) -> str:
+    """SACCADE_TOKEN, or a new one; empty where none is wanted and only this machine can ask."""
+    if not wanted and host not in LOOPBACK:
+        raise ConfigError(
+            f"--no-token: {host} can be reached from other machines; leave the option out, or use "
+            "--host 127.0.0.1"
+        )
+    return (os.environ.get(TOKEN) or secrets.token_urlsafe(24)) if wanted else ""
+
+
+def shown_token(token: str) -> str:
+    """For the screen, which may be a log: who chose a token knows it."""
+    return f"${TOKEN}" if token == os.environ.get(TOKEN) else token
+
+
+class JsonReply(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()  # ASCII: a text may hold half a surrogate pair
+
+
+# -- an application --------------------------------------------------------------------------------
+
+
+def json_app(gate: Gate, render: Render) -> FastAPI:
+    """An application without routes, behind the gate; `render` writes the body of an error."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+
+    def refuse(problem: BadRequest) -> Response:
+        head = {"Retry-After": str(math.ceil(problem.hold))} if problem.hold else {}
+        return JsonReply(render(problem), problem.status, head)
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return refuse(_problem(error, request.url.path))
+
+    for kind in (BadRequest, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+    app.add_middleware(_guard, gate=gate, refuse=refuse)
+    return app
+
+
+def _guard(app: ASGIApp, gate: Gate, refuse: Callable[[BadRequest], Response]) -> ASGIApp:
+    """Lets through what may come in, with its body read whole; refuses the rest before it is."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].rstrip("/") or "/"
+        method, headers = scope["method"], Headers(scope=scope)
+
+        async def send_in_time(message: Message) -> None:
+            with anyio.fail_after(SILENCE):
+                await send(message)
+
+        try:
+            try:
+                length = _admitted(gate, method, path, headers)
+                if method == "OPTIONS":  # without a word that would let pages from elsewhere in
+                    await Response(status_code=204, headers={"Allow": METHODS})(
+                        scope, receive, send
+                    )
+                    return
+                with gate.room.taken(length):
+                    body = b"".join([piece async for piece in _pieces(receive)])
+                    # uvicorn leaves out the body of a reply to HEAD.
+                    inner = {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
+                    await app(inner, _replayed(body, receive), send_in_time)
+            except BadRequest as problem:
+                await _turn_away(refuse(problem), receive, send_in_time)
+        except (TimeoutError, ClientDisconnect):
+            pass
+
+    return guarded
+
+
+def _admitted(gate: Gate, method: str, path: str, headers: Headers) -> int:
+    """The length of a request's body; raises what stands against the request."""
+    if not gate.token:
+        if not LOOPBACK_NAME.fullmatch(headers.get("Host", "")):
+            raise BadRequest(None, "this server answers its own machine only", status=403)
+    elif path not in gate.public and method != "OPTIONS":
+        given = headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if not hmac.compare_digest(given.encode(), gate.token.encode()):
+            raise BadRequest(None, "wrong or missing token", status=401, code="invalid_api_key")
+    if "Transfer-Encoding" in headers:
+        raise BadRequest(None, "send a Content-Length", status=411)
+    if _length(headers) > gate.largest_body:
+        raise BadRequest(None, f"more than {gate.largest_body >> 20} MiB", status=413)
+    # A page from elsewhere cannot send this type without being allowed to.
+    kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if method == "POST" and kind != "application/json":
+        raise BadRequest(None, "send Content-Type: application/json", status=415)
+    return _length(headers)
+
+
+def _length(headers: Headers) -> int:
+    return int(headers.get("Content-Length", 0))  # h11 lets only digits through, and few
+
+
+async def _pieces(receive: Receive) -> AsyncIterator[bytes]:
+    """A body as it comes in; raises where its client leaves or falls silent."""
+    more = True
+    while more:
+        with anyio.fail_after(SILENCE):
+            message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
+
+
+async def _turn_away(response: Response, receive: Receive, send: Send) -> None:
+    """Many clients read the reply only after they have sent all, so what they send is taken first,
+    and dropped."""
+    head = [*response.raw_headers, (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": response.status_code, "headers": head})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    taken = 0
+    async for piece in _pieces(receive):
+        taken += len(piece)
+        if taken > DRAINED:
+            break
+    await send({"type": "http.response.body"})
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    first: list[Message] = [{"type": "http.request", "body": body}]
+
+    async def again() -> Message:
+        return first.pop() if first else await receive()
+
+    return again
+
+
+def _problem(error: Exception, path: str) -> BadRequest:
+    """What a client reads of an error; a field is named as it would write it:
+    `messages[0].content`."""
+    if isinstance(error, BadRequest):
+        return error
+    if isinstance(error, HTTPException):
+        reasons = {400: "the body is not JSON", 404: f"{path} is not served here"}
+        reason = reasons.get(error.status_code, str(error.detail))
+        return BadRequest(None, reason, status=error.status_code)
+    if not isinstance(error, RequestValidationError):
+        logging.getLogger("saccade").error("%s failed", path, exc_info=error)
+        return BadRequest(None, f"{type(error).__name__}: {error}", status=500)
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return BadRequest(None, f"the body is not JSON: {first['ctx']['error']}")
+    place = [part for part in first["loc"][1:] if not str(part).startswith("<")]
+    if not place:
+        return BadRequest(None, "the body must be a record")
+    if first["type"] == "union_tag":
+        place.append("type")
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    reason = first["msg"][:1].lower() + first["msg"][1:]
+    if isinstance(value := first["input"], str | int | float):
+        reason += f", not {str(value)[:QUOTED]!r}"
+    return BadRequest(field[1:], reason)
+
+
+# -- a server --------------------------------------------------------------------------------------
+
+
+class _Protocol(H11Protocol):
+    """uvicorn would answer a broken request in plain text, and wait for ever for the rest of one
+    that has begun."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._watch()
+
+    def _watch(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def send_400_response(self, msg: str) -> None:
+        text = json.dumps({"error": f"this is no HTTP request: {sys.exc_info()[1]}"}).encode()
+        head = [("Content-Type", "application/json"), ("Content-Length", str(len(text)))]
+        event = h11.Response(status_code=400, headers=[*head, ("Connection", "close")])
+        for part in (event, h11.Data(data=text), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(part) or b"")
+        self.transport.close()
+
+
+@contextmanager
+def running(app: FastAPI, host: str, port: int) -> Iterator[str]:
+    """Serves in a thread until the block ends; yields the address. Port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"--port {port}: {host} cannot be listened on there: {error.strerror}; try --port 0 "
+            "for any free port"
+        ) from None
+    config = uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",  # clients that leave are no news, and faults are logged in json_app
+        access_log=False,
+        server_header=False,
+        headers=list(SAFE),
+        timeout_keep_alive=SILENCE,
+        timeout_graceful_shutdown=GRACE,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), name="clients", daemon=True)
+    thread.start()
+    try:
+        name = f"[{host}]" if ":" in host else host
+        yield f"http://{name}:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
