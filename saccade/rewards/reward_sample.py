@@ -20,6 +20,13 @@ from saccade.types import Media, Message, Sample, Score
 MEDIA = re.compile("<(image|video|audio|series)>")  # how a text shows that a medium stands there
 
 
+# What no prose has: special tokens, but for those by which a response points at something.
+CHAT_MARK = re.compile(
+    r"<\|(?!(?:box|quad|object_ref)_(?:start|end)\|)[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>"  # noqa: RUF001
+    r"|<(?:start|end)_of_turn>|\[/?INST\]"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardSample:
     """One finished episode. Sequences arrive as lists in worker processes."""
@@ -129,6 +136,10 @@ def _asked(sample: RewardSample) -> tuple[Message, ...]:
     messages = sample.messages or [{"role": "user", "content": sample.prompt}]
     if not any(message["content"] for message in messages):
         raise ValueError("no question came with it; send prompts")
+    if not sample.messages and (mark := CHAT_MARK.search(sample.prompt)):
+        raise ValueError(
+            f"the prompt is text of a chat template ({mark[0]}); send its messages as JSON"
+        )
     pieces = [MEDIA.split(str(message["content"])) for message in messages]  # every second: a kind
     kinds = [kind for split in pieces for kind in split[1::2]]
     other = next((kind for kind in kinds if kind != "image"), None)

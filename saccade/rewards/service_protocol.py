@@ -17,13 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from saccade.rewards.combine import Scored
-from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.reward_sample import CHAT_MARK, RewardSample
 from saccade.types import Score
 
 PROTOCOL = 2
 NO_REASON = "service: it gave no score"
+LONGEST_MARK = 80  # characters
+END = re.compile(rf"(?:{CHAT_MARK.pattern}|<eos>)\Z")
 
-# How chat templates write a turn, and how a response begins and ends in a `query`.
+# How a `query` is written for services that find the response by the marks of a chat template: a
+# turn, the beginning and the end of the response.
 MARKS: Mapping[str, tuple[str, str, str]] = {
     "chatml": (
         "<|im_start|>{role}\n{content}<|im_end|>\n",
@@ -44,20 +47,6 @@ MARKS: Mapping[str, tuple[str, str, str]] = {
     "mistral": ("[INST]{content}", "[/INST]", "</s>"),
     "base": ("User: {content}", "\n\nAssistant: ", ""),
 }
-HTML = "</s>"  # also a tag that a response may use, so only the last is an end
-ENDS = (*(end for _, _, end in MARKS.values() if end and end != HTML), "<|endoftext|>", "<eos>")
-BEGIN = re.compile(r"^\s*(?:<bos>|<s>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>)")  # noqa: RUF001
-# What no prose has: special tokens, but for those by which a response points at something.
-SPECIAL = re.compile(
-    r"<\|(?!(?:box|quad|object_ref)_(?:start|end)\|)[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>"  # noqa: RUF001
-    r"|<(?:start|end)_of_turn>|\[/?INST\]"
-)
-PADS = {  # how Qwen's templates show media
-    kind: re.compile(rf"<\|vision_start\|>(?:<\|{kind}_pad\|>)+<\|vision_end\|>")
-    for kind in ("image", "video")
-}
-
-
 # -- columns ---------------------------------------------------------------------------------------
 
 
@@ -212,36 +201,10 @@ def _column(
 
 
 def _prompt(prompt: Any) -> tuple[str, Sequence[Mapping[str, Any]]]:
-    """Its text and its messages; it is a text, a template's text, or the JSON of messages."""
-    messages = _messages(prompt) or (_written(prompt) if isinstance(prompt, str) else [])
-    if messages:
+    """Its text and its messages; it is a text, or the JSON of messages."""
+    if messages := _messages(prompt):
         return "\n".join(str(message["content"]) for message in messages), messages
     return (prompt if isinstance(prompt, str) else ""), ()
-
-
-def _written(prompt: str) -> list[dict[str, Any]]:
-    """The turns in a text of a known template, without the one that a response goes on with."""
-    for kind, pads in PADS.items():
-        prompt = pads.sub(f"<{kind}>", prompt)
-    prompt = BEGIN.sub("", prompt)
-    for turn, begin, end in MARKS.values():
-        start, role, middle = turn.partition("{content}")[0].partition("{role}")
-        who = (
-            rf"{re.escape(start)}(\w+){re.escape(middle)}"
-            if role
-            else rf"({re.escape(start)}|{re.escape(begin)})"
-        )
-        first, *rest = re.split(who, prompt)
-        if not end or not rest or (role and first.strip()):
-            continue
-        names = {start: "user", begin: "assistant", "model": "assistant"}
-        system = [{"role": "system", "content": first.strip()}] if first.strip() else []
-        turns = [
-            {"role": names.get(by, by), "content": said.strip().removesuffix(end).strip()}
-            for by, said in zip(rest[::2], rest[1::2], strict=True)
-        ]
-        return system + (turns[:-1] if turns[-1]["role"] == "assistant" else turns)
-    return []
 
 
 def _messages(prompt: Any) -> list[dict[str, Any]]:
@@ -276,31 +239,30 @@ def _found(query: str, prompt: Any, response_after: str) -> tuple[str, str]:
 
 def split_query(query: str, prompt: Any = None, response_after: str = "") -> str:
     """The response in prompt + response: what follows the prompt, or the mark of the turn after
-    those that the prompt has. The whole text where neither is there, unless it has special tokens
-    of another template: then it would be prompt and response, and that is a ValueError.
+    those that the prompt has. The whole text where neither is there, unless marks of a chat
+    template show that a prompt is in it: that is a ValueError.
     """
     if isinstance(prompt, str) and prompt and query.startswith(prompt):
         return _ended(query[len(prompt) :])
     before = sum(message["role"] == "assistant" for message in _messages(prompt))
-    # Those of words, and not of tokens, may stand in any text.
-    known = [begin for _, begin, end in MARKS.values() if end]
-    marks = [response_after] if response_after else known
-    there = [mark for mark in marks if query.count(mark) > before]
-    if there:  # the first: what the policy writes comes behind it
-        return _ended(query.split(min(there, key=query.find), before + 1)[-1])
+    if response_after and query.count(response_after) > before:
+        return _ended(query.split(response_after, before + 1)[-1])
     response = _ended(query)
-    if odd := SPECIAL.search(response):
+    if mark := CHAT_MARK.search(response):
         raise ValueError(
-            f"query: {odd[0]} is of no known chat template, so where the response begins is not "
-            "known; send prompts that it begins with, or set reward.serve.response_after"
+            f"query: {mark[0]} shows that a prompt is in it, and where the response begins is not "
+            "known; send responses, or prompts that it begins with, or set "
+            "reward.serve.response_after='<|im_start|>assistant'"
         )
     return response
 
 
 def _ended(response: str) -> str:
-    for end in ENDS:
-        response = response.replace(end, "")
-    return response.strip().removesuffix(HTML).strip()
+    """Without the tokens that end a turn."""
+    response = response.strip()
+    while end := END.search(response[-LONGEST_MARK:]):
+        response = response[: -len(end[0])].rstrip()
+    return response.removesuffix("</s>").strip()
 
 
 # -- replies ---------------------------------------------------------------------------------------

@@ -82,8 +82,8 @@ class ServeConfig(Section):
     max_body_mb: int = option(256, "Largest request.", ge=1)
     response_after: str = option(
         "",
-        "Text before the response in a `query` whose client sends no `responses`; empty: the marks "
-        "of known chat templates.",
+        "Text before the response in a `query` whose client sends no `responses`, such as "
+        "`<|im_start|>assistant`; empty: the response follows the prompt.",
     )
     unscored: float | None = option(
         None,

@@ -105,15 +105,14 @@ def test_every_known_template_can_be_asked_for() -> None:
 
 # -- requests of others ----------------------------------------------------------------------------
 
+BEGIN = "<|im_start|>assistant\n"
 CHATML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        # OpenRLHF's remote_rm_fn at first, then with prompts and labels; LMM-R1 sends the latter,
-        # its prompts being JSON of messages.
-        '{"query": ["' + CHATML.format("2+2?", "<answer>4</answer>").replace("\n", "\\n") + '"]}',
+        # OpenRLHF's remote_rm_fn; LMM-R1, whose prompts are JSON of messages.
         '{"query": ["2+2?<answer>4</answer>"], "prompts": ["2+2?"], "labels": ["4"]}',
         json.dumps(
             {
@@ -130,77 +129,51 @@ CHATML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
     ],
 )
 def test_requests_of_older_programs_are_understood(body: str) -> None:
-    (sample,) = read_samples(json.loads(body))
+    (sample,) = read_samples(json.loads(body), response_after=BEGIN)
     assert (sample.response, sample.data_source) == ("<answer>4</answer>", "default")
     assert sample.answer in ("4", None)
     assert sample.messages == () or sample.messages[0]["content"] == "<image>2+2?"
 
 
 @pytest.mark.parametrize(
-    ("query", "prompt", "response"),
+    ("query", "prompt", "after", "response"),
     [
-        (CHATML.format("hi", "yes"), None, "yes"),
+        (CHATML.format("hi", "yes"), None, BEGIN, "yes"),
         # The first turn after the prompt's own: what the policy writes cannot move it.
-        (
-            CHATML.format("hi", "no <|im_start|>assistant\nyes"),
-            None,
-            "no <|im_start|>assistant\nyes",
-        ),
+        (CHATML.format("hi", f"no {BEGIN}yes"), None, BEGIN, f"no {BEGIN}yes"),
         (
             CHATML.format("a", "b") + "\n" + CHATML.format("c", "d"),
             '[{"role":"user","content":"a"},{"role":"assistant","content":"b"},'
             '{"role":"user","content":"c"}]',
+            BEGIN,
             "d",
         ),
-        ("<|start_header_id|>assistant<|end_header_id|>\n\nyes<|eot_id|>", None, "yes"),
-        ("<start_of_turn>user\n\\boxed{4}?<end_of_turn>\n<start_of_turn>model\n5<eos>", None, "5"),
-        ("<s>[INST] \\boxed{4}? [/INST] <s>6</s> 5</s>", None, "<s>6</s> 5"),
-        ("[INST]a[/INST]b <|im_start|>assistant\nc", None, "b <|im_start|>assistant\nc"),
-        ("<|user|>\\boxed{4}?<|assistant|>5", "<|user|>\\boxed{4}?<|assistant|>", "5"),
-        ("<|box_start|>(1,2)<|box_end|><|im_end|>", None, "<|box_start|>(1,2)<|box_end|>"),
-        ("no marks at all", None, "no marks at all"),
-        ("User: hi\n\nAssistant: yes", None, "User: hi\n\nAssistant: yes"),
+        ("<s>[INST] a? [/INST] <s>6</s> 5</s>", "<s>[INST] a? [/INST]", "", "<s>6</s> 5"),
+        ("<start_of_turn>model\n5<end_of_turn>\n<eos>", "<start_of_turn>model\n", "", "5"),
+        ("<|user|>\\boxed{4}?<|assistant|>5", "<|user|>\\boxed{4}?<|assistant|>", "", "5"),
+        ("<|box_start|>(1,2)<|box_end|><|im_end|>", None, "", "<|box_start|>(1,2)<|box_end|>"),
+        ("no marks at all", None, BEGIN, "no marks at all"),
+        ("User: hi\n\nAssistant: yes", None, "", "User: hi\n\nAssistant: yes"),
+        ("User: hi\n\nAssistant: yes", None, "Assistant: ", "yes"),
     ],
 )
-def test_where_a_response_begins(query: str, prompt: str | None, response: str) -> None:
-    assert split_query(query, prompt) == response
+def test_where_a_response_begins(query: str, prompt: str | None, after: str, response: str) -> None:
+    assert split_query(query, prompt, after) == response
 
 
-def test_a_query_of_an_unknown_template_is_an_error_of_its_sample_alone() -> None:
+def test_a_query_with_a_prompt_that_nothing_marks_is_an_error_of_its_sample_alone() -> None:
     odd = "<|user|>\\boxed{4}?<|assistant|>5"
     bad, good = read_samples({"query": [odd, "4"]})
-    assert "<|user|> is of no known chat template" in bad.unreadable and bad.response == ""
+    assert "<|user|> shows that a prompt is in it" in bad.unreadable and bad.response == ""
     assert (good.response, good.unreadable) == ("4", "")
-    assert read_samples({"query": [odd]}, response_after="<|assistant|>")[0].response == "5"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "roles"),
-    [
-        (
-            "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|>"
-            "<|image_pad|><|vision_end|>2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n",
-            ("system", "user"),
-        ),
-        (
-            "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\nb<end_of_turn>\n"
-            "<start_of_turn>user\n<image>2+2?<end_of_turn>\n<start_of_turn>model\n",
-            ("user", "assistant", "user"),
-        ),
-        ("<s>[INST] <image>2+2? [/INST]", ("user",)),
-        ("Think.<｜User｜><image>2+2?<｜Assistant｜>", ("system", "user")),  # noqa: RUF001
-    ],
-)
-def test_a_prompt_that_a_template_wrote_is_read_as_messages(
-    prompt: str, roles: tuple[str, ...]
-) -> None:
+def test_a_prompt_that_a_template_wrote_is_no_question_for_a_model() -> None:
+    prompt = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     (sample,) = read_samples({"query": [prompt + "4"], "prompts": [prompt]})
-    assert tuple(message["role"] for message in sample.messages) == roles
-    assert (sample.messages[-1]["content"], sample.response) == ("<image>2+2?", "4")
-
-
-def test_a_mark_of_ones_own() -> None:
-    assert split_query("User: hi\n\nAssistant: yes", None, "Assistant: ") == "yes"
+    assert (sample.response, sample.prompt) == ("4", prompt)
+    with pytest.raises(ValueError, match="send its messages as JSON"):
+        _ = sample.conversation
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,9 @@ GOOD = "<think>a</think><answer>{}</answer>"
 
 
 def test_an_older_client_is_served_as_it_is(rules: Running) -> None:
-    query = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n" + GOOD.format("1/2")
-    status, reply = rules.score(query + "<|im_end|>", "no", prompts=["?", "?"], labels=["0.5", "1"])
+    prompt = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
+    query = f"{prompt}{GOOD.format('1/2')}<|im_end|>"
+    status, reply = rules.score(query, "no", prompts=[prompt, "?"], labels=["0.5", "1"])
     assert status == 200 and reply == {
         "rewards": [1.5, 0.0],
         "scores": [1.0, 0.0],
