@@ -49,7 +49,7 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
         overlong=(penalty.buffer, penalty.factor, penalty.max_tokens) if penalty else None,
         load_model=partial(load_learned, config),
     )
-    idle = {"judge": scorer.judge is None, "remote": not scorer.elsewhere}
+    idle = {"judge": scorer.judge is None, "remote": not scorer.services}
     for name, unused in idle.items():
         given = getattr(reward, name).model_fields_set
         if algorithm is not None and unused and given:

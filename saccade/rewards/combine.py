@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 
 DROP_GROUP = "drop_group"  # kind of a reason that excludes the other members of a group, too
@@ -23,9 +25,18 @@ DROPPED = f"{DROP_GROUP}: another member could not be scored"  # what is said of
 TIMES_OUTCOME = "times_outcome"  # in a score's info: its value counts as far as the answer does
 
 
+Pending = Score | Future[Score]
+
+
+def not_opened(sample: RewardSample) -> Pending:
+    raise RuntimeError("a term scores after a Scorer has opened it")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A verifier with its arguments, ready to run. `function` is None when it runs in a worker."""
+    """A verifier with its arguments. `submit` begins to score a sample, however that is done: in
+    place, in a worker process, by a judge, a model or a service; its futures hold no exception.
+    """
 
     name: str
     verifier: str
@@ -33,10 +44,10 @@ class Term:
     kind: Literal["outcome", "format", "shaping"]
     args: Mapping[str, Any]
     needs_answer: bool = True
-    function: Callable[..., Score] | None = None
+    function: Callable[..., Score] | None = None  # None: nothing in this process scores it
     judged: bool = False  # what it leaves open goes to the judge
-    elsewhere: bool = False  # scored by one of SERVICES, a service or a model
     learned: bool = False  # a model scores it, many samples at once
+    submit: Callable[[RewardSample], Pending] = not_opened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +61,12 @@ class RewardRecipe:
     renormalise: bool = False
 
     @cached_property
-    def waits(self) -> bool:
-        """Whether a term is scored elsewhere, by a worker, a judge or a model."""
-        return any(term.function is None or term.judged or term.learned for term in self.terms)
-
-    @cached_property
     def knows_limit(self) -> bool:
-        """Whether a term looks at the token limit of the episode."""
-        return self.waits or any(term.kind == "shaping" for term in self.terms)
+        """Whether a term may look at the token limit of the episode."""
+        return any(
+            term.kind == "shaping" or term.function is None or term.judged or term.learned
+            for term in self.terms
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ def extract(
     text = answer_scope(response, think_prefilled) if scope == "after_think" else response
     for name in order:
         if name not in EXTRACTORS:
-            raise ValueError(f"order: no place is called {name!r}; known: {', '.join(EXTRACTORS)}")
+            raise ValueError(f"order: expected some of {', '.join(EXTRACTORS)}, not {name!r}")
         found = EXTRACTORS[name](text, choices)
         if found is not None:
             return found.strip()

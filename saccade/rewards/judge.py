@@ -1,8 +1,8 @@
 """Answers that no rule can settle go to a model behind an endpoint; verdicts come back as futures.
 
-Threads wait for the replies, so neither generation nor other rewards do. Answers that are the same
-are judged once: while in flight, and with `reward.judge.cache` for good. Whatever goes wrong (no
-reply, no verdict in it) becomes what `reward.judge.on_failure` says, never an exception.
+Answers that are the same are judged once: while in flight, and with `reward.judge.cache` for good.
+Whatever goes wrong (no reply, no verdict in it) becomes what `reward.judge.on_failure` says, never
+an exception.
 
     judge = Judge(config.reward.judge)
     judge.submit(sample, first).result()
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Mapping
@@ -20,12 +19,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
-
 from saccade.endpoint.cache import AnswerCache, key_of
 from saccade.endpoint.client import ChatClient
 from saccade.errors import ConfigError
-from saccade.rewards.combine import DROP_GROUP
+from saccade.rewards.combine import DROP_GROUP, Pending
 from saccade.rewards.hybrid import ASK
 from saccade.rewards.judge_prompt import (
     Case,
@@ -35,6 +32,7 @@ from saccade.rewards.judge_prompt import (
     read_verdict,
     template_text,
 )
+from saccade.rewards.request_queue import RequestQueue
 from saccade.rewards.reward_sample import RewardSample
 from saccade.schema import JudgeConfig
 from saccade.types import Sampling, Score
@@ -65,15 +63,6 @@ class _Job:
     since: float = field(default_factory=time.monotonic)
 
 
-@dataclass(kw_only=True)
-class _Tally:
-    samples: int = 0  # that went to the judge
-    by_rule: int = 0  # that did not have to
-    free: int = 0  # judged before, or at this moment for another sample
-    failures: int = 0
-    seconds: list[float] = field(default_factory=list)
-
-
 class Judge:
     """`submit` from any thread; `metrics` tells what happened since it was last called."""
 
@@ -96,104 +85,85 @@ class Judge:
             "template": hashlib.sha256(text.encode()).hexdigest(),
             "scale": config.scale,
         }
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._queue: RequestQueue[_Job] = RequestQueue(self._work, threads=config.concurrency)
         self._open: dict[str, _Job] = {}
         self._lock = threading.Lock()
-        self._closed = False
         self._alive = time.monotonic()  # when the endpoint last replied
-        self._tally, self._counted = _Tally(), replace(self._client.counters)
+        self._counted = replace(self._client.counters)
 
     def check(self) -> None:
         """One small question: an endpoint that cannot be reached stops a run before it starts."""
         self._ask(CHECK, self._key(CHECK), time.monotonic() + self.config.deadline)
 
-    def submit(self, sample: RewardSample, first: Score) -> Future[Score]:
+    def submit(self, sample: RewardSample, first: Score) -> Pending:
         """What becomes of a score that may ask for a judge."""
-        result: Future[Score] = Future()
         if ASK not in first.info:
-            self._count(by_rule=1)
-            result.set_result(first)
-            return result
+            self._queue.count("by_rule")
+            return first
+        result: Future[Score] = Future()
         case = case_of(sample, first.extracted or "", images=self.config.send_images)
         job = self._job(case)
         job.verdict.add_done_callback(lambda done: result.set_result(self._score(first, done)))
         return result
 
     def metrics(self) -> dict[str, float]:
-        with self._lock:
-            tally, self._tally = self._tally, _Tally()
-            now = replace(self._client.counters)
-            before, self._counted = self._counted, now
-        prompt = now.prompt_tokens - before.prompt_tokens
-        response = now.response_tokens - before.response_tokens
+        counts, latency = self._queue.take_counts()
+        before, self._counted = self._counted, replace(self._client.counters)
+        prompt = self._counted.prompt_tokens - before.prompt_tokens
+        response = self._counted.response_tokens - before.response_tokens
         metrics: dict[str, float] = {
-            "judge/samples": tally.samples,
-            "judge/by_rule": tally.by_rule,
-            "judge/calls": now.sent - before.sent,
-            "judge/tokens": prompt + response,
-            "judge/failures": tally.failures,
+            "samples": counts["samples"],  # that went to the judge
+            "by_rule": counts["by_rule"],  # that did not have to
+            "calls": self._counted.sent - before.sent,
+            "tokens": prompt + response,
+            "failures": counts["failures"],
+            **latency,
         }
-        if tally.samples:
-            metrics["judge/cache_hit_rate"] = tally.free / tally.samples
-        if tally.seconds:
-            middle, slow = np.percentile(tally.seconds, [50, 95])
-            metrics |= {"judge/latency_p50": float(middle), "judge/latency_p95": float(slow)}
+        if counts["samples"]:
+            metrics["cache_hit_rate"] = counts["free"] / counts["samples"]
         if self.config.price is not None:
             each = self.config.price
-            metrics["judge/cost"] = (prompt * each[0] + response * each[1]) / 1e6
-        return metrics
+            metrics["cost"] = (prompt * each[0] + response * each[1]) / 1e6
+        return {f"judge/{name}": value for name, value in metrics.items()}
 
     def expenses(self) -> str:
         return f"judge: {self._client.counters.describe(self.config.price)}"
 
     def close(self) -> None:
         """Whoever still waits gets a failure; replies under way are not waited for."""
-        with self._lock:
-            self._closed = True
-            left = list(self._open.values())
+        self._queue.close()
         self._client.stop()
-        for _ in self._threads:
-            self._jobs.put(None)
-        for job in left:
+        for job in list(self._open.values()):
             self._finish(job, Verdict(words="the judge was closed first"))
 
     # -- in threads --
 
     def _job(self, case: Case) -> _Job:
+        """The job of a case; one for all samples that ask the same at the same time."""
         job = _Job(case=case, key=self._key(case))
+        self._queue.count("samples")
         with self._lock:
-            same = self._open.get(job.key)
-            self._tally.samples += 1
-            self._tally.free += same is not None
-            if same is not None:
-                return same
-            if self._closed:
-                job.verdict.set_result(Verdict(words="the judge is closed"))
-                return job
-            self._open[job.key] = job
-            self._jobs.put(job)
-            if len(self._threads) < min(self.config.concurrency, len(self._open)):
-                name = f"judge-{len(self._threads)}"
-                # Daemons: what still waits must not keep an interrupted run alive.
-                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self._threads[-1].start()
-        return job
+            same = self._open.setdefault(job.key, job)
+        if same is not job:
+            self._queue.count("free")
+        elif not self._queue.put(job):
+            self._finish(job, Verdict(words="the judge is closed"))
+        return same
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            # As long as it answers others, a judge may take its time with a long queue.
-            until = max(job.since, self._alive) + self.config.deadline
-            began = time.monotonic()
-            try:
-                verdict = self._ask(job.case, job.key, until)
-            except Exception as error:  # whatever happens here, nobody may wait for ever
-                verdict = Verdict(words=str(error) or type(error).__name__)
-            with self._lock:
-                self._tally.free += verdict.stored
-                if not verdict.stored:
-                    self._tally.seconds.append(time.monotonic() - began)
-            self._finish(job, verdict)
+    def _work(self, jobs: list[_Job]) -> None:
+        (job,) = jobs
+        # As long as it answers others, a judge may take its time with a long queue.
+        until = max(job.since, self._alive) + self.config.deadline
+        began = time.monotonic()
+        try:
+            verdict = self._ask(job.case, job.key, until)
+        except Exception as error:  # whatever happens here, nobody may wait for ever
+            verdict = Verdict(words=str(error) or type(error).__name__)
+        if verdict.stored:
+            self._queue.count("free")
+        else:
+            self._queue.timed(time.monotonic() - began)
+        self._finish(job, verdict)
 
     def _finish(self, job: _Job, verdict: Verdict) -> None:
         with self._lock:
@@ -236,18 +206,12 @@ class Judge:
         )
 
     def _failed(self, first: Score, why: str) -> Score:
-        if self._count(failures=1).failures == 1:  # the others are in the metrics
+        if self._queue.count("failures") == 1:  # the others are in the metrics
             logging.getLogger("saccade").warning("an answer could not be judged: %s", why)
         if self.config.on_failure == "rule":
             return replace(first, info={})
         kind, reason = FAILURES[self.config.on_failure]
         return Score(kind=kind, reason=f"{reason}: {why}", extracted=first.extracted)
-
-    def _count(self, **added: int) -> _Tally:
-        with self._lock:
-            for name, value in added.items():
-                setattr(self._tally, name, getattr(self._tally, name) + value)
-            return self._tally
 
     def _key(self, case: Case) -> str:
         return key_of(self._about | case.shown)

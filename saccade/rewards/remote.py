@@ -13,22 +13,20 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 from pydantic import ValidationError
 
 from saccade.endpoint.pictures import Pictures
 from saccade.endpoint.sender import Reply, Sender
 from saccade.errors import ConfigError
+from saccade.rewards.request_queue import RequestQueue
 from saccade.rewards.reward_sample import RewardSample, plain
 from saccade.rewards.service_protocol import PROTOCOL, read_reply, request_for
 from saccade.schema import RemoteConfig, RewardConfig
@@ -39,6 +37,7 @@ PATH = "/get_reward"
 GATHER = 0.02  # seconds that a request waits for more samples
 LARGEST = 128 * 2**20  # characters of pictures in one request
 QUOTED = 500
+COUNTED = ("samples", "requests", "repeated", "failures")
 MENDS = {
     401: ("token", "let it name an environment variable that holds the service's token"),
     403: ("url", "this service answers its own machine only, unless it asks for a token"),
@@ -65,15 +64,6 @@ def open_remote(reward: RewardConfig, args: Mapping[str, Any]) -> Remote:
 class _Job:
     sample: RewardSample
     future: Future[Score] = field(default_factory=Future)
-
-
-@dataclass(kw_only=True)
-class _Tally:
-    samples: int = 0
-    requests: int = 0
-    repeated: int = 0
-    failures: int = 0
-    seconds: list[float] = field(default_factory=list)
 
 
 class Remote:
@@ -105,14 +95,11 @@ class Remote:
             on_send=self._sent,
         )
         self._pictures = Pictures()
-        self._waiting: deque[_Job] = deque()
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
-        self._idle = 0  # threads without a request
-        self._closed = False
+        self._queue: RequestQueue[_Job] = RequestQueue(
+            self._answer, threads=config.concurrency, batch=config.batch, gather=GATHER
+        )
         self._models = False  # whether a model there looks at the pictures
         self._refers = False  # whether each picture crosses once, and is named where it comes again
-        self._tally = _Tally()
 
     def check(self) -> None:
         """Every service is there and takes the token. Old ones answer nothing but a POST."""
@@ -146,53 +133,24 @@ class Remote:
         other = next((media.kind for media in sample.media if media.kind != "image"), None)
         if other is not None and self.config.send_images:
             job.future.set_result(self._failed(f"requests carry images only, and no {other}"))
-            return job.future
-        with self._changed:
-            closed = self._closed
-            if not closed:
-                self._waiting.append(job)
-                self._tally.samples += 1
-                busy = len(self._waiting) > self._idle * self.config.batch
-                if busy and len(self._threads) < self.config.concurrency:
-                    # Daemons: what still waits must not keep an interrupted run alive.
-                    self._threads.append(threading.Thread(target=self._work, daemon=True))
-                    self._threads[-1].start()
-                self._changed.notify()
-        if closed:
+        elif self._queue.put(job):
+            self._queue.count("samples")
+        else:
             job.future.set_result(self._failed("the client is closed"))
         return job.future
 
     def metrics(self) -> dict[str, float]:
-        with self._changed:
-            tally, self._tally = self._tally, _Tally()
-        metrics: dict[str, float] = {
-            "samples": tally.samples,
-            "requests": tally.requests,
-            "repeated": tally.repeated,
-            "failures": tally.failures,
-        }
-        if tally.seconds:
-            middle, slow = np.percentile(tally.seconds, [50, 95])
-            metrics |= {"latency_p50": float(middle), "latency_p95": float(slow)}
-        return metrics
+        counts, latency = self._queue.take_counts()
+        return {name: counts[name] for name in COUNTED} | latency
 
     def close(self) -> None:
         """Whoever still waits gets a failure; replies under way are not waited for."""
-        with self._changed:
-            self._closed = True
-            left = list(self._waiting)
-            self._waiting.clear()
-            self._changed.notify_all()
+        left = self._queue.close()
         self._sender.stop()
         for job in left:
             job.future.set_result(self._failed("the client was closed first"))
 
     # -- in threads --
-
-    def _work(self) -> None:
-        while not self._closed:
-            if jobs := self._take():  # none where another thread was faster
-                self._answer(jobs)
 
     def _answer(self, jobs: Sequence[_Job]) -> None:
         try:
@@ -202,18 +160,6 @@ class Remote:
             for job in jobs:
                 if not job.future.done():
                     job.future.set_result(failure)
-
-    def _take(self) -> list[_Job]:
-        """The next request's worth, after a moment in which it may grow."""
-        with self._changed:
-            self._idle += 1
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            self._changed.wait_for(
-                lambda: len(self._waiting) >= self.config.batch or self._closed, GATHER
-            )
-            self._idle -= 1
-            count = min(self.config.batch, len(self._waiting))
-            return [self._waiting.popleft() for _ in range(count)]
 
     def _ask(self, jobs: Sequence[_Job]) -> None:
         images = self._images([job.sample for job in jobs]) if self.config.send_images else []
@@ -233,8 +179,7 @@ class Remote:
             lambda reply: read_reply(reply, len(jobs)),
             began + self.config.deadline,
         )
-        with self._changed:
-            self._tally.seconds.append(time.monotonic() - began)
+        self._queue.timed(time.monotonic() - began)
         for job, score in zip(jobs, scores, strict=True):
             job.future.set_result(score)
 
@@ -252,17 +197,13 @@ class Remote:
         ]
 
     def _failed(self, why: str, count: int = 1) -> Score:
-        with self._changed:
-            first = not self._tally.failures
-            self._tally.failures += count
-        if first:  # the others are in the metrics
+        if self._queue.count("failures", count) == count:  # the others are in the metrics
             logging.getLogger("saccade").warning("samples were not scored: %s", why)
         return Score(kind=self.config.on_failure, reason=f"remote: {why[:QUOTED]}")
 
     def _sent(self, again: bool) -> None:
-        with self._changed:
-            self._tally.requests += 1
-            self._tally.repeated += again
+        self._queue.count("requests")
+        self._queue.count("repeated", again)
 
 
 def _info(reply: Reply) -> dict[str, Any]:

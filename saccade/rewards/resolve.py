@@ -79,7 +79,7 @@ def verifiers_for(config: RewardConfig, data_source: str) -> set[str]:
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names))}"
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(sorted(names))}"
     return f"unknown {what} {name!r}; {hint}"
 
 
@@ -125,7 +125,7 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
         name = function if function != DEFAULT_NAME else path.stem
         return replace(term, name=row.name or name, verifier=f"{path.resolve()}:{function}")
     if row.verifier in SERVICES:
-        return replace(term, needs_answer=False, elsewhere=True)
+        return replace(term, needs_answer=False)
     verifier = VERIFIERS.get(row.verifier)
     if verifier is None:
         raise ConfigError(

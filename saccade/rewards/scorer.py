@@ -20,17 +20,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from saccade.config import RewardConfig
 from saccade.errors import ConfigError
-from saccade.rewards.combine import RewardRecipe, Scored, Term, combine
+from saccade.rewards.combine import Pending, RewardRecipe, Scored, Term, combine
 from saccade.rewards.judge import Judge
 from saccade.rewards.pool import WorkerPool
 from saccade.rewards.remote import Remote
 from saccade.rewards.resolve import resolve_recipes, unknown
 from saccade.rewards.reward_model_term import Learned, RewardModel
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.services import SERVICES, TermScorer
+from saccade.rewards.services import SERVICES, Service
 from saccade.rewards.user_functions import split_name
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Sample, Score
@@ -53,38 +54,21 @@ class Scorer:
         `isolate` puts every rule into the worker processes, also those that need not be there.
         `load_model` makes a folder into what scores; without it terms of models abstain.
         """
-        self.max_tokens = max_tokens
-        self._for_others = next((n for n in ("terms", "preset") if getattr(config, n)), None)
-        self.recipes: Mapping[str, RewardRecipe]
-        self.default: RewardRecipe | None
-        self.recipes, self.default = resolve_recipes(
+        self.config, self.max_tokens = config, max_tokens
+        self._isolate, self._load_model = isolate, load_model
+        self.pool: WorkerPool | None = None
+        self.judge: Judge | None = None
+        self.learned: Learned | None = None
+        self.services: dict[str, tuple[str, Service]] = {}  # and the name of its first term
+        recipes, default = resolve_recipes(
             config, prompt_format=prompt_format, max_tokens=max_tokens, overlong=overlong
         )
-        if isolate:
-            self.recipes = {source: _isolated(recipe) for source, recipe in self.recipes.items()}
-            self.default = self.default and _isolated(self.default)
-        terms = self.terms
-        isolated = [t for t in terms if not (t.function or t.elsewhere or t.learned)]
-        judged = {term.verifier for term in terms if term.judged}
-        if "judge" in judged and config.judge.on_failure == "rule":
-            raise ConfigError(
-                "reward.judge.on_failure=rule: the term judge has no rule; use hybrid, or try "
-                "reward.judge.on_failure=abstain"
-            )
-        self.judge = Judge(config.judge) if judged else None
-        if self.judge is not None:
-            self.judge.check()
-        learned = [term for term in terms if term.learned and load_model is not None]
-        self.learned = Learned(load_model) if learned and load_model is not None else None
-        for term in learned:
-            assert self.learned is not None
-            self.learned.prepare(term.args)
-        self.pool = WorkerPool(config.workers, config.deadline) if isolated else None
-        self.elsewhere: dict[str, tuple[str, TermScorer]] = {}  # and the name of its first term
-        for term in isolated:
-            self._check_custom(term)
-        for term in terms:
-            self._open_elsewhere(term, config)
+        try:
+            self.recipes = {source: self._opened(recipe) for source, recipe in recipes.items()}
+            self.default = default and self._opened(default)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Scorer:
         return self
@@ -93,15 +77,15 @@ class Scorer:
         self.close()
 
     def close(self) -> None:
-        for part in (self.pool, self.judge, *(scorer for _, scorer in self.elsewhere.values())):
+        for part in (self.pool, self.judge, *(service for _, service in self.services.values())):
             if part is not None:
                 part.close()
 
     def metrics(self) -> dict[str, float]:
         """What the judge, services and models did since this was last called."""
         metrics = self.judge.metrics() if self.judge is not None else {}
-        for name, scorer in self.elsewhere.values():
-            metrics |= {f"service/{name}/{key}": v for key, v in scorer.metrics().items()}
+        for name, service in self.services.values():
+            metrics |= {f"service/{name}/{key}": v for key, v in service.metrics().items()}
         return metrics
 
     @property
@@ -144,14 +128,14 @@ class Scorer:
         an evaluation of other sets may well not need.
         """
         there = sorted(set(sources))
-        idle, known = sorted(set(self.recipes) - set(there)), ", ".join(there)
+        idle, known = ", ".join(sorted(set(self.recipes) - set(there))), ", ".join(there)
         found = []
         if idle:
-            listed = ", ".join(idle)
-            found = [f"reward.by_source: no row has the data_source {listed}; there is {known}"]
-        if shared and self._for_others and there and set(there) <= set(self.recipes):
+            found = [f"reward.by_source: no row has the data_source {idle}; there is {known}"]
+        others = next((name for name in ("terms", "preset") if getattr(self.config, name)), None)
+        if shared and others and there and set(there) <= set(self.recipes):
             found.append(
-                f"reward.{self._for_others}: scores no row, as reward.by_source names the "
+                f"reward.{others}: scores no row, as reward.by_source names the "
                 f"data_source of all ({known}); remove it, or those"
             )
         return [f"WARNING: {text}" for text in found]
@@ -159,9 +143,9 @@ class Scorer:
     def check_media(self, samples: Iterable[Sample]) -> None:
         """Refuse rows whose pictures a service needs and does not get, or a model cannot read."""
         shown = {media.kind: media for sample in samples for media in sample.media}
-        for _, scorer in self.elsewhere.values():
-            if isinstance(scorer, Remote):
-                scorer.check_media(set(shown))
+        for _, service in self.services.values():
+            if isinstance(service, Remote):
+                service.check_media(set(shown))
         if self.learned is not None:
             self.learned.check_media(list(shown.values()))
 
@@ -211,105 +195,102 @@ class Scorer:
             return Scored(status="error", reason=f"unreadable: {sample.unreadable}")
         if not sample.max_tokens and recipe.knows_limit:
             sample = replace(sample, max_tokens=self.max_tokens)
-        if not recipe.waits:
-            return combine(recipe, [_in_place(term, sample) for term in recipe.terms])
-        asked = [self._elsewhere(term, sample) for term in recipe.terms]
-        scores = [
-            _in_place(term, sample) if future is None else None
-            for term, future in zip(recipe.terms, asked, strict=True)
-        ]
-        return _when_all(recipe, scores, asked)
+        return _when_all(recipe, [term.submit(sample) for term in recipe.terms])
 
-    def _elsewhere(self, term: Term, sample: RewardSample) -> Future[Score] | None:
-        """By a worker, a judge, one after the other, by a model, or by whoever is named; None where
-        the term is scored in place.
-        """
-        if term.learned and self.learned is not None:
-            return self.learned.submit(term.args, sample)
-        if term.elsewhere:
-            return self.elsewhere[_key(term)][1].submit(sample)
-        working = None
-        if term.function is None:
-            assert self.pool is not None
-            working = self.pool.submit(term.verifier, sample, term.args)
-        if not term.judged:
-            return working
-        assert self.judge is not None
-        if working is None:
-            return self.judge.submit(sample, _in_place(term, sample))
-        return _then(working, partial(self.judge.submit, sample))
+    def _opened(self, recipe: RewardRecipe) -> RewardRecipe:
+        terms = [replace(term, submit=self._submit_of(term)) for term in recipe.terms]
+        return replace(recipe, terms=tuple(terms))
 
-    def _check_custom(self, term: Term) -> None:
-        if split_name(term.verifier) is None:
-            return
-        assert self.pool is not None
-        problem = self.pool.check(term.verifier, term.args)
-        if problem:
-            self.close()
-            raise ConfigError(f"reward.terms: {term.verifier} cannot be used: {problem}")
+    def _submit_of(self, term: Term) -> Callable[[RewardSample], Pending]:
+        """Starts whatever scores the term, unless another term has started it."""
+        if term.verifier in SERVICES:
+            return self._service(term).submit
+        if term.learned and self._load_model is not None:
+            self.learned = self.learned or Learned(self._load_model)
+            self.learned.prepare(term.args)
+            return partial(self.learned.submit, term.args)
+        if term.function is not None and not self._isolate:
+            first: Callable[[RewardSample], Pending] = partial(_in_place, term.function, term.args)
+        else:
+            self.pool = self.pool or WorkerPool(self.config.workers, self.config.deadline)
+            problem = split_name(term.verifier) and self.pool.check(term.verifier, term.args)
+            if problem:
+                raise ConfigError(f"reward.terms: {term.verifier} cannot be used: {problem}")
+            first = partial(self.pool.submit, term.verifier, args=term.args)
+        return partial(_then, first, self._judge(term).submit) if term.judged else first
 
-    def _open_elsewhere(self, term: Term, config: RewardConfig) -> None:
-        if not term.elsewhere or _key(term) in self.elsewhere:
-            return
-        try:
-            scorer = SERVICES[term.verifier](config, term.args)
-            self.elsewhere[_key(term)] = (term.name, scorer)
-            scorer.check()
-        except BaseException:
-            self.close()
-            raise
+    def _service(self, term: Term) -> Service:
+        """One for all terms that are alike."""
+        key = json.dumps([term.verifier, term.args], sort_keys=True, default=str)
+        if key not in self.services:
+            self.services[key] = (term.name, SERVICES[term.verifier](self.config, term.args))
+            self.services[key][1].check()
+        return self.services[key][1]
+
+    def _judge(self, term: Term) -> Judge:
+        if term.verifier == "judge" and self.config.judge.on_failure == "rule":
+            raise ConfigError(
+                "reward.judge.on_failure=rule: the term judge has no rule; use hybrid, or try "
+                "reward.judge.on_failure=abstain"
+            )
+        if self.judge is None:
+            self.judge = Judge(self.config.judge)
+            self.judge.check()
+        return self.judge
 
 
-def _key(term: Term) -> str:
-    """Terms that are alike share whoever scores them."""
-    return json.dumps([term.verifier, term.args], sort_keys=True, default=str)
-
-
-def _isolated(recipe: RewardRecipe) -> RewardRecipe:
-    return replace(recipe, terms=tuple(replace(term, function=None) for term in recipe.terms))
-
-
-def _in_place(term: Term, sample: RewardSample) -> Score:
-    assert term.function is not None
+def _in_place(
+    function: Callable[..., Score], args: Mapping[str, Any], sample: RewardSample
+) -> Score:
     try:
-        return term.function(sample, **term.args)
+        return function(sample, **args)
     except Exception as error:  # one odd response must not end a run
         return Score(kind="error", reason=f"raised: {type(error).__name__}: {error}")
 
 
-def _then(first: Future[Score], second: Callable[[Score], Future[Score]]) -> Future[Score]:
-    """What the second makes of the first, both as futures that hold no exception."""
+def _then(
+    first: Callable[[RewardSample], Pending],
+    second: Callable[[RewardSample, Score], Pending],
+    sample: RewardSample,
+) -> Pending:
+    """What the second makes of the score of the first."""
+    begun = first(sample)
+    if not isinstance(begun, Future):
+        return second(sample, begun)
     result: Future[Score] = Future()
 
     def go_on(done: Future[Score]) -> None:
-        second(done.result()).add_done_callback(lambda last: result.set_result(last.result()))
+        last = second(sample, done.result())
+        if isinstance(last, Future):
+            last.add_done_callback(lambda done: result.set_result(done.result()))
+        else:
+            result.set_result(last)
 
-    first.add_done_callback(go_on)
+    begun.add_done_callback(go_on)
     return result
 
 
-def _when_all(
-    recipe: RewardRecipe, scores: list[Score | None], asked: Sequence[Future[Score] | None]
-) -> Future[Scored]:
-    """Combine when the last of the futures is done."""
+def _when_all(recipe: RewardRecipe, begun: Sequence[Pending]) -> Scored | Future[Scored]:
+    """Combined now, or when the last of the futures is done."""
+    out = [each for each in begun if isinstance(each, Future)]
+    if not out:
+        return combine(recipe, begun)  # type: ignore[arg-type]
     result: Future[Scored] = Future()
     result.set_running_or_notify_cancel()
-    lock = threading.Lock()
-    left = sum(future is not None for future in asked)
+    left, lock = len(out), threading.Lock()
 
-    def arrived(index: int, score: Score) -> None:
+    def arrived(_: Future[Score]) -> None:
         nonlocal left
         with lock:
-            scores[index] = score
             left -= 1
-            last = left == 0
-        if last:
-            try:
-                result.set_result(combine(recipe, [s for s in scores if s is not None]))
-            except Exception as error:  # a future swallows what its callbacks raise
-                result.set_exception(error)
+            if left:
+                return
+        try:
+            scores = [each.result() if isinstance(each, Future) else each for each in begun]
+            result.set_result(combine(recipe, scores))
+        except Exception as error:  # a future swallows what its callbacks raise
+            result.set_exception(error)
 
-    for index, future in enumerate(asked):
-        if future is not None:
-            future.add_done_callback(lambda done, index=index: arrived(index, done.result()))  # type: ignore[misc]
+    for future in out:
+        future.add_done_callback(arrived)
     return result

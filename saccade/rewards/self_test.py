@@ -9,18 +9,19 @@ on a few: two golds that differ may mean the same.
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from saccade.errors import SelfTestError
 from saccade.rewards.combine import RewardRecipe, Scored, Term
 from saccade.rewards.maths import equivalent
-from saccade.rewards.misjudged import Case, Failure, Kind, failures_of
 from saccade.rewards.numbers import single_number
 from saccade.rewards.pool import CRASHED
 from saccade.rewards.response_formats import FORMATS
-from saccade.rewards.reward_sample import reward_sample
+from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.user_functions import LATE, split_name
 from saccade.rewards.verifiers import VERIFIERS, has_gold
@@ -28,6 +29,45 @@ from saccade.types import Sample
 
 SHOWN = 5
 HANGS = 3  # timeouts or crashes in a row, after which nobody waits for more
+CLOSE = 1e-6  # boxes are rounded on their way through frames
+SHARED = 0.5  # of the golds of other rows, where a place or a word can be right for several rows
+MISJUDGED = 0.1  # share of known answers that a judge may get wrong
+MOST = 0.5  # share of responses that may go without a verdict, or without a value of another term
+
+Kind = Literal["gold", "empty", "foreign"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    kind: Kind
+    sample: RewardSample
+    recipe: RewardRecipe
+
+    @property
+    def term(self) -> Term:
+        return self.recipe.terms[self.recipe.outcome]
+
+    @property
+    def partly(self) -> bool:
+        """Whether it may be partly right: then it must only fall short of the best."""
+        verifier = VERIFIERS.get(self.term.verifier)
+        return self.kind == "foreign" and verifier is not None and verifier.graded
+
+    def __str__(self) -> str:
+        return f"{self.kind} response {self.sample.response!r}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    verifier: str
+    case: Case  # the first of them
+    text: str
+    cases: int = 1
+    broken: bool = False  # no value and no abstention: it raised, hung, or returned no number
+    advised: bool = False  # the text says what would work
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +80,61 @@ class SelfTest:
     format: str = ""  # in which golds were written
 
 
+Pairs = Sequence[tuple[Case, Scored]]
+
+
 def self_test(
     scorer: Scorer, samples: Sequence[Sample], *, format: str, count: int = 32
 ) -> SelfTest:
-    """Test the outcome term on up to `count` rows of each data source. Where the user's own words
-    ask for an answer (prompt.format=none), a function of theirs may read the bare one, or tags.
+    """Test the outcome term on up to `count` rows of each data source. Where the user's words ask
+    for an answer (prompt.format=none), a function of theirs may read the bare one, or tags.
     """
     result = _test(scorer, samples, format, count, tagged=set())
     failed = {f.verifier for f in result.failures if f.case.kind == "gold" and not f.broken}
-    own = set(filter(split_name, failed))
-    if format != "none" or not own:
+    users = set(filter(split_name, failed))
+    if format != "none" or not users:
         return result
-    again = _test(scorer, samples, format, count, tagged=own)
+    again = _test(scorer, samples, format, count, tagged=users)
     return again if again.passed else result
+
+
+def require(result: SelfTest, mode: Literal["strict", "warn", "off"]) -> None:
+    """Stop, warn or do nothing when the test has failed."""
+    if result.passed or mode == "off":
+        return
+    shown = "\n".join(f"  {failure}" for failure in result.failures[:SHOWN])
+    broken = any(failure.broken for failure in result.failures)
+    message = (
+        f"the reward {'fails on' if broken else 'misjudges'} known answers "
+        f"({sum(f.cases for f in result.failures)} cases, {result.rows} rows):\n"
+        f"{shown}\n{result.ended}{_advice(result, shown, broken)}".rstrip()
+    )
+    if mode == "strict":
+        raise SelfTestError(message)
+    logging.getLogger("saccade").warning(message)
+
+
+def _advice(result: SelfTest, shown: str, broken: bool) -> str:
+    if broken and LATE in shown:
+        return f"Raise {LATE}; what takes long once, such as an import, belongs above the function."
+    if broken:
+        return "Fix what fails: it would fail in training, too."
+    warn = "reward.self_test=warn trains all the same."
+    if all(failure.advised for failure in result.failures):
+        return warn
+    if not any(split_name(failure.verifier) for failure in result.failures):
+        how = "term args 'order'"
+    elif result.format == "none":
+        how = "golds were tried bare and in <answer> tags"
+    else:
+        how = "for a function that compares the bare response: prompt.format=direct"
+    return (
+        "Check that the verifier fits the answers and looks where prompt.format="
+        f"{result.format} puts them ({how}); {warn}"
+    )
+
+
+# -- known answers ---------------------------------------------------------------------------------
 
 
 def _test(
@@ -73,11 +155,10 @@ def _test(
         for index, row in enumerate(rows):
             cases += _cases(row, rows[index + 1 :] + rows[:index], recipe, render)
     cases, scored, ended = _scored(scorer, cases)
-    failures = failures_of(list(zip(cases, scored, strict=True)), format)
-    rows_tested = sum(case.kind == "gold" for case in cases)
+    failures = _failures(list(zip(cases, scored, strict=True)), format)
     return SelfTest(
         passed=not failures,
-        rows=rows_tested,
+        rows=sum(case.kind == "gold" for case in cases),
         failures=tuple(failures),
         skipped=tuple(skipped),
         ended=ended,
@@ -85,19 +166,59 @@ def _test(
     )
 
 
+def _cases(
+    row: Sample, others: Sequence[Sample], recipe: RewardRecipe, render: Callable[[str], str]
+) -> list[Case]:
+    term = recipe.terms[recipe.outcome]
+    gold = _gold(row, term)
+    responses: dict[Kind, str] = {"gold": render(gold), "empty": ""}
+    golds = {gold, *(row.answer if isinstance(row.answer, tuple) else ())}
+    foreign = [
+        text
+        for text in (_gold(other, term) for other in others)
+        if not any(
+            text.casefold() == own.casefold() or equivalent(text, own, formulas=False)
+            for own in golds
+        )
+    ]
+    if foreign:  # the one far away: some verifiers have a tolerance
+        responses["foreign"] = render(max(foreign, key=lambda text: _distance(text, gold)))
+    cases = []
+    for kind, response in responses.items():
+        length = len(response.split())
+        seen = reward_sample(row, response, length=length, token_ids=[0] * length)
+        cases.append(Case(kind=kind, sample=seen, recipe=recipe))
+    return cases
+
+
+def _gold(sample: Sample, term: Term) -> str:
+    """A list of answers is alternatives, unless the verifier knows better."""
+    verifier, seen = VERIFIERS.get(term.verifier), reward_sample(sample, "")
+    if verifier and not has_gold(verifier, seen, term.args):
+        return ""
+    if verifier and verifier.right is not None:
+        return verifier.right(seen, **term.args) if sample.answer else ""
+    if isinstance(sample.answer, tuple):
+        return next(iter(sample.answer), "")
+    return (sample.answer or "").rpartition("####")[2].strip()
+
+
+def _distance(text: str, gold: str) -> float:
+    a, b = single_number(text), single_number(gold)
+    return 0.0 if a is None or b is None else abs(float(a - b))
+
+
 def _scored(scorer: Scorer, cases: Sequence[Case]) -> tuple[list[Case], list[Scored], str]:
     """The cases with their scores, and which function was given up. Built-in terms at once; of a
     function of the user more and more at a time, so that one that hangs does not take minutes.
     """
-    sources = dict.fromkeys(case.sample.data_source for case in cases)
-    own_of = {
-        source: any(split_name(term.verifier) for term in scorer.recipe(source).terms)
-        for source in sources
-    }
-    done = [case for case in cases if not own_of[case.sample.data_source]]
+    by_source: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        users = any(split_name(term.verifier) for term in case.recipe.terms)
+        by_source[case.sample.data_source if users else ""].append(case)
+    done = by_source.pop("", [])
     scores, ended = scorer.score([case.sample for case in done]), ""
-    for source in filter(own_of.get, sources):
-        own = [case for case in cases if case.sample.data_source == source]
+    for source, own in by_source.items():
         found: list[Scored] = []
         while len(found) < len(own) and not ended:
             some = own[len(found) : 2 * len(found) or HANGS]
@@ -114,96 +235,132 @@ def _scored(scorer: Scorer, cases: Sequence[Case]) -> tuple[list[Case], list[Sco
 def _hangs(cases: Sequence[Case], scored: Sequence[Scored]) -> bool:
     """Whether several in a row did, of all responses or of one kind."""
     hung = [
-        (case.kind, s.reason_kind in ("timeout", CRASHED))
+        (case.kind, "01"[s.reason_kind in ("timeout", CRASHED)])
         for case, s in zip(cases, scored, strict=False)
     ]
-    rows = [hung, *([pair for pair in hung if pair[0] == kind] for kind in get_args(Kind))]
     return any(
-        all(bad for _, bad in row[start : start + HANGS])
-        for row in rows
-        for start in range(len(row) - HANGS + 1)
+        "1" * HANGS in "".join(bad for each, bad in hung if kind in (None, each))
+        for kind in (None, *get_args(Kind))
     )
 
 
-def require(result: SelfTest, mode: Literal["strict", "warn", "off"]) -> None:
-    """Stop, warn or do nothing when the test has failed."""
-    if result.passed or mode == "off":
-        return
-    shown = "\n".join(f"  {failure}" for failure in result.failures[:SHOWN])
-    broken = any(failure.broken for failure in result.failures)
-    message = (
-        f"the reward {'fails on' if broken else 'misjudges'} known answers "
-        f"({sum(f.cases for f in result.failures)} cases, {result.rows} rows):\n"
-        f"{shown}\n{result.ended}{_remedy(shown) if broken else _advice(result)}".rstrip()
+# -- what is wrong with their scores ---------------------------------------------------------------
+
+
+def _failures(pairs: Pairs, format: str) -> list[Failure]:
+    """Once for all rows where there is no value, row by row where it is the wrong one."""
+    by_verifier: dict[str, list[tuple[Case, Scored]]] = defaultdict(list)
+    for case, scored in pairs:
+        by_verifier[case.term.verifier].append((case, scored))
+    failures = _broken(pairs)
+    broken = {failure.verifier for failure in failures}
+    for verifier, own in by_verifier.items():
+        unread = _unread(verifier, own)
+        failures += unread
+        if not (unread or verifier in broken) or split_name(verifier) is None:
+            failures += _misjudged(verifier, own, format)
+    return failures
+
+
+def _called(verifier: str) -> str:
+    users = split_name(verifier)
+    return f"{Path(users[0]).name}:{users[1]}" if users else verifier
+
+
+def _broken(pairs: Pairs) -> list[Failure]:
+    """Terms that gave an error: the outcome on any response, others on most."""
+    found: dict[tuple[str, str], list[tuple[Case, str]]] = defaultdict(list)
+    rows: dict[str, set[str]] = defaultdict(set)
+    for case, scored in pairs:
+        for term in case.recipe.terms:
+            rows[term.verifier].add(case.sample.id)
+        if scored.status == "error":
+            kind, _, rest = scored.reason.partition(": ")
+            name, _, detail = rest.partition(": ")
+            term = next((t for t in case.recipe.terms if t.name == name), case.term)
+            found[term.verifier, kind].append((case, detail or rest))
+    outcomes = Counter(case.term.verifier for case, _ in pairs)
+    failures = []
+    for (verifier, kind), some in found.items():
+        case, detail = some[0]
+        of = outcomes[verifier]
+        tolerated = (MISJUDGED if case.term.judged else 0.0) if of else MOST
+        if len(some) <= tolerated * (of or len(pairs)):
+            continue
+        does = " raised " if kind == "raised" else f": {kind}: "
+        hit = len({case.sample.id for case, _ in some})
+        text = (
+            f"{_called(verifier)}{does}{detail}, on {hit} of {len(rows[verifier])} rows, first on "
+            f"the {case} to row {case.sample.id}"
+        )
+        failures.append(
+            Failure(verifier=verifier, case=case, text=text, cases=len(some), broken=True)
+        )
+    return failures
+
+
+def _unread(verifier: str, pairs: Pairs) -> list[Failure]:
+    """Too many abstentions, from the gold or from a wrong answer, say nothing of either."""
+    silent = [(case, s.reason) for case, s in pairs if s.outcome is None and s.status != "error"]
+    asked = Counter(case.kind for case, _ in pairs)
+    lost = Counter(case.kind for case, _ in silent)
+    tolerated = MISJUDGED if pairs[0][0].term.judged else 0.0
+    if lost["gold"] <= tolerated * asked["gold"] and lost["foreign"] <= MOST * asked["foreign"]:
+        return []
+    first, why = next((case, why) for case, why in silent if case.kind != "empty")
+    begins, ends = f"{_called(verifier)} abstains ({why})", ""
+    unreadable = why.startswith("gold_unparseable") and split_name(verifier) is None
+    if unreadable:
+        begins = f"{verifier} cannot read these golds, such as {first.sample.answer!r}; it abstains"
+        ends = f"; {_fitting(verifier, [gold for case, _ in pairs for gold in case.sample.golds])}"
+    text = (
+        f"{begins} from the right answer of {lost['gold']} of {asked['gold']} rows and from a "
+        f"wrong answer of {lost['foreign']} of {asked['foreign']}, first in row "
+        f"{first.sample.id}, which teaches nothing{ends}"
     )
-    if mode == "strict":
-        raise SelfTestError(message)
-    logging.getLogger("saccade").warning(message)
+    cases = lost["gold"] + lost["foreign"]
+    return [Failure(verifier=verifier, case=first, text=text, cases=cases, advised=unreadable)]
 
 
-def _remedy(shown: str) -> str:
-    if LATE in shown:
-        return f"Raise {LATE}; what takes long once, such as an import, belongs above the function."
-    return "Mend what fails: it would fail in training, too."
+def _fitting(verifier: str, golds: Sequence[str]) -> str:
+    """What would read these golds."""
+    numbers = [single_number(gold) is not None for gold in golds]
+    if verifier in ("iou", "point"):
+        return "write them as boxes, such as [10, 20, 50, 80]"
+    if verifier == "number" and any(numbers):
+        return "set reward.terms=[relaxed], which compares numbers within 5 % and others as text"
+    if all(numbers):
+        return "set reward.terms=[number], which compares numbers"
+    mixed = "; with formulas among them [{verifier: math, args: {gold_unparseable: string}}]"
+    return "set reward.terms=[exact], which compares the text" + mixed * (verifier == "math")
 
 
-def _advice(result: SelfTest) -> str:
-    warn = "reward.self_test=warn trains all the same."
-    if all(failure.advised for failure in result.failures):
-        return warn
-    if not any(split_name(failure.verifier) for failure in result.failures):
-        how = "term args 'order'"
-    elif result.format == "none":
-        how = "golds were tried bare and in <answer> tags"
-    else:
-        how = "for a function that compares the bare response: prompt.format=direct"
-    return (
-        "Check that the verifier fits the answers and looks where prompt.format="
-        f"{result.format} puts them ({how}); {warn}"
-    )
-
-
-def _cases(
-    row: Sample, others: Sequence[Sample], recipe: RewardRecipe, render: Callable[[str], str]
-) -> list[Case]:
-    cases: list[Case] = []
-    term = recipe.terms[recipe.outcome]
-
-    def add(kind: Kind, response: str) -> None:
-        length = len(response.split())
-        seen = reward_sample(row, response, length=length, token_ids=[0] * length)
-        cases.append(Case(kind=kind, sample=seen, recipe=recipe))
-
-    gold = _gold(row, term)
-    add("gold", render(gold))
-    add("empty", "")
-    foreign = [text for other in others if _differs(text := _gold(other, term), row, gold)]
-    if foreign:
-        add("foreign", render(max(foreign, key=lambda text: _distance(text, gold))))
-    return cases
-
-
-def _gold(sample: Sample, term: Term) -> str:
-    """A list of answers is alternatives, unless the verifier knows better."""
-    verifier, seen = VERIFIERS.get(term.verifier), reward_sample(sample, "")
-    if verifier and not has_gold(verifier, seen, term.args):
-        return ""
-    if verifier and verifier.right is not None:
-        return verifier.right(seen, **term.args) if sample.answer else ""
-    if isinstance(sample.answer, tuple):
-        return next(iter(sample.answer), "")
-    return (sample.answer or "").rpartition("####")[2].strip()
-
-
-def _differs(text: str, row: Sample, gold: str) -> bool:
-    golds = row.answer if isinstance(row.answer, tuple) else (gold,)
-    return not any(
-        text.casefold() == g.casefold() or equivalent(text, g, formulas=False)
-        for g in (*golds, gold)
-    )
-
-
-def _distance(text: str, gold: str) -> float:
-    """Between numbers; verifiers with a tolerance need a foreign answer that is far away."""
-    a, b = single_number(text), single_number(gold)
-    return 0.0 if a is None or b is None else abs(float(a - b))
+def _misjudged(verifier: str, pairs: Pairs, format: str) -> list[Failure]:
+    values = [scored.outcome for _, scored in pairs if scored.outcome is not None]
+    low, high = 0.0, 1.0
+    if split_name(verifier) is not None:  # we know only what it has returned
+        low, high = min(values), max(values)
+    if low == high:
+        text = f"{_called(verifier)} scores {low:g} for all {len(values)} responses, right or wrong"
+        return [Failure(verifier=verifier, case=pairs[0][0], text=text, cases=len(values))]
+    failures: dict[Kind, list[Failure]] = defaultdict(list)
+    for case, scored in pairs:
+        wanted = high if case.kind == "gold" else low
+        if scored.outcome is None or abs(scored.outcome - wanted) <= CLOSE:
+            continue
+        if case.partly and scored.outcome < high - CLOSE:
+            continue
+        reason = f" ({scored.reason})" if scored.reason else ""
+        how = f" (as prompt.format={format} has it)" if case.kind == "gold" else ""
+        text = (
+            f"row {case.sample.id}: {case}{how} scored {scored.outcome:g}{reason}, "
+            f"expected {wanted:g}"
+        )
+        failures[case.kind].append(Failure(verifier=verifier, case=case, text=text))
+    asked = Counter(case.kind for case, _ in pairs)
+    kept = []
+    for kind, some in failures.items():
+        case = some[0].case
+        tolerated = SHARED if case.partly else MISJUDGED if case.term.judged else 0.0
+        kept += some if len(some) > tolerated * asked[kind] else []
+    return kept

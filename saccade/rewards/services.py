@@ -9,21 +9,20 @@ opens it with the reward section and the arguments of the term, once for all ter
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import Any, Protocol
 
+from saccade.rewards.combine import Pending
 from saccade.rewards.remote import open_remote
 from saccade.rewards.reward_sample import RewardSample
 from saccade.schema import RewardConfig
-from saccade.types import Score
 
 
-class TermScorer(Protocol):
+class Service(Protocol):
     def check(self) -> None:
         """Before the first sample: raises what would fail for all of them."""
 
-    def submit(self, sample: RewardSample) -> Future[Score]:
-        """From any thread. The future holds a score, never an exception."""
+    def submit(self, sample: RewardSample) -> Pending:
+        """From any thread. A future holds a score, never an exception."""
 
     def metrics(self) -> dict[str, float]:
         """What happened since this was last called."""
@@ -32,6 +31,6 @@ class TermScorer(Protocol):
         """Whoever still waits gets an error."""
 
 
-SERVICES: dict[str, Callable[[RewardConfig, Mapping[str, Any]], TermScorer]] = {
+SERVICES: dict[str, Callable[[RewardConfig, Mapping[str, Any]], Service]] = {
     "remote": open_remote,
 }
