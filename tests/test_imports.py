@@ -45,6 +45,16 @@ OPTIONAL = (
     "cv2",
     "soundfile",
 )
+# Modules that still import each other; nothing may be added.
+CIRCLES = {
+    "saccade.images",
+    "saccade.videos",
+    "saccade.engines.build",
+    "saccade.engines.sglang",
+    "saccade.engines.sglang.transport",
+    "saccade.engines.vllm",
+    "saccade.engines.vllm.probe",
+}
 # Imported by the library itself, by name.
 INSIDE = ("engines/vllm/vllm_worker.py",)
 
@@ -89,6 +99,40 @@ def test_imports_point_to_lower_levels_or_stay_at_home():
             ):
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert wrong == []
+
+
+def edges() -> dict[str, set[str]]:
+    """Which modules of the package each one imports, those for type checkers included."""
+    trees = dict(modules())
+    names = {
+        path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in trees
+    }
+    names = {path: name.removesuffix(".__init__") for path, name in names.items()}
+    found: dict[str, set[str]] = {name: set() for name in names.values()}
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found[names[path]] |= {alias.name for alias in node.names} & found.keys()
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    found[names[path]] |= {whole if whole in found else node.module} & found.keys()
+    return found
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    direct = edges()
+
+    def reached(name: str) -> set[str]:
+        found: set[str] = set()
+        todo = [name]
+        while todo:
+            new = direct[todo.pop()] - found
+            found |= new
+            todo += new
+        return found
+
+    assert {name for name in direct if name in reached(name)} <= CIRCLES
 
 
 def test_engines_do_not_know_each_other():

@@ -7,18 +7,21 @@ the same call can cross a process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
+from saccade.algorithms.loss_sums import LossSums
 from saccade.contents import File
+from saccade.models.families import Family
 from saccade.types import Batch, Metrics
 
-if TYPE_CHECKING:
-    from saccade.backends.losses import Loss
+Objective = Callable[[], tuple[Tensor, LossSums]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,42 @@ class Update:
 
     metrics: Metrics
     skipped: bool  # a loss or gradient was not finite: parameters and optimizer are as before
+
+
+class Reader(Protocol):
+    """What a loss sees of a backend: the model, read on one forest."""
+
+    model: nn.Module
+    family: Family
+    device: torch.device
+
+    def read(
+        self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def read_values(self, batch: Batch, places: np.ndarray) -> Tensor: ...
+
+    def hidden_at(self, batch: Batch, places: np.ndarray) -> Tensor: ...
+
+
+class Loss(Protocol):
+    """The loss of one micro-batch. Its denominators are those of the whole optimizer step, so
+    micro-losses simply add up.
+    """
+
+    @property
+    def role(self) -> str:
+        """Prefix of its metrics: policy or critic."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether the members of a group are compared, so that they stay in one micro-batch."""
+        ...
+
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
+        """The forward of a forest; what it returns computes loss and sums from its outputs."""
+        ...
 
 
 class Reference(Protocol):

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from saccade.algorithms.distillation import kd
 from saccade.algorithms.imitation import imitation_objective
+from saccade.backends import Objective, Reader
 from saccade.backends.inputs import column
 from saccade.backends.local import LocalBackend
-from saccade.backends.losses import Objective
 from saccade.forest.logprobs import CHUNK_ELEMENTS
 from saccade.forest.to_device import to_device
 from saccade.types import Batch
@@ -38,7 +38,7 @@ class DistillationLoss:
     role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = False
 
-    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
         self.teacher.model.eval()
         with torch.no_grad():
             taught = self.teacher.hidden_at(batch, batch.reads)

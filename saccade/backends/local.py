@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from saccade.algorithms.loss_sums import LossSums, to_metrics
-from saccade.backends import Scoring, Update, state
+from saccade.backends import Loss, Scoring, Update, state
 from saccade.backends.balance import Balance
 from saccade.backends.features import FeatureCache
 from saccade.backends.inputs import Ahead, Inputs, inputs_of
-from saccade.backends.losses import Loss
 from saccade.backends.memory import Recompute
 from saccade.backends.optimizer import Optimizer
 from saccade.config import TrainConfig

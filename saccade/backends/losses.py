@@ -6,48 +6,18 @@ the function that makes a loss of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol
-
-from torch import Tensor
+from typing import ClassVar
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.comparison import Comparison, comparison_objective, sides_of
 from saccade.algorithms.imitation import imitation_objective
-from saccade.algorithms.loss_sums import LossSums
 from saccade.algorithms.objective import objective
 from saccade.algorithms.value import value_objective
-from saccade.backends import OWN, Scoring
+from saccade.backends import OWN, Objective, Reader, Scoring
 from saccade.backends.inputs import column, columns_of
 from saccade.types import Batch
-
-if TYPE_CHECKING:
-    from saccade.backends.local import LocalBackend
-
-
-Objective = Callable[[], tuple[Tensor, LossSums]]
-
-
-class Loss(Protocol):
-    """The loss of one micro-batch. Its denominators are those of the whole optimizer step, so
-    micro-losses simply add up.
-    """
-
-    @property
-    def role(self) -> str:
-        """Prefix of its metrics: policy or critic."""
-        ...
-
-    @property
-    def whole(self) -> bool:
-        """Whether the members of a group are compared, so that they stay in one micro-batch."""
-        ...
-
-    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
-        """The forward of a forest; what it returns computes loss and sums from its outputs."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +29,7 @@ class PolicyLoss:
     role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = False
 
-    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
         if batch.advantages is None:  # a demonstration, beside what was sampled
             new, _ = trainer.read(batch, OWN)
             shown, scales = {"policy/ptx_loss": -new}, column(batch.scales, new)
@@ -78,7 +48,7 @@ class ValueLoss:
     role: ClassVar[str] = "critic"
     whole: ClassVar[bool] = False
 
-    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
         new = trainer.read_values(batch, batch.reads)
         old, returns = column(batch.values, new), column(batch.returns, new)
         scales = column(batch.scales, new)
@@ -96,6 +66,6 @@ class PreferenceLoss:
     def whole(self) -> bool:
         return self.comparison.paired
 
-    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
         new, _ = trainer.read(batch, OWN)
         return partial(comparison_objective, self.comparison, new, sides_of(batch, new))

@@ -21,9 +21,8 @@ from torch import Tensor
 from saccade.algorithms.loss_sums import to_metrics
 from saccade.algorithms.rating import Rating, Steps, rating_objective, steps_objective
 from saccade.algorithms.reward_model import LARGEST_LOG_KAPPA
-from saccade.backends import Update
+from saccade.backends import Objective, Reader, Update
 from saccade.backends.local import LocalBackend
-from saccade.backends.losses import Objective
 from saccade.models.heads import RewardHead
 from saccade.types import Batch, Metrics
 
@@ -36,7 +35,7 @@ class RatingLoss:
     role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = True
 
-    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
         head = head_of(trainer)
         scores = _rate(trainer, head, batch)
         return partial(rating_objective, self.row, scores, head.log_scale.exp(), batch.keys)
@@ -51,7 +50,7 @@ class StepsLoss:
     role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = False
 
-    def read(self, trainer: LocalBackend, batch: Batch) -> Objective:
+    def read(self, trainer: Reader, batch: Batch) -> Objective:
         return partial(steps_objective, self.row, _judge(trainer, batch, self.tokens), batch)
 
 
@@ -106,13 +105,13 @@ def _ready(backend: LocalBackend, batches: Sequence[Batch]) -> None:
     backend.prefetch(batches)
 
 
-def head_of(backend: LocalBackend) -> RewardHead:
+def head_of(backend: Reader) -> RewardHead:
     head = getattr(backend.model, "score", None)
     assert isinstance(head, RewardHead), "not a scalar reward model"
     return head
 
 
-def _rate(backend: LocalBackend, head: RewardHead, batch: Batch) -> Tensor:
+def _rate(backend: Reader, head: RewardHead, batch: Batch) -> Tensor:
     assert batch.sampled is not None and batch.ends is not None, "packed without its last tokens"
     count = len(batch.keys)
     places, sequence = batch.sampled, batch.sequence
@@ -122,7 +121,7 @@ def _rate(backend: LocalBackend, head: RewardHead, batch: Batch) -> Tensor:
     return head(hidden, torch.from_numpy(sequence).to(hidden.device), count)
 
 
-def _judge(backend: LocalBackend, batch: Batch, tokens: Sequence[int]) -> Tensor:
+def _judge(backend: Reader, batch: Batch, tokens: Sequence[int]) -> Tensor:
     weight = backend.model.lm_head.weight[list(tokens)]  # type: ignore[union-attr, index]
     wide = torch.promote_types(weight.dtype, torch.float32)
     return backend.hidden_at(batch, batch.reads).to(wide) @ weight.to(wide).T

@@ -5,7 +5,9 @@ actors = make_actors(config, algorithm, family, data, run)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from saccade.algorithms.algorithm import Algorithm
@@ -13,6 +15,7 @@ from saccade.algorithms.describe import describe
 from saccade.backends import Reference, Scoring
 from saccade.backends.local import LocalBackend
 from saccade.config import Config
+from saccade.contents import File
 from saccade.data.datasets import Dataset, Stream
 from saccade.engines import Engine
 from saccade.models.families import Family
@@ -20,10 +23,28 @@ from saccade.models.load import describe_trained
 from saccade.recipes import models, parts, questions
 from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.engines import make_engine, require_support
-from saccade.recipes.rollouts import Surplus
 from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation
 from saccade.rewards.scorer import Scorer
+from saccade.rollout.stored import group_files, load_groups
+from saccade.types import Group, Sample
+
+
+@dataclass(kw_only=True)
+class Surplus:
+    """Groups that the last finished step had no room for. They are part of a checkpoint."""
+
+    sample_of: Callable[[str], Sample]
+    groups: list[Group] = field(default_factory=list)
+
+    def saved_bytes(self) -> int:
+        return 0  # nothing beside a model
+
+    def state_files(self, *, copy: bool = False) -> Iterator[File]:
+        yield from group_files(self.groups)
+
+    def load_state(self, folder: Path) -> None:
+        self.groups = load_groups(folder, self.sample_of)
 
 
 @dataclass(frozen=True, kw_only=True)

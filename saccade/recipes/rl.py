@@ -308,7 +308,15 @@ def finish_step(
     metrics.add("data/cursor", run.progress["stream"]["cursor"])
     metrics.add("data/bad_rows", len(run.quarantine.found(actors.stream.dataset)))
     step = run.step + 1
-    values = metrics.means() | rl_work(actors, rollouts, updates, warming=is_warming(run, actors))
+    values = metrics.means() | rl_work(
+        actors.policy,
+        actors.critic,
+        rollouts.scored,
+        updates,
+        config,
+        actors.algorithm,
+        warming=is_warming(run, actors),
+    )
     every = config.track.trajectories_every
     if every and (step % every == 0 or step in (1, run.total)):
         stored = groups[: config.track.trajectories_groups]

@@ -6,52 +6,29 @@ rollouts = sample_groups(run, actors, step, metrics)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from saccade.algorithms import stages
 from saccade.algorithms.algorithm import Algorithm
-from saccade.contents import File
 from saccade.errors import TrainingError
 from saccade.media.pixel_cache import in_background
 from saccade.media.videos import PAIR
 from saccade.recipes import parts
 from saccade.recipes.accuracy import outcomes_by_source, score_terms
+from saccade.recipes.actors import Actors
 from saccade.recipes.guard import check_errors
 from saccade.recipes.run import Run
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream, make_room, parsed, telling, thinks
-from saccade.rollout.stored import group_files, load_groups
 from saccade.tracking.metrics import group_metrics
-from saccade.types import ALWAYS_EXCLUDED, Group, Metrics, Sample
-
-if TYPE_CHECKING:
-    from saccade.recipes.actors import Actors
+from saccade.types import ALWAYS_EXCLUDED, Group, Metrics
 
 # Bytes of pixels, a quarter of what is kept: more would push out those that are trained on.
 LOOK_AHEAD = 512 << 20
-
-
-@dataclass(kw_only=True)
-class Surplus:
-    """Groups that the last finished step had no room for. They are part of a checkpoint."""
-
-    sample_of: Callable[[str], Sample]
-    groups: list[Group] = field(default_factory=list)
-
-    def saved_bytes(self) -> int:
-        return 0  # nothing beside a model
-
-    def state_files(self, *, copy: bool = False) -> Iterator[File]:
-        yield from group_files(self.groups)
-
-    def load_state(self, folder: Path) -> None:
-        self.groups = load_groups(folder, self.sample_of)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,27 +4,24 @@
 to read; MFU and the share of the bandwidth are these against the peak of the device. A model whose
 shapes are not known has none of these numbers, a device that is not known no shares.
 
-    values |= rl_work(actors, rollouts, updates, warming=False)
+    values |= rl_work(policy, critic, groups, updates, config, algorithm, warming=False)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from saccade import flops, shapes
+from saccade.algorithms.algorithm import Algorithm
 from saccade.backends.local import LocalBackend
-from saccade.config import ADAPTED
+from saccade.config import ADAPTED, Config
 from saccade.devices import Device
 from saccade.engines.embedded.rows import members_of
 from saccade.flops import Forward, Training
 from saccade.shapes import Shape
-from saccade.types import Batch
-
-if TYPE_CHECKING:
-    from saccade.recipes.actors import Actors
-    from saccade.recipes.rollouts import Rollouts
+from saccade.types import Batch, Group
 
 TERA, GIGA = 1e12, 1e9
 STANDING = Training(modes=dict.fromkeys(flops.TOWERS, "frozen"))
@@ -78,19 +75,27 @@ def meter(backend: LocalBackend) -> Meter | None:
 
 
 def rl_work(
-    actors: Actors, rollouts: Rollouts, updates: Sequence[Sequence[Batch]], *, warming: bool
+    trained: LocalBackend,
+    judging: LocalBackend | None,
+    groups: Sequence[Group],
+    updates: Sequence[Sequence[Batch]],
+    config: Config,
+    algorithm: Algorithm,
+    *,
+    warming: bool,
 ) -> dict[str, float]:
-    """Of all phases of a step of reinforcement learning. `updates` have their scales; `warming`:
-    only the critic learned.
+    """The work of all phases of a step of reinforcement learning, with the policy `trained` and
+    the critic `judging`. `groups` are those that were sampled, `updates` have their scales;
+    `warming`: only the critic learned.
     """
-    config, policy = actors.config, meter(actors.policy)
-    critic = meter(actors.critic) if actors.critic is not None else None
+    policy = meter(trained)
+    critic = meter(judging) if judging is not None else None
     if policy is None:
         return {}
     made = flops.generation(
         policy.shape,
-        rollouts.scored,
-        element=actors.policy.dtype.itemsize,
+        groups,
+        element=trained.dtype.itemsize,
         together=members_of(policy.shape.text.queries_per_key),
         four_bit=config.model.train == "qlora",
         training=policy.training,
@@ -98,10 +103,10 @@ def rl_work(
     work = {"rollout": made.prefill.total + made.decode.total, "update": 0.0, "recomputed": 0.0}
     every = [batch for part in updates for batch in part]
     known = False  # features of towers that stand still
-    if actors.algorithm.old == "recompute":
+    if algorithm.old == "recompute":
         work["logp_old"] = policy.forward(every).total
         known = policy.training.towers_stand
-    if actors.reference is not None:
+    if algorithm.needs_reference:
         reference, shared = replace(policy, training=STANDING), config.model.train in ADAPTED
         work["logp_ref"] = reference.forward(every, media=not (known and shared)).total
         known |= policy.training.towers_stand and shared
