@@ -24,6 +24,7 @@ from saccade.cli_data import data_commands
 from saccade.cli_run import as_override, overrides_of, read_config, run_recipe, show_error
 from saccade.disk import refusal, require_writable
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
+from saccade.tracking.messages import shown_by
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -432,7 +433,8 @@ class Outlasting(io.FileIO):
 
 def main() -> None:
     sys.stdout, sys.stderr = map(_outlasting, (sys.stdout, sys.stderr))
-    app(prog_name="saccade")
+    with shown_by(print):
+        app(prog_name="saccade")
 
 
 def _outlasting(stream: Any) -> Any:

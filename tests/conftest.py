@@ -61,6 +61,16 @@ def same_kernels() -> Iterator[None]:
         torch.backends.mkldnn.set_flags(True)
 
 
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """Messages of the package, as a terminal would show them."""
+    from saccade.tracking.messages import shown_by
+
+    texts: list[str] = []
+    with shown_by(texts.append):
+        yield texts
+
+
 # -- small runs ----------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ actors = make_actors(config, algorithm, family, data, run)
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,8 @@ from saccade.recipes.validation import Validation
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.stored import group_files, load_groups
 from saccade.types import Group, Sample
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -76,9 +79,9 @@ def make_actors(
     scorer = parts.make_scorer(config, algorithm)
     run.close_at_end(scorer)
     parts.test_rewards(config, scorer, data.samples)
-    parts.check_algorithm(algorithm, scorer, data.samples, say=run.console.note)
+    parts.check_algorithm(algorithm, scorer, data.samples)
     policy = models.load_policy(config, family, folder=str(run.start) if run.start else None)
-    run.console.note(describe_trained(policy.model, family))
+    log.info(describe_trained(policy.model, family))
     backend = models.learner(config, policy)
     stream = Stream(data, seed=config.run.seed, config=config.data)
     engine = make_engine(
@@ -86,7 +89,6 @@ def make_actors(
         policy,
         first_tokens=algorithm.fire.temperature > 0,
         logs=run.folder.path,
-        say=run.console.note,
     )
     run.close_at_end(engine)
     require_support(config, engine)
@@ -94,13 +96,13 @@ def make_actors(
     run.progress["algorithm"] = describe(algorithm).splitlines()
     sets = questions.validation_sets(config, family) if config.val.every else {}
     run.compare_sets(sets)
-    parts.warn_of_unused(scorer, [data, *sets.values()], run.console.note)
-    parts.warn_of_rows(config, family, stream, sets.values(), run.console.note)
+    parts.warn_of_unused(scorer, [data, *sets.values()])
+    parts.warn_of_rows(config, family, stream, sets.values())
     reference = critic = None
     if algorithm.needs_reference:
         reference = models.load_reference(config, family, algorithm, backend)
     if algorithm.needs_critic:
-        critic = models.load_critic(config, family, algorithm, say=run.console.note)
+        critic = models.load_critic(config, family, algorithm)
     demonstrations = None
     if config.train.ptx_coef:
         demonstrations = Demonstrations(config, family, updates=algorithm.updates_per_step)

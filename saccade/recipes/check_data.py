@@ -115,7 +115,7 @@ def _self_test(config: Config) -> Callable[[Sequence[Sample]], Any] | None:
             scorer.check_sources(sample.data_source for sample in samples)
             scorer.check_media(samples)
             for warning in warnings_of(scorer, samples):
-                print(warning)
+                print(f"WARNING: {warning}")
             result = self_test(scorer, samples, format=style)
         return {
             "passed": result.passed,

@@ -7,6 +7,7 @@ What it judges, and how, is read from its folder; nothing is generated.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from saccade.recipes.reward_model import held_out
 from saccade.tracking.console import Console
 from saccade.types import Batch
 
+log = logging.getLogger(__name__)
+
 Summary = dict[str, dict[str, float]]
 
 
@@ -44,7 +47,7 @@ def compare(
     model = models.load_policy(config, family, train="full").model
     task.attach(model, Path(family.path), next(iter(sets.values())).samples)
     backend = LocalBackend(model, family)
-    quarantine = Quarantine(folder, config.data, console.note)
+    quarantine = Quarantine(folder, config.data)
     summary, rows = Summary(), list[dict[str, Any]]()
     for name, dataset in sets.items():
         with console.phase(name):
@@ -58,9 +61,9 @@ def compare(
         summary[name] |= {"items": len(samples), "left_out": left_out}
         shown = with_interval(summary[name], "accuracy")
         without = f"  rows left out {left_out}" if left_out else ""
-        console.note(f"{name}: {shown}  items {len(samples)}{without}")
+        log.info(f"{name}: {shown}  items {len(samples)}{without}")
         if dataset.aside:
-            console.note(f"{name}: {dataset.summary}")
+            log.info(f"{name}: {dataset.summary}")
             quarantine.record(dataset.aside)
         if card.heads:
             rows += [{"set": name, **scored} for scored in _scored(card.heads, batches, outputs)]

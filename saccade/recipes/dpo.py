@@ -5,6 +5,7 @@ saccade dpo run.yaml data.train=pairs.jsonl dpo.loss=ipo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,8 @@ from saccade.recipes.validation import Validation, answering
 from saccade.recipes.work import sft_work
 from saccade.types import Metrics, Sample
 
+log = logging.getLogger(__name__)
+
 
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
@@ -43,14 +46,14 @@ def run(config: Any) -> dict[str, Any]:
     _require_both_labels(config, data.samples)
     held, asked = _validation_sets(config, family, row)
     with Run(config, "dpo", parts.manifest(family, data, config)) as this:
-        this.console.note(data.summary)
+        log.info(data.summary)
         every = [sample for dataset in (data, *held.values()) for sample in dataset.samples]
         strange = {} if row.paired else pairs.strangers(every)
         totals = None
         if row.needs_reference and config.dpo.reference == "precompute":
             totals = pairs.precomputed(this, config, family, [*every, *strange.values()])
         policy = models.load_policy(config, family, folder=str(this.start) if this.start else None)
-        this.console.note(describe_trained(policy.model, family))
+        log.info(describe_trained(policy.model, family))
         backend = models.learner(config, policy)
         if row.needs_reference and config.dpo.reference == "compute":
             reference = models.load_reference(config, family, None, backend)
@@ -59,7 +62,7 @@ def run(config: Any) -> dict[str, Any]:
         stream = this.stream(data, backend)
         sets = held | asked
         this.compare_sets(sets)
-        parts.warn_of_rows(config, family, stream, sets.values(), this.console.note)
+        parts.warn_of_rows(config, family, stream, sets.values())
         answers = answering(this, config, policy, backend, asked)
         validation = HeldOut(this, comparer, backend, held, answers)
         averages = average.kept(config, family, backend, this.start)
@@ -123,7 +126,7 @@ class HeldOut:
         if values:
             shown = {n: v for n, v in values.items() if n.endswith(("/accuracy", "/margin"))}
             text = "  ".join(f"{name} {value:.3g}" for name, value in shown.items())
-            self.run.console.note(f"step {step}  {text}")
+            log.info(f"step {step}  {text}")
             self.run.note_validation(values, step)
         return values | (self.answers.metrics(step=step) if self.answers.sets else {})
 

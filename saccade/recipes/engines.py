@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from saccade.recipes.models import Policy
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.episode import Limits
 
+log = logging.getLogger(__name__)
+
 
 def make_engine(
     config: Config,
@@ -32,10 +34,9 @@ def make_engine(
     *,
     first_tokens: bool = False,
     logs: Path | None = None,
-    say: Callable[[str], Any] = print,
 ) -> Engine:
-    """In this process, or replicas of it in their own: they log into the folder `logs`, and `say`
-    is told when one has died. `first_tokens`: some are drawn with settings of their own.
+    """In this process, or replicas of it in their own: they log into the folder `logs`.
+    `first_tokens`: some are drawn with settings of their own.
     """
     name = config.rollout.engine
     if name != "embedded" and experts.count(policy.model):
@@ -45,11 +46,13 @@ def make_engine(
         )
     if name == "embedded" and policy.model.device.type == "cuda":
         if slow := hindrance(shape_of(policy.model)):
-            say(f"generation waits for the GPU after every token, because {slow}")
+            log.info(f"generation waits for the GPU after every token, because {slow}")
         elif not experts.capturable(policy.model):
-            say("generation runs without CUDA graphs: on this GPU experts ask the host for sizes")
+            log.info(
+                "generation runs without CUDA graphs: on this GPU experts ask the host for sizes"
+            )
     settings = replace(settings_of(config, policy.family), first_tokens=first_tokens)
-    return _make(config, settings, policy.family, policy.model, logs=logs, say=say)
+    return _make(config, settings, policy.family, policy.model, logs=logs)
 
 
 def _make(
@@ -59,10 +62,9 @@ def _make(
     model: Any = None,
     *,
     logs: Path | None = None,
-    say: Callable[[str], Any] = print,
 ) -> Engine:
     if config.rollout.replicas:
-        return start_replicas(settings, config.rollout.replicas, logs=logs, say=say)
+        return start_replicas(settings, config.rollout.replicas, logs=logs)
     return build(settings, family, model)
 
 

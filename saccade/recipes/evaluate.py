@@ -8,6 +8,7 @@ the exported folder.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -56,6 +57,8 @@ from saccade.tracking.metrics import episode_metrics, without_scores
 from saccade.tracking.trajectories import TrajectoryWriter
 from saccade.types import ALWAYS_EXCLUDED, Group
 
+log = logging.getLogger(__name__)
+
 Progress = Callable[[int, int], None]
 # Pages of episodes of several turns; rows that were left out.
 FILES = (RESULTS, "samples.jsonl", "report.html", "episodes.html", QUARANTINE)
@@ -89,10 +92,10 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
         TrajectoryWriter(folder) as writer,
         Console(None, "eval", name=folder.name) as console,
     ):
-        quarantine = Quarantine(folder, config.data, console.note)
+        quarantine = Quarantine(folder, config.data)
         for dataset in sets.values():
             parts.test_rewards(config, scorer, dataset.samples)
-        parts.warn_of_unused(scorer, sets.values(), console.note, shared=False)
+        parts.warn_of_unused(scorer, sets.values(), shared=False)
         results = []
         for name, dataset in sets.items():
             with console.phase(name):
@@ -101,24 +104,23 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
                         *(engine, family, scorer, name, dataset, config),
                         quarantine=quarantine,
                         progress=console.progress,
-                        say=console.note,
                     )
                 )
-            console.note(describe(results[-1]))
+            log.info(describe(results[-1]))
             for line in table_lines(name, results[-1].tables):
-                console.note(line)
+                log.info(line)
             _store(writer, results[-1], config, family)
             if dataset.overlong or dataset.quarantined:  # a score of the rest is another score
-                console.note(dataset.summary)
+                log.info(dataset.summary)
         for spent in expenses(engine, scorer):
-            console.note(spent)
+            log.info(spent)
         summary = write_results(folder, results, family)
         for dataset in sets.values():
             quarantine.record(dataset.aside)
         writer.flush()
         write_eval_report(folder)
         made = [name for name in FILES if (folder / name).is_file()]
-        console.note(f"{', '.join(made)} are in {folder}")
+        log.info(f"{', '.join(made)} are in {folder}")
         for result in results:  # only now: no answer is lost
             check_errors(result.groups, config)
     return summary
@@ -147,7 +149,6 @@ def evaluate_set(
     *,
     quarantine: Quarantine,
     progress: Progress,
-    say: Callable[[str], Any],
     known: Collection[str] = (),
 ) -> Result:
     """`known`: sources whose outcome is a score."""
@@ -172,7 +173,7 @@ def evaluate_set(
     make_room(engine, scorer)
     judged = scorer is not None or gives_rewards(config.env)
     if judged:
-        groups = stream.attach(groups, telling(progress, say, scorer, config.reward))
+        groups = stream.attach(groups, telling(progress, scorer, config.reward))
     scores = score_terms(scorer, outcomes_by_source(groups), known)
     if judged:
         tables = _tables(groups, cuts, limits, scores)
@@ -244,26 +245,24 @@ def describe(result: Result) -> str:
 
 def _compare(config: Config, card: Card, folder: Path) -> dict[str, Any]:
     with Console(None, "eval", name=folder.name) as console:
-        console.note(
+        log.info(
             f"{config.model.path} is a reward model: it judges the rows of data.val, worded by "
             f"prompt.format={config.prompt.format}, which should be that of its training"
         )
         summary, rows = compare(config, card, folder, console)
         write_files(folder, summary, rows)
-        console.note(f"{RESULTS}, samples.jsonl are in {folder}")
+        log.info(f"{RESULTS}, samples.jsonl are in {folder}")
     return summary
 
 
 def _rescore(config: Config, samples: Path, folder: Path) -> dict[str, Any]:
-    with Console(None, "eval", name=folder.name) as console:
-        console.note(
-            f"answers of {samples} are scored again; data.val and eval.suites do not count"
-        )
-        rows, summary = rescored(config, samples, say=console.note)
+    with Console(None, "eval", name=folder.name):
+        log.info(f"answers of {samples} are scored again; data.val and eval.suites do not count")
+        rows, summary = rescored(config, samples)
         for name, metrics in summary.items():
-            console.note(describe(Result(name=name, groups=(), metrics=metrics)))
+            log.info(describe(Result(name=name, groups=(), metrics=metrics)))
         write_files(folder, summary, rows)
-        console.note(f"{RESULTS}, samples.jsonl are in {folder}")
+        log.info(f"{RESULTS}, samples.jsonl are in {folder}")
         for name in summary:
             own = [row for row in rows if row["set"] == name]
             known = [Judged(r["id"], r["status"], r["reason"], r["end_reason"]) for r in own]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing, nullcontext
@@ -40,6 +41,8 @@ from saccade.rollout.scoring import RewardStream, make_room
 from saccade.tracking.console import Console
 from saccade.tracking.folder import differences, write_whole
 from saccade.types import Group
+
+log = logging.getLogger(__name__)
 
 BLOCK = 512  # prompts between two writes
 FILES = "files"  # that a response depends on, in what it was made of
@@ -83,13 +86,13 @@ def run(config: Any) -> dict[str, Any]:
         Console(None, "generate", name=config.run.name) as console,
         path.open("a", encoding="utf-8") as file,
     ):
-        console.note(f"{len(todo)} of {len(data.samples)} rows to do, {len(done)} are in {path}")
+        log.info(f"{len(todo)} of {len(data.samples)} rows to do, {len(done)} are in {path}")
         if again:
-            console.note(
+            log.info(
                 f"of these {len(again)} are answered again, such as {again[0]}: they changed since "
                 "they were answered, or their lines are of a version that did not record it"
             )
-        quarantine = Quarantine(path.parent, config.data, console.note)
+        quarantine = Quarantine(path.parent, config.data)
         quarantine.record(data.aside)
         for start in range(0, len(todo), BLOCK):
             stream = RewardStream(scorer, family)
@@ -117,9 +120,9 @@ def run(config: Any) -> dict[str, Any]:
             file.flush()
             done |= {group.sample.id for group in groups}
         if left_out := quarantine.left_out(data):
-            console.note(f"{data.summary}\n{left_out} left out in all, listed in {quarantine.file}")
+            log.info(f"{data.summary}\n{left_out} left out in all, listed in {quarantine.file}")
         for spent in expenses(engine, scorer):
-            console.note(spent)
+            log.info(spent)
     made = len(todo) - len(quarantine.found(data))
     result: dict[str, Any] = {"path": str(path), "rows": made, "skipped": skipped}
     chosen, lines = config.generate, [_made(path, scorer)]

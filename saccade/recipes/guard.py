@@ -4,6 +4,7 @@ when too many answers could not be scored.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from saccade.recipes.run import Run
 from saccade.rewards.user_functions import LATE
 from saccade.rollout.scoring import GIVEN_UP
 from saccade.types import Batch, Group, Metrics
+
+log = logging.getLogger(__name__)
 
 LARGEST_MISMATCH = 1.05  # mean of exp|old - rollout|: beyond it the engine samples another policy
 MOST_UNSCORED = 0.01  # share of tokens that an engine may leave without a log-prob
@@ -34,9 +37,7 @@ def guard(
     step, whose = run.step + 1, "" if who == "policy" else f"{who} "
     name = f"{whose}step-{step}-{counts[who]}.npz".replace(" ", "-")
     where = save_batches(run.folder.path / "bad-batches" / name, batches)
-    run.console.note(
-        f"step {step}: {whose}loss or gradient not finite, update skipped; batch in {where}"
-    )
+    log.info(f"step {step}: {whose}loss or gradient not finite, update skipped; batch in {where}")
     if train.on_nonfinite == "stop" or counts[who] >= train.max_bad_updates:
         raise TrainingError(
             f"{counts[who]} {whose}updates in a row were not finite (train.on_nonfinite="

@@ -7,7 +7,6 @@ load_policy(config, family).model
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -30,6 +29,8 @@ from saccade.models.load import freeze, load_model, pick_device, pick_dtype
 from saccade.models.rating import SECTION, flaw
 from saccade.models.series import plugged
 from saccade.rewards.reward_model_term import model_terms
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +142,7 @@ def load_reference(
     return AdapterReference(policy)
 
 
-def load_critic(
-    config: Config, family: Family, algorithm: Algorithm, *, say: Callable[[str], None]
-) -> LocalBackend:
+def load_critic(config: Config, family: Family, algorithm: Algorithm) -> LocalBackend:
     """A model of the policy's family with a head for values, and an optimizer of its own. It has no
     adapters: where the policy has them, all of the critic is trained.
     """
@@ -152,7 +151,7 @@ def load_critic(
     attach_score(policy.model, seed=config.run.seed)
     path = algorithm.critic.path
     if path is not None and not start_score(policy.model, Path(path)):
-        say(
+        log.info(
             f"algorithm.critic.path={path}: its score is no linear function of the last states; "
             "the critic takes its weights and draws a head of its own"
         )

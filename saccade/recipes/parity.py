@@ -5,6 +5,7 @@ check(run, actors.config, actors.engine, actors.policy, actors.stream.dataset.sa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import islice
 
@@ -19,6 +20,8 @@ from saccade.recipes.quarantine import damage
 from saccade.recipes.run import Run
 from saccade.types import Batch, Sample
 
+log = logging.getLogger(__name__)
+
 LOOKED_AT = 256  # rows among which prompts with pictures are searched
 
 
@@ -29,7 +32,7 @@ def check(
     if engine.capabilities().shares_weights:
         return
     found = compare(config, engine, policy, samples, version=run.step)
-    run.console.note(str(found))
+    log.info(str(found))
     if run.step == 0:
         run.loggers.log(found.metrics(), 0)
 

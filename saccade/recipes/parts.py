@@ -7,6 +7,7 @@ Each function makes one part; the recipes decide which they need and in what ord
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
@@ -35,6 +36,8 @@ from saccade.rewards.verifiers import VERIFIERS, has_gold
 from saccade.rollout import hosting
 from saccade.rollout.episode import Limits
 from saccade.types import Batch, Sample, Sampling
+
+log = logging.getLogger(__name__)
 
 
 def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | None:
@@ -77,13 +80,12 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
 def warn_of_unused(
     scorer: Scorer | None,
     sets: Iterable[datasets.Dataset],
-    say: Callable[[str], Any],
     *,
     shared: bool = True,
 ) -> None:
     samples = [sample for data in sets for sample in data.samples]
     for warning in warnings_of(scorer, samples, shared=shared) if scorer is not None else ():
-        say(warning)
+        log.warning(warning)
 
 
 def warnings_of(scorer: Scorer, samples: Sequence[Sample], *, shared: bool = True) -> list[str]:
@@ -104,7 +106,7 @@ def unanswered(scorer: Scorer, samples: Sequence[Sample]) -> str:
         row = RewardSample(id=sample.id, response="", answer=sample.answer)
         terms[term.name] += compares and not has_gold(VERIFIERS[term.verifier], row, term.args)
     return "; ".join(
-        f"WARNING: {count} of {len(samples)} rows have no answer, and {name} abstains where it has "
+        f"{count} of {len(samples)} rows have no answer, and {name} abstains where it has "
         "none to compare with; data.keys.answer names the column, or leave such rows out"
         for name, count in terms.items()
         if count
@@ -116,21 +118,20 @@ def warn_of_rows(
     family: Family,
     stream: Stream,
     held: Iterable[datasets.Dataset],
-    say: Callable[[str], Any],
 ) -> None:
     """What is likely a mistake about the rows as a whole, and nothing to stop for."""
     rows, wanted = stream.rows_per_epoch, config.train.prompts_per_step
     if wanted > rows:
-        say(
-            f"WARNING: train.prompts_per_step={wanted} and an epoch has {rows} rows: a step takes "
+        log.warning(
+            f"train.prompts_per_step={wanted} and an epoch has {rows} rows: a step takes "
             f"each {wanted / rows:.3g} times; try train.prompts_per_step={rows}"
         )
     if unknown := warning_of_words(family, stream.dataset.samples):
-        say(unknown)
+        log.warning(unknown)
     for data in held:
         if same := len(data.contents & stream.dataset.contents):
-            say(
-                f"WARNING: {same} of {len(data.contents)} different rows of {data.parts[0].path} "
+            log.warning(
+                f"{same} of {len(data.contents)} different rows of {data.parts[0].path} "
                 "(data.val) are in data.train, too: there it measures what was memorised"
             )
 
@@ -139,7 +140,6 @@ def check_algorithm(
     algorithm: Algorithm,
     scorer: Scorer | None,
     samples: Sequence[Sample],
-    say: Callable[[str], Any],
 ) -> None:
     """What an algorithm wants to know of rewards and rows must be there before step 1."""
     if algorithm.overlong.buffer and scorer is None:
@@ -158,7 +158,7 @@ def check_algorithm(
     if algorithm.estimator.domains and all(
         sample.extra.get("domain") is None for sample in samples
     ):
-        say("no row has a `domain`: all of them are one, and only difficulty weighs")
+        log.info("no row has a `domain`: all of them are one, and only difficulty weighs")
 
 
 def rollout_sampling(config: Config, algorithm: Algorithm | None = None) -> Sampling:

@@ -5,18 +5,18 @@ One rule in training, validation, `eval` and `generate`: such a row is left out,
 id; more than `data.max_bad_fraction` of a set, those that were bad as it was read included, stop
 the command.
 
-    quarantine = Quarantine(folder, config.data, console.note)
+    quarantine = Quarantine(folder, config.data)
     samples = quarantine.whole(dataset, family)
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from saccade.config import DataConfig
 from saccade.data.dataset import BadRow, Dataset, refuse_first, too_many
@@ -27,12 +27,14 @@ from saccade.models.families import Family
 from saccade.tracking.folder import QUARANTINE
 from saccade.types import Media, Sample
 
+log = logging.getLogger(__name__)
+
 
 class Quarantine:
     """Remembers which rows were found, so that each counts once however often it comes round."""
 
-    def __init__(self, folder: Path, config: DataConfig, say: Callable[[str], Any]) -> None:
-        self.file, self._config, self._say = folder / QUARANTINE, config, say
+    def __init__(self, folder: Path, config: DataConfig) -> None:
+        self.file, self._config = folder / QUARANTINE, config
         self._found: dict[tuple[str, str], BadRow] = {}  # by hash of the set and id
         self._looked_at: set[str] = set()  # hashes of whole sets
 
@@ -74,7 +76,7 @@ class Quarantine:
         refuse_first(row, self._config)
         self._found[dataset.hash, row.id] = row
         self.record([row])
-        self._say(f"row {row.id} is set aside: {row.reason}")
+        log.info(f"row {row.id} is set aside: {row.reason}")
         found = self.found(dataset)
         bad, none_left = [*found, *dataset.quarantined], len(found) == len(dataset)
         if none_left or len(bad) > self._config.max_bad_fraction * dataset.rows:

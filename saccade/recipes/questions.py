@@ -202,7 +202,7 @@ def unknown_words(family: Family, samples: Sequence[Sample]) -> tuple[str, str] 
 
 def warning_of_words(family: Family, samples: Sequence[Sample]) -> str | None:
     found = unknown_words(family, samples)
-    return found and f"WARNING: {'; '.join(found)}"
+    return found and "; ".join(found)
 
 
 def worded(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:

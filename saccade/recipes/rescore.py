@@ -7,7 +7,8 @@ saccade eval run.yaml --rescore runs/run-eval/samples.jsonl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import parsed
 from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Media
 
+log = logging.getLogger(__name__)
+
 # Of a stored row, what a reward reads under the same name.
 NEEDED = [
     "id",
@@ -37,7 +40,7 @@ NEEDED = [
 
 
 def rescored(
-    config: Config, samples: Path, say: Callable[[str], Any]
+    config: Config, samples: Path
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
     """The rows with their new scores, and the metrics of each set."""
     if not samples.is_file():
@@ -56,7 +59,7 @@ def rescored(
     with scorer:
         _require_pictures(config, rows)
         for warning in scorer.unused((row["data_source"] for row in rows), shared=False):
-            say(warning)
+            log.warning(warning)
         return rows, {
             name: _rescored([row for row in rows if row["set"] == name], scorer)
             for name in dict.fromkeys(row["set"] for row in rows)

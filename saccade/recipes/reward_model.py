@@ -5,6 +5,7 @@ saccade reward-model run.yaml data.train=pairs.jsonl reward_model.loss=hps
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,8 @@ from saccade.recipes.rated import Task, measure, named, statistics, task_of
 from saccade.recipes.run import Run
 from saccade.recipes.work import sft_work
 from saccade.types import Sample
+
+log = logging.getLogger(__name__)
 
 KEPT = (
     "policy/grad_norm",
@@ -46,14 +49,14 @@ def run(config: Any) -> dict[str, Any]:
     task.check(data.samples)
     held = held_out(config, task) if config.val.every else {}
     with Run(config, "reward-model", parts.manifest(family, data, config)) as this:
-        this.console.note(data.summary)
+        log.info(data.summary)
         policy = models.load_policy(config, family, folder=str(this.start) if this.start else None)
         card = task.attach(policy.model, this.start, data.samples)
-        this.console.note(describe_trained(policy.model, family))
+        log.info(describe_trained(policy.model, family))
         backend = models.learner(config, policy)
         stream = this.stream(data, backend)
         this.compare_sets(held)
-        parts.warn_of_rows(config, family, stream, held.values(), this.console.note)
+        parts.warn_of_rows(config, family, stream, held.values())
 
         def attach(model: Any) -> None:
             own = task.attach(model, this.start, data.samples)
@@ -138,7 +141,7 @@ class HeldOut:
                 values |= named(found, f"val/{name}")
         shown = {n: v for n, v in values.items() if n.endswith("/accuracy")}
         text = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
-        self.run.console.note(f"step {step}  {text}")
+        log.info(f"step {step}  {text}")
         self.run.note_validation(values, step)
         return values
 

@@ -5,6 +5,7 @@ saccade rl run.yaml algorithm.preset=dapo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -36,6 +37,8 @@ from saccade.rollout.scoring import unread
 from saccade.tracking.metrics import signal_metrics
 from saccade.types import Batch, Group, Metrics
 
+log = logging.getLogger(__name__)
+
 
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
@@ -51,7 +54,7 @@ def run(config: Any) -> dict[str, Any]:
     warnings = preflight(config, family, data.samples)
     with Run(config, "rl", parts.manifest(family, data, config)) as this:
         for text in (data.summary, describe(algorithm), *warnings):
-            this.console.note(text)
+            log.info(text)
         actors = make_actors(config, algorithm, family, data, this)
         total = total_steps(config, actors.stream.rows_per_epoch)
         averages = average.kept(config, family, actors.policy, this.start)

@@ -121,7 +121,7 @@ def _sample(run: Run, actors: Actors, step: int, round: int) -> list[Group]:
     )
     make_room(actors.engine, actors.scorer)
     with run.console.phase("reward_wait"):
-        watch = telling(run.watch, run.console.note, actors.scorer, config.reward)
+        watch = telling(run.watch, actors.scorer, config.reward)
         groups = rewards.attach(groups, watch, tolerated=config.reward.max_error_rate)
     check_errors(groups, config)
     return groups

@@ -7,6 +7,7 @@ with Run(config, "rl", manifest) as run:
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -41,6 +42,8 @@ from saccade.tracking.metrics import host_memory
 from saccade.tracking.trace import named_range, traced
 from saccade.tracking.trajectories import TrajectoryWriter
 from saccade.types import Group, Sample
+
+log = logging.getLogger(__name__)
 
 NOTED_EVERY = 25  # steps between two equal diagnoses
 TRACED_STEP = 3  # the first ones load kernels and lay out memory
@@ -95,35 +98,34 @@ class Run:
             self.console = stack.enter_context(
                 Console(None, self.command, name=self.folder.path.name, log=self.folder.log)
             )
-            self.quarantine = Quarantine(self.folder.path, self.config.data, self.console.note)
+            self.quarantine = Quarantine(self.folder.path, self.config.data)
             self._saver = Saver(
                 self.folder.checkpoints,
                 self.config.save,
                 saved=self.step if self.start else None,
-                say=self.console.note,
             )
             stack.callback(self._saver.close)
             if others := not_counted(self.config, self.command):
-                self.console.note(others)
+                log.info(others)
             config = self.config.run
             if unlimited := devices.no_limit(config.memory, devices.unoccupied(config.device)):
-                self.console.note(unlimited)
+                log.info(unlimited)
             if self.start is not None:
-                self.console.note(f"goes on from {self.start}, after step {self.step}")
+                log.info(f"goes on from {self.start}, after step {self.step}")
             elif config.resume == "auto" and not self.folder.resumed:
-                self.console.note(f"run.resume=auto: {self.folder.path} is new, step 1 is next")
+                log.info(f"run.resume=auto: {self.folder.path} is new, step 1 is next")
             for path in self.folder.changed:
-                self.console.note(
-                    f"WARNING: {path} is not what it was when this run was last started; what it "
+                log.warning(
+                    f"{path} is not what it was when this run was last started; what it "
                     "computes may differ from the steps before"
                 )
             for broken, lacking in passed.items():
-                self.console.note(f"WARNING: {broken} is passed over, it is not whole: {lacking}")
+                log.warning(f"{broken} is passed over, it is not whole: {lacking}")
             if self.folder.resumed and self.start is None:
                 self._begin_again()
-            self.loggers = Loggers(self.folder, self.config.track, say=self.console.note)
+            self.loggers = Loggers(self.folder, self.config.track)
             stack.callback(self.loggers.close)
-            self.trajectories = TrajectoryWriter(self.folder, say=self.console.note)
+            self.trajectories = TrajectoryWriter(self.folder)
             stack.callback(self.trajectories.close)
             if self.folder.resumed:
                 last = self.step or -1  # validation before step 1 is made again
@@ -151,7 +153,7 @@ class Run:
                 self.save(last=True)  # what failed had not touched the weights of the last step
             except Exception as another:
                 if str(another) != str(error):  # a disk that is full says so twice
-                    self.console.note(f"step {self.step} could not be saved: {another}")
+                    log.info(f"step {self.step} could not be saved: {another}")
         if isinstance(error, Exception) and not isinstance(error, Interrupted):
             self._say_how_to_go_on(error, self._saver.saved)
         if isinstance(error, torch.OutOfMemoryError):
@@ -160,7 +162,7 @@ class Run:
                 f"{asked} after step {self.step}; `saccade estimate` shows what takes the memory "
                 "and which option lifts it: try train.optimizer=adamw_bf16, or model.train=lora"
             )
-            self.console.note(message)
+            log.info(message)
             raise EnvironmentProblem(message) from error
 
     def _begin_again(self) -> None:
@@ -168,8 +170,8 @@ class Run:
         steps = [row["step"] for row in read_metrics(self.folder.metrics) if row["step"]]
         if steps:
             there = sorted(entry.name for entry in self.folder.checkpoints.iterdir())
-            self.console.note(
-                f"WARNING: {self.folder.path} records steps up to {steps[-1]} and has no complete "
+            log.warning(
+                f"{self.folder.path} records steps up to {steps[-1]} and has no complete "
                 f"checkpoint to go on from (checkpoints/ holds {', '.join(there) or 'nothing'}): "
                 "training begins again with step 1. What was recorded is kept as "
                 f"{' and '.join(self.folder.set_aside_records())}"
@@ -186,7 +188,7 @@ class Run:
         if isinstance(error, SaccadeError):
             error.args = (f"{error}\n{text}",)
         else:
-            self.console.note(text)
+            log.info(text)
 
     def stream(self, data: Dataset, backend: Backend) -> Stream:
         """The rows in order. From a checkpoint both go on where they were."""
@@ -248,7 +250,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The steps that are left. A limit or a signal ends them early, after a checkpoint."""
         if self.step >= self.total:
-            self.console.note(f"step {self.step} is reached already; raise run.max_steps to go on")
+            log.info(f"step {self.step} is reached already; raise run.max_steps to go on")
         third = min(self.step + TRACED_STEP, self.total) if self.config.run.trace else None
         self.console.lap()  # loading and the start of an engine belong to no step
         while self.step < self.total:
@@ -259,10 +261,10 @@ class Run:
                 self._stop()
             hours = self.config.run.max_hours
             if hours is not None and time.monotonic() - self._began > hours * 3600:
-                self.console.note(f"run.max_hours={hours:g} is over after step {self.step}")
+                log.info(f"run.max_hours={hours:g} is over after step {self.step}")
                 break
         self.save(last=True)
-        self.console.note(
+        log.info(
             f"checkpoint {self.folder.checkpoints / f'step-{self.step}'}; "
             f"`saccade report {self.folder.path}` writes a page about this run"
         )
@@ -290,7 +292,7 @@ class Run:
             with self.console.phase("trace"):  # of the next step, and not a part of what it does
                 stack.close()
         self._range = nullcontext
-        self.console.note(f"trace {path}; ui.perfetto.dev shows it, and that step took longer")
+        log.info(f"trace {path}; ui.perfetto.dev shows it, and that step took longer")
 
     def _gpu_memory(self) -> dict[str, float]:
         """Peaks of the phases and of the step, and what the allocator keeps; none without a GPU."""
@@ -342,7 +344,7 @@ class Run:
     def advise(self, about: str, line: str) -> None:
         """Say it, but not again and again."""
         if self.step - self._noted.get(about, -NOTED_EVERY) >= NOTED_EVERY:
-            self.console.note(line)
+            log.info(line)
             self._noted[about] = self.step
 
     def saves(self, step: int) -> bool:
@@ -357,8 +359,8 @@ class Run:
         self.progress["val"] = now
         changed = [name for name in now if before.get(name, now[name]) != now[name]]
         if changed:
-            self.console.note(
-                f"WARNING: data.val: {', '.join(changed)} has other rows or pictures than up to "
+            log.warning(
+                f"data.val: {', '.join(changed)} has other rows or pictures than up to "
                 f"step {self.step}: its scores from here on are not comparable with those before"
             )
         if (self.progress.get("best_metric") or "").startswith(tuple(f"val/{n}/" for n in changed)):
@@ -369,7 +371,7 @@ class Run:
         missed = best.remember(self.progress, metrics, step, self.config.save.best_metric)
         if missed and not self._missed:
             self._missed = True
-            self.console.note(f"WARNING: {missed}")
+            log.warning(missed)
 
     def save(self, *, last: bool = False) -> None:
         """The last one is on disk when this returns; others are being written."""
@@ -420,9 +422,7 @@ class Run:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
-        self.console.note(
-            "stopping: a checkpoint is written first; interrupt again to stop at once"
-        )
+        log.info("stopping: a checkpoint is written first; interrupt again to stop at once")
         signal.signal(number, signal.SIG_DFL)
 
     def _stop(self) -> None:

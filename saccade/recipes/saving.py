@@ -4,12 +4,13 @@ At a save everything is copied to main memory; a thread writes, verifies and ren
 written at a time. What goes wrong in the thread is raised by the next call here, so that the run
 ends at its next step.
 
-    saver = Saver(run.folder.checkpoints, config.save, saved=None, say=console.note)
+    saver = Saver(run.folder.checkpoints, config.save, saved=None)
     saver.save(step, backend, family, progress=progress, parts={}, background=True)
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ from saccade.contents import kept_bytes
 from saccade.disk import free_bytes, size
 from saccade.models.families import Family
 
+log = logging.getLogger(__name__)
+
 LARGEST_SHARE = 0.5  # of the free main memory: rollouts and pictures need some, too
 
 
@@ -34,11 +37,10 @@ class Saver:
         config: SaveConfig,
         *,
         saved: int | None,
-        say: Callable[[str], object],
     ) -> None:
         self.folder, self.config = folder, config
         self.saved = saved  # the last step that is on disk
-        self._say, self._told = say, False
+        self._told = False
         self._writing: tuple[int, Future[None]] | None = None
         self._took: deque[float] = deque()  # seconds of those that are finished
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -89,8 +91,8 @@ class Saver:
         more = min(due, keep + 1 - min(keep, len(checkpoint.complete_steps(self.folder))))
         free = free_bytes(self.folder)
         if more * needed > free:
-            self._say(
-                f"WARNING: with save.keep={keep} there will be {more} checkpoints more in "
+            log.warning(
+                f"with save.keep={keep} there will be {more} checkpoints more in "
                 f"{self.folder}, of up to {size(needed)} each, and {size(free)} are free; free "
                 "some space or lower save.keep, or the run stops when the disk is full"
             )
@@ -113,7 +115,7 @@ class Saver:
         try:
             self.wait()
         except Exception as error:
-            self._say(f"the checkpoint of step {step} could not be written: {error}")
+            log.warning(f"the checkpoint of step {step} could not be written: {error}")
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -135,7 +137,7 @@ class Saver:
         fits = needed <= LARGEST_SHARE * free
         if not fits and not self._told:
             self._told = True
-            self._say(
+            log.info(
                 f"training waits while checkpoints are written: a copy takes {size(needed)} of "
                 f"main memory, {size(free)} are free, and half of that may be used"
             )

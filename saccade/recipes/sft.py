@@ -6,6 +6,7 @@ saccade sft run.yaml data.train=demonstrations.jsonl
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -34,6 +35,8 @@ from saccade.recipes.validation import Validation, answering
 from saccade.recipes.work import sft_work
 from saccade.types import Batch, Group, Metrics, Sample
 
+log = logging.getLogger(__name__)
+
 # -log p of each trained token, all tokens alike: the policy gradient of an advantage of 1.
 SUPERVISED = resolve(AlgorithmConfig(preset="reinforce"), max_tokens=1)
 
@@ -48,14 +51,14 @@ def run(config: Any) -> dict[str, Any]:
     reads = questions.load_documents if config.sft.mode == "pretrain" else questions.load_dialogues
     data = reads(config, config.data.train, family)
     with Run(config, "sft", parts.manifest(family, data, config)) as this:
-        this.console.note(data.summary)
+        log.info(data.summary)
         policy = models.load_policy(config, family, folder=str(this.start) if this.start else None)
-        this.console.note(describe_trained(policy.model, family))
+        log.info(describe_trained(policy.model, family))
         backend = models.learner(config, policy)
         stream = this.stream(data, backend)
         sets = questions.validation_sets(config, family) if config.val.every else {}
         this.compare_sets(sets)
-        parts.warn_of_rows(config, family, stream, sets.values(), this.console.note)
+        parts.warn_of_rows(config, family, stream, sets.values())
         sets = questions.asking_for_the_best(config, data, sets)
         validation = answering(this, config, policy, backend, sets)
         teacher = models.load_teacher(config, family)

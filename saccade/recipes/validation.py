@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from saccade.backends.local import LocalBackend
@@ -16,6 +17,8 @@ from saccade.recipes.run import Run, Stopping
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import unread
 from saccade.tracking.diagnosis import unread_answers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,6 @@ class Validation:
                         *(self.engine, self.family, self.scorer, name, dataset, self.config),
                         quarantine=self.run.quarantine,
                         progress=self.run.watch_validation,
-                        say=self.run.console.note,
                         known=known,
                     )
                     for name, dataset in self.sets.items()
@@ -71,7 +73,7 @@ class Validation:
             known += sorted(set(result.scores) - set(known))
             groups = result.groups[: self.config.val.log_generations]
             self.run.store(groups, step=step, kind=f"val/{result.name}")
-            self.run.console.note(f"step {step}  {describe(result)}")
+            log.info(f"step {step}  {describe(result)}")
             shown = unread(result.groups, self.scorer, self.family)
             if line := unread_answers(result.metrics.get("parse_rate", 1.0), shown):
                 self.run.advise("length/parse_rate", f"{result.name}: {line}")
@@ -90,7 +92,7 @@ def answering(
     """For training that samples nothing itself: engine and rewards only where there are sets."""
     if not sets:
         if config.reward.given:
-            run.console.note(
+            log.info(
                 "reward scores nothing here, as no set of data.val has questions that are answered "
                 "while this trains"
             )
@@ -101,8 +103,8 @@ def answering(
     run.close_at_end(scorer)
     for dataset in sets.values():
         parts.test_rewards(config, scorer, dataset.samples)
-    parts.warn_of_unused(scorer, sets.values(), run.console.note)
-    engine = make_engine(config, policy, logs=run.folder.path, say=run.console.note)
+    parts.warn_of_unused(scorer, sets.values())
+    engine = make_engine(config, policy, logs=run.folder.path)
     run.close_at_end(engine)
     return Validation(
         run, config, policy.family, engine, weights, scorer, sets, training_follows=True

@@ -138,7 +138,7 @@ class Scorer:
                 f"reward.{others}: scores no row, as reward.by_source names the "
                 f"data_source of all ({known}); remove it, or those"
             )
-        return [f"WARNING: {text}" for text in found]
+        return found
 
     def check_media(self, samples: Iterable[Sample]) -> None:
         """Refuse rows whose pictures a service needs and does not get, or a model cannot read."""

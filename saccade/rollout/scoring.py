@@ -6,12 +6,13 @@ groups = stream.attach(collect(..., on_finish=stream.submit))
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from math import isfinite
-from typing import Any, Protocol
+from typing import Protocol
 
 from saccade.config import RewardConfig
 from saccade.engines import Engine
@@ -21,6 +22,8 @@ from saccade.rewards.extract import has_think
 from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.types import ALWAYS_EXCLUDED, Group, Message, Sample, Trajectory
+
+log = logging.getLogger(__name__)
 
 GLANCE = 0.25  # seconds between two looks at rewards that are still out
 GIVEN_UP: Future[Scored] = Future()
@@ -120,9 +123,7 @@ class RewardStream:
         )
 
 
-def telling(
-    progress: Progress, say: Callable[[str], Any], scorer: Scorer | None, reward: RewardConfig
-) -> Progress:
+def telling(progress: Progress, scorer: Scorer | None, reward: RewardConfig) -> Progress:
     """Shows progress; when rewards take long, also says in words what is waited for."""
     begun, patience = time.monotonic(), PATIENCE
 
@@ -136,7 +137,7 @@ def telling(
             f"; a sample has reward.deadline={reward.deadline:g} seconds, {reward.workers} at once "
             "(reward.workers)"
         )
-        say(
+        log.info(
             f"waiting for rewards ({', '.join(scorer.awaited)}): {done} of {total} after "
             f"{waited:.0f} s{limits if scorer.pool is not None else ''}"
         )

@@ -5,6 +5,7 @@ not what made them. Calls inside a step cost a microsecond: a thread of the disp
 state four times a second.
 
     with Console(350, "rl") as console:
+        logging.getLogger("saccade").info("shown above the display, and in the log file")
         with console.phase("rollout"): ...
         console.step(1, {"reward/mean": 0.4} | console.lap())
 """
@@ -15,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import datetime
 from itertools import cycle
 from pathlib import Path
@@ -29,6 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from saccade.tracking.clock import Phase, PhaseClock
+from saccade.tracking.messages import shown_by
 from saccade.tracking.sections import MEASURE
 
 Row = Mapping[str, float | str]
@@ -131,6 +134,7 @@ class Console:
         self._validation: dict[str, str] = {}  # the last of each set
         self._done: tuple[int, int | None] | None = None
         self._idle = "starting"
+        self._messages = ExitStack()
         self._trend: deque[float] = deque(maxlen=48)
         self._ends: deque[float] = deque(maxlen=24)  # when the last steps ended
         terminal = Terminal(file=self._file, force_terminal=live, emoji=False)
@@ -149,13 +153,16 @@ class Console:
         )
 
     def __enter__(self) -> Console:
+        """From here on messages of the package appear above the display."""
         self._ends.append(time.monotonic())
+        self._messages.enter_context(shown_by(self.note))
         if self._live is not None:
             self._live.start(refresh=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._idle = "ended"
+        self._messages.close()
         if self._live is not None:
             self._live.stop()
 
@@ -190,7 +197,7 @@ class Console:
             print(line, file=self._file, flush=True)
 
     def note(self, text: str) -> None:
-        """Print above the display, and keep in the log."""
+        """Print above the display, and write to the log file."""
         self.log(text)
         if self._live is None:
             print(text, file=self._file, flush=True)
@@ -198,7 +205,7 @@ class Console:
             self._live.console.print(Text(text), soft_wrap=True)
 
     def log(self, text: str) -> None:
-        """Keep in the log, without showing it."""
+        """Write to the log file only."""
         if self._log is None:
             return
         try:

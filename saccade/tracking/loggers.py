@@ -10,9 +10,9 @@ means.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 from saccade.config import TrackConfig
 from saccade.tracking.folder import METRICS, RunFolder, write_whole
+
+log = logging.getLogger(__name__)
 
 Row = Mapping[str, float | str]
 
@@ -31,18 +33,11 @@ class Sink(NamedTuple):
     close: Callable[[], object]
 
 
-def complain(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 class Loggers:
     """All loggers of one run behind one call."""
 
-    def __init__(
-        self, folder: RunFolder, track: TrackConfig, say: Callable[[str], object] = complain
-    ) -> None:
+    def __init__(self, folder: RunFolder, track: TrackConfig) -> None:
         self._folder = folder
-        self._say = say
         self._first_step: int | None = None  # of a resumed run
         self._unwritten: list[str] = []
         wanted = {"tensorboard": track.tensorboard, "wandb": track.wandb}
@@ -87,7 +82,7 @@ class Loggers:
             append_whole(self._folder.metrics, "".join(self._unwritten).encode())
         except OSError as error:
             if first_failure:
-                self._say(
+                log.warning(
                     f"{self._folder.metrics} cannot be written ({error}); rows are kept for later"
                 )
         else:
@@ -106,10 +101,10 @@ class Loggers:
             action(*arguments)
         except ImportError:
             self._sinks.pop(name, None)
-            self._say(f"{name} is not installed: pip install {name}, or track.{name}=false")
+            log.warning(f"{name} is not installed: pip install {name}, or track.{name}=false")
         except Exception as error:
             self._sinks.pop(name, None)
-            self._say(f"{name} failed and is left out from here: {type(error).__name__}: {error}")
+            log.warning(f"{name} failed and is left out from here: {type(error).__name__}: {error}")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import re
 import threading
@@ -25,8 +26,9 @@ from PIL import Image
 
 from saccade.media.images import resized_size
 from saccade.tracking.folder import TRAJECTORIES, RunFolder, write_whole
-from saccade.tracking.loggers import complain
 from saccade.types import ALWAYS_EXCLUDED, Group, Media, Message, Source, Trajectory
+
+log = logging.getLogger(__name__)
 
 DecodeText = Callable[[Sequence[int]], str]
 ImageBytes = Callable[[Media], np.ndarray]  # upright RGB, [height, width, 3] uint8
@@ -40,10 +42,9 @@ FEW_COLOURS = 256  # drawings with so few stay sharp as PNG; photographs are sma
 class TrajectoryWriter:
     """Writes groups in the background until it is closed."""
 
-    def __init__(self, folder: RunFolder | Path, say: Callable[[str], object] = complain) -> None:
+    def __init__(self, folder: RunFolder | Path) -> None:
         path = folder if isinstance(folder, Path) else folder.path
         self._run, self._root = path.name, path / TRAJECTORIES
-        self._say = say
         self._said = False
         self._images: dict[str, str | None] = {}  # name of a picture -> its file
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -124,7 +125,7 @@ class TrajectoryWriter:
     def _report(self, text: str) -> None:
         if not self._said:
             self._said = True
-            self._say(text)
+            log.warning(text)
 
     def _files(
         self, media: Media, image_bytes: ImageBytes, unit: int | None, several: bool

@@ -180,7 +180,7 @@ def test_a_set_is_looked_at_once_however_often_it_is_measured(family_of, tmp_pat
     config = load({"run.out": str(tmp_path), "data.train": pictures(tmp_path, 3)})
     family = family_of("qwen2_5_vl")
     data = questions.load_prompts(config, config.data.train, family)
-    kept = quarantine.Quarantine(tmp_path, config.data, print)
+    kept = quarantine.Quarantine(tmp_path, config.data)
     assert [len(kept.whole(data, family)) for _ in range(3)] == [3, 3, 3]
     assert sorted(looked) == ["0", "1", "2"]
 

@@ -25,7 +25,7 @@ def read(folder: Path, name: str, *questions: str) -> datasets.Dataset:
 
 
 def test_rows_that_repeat_in_a_step_or_in_validation_are_told(
-    tmp_path: Path, family_of: Any
+    tmp_path: Path, family_of: Any, said: list[str]
 ) -> None:
     family = family_of("qwen2_5_vl")
     train, val = (
@@ -33,10 +33,9 @@ def test_rows_that_repeat_in_a_step_or_in_validation_are_told(
         read(tmp_path, "b.jsonl", "1+1?", "4-2?"),
     )
     stream = Stream(train, seed=0, config=DataConfig())
-    said: list[str] = []
-    parts.warn_of_rows(load({"train.prompts_per_step": 2}), family, stream, [train], said.append)
+    parts.warn_of_rows(load({"train.prompts_per_step": 2}), family, stream, [train])
     assert f"2 of 2 different rows of {tmp_path / 'a.jsonl'} (data.val) are in" in said.pop()
-    parts.warn_of_rows(load({"train.prompts_per_step": 5}), family, stream, [val], said.append)
+    parts.warn_of_rows(load({"train.prompts_per_step": 5}), family, stream, [val])
     assert "a step takes each 2.5 times; try train.prompts_per_step=2" in said[0]
     assert (
         f"1 of 2 different rows of {tmp_path / 'b.jsonl'} (data.val) are in data.train" in said[1]
@@ -97,7 +96,7 @@ def test_a_prompt_beyond_the_positions_of_the_model_is_left_out(
 
 
 def test_a_share_of_words_that_the_tokenizer_does_not_know_is_told(
-    tmp_path: Path, family_of: Any, word_model: str
+    tmp_path: Path, family_of: Any, word_model: str, said: list[str]
 ) -> None:
     words, bytes_ = load_family(word_model), family_of("qwen2_5_vl")
     known, strange = ["how many red ?"], "how many teapots ?"
@@ -105,12 +104,11 @@ def test_a_share_of_words_that_the_tokenizer_does_not_know_is_told(
     common = read(tmp_path, "common.jsonl", *known, strange)
     assert questions.unknown_words(words, rare.samples) is None
     assert questions.unknown_words(bytes_, common.samples) is None  # it spells them
-    said: list[str] = []
     stream = Stream(common, seed=0, config=DataConfig())
     options = load({"train.prompts_per_step": 1})
-    parts.warn_of_rows(options, words, stream, [], said.append)
+    parts.warn_of_rows(options, words, stream, [])
     assert len(said) == 1
     assert "does not know 12% of the words of these rows, such as 'teapots': all of" in said[0]
     options = {"model.path": word_model, "data.train": str(tmp_path / "common.jsonl")}
     [note] = check_data.run(options | {"prompt.instruction": ""}).notes
-    assert note == said[0]
+    assert said[0] == f"WARNING: {note}"

@@ -271,10 +271,9 @@ def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(
 
 
 def test_room_is_asked_for_what_will_be_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    saver = Saver(tmp_path, SaveConfig(keep=3), saved=None, say=said.append)
+    saver = Saver(tmp_path, SaveConfig(keep=3), saved=None)
     usage = shutil.disk_usage(tmp_path)._replace(free=3_500_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     saver.require_room(1_000_000, due=3)

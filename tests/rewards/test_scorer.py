@@ -141,7 +141,7 @@ def test_recipes_by_source() -> None:
         scoring.check_sources(["anything"])
         assert scoring.unused(["clevr", "geo", "words", "anything"]) == []
         [warning] = scoring.unused(["clevr", "geo", "words"])
-        assert warning.startswith("WARNING: reward.terms: scores no row, as reward.by_source")
+        assert warning.startswith("reward.terms: scores no row, as reward.by_source")
         assert scoring.unused(["clevr", "geo", "words"], shared=False) == []
 
 

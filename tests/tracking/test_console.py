@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import time
 from pathlib import Path
 
@@ -62,12 +63,17 @@ def test_sparkline() -> None:
 def test_a_pipe_gets_one_line_per_step_and_notes(tmp_path: Path) -> None:
     out, log = io.StringIO(), tmp_path / "log.txt"
     with Console(2, "rl", file=out, log=log) as console:
-        console.note("hello [bold]")
+        logging.getLogger("saccade.somewhere").info("hello [bold]")
+        logging.getLogger("saccade").warning("100% of it")
         for step in (1, 2):
             with console.phase("rollout"):
                 console.progress(1, 4)
             console.step(step, {"reward/mean": 0.5})
-    assert out.getvalue() == "hello [bold]\nstep 1/2  reward 0.500\nstep 2/2  reward 0.500\n"
+    logging.getLogger("saccade").warning("nobody listens any more")
+    assert (
+        out.getvalue()
+        == "hello [bold]\nWARNING: 100% of it\nstep 1/2  reward 0.500\nstep 2/2  reward 0.500\n"
+    )
     logged = log.read_text().splitlines()
     assert [line[20:] for line in logged] == out.getvalue().splitlines()
     assert logged[0][4] == "-" and logged[0][13] == ":"

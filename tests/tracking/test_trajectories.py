@@ -142,20 +142,19 @@ def test_a_slow_disk_never_holds_up_a_step(folder: RunFolder, build: SimpleNames
 
 
 def test_failures_are_said_once_and_cost_only_themselves(
-    folder: RunFolder, build: SimpleNamespace
+    folder: RunFolder, build: SimpleNamespace, said: list[str]
 ) -> None:
     def broken(media: Media) -> np.ndarray:
         raise OSError("unreadable")
 
-    said: list[str] = []
     groups = [
         build.group(build.trajectory(pictures=[build.media(name)]), uid=name) for name in "abc"
     ]
-    with TrajectoryWriter(folder, said.append) as writer:
+    with TrajectoryWriter(folder) as writer:
         writer.write(1, groups, decode_text=build.decode, image_bytes=broken, version=1)
         writer.write(2, groups, decode_text=None, image_bytes=broken, version=1)  # type: ignore[arg-type]
         writer.write(3, groups, decode_text=build.decode, image_bytes=broken, version=1)
-    assert said == ["picture a could not be stored: OSError: unreadable"]
+    assert said == ["WARNING: picture a could not be stored: OSError: unreadable"]
     assert stored_steps(folder.path) == {"train": [1, 3]}
     assert [r["images"][0]["file"] for r in read_trajectories(folder.path, "train", 1)] == [
         None
@@ -163,15 +162,14 @@ def test_failures_are_said_once_and_cost_only_themselves(
 
 
 def test_a_picture_that_was_replaced_is_not_stored_as_the_one_that_was_seen(
-    folder: RunFolder, build: SimpleNamespace, tmp_path: Path
+    folder: RunFolder, build: SimpleNamespace, tmp_path: Path, said: list[str]
 ) -> None:
-    said: list[str] = []
     for name in ("kept.png", "replaced.png"):
         Image.new("RGB", (56, 56), "red" if name == "kept.png" else "blue").save(tmp_path / name)
     pictures = [open_media(str(tmp_path / name)) for name in ("kept.png", "replaced.png")]
     Image.new("RGB", (56, 56), "green").save(tmp_path / "replaced.png")
     group = build.group(build.trajectory(pictures=pictures))
-    with TrajectoryWriter(folder, said.append) as writer:
+    with TrajectoryWriter(folder) as writer:
         writer.write(1, [group], decode_text=build.decode, image_bytes=decode, version=1)
     (record,) = read_trajectories(folder.path, "train", 1)
     assert [one["file"] for one in record["images"]] == [f"images/{pictures[0].hash}.png", None]

@@ -23,14 +23,14 @@ def test_kill_9_of_a_process_amid_a_rollout_loses_nothing(
     ask: Callable[..., Request],
     gap: Callable[..., float],
     tmp_path: Path,
+    said: list[str],
 ) -> None:
     """Weights that the folder does not have: whoever starts again is given them."""
     import torch
 
     from saccade.engines.remote.replicas import start_replicas
 
-    said: list[str] = []
-    pool = start_replicas(settings, 2, logs=tmp_path, say=said.append)
+    pool = start_replicas(settings, 2, logs=tmp_path)
     try:
         with torch.no_grad():
             for index, parameter in enumerate(backend.model.parameters()):

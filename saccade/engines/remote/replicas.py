@@ -5,11 +5,12 @@ their prompt is computed once, and a live episode stays where its cache is. A re
 started again and given the current weights; what it had not finished is done by others. Results
 are keyed and so is the noise of sampling: nothing is lost or doubled, and in fp32 nothing changes.
 
-    engine = start_replicas(settings, 2, logs=folder, say=print)
+    engine = start_replicas(settings, 2, logs=folder)
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import tempfile
 from collections import Counter, deque
@@ -27,6 +28,8 @@ from saccade.engines.requests import content_of, nothing_sampled
 from saccade.engines.settings import Settings
 from saccade.errors import EnvironmentProblem, SaccadeError
 from saccade.types import Completion, Request
+
+log = logging.getLogger(__name__)
 
 AHEAD = 16  # requests by which a replica may be ahead of another one to keep equal prompts together
 DEATHS_IN_A_ROW = 3  # of every replica, with nothing finished in between
@@ -59,11 +62,9 @@ class _Load:
 
 
 class Replicas:
-    """`say` is told when one has died."""
-
-    def __init__(self, launchers: Sequence[Launcher], *, say: Callable[[str], Any]) -> None:
+    def __init__(self, launchers: Sequence[Launcher]) -> None:
         self.version = 0
-        self._launchers, self._say = launchers, say
+        self._launchers = launchers
         self._events: Events = queue.SimpleQueue()
         self._places: dict[RemoteEngine, int] = {}  # all that run or start → their launcher
         self._ready: list[RemoteEngine] = []  # without the current weights yet
@@ -286,13 +287,11 @@ class Replicas:
                 f"nothing finished, and number {attempts} with the same request. Their logs end:\n"
                 + "\n".join(tail(each.log) for each in (engine, *self._places))
             )
-        self._say(f"{engine.log.stem} died and starts again, {len(mine)} requests wait: {death}")
+        log.warning(f"{engine.log.stem} died and starts again, {len(mine)} requests wait: {death}")
         self._launch(place)
 
 
-def start_replicas(
-    settings: Settings, count: int, *, logs: Path | None, say: Callable[[str], Any]
-) -> Replicas:
+def start_replicas(settings: Settings, count: int, *, logs: Path | None) -> Replicas:
     """Each with GPUs of its own where there are enough; logs as engine-N.log in `logs`, else in a
     temporary folder.
     """
@@ -312,6 +311,5 @@ def start_replicas(
                 beside_trainer=shares_memory(environment, visible),
             )
             for index, environment in enumerate(seen)
-        ],
-        say=say,
+        ]
     )

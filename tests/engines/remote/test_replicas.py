@@ -26,14 +26,9 @@ LONG = Sampling(max_tokens=200, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture(scope="module")
-def pool(settings, said, tmp_path_factory, servers):
+def pool(settings, tmp_path_factory, servers):
     before = servers(os.getpid())
-    pool = start_replicas(settings, 2, logs=tmp_path_factory.mktemp("pool"), say=said.append)
+    pool = start_replicas(settings, 2, logs=tmp_path_factory.mktemp("pool"))
     assert len(servers(os.getpid()) - before) == 2
     yield pool
     pool.close()
@@ -57,7 +52,7 @@ def test_a_run_over_two_replicas_is_the_run_over_the_embedded_engine(
     """The first test of this pool: its weights are still those of the folder."""
     asked, closed = [], []
 
-    def start(settings, count, *, logs, say):
+    def start(settings, count, *, logs):
         asked.append((settings.folder, settings.dtype, count, logs))
         return pool
 
@@ -221,7 +216,7 @@ def test_two_threads_may_see_the_same_end(settings, tmp_path):
 def test_a_process_that_cannot_start_says_why(settings, tmp_path):
     launch = partial(RemoteEngine, settings, log=tmp_path / "engine-0.log")
     with pytest.raises(EnvironmentProblem, match="Fatal Python error"):
-        Replicas([partial(launch, environment={"PYTHONHOME": "/nowhere"})], say=print)
+        Replicas([partial(launch, environment={"PYTHONHOME": "/nowhere"})])
 
 
 def test_replicas_get_gpus_of_their_own_and_the_trainers_last(monkeypatch):
