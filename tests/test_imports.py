@@ -22,6 +22,8 @@ LEVELS = (
         "sokoban",
         "series",
         "verdicts",
+        "codec",
+        "process",
         "own",
     ),
     ("algorithms", "rewards", "environments", "models", "data"),

@@ -1,6 +1,6 @@
 """What a policy talks to, by name: built in, or a class or functions of the user.
 
-Knows nothing of processes: `rollout/hosting.py` decides where an environment lives. Code of the
+Knows nothing of processes: `rollout/env_process.py` decides where an environment lives. Code of the
 user is imported by `load_own` alone, which the training process never calls.
 
     build(EnvConfig(name="crop"), Setting(answer=find_answer))

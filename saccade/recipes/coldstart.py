@@ -31,8 +31,8 @@ from saccade.errors import ConfigError, DataError
 from saccade.rewards.response_formats import FORMATS
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.verifiers import VERIFIERS
-from saccade.rollout import hosting
-from saccade.rollout.hosting import Failed, Pending
+from saccade.rollout import env_process
+from saccade.rollout.env_process import EnvironmentCall, Failed
 from saccade.types import STATUS_OF_END, Message, Sample
 
 
@@ -56,7 +56,7 @@ def run(
     if path.exists():
         raise ConfigError(f"{path} exists; give a new folder, nothing is overwritten")
     require_writable(out, "OUT")
-    make = hosting.environments(config.env, order=FORMATS[config.prompt.format].order)
+    make = env_process.environments(config.env, order=FORMATS[config.prompt.format].order)
     rows = datasets.load([DataSource(path=str(source))], config.data).samples
     _warn(config, rows)
     counts: Counter[str] = Counter()
@@ -132,7 +132,7 @@ def _said(outcome: Any, seconds: float) -> Any:
 
 def _settled(outcome: Any, seconds: float) -> Any:
     """Waits for an environment in another process."""
-    if not isinstance(outcome, Pending):
+    if not isinstance(outcome, EnvironmentCall):
         return outcome
     outcome.seconds = seconds
     while not outcome.done():

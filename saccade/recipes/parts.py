@@ -33,7 +33,7 @@ from saccade.rewards.scorer import Scorer
 from saccade.rewards.self_test import require, self_test
 from saccade.rewards.user_functions import split_name
 from saccade.rewards.verifiers import VERIFIERS, has_gold
-from saccade.rollout import hosting
+from saccade.rollout import env_process
 from saccade.rollout.episode import Limits
 from saccade.types import Batch, Sample, Sampling
 
@@ -204,7 +204,7 @@ def environments_of(config: Config, family: Family) -> Callable[[], Environment]
             f"env.coordinates=absolute: a model of type {family.name} sees pictures in squares, so "
             "they have no one size; use env.coordinates=milli"
         )
-    return hosting.environments(
+    return env_process.environments(
         config.env,
         order=FORMATS.get(config.prompt.format, FORMATS["none"]).order,
         think_prefilled=family.chat.think_prefilled,

@@ -22,7 +22,7 @@ from saccade.errors import DataError
 from saccade.models.families import Family
 from saccade.recipes.lengths import remembered
 from saccade.rewards.resolve import verifiers_for
-from saccade.rollout import hosting
+from saccade.rollout import env_process
 from saccade.types import Sample
 
 READ = 256  # rows whose words are looked up
@@ -33,7 +33,7 @@ def instruction_of(config: Config) -> str:
     """How to answer, then which tools there are."""
     own = config.prompt.instruction
     answering = prompts.instruction_for(config.prompt.format) if own is None else own
-    return " ".join(filter(None, [answering, hosting.explanation(config.env)]))
+    return " ".join(filter(None, [answering, env_process.explanation(config.env)]))
 
 
 def asker(config: Config) -> Callable[[Sample], Sample]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from saccade.codec import decode
 from saccade.config import Config
 from saccade.errors import ConfigError
 from saccade.recipes import parts
@@ -144,7 +145,7 @@ def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
         **{name: row[name] for name in NEEDED},
         answer=row["gold"],
         images=row["media"],
-        media=tuple(_media(record) for record in row["media"] if record["path"]),
+        media=tuple(_media(record) for record in row["media"] if _has_files(record)),
         turns=row.get("said") or (row["response"],),
         tool_calls=row.get("tool_calls", ()),
         length=row["tokens"],
@@ -153,15 +154,18 @@ def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
 
 
 def _media(record: Mapping[str, Any]) -> Media:
+    """Rows of earlier versions hold size and pixels, but no other field than hash and path."""
     (width, height), (least, most) = record["size"], record["pixels"]
-    return Media(
-        hash=record["hash"],
-        path=record["path"],
-        width=width,
-        height=height,
-        min_pixels=least,
-        max_pixels=most,
-    )
+    stored = {name: record[name] for name in record.keys() - {"size", "pixels"}}
+    sizes = {"width": width, "height": height, "min_pixels": least, "max_pixels": most}
+    return decode(Media, {**sizes, **stored})
+
+
+def _has_files(record: Mapping[str, Any], *, there: bool = False) -> bool:
+    """Whether a medium, or each picture of a video, has a path; `there`: with a file at it."""
+    pictures = record.get("pictures") or [record]
+    paths = [picture.get("path") for picture in pictures]
+    return all(path and (not there or Path(path).is_file()) for path in paths)
 
 
 def _require_pictures(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -169,7 +173,7 @@ def _require_pictures(config: Config, rows: Sequence[Mapping[str, Any]]) -> None
     if not (config.reward.judge.send_images or config.reward.remote.send_images):
         return
     records = [record for row in rows for record in row["media"]]
-    gone = [r for r in records if not (r["path"] and Path(r["path"]).is_file())]
+    gone = [r for r in records if not _has_files(r, there=True)]
     if gone:
         raise ConfigError(
             f"reward.judge.send_images: {len(gone)} of {len(records)} pictures are in no file any "

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from saccade.codec import encode
 from saccade.config import Config
 from saccade.disk import require_writable
 from saccade.errors import ConfigError
@@ -115,6 +116,9 @@ def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dic
         "end_reason": trajectory.end_reason,
         "status": trajectory.status,
         "reason": trajectory.reason,
-        "media": image_records(sample.media),
+        "media": [
+            facts | encode(media)
+            for media, facts in zip(sample.media, image_records(sample.media), strict=True)
+        ],
         "extra": dict(sample.extra),
     }

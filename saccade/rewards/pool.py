@@ -1,9 +1,9 @@
 """Killable worker processes: a verifier that hangs or crashes costs its sample only.
 
-One thread per process hands it chunks of samples and watches the clock. JSON lines travel both
-ways, never pickle. When a sample hangs, its process group is ended, the sample becomes an error,
-and the rest of its chunk goes to a new process. When a process dies, the sample at work is tried
-once more, alone: who died may have been ended from outside.
+One thread per process sends it chunks of samples and watches the clock. When a sample hangs, its
+process group is ended, the sample becomes an error, and the rest of its chunk goes to a new
+process. When a process dies, the sample at work is tried once more, alone: the process may have
+been killed from outside.
 
     >>> from saccade.rewards.reward_sample import RewardSample
     >>> with WorkerPool(workers=1, deadline=10) as pool:
@@ -16,21 +16,15 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import os
-import selectors
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from saccade.own import show_output
+from saccade.process import Child, Ended
 from saccade.rewards.reward_sample import RewardSample, to_json
 from saccade.rewards.user_functions import late
 from saccade.rewards.verifiers import VERIFIERS
@@ -70,7 +64,7 @@ class WorkerPool:
         self._changed = threading.Condition()
         self._closed = False
         self._workers = workers
-        self._processes: set[_Process] = set()
+        self._children: set[Child] = set()
         self._apart: set[_Call] = set()  # take lists and fail on them, but not on one sample
         self.replaced = 0  # processes that hung or died
         self._threads = [
@@ -96,7 +90,7 @@ class WorkerPool:
     def alive(self) -> int:
         """Processes that run; they are started when there is work for them."""
         with self._changed:
-            return len(self._processes)
+            return len(self._children)
 
     def check(self, verifier: str, args: Mapping[str, Any] | None = None) -> str | None:
         """Why a function cannot be loaded or called with these arguments; None when it can."""
@@ -108,8 +102,8 @@ class WorkerPool:
             self._closed = True
             left = [job for jobs in self._queues.values() for job in jobs]
             self._queues.clear()
-            for process in self._processes:
-                process.kill()
+            for child in self._children:
+                child.kill()
             self._changed.notify_all()
         for job in left:
             job.fail("closed: the pool was closed first")
@@ -155,72 +149,78 @@ class WorkerPool:
             return chunk
 
     def _serve(self) -> None:
-        process: _Process | None = None
+        child: Child | None = None
         while chunk := self._take():
             try:
-                process = process or self._start()
-                usable = self._run(process, chunk)
+                child = child or self._start()
+                usable = self._run(child, chunk)
             except Exception as error:  # whatever happens here, nobody may wait for ever
                 usable = False
                 for job in chunk:
                     if not job.future.done():
                         job.fail(f"worker: {type(error).__name__}: {error}")
-            if process is not None and not usable:
-                self._end(process)
-                process = None
-        if process is not None:
-            self._end(process)
+            if child is not None and not usable:
+                self._end(child)
+                child = None
+        if child is not None:
+            self._end(child)
 
-    def _start(self) -> _Process:
-        process = _Process()
+    def _start(self) -> Child:
+        child = Child("saccade.rewards.worker", who="a reward")
         with self._changed:
-            self._processes.add(process)
+            self._children.add(child)
             closed = self._closed
         if closed:
-            process.kill()
-        return process
+            child.kill()
+        return child
 
-    def _end(self, process: _Process) -> None:
+    def _end(self, child: Child) -> None:
         with self._changed:
-            self._processes.discard(process)
+            self._children.discard(child)
             self.replaced += not self._closed
-        process.dispose()
+        child.close()
 
-    def _run(self, process: _Process, chunk: list[_Job]) -> bool:
+    def _run(self, child: Child, chunk: list[_Job]) -> bool:
         """Have a chunk scored. False when the process can no longer be used."""
         call = chunk[0].call
         asked = [job for job in chunk if job.sample is not None]
-        samples = ",".join(job.sample for job in asked if job.sample is not None)
-        request = (
-            f'"verifier": {json.dumps(call.verifier)}, "args": {call.args}, '
-            f'"deadline": {call.deadline}, "apart": {json.dumps(call in self._apart)}, '
-            f'"samples": [{samples}]'
-        )
-        reply = process.ask(request, START_LIMIT)
-        if not reply and process.proven:  # it ended while idle: not the fault of this chunk
-            self._put(chunk)
-            return False
-        if "ready" not in reply:
-            trouble = reply.get("failed") or process.trouble(f"not loaded after {START_LIMIT:g} s")
-            if not reply and trouble.startswith(CRASHED):
-                self._blame(chunk, True, trouble)
+        request = {
+            "verifier": call.verifier,
+            "args": json.loads(call.args),
+            "deadline": call.deadline,
+            "apart": call in self._apart,
+            "samples": [job.sample for job in asked],
+        }
+        proven = child.asked > 0
+        try:
+            reply = child.ask(request, seconds=START_LIMIT).row
+            failed = reply.get("failed")
+        except (Ended, TimeoutError):
+            if proven:  # it ended while idle: not the fault of this chunk
+                self._put(chunk)
                 return False
-            for job in chunk:
-                job.fail(f"load: {trouble}")
-            return "failed" in reply
-        process.proven = True
+            failed = _trouble(child, f"not loaded after {START_LIMIT:g} s")
+            if failed.startswith(CRASHED):
+                self._blame(chunk, True, failed)
+                return False
+            reply = {}
         for job in chunk:
-            if job.sample is None:
+            if failed is not None:
+                job.fail(f"load: {failed}")
+            elif job.sample is None:
                 job.future.set_result(Score(kind="value"))
-        return self._collect(process, asked, bool(reply["together"]), call)
+        if failed is not None:
+            return bool(reply)
+        return self._collect(child, asked, bool(reply["together"]), call)
 
-    def _collect(self, process: _Process, jobs: list[_Job], together: bool, call: _Call) -> bool:
+    def _collect(self, child: Child, jobs: list[_Job], together: bool, call: _Call) -> bool:
         waiting, deadline, apart, failed = dict(enumerate(jobs)), call.deadline, "", False
         end = time.monotonic() + deadline + GRACE * together
         while waiting:
-            reply = process.receive(end)
-            if not reply:
-                trouble = process.trouble(late(deadline, own=deadline < self.deadline))
+            try:
+                reply = child.answer(max(0.0, end - time.monotonic())).row
+            except (Ended, TimeoutError):
+                trouble = _trouble(child, late(deadline, own=deadline < self.deadline))
                 self._blame(list(waiting.values()), together, trouble)
                 return False
             if "index" in reply:
@@ -257,76 +257,6 @@ class WorkerPool:
         self._put([job for job in waiting if not job.future.done()])
 
 
-class _Process:
-    """A worker and its pipes. Its own process group, so that what it started ends with it."""
-
-    def __init__(self) -> None:
-        package_root = str(Path(__file__).resolve().parents[2])
-        search = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "saccade.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches the parent only
-            env={**os.environ, "PYTHONPATH": search},
-            bufsize=0,
-        )
-        assert self.process.stdout is not None
-        self.shown = show_output(self.process, "a reward")
-        self.proven = False  # has answered before
-        self.request = 0  # the one that is being answered
-        self.lines: deque[bytes] = deque()
-        self.rest = b""
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(self.process.stdout, selectors.EVENT_READ)
-
-    def ask(self, request: str, limit: float) -> Mapping[str, Any]:
-        assert self.process.stdin is not None
-        self.request += 1
-        try:
-            data = memoryview(f'{{"id": {self.request}, {request}}}\n'.encode())
-            while data:
-                data = data[self.process.stdin.write(data) :]
-        except BrokenPipeError:
-            return {}
-        return self.receive(time.monotonic() + limit)
-
-    def receive(self, end: float) -> Mapping[str, Any]:
-        """The next reply to the request; nothing when the time is over or the process has ended.
-        What answers an earlier one is passed over.
-        """
-        assert self.process.stdout is not None
-        while True:
-            while self.lines:
-                reply = json.loads(self.lines.popleft())
-                if reply["id"] == self.request:
-                    return reply
-            if not self.selector.select(max(0.0, end - time.monotonic())):
-                return {}
-            data = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not data:
-                return {}
-            *lines, self.rest = (self.rest + data).split(b"\n")
-            self.lines.extend(lines)
-
-    def trouble(self, what: str) -> str:
-        try:
-            code = self.process.wait(timeout=0.05)
-        except subprocess.TimeoutExpired:
-            return f"timeout: {what}"
-        return f"{CRASHED}: the worker ended with code {code}"
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-    def dispose(self) -> None:
-        """For the thread that reads from it: also give the pipes back."""
-        self.kill()
-        self.selector.close()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-        self.shown.join(timeout=1)
+def _trouble(child: Child, late: str) -> str:
+    code = child.exit_code()
+    return f"timeout: {late}" if code is None else f"{CRASHED}: the worker ended with code {code}"

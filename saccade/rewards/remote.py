@@ -23,11 +23,12 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from saccade.codec import plain
 from saccade.endpoint.pictures import Pictures
 from saccade.endpoint.sender import Reply, Sender
 from saccade.errors import ConfigError
 from saccade.rewards.request_queue import RequestQueue
-from saccade.rewards.reward_sample import RewardSample, plain
+from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.service_protocol import PROTOCOL, read_reply, request_for
 from saccade.schema import RemoteConfig, RewardConfig
 from saccade.types import Media, Score

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from saccade.codec import plain
 from saccade.types import Media, Message, Sample, Score
 
 MEDIA = re.compile("<(image|video|audio|series)>")  # how a text shows that a medium stands there
@@ -103,13 +104,6 @@ def to_json(sample: RewardSample, *, brief: bool = False) -> str:
     several = ("turns",) if len(sample.turns) > 1 else ()
     names = (*_BRIEF_FIELDS, *several) if brief else _FIELDS
     return json.dumps({name: getattr(sample, name) for name in names}, default=plain)
-
-
-def plain(value: Any) -> Any:
-    """Arrays become lists; what JSON has no word for arrives as its text."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return list(value) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def reward_sample(sample: Sample, response: str, **known: Any) -> RewardSample:

@@ -1,12 +1,11 @@
-"""The process for verifiers that may hang, crash or belong to the user: JSON lines both ways.
+"""The process for verifiers that may hang, crash or belong to the user.
 
 A request holds its id, a verifier, its arguments, a deadline, samples and whether they are scored
 apart. The first reply says that the function is loaded, or why not; one reply follows per sample,
-none where there are no samples. Every reply names the request that it answers. A deadline is
-enforced by the parent, which ends this process; when the parent is gone, this process ends itself.
-User code cannot disturb the pipes: its output goes to standard error.
+none where there are no samples. Every reply names the request that it answers. The parent enforces
+the deadline: it ends this process.
 
-    $ python -m saccade.rewards.worker
+    $ python -m saccade.rewards.worker    # started by rewards/pool.py
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ import asyncio
 import inspect
 import json
 import os
-import queue
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from saccade.process import connect, listen
 from saccade.rewards import user_functions as custom
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
@@ -33,26 +31,12 @@ RAISED = (Exception, SystemExit, KeyboardInterrupt)  # by user code
 
 
 def main() -> None:
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-
-    def emit(reply: Mapping[str, Any]) -> None:
-        replies.write(json.dumps(reply, default=str).encode() + b"\n")
-        replies.flush()
-
-    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(requests, inbox), daemon=True).start()
+    channel = connect(tied=True)
+    inbox = listen(channel)
     while True:
-        request = json.loads(inbox.get())
-        serve(request, lambda reply, id=request["id"]: emit({**reply, "id": id}))  # type: ignore[misc]
-
-
-def _listen(requests: Any, inbox: queue.SimpleQueue[bytes]) -> None:
-    for line in requests:
-        inbox.put(line)
-    os._exit(0)  # the parent is gone; the main thread may be stuck
+        request = inbox.get().row
+        answer = {"id": request["id"]}
+        serve(request, lambda reply: channel.send({**reply, **answer}))  # noqa: B023
 
 
 def serve(request: Mapping[str, Any], emit: Emit) -> None:
@@ -67,7 +51,7 @@ def serve(request: Mapping[str, Any], emit: Emit) -> None:
     coroutine = _is_async(function)
     together = coroutine or (form.batch and not request["apart"])
     emit({"ready": True, "together": together})
-    samples = [RewardSample(**row) for row in request["samples"]]
+    samples = [RewardSample(**json.loads(row)) for row in request["samples"]]
     if not samples:
         return  # only asked whether it loads: a function need not know what to do with none
     failure = partial(_failure, file=file)

@@ -20,12 +20,12 @@ from typing import Any
 from saccade.engines import Engine
 from saccade.environments import Environment
 from saccade.models.families import Family
+from saccade.rollout.env_process import EnvironmentCall
 from saccade.rollout.episode import GREEDY, Limits, episode, episode_key
-from saccade.rollout.hosting import Pending
 from saccade.types import Group, Request, Sample, Sampling, Trajectory
 
 OnFinish = Callable[[Sample, Trajectory], None]
-Episode = Generator[Request | Pending, Any, Trajectory]
+Episode = Generator[Request | EnvironmentCall, Any, Trajectory]
 
 
 def collect(
@@ -105,7 +105,7 @@ def _drive(
     finished: Callable[[str, Trajectory], None],
     tick: Callable[[], None],
 ) -> None:
-    calls: dict[str, Pending] = {}
+    calls: dict[str, EnvironmentCall] = {}
 
     def advance(key: str, value: Any) -> None:
         try:

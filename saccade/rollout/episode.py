@@ -1,6 +1,6 @@
 """One episode as a generator: it yields what it waits for and is sent the answer.
 
-It yields a `Request` and is sent a `Completion`; it yields a `Pending` and is sent what the
+It yields a `Request` and is sent a `Completion`; it yields a `EnvironmentCall` and is sent what the
 environment said. What was sampled is appended as it is, so the final ids extend the ids of every
 earlier request. The collector decides who waits for whom; an episode knows nothing of engines or
 other episodes.
@@ -19,9 +19,8 @@ import numpy as np
 
 from saccade.environments import Environment, Step
 from saccade.models.families import Family
-from saccade.rollout.arrivals import CHARACTERS, CONVERSATION, messages_flaw, step_flaw
-from saccade.rollout.host import told
-from saccade.rollout.hosting import Failed, Pending
+from saccade.rollout.env_checks import CHARACTERS, CONVERSATION, messages_flaw, step_flaw
+from saccade.rollout.env_process import EnvironmentCall, Failed, describe_error
 from saccade.types import (
     STATUS_OF_END,
     Completion,
@@ -64,13 +63,13 @@ class _World:
     info: dict[str, Any] = field(default_factory=dict)
     spent: float = 0.0
 
-    def ask(self, function: Callable[[], Any]) -> Generator[Pending, Any, Any]:
+    def ask(self, function: Callable[[], Any]) -> Generator[EnvironmentCall, Any, Any]:
         """What the environment says; an exception in its place when that failed."""
         try:
             outcome = function()
         except Exception as error:  # foreign code, when a caller gave us an object of its own
-            outcome = Failed(told(error))
-        if isinstance(outcome, Pending):
+            outcome = Failed(describe_error(error))
+        if isinstance(outcome, EnvironmentCall):
             pending = outcome
             left = max(0.001, self.limits.timeout - self.spent)
             pending.seconds = min(self.limits.step_timeout, left)
@@ -80,7 +79,7 @@ class _World:
 
     def begin(
         self, sample: Sample, noise: int
-    ) -> Generator[Pending, Any, tuple[list[Message], str]]:
+    ) -> Generator[EnvironmentCall, Any, tuple[list[Message], str]]:
         """The conversation to go on with, and the reason to end where there is none."""
         start = yield from self.ask(lambda: self.environment.reset(sample, noise))
         asked = sum(len(message.text) for message in sample.messages)
@@ -172,7 +171,7 @@ def episode(
     sampling: Sampling,
     limits: Limits,
     on_mark: Callable[[Trajectory], None] | None = None,
-) -> Generator[Request | Pending, Any, Trajectory]:
+) -> Generator[Request | EnvironmentCall, Any, Trajectory]:
     """Runs until the environment is done or a limit strikes; the reason is always recorded.
 
     Nobody is told the limit of turns, so an episode under a smaller one is the beginning of this
@@ -251,7 +250,7 @@ def _trajectory(
 
 def _answer(
     world: _World, messages: list[Message], tape: _Tape, turn: int, family: Family
-) -> Generator[Pending, Any, tuple[str, bool]]:
+) -> Generator[EnvironmentCall, Any, tuple[str, bool]]:
     """Let the environment speak. An observation and its images are added together or not at all."""
     limits, environment = world.limits, world.environment
     outcome = yield from world.ask(lambda: environment.step(messages[-1]))

@@ -218,7 +218,7 @@ def test_a_searcher_that_is_misread_teaches_nothing(scenes: dict[str, Path]) -> 
     row = search_split(1, seed=2, level="easy", view=56)[0]
     look, wrong = (call((0, 0, 0.5, 0.5), name) for name in ("original_image", "observation_9"))
     texts = [wrong, look, look, "<answer>1</answer>"]
-    make = coldstart.hosting.environments(load(None, ENV).env, order=("answer_tag",))
+    make = coldstart.env_process.environments(load(None, ENV).env, order=("answer_tag",))
     assert coldstart.play(row, texts, make(), most=6, planned=0)[1] == "failed_call"
     assert coldstart.play(row, texts, make(), most=6, planned=1)[1] == ""
     assert coldstart.play(row, texts, make(), most=6)[1] == ""  # planned by nobody: theirs
@@ -310,7 +310,7 @@ def test_a_searcher_finds_what_it_looks_for() -> None:
         for row in search_split(10, seed=2, level=level, view=56):
             turns = demonstration(row, np.random.default_rng(1), turns=6, mistakes=0.2)
             config = load(None, ENV)
-            make = coldstart.hosting.environments(config.env, order=("answer_tag",))
+            make = coldstart.env_process.environments(config.env, order=("answer_tag",))
             played, reason = coldstart.play(row, turns, make(), most=6)
             assert reason == ""
             x0, y0, x1, y1 = played.media[-1].box

@@ -3,11 +3,13 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from saccade import own
-from saccade.rewards.pool import WorkerPool, _Process
+from saccade import process
+from saccade.process import Child
+from saccade.rewards.pool import WorkerPool
 from saccade.rewards.reward_sample import RewardSample, to_json
 from saccade.types import Score
 
@@ -141,11 +143,11 @@ def test_a_list_function_that_can_only_score_one_is_told_of_once(
 def test_what_rewards_print_has_a_limit_that_is_told_of_once(
     functions: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    own._say_enough.cache_clear()
+    process._say_enough.cache_clear()
     with WorkerPool(workers=2, deadline=30) as pool:
         found = scores(pool, f"{functions}:loud", GOOD[:8])
     assert all(score.value == 1 for score in found.values())
-    assert own.SHOWN <= capfd.readouterr().err.count("x") <= 2 * own.SHOWN == 2 * 262_144
+    assert process.SHOWN <= capfd.readouterr().err.count("x") <= 2 * process.SHOWN == 2 * 262_144
     (said,) = [record.getMessage() for record in caplog.records]
     assert (
         said
@@ -204,17 +206,17 @@ def test_whether_a_list_function_loads_is_asked_without_calling_it(
 
 
 def test_a_late_reply_is_never_taken_for_one_to_another_request(functions: str) -> None:
-    def request(*samples: RewardSample) -> str:
-        rows = ",".join(map(to_json, samples))
-        return f'"verifier": "{functions}:single", "args": {{}}, "deadline": 9, "samples": [{rows}]'
+    def request(*samples: RewardSample) -> dict[str, Any]:
+        call = {"verifier": f"{functions}:single", "args": {}, "deadline": 9, "apart": False}
+        return call | {"samples": list(map(to_json, samples))}
 
     some = [RewardSample(id=str(n), response="none") for n in range(20)]
-    process, end = _Process(), time.monotonic() + 60
-    assert process.ask(request(*some), 60)["ready"]
-    reply = process.ask(request(RewardSample(id="a", response="good")), 60)  # twenty are still out
-    assert reply["ready"] and reply["id"] == 2
-    assert process.receive(end)["score"]["value"] == 1
-    process.dispose()
+    child = Child("saccade.rewards.worker")
+    assert child.ask(request(*some), seconds=60).row["ready"]
+    reply = child.ask(request(RewardSample(id="a", response="good")), seconds=60)
+    assert reply.row["ready"] and reply.row["id"] == 2  # while twenty are still out
+    assert child.answer(60).row["score"]["value"] == 1
+    child.close()
 
 
 def test_closing_ends_the_processes_and_answers_what_is_left(functions: str) -> None:
@@ -225,7 +227,7 @@ def test_closing_ends_the_processes_and_answers_what_is_left(functions: str) -> 
         pool.submit(f"{functions}:single", RewardSample(id=str(i), response="sleep"))
         for i in range(3)
     ]
-    workers = [process.process for process in pool._processes]
+    workers = [child.popen for child in pool._children]
     pool.close()
     assert all(process.poll() is not None for process in workers)
     assert {future.result(timeout=5).kind for future in stuck} == {"error"}

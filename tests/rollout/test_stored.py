@@ -17,6 +17,7 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import Step
 from saccade.errors import DataError
 from saccade.forest.packing import pack
+from saccade.media import videos
 from saccade.media.images import crop, decode
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
@@ -27,7 +28,9 @@ COLUMNS = {"ids", "sources", "logprobs", "versions", "advantages"}
 
 
 def same_media(a: Media, b: Media) -> None:
-    assert a == b and (a.path, a.data, a.parent) == (b.path, b.data, b.parent)
+    assert a == b and all(
+        getattr(a, name) == getattr(b, name) for name in ("path", "data", "parent", "pictures")
+    )
 
 
 def same(a: Trajectory, b: Trajectory) -> None:
@@ -118,7 +121,8 @@ def members(draw, repeat: int, uid: str, pictures: list[Media]) -> Trajectory:
 def test_what_is_loaded_is_what_was_saved(tmp_path, image, data):
     known = [image(140, 84, 1), image(56, 56, 2)]
     small = crop(known[0], (0, 0, 84, 56))
-    pictures = [*known, small, crop(small, (28, 0, 84, 56)), image(84, 56, 3)]
+    film = videos.open_video(np.arange(3 * 56 * 56 * 3, dtype=np.uint8).reshape(3, 56, 56, 3))
+    pictures = [*known, small, crop(small, (28, 0, 84, 56)), image(84, 56, 3), film]
     groups = []
     for index in range(data.draw(st.integers(0, 3))):
         uid = f"s{index}~2"
@@ -253,4 +257,11 @@ def test_a_later_call_replaces_the_earlier_one(tmp_path: Path, collected):
     write_files(tmp_path, group_files([]))
     assert load_groups(tmp_path, finder([])) == []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["groups.json", "groups.safetensors"]
-    assert json.loads((tmp_path / "groups.json").read_text()) == []
+    assert json.loads((tmp_path / "groups.json").read_text()) == {"version": 2, "groups": []}
+
+
+def test_groups_of_an_earlier_version_are_refused(tmp_path: Path, collected):
+    write_files(tmp_path, group_files(collected))
+    (tmp_path / ROWS).write_text("[]")
+    with pytest.raises(DataError, match="another version of saccade; resume with that version"):
+        load_groups(tmp_path, finder(collected))

@@ -18,8 +18,8 @@ from saccade.environments import stop_strings
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.rollout.collect import collect
+from saccade.rollout.env_process import environments
 from saccade.rollout.episode import Limits
-from saccade.rollout.hosting import environments
 from saccade.types import (
     STATUS_OF_END,
     Completion,

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,8 @@ from saccade.environments import SingleTurn
 from saccade.errors import ConfigError
 from saccade.media.images import decode
 from saccade.rollout.collect import collect
+from saccade.rollout.env_process import environments, explanation
 from saccade.rollout.episode import Limits
-from saccade.rollout.hosting import environments, explanation
-from saccade.rollout.wire import plain_sample, sample_of
 from saccade.types import Message, Sample, Sampling
 
 WORLD = """
@@ -199,7 +197,7 @@ def test_a_reply_that_is_too_large_costs_its_own_episode(world, play):
 KILLED = """
 import signal, sys, time
 from saccade.config import EnvConfig
-from saccade.rollout.hosting import environments
+from saccade.rollout.env_process import environments
 from saccade.types import Message, Sample
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -337,22 +335,8 @@ def test_the_example(image):
     wait(tool.close())
 
 
-def test_samples_survive_the_wire(image, on_disk):
-    sample = Sample(
-        id="s",
-        messages=(Message(role="user", parts=(image(56, 84, 3), "x")),),
-        answer=("a", "b"),
-        choices=("a", "b"),
-        extra={"n": 3},
-    )
-    assert sample_of(plain_sample(sample)) == sample
-    assert sample_of(plain_sample(sample)).media[0].data == sample.media[0].data
-    moved = replace(sample, messages=(Message(role="user", parts=(on_disk(sample.media[0]), "x")),))
-    assert plain_sample(moved) == plain_sample(sample)
-
-
 def test_a_host_needs_no_torch():
-    code = "import sys, saccade.rollout.host; print('torch' in sys.modules)"
+    code = "import sys, saccade.rollout.env_process; print('torch' in sys.modules)"
     root = str(Path(__file__).resolve().parents[2])
     answer = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,0 +1,244 @@
+"""One codec for records: JSON data beside named arrays, for files and for other processes.
+
+`encode` puts the arrays of a record, and the files of its media by their hash, into `arrays`; what
+it returns is JSON. Fields with their default are left out. `decode` checks every field against the
+annotation of its record. Nothing is pickled. `pack` makes one block of bytes of both.
+
+    >>> arrays: Arrays = {}
+    >>> row = encode(Message(role="user", parts=("Hi",)), arrays)
+    >>> row, decode(Message, row, arrays)
+    ({'role': 'user', 'parts': ['Hi']}, Message(role='user', parts=('Hi',)))
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Container, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from saccade.types import Media, Sample
+
+VERSION = 2  # of files that hold encoded records
+FILES = "media/"  # how the name of an array begins that holds the file of a medium
+LENGTH = struct.Struct("<I")  # of the JSON in a block of bytes
+
+Arrays = dict[str, np.ndarray]
+NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
+NO_MEDIA: Mapping[str, Media] = MappingProxyType({})
+
+
+class MissingFile(LookupError):
+    """A medium whose file is neither in the arrays, nor known, nor at a path: its hash."""
+
+
+def plain(value: Any) -> Any:
+    """For `json.dumps`: arrays and sets as lists, anything else that JSON cannot hold as text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if isinstance(value, set | frozenset) else str(value)
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def encode(
+    value: Any, arrays: Arrays | None = None, *, known: Container[str] = (), name: str = "0"
+) -> Any:
+    """A record, or a tuple of them, as JSON data; `name` begins the names of its arrays. The reader
+    has the files of the hashes in `known`, so they are not added; without `arrays` none is.
+    """
+    if isinstance(value, np.ndarray):
+        assert arrays is not None, f"{name}: no place for an array"
+        arrays[name] = value
+        return name
+    if isinstance(value, tuple | list):
+        if value and all(isinstance(item, np.ndarray) for item in value):
+            assert arrays is not None, f"{name}: no place for arrays"
+            arrays[name] = np.concatenate(value)
+            arrays[f"{name}/lengths"] = np.array([len(item) for item in value], np.int64)
+            return name
+        parts = enumerate(value)
+        return [encode(item, arrays, known=known, name=f"{name}/{n}") for n, item in parts]
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not is_dataclass(value):
+        return value
+    left_out = _add_file(value, arrays, known) if isinstance(value, Media) else ()
+    row: dict[str, Any] = {}
+    for field, default in _defaults(value.__class__):
+        item = getattr(value, field)
+        if field not in left_out and not (type(item) is type(default) and item == default):
+            row[field] = encode(item, arrays, known=known, name=f"{name}/{field}")
+    if "path" in row:
+        row["path"] = os.path.abspath(row["path"])
+    return row
+
+
+def _add_file(media: Media, arrays: Arrays | None, known: Container[str]) -> tuple[str, ...]:
+    """Fields that the row does not hold."""
+    from saccade.media.blob_file import encoded, root_hash  # brings libraries that few need
+
+    root = root_hash(media)
+    if root in known:
+        return ("data", "path", "pictures")
+    if arrays is not None and media.data is not None and FILES + root not in arrays:
+        arrays[FILES + root] = np.frombuffer(encoded(media), np.uint8)
+    return ("data",)
+
+
+@cache
+def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
+    return tuple((field.name, field.default) for field in fields(kind))
+
+
+def files_of(sample: Sample) -> dict[str, Media]:
+    """The media of a question by the hash of their file, to be `known` on both sides."""
+    from saccade.media.blob_file import root_hash
+
+    return {root_hash(media): media for media in sample.media}
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+class _Store(NamedTuple):
+    arrays: Mapping[str, np.ndarray]
+    known: Mapping[str, Media]
+
+
+Reader = Callable[[Any, _Store], Any]
+
+
+def decode(
+    kind: Any,
+    row: Any,
+    arrays: Mapping[str, np.ndarray] = NO_ARRAYS,
+    *,
+    known: Mapping[str, Media] = NO_MEDIA,
+) -> Any:
+    """The record of this type, or tuple of records. Raises ValueError where the data is not one,
+    and `MissingFile`.
+    """
+    return _reader(kind)(row, _Store(arrays, known))
+
+
+@cache
+def _reader(kind: Any) -> Reader:
+    origin, options = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        readers = [(option, _reader(option)) for option in options]
+        read: Reader = lambda value, store: next(  # noqa: E731
+            reader(value, store) for option, reader in readers if _fits(option, value)
+        )
+    elif is_dataclass(kind):
+        read = _record_reader(kind)
+    elif kind is np.ndarray:
+        read = lambda value, store: store.arrays[value]  # noqa: E731
+    elif options == (np.ndarray, ...):
+        read = _read_ragged
+    elif origin is tuple and options[-1] is ...:
+        item = _reader(options[0])
+        read = lambda value, store: tuple(item(each, store) for each in value)  # noqa: E731
+    elif origin is tuple:
+        items = [_reader(option) for option in options]
+        read = lambda value, store: tuple(  # noqa: E731
+            item(each, store) for item, each in zip(items, value, strict=True)
+        )
+    else:
+        read = lambda value, store: value  # noqa: E731
+
+    def checked(value: Any, store: _Store) -> Any:
+        if not _fits(kind, value):
+            wanted = kind.__name__ if isinstance(kind, type) else kind
+            raise ValueError(f"expected {wanted}, got {value!r:.80}")
+        return read(value, store)
+
+    return checked
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    """Whether JSON data can stand for a value of this type."""
+    origin, options = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(option, value) for option in options)
+    if origin is Literal:
+        return value in options
+    if origin is tuple:
+        return isinstance(value, list) or (options == (np.ndarray, ...) and isinstance(value, str))
+    if is_dataclass(kind) or origin is not None:
+        return isinstance(value, dict)
+    if kind is np.ndarray:
+        return isinstance(value, str)
+    if kind is float:
+        return isinstance(value, float | int)
+    return kind is Any or isinstance(value, NoneType if kind is None else kind)
+
+
+def _read_ragged(value: str | list[Any], store: _Store) -> tuple[np.ndarray, ...]:
+    if not value:
+        return ()
+    assert isinstance(value, str)
+    lengths, flat = store.arrays[f"{value}/lengths"], store.arrays[value]
+    return tuple(np.split(flat, np.cumsum(lengths)[:-1]))
+
+
+def _record_reader(kind: Any) -> Reader:
+    hints = get_type_hints(kind)
+    required = {field.name for field in fields(kind) if field.default is MISSING}
+    required -= {field.name for field in fields(kind) if field.default_factory is not MISSING}
+
+    def read(row: Mapping[str, Any], store: _Store) -> Any:
+        strange, missing = row.keys() - hints.keys(), required - row.keys()
+        if strange or missing:
+            listed = ", ".join(sorted(missing or strange))
+            raise ValueError(f"{kind.__name__}: {'without' if missing else 'unknown'} {listed}")
+        values = {}
+        for name, value in row.items():
+            try:
+                values[name] = _reader(hints[name])(value, store)
+            except ValueError as error:
+                raise ValueError(f"{kind.__name__}.{name}: {error}") from None
+        return kind(**(values | _file(values, store) if kind is Media else values))
+
+    return read
+
+
+def _file(values: Mapping[str, Any], store: _Store) -> dict[str, Any]:
+    """Where the medium of these fields has its content."""
+    root = values["hash"].rpartition("-")[0] if values.get("box") else values["hash"]
+    if root in store.known:
+        return {name: getattr(store.known[root], name) for name in ("path", "data", "pictures")}
+    if values.get("path") or values.get("pictures"):
+        return {}
+    if FILES + root not in store.arrays:
+        raise MissingFile(root)
+    return {"data": store.arrays[FILES + root].tobytes()}
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+def pack(row: Any, arrays: Mapping[str, np.ndarray] = NO_ARRAYS) -> bytes:
+    listed = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
+    head = json.dumps([row, listed], default=plain).encode()
+    return b"".join((LENGTH.pack(len(head)), head, *(array.tobytes() for array in arrays.values())))
+
+
+def unpack(block: bytes) -> tuple[Any, Arrays]:
+    start = LENGTH.size + LENGTH.unpack_from(block)[0]
+    row, listed = json.loads(block[LENGTH.size : start])
+    arrays = {}
+    for name, kind, shape in listed:
+        count = int(np.prod(shape))
+        arrays[name] = np.frombuffer(block, kind, count, start).reshape(shape).copy()
+        start += arrays[name].nbytes
+    if start != len(block):
+        raise ValueError(f"{len(block) - start} bytes too many")
+    return row, arrays
