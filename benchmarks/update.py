@@ -160,8 +160,7 @@ def measure(family: Family, model: Any, variant: str, args: Any) -> None:
     for method, name in CLOCKED.items():
         clock.wrap(backend, method, name)
     clock.wrap(backend.optimizer, "step", "optimizer")
-    shape = shapes.shape_of(model.config)
-    assert shape is not None
+    shape = shapes.shape_of(model, family.tower_of)
     work = [flops.forward(shape, batch) for batch in batches]
     needed = sum(w.total + flops.backward(w, flops.FULL) for w in work)
     peak = devices.named(torch.cuda.get_device_name())

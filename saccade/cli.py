@@ -369,7 +369,7 @@ def estimate(
 
     config = defaults_for("rl", read_config(arguments or []))
     check(config, "estimate", given(overrides_of(arguments or [])))
-    import_module("saccade.estimate.show").run(
+    import_module("saccade.estimate.estimate_command").run(
         config, device=device, prompt_tokens=prompt_tokens, image=image, as_json=as_json
     )
 

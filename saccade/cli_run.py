@@ -148,7 +148,7 @@ def _print_plan(config: Config, name: str, *, full: bool) -> None:
     if others := not_counted(config, name):
         print(others)
     if name == "rl":
-        import_module("saccade.estimate.show").preview(config)
+        import_module("saccade.estimate.estimate_command").preview(config)
     print("nothing was run" + ("" if full else "; --full shows every option with its value"))
 
 

@@ -1,16 +1,15 @@
-"""FLOPs and bytes that a phase needs, counted from shapes alone.
+"""FLOPs and bytes that a phase needs, counted from the shape of a model and the records of a step.
 
 What is counted is what the work needs, not what a kernel happens to do: a trunk once however many
 leaves it has, a key only for the queries that see it (its ancestors, half of a causal square), a
 picture or a sound once per node that holds it, no padding. Recomputed activations are counted apart
-and are no useful work. Reads the shape of a model and the records of a step; knows nothing of
-weights or clocks.
+and are no useful work. Knows nothing of weights or clocks.
 
-    shape = shape_of(model.config)
+    shape = shape_of(model, family.tower_of)
     work = forward(shape, batch)
     training = work.total + backward(work, Training())
 
-Legend: a product of [m, k] and [k, n] is 2·m·k·n FLOPs. P pairs of a query and a key it sees.
+Legend: a product of [m, k] and [k, n] is 2·m·k·n FLOPs.
 """
 
 from __future__ import annotations
@@ -18,74 +17,50 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
-from saccade.shapes import Audio, Shape, Stack, Vision
+from saccade.shapes import SENSES, Sense, Shape, Stack
 from saccade.types import Batch, Group, MediaSpan, Trajectory
 
 Mode = Literal["full", "adapter", "frozen"]
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its doubly quantised scales
-SENSES = ("vision", "audio")
 TOWERS = (*SENSES, "projector", "llm")
 HEAD = "head"
 NUMBERED = re.compile(r"\.(?:layers?|blocks)\.(\d+)\.")
 
 
-# -- one forward -----------------------------------------------------------------------------------
+class Work(dict[str, float]):
+    """FLOPs of a forward by where they happen, because backward treats each differently.
 
+    Parts are `TOWER/layers` (their matrices) and `TOWER/attention` of the towers llm, vision and
+    audio; `SENSE/inputs` (the first product with pixels or mel frames, which need no gradient),
+    `SENSE/stem` (what follows before the layers) and `SENSE/projector`; `head` and `adapters`.
+    """
 
-@dataclass(frozen=True, kw_only=True)
-class Sensed:
-    """FLOPs of a tower over pictures or sounds, and of the projector behind it."""
+    def __missing__(self, part: str) -> float:
+        return 0.0
 
-    inputs: float = 0.0  # first product with pixels or mel frames, which want no gradient
-    stem: float = 0.0  # what follows before the blocks
-    blocks: float = 0.0  # their matrices
-    attention: float = 0.0
-    projector: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(getattr(self, part.name) for part in fields(self))
-
-    def __add__(self, other: Sensed) -> Sensed:
-        return _sum(self, other)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forward:
-    """FLOPs of one forward by where they happen, because backward treats each differently."""
-
-    text: float = 0.0  # matrices of the decoder's layers
-    text_attention: float = 0.0
-    head: float = 0.0  # logits that are read
-    adapters: float = 0.0
-    vision: Sensed = field(default_factory=Sensed)
-    audio: Sensed = field(default_factory=Sensed)
+    def __add__(self, other: Work) -> Work:
+        return Work({part: self[part] + other[part] for part in self.keys() | other.keys()})
 
     @property
     def total(self) -> float:
-        decoder = self.text + self.text_attention + self.head
-        return decoder + self.adapters + self.vision.total + self.audio.total
+        return sum(self.values())
 
-    def __add__(self, other: Forward) -> Forward:
-        return _sum(self, other)
-
-
-Parts = TypeVar("Parts", Sensed, Forward)
+    def of(self, tower: str) -> float:
+        """FLOPs of all parts of a tower."""
+        return sum(count for part, count in self.items() if part.startswith(f"{tower}/"))
 
 
-def _sum(one: Parts, other: Parts) -> Parts:
-    names = [part.name for part in fields(one)]
-    return type(one)(**{name: getattr(one, name) + getattr(other, name) for name in names})
+# -- what is trained -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How each tower learns (one that is not named: fully), which share of its matrices does, how
+    """How each tower is trained (one that is not named: fully), which share of its matrices is, how
     many weights its adapters have, and which share of its layers a gradient passes. The head counts
     apart from the decoder.
     """
@@ -99,36 +74,34 @@ class Training:
         return self.modes.get(tower, "full")
 
     def learns(self, tower: str) -> float:
-        """Share of the products whose matrix wants a gradient."""
+        """Share of the products whose matrix needs a gradient."""
         full = self.mode("llm" if tower == HEAD else tower) == "full"
         return self.shares.get(tower, 1.0) if full else 0.0
 
     def passed(self, tower: str) -> float:
-        """Share of the layers of a tower that learns which lie above what learns first."""
+        """Share of the layers of a trained tower that a gradient passes."""
         return self.reach.get(tower, 1.0)
 
     @property
-    def towers_stand(self) -> bool:
-        """Then a picture is looked at once, however often it is shown."""
+    def towers_frozen(self) -> bool:
+        """Whether a picture is encoded once, however often it is shown."""
         return all(self.mode(tower) == "frozen" for tower in (*SENSES, "projector"))
 
 
 FULL = Training()
+FROZEN = Training(modes=dict.fromkeys(TOWERS, "frozen"))
 
 
-def training_of(
-    trained: Mapping[str, int], matrices: Mapping[str, int], tower_of: Callable[[str], str]
-) -> Training:
-    """From the parameters that learn and from all that are matrices: name → how many numbers."""
+def training_of(model: Any, trained: Mapping[str, int], tower_of: Callable[[str], str]) -> Training:
+    """How a model is trained; `trained`: name → numbers of the parameters that are."""
+    matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
     modes: dict[str, Mode] = dict.fromkeys(TOWERS, "frozen")
-    adapters: dict[str, int] = {}
+    adapters, whole, learning = Counter[str](), Counter[str](), Counter[str]()
     for name, numbers in trained.items():
-        tower = tower_of(name)
-        if ".lora_" in name:
-            adapters[tower] = adapters.get(tower, 0) + numbers
-        modes[tower] = "adapter" if ".lora_" in name else "full"
+        adapted = ".lora_" in name
+        adapters[tower_of(name)] += numbers * adapted
+        modes[tower_of(name)] = "adapter" if adapted else "full"
     tied = not any(name.startswith("lm_head.") for name in matrices)
-    whole, learning = Counter[str](), Counter[str]()
     for name, numbers in matrices.items():
         part = tower_of(name)
         if name.startswith("lm_head.") or "embed_tokens" in name:
@@ -137,16 +110,19 @@ def training_of(
             part = HEAD
         whole[part] += numbers
         learning[part] += numbers * (name in trained)
-    shares = {part: learning[part] / whole[part] for part in whole}
-    reach = {tower: _reach(tower, trained, matrices, tower_of) for tower in (*SENSES, "llm")}
-    return Training(modes=modes, adapters=adapters, shares=shares, reach=reach)
+    return Training(
+        modes=modes,
+        adapters=adapters,
+        shares={part: learning[part] / whole[part] for part in whole},
+        reach={tower: _reach(tower, trained, matrices, tower_of) for tower in (*SENSES, "llm")},
+    )
 
 
 def _reach(
     tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of: Callable[[str], str]
 ) -> float:
-    """Share of the layers of a tower that a gradient passes: from the lowest that learns on, or all
-    where something before them does.
+    """Share of the layers of a tower that a gradient passes: from the lowest trained one on, or all
+    where something before them is trained.
     """
     inside, learning = (
         [name for name in names if tower_of(name) == tower] for names in (matrices, trained)
@@ -159,8 +135,7 @@ def _reach(
     return 1.0 if before or not count else (count - lowest) / count
 
 
-def matrices_of(model: Any) -> dict[str, int]:
-    return {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
+# -- one forward -----------------------------------------------------------------------------------
 
 
 def forward(
@@ -170,7 +145,7 @@ def forward(
     head: bool = True,
     media: bool = True,
     training: Training = FULL,
-) -> Forward:
+) -> Work:
     """A forest, its media and the logits at its reads."""
     return count(
         shape,
@@ -188,85 +163,80 @@ def count(
     reads: int,
     media: Sequence[MediaSpan] = (),
     training: Training = FULL,
-) -> Forward:
+) -> Work:
     """`depths`: how many tokens each token sees before itself."""
     text, tokens, seen = shape.text, len(depths), depths + 1
     pairs = {
         window: float((seen if window is None else np.minimum(seen, window)).sum())
         for window in set(shape.windows)
     }
-    work = Forward(
-        text=2.0 * tokens * text.weights,
-        text_attention=text.pair_flops * sum(pairs[window] for window in shape.windows),
-        head=2.0 * reads * shape.head_weights,
-        adapters=2.0 * tokens * training.adapters.get("llm", 0),
+    work = Work(
+        {
+            "llm/layers": 2.0 * tokens * text.weights,
+            "llm/attention": text.pair_flops * sum(pairs[window] for window in shape.windows),
+            "head": 2.0 * reads * shape.head_weights,
+            "adapters": 2.0 * tokens * training.adapters.get("llm", 0),
+        }
     )
-    return work + sensed(shape, media, training)
+    return work + encode(shape, media, training)
 
 
-def sensed(shape: Shape, media: Iterable[MediaSpan], training: Training = FULL) -> Forward:
+def encode(shape: Shape, media: Iterable[MediaSpan], training: Training = FULL) -> Work:
     """Towers and projectors alone. Time series have a small encoder, which is not counted."""
-    work = Forward()
+    work = Work()
     for span in media:
-        if shape.audio is not None and span.media.kind == "audio":
-            work += _sound(shape.audio, span, training)
-        if shape.vision is not None and span.media.kind in ("image", "video"):
-            work += _picture(shape.vision, span, training)
+        sense = "audio" if span.media.kind == "audio" else "vision"
+        tower = shape.senses.get(sense)
+        if tower is None or span.media.kind not in ("audio", "image", "video"):
+            continue
+        read = _frames if sense == "audio" else _patches
+        inputs, stemmed, tokens, pairs = read(tower, span)
+        stack = tower.stack
+        adapters = training.adapters
+        work += Work(
+            {
+                f"{sense}/inputs": 2.0 * inputs * tower.inputs,
+                f"{sense}/stem": 2.0 * stemmed * tower.stem,
+                f"{sense}/layers": 2.0 * tokens * stack.weights,
+                f"{sense}/attention": stack.pair_flops * pairs,
+                f"{sense}/projector": 2.0 * span.length * tower.projector,
+                "adapters": 2.0 * tokens * adapters.get(sense, 0)
+                + 2.0 * span.length * adapters.get("projector", 0),
+            }
+        )
     return work
 
 
-def _picture(vision: Vision, span: MediaSpan, training: Training) -> Forward:
+def _patches(vision: Sense, span: MediaSpan) -> tuple[float, float, float, float]:
+    """Patches, none for a stem, tokens in the layers, and pairs of tokens in all layers."""
     frames, rows, columns = span.grid
-    patches, blocks = frames * rows * columns, vision.blocks
-    tokens = patches + frames * vision.extra
+    tokens = frames * (rows * columns + vision.extra)
     whole = frames * float(tokens / frames) ** 2  # a frame is a sequence of its own
-    windowed = (
-        frames * float(vision.merge) ** 4 * _squares(rows, vision) * _squares(columns, vision)
-    )
-    merged = patches / vision.merge**2
-    return Forward(
-        vision=Sensed(
-            inputs=2.0 * patches * vision.patch_inputs * blocks.hidden,
-            blocks=2.0 * tokens * blocks.weights,
-            attention=blocks.pair_flops
-            * (vision.full_layers * whole + (blocks.layers - vision.full_layers) * windowed),
-            projector=2.0 * merged * sum(m * n for m, n in vision.projector),
-        ),
-        adapters=2.0 * tokens * training.adapters.get("vision", 0)
-        + 2.0 * merged * training.adapters.get("projector", 0),
-    )
+    squares = [_squares(side // vision.merge, vision.window) for side in (rows, columns)]
+    windowed = frames * float(vision.merge) ** 4 * squares[0] * squares[1]
+    others = vision.stack.layers - vision.full_layers
+    return frames * rows * columns, 0.0, tokens, vision.full_layers * whole + others * windowed
 
 
-def _sound(audio: Audio, span: MediaSpan, training: Training) -> Forward:
-    """Of the frames that are heard: silence that fills up half a minute is padding."""
-    frames, blocks = span.grid[2], audio.blocks
-    window = audio.window or frames
-    windows = np.diff([*range(0, frames, window), frames])
+def _frames(audio: Sense, span: MediaSpan) -> tuple[float, float, float, float]:
+    """Frames that are heard (silence that fills up half a minute is padding), those behind the
+    second convolution, which halves them, and pairs of these in all layers.
+    """
+    frames = span.grid[2]
+    windows = np.diff([*range(0, frames, audio.window or frames), frames])
     halves = (windows + 1) // 2
     heard = float(halves.sum())
-    return Forward(
-        audio=Sensed(
-            inputs=2.0 * frames * audio.kernel * audio.mels * blocks.hidden,
-            stem=2.0 * heard * audio.kernel * blocks.hidden**2,
-            blocks=2.0 * heard * blocks.weights,
-            attention=blocks.pair_flops * blocks.layers * float((halves**2).sum()),
-            projector=2.0 * span.length * sum(m * n for m, n in audio.projector),
-        ),
-        adapters=2.0 * heard * training.adapters.get("audio", 0)
-        + 2.0 * span.length * training.adapters.get("projector", 0),
-    )
+    return frames, heard, heard, audio.stack.layers * float((halves**2).sum())
 
 
-def _squares(patches: int, vision: Vision) -> float:
+def _squares(side: int, window: int | None) -> float:
     """Σ of the squared sides, in merged patches, of the windows that tile one direction."""
-    side, window = patches // vision.merge, vision.window
-    if window is None:
-        return float(side**2)
+    window = window or side
     return float(side // window * window**2 + (side % window) ** 2)
 
 
 def token_depths(starts: np.ndarray, parents: np.ndarray) -> np.ndarray:
-    """How many tokens stand before each token on its path from the root."""
+    """How many tokens come before each token on its path from the root."""
     sizes = np.diff(starts)
     above = np.zeros(len(parents), dtype=np.int64)  # tokens of all ancestors
     for node, parent in enumerate(parents.tolist()):
@@ -278,48 +248,47 @@ def token_depths(starts: np.ndarray, parents: np.ndarray) -> np.ndarray:
 # -- training --------------------------------------------------------------------------------------
 
 
-def backward(work: Forward, training: Training) -> float:
-    """Twice the forward, less what nobody asks for: gradients of frozen matrices, of pixels and mel
-    frames, and everything below the first tower that learns.
+def backward(work: Work, training: Training) -> float:
+    """FLOPs of a backward: twice the forward, less gradients of frozen matrices, of pixels and mel
+    frames, and everything below the first tower that is trained.
     """
-    projector = training.mode("projector")
-    total = 2.0 * work.adapters
-    for sense, own in (("vision", work.vision), ("audio", work.audio)):
-        tower = training.mode(sense)
-        if tower != "frozen":
-            total += training.learns(sense) * (own.inputs + 2 * own.stem + own.blocks)
-            total += training.passed(sense) * (own.blocks + 2 * own.attention)
-        if (tower, projector) != ("frozen", "frozen"):
-            total += (1 + training.learns("projector")) * own.projector
-    if any(training.mode(tower) != "frozen" for tower in TOWERS):
-        total += (training.passed("llm") + training.learns("llm")) * work.text
-        total += 2 * training.passed("llm") * work.text_attention
-        total += (1 + training.learns(HEAD)) * work.head
+    frozen = {tower: training.mode(tower) == "frozen" for tower in TOWERS}
+    total = 2.0 * work["adapters"]
+    for sense in SENSES:
+        inputs, stem, layers, attention, projector = (
+            work[f"{sense}/{part}"]
+            for part in ("inputs", "stem", "layers", "attention", "projector")
+        )
+        if not frozen[sense]:
+            total += training.learns(sense) * (inputs + 2 * stem + layers)
+            total += training.passed(sense) * (layers + 2 * attention)
+        if not (frozen[sense] and frozen["projector"]):
+            total += (1 + training.learns("projector")) * projector
+    if not all(frozen.values()):
+        total += (training.passed("llm") + training.learns("llm")) * work["llm/layers"]
+        total += 2 * training.passed("llm") * work["llm/attention"]
+        total += (1 + training.learns(HEAD)) * work["head"]
     return total
 
 
-def recomputed(shape: Shape, work: Forward, training: Training) -> float:
-    """What activation checkpointing computes a second time, and no useful work: the layers that a
+def recomputed(shape: Shape, work: Work, training: Training) -> float:
+    """FLOPs that activation checkpointing repeats, which are no useful work: the layers that a
     gradient passes.
     """
-    decoder = work.text * _until_last(shape.text) + work.text_attention
-    total = training.passed("llm") * decoder + work.adapters
-    towers = {"vision": (shape.vision, work.vision), "audio": (shape.audio, work.audio)}
-    for sense, (tower, own) in towers.items():
-        if tower is not None and training.mode(sense) != "frozen":
-            blocks = own.blocks * _until_last(tower.blocks) + own.attention
-            total += training.passed(sense) * blocks
+    total = work["adapters"]
+    stacks = {"llm": shape.text} | {name: sense.stack for name, sense in shape.senses.items()}
+    for tower, stack in stacks.items():
+        if tower == "llm" or training.mode(tower) != "frozen":
+            layers = work[f"{tower}/layers"] * _until_last(stack) + work[f"{tower}/attention"]
+            total += training.passed(tower) * layers
     return total
 
 
 def _until_last(stack: Stack) -> float:
     """Share of a layer's products that torch repeats: it stops once backward has what it needs, and
-    the result of the last matrix is not among that. Results of experts are: they are weighed.
+    the result of the last matrix is not among that. Results of experts are: they are weighted.
     """
-    if stack.experts:
-        return 1.0
-    sizes = [m * n for m, n in stack.linears]
-    return 1 - sizes[-1] / sum(sizes)
+    return 1.0 if stack.experts else 1 - stack.last / stack.matrices
 
 
 # -- generation ------------------------------------------------------------------------------------
@@ -329,23 +298,23 @@ def _until_last(stack: Stack) -> float:
 class Generation:
     """What sampling some groups needs at least, however it is scheduled."""
 
-    prefill: Forward  # prompts once per group, what environments said, and all media
-    decode: Forward  # sampled tokens
+    prefill: Work  # prompts once per group, what environments said, and all media
+    decode: Work  # sampled tokens
     sampled: int
     longest: int  # most tokens that one member sampled
     shape: Shape
     element: int  # bytes of a weight
-    matrix: float  # of a weight in the decoder's matrices, which may be packed
+    matrix: float  # bytes of a weight in the decoder's matrices, which may be packed
     adapters: int  # weights
     cache_bytes: float  # read in all
 
     def weight_bytes(self, rows: float) -> float:
-        """Read by every step of decoding so many sequences."""
+        """Bytes that every step of decoding so many sequences reads."""
         layers = self.shape.text.read_by(rows, matrix=self.matrix, expert=self.element)
         return layers + self.element * (self.shape.head_weights + self.adapters)
 
     def read_bytes(self, max_sequences: int) -> float:
-        """In as few steps as `max_sequences` at a time allow."""
+        """Bytes read in as few steps as `max_sequences` at a time allow."""
         steps = max(self.longest, -(-self.sampled // max_sequences))
         return steps * self.weight_bytes(self.sampled / max(1, steps)) + self.cache_bytes
 

@@ -54,9 +54,14 @@ class TokenByToken:
 @pytest.fixture
 def exact_attention(monkeypatch):
     monkeypatch.setattr(
-        "saccade.forest.packing.attention._dense_plan",
+        "saccade.forest.attention._dense_plan",
         lambda starts, parents, *_: TokenByToken(starts, parents),
     )
+
+
+@pytest.fixture
+def shape_for(family_of, load):
+    return lambda name: shapes.shape_of(load(name), family_of(name).tower_of)
 
 
 def sees(family) -> bool:
@@ -104,46 +109,80 @@ def backend_of(model, family, *, checkpointing: bool = False) -> LocalBackend:
 
 def training_of(model, family) -> flops.Training:
     trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
-    return flops.training_of(trained, flops.matrices_of(model), family.tower_of)
+    return flops.training_of(model, trained, family.tower_of)
 
 
 # -- against the counter ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *HEARING])
-def test_every_matrix_is_counted(name, family_of, load):
-    model = load(name)
-    shape = shapes.shape_of(model.config)
+def test_every_matrix_is_counted_in_its_tower(name, shape_for, load):
+    model, shape = load(name), shape_for(name)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     unread = [m for m in model.modules() if hasattr(m, "unread")]
     assert len(unread) == (name == "llava")  # the last layer of its tower
     linear -= sum(p.numel() for m in unread for p in m.parameters() if p.ndim > 1)
     counted = shape.text.weights + shape.head_weights
-    for tower in (shape.vision, shape.audio):
-        if tower is not None:
-            counted += tower.blocks.weights + sum(m * n for m, n in tower.projector)
+    counted += sum(tower.stack.weights + tower.projector for tower in shape.senses.values())
     assert counted == linear
-    convolved = {
-        m.weight.numel()
-        for m in model.modules()
-        if isinstance(m, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d))
-    }
-    if shape.vision is not None:
-        assert shape.vision.patch_inputs * shape.vision.blocks.hidden in convolved
-    if shape.audio is not None:
-        hidden, mels = shape.audio.blocks.hidden, shape.audio.mels
-        assert {3 * mels * hidden, 3 * hidden**2} <= convolved
+    kinds = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+    convolved = sum(m.weight.numel() for m in model.modules() if isinstance(m, kinds))
+    assert sum(tower.inputs + tower.stem for tower in shape.senses.values()) == convolved
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_every_expert_is_stored_and_the_chosen_ones_are_counted(name, load):
-    model = load(name)
-    text = shapes.shape_of(model.config).text
-    own = sum(p.numel() for p in model.get_decoder().layers.parameters() if p.ndim == 3)
-    others = sum(p.numel() for p in model.get_decoder().layers.parameters() if p.ndim == 2)
+def test_every_expert_is_stored_and_the_chosen_ones_are_counted(name, shape_for, load):
+    text, layers = shape_for(name).text, load(name).get_decoder().layers
+    own, others = (sum(p.numel() for p in layers.parameters() if p.ndim == n) for n in (3, 2))
     assert text.layers * text.expert_weights == own and (text.experts, text.chosen) == (4, 2)
     assert text.weights == others + own // 2 == text.read_by(1)
     assert text.read_by(2) == others + own * 3 / 4 and text.read_by(99) > others + 0.999 * own
+
+
+def test_any_decoder_that_transformers_builds_has_a_shape():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "pad_token_id": 0,
+    }
+    others = {
+        "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+        "gemma3_text": {"head_dim": 16},
+        "phi3": {},
+        "granite": {},
+        "glm4": {"head_dim": 16},
+    }
+    for kind, more in others.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more))
+        text = shapes.shape_of(model, lambda name: "llm").text
+        experts = sum(p.numel() for p in model.get_decoder().layers.parameters() if p.ndim == 3)
+        every = sum(p.numel() for p in model.get_decoder().layers.parameters() if p.ndim == 2)
+        assert text.weights == every + experts / 2 and (text.queries, text.keys) == (64, 32), kind
+        assert text.expert_wide == 128 * bool(experts) and text.wide == 128 * (not experts), kind
+
+
+def test_layers_that_differ_are_averaged():
+    """Half of the layers have experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4, "head_dim": 16}
+    with torch.device("meta"):
+        config = AutoConfig.for_model("qwen3_moe", mlp_only_layers=[0, 1], **sizes)
+        model = AutoModelForCausalLM.from_config(config)
+    text = shapes.shape_of(model, lambda name: "llm").text
+    own, others = (
+        sum(p.numel() for p in model.model.layers.parameters() if p.ndim == n) for n in (3, 2)
+    )
+    assert text.weights == others + own / 2 and text.layers * text.expert_weights == own
+    assert (text.wide, text.chosen) == (48, 1)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *MIXTURES])
@@ -152,45 +191,45 @@ def test_the_forward_of_a_forest(name, family_of, load, grow, exact_attention):
     model.set_experts_implementation("eager")  # the counter does not know grouped products
     batch = forest(family, grow, images=2 * sees(family))
     backend = backend_of(model, family)
-    work = flops.forward(shapes.shape_of(model.config), batch)
+    work = flops.forward(shapes.shape_of(model, family.tower_of), batch)
     counted = measured(lambda: backend.logprobs([batch], SCORING))
     assert work.total == pytest.approx(counted, rel=0.01)
-    assert (work.vision.blocks > 0) == sees(family)
+    assert (work["vision/layers"] > 0) == sees(family)
 
 
 @pytest.mark.parametrize("name", HEARING)
 def test_the_forward_of_sounds(name, family_of, load, image, exact_attention):
     family, model = family_of(name), load(name)
     batch, backend = heard_and_seen(name, family, image), backend_of(model, family)
-    work = flops.forward(shapes.shape_of(model.config), batch)
+    work = flops.forward(shapes.shape_of(model, family.tower_of), batch)
     counted = measured(lambda: backend.logprobs([batch], SCORING))
     assert work.total == pytest.approx(counted, rel=0.01)
-    assert work.audio.total > 0.5 * work.total
+    assert work.of("audio") > 0.5 * work.total
 
 
-def test_of_a_sound_counts_what_is_heard(family_of, load):
+def test_of_a_sound_counts_what_is_heard(family_of, shape_for):
     """Half a minute of a tower that looks at all of it, windows of two seconds of the other."""
     half, whole = (dialogue_about(family_of("qwen2_audio"), noise(s)) for s in (15.0, 30.0))
-    shape = shapes.shape_of(load("qwen2_audio").config)
-    one, other = (flops.forward(shape, batch).audio for batch in (half, whole))
-    assert (one.inputs, one.stem, one.blocks) == tuple(
-        part / 2 for part in (other.inputs, other.stem, other.blocks)
-    )
-    assert one.projector == other.projector / 2 and one.attention == other.attention / 4
-    shape = shapes.shape_of(load("qwen2_5_omni").config)
-    work = flops.forward(shape, dialogue_about(family_of("qwen2_5_omni"), noise(5.01))).audio
+    shape = shape_for("qwen2_audio")
+    one, other = (flops.forward(shape, batch) for batch in (half, whole))
+    for part in ("inputs", "stem", "layers", "projector"):
+        assert one[f"audio/{part}"] == other[f"audio/{part}"] / 2 > 0
+    assert one["audio/attention"] == other["audio/attention"] / 4
+    shape = shape_for("qwen2_5_omni")
+    work = flops.forward(shape, dialogue_about(family_of("qwen2_5_omni"), noise(5.01)))
     pairs = 100**2 + 100**2 + 51**2  # of 501 frames: 200, 200 and 101, every other of them
-    assert work.attention == 2 * 4 * 64 * pairs and work.projector == 2 * 125 * 64 * 64
+    assert work["audio/attention"] == 2 * 4 * 64 * pairs
+    assert work["audio/projector"] == 2 * 125 * 64 * 64
 
 
-def test_a_series_is_no_picture(load, image):
-    shape, picture = shapes.shape_of(load("qwen2_5_vl").config), image()
+def test_a_series_is_no_picture(shape_for, image):
+    shape, picture = shape_for("qwen2_5_vl"), image()
     spans = [
         MediaSpan(media=replace(picture, kind=kind), start=0, length=4, grid=(1, 4, 4))
         for kind in ("series", "image")
     ]
-    assert flops.sensed(shape, spans) == flops.sensed(shape, spans[1:])
-    assert flops.sensed(shape, spans[:1]).total == 0
+    assert flops.encode(shape, spans) == flops.encode(shape, spans[1:])
+    assert flops.encode(shape, spans[:1]).total == 0
 
 
 def test_the_measuring_attention_is_the_real_one(family_of, load, grow, monkeypatch):
@@ -199,7 +238,7 @@ def test_the_measuring_attention_is_the_real_one(family_of, load, grow, monkeypa
     backend = LocalBackend(model, family)
     (real,) = backend.logprobs([batch], SCORING)
     monkeypatch.setattr(
-        "saccade.forest.packing.attention._dense_plan",
+        "saccade.forest.attention._dense_plan",
         lambda starts, parents, *_: TokenByToken(starts, parents),
     )
     (exact,) = backend.logprobs([batch], SCORING)
@@ -233,11 +272,11 @@ def test_a_training_step(name, train, family_of, load, grow, exact_attention):
     freeze(model, family, train)
     batch = forest(family, grow, images=sees(family), seed=1)
     backend = backend_of(model, family)
-    shape, training = shapes.shape_of(model.config), training_of(model, family)
+    shape, training = shapes.shape_of(model, family.tower_of), training_of(model, family)
     stands = train == "freeze:vision,projector"
     work = flops.forward(shape, batch, media=not stands)
     if stands:  # then equal pictures are looked at once
-        work += flops.sensed(shape, {s.media.key: s for s in batch.media}.values())
+        work += flops.encode(shape, {s.media.key: s for s in batch.media}.values())
     counted = measured(lambda: backend.train_step([batch], PolicyLoss(ALGORITHM, SCORING), lr=0.0))
     assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.01)
 
@@ -250,7 +289,7 @@ def test_a_training_step_of_sounds(train, family_of, load, image, exact_attentio
     family, model = family_of(name), load(name)
     freeze(model, family, train)
     batch, backend = heard_and_seen(name, family, image), backend_of(model, family)
-    shape, training = shapes.shape_of(model.config), training_of(model, family)
+    shape, training = shapes.shape_of(model, family.tower_of), training_of(model, family)
     work = flops.forward(shape, batch)
     counted = measured(lambda: backend.train_step([batch], PolicyLoss(ALGORITHM, SCORING), lr=0.0))
     assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.01)
@@ -264,7 +303,7 @@ def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(
     from saccade.models import lora
 
     family, model = family_of("qwen2_5_vl"), load("qwen2_5_vl")
-    shape = shapes.shape_of(model.config)
+    shape = shapes.shape_of(model, family.tower_of)
     lora.add(model, family, LoraConfig(rank=8), seed=0)
     batch, backend = forest(family, grow, images=1), backend_of(model, family)
     training = training_of(model, family)
@@ -291,7 +330,7 @@ def test_recomputation_is_counted_apart(name, family_of, load, grow, image, exac
                 [batch], PolicyLoss(ALGORITHM, SCORING), lr=0.0
             )
         )
-    shape = shapes.shape_of(model.config)
+    shape = shapes.shape_of(model, family.tower_of)
     again = flops.recomputed(shape, flops.forward(shape, batch), flops.FULL)
     assert again == pytest.approx(counted[True] - counted[False], rel=0.01)
 
@@ -305,60 +344,37 @@ def test_a_trunk_is_counted_once_and_pairs_by_ancestors():
     assert depths.tolist() == [0, 1, 2, 3, 4, 3, 4]
     shape = tiny_shape()
     work = flops.count(shape, depths=depths, reads=4)
-    assert work.text == 2 * 7 * shape.text.layers * shape.text.weights / shape.text.layers
-    assert work.text_attention == 2 * 4 * 4 * 8 * (
-        6 + 2 * 9
-    )  # layers, products, heads, size, pairs
-    assert work.head == 2 * 4 * 32 * 100
+    assert work["llm/layers"] == 2 * 7 * shape.text.weights
+    # Layers, products, heads, size, pairs.
+    assert work["llm/attention"] == 2 * 4 * 4 * 8 * (6 + 2 * 9)
+    assert work["head"] == 2 * 4 * 32 * 100
 
 
 def test_a_sliding_window_limits_the_keys():
     shape = replace(tiny_shape(), windows=(None, 4))
     work = flops.count(shape, depths=np.arange(10), reads=0)
-    assert work.text_attention == 4 * 4 * 8 * (55 + 1 + 2 + 3 + 7 * 4)
+    assert work["llm/attention"] == 4 * 4 * 8 * (55 + 1 + 2 + 3 + 7 * 4)
 
 
 def test_windows_of_a_picture_that_they_do_not_tile(image):
-    vision = shapes.Vision(
-        blocks=tiny_shape().text,
-        patch_inputs=12,
-        merge=2,
-        projector=((128, 128),),
-        window=4,
-        full_layers=1,
+    vision = shapes.Sense(
+        stack=tiny_shape().text, inputs=12, merge=2, projector=128**2, window=4, full_layers=1
     )
     # 6 x 5 merged patches: windows of 4+2 rows and 4+1 columns; each merged patch is 4 patches.
     squares = sum((4 * a * b) ** 2 for a in (4, 2) for b in (4, 1))
     work = flops.count(
-        replace(tiny_shape(), vision=vision),
+        replace(tiny_shape(), senses={"vision": vision}),
         depths=np.arange(1),
         reads=0,
         media=[MediaSpan(media=image(), start=0, length=30, grid=(1, 12, 10))],
     )
-    assert work.vision.attention == 4 * 4 * 8 * (squares + 120**2)
-    assert work.vision.projector == 2 * 30 * 128 * 128
+    assert work["vision/attention"] == 4 * 4 * 8 * (squares + 120**2)
+    assert work["vision/projector"] == 2 * 30 * 128 * 128
 
 
 def tiny_shape() -> shapes.Shape:
-    stack = shapes.Stack(
-        layers=2,
-        hidden=32,
-        heads=4,
-        key_heads=2,
-        head_size=8,
-        intermediate=64,
-        linears=((32, 32), (32, 64)),
-    )
+    stack = shapes.Stack(layers=2, hidden=32, queries=32, keys=16, matrices=32 * 32 + 32 * 64)
     return shapes.Shape(text=stack, vocabulary=100, windows=(None, None))
-
-
-def test_an_unknown_architecture_is_not_guessed():
-    from transformers import AutoConfig
-
-    assert shapes.shape_of(AutoConfig.for_model("olmoe")) is None
-    dense = AutoConfig.for_model("qwen3_moe", mlp_only_layers=[0])  # a layer unlike the others
-    assert shapes.shape_of(dense) is None
-    assert shapes.shape_of(AutoConfig.for_model("gemma3")) is None
 
 
 # -- generation ------------------------------------------------------------------------------------
@@ -389,9 +405,10 @@ def test_generating_needs_what_the_forest_of_its_rollouts_needs():
     (batch,) = pack([members], positions=lambda n, _: np.arange(n)[None], micro_tokens=1000)
     trained = flops.forward(tiny_shape(), batch)
     both = work.prefill + work.decode
-    assert (both.text, both.text_attention) == (trained.text, trained.text_attention)
+    for part in ("llm/layers", "llm/attention"):
+        assert both[part] == trained[part]
     # The first token of all three comes from one row of logits.
-    assert both.head == trained.head * (16 - 2) / 16
+    assert both["head"] == trained["head"] * (16 - 2) / 16
 
 
 def test_bytes_of_decoding():
@@ -445,5 +462,5 @@ def test_what_an_environment_says_is_read_not_sampled():
     work = flops.generation(
         tiny_shape(), [group(replace(t, sources=sources))], element=2, together=8
     )
-    assert work.prefill.text == 2 * (4 + 3) * tiny_shape().text.weights
-    assert work.decode.text == 2 * (2 + 2) * tiny_shape().text.weights
+    assert work.prefill["llm/layers"] == 2 * (4 + 3) * tiny_shape().text.weights
+    assert work.decode["llm/layers"] == 2 * (2 + 2) * tiny_shape().text.weights

@@ -14,7 +14,6 @@ LEVELS = (
         "forest",
         "flops",
         "shapes",
-        "footprint",
         "devices",
         "contents",
         "disk",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from saccade.estimate.plan import Plan
+from saccade.estimate.batch_plan import Plan
 from saccade.rewards.reward_model_term import model_terms
 
 SMALLEST_BATCH, SHORTEST_RESPONSE = 1024, 256  # tokens
@@ -15,10 +15,10 @@ Fits = Callable[[Sequence[str]], bool]  # with these options changed
 
 def advice(plan: Plan, fits: Fits) -> Iterator[str]:
     """Every option that is enough alone; if none is, some that are enough together."""
-    options = levers(plan)
-    alone = [lever for values in options if (lever := _first(values, fits))]
-    if alone:
-        yield from alone
+    options = ladder(plan)
+    alone = [next((value for value in values if fits([value])), None) for values in options]
+    if any(alone):
+        yield from filter(None, alone)
     elif together := _together(options, fits):
         yield " ".join(together)
 
@@ -29,7 +29,7 @@ def _together(options: Sequence[Sequence[str]], fits: Fits) -> list[str]:
     """
     values: dict[str, list[str]] = {}
     for option in options:
-        values.setdefault(_key(option[0]), []).extend(option)
+        values.setdefault(option[0].partition("=")[0], []).extend(option)
     chosen = {name: found[-1] for name, found in values.items()}
     if not fits(list(chosen.values())):
         return []
@@ -42,51 +42,37 @@ def _together(options: Sequence[Sequence[str]], fits: Fits) -> list[str]:
     return list(chosen.values())
 
 
-def levers(plan: Plan) -> list[list[str]]:
-    """Options that save memory, those that cost least first; of each its values, the mildest
-    first.
-    """
-    model, train, data, reward = (
-        getattr(plan.config, name) for name in ("model", "train", "data", "reward")
-    )
-    recompute = {"off": ["auto", "on"], "auto": ["on"], "on": []}[model.checkpointing]
-    adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
+def ladder(plan: Plan) -> list[list[str]]:
+    """Options that save memory, those that cost least first; the values of each, mildest first."""
+    model, train, data, reward = plan.model, plan.train, plan.data, plan.reward
     without = " train.ema=0" if train.ema else ""  # adapters are not averaged
-    pictures = any(batch.media for batch in plan.step.batches)
-    smallest = max(data.min_pixels, SMALLEST_PICTURE) if pictures else data.max_pixels
-    halves = {
-        "train.micro_tokens": _halves(train.micro_tokens, SMALLEST_BATCH),
-        "rollout.max_tokens": _halves(plan.config.rollout.max_tokens, SHORTEST_RESPONSE),
-        "data.max_pixels": _halves(data.max_pixels, smallest),
-    }
-    smaller = {name: [f"{name}={value}" for value in found] for name, found in halves.items()}
+    adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
+    smallest = max(data.min_pixels, SMALLEST_PICTURE) if plan.step.pictures else data.max_pixels
     options = [
-        [f"model.checkpointing={mode}" for mode in recompute],
-        smaller["train.micro_tokens"],
-        ["reward.offload=true"] if model_terms(reward) and not reward.offload else [],
-        [f"rollout.max_sequences={n}" for n in _halves(plan.sequences, 1)],
-        ["train.optimizer=adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else [],
-        ["train.ema=0"] if train.ema else [],
-        *([f"model.train={kind}{without}"] for kind in adapters),
-        [f"model.lora.rank={rank}" for rank in _halves(model.lora.rank, SMALLEST_RANK)],
-        smaller["rollout.max_tokens"],
-        smaller["data.max_pixels"],
+        (
+            "model.checkpointing",
+            {"off": ["auto", "on"], "auto": ["on"]}.get(model.checkpointing, []),
+        ),
+        ("train.micro_tokens", _halves(train.micro_tokens, SMALLEST_BATCH)),
+        ("reward.offload", ["true"] if model_terms(reward) and not reward.offload else []),
+        ("rollout.max_sequences", _halves(plan.sequences, 1)),
+        (
+            "train.optimizer",
+            ["adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else [],
+        ),
+        ("train.ema", ["0"] if train.ema else []),
+        *(("model.train", [f"{kind}{without}"]) for kind in adapters),
+        ("model.lora.rank", _halves(model.lora.rank, SMALLEST_RANK)),
+        ("rollout.max_tokens", _halves(plan.rollout.max_tokens, SHORTEST_RESPONSE)),
+        ("data.max_pixels", _halves(data.max_pixels, smallest)),
     ]
-    return [values for values in options if values]
+    return [[f"{name}={value}" for value in values] for name, values in options if values]
 
 
-def _halves(value: int, least: int) -> list[int]:
-    """Down to the least itself."""
+def _halves(value: int, least: int) -> list[str]:
+    """Half the value, half of that, down to the least itself."""
     found = []
     while value > least:
         value = max(value // 2, least)
-        found.append(value)
+        found.append(f"{value}")
     return found
-
-
-def _first(values: Sequence[str], fits: Fits) -> str | None:
-    return next((value for value in values if fits([value])), None)
-
-
-def _key(lever: str) -> str:
-    return lever.partition("=")[0]

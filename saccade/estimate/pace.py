@@ -9,8 +9,8 @@ from typing import Any
 
 from saccade import flops
 from saccade.engines.embedded.rows import FEW, members_of
-from saccade.estimate.memory import GIB, Memory, layers_that_keep
-from saccade.estimate.plan import Plan
+from saccade.estimate.batch_plan import Plan
+from saccade.estimate.memory_items import GIB, Memory, layers_that_keep
 from saccade.flops import Generation
 
 TERA = 1e12
@@ -58,22 +58,22 @@ def _generation(plan: Plan) -> Generation:
         shape,
         plan.step.groups,
         element=plan.element,
-        together=members_of(shape.text.queries_per_key),
-        four_bit=plan.config.model.train == "qlora",
+        together=members_of(shape.queries_per_key),
+        four_bit=plan.model.train == "qlora",
         training=plan.policy.training,
     )
 
 
 def _passes(plan: Plan, memory: Memory) -> tuple[dict[str, float], float, float]:
     """FLOPs of scoring and training, and of recomputed activations; layers that are trained, once
-    for each micro-batch. A tower that stands still looks at a picture in the first pass only.
+    for each micro-batch. A frozen tower encodes a picture in the first pass only.
     """
-    shape, step, epochs = plan.policy.shape, plan.step, plan.config.train.epochs_per_batch
+    shape, step, epochs = plan.policy.shape, plan.step, plan.train.epochs_per_batch
 
     def scored(**options: Any) -> float:
         return sum(flops.forward(shape, batch, **options).total for batch in step.batches)
 
-    stands, known = plan.policy.training.towers_stand, False
+    stands, known = plan.policy.training.towers_frozen, False
     work = {}
     if plan.algorithm.old == "recompute":
         work["logp_old"] = scored(training=plan.policy.training)
@@ -87,16 +87,16 @@ def _passes(plan: Plan, memory: Memory) -> tuple[dict[str, float], float, float]
     for learner in plan.learners:
         free = memory.free - 4 * learner.trained / GIB
         stack = shape.text.layers
-        if shape.vision is not None and learner.training.mode("vision") != "frozen":
-            stack += shape.vision.blocks.layers
+        if (vision := shape.senses.get("vision")) and learner.training.mode("vision") != "frozen":
+            stack += vision.stack.layers
         looks = epochs
-        if learner.training.towers_stand:
+        if learner.training.towers_frozen:
             looks = 0 if known or learner is plan.critic else 1
         for batch in step.batches:
             one = flops.forward(
                 shape, batch, head=learner is plan.policy, training=learner.training
             )
-            seen = one.vision.total
+            seen = one.of("vision")
             share = 1 - layers_that_keep(plan, learner, batch, free).text / shape.text.layers
             useful = one.total - seen + flops.backward(one, learner.training)
             work["update"] += epochs * useful + looks * seen
@@ -118,7 +118,7 @@ def _seconds(
     if device.tflops is None or device.bandwidth is None:
         return {}
     peak, bandwidth = device.tflops * TERA, device.bandwidth * TERA
-    shape, least = plan.policy.shape, LAYER.get(plan.config.model.train, LAYER["full"])
+    shape, least = plan.policy.shape, LAYER.get(plan.model.train, LAYER["full"])
     per_sequence = shape.kv_bytes(plan.element) * plan.step.mean_length
     at_once = max(1, min(plan.sequences, int(memory.pool * GIB / per_sequence)))
     steps = max(made.longest, made.sampled * repeats / at_once)
@@ -128,7 +128,7 @@ def _seconds(
         read / (bandwidth * REACHED["reading"]),
         made.decode.total * repeats / (peak * REACHED["decode"]),
     )
-    updates = plan.config.train.epochs_per_batch * plan.algorithm.updates_per_step
+    updates = plan.train.epochs_per_batch * plan.algorithm.updates_per_step
     moved = updates * OPTIMIZER_BYTES * sum(learner.trained for learner in plan.learners)
     seconds = {phase: count / (peak * REACHED["score"]) for phase, count in work.items()}
     seconds["rollout"] = decode + made.prefill.total * times / (peak * REACHED["prefill"])

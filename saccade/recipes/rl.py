@@ -24,7 +24,7 @@ from saccade.backends.schedule import rate
 from saccade.config import Config, defaults_for, load
 from saccade.disk import require_writable
 from saccade.errors import ConfigError
-from saccade.estimate.preflight import preflight
+from saccade.estimate.estimate_command import preflight
 from saccade.forest.packing import pack
 from saccade.plan import total_steps
 from saccade.recipes import average, models, parity, parts, questions

@@ -1,8 +1,8 @@
 """FLOPs and bytes of the phases of a step, from its records, and what they say against the clock.
 
 `flops/PHASE` are 1e12 operations that the phase needed, `bytes/rollout` 1e9 bytes that decoding had
-to read; MFU and the share of the bandwidth are these against the peak of the device. A model whose
-shapes are not known has none of these numbers, a device that is not known no shares.
+to read; MFU and the share of the bandwidth are these against the peak of the device. A device that
+is not in the table has no shares.
 
     values |= rl_work(policy, critic, groups, updates, config, algorithm, warming=False)
 """
@@ -13,18 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from saccade import flops, shapes
+from saccade import flops
 from saccade.algorithms.algorithm import Algorithm
 from saccade.backends.local import LocalBackend
 from saccade.config import ADAPTED, Config
 from saccade.devices import Device
 from saccade.engines.embedded.rows import members_of
-from saccade.flops import Forward, Training
-from saccade.shapes import Shape
+from saccade.flops import FROZEN, Training, Work
+from saccade.shapes import Shape, shape_of
 from saccade.types import Batch, Group
 
 TERA, GIGA = 1e12, 1e9
-STANDING = Training(modes=dict.fromkeys(flops.TOWERS, "frozen"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +35,16 @@ class Meter:
     repeats: float  # share of the layers that compute their activations again
     head: bool  # logits are read, not values
 
-    def forward(self, batches: Sequence[Batch], *, media: bool = True) -> Forward:
-        every = media and not self.training.towers_stand
-        work = Forward()
+    def forward(self, batches: Sequence[Batch], *, media: bool = True) -> Work:
+        every = media and not self.training.towers_frozen
+        work = Work()
         for batch in batches:
             work += flops.forward(
                 self.shape, batch, head=self.head, media=every, training=self.training
             )
-        if media and self.training.towers_stand:
+        if media and self.training.towers_frozen:
             once = {span.media.key: span for batch in batches for span in batch.media}
-            work += flops.sensed(self.shape, once.values())
+            work += flops.encode(self.shape, once.values())
         return work
 
     def train_step(self, batches: Sequence[Batch], *, media: bool = True) -> tuple[float, float]:
@@ -55,20 +54,14 @@ class Meter:
         return work.total + flops.backward(work, self.training), again
 
 
-def meter(backend: LocalBackend) -> Meter | None:
+def meter(backend: LocalBackend) -> Meter:
     """Of the micro-batches since the last one."""
     model: Any = backend.model
-    shape = shapes.shape_of(model.config)
-    if shape is None:
-        return None
-    blocks = len(model.get_decoder().layers)  # a reward model may leave some out
-    text = replace(shape.text, layers=blocks)
-    shape = replace(shape, text=text, windows=shape.windows[:blocks])
     assert backend.optimizer is not None, "a backend that trains"
     trained = {name: p.numel() for name, p in backend.optimizer.parameters.items()}
     return Meter(
-        shape=shape,
-        training=flops.training_of(trained, flops.matrices_of(model), backend.family.tower_of),
+        shape=shape_of(model, backend.family.tower_of),
+        training=flops.training_of(model, trained, backend.family.tower_of),
         repeats=backend.recompute.repeated(),
         head=not hasattr(model, "score"),
     )
@@ -90,26 +83,24 @@ def rl_work(
     """
     policy = meter(trained)
     critic = meter(judging) if judging is not None else None
-    if policy is None:
-        return {}
     made = flops.generation(
         policy.shape,
         groups,
         element=trained.dtype.itemsize,
-        together=members_of(policy.shape.text.queries_per_key),
+        together=members_of(policy.shape.queries_per_key),
         four_bit=config.model.train == "qlora",
         training=policy.training,
     )
     work = {"rollout": made.prefill.total + made.decode.total, "update": 0.0, "recomputed": 0.0}
     every = [batch for part in updates for batch in part]
-    known = False  # features of towers that stand still
+    known = False  # features of frozen towers
     if algorithm.old == "recompute":
         work["logp_old"] = policy.forward(every).total
-        known = policy.training.towers_stand
+        known = policy.training.towers_frozen
     if algorithm.needs_reference:
-        reference, shared = replace(policy, training=STANDING), config.model.train in ADAPTED
+        reference, shared = replace(policy, training=FROZEN), config.model.train in ADAPTED
         work["logp_ref"] = reference.forward(every, media=not (known and shared)).total
-        known |= policy.training.towers_stand and shared
+        known |= policy.training.towers_frozen and shared
     if critic is not None:
         work["values"] = critic.forward(every).total
     live = [
@@ -122,7 +113,7 @@ def rl_work(
         for epoch in range(config.train.epochs_per_batch if learner else 0):
             assert learner is not None
             looked = epoch > 0 or known or learner is critic  # for the values
-            seen = learner.training.towers_stand and looked
+            seen = learner.training.towers_frozen and looked
             useful, again = learner.train_step(live, media=not seen)
             work["update"] += useful
             work["recomputed"] += again
@@ -133,8 +124,6 @@ def rl_work(
 
 def sft_work(backend: LocalBackend, batches: Sequence[Batch]) -> dict[str, float]:
     policy = meter(backend)
-    if policy is None:
-        return {}
     useful, again = policy.train_step(batches)
     return {"flops/update": useful / TERA, "flops/recomputed": again / TERA}
 

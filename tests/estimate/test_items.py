@@ -7,8 +7,8 @@ import torch
 
 from saccade import devices
 from saccade.config import LoraConfig, load
-from saccade.estimate import sizing
-from saccade.estimate.host import host_peak
+from saccade.estimate.memory_items import host_peak
+from saccade.estimate.model_size import empty_model, size_of
 from saccade.models import lora, tiny
 from saccade.models.families import load_family
 from saccade.models.load import freeze, load_model
@@ -128,8 +128,7 @@ def test_the_model_is_counted_as_it_will_be_loaded(train, tmp_path):
     folder = tiny.build("qwen2_5_vl", tmp_path / "model")
     family = load_family(folder)
     config = load({"model.path": folder, "model.train": train, "model.lora.rank": 4})
-    empty = sizing.empty_model(config, family)
-    skeleton = sizing.build_skeleton(config.model.lora, family, empty, element=4, train=train)
+    size = size_of(empty_model(family), family, config.model.lora, element=4, train=train)
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
     if train == "lora":
         pytest.importorskip("peft")
@@ -137,5 +136,5 @@ def test_the_model_is_counted_as_it_will_be_loaded(train, tmp_path):
     else:
         freeze(model, family, train)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert skeleton.trained == trained
-    assert skeleton.weights == 4 * sum(p.numel() for p in model.parameters())
+    assert size.trained == trained
+    assert size.weights == 4 * sum(p.numel() for p in model.parameters())

@@ -174,7 +174,7 @@ def test_decoders_of_other_sizes_of_internvl(tmp_path, image, decoder):
         **family.vision(prompt.media, CPU, torch.float32),
     )
     assert ours.ids.tolist() == theirs[0, len(prompt) :].tolist()
-    assert shape_of(model.config).text.head_norms == (decoder == "qwen3")
+    assert shape_of(model, family.tower_of).text.head_norms == (decoder == "qwen3")
 
 
 # -- LLaVA -----------------------------------------------------------------------------------------

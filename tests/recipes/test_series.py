@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.estimate.sizing import empty_model
+from saccade.estimate.model_size import empty_model
 from saccade.export import export
 from saccade.models import tiny
 from saccade.models.files import SERIES_FILE
@@ -119,7 +119,7 @@ def test_rl_trains_the_encoder_and_goes_on_exactly(name, tmp_path, same_weights)
     config = load(run)
     family = models.family_of(config, models.start_folder(config))
     drawn = models.load_policy(config, family).model.series.state_dict()
-    empty = empty_model(config, family)
+    empty = empty_model(family)
     assert sum(p.numel() for p in empty.series.parameters()) == sum(
         map(torch.numel, drawn.values())
     )

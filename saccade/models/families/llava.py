@@ -17,8 +17,10 @@ from saccade.errors import EnvironmentProblem
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families import squares
 from saccade.models.families.pixels import CLIP_MEAN, resized
-from saccade.shapes import CLASS_TOKENS, layers_read
 from saccade.types import Media
+
+# Tokens beside patches, by the type of a tower.
+CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 
 
 def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -101,6 +103,14 @@ def _require_side(processor: Mapping[str, Any], side: int) -> None:
 
 
 # -- layers that are not read ----------------------------------------------------------------------
+
+
+def layers_read(layers: int, chosen: int | list[int]) -> int:
+    """How many layers run for the hidden states that are chosen, of which the first are no
+    layer's.
+    """
+    all_chosen = [chosen] if isinstance(chosen, int) else chosen
+    return max(index if index >= 0 else layers + 1 + index for index in all_chosen)
 
 
 def skip_unread_layers(model: Any) -> None:

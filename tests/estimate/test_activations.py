@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from saccade import footprint, shapes
+from saccade import shapes
+from saccade.estimate import activations
 from saccade.forest.packing import pack
 from saccade.models import fused, tiny
 from saccade.models.families import load_family
@@ -39,17 +40,17 @@ class Norm(torch.autograd.Function):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """The fused modules in bf16 on the CPU, over stand-ins for what only a GPU has."""
-    gate = types.ModuleType("saccade.forest.packing.kernels.gate")
+    gate = types.ModuleType("saccade.forest.kernels.gate")
     gate.multiply = lambda gate, up: gate * up
-    monkeypatch.setitem(sys.modules, "saccade.forest.packing.kernels.gate", gate)
-    rotary = types.ModuleType("saccade.forest.packing.kernels.rotary")
+    monkeypatch.setitem(sys.modules, "saccade.forest.kernels.gate", gate)
+    rotary = types.ModuleType("saccade.forest.kernels.rotary")
     rotary.rotate = lambda q, k, cos, sin: (q.clone(), k.clone())
-    monkeypatch.setitem(sys.modules, "saccade.forest.packing.kernels.rotary", rotary)
+    monkeypatch.setitem(sys.modules, "saccade.forest.kernels.rotary", rotary)
     monkeypatch.setattr(fused, "_applies", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(fused, "_near", lambda *_: True)
     monkeypatch.setattr(fused, "rms_norm", lambda x, shape, weight, eps: Norm.apply(x, weight))
     monkeypatch.setattr(
-        "saccade.forest.packing.attention.segment_attention",
+        "saccade.forest.attention.segment_attention",
         lambda q, k, v, *_: Kernel.apply(q.contiguous(), k.contiguous(), v.contiguous()),
     )
 
@@ -94,9 +95,9 @@ def test_a_layer_of_a_decoder(name, tmp_path, as_on_a_gpu):
     saved = kept_by(
         layers[1], lambda: hidden_states(model, family, ids, positions, (), over_gathered_keys)
     )
-    stack = shapes.shape_of(model.config).text
-    shared = 2 * TOKENS * stack.head_size * 2 + KEYS * 8  # rotations and index, by all layers
-    wanted = footprint.layer_bytes(stack, TOKENS, KEYS, element=2) + shared
+    stack = shapes.shape_of(model, family.tower_of).text
+    shared = 2 * TOKENS * 32 * 2 + KEYS * 8  # rotations and index, by all layers
+    wanted = activations.layer_bytes(stack, TOKENS, KEYS, element=2) + shared
     # About 100 bytes of a token that a router keeps are not counted.
     assert saved == (pytest.approx(wanted, rel=0.03) if stack.experts else wanted)
 
@@ -110,8 +111,8 @@ def test_frozen_experts_keep_less(tmp_path, as_on_a_gpu):
         model.model.layers[1].mlp,
         lambda: hidden_states(model, family, ids, positions, (), over_gathered_keys),
     )
-    stack = shapes.shape_of(model.config).text
-    wanted = TOKENS * (stack.chosen * stack.hidden + 3 * stack.expert_width) * 2
+    stack = shapes.shape_of(model, family.tower_of).text
+    wanted = TOKENS * stack.chosen * (stack.hidden + 3 * stack.expert_wide) * 2
     assert saved == pytest.approx(wanted, rel=0.03)
 
 
@@ -126,27 +127,28 @@ def test_a_block_of_a_vision_tower(tmp_path, as_on_a_gpu, image):
         model.model.visual.blocks[1],
         lambda: hidden_states(model, family, ids, positions, (span,), over_gathered_keys),
     )
-    count, stack = footprint.patches([span]), shapes.shape_of(model.config).vision.blocks
+    count, stack = (
+        activations.patches([span]),
+        shapes.shape_of(model, family.tower_of).senses["vision"].stack,
+    )
     assert count == 32 * 24
-    shared = 2 * count * stack.head_size * 4  # rotations
-    assert saved == footprint.layer_bytes(stack, count, count, element=2) + shared
+    shared = 2 * count * 32 * 4  # rotations
+    assert saved == activations.layer_bytes(stack, count, count, element=2) + shared
 
 
 def test_a_block_of_a_tower_of_squares(tmp_path, as_on_a_gpu, monkeypatch, image):
     """Its results are scaled by vectors that learn, so they are kept."""
     family, model = model_of("internvl", tmp_path)
-    monkeypatch.setattr(
-        "saccade.forest.packing.attention.sdpa", lambda q, k, v, **_: Kernel.apply(q, k, v)
-    )
+    monkeypatch.setattr("saccade.forest.attention.sdpa", lambda q, k, v, **_: Kernel.apply(q, k, v))
     (span,) = family.render([Message(role="user", parts=(image(448, 336),))]).media
     media = family.media([span])
     saved = kept_by(
         model.model.vision_tower.encoder.layer[1], lambda: family.features(model, media)
     )
-    vision = shapes.shape_of(model.config).vision
-    count = footprint.patches([span]) + span.grid[0] * vision.extra
+    vision = shapes.shape_of(model, family.tower_of).senses["vision"]
+    count = activations.patches([span]) + span.grid[0] * vision.extra
     assert vision.extra == 1 and count == span.grid[0] * 17
-    wanted = footprint.layer_bytes(vision.blocks, count, count, element=2)
+    wanted = activations.layer_bytes(vision.stack, count, count, element=2)
     assert saved == pytest.approx(wanted, rel=0.03)  # means and spreads of norms are not counted
 
 
@@ -157,4 +159,4 @@ def test_keys_are_gathered_once_per_path(family_of, grow):
     sizes, lengths = np.diff(batch.node_starts), []
     for node, parent in enumerate(batch.parents):
         lengths.append(sizes[node] + (lengths[parent] if parent >= 0 else 0))
-    assert footprint.gathered_keys(batch) == sum(lengths)
+    assert activations.gathered_keys(batch) == sum(lengths)

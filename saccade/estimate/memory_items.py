@@ -1,4 +1,6 @@
-"""Memory of a plan by item, at the heaviest moment of the rollout and of the update."""
+"""Memory of a plan by item, at the heaviest moment of the rollout and of the update; main memory
+beside a GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +8,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from saccade import footprint
 from saccade.backends.features import MAX_BYTES as FEATURE_BYTES
 from saccade.backends.memory import MARGIN
-from saccade.config import Config
+from saccade.config import RewardConfig
 from saccade.engines.embedded.cache import CPU_CACHE_BYTES, GPU_CACHE_SHARE
 from saccade.engines.embedded.pages import POOL_SHARE
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS
-from saccade.estimate.plan import Plan
-from saccade.estimate.sizing import Skeleton
+from saccade.estimate import activations
+from saccade.estimate.batch_plan import Plan
+from saccade.estimate.model_size import ModelSize
 from saccade.forest.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK
+from saccade.media.pixel_cache import DECODED
+from saccade.models.families.pixels import CACHE_BYTES
 from saccade.rewards.reward_model_term import model_terms
 from saccade.types import Batch
 
 GIB = 2**30
 POOL = "keys and values"
+PROCESS_GIB = 2.0  # main memory of libraries and the context of CUDA, as one H200 showed
+# How items begin that a checkpoint holds beside the weights.
+STATE = ("fp32 masters", "moments", "average")
 SMALLEST_PREFILL = 1024  # tokens: the engine would halve further, and take long
 
 
@@ -74,9 +81,9 @@ def memory_of(plan: Plan) -> Memory:
 # -- what is always there --------------------------------------------------------------------------
 
 
-def _model(model: Skeleton, plan: Plan, whose: str) -> list[Item]:
+def _model(model: ModelSize, plan: Plan, whose: str) -> list[Item]:
     """Weights and the state of their optimizer."""
-    if plan.config.train.optimizer == "adamw_bf16":
+    if plan.train.optimizer == "adamw_bf16":
         state = {"moments and compensation": 6}
     else:
         state = {"fp32 masters": 4 if plan.element < 4 else 0, "moments": 8}
@@ -93,7 +100,7 @@ def _followers(plan: Plan) -> list[Item]:
     average of the weights. One that moves by little is kept in fp32 beside its weights.
     """
     averaged = plan.whole.weights * (3 if plan.element < 4 else 1)
-    sizes = {"average": averaged if plan.config.train.ema else 0.0}
+    sizes = {"average": averaged if plan.train.ema else 0.0}
     if plan.algorithm.needs_reference:
         update = plan.algorithm.kl.update
         if plan.adapted:
@@ -105,16 +112,16 @@ def _followers(plan: Plan) -> list[Item]:
 
 def _learned(plan: Plan) -> list[Item]:
     """Reward models that do not leave the GPU; others come when everything else has gone."""
-    files = [file for folder in reward_folders(plan.config) for file in weights_in(folder)]
+    files = [file for folder in reward_folders(plan.reward) for file in weights_in(folder)]
     size = sum(file.stat().st_size for file in files) / GIB
-    if not size or plan.config.reward.offload:
+    if not size or plan.reward.offload:
         return []
     return [Item(name="reward models", gib=size, phase="always")]
 
 
-def reward_folders(config: Config) -> list[str]:
-    """Each once; a tiny model is built in place and weighs nothing."""
-    paths = {args["path"]: None for args in model_terms(config.reward)}
+def reward_folders(reward: RewardConfig) -> list[str]:
+    """Folders of reward models, each once; a tiny model is built in place and weighs nothing."""
+    paths = {args["path"]: None for args in model_terms(reward)}
     return [path for path in paths if not path.startswith("tiny:")]
 
 
@@ -123,8 +130,7 @@ def weights_in(folder: str) -> list[Path]:
 
 
 def _features(plan: Plan) -> list[Item]:
-    pictures = any(batch.media for batch in plan.step.batches)
-    if not pictures or not plan.policy.training.towers_stand:
+    if not plan.step.pictures or not plan.policy.training.towers_frozen:
         return []
     size = FEATURE_BYTES / GIB
     return [Item(name="features of pictures", gib=size, phase="always", note="at most")]
@@ -168,18 +174,18 @@ def _prefill(plan: Plan) -> tuple[float, float]:
     memory is short: a picture is never cut, without pages no prompt is.
     """
     step, cut = plan.step, plan.paged
-    uncut = [group.trajectories[0] for group in step.groups]
     if cut:
-        units = [(span.length, footprint.patches([span])) for one in uncut for span in one.media]
+        spans = [span for one in step.members for span in one.media]
+        units = [(span.length, activations.patches([span])) for span in spans]
     else:
-        units = [(one.prompt_length, footprint.patches(one.media)) for one in uncut]
+        units = [(one.prompt_length, activations.patches(one.media)) for one in step.members]
     tokens, seen = max(units, default=(0, 0))
     most = max(PREFILL_TOKENS, tokens) if cut else PREFILL_TOKENS + tokens
-    together = min(plan.config.train.prompts_per_step * step.mean_prompt, most)
+    together = min(plan.train.prompts_per_step * step.mean_prompt, most)
     pictures = max(seen, together / step.mean_prompt * step.mean_patches)
     sizes = ((together, pictures), (min(together, max(tokens, SMALLEST_PREFILL)), seen))
     whole, least = (
-        footprint.prefill_bytes(plan.policy.shape, int(n), int(m), element=plan.element)
+        activations.prefill_bytes(plan.policy.shape, int(n), int(m), element=plan.element)
         for n, m in sizes
     )
     return whole, least
@@ -188,7 +194,7 @@ def _prefill(plan: Plan) -> tuple[float, float]:
 # -- update ----------------------------------------------------------------------------------------
 
 
-def _update(plan: Plan, learner: Skeleton, free: float) -> list[Item]:
+def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
     """The heaviest moment of the heaviest micro-batch, or that of the optimizer."""
     sums = Item(name="gradient sums", gib=4 * learner.trained / GIB, phase="update")
     found = []
@@ -202,9 +208,9 @@ def _update(plan: Plan, learner: Skeleton, free: float) -> list[Item]:
                 for name, size in moment.items()
                 if size
             ]
-            if items:  # a tower that stands still has no such moment
+            if items:  # a frozen tower has no such moment
                 found.append([replace(items[0], note=note), *items[1:]])
-    if plan.config.train.optimizer == "adamw_bf16":
+    if plan.train.optimizer == "adamw_bf16":
         # It works in fp32 on one tensor after the other, with seven numbers for each of its own.
         work = 7 * 4 * learner.largest / GIB
         found.append([Item(name="the optimizer at work", gib=work, phase="update")])
@@ -212,7 +218,7 @@ def _update(plan: Plan, learner: Skeleton, free: float) -> list[Item]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class RetainedLayers:
     """Layers of decoder and tower that compute nothing again, and bytes that are left then."""
 
     text: int = 0
@@ -220,33 +226,38 @@ class Kept:
     spare: float = 0.0
 
 
-def layers_that_keep(plan: Plan, learner: Skeleton, batch: Batch, free: float) -> Kept:
+def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) -> RetainedLayers:
     """As many as fit, when the config leaves it open, beside what the first micro-batch of a run
     needs where every layer recomputes (backends/memory.py measures that).
     """
-    shape, wanted = learner.shape, plan.config.model.checkpointing
-    tower = shape.vision.blocks if shape.vision is not None else None
+    shape, wanted = learner.shape, plan.model.checkpointing
+    vision = shape.senses.get("vision")
+    tower = vision.stack if vision is not None else None
     if wanted == "off" or (wanted == "auto" and not plan.device.is_gpu):
-        return Kept(text=shape.text.layers, vision=tower.layers if tower else 0)
+        return RetainedLayers(text=shape.text.layers, vision=tower.layers if tower else 0)
     if wanted == "on":
-        return Kept()
+        return RetainedLayers()
     first = plan.step.batches[0]
-    bare = max(sum(m.values()) for m in _moments(plan, learner, first, Kept()).values())
-    seen, seen_first = (footprint.patches(each.media) for each in (batch, first))
+    bare = max(sum(m.values()) for m in _moments(plan, learner, first, RetainedLayers()).values())
+    seen, seen_first = (activations.patches(each.media) for each in (batch, first))
     bare *= max(1.0, batch.tokens / first.tokens, seen / (seen_first or seen or 1))
     room, keeping = free * GIB - bare, [0, 0]
-    sizes = ((shape.text, batch.tokens, footprint.gathered_keys(batch)), (tower, seen, seen))
+    sizes = ((shape.text, batch.tokens, activations.gathered_keys(batch)), (tower, seen, seen))
     for index, (stack, count, keys) in enumerate(sizes):
         if stack is not None and count:
             adapted = learner.training.mode("llm") == "adapter"
-            cost = footprint.layer_bytes(stack, count, keys, element=plan.element, adapted=adapted)
-            cost -= footprint.input_bytes(stack, count, element=plan.element)
+            cost = activations.layer_bytes(
+                stack, count, keys, element=plan.element, adapted=adapted
+            )
+            cost -= activations.input_bytes(stack, count, element=plan.element)
             keeping[index] = min(stack.layers, max(0, int(room // cost)))
             room -= keeping[index] * cost
-    return Kept(text=keeping[0], vision=keeping[1], spare=max(0.0, room))
+    return RetainedLayers(text=keeping[0], vision=keeping[1], spare=max(0.0, room))
 
 
-def _moments(plan: Plan, learner: Skeleton, batch: Batch, kept: Kept) -> footprint.Moments:
+def _moments(
+    plan: Plan, learner: ModelSize, batch: Batch, kept: RetainedLayers
+) -> activations.Moments:
     shape, element, kernel = learner.shape, plan.element, plan.device.is_gpu
     logits = len(batch.reads) * shape.vocabulary
     if element * logits > kept.spare:  # else they are kept, too
@@ -255,7 +266,7 @@ def _moments(plan: Plan, learner: Skeleton, batch: Batch, kept: Kept) -> footpri
     logits *= element if kernel else element + 12
     values = learner is plan.critic
     gradient = element * shape.head_weights if learner.head_trained and not values else 0
-    return footprint.update_moments(
+    return activations.update_moments(
         shape,
         batch,
         element=element,
@@ -265,3 +276,35 @@ def _moments(plan: Plan, learner: Skeleton, batch: Batch, kept: Kept) -> footpri
         head_tied=learner.head_tied,
         training=learner.training,
     )
+
+
+# -- main memory -----------------------------------------------------------------------------------
+
+
+def host_items(plan: Plan, memory: Memory, *, background: bool) -> tuple[Item, ...]:
+    """Main memory beside a GPU; `phase` is always, start or save. Weights go through it; a
+    checkpoint is copied there, if it fits, and written in the background while training goes on.
+    """
+    if not plan.device.is_gpu:
+        return ()
+    whole = plan.whole.weights / GIB
+    # Merged weights of adapters, and an average in a model folder of its own.
+    saved = whole * (len(plan.learners) + bool(plan.train.ema))
+    kept = (*STATE, "reference") if plan.algorithm.reference_moves else STATE
+    saved += total([item for item in memory.items if item.name.startswith(kept)])
+    waits = "kept for the next one; without room for twice that training waits"
+    pictures = (CACHE_BYTES + DECODED.max_bytes) / GIB if plan.step.pictures else 0.0
+    rows = (
+        ("the process", PROCESS_GIB, "always", ""),
+        ("weights while they load", whole, "start", ""),
+        ("pictures", pictures, "always", "at most"),
+        ("copy of a checkpoint", saved if background else 0.0, "save", waits),
+    )
+    return tuple(
+        Item(name=name, gib=gib, phase=phase, note=note) for name, gib, phase, note in rows if gib
+    )
+
+
+def host_peak(items: Sequence[Item]) -> float:
+    always = total([item for item in items if item.phase == "always"])
+    return always + max((item.gib for item in items if item.phase != "always"), default=0.0)

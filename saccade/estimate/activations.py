@@ -1,9 +1,8 @@
-"""Bytes that activations, logits and the cache need, from shapes alone: what a plan of memory is
-made of.
+"""Bytes that activations, logits and the cache need, from the shape of a model.
 
 Counts the tensors that live at the moments where memory peaks. Written for a GPU in half precision
-(fused norms, rotations and gated layers, one attention call over gathered keys); elsewhere it errs
-by what those save. Knows nothing of configs, models or devices.
+(fused norms, rotations and gated layers, one attention call over gathered keys); elsewhere it is
+off by what those save.
 
     moments = update_moments(shape, batch, element=2, keeping=(0, 0), …)
     peak = max(sum(moment.values()) for moment in moments.values())
@@ -23,10 +22,10 @@ Moments = Mapping[str, dict[str, float]]  # of each: item → bytes
 
 # Numbers per token that one layer keeps for its backward, its input included: two inputs of norms
 # and two of matrices (hidden size), the query and the result of attention (all heads), gate and
-# other half (intermediate size). Adapters keep what enters the last matrix, too.
+# other half (width of the MLP). Adapters keep what enters the last matrix, too.
 KEPT_HIDDEN, KEPT_HEADS, KEPT_WIDE, KEPT_WIDE_ADAPTED = 4, 2, 2, 3
-# Of an expert, which is not fused: its token and its result (hidden size); both halves, the gate
-# that was activated and the product. Where it is frozen, nobody asks for what enters its matrices.
+# Numbers that an expert keeps, which is not fused: its token and its result (hidden size); both
+# halves, the activated gate and the product. A frozen one keeps nothing that enters its matrices.
 KEPT_EXPERT_HIDDEN, KEPT_EXPERT_WIDE = 2, 4
 # Beside that in backward: gradients of both halves, their product and its gradient; of the stream.
 BACKWARD_WIDE, BACKWARD_HIDDEN = 4, 4
@@ -37,20 +36,16 @@ FORWARD_WIDE, FORWARD_HIDDEN = 3, 3
 def layer_bytes(
     stack: Stack, tokens: int, keys: int, *, element: int, adapted: bool = False
 ) -> float:
-    """What one layer keeps for its backward, `keys` gathered ones and their values among it."""
-    heads = stack.heads * stack.head_size
+    """What one layer keeps for its backward, among it `keys` gathered keys and their values."""
     wide = KEPT_WIDE_ADAPTED if adapted else KEPT_WIDE
-    per_token = KEPT_HIDDEN * stack.hidden + KEPT_HEADS * heads + wide * stack.intermediate
+    per_token = KEPT_HIDDEN * stack.hidden + KEPT_HEADS * stack.queries + wide * stack.wide
     per_token += (KEPT_EXPERT_HIDDEN - adapted) * stack.chosen * stack.hidden
-    per_token += (KEPT_EXPERT_WIDE - adapted) * stack.expert_width
-    if stack.experts and stack.intermediate:
-        per_token += stack.hidden  # the result of an expert for all tokens, which is weighed, too
-    key_heads = stack.key_heads * stack.head_size
-    if stack.head_norms:
-        per_token += heads + key_heads
-    if stack.scales:
-        per_token += 2 * stack.hidden  # what is scaled
-    return float(element * (tokens * per_token + 2 * keys * key_heads))
+    per_token += (KEPT_EXPERT_WIDE - adapted) * stack.chosen * stack.expert_wide
+    if stack.experts and stack.wide:
+        per_token += stack.hidden  # the result of the shared expert, which is weighted, too
+    per_token += stack.head_norms * (stack.queries + stack.keys)
+    per_token += stack.scales * stack.hidden  # what is scaled
+    return float(element * (tokens * per_token + 2 * keys * stack.keys))
 
 
 def input_bytes(stack: Stack, tokens: int, *, element: int) -> float:
@@ -71,8 +66,8 @@ def patches(media: Sequence[MediaSpan]) -> int:
 def prefill_bytes(shape: Shape, tokens: int, patches: int, *, element: int) -> float:
     """Running prompts, their pictures first."""
     towers = [(shape.text, tokens)]
-    if shape.vision is not None:
-        towers.append((shape.vision.blocks, patches))
+    if (vision := shape.senses.get("vision")) is not None:
+        towers.append((vision.stack, patches))
     return max(
         float(element * n * (FORWARD_WIDE * _wide(stack) + FORWARD_HIDDEN * stack.hidden))
         for stack, n in towers
@@ -101,12 +96,11 @@ def update_moments(
     kept, layer = _tower(shape.text, batch.tokens, one, keeping[0], element)
     if training.mode("llm") == "full":  # matrices of experts outweigh a layer's activations
         layer += element * shape.text.expert_weights
-    shown, block = 0.0, 0.0
-    seen = patches(batch.media)
-    if shape.vision is not None and seen and training.mode("vision") != "frozen":
-        blocks = shape.vision.blocks
-        one = layer_bytes(blocks, seen, seen, element=element)
-        shown, block = _tower(blocks, seen, one, keeping[1], element)
+    shown, block, seen = 0.0, 0.0, patches(batch.media)
+    vision = shape.senses.get("vision")
+    if vision is not None and seen and training.mode("vision") != "frozen":
+        one = layer_bytes(vision.stack, seen, seen, element=element)
+        shown, block = _tower(vision.stack, seen, one, keeping[1], element)
     both = {"decoder activations": kept, "vision activations": shown}
     waiting = {"gradient of the head": head_gradient * head_tied}
     return {
@@ -127,6 +121,6 @@ def _tower(
     return kept, element * tokens * wide + (0.0 if keeping else one)
 
 
-def _wide(stack: Stack) -> int:
-    """Between the matrices of a layer, for one token."""
-    return stack.intermediate + stack.expert_width + stack.chosen * stack.hidden
+def _wide(stack: Stack) -> float:
+    """Numbers between the matrices of a layer, for one token."""
+    return stack.wide + stack.chosen * (stack.expert_wide + stack.hidden)
