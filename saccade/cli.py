@@ -402,15 +402,14 @@ def algorithms(
 
 @command("report", panel="Look", example="saccade report runs/quickstart")
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an eval.")]) -> None:
-    """Write the report of a run or an eval as one HTML file, its episodes as another."""
+    """Write the report of a run or an eval as one HTML file, its episodes included."""
     if (folder / "config.resolved.yaml").is_file():
         page = import_module("saccade.tracking.report").from_run(folder)
     elif (folder / "results.json").is_file():
         page = import_module("saccade.tracking.eval_report").write_eval_report(folder)
     else:
         raise ConfigError(f"{folder} is not a run folder; give one such as runs/NAME")
-    more = folder / "episodes.html"  # where episodes had several turns
-    print(f"wrote {page}" + (f" and {more}" if more.is_file() else ""))
+    print(f"wrote {page}")
 
 
 # -- data -----------------------------------------------------------------------------------------

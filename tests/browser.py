@@ -10,7 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+
+def page_data(page: Path) -> Any:
+    """The JSON block that a report draws."""
+    block = page.read_text().partition('<script type="application/json" id="report">')[2]
+    return json.loads(block.partition("</script>")[0])
 
 
 class Browser:
@@ -30,6 +39,7 @@ class Browser:
         os.close(inward)
         os.close(outward)
         self._rest, self._number, self._session = b"", 0, ""
+        self.events: list[dict[str, Any]] = []  # of the page that is open
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
@@ -44,14 +54,36 @@ class Browser:
                 self._rest += data
             line, _, self._rest = self._rest.partition(b"\0")
             reply = json.loads(line)
+            if "method" in reply:
+                self.events.append(reply)
             if reply.get("id") == self._number:
                 assert "error" not in reply, reply
                 return reply["result"]
 
     def visit(self, url: str) -> None:
-        target = self.call("Target.createTarget", url=url)["targetId"]
+        self._session = ""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = session["sessionId"]
+        for domain in ("Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        self.events.clear()
+        self.call("Page.navigate", url=url)
+        self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
+
+    @property
+    def troubles(self) -> list[Any]:
+        """What the console of the page complained of, and what it asked the network for."""
+        named = {"Runtime.exceptionThrown", "Log.entryAdded"}
+        asked = [e["params"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
+        urls = [one["request"]["url"] for one in asked]
+        errors = [event["params"] for event in self.events if event["method"] in named]
+        return errors + [url for url in urls if not url.startswith(("file:", "data:", "about:"))]
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            for kind in ("keyDown", "keyUp"):
+                self.call("Input.dispatchKeyEvent", type=kind, key=key)
 
     def run(self, code: str) -> Any:
         return self.call("Runtime.evaluate", expression=code)["result"].get("value")

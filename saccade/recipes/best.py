@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from saccade.tracking.sections import MEASURE
+from saccade.tracking.metrics import MEASURE
 
 
 def remember(

@@ -51,8 +51,8 @@ from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.rollout.scoring import RewardStream, make_room, parsed, telling, thinks
 from saccade.tracking.console import Console, unscored
-from saccade.tracking.eval_report import RESULTS, table_lines, write_eval_report
-from saccade.tracking.folder import QUARANTINE
+from saccade.tracking.eval_report import table_lines, write_eval_report
+from saccade.tracking.folder import QUARANTINE, RESULTS
 from saccade.tracking.metrics import episode_metrics, without_scores
 from saccade.tracking.trajectories import TrajectoryWriter
 from saccade.types import ALWAYS_EXCLUDED, Group
@@ -60,8 +60,7 @@ from saccade.types import ALWAYS_EXCLUDED, Group
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-# Pages of episodes of several turns; rows that were left out.
-FILES = (RESULTS, "samples.jsonl", "report.html", "episodes.html", QUARANTINE)
+FILES = (RESULTS, "samples.jsonl", "report.html", QUARANTINE)
 
 
 def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) -> dict[str, Any]:

@@ -27,9 +27,10 @@ from saccade.export import export
 from saccade.models import tiny
 from saccade.recipes import evaluate, models, rl, sft
 from saccade.statistics import mean_interval, paired_difference
+from saccade.tracking.curves import charts_of, phase_seconds
+from saccade.tracking.episodes import stored_episodes
 from saccade.tracking.loggers import read_metrics
-from saccade.tracking.report import sample_rollouts, write_report
-from saccade.tracking.sections import Estimate, Table
+from saccade.tracking.report_page import Estimate, Report, Table, write_report
 
 WORDS = (
     *("<think>", "</think>", "<answer>", "</answer>", "user", "assistant", "system"),
@@ -222,8 +223,7 @@ def _report(
     size: Mapping[str, int],
 ) -> Path:
     rows = read_metrics(out / "rl")
-    return write_report(
-        out / "report.html",
+    report = Report(
         title="saccade quickstart",
         subtitle="A tiny vision-language model learns to count: supervised start, then GRPO.",
         facts={
@@ -232,13 +232,14 @@ def _report(
             "Parameters": f"{summary['model_parameters']:,}",
             "Held-out accuracy": f"{summary['sft']['val']:.0%} → {summary['rl']['val']:.0%}",
         },
-        curves=rows,
-        tables=[_table(scores)],
-        rollouts=sample_rollouts(out / "rl"),
-        pictures=out / "rl" / "trajectories",
         notes=_notes(scores, size),
-        appendix={name: (out / f"{name}.yaml").read_text() for name in STAGES},
+        tables=[_table(scores)],
+        charts=charts_of(rows),
+        phases=phase_seconds(rows),
+        episodes=stored_episodes(out / "rl"),
+        texts={f"{name}.yaml": (out / f"{name}.yaml").read_text() for name in STAGES},
     )
+    return write_report(out / "report.html", report)
 
 
 def _notes(scores: Mapping[str, Mapping[str, np.ndarray]], size: Mapping[str, int]) -> list[str]:

@@ -22,8 +22,7 @@ from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.recipes.accuracy import Scores, Table
 from saccade.rewards.reward_sample import image_records
-from saccade.tracking.eval_report import RESULTS
-from saccade.tracking.folder import METRICS
+from saccade.tracking.folder import METRICS, RESULTS
 from saccade.types import Group, Trajectory
 
 ANSWERS = "answers"

@@ -32,7 +32,7 @@ from rich.text import Text
 
 from saccade.tracking.clock import Phase, PhaseClock
 from saccade.tracking.messages import shown_by
-from saccade.tracking.sections import MEASURE
+from saccade.tracking.metrics import MEASURE
 
 Row = Mapping[str, float | str]
 Columns = tuple[tuple[str, str, Callable[[float], str]], ...]  # label, metric, how it is shown

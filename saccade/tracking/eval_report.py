@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from saccade.tracking.folder import TRAJECTORIES
-from saccade.tracking.report import BESIDE_ACCURACY, episodes_of, write_report
-from saccade.tracking.sections import Cell, Estimate, Table, interval_of
-from saccade.tracking.trajectories import read_trajectories, stored_steps
+from saccade.tracking.episodes import stored_episodes
+from saccade.tracking.folder import RESULTS
+from saccade.tracking.metrics import interval_of
+from saccade.tracking.report import BESIDE_ACCURACY, INTERVALS, estimate
+from saccade.tracking.report_page import Report, Table, write_report
 
-RESULTS = "results.json"
 TITLES = {
     "by_limit": ("by limit of turns", "limit"),
     "by_turns": ("by turns that were used", "turns used"),
@@ -64,66 +64,44 @@ def _text(row: Mapping[str, float], column: str) -> str:
 def write_eval_report(folder: Path) -> Path:
     """From what an evaluation left in its folder."""
     results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
-    stored = stored_steps(folder)
-    rollouts = [r for kind in stored for r in read_trajectories(folder, kind, stored[kind][-1])]
-    return write_report(
-        folder / "report.html",
+    report = Report(
         title=folder.resolve().name,
         subtitle="saccade eval",
         tables=[_summary(results), *(t for n, found in results.items() for t in _tables(n, found))],
-        rollouts=rollouts[:16],
-        pictures=folder / TRAJECTORIES,
-        links={"Episodes turn by turn": episodes_of(folder)},
+        episodes=stored_episodes(folder),
     )
+    return write_report(folder / "report.html", report)
 
 
 def _summary(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    beside = {
-        n: about for n, about in BESIDE_ACCURACY.items() if any(n in m for m in results.values())
-    }
-    measures = sorted({n for found in results.values() for n in found if _is_measure(n)})
-    rows = [
-        (
-            name,
-            *(_cell(found, measure, measure == "accuracy") for measure in measures),
-            *(_cell(found, n, percent) for n, (_, percent) in beside.items()),
-            _cell(found, "items", percent=False),
-        )
-        for name, found in results.items()
-    ]
+    there = {name for found in results.values() for name in found}
+    shares = [n for n in sorted(there) if n == "accuracy" or "@" in n or n == "all_rotations"]
+    scores = [n for n in sorted(there) if n == "score" or n.startswith("score/")]
+    columns = {n: (LABELS.get(n, n), True) for n in shares} | {n: (n, False) for n in scores}
+    columns |= {n: about for n, about in BESIDE_ACCURACY.items() if n in there}
+    columns["items"] = ("items", False)
     return Table(
         title=_kind(results),
-        columns=("set", *measures, *(label for label, _ in beside.values()), "items"),
-        rows=tuple(rows),
-        note="Brackets hold 95 % intervals over the items of a set.",
+        columns=("set", *(label for label, _ in columns.values())),
+        rows=tuple(
+            (name, *(estimate(found, n, percent) for n, (_, percent) in columns.items()))
+            for name, found in results.items()
+        ),
+        note=INTERVALS,
     )
-
-
-def _is_measure(name: str) -> bool:
-    return name in ("accuracy", "score") or name.startswith("score/")
 
 
 def _tables(name: str, found: Mapping[str, Any]) -> Iterator[Table]:
     for key, (title, first) in TITLES.items():
         rows: Mapping[str, Mapping[str, float]] = found.get(key) or {}
         columns = _columns(rows)
+        shares = {c: c not in COUNTS and not c.startswith("score") for c in columns}
         if rows:
             yield Table(
                 title=f"{_kind(rows)} {title}: {name}",
                 columns=(first, *(LABELS.get(c, c) for c in columns)),
                 rows=tuple(
-                    (label, *(_cell(row, column, _is_share(column)) for column in columns))
+                    (label, *(estimate(row, c, shares[c]) for c in columns))
                     for label, row in rows.items()
                 ),
             )
-
-
-def _is_share(column: str) -> bool:
-    return column not in COUNTS and not column.startswith("score")
-
-
-def _cell(row: Mapping[str, Any], name: str, percent: bool = True) -> Cell:
-    if name not in row:
-        return None
-    low, high = (row.get(end) if _is_measure(name) else None for end in interval_of(name))
-    return Estimate(value=row[name], low=low, high=high, percent=percent)

@@ -35,6 +35,7 @@ AGAIN = ["run.resume=none"]  # from that file the run is repeated, not the way i
 CONFIG, MANIFEST, METRICS, LOG = "config.resolved.yaml", "manifest.json", "metrics.jsonl", "log.txt"
 TRAJECTORIES, CHECKPOINTS, LOCK = "trajectories", "checkpoints", ".lock"
 QUARANTINE = "quarantine.jsonl"  # rows that are left out
+RESULTS = "results.json"  # of an evaluation
 
 # What a resumed run may change: how long it goes on, what watches it (it says if a validation set
 # changed), what it puts up with, and where its judge is. Name and place of the folder are where it

@@ -12,6 +12,7 @@ of losses or backends.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 from collections import Counter
@@ -28,6 +29,8 @@ from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Group, Source, Traject
 RIGHT, WRONG = 0.99, 0.01  # outcomes beyond count as right and wrong, as in dynamic sampling
 UNFINISHED = ("truncated", "overturn", "void")
 POLICY = int(Source.POLICY)  # an enum member is slow to compare with an array
+# How good a validation set is: its name, and accuracy or a score of whatever scale.
+MEASURE = re.compile(r"val/(.+?)/(accuracy|score(?:/.+)?)")
 
 
 def group_metrics(
@@ -282,6 +285,18 @@ def _spread(prefix: str, values: np.ndarray, joint: str = "/") -> dict[str, floa
 
 def _share(flags: Iterable[bool]) -> float:
     return fmean(map(bool, flags))
+
+
+def validation_measures(names: Iterable[str]) -> list[tuple[str, str]]:
+    """(set, accuracy or score) of those metrics that say how good a set is, in order."""
+    found = map(MEASURE.fullmatch, names)
+    return sorted({(match[1], match[2]) for match in found if match})
+
+
+def interval_of(leaf: str) -> tuple[str, str]:
+    """Names of the metrics that hold its 95 % interval."""
+    prefix = "" if leaf == "accuracy" else f"{leaf}_"
+    return f"{prefix}ci_low", f"{prefix}ci_high"
 
 
 def host_memory(start_gb: float | None = None) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from saccade.config import Config, load
 from saccade.tracking.folder import RunFolder
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
+from tests.browser import Browser
 
 PROMPT, POLICY = int(Source.PROMPT), int(Source.POLICY)
 WORDS = ["<pad>", "<image>", "how", "many", "?", "<think>", "</think>", "<answer>", "</answer>"]
@@ -95,3 +97,9 @@ def open_folder(config: Config) -> Callable[..., RunFolder]:
         return RunFolder.open(load(config, overrides), command="rl", manifest=manifest)
 
     return open_
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with closing(Browser(tmp_path_factory.mktemp("profile"))) as opened:
+        yield opened

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,12 @@ from saccade.config import EnvConfig
 from saccade.environments import Setting, build
 from saccade.media.images import decode, open_media
 from saccade.rewards.extract import extract
-from saccade.tracking.episodes import write_episodes
+from saccade.tracking import episodes
+from saccade.tracking.episodes import stored_episodes
+from saccade.tracking.report_page import Report, write_report
 from saccade.tracking.trajectories import TrajectoryWriter, read_trajectories
 from saccade.types import Group, MediaSpan, Message, Sample, Source, Trajectory
-from tests.browser import CHROMIUM, Browser
+from tests.browser import Browser, needs_browser, page_data
 
 UNIT = 28
 EVIL = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -122,65 +123,91 @@ def test_records_know_every_picture_and_where_it_came_from(run: Path) -> None:
             assert Image.open(run / "trajectories" / file).size == size, name
 
 
-def test_the_page_without_a_browser(run: Path) -> None:
-    page = write_episodes(run / "e.html", read_trajectories(run, "train", 3), run / "trajectories")
-    assert page is not None
-    text = page.read_text()
-    assert text.count('<article class="episode">') == 2  # the one with a single turn is not there
-    assert text.count('<section class="turn">') == 8 and "<script>document" not in text
-    assert "\0" not in text and "␀look" in text
-    boxes = [line.split(" ", 1)[1] for line in text.split("<rect class=")[1:] if "box" in line[:5]]
-    assert boxes[0].startswith('x="400.00" y="0.00" width="400.00" height="200.00"')
-    assert boxes[1].startswith('x="600.00" y="100.00" width="200.00" height="100.00"')  # the root
-    assert boxes[2].startswith('x="200.00" y="100.00" width="200.00" height="100.00"')
-    assert "observation_2 ← observation_1 ← original_image" in text
+@pytest.fixture(scope="module")
+def page(run: Path) -> Path:
+    return write_report(run / "e.html", Report(title="crops", episodes=stored_episodes(run)))
+
+
+def test_episodes_as_data(page: Path) -> None:
+    found = page_data(page)["episodes"]
+    first, cut, second = found["items"]
+    assert [len(one["turns"]) for one in (first, cut, second)] == [5, 1, 3]
+    assert first["question"] == f"Which number? {EVIL}" and first["asked"] == 1
+    assert [view["name"] for view in first["views"]][1:] == [f"observation_{n}" for n in (1, 2, 3)]
+    calls = [call for turn in first["turns"] for call in turn["calls"]]
+    assert [call["ok"] for call in calls] == [True, False, True, True]
+    assert calls[2]["pixels"] == [600, 100, 800, 200] and calls[1]["reason"] == "source"
+    assert [part.get("view") for part in first["turns"][0]["said"]] == [None, 1, None]
+    assert (cut["verdict"], cut["status"], cut["end"]) == ("wrong", "overturn", "max_turns")
+    assert len(found["pictures"]) == 4 + 1 + 2  # each picture once, as the model saw it
+    assert all(url.startswith("data:image/") for url in found["pictures"].values())
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_score", "verdict"),
+    [(1.0, False, "right"), (0.0, False, "wrong"), (0.995, True, ""), (0.0, True, "")],
+)
+def test_a_score_is_neither_right_nor_wrong(
+    tmp_path: Path, build: Any, outcome: float, is_score: bool, verdict: str
+) -> None:
+    how = {"decode_text": build.decode, "image_bytes": build.pixels, "version": 1}
+    with TrajectoryWriter(tmp_path) as writer:
+        scores = ["count"] if is_score else []
+        writer.write(1, [build.group(build.trajectory(0, outcome))], scores=scores, **how)
+    (one,) = stored_episodes(tmp_path).items
+    assert (one.verdict, one.outcome) == (verdict, outcome)
+
+
+def test_a_page_has_limits(tmp_path: Path, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    advantages = np.array([0.1, -3.0, 0.2, 0.0, 0.0] * 100, np.float32)
+    long = {"response": (5, 6, 7, 12, 8) * 100, "advantages": advantages}
+    members = [build.trajectory(n, pictures=[build.media(f"p{n}")], **long) for n in range(4)]
+    how = {"decode_text": build.decode, "image_bytes": build.pixels, "version": 1}
+    with TrajectoryWriter(tmp_path) as writer:
+        writer.write(1, [build.group(one, uid=f"s{n}") for n, one in enumerate(members)], **how)
+    monkeypatch.setattr(episodes, "LONGEST", 6)
+    monkeypatch.setattr(episodes, "MOST", 3)
+    found = stored_episodes(tmp_path)
+    assert len(found.items) == 3 and found.note.startswith("The page holds the first 3 episodes")
+    assert found.items[0].question == "How ma … (11 more characters)"
+    strip = found.items[0].advantage
+    assert isinstance(strip, list) and len(strip) <= 200 and min(strip) == -3.0
+    monkeypatch.setattr(episodes, "MOST_BYTES", 50)  # of texts with 33 characters
+    found = stored_episodes(tmp_path)
+    assert len(found.items) == 2 and len(found.pictures) == 1
+    assert "first 2 episodes" in found.note and "pictures are left out" in found.note
+
+
+@needs_browser
+def test_episodes_in_a_browser(page: Path, browser: Browser) -> None:
+    browser.visit(page.as_uri())
+    assert browser.troubles == [] and browser.run("document.title") == "crops"
+    browser.until("[...document.querySelectorAll('img')].every(i => i.naturalWidth > 0)")
+    turns = "[...document.querySelectorAll('.episode')[0].querySelectorAll('.turn')]"
+    assert (
+        browser.run(f"{turns}.map(t => t.querySelectorAll('figure').length).join()") == "2,0,3,2,0"
+    )
+    # Boxes lie where the calls said; in a crop of a crop also in the original; earlier ones dashed.
+    boxes = browser.run(
+        f"{turns}.map(t => [...t.querySelectorAll('.box')].map(b => {{"
+        " const r = b.getBoundingClientRect(), o = b.parentNode.getBoundingClientRect();"
+        " return b.className.slice(4) + [(r.x - o.x) / o.width, (r.y - o.y) / o.height,"
+        " r.width / o.width, r.height / o.height].map(v => v.toFixed(2)) }).join(' ')).join('|')"
+    )
+    assert boxes == (
+        "0.50,0.00,0.50,0.50||0.75,0.25,0.25,0.25 0.50,0.50,0.50,0.50"
+        "|earlier0.50,0.00,0.50,0.50 0.00,0.50,0.50,0.50|"
+    )
+    text = browser.run("document.body.innerText")
+    assert "observation_2 ← observation_1 ← original_image: 200x100, seen at 196x112" in text
     assert "failed: source" in text and "before this was shown" in text
-    assert text.count("data:image/") == text.count("<image ") == 4 + 2  # each picture once
-    alone = [record for record in read_trajectories(run, "train", 3) if record["turns"] == 1]
-    assert write_episodes(run / "none.html", alone, run / "trajectories") is None
-    assert not (run / "none.html").exists()
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_the_page_in_a_browser(run: Path, tmp_path: Path) -> None:
-    records = read_trajectories(run, "train", 3)
-    page = write_episodes(tmp_path / "episodes.html", records, run / "trajectories")
-    assert page is not None
-    with closing(Browser(tmp_path / "profile")) as browser:
-        browser.visit(page.as_uri())
-        where = "document.getElementById('where')?.textContent"
-        browser.until(f"{where} === 'episode 1 of 2, turn 1 of 5'")
-        shown = "[...document.querySelectorAll('.turn h3')].filter(e => e.checkVisibility())"
-        assert browser.run(f"{shown}.map(e => e.textContent).join()") == "Turn 1"
-        pictures = "[...document.querySelectorAll('figure svg')].filter(e => e.checkVisibility())"
-        assert browser.run(f"{pictures}.length") == 2
-        # The box lies where the call said: the upper right quarter of the picture on the screen.
-        box = browser.run(
-            f"(() => {{ const svg = {pictures}[0], r = svg.querySelector('.box');"
-            " const p = svg.getScreenCTM(), b = r.getBBox(), o = svg.getBoundingClientRect();"
-            " return [(b.x * p.a + p.e - o.x) / o.width, (b.y * p.d + p.f - o.y) / o.height,"
-            " b.width * p.a / o.width, b.height * p.d / o.height]"
-            ".map(v => v.toFixed(2)).join() })()"
-        )
-        assert box == "0.50,0.00,0.50,0.50"
-        drawn = "document.querySelector('defs image')"
-        assert browser.run(f"{drawn}.href.baseVal.startsWith('data:image/')")
-        for keys, said in (
-            (["ArrowRight"] * 2, "episode 1 of 2, turn 3 of 5"),
-            (["ArrowLeft"], "episode 1 of 2, turn 2 of 5"),
-            (["n"], "episode 2 of 2, turn 1 of 3"),
-            (["ArrowLeft"], "episode 1 of 2, turn 5 of 5"),
-            (["ArrowRight", "ArrowRight"], "episode 2 of 2, turn 2 of 3"),
-            (["p", "p"], "episode 1 of 2, turn 1 of 5"),
-            (["a"], "episode 1 of 2, all 5 turns"),
-        ):
-            for key in keys:
-                for kind in ("keyDown", "keyUp"):
-                    browser.call("Input.dispatchKeyEvent", type=kind, key=key)
-            assert browser.run(where) == said, keys
-        assert browser.run(f"{shown}.length") == 5
-        assert browser.run("document.title") == "Episodes turn by turn"  # nothing foreign ran
-        browser.run("document.getElementById('after').click()")
-        assert browser.run(where) == "episode 2 of 2, all 3 turns"
-        shot = browser.call("Page.captureScreenshot")["data"]
-        assert len(shot) > 10_000
+    top = "document.querySelectorAll('.episode')[{}].getBoundingClientRect().top"
+    browser.press("n", "n")
+    assert browser.run(top.format(1)) == pytest.approx(52, abs=3)
+    browser.press("p", "ArrowRight", "ArrowRight")
+    assert browser.run(f"{turns}[1].getBoundingClientRect().top") == pytest.approx(52, abs=3)
+    browser.press("/")
+    browser.call("Input.insertText", text="max_turns")
+    assert browser.run("document.getElementById('count').textContent") == "2 of 3 episodes"
+    browser.press("n")  # a letter of the search, not a key
+    assert len(browser.call("Page.captureScreenshot")["data"]) > 10_000

@@ -1,66 +1,72 @@
-"""The page is whole, closed to scripts, and says what the run said."""
+"""A report says what the run said, as data and as a page that a real browser draws from disk."""
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import Callable
-from html.parser import HTMLParser
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pytest import approx
 
 from saccade.config import TrackConfig
 from saccade.errors import ConfigError
-from saccade.tracking.cards import rollout_cards
-from saccade.tracking.charts import (
-    Series,
-    interval_bar,
-    legend,
-    line_chart,
-    nice_ticks,
-    number,
-    share_bar,
-)
+from saccade.tracking.curves import charts_of
+from saccade.tracking.eval_report import write_eval_report
 from saccade.tracking.folder import RunFolder
 from saccade.tracking.loggers import Loggers
-from saccade.tracking.report import before_after, from_run, write_report
-from saccade.tracking.sections import Estimate, Table
-from saccade.tracking.trajectories import TrajectoryWriter, read_trajectories
+from saccade.tracking.report import before_after, from_run
+from saccade.tracking.report_page import (
+    Chart,
+    Curve,
+    Episode,
+    Episodes,
+    Estimate,
+    Report,
+    Table,
+    Turn,
+    View,
+    write_report,
+)
+from saccade.tracking.trajectories import TrajectoryWriter
+from tests.browser import Browser, needs_browser, page_data
 
-EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\0\x08"
-VOID = {"meta", "img", "br", "link"}
+EVIL = (
+    "</script><script>document.title = 'owned'</script>"
+    "<img src=x onerror=\"document.title='owned'\">"
+    "\0\x08\u2028\u202e \u05e9\u05dc\u05d5\u05dd \ud800 &amp; REPORT_JSON"
+)
+EPISODE = Episode(
+    set="train",
+    step=1,
+    id="one",
+    sample=0,
+    question="How many?",
+    gold="3",
+    extracted="3",
+    outcome=1.0,
+    verdict="right",
+    status="ok",
+    reason="",
+    end="answered",
+    reward=1.0,
+    parts={"count": 1.0},
+    turn_rewards=(),
+    advantage=[0.5, -1.0, 0.0],
+    tokens={"response": 3},
+    views=(),
+    asked=0,
+    turns=[Turn(said=[{"source": "policy", "text": "<answer>3</answer>"}], calls=())],
+)
 
 
-class Page(HTMLParser):
-    """Collects tags and checks that they close."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.events: list[str] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
-        self.events += [name for name, _ in attrs if name.startswith("on")]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def rows(steps: int = 40) -> list[dict]:
-    made = [
+def rows(steps: int = 40) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = [
         {
             "step": step,
             "reward/mean": 0.1 * step,
@@ -80,15 +86,15 @@ def rows(steps: int = 40) -> list[dict]:
     return made
 
 
-def test_from_run_tells_the_run(
-    open_folder: Callable[..., RunFolder], build: SimpleNamespace
-) -> None:
+@pytest.fixture
+def page(open_folder: Callable[..., RunFolder], build: SimpleNamespace) -> Path:
     with open_folder() as folder:
         with Loggers(folder, TrackConfig(tensorboard=False)) as loggers:
             for row in rows():
                 values = {name: value for name, value in row.items() if value is not None}
                 loggers.log(values, values.pop("step"))
         with TrajectoryWriter(folder) as writer:
+            how = {"decode_text": build.decode, "image_bytes": build.pixels}
             for step, reward in ((1, 0.0), (40, 1.0)):
                 member = build.trajectory(
                     0,
@@ -98,27 +104,69 @@ def test_from_run_tells_the_run(
                     parts={"count": reward, "overlong": -0.5},
                 )
                 for kind in ("train", "val/six"):
-                    writer.write(
-                        step,
-                        [build.group(member)],
-                        decode_text=build.decode,
-                        image_bytes=build.pixels,
-                        version=step,
-                        kind=kind,
-                    )
-        path = from_run(folder.path)
-    text = path.read_text()
-    page = Page(text)
-    assert path == folder.path / "report.html"
-    for words in ("50.0 → 75.0\u00a0%", "[71.0, 79.0]", "+25.0 points", "before (step 1)"):
+                    writer.write(step, [build.group(member)], version=step, kind=kind, **how)
+        return from_run(folder.path)
+
+
+def test_a_run_as_data(page: Path) -> None:
+    assert page.name == "report.html"
+    data = page_data(page)
+    assert data["facts"]["accuracy on six"] == "50.0\u00a0% → 75.0\u00a0%"
+    assert data["facts"]["best step"] == "40 (75.0\u00a0%)"
+    (table,) = data["tables"]
+    assert table["columns"][2:] == ["before (step 1)", "after (step 40)", "change"]
+    name, measure, _, after, change = table["rows"][0]
+    assert (name, measure, change["change"]) == ("six", "accuracy", True)
+    assert [after["low"], after["high"]] == approx([0.71, 0.79])
+    assert change["value"] == approx(0.25) and 0.19 < change["low"] < 0.25 < change["high"] < 0.31
+    assert table["rows"][1][:2] == [None, "answer found"] and not table["rows"][1][4]["tone"]
+    charts = {chart["title"]: chart for chart in data["charts"]}
+    assert charts["Validation accuracy"]["curves"][0]["band"][1] == approx([40, 0.71, 0.79])
+    assert charts["Reward parts"]["curves"][0]["name"] == "count"
+    assert "Turns" not in charts and charts["turns/mean"]["more"]  # never left 1
+    assert len(charts["Gradient norm"]["curves"][0]["points"]) == 39  # null is no point
+    assert data["phases"] == {"rollout": approx(60), "other": approx(20)}
+    assert list(data["texts"]) == ["Configuration", "Manifest"]
+    episodes = data["episodes"]
+    assert [(e["set"], e["step"], e["verdict"]) for e in episodes["items"]] == [
+        *(("val/six", 1, "wrong"), ("val/six", 40, "right")),
+        *(("train", 1, "wrong"), ("train", 40, "right")),
+    ]
+    assert len(episodes["pictures"]) == 1  # each picture once
+
+
+@needs_browser
+def test_a_run_in_a_browser(page: Path, browser: Browser) -> None:
+    browser.visit(page.as_uri())
+    assert browser.troubles == [] and browser.run("document.title") == "first"
+    text = browser.run("document.body.innerText")
+    for words in ("[71.0, 79.0]", "+25.0 points", "Where the time went", "other 25 %"):
         assert words in text, words
-    for title in ("Validation accuracy", "Reward parts", "Where the time went", "Sample rollouts"):
-        assert title in text, title
-    assert "How many objects?" in text and "overlong" in text and "other 25 %" in text
-    assert page.tags.count("img") == 2  # one picture per sample, not per answer
-    assert ">right<" in text and ">wrong<" in text
-    assert ">Turns<" not in text  # never left 1
-    assert "model:" in text  # the configuration, folded away
+    assert "How many objects?" in text and "overlong" in text and "-0.50" in text
+    assert browser.run("document.querySelector('td .up').textContent") == "+25.0 points"
+    assert browser.run("document.querySelectorAll('.interval').length") == 2
+    drawn = "[...document.querySelectorAll('path.line, path.raw')].filter(p => p.checkVisibility())"
+    assert browser.run(f"{drawn}.length") >= 8
+    assert browser.run(f"Math.min(...{drawn}.map(p => p.getTotalLength()))") > 100
+    pictures = "[...document.querySelectorAll('.episode img')]"
+    browser.until(f"{pictures}.length === 2 && {pictures}.every(i => i.naturalWidth === 56)")
+    browser.run("document.querySelector('details').open = true")  # the other metrics
+    browser.until("document.querySelector('details .chart') !== null")
+    browser.run("document.querySelector('.chart').scrollIntoView()")
+    frame = "document.querySelector('.chart').getBoundingClientRect()"
+    x, y = (browser.run(f"{frame}.{side}") for side in ("right - 20", "top + 50"))
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    tip = "document.getElementById('tip')"
+    browser.until(f"{tip}.innerText === 'step 40\\nsix 75.0\\u00a0%'")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = browser.run(ground)
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.call("Emulation.setEmulatedMedia", features=dark)
+    assert browser.run(ground) != light
+    phone = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    browser.call("Emulation.setDeviceMetricsOverride", **phone)
+    assert browser.run("document.documentElement.scrollWidth") == 400
+    assert browser.troubles == []
 
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:
@@ -126,75 +174,103 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
         from_run(tmp_path)
 
 
-def test_nothing_foreign_becomes_markup(tmp_path: Path, build: SimpleNamespace) -> None:
-    record = {
-        "kind": "train",
-        "step": 1,
-        "id": EVIL,
-        "sample": 0,
-        "messages": [{"role": "user", "content": [{"type": "text", "text": EVIL}]}],
-        "segments": [{"source": "policy", "text": EVIL, "ids": [1]}],
-        "images": [],
-        "gold": [EVIL],
-        "extracted": EVIL,
-        "reward": 1.0,
-        "outcome": 0.5,
-        "parts": {EVIL: 1.0},
-        "advantage": None,
-        "status": "error",
-        "reason": EVIL + '" onmouseover="alert(3)',
-    }
-    path = write_report(
-        tmp_path / "report.html",
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    picture = View(name=EVIL, kind=EVIL, size=(8, 8), seen=None, lineage=[EVIL], picture=EVIL)
+    said = [{"source": "policy", "text": EVIL + "x" * 100_000}, {"source": EVIL, "text": EVIL}]
+    call = {"ok": False, "reason": EVIL, "name": EVIL, "source": EVIL}
+    texts = dict.fromkeys(("set", "id", "question", "gold", "extracted", "status"), EVIL)
+    episode = replace(
+        EPISODE,
+        **texts,
+        reason=EVIL,
+        end=EVIL,
+        outcome=float("nan"),
+        verdict="",
+        parts={EVIL: 1.0},
+        views=[picture],
+        asked=1,
+        turns=[Turn(said=said, calls=[call])],
+    )
+    curve = Curve(name=EVIL, points=[(0, 1.0), (1, 2.0)])
+    report = Report(
         title=EVIL,
         subtitle=EVIL,
         facts={EVIL: EVIL},
-        curves=[{"step": step, f"val/{EVIL}/accuracy": 0.5} for step in (0, 1)],
-        tables=[Table(title=EVIL, columns=(EVIL,), rows=((EVIL,),), note=EVIL)],
-        rollouts=[record],
         notes=[EVIL],
-        appendix={EVIL: EVIL},
+        tables=[Table(title=EVIL, columns=(EVIL,), rows=((EVIL,),), note=EVIL)],
+        charts=[Chart(title=EVIL, curves=[curve]), Chart(title=EVIL, curves=[curve], more=True)],
+        phases={EVIL: 1.0},
+        episodes=Episodes(items=[episode], pictures={EVIL: "javascript:alert(1)"}, note=EVIL),
+        texts={EVIL: EVIL},
     )
-    page = Page(path.read_text())
-    assert not re.search(r"[\0-\x08\x0b-\x1f]", path.read_text()) and "␀␈" in path.read_text()
-    assert "script" not in page.tags and "img" not in page.tags
-    assert page.events == [] and page.links == []
-    assert "default-src 'none'" in path.read_text()
+    return write_report(tmp_path_factory.mktemp("hostile") / "report.html", report)
 
 
-@pytest.mark.parametrize(
-    ("outcome", "is_score", "tone"),
-    [(1.0, False, "right"), (0.0, False, "wrong"), (0.995, True, ""), (0.0, True, "")],
-)
-def test_a_score_is_neither_right_nor_wrong(
-    tmp_path: Path, build: SimpleNamespace, outcome: float, is_score: bool, tone: str
-) -> None:
-    scores = ["count"] if is_score else []
-    how = {"decode_text": build.decode, "image_bytes": build.pixels, "version": 1}
-    with TrajectoryWriter(tmp_path) as writer:
-        writer.write(1, [build.group(build.trajectory(0, outcome))], scores=scores, **how)
-    page = rollout_cards(read_trajectories(tmp_path, "train", 1), None)
-    assert ('class="chip right"' in page, 'class="chip wrong"' in page) == (
-        tone == "right",
-        tone == "wrong",
-    )
-    assert (f"outcome {outcome:.2f}" in page) == is_score
+def test_no_data_leaves_its_block(hostile: Path) -> None:
+    text = hostile.read_text()
+    block = text.partition('id="report">')[2].partition("</script>")[0]
+    assert block.isascii() and "<" not in block and text.count("</script>") == 2
+    data = page_data(hostile)
+    assert data["title"] == EVIL and data["version"] == 1
+    assert data["episodes"]["items"][0]["outcome"] is None  # JSON has no NaN
+    assert re.findall(r"(?:https?:)?//[\w.]+|@import|url\(", text) == ["http://www.w3.org"]
+    assert "default-src 'none'" in text and "prefers-color-scheme: dark" in text
 
 
-def test_the_page_needs_no_network(tmp_path: Path) -> None:
-    text = write_report(tmp_path / "r.html", title="t", curves=rows()).read_text()
-    assert re.findall(r"https?://|@import|url\(", text) == []
-    assert "prefers-color-scheme: dark" in text
+@needs_browser
+def test_foreign_text_is_shown_as_text(hostile: Path, browser: Browser) -> None:
+    browser.visit(hostile.as_uri())
+    shown = EVIL.replace("\0", "␀").replace("\x08", "␈")
+    titles = [browser.run(f"document.querySelector('{tag}').textContent") for tag in ("h1", "h2")]
+    assert titles == [shown.replace("\ud800", "\ufffd")] * 2 or titles == [shown] * 2
+    assert browser.run("document.querySelectorAll('script').length") == 2
+    assert browser.run("document.querySelectorAll('main [onerror], main script').length") == 0
+    assert browser.run("document.querySelector('.said').textContent.length") > 100_000
+    assert browser.run("document.querySelector('.said').clientHeight") < 500
+    assert browser.run("document.title").startswith("</script>")  # nothing foreign has run
 
 
-def test_an_empty_report_is_still_a_page(tmp_path: Path) -> None:
-    page = Page(write_report(tmp_path / "r.html", title="nothing yet").read_text())
-    assert "svg" not in page.tags and "section" not in page.tags
-
-
-def test_dollars_and_braces_survive(tmp_path: Path) -> None:
-    text = write_report(tmp_path / "r.html", title="$x {y}", notes=["$body {0}"]).read_text()
-    assert "$x {y}" in text and "$body {0}" in text
+@needs_browser
+def test_a_big_run_opens_soon(browser: Browser, tmp_path: Path) -> None:
+    numbers = [{"step": s, **{f"m/{n}": float(s % 7) for n in range(40)}} for s in range(10_000)]
+    numbers[7777]["sft/loss"] = 1e3
+    for row in numbers:
+        row.setdefault("sft/loss", 1.0)
+    items = [
+        replace(EPISODE, id=f"e{n}", question=f"Question {n}?", turns=EPISODE.turns * 3)
+        for n in range(2000)
+    ]
+    items[1234] = replace(items[1234], verdict="wrong", reward=-5.0)
+    charts = charts_of(numbers)
+    assert max(len(chart.curves[0].points) for chart in charts) < 400
+    assert (7777, 1e3) in charts[0].curves[0].points  # a peak is not averaged away
+    report = Report(title="big", charts=charts, episodes=Episodes(items=items))
+    page = write_report(tmp_path / "big.html", report)
+    began = time.monotonic()
+    browser.visit(page.as_uri())
+    browser.until("document.getElementById('count')?.textContent === '2,000 of 2,000 episodes'")
+    assert time.monotonic() - began < 10  # on a busy machine; about one second by itself
+    assert browser.run("document.querySelectorAll('.episode').length") < 100
+    cards = "[...document.querySelectorAll('.episode')].map(e => e.innerText).join()"
+    for change, count, first in (
+        ("search.value = 'question 77?'", "1", "Question 77?"),
+        ("search.value = 'nowhere'", "0", ""),
+        ("search.value = ''; verdict.value = 'wrong'", "1", "Question 1234?"),
+        (
+            "verdict.selectedIndex = 0; order.value = 'lowest reward first'",
+            "2,000",
+            "Question 1234?",
+        ),
+    ):
+        names = "const [set, verdict, order] = document.querySelectorAll('.tools select')"
+        search = "const search = document.getElementById('search')"
+        fire = "search.dispatchEvent(new Event('input'))"
+        browser.run(f"{{ {names}; {search}; {change}; {fire} }}")
+        counted = browser.run("document.getElementById('count').textContent")
+        assert counted == f"{count} of 2,000 episodes", change
+        assert first in browser.run(cards)
+    assert browser.troubles == []
 
 
 def test_before_after_of_one_measurement_has_no_change() -> None:
@@ -203,46 +279,46 @@ def test_before_after_of_one_measurement_has_no_change() -> None:
     assert before_after([{"step": 1, "reward/mean": 1.0}]) == []
 
 
-def test_a_change_is_coloured_only_when_it_is_sure(tmp_path: Path) -> None:
-    def shown(low: float, high: float) -> str:
-        cell = Estimate(value=0.05, low=low, high=high, change=True)
-        table = Table(title="t", columns=("c",), rows=((cell,),))
-        return write_report(tmp_path / "r.html", title="t", tables=[table]).read_text()
-
-    assert '<b class="up">+5.0 points</b><span class="ci">[+1.0, +9.0]' in shown(0.01, 0.09)
-    assert "<b>+5.0 points</b>" in shown(-0.01, 0.11)
-
-
-def test_a_chart_spans_its_data_and_shows_values() -> None:
-    svg = line_chart("loss", [Series(name="a", points=[(0, 1.0), (10, 3.0), (5, float("nan"))])])
-    Page(svg)
-    assert "step 10\na: 3" in svg and "nan" not in svg
-    assert line_chart("none", [Series(name="a", points=[])]) == ""
-    assert "<circle" in line_chart("one", [Series(name="a", points=[(1, 2.0)])])
-
-
-def test_many_points_are_thinned_but_keep_their_mean() -> None:
-    svg = line_chart("long", [Series(name="a", points=[(x, x % 2) for x in range(100_000)])])
-    assert len(svg) < 80_000
-    assert "a: 0.5" in svg
-
-
-@pytest.mark.parametrize(
-    "low, high, ticks",
-    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (-1, 1, [-1, -0.5, 0, 0.5, 1]), (5, 5, None)],
-)
-def test_ticks_are_round_and_cover(low: float, high: float, ticks: list | None) -> None:
-    made = nice_ticks(low, high)
-    assert made[0] <= low and made[-1] >= high
-    assert ticks is None or made == approx(ticks)
+@needs_browser
+def test_cells_and_single_points(browser: Browser, tmp_path: Path) -> None:
+    """A change is coloured only when it is sure; numbers are shown as readers want them."""
+    sure = Estimate(value=0.05, low=0.01, high=0.09, change=True)
+    worse = Estimate(value=-0.05, change=True)
+    values = [0, 1234.5, 1e-6, 0.123456]
+    cells = (
+        *(sure, replace(sure, low=-0.01, high=0.11), worse, replace(worse, tone=False)),
+        *(Estimate(value=value, percent=False) for value in values),
+        None,
+    )
+    table = Table(title="t", columns=("c",) * len(cells), rows=(cells,))
+    flat = Curve(name="a", points=[(1, 2.0)])
+    report = Report(title="t", tables=[table], charts=[Chart(title="one", curves=[flat])])
+    browser.visit(write_report(tmp_path / "r.html", report).as_uri())
+    shown = "[...document.querySelectorAll('td')].map(e => e.innerText).join('|')"
+    assert browser.run(shown) == (
+        "+5.0 points[+1.0, +9.0]|+5.0 points[-1.0, +11.0]|-5.0 points|-5.0 points"
+        "|0|1,235|1.00e-6|0.1235|"
+    )
+    tones = "[...document.querySelectorAll('td b')].map(e => e.className).join()"
+    assert browser.run(tones) == "up,,down,,,,,"
+    assert browser.run("document.querySelectorAll('circle[r=\"3\"]').length") == 2
+    assert browser.troubles == []
+    browser.visit(write_report(tmp_path / "r.html", Report(title="nothing yet")).as_uri())
+    assert browser.run("document.querySelector('main').innerText") == "nothing yet"
 
 
-def test_numbers_as_readers_want_them() -> None:
-    shown = [number(0.5, True), number(0), number(1234.5), number(1e-6), number(0.123456)]
-    assert shown == ["50.0\u00a0%", "0", "1,234", "1.00e-06", "0.1235"]
-
-
-def test_bars_are_well_formed() -> None:
-    Page(share_bar({"rollout": 3.0, "update": 1.0}))
-    Page(interval_bar(0.5, 0.4, 0.6) + legend(["a"]))
-    assert share_bar({}) == "" and "75 %" in share_bar({"rollout": 3.0, "update": 1.0})
+def test_an_evaluation_as_data(tmp_path: Path) -> None:
+    whole = {"accuracy": 0.5, "ci_low": 0.4, "ci_high": 0.6, "pass@4": 0.75, "items": 8.0}
+    rated = {"score": 3.5, "score_ci_low": 3.0, "score_ci_high": 4.0, "items": 2.0}
+    tables = {"by_category": {"near": whole, "far": {"items": 1.0}}, "by_turns": {}}
+    (tmp_path / "results.json").write_text(json.dumps({"a": whole | tables, "b": rated}))
+    summary, by_category = page_data(write_eval_report(tmp_path))["tables"]
+    assert summary["columns"] == ["set", "accuracy", "pass@4", "score", "items"]
+    assert (
+        summary["rows"][0][1] | {"low": 0.4, "high": 0.6, "percent": True} == summary["rows"][0][1]
+    )
+    assert summary["rows"][1][1] is None and summary["rows"][1][3]["high"] == 4.0
+    assert not summary["rows"][1][3]["percent"] and summary["rows"][0][2]["percent"]
+    assert by_category["title"] == "Accuracy by category: a"
+    assert by_category["columns"] == ["category", "accuracy", "pass@4", "items"]
+    assert by_category["rows"][1][:2] == ["far", None]

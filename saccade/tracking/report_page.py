@@ -1,0 +1,150 @@
+"""A report as data, and the page that draws it: `report_page.html`, one file without a network.
+
+The page is a function of one JSON block, so a server can feed it as well. It puts data into text
+nodes alone, and its policy allows no script but its own.
+
+    write_report(Path("report.html"), Report(title="first", notes=("nothing yet",)))
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).with_name("report_page.html")
+VERSION = 1  # of the JSON; raise it when the page reads something in another way
+
+Point = tuple[float, float]  # step, value
+Said = Mapping[str, Any]  # {source, text}, or {view} for a picture of the episode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A number in a table, with its 95 % interval where there is one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    percent: bool = True
+    change: bool = False  # a difference: shown with its sign
+    tone: bool = True  # a difference whose rise is good, in colour
+
+
+Cell = str | Estimate | None  # None is an empty cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    name: str
+    points: Sequence[Point]
+    mean: Sequence[Point] = ()  # running mean
+    band: Sequence[tuple[float, float, float]] = ()  # step, low, high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    title: str
+    curves: Sequence[Curve]
+    percent: bool = False
+    more: bool = False  # folded away
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A picture as an episode calls it."""
+
+    name: str
+    kind: str
+    size: Sequence[int]
+    seen: Sequence[int] | None  # the size at which the model saw it
+    lineage: Sequence[str]
+    picture: str | None  # key of `Episodes.pictures`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    said: Sequence[Said]
+    calls: Sequence[Mapping[str, Any]]  # of tools
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    set: str
+    step: int
+    id: str
+    sample: int
+    question: str
+    gold: str
+    extracted: str | None
+    outcome: float | None
+    verdict: str  # right, wrong, or empty
+    status: str
+    reason: str
+    end: str
+    reward: float | None
+    parts: Mapping[str, float | None]
+    turn_rewards: Sequence[float | None]
+    advantage: float | Sequence[float | None] | None  # a list: by token
+    tokens: Mapping[str, int]
+    views: Sequence[View]
+    asked: int  # how many of the views are in the prompt
+    turns: Sequence[Turn]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episodes:
+    items: Sequence[Episode] = ()
+    pictures: Mapping[str, str] = field(default_factory=dict)  # key -> data URL
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    title: str
+    subtitle: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)  # tiles at the top
+    notes: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    charts: Sequence[Chart] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)  # name -> seconds
+    episodes: Episodes = field(default_factory=Episodes)
+    texts: Mapping[str, str] = field(default_factory=dict)  # long ones, folded away
+    version: int = VERSION
+
+
+def write_report(path: Path, report: Report) -> Path:
+    """Write the page with the report inside and return its path."""
+    page = PAGE.read_text(encoding="utf-8")
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # ASCII alone and no "<": nothing in the data can end the block that holds it.
+    data = json.dumps(_plain(report), allow_nan=False).replace("<", "\\u003c")
+    page = page.replace("SCRIPT_HASH", f"sha256-{digest}", 1).replace("REPORT_JSON", data, 1)
+    path = Path(path)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold; a number that is not finite becomes null."""
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
