@@ -17,7 +17,7 @@ LEVELS = (
         "devices",
         "contents",
         "disk",
-        "endpoint",
+        "http_client",
         "sokoban",
         "series",
         "verdicts",

@@ -164,7 +164,7 @@ def endpoint(config: Config) -> Iterator[Finding]:
     if config.rollout.engine != "http":
         return
     from saccade.checks import check
-    from saccade.endpoint.client import OFF, ChatClient
+    from saccade.http_client.chat_client import OFF, ChatClient
 
     http = config.rollout.http
     once = {"retries": 0, "cache": OFF, "model": http.model or "any"}

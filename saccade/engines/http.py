@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from saccade.endpoint.apis import Answer
-from saccade.endpoint.client import ChatClient
 from saccade.engines import Capabilities
 from saccade.errors import ConfigError, SaccadeError
+from saccade.http_client.chat_api import Answer
+from saccade.http_client.chat_client import ChatClient
 from saccade.models.families import Family
 from saccade.types import Completion, Request
 

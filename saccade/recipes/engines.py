@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import Config, DataConfig
-from saccade.endpoint.client import ChatClient
 from saccade.engines import Engine
 from saccade.engines.builders import build
 from saccade.engines.embedded.cache import hindrance, shape_of
@@ -16,6 +15,7 @@ from saccade.engines.http import HttpEngine
 from saccade.engines.remote.replicas import start_replicas
 from saccade.engines.settings import Settings
 from saccade.errors import ConfigError
+from saccade.http_client.chat_client import ChatClient
 from saccade.models import experts
 from saccade.models.families import Family
 from saccade.models.families.endpoint import endpoint_family

@@ -19,9 +19,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from saccade.endpoint.cache import AnswerCache, key_of
-from saccade.endpoint.client import ChatClient
 from saccade.errors import ConfigError
+from saccade.http_client.answer_cache import AnswerCache, key_of
+from saccade.http_client.chat_client import ChatClient
 from saccade.rewards.combine import DROP_GROUP, Pending
 from saccade.rewards.hybrid import ASK
 from saccade.rewards.judge_prompt import (

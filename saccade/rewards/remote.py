@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -24,9 +23,9 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from saccade.codec import plain
-from saccade.endpoint.pictures import Pictures
-from saccade.endpoint.sender import Reply, Sender
 from saccade.errors import ConfigError
+from saccade.http_client.pictures import Pictures
+from saccade.http_client.sender import Reply, Sender, Target, key_from
 from saccade.rewards.request_queue import RequestQueue
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.service_protocol import PROTOCOL, read_reply, request_for
@@ -39,7 +38,7 @@ GATHER = 0.02  # seconds that a request waits for more samples
 LARGEST = 128 * 2**20  # characters of pictures in one request
 QUOTED = 500
 COUNTED = ("samples", "requests", "repeated", "failures")
-MENDS = {
+HINTS = {
     401: ("token", "let it name an environment variable that holds the service's token"),
     403: ("url", "this service answers its own machine only, unless it asks for a token"),
     404: ("url", "give the whole address, such as http://127.0.0.1:8400/get_reward"),
@@ -83,18 +82,16 @@ class Remote:
                     f"try {SECTION}.url=http://127.0.0.1:8400"
                 )
         self.config = config
-        token = _token(config)
-        self._sender = Sender(
-            [_address(url) for url in config.url],
+        target = Target(
+            urls=[_address(url) for url in config.url],
             section=SECTION,
             retries=config.retries,
             timeout=config.timeout,
-            key=token,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            mends=MENDS,
+            key=key_from(config.token, f"{SECTION}.token", example="SACCADE_TOKEN"),
+            hints=HINTS,
             patient=True,
-            on_send=self._sent,
         )
+        self._sender = Sender(target, self._sent)
         self._pictures = Pictures()
         self._queue: RequestQueue[_Job] = RequestQueue(
             self._answer, threads=config.concurrency, batch=config.batch, gather=GATHER
@@ -105,7 +102,7 @@ class Remote:
     def check(self) -> None:
         """Every service is there and takes the token. Old ones answer nothing but a POST."""
         ours: list[dict[str, Any]] = []
-        for url in self._sender.urls:
+        for url in self._sender.target.urls:
             reply = self._sender.reach(url, time.monotonic() + self.config.timeout)
             if reply.status in (401, 403, 404):
                 raise self._sender.refusal(url, reply)
@@ -219,14 +216,3 @@ def _info(reply: Reply) -> dict[str, Any]:
 def _address(url: str) -> str:
     """With the path that services have, where none is given."""
     return url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH
-
-
-def _token(config: RemoteConfig) -> str:
-    if not config.token:
-        return ""
-    if not os.environ.get(config.token):  # its value may be a token by mistake: not repeated
-        raise ConfigError(
-            f"{SECTION}.token: no environment variable of that name is set; give the name of one "
-            f"that holds the token, such as {SECTION}.token=SACCADE_TOKEN"
-        )
-    return os.environ[config.token].strip()

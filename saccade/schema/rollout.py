@@ -11,9 +11,7 @@ class HttpConfig(Section):
     url: str = option(
         "", "Address of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1."
     )
-    api: Literal["chat", "completions", "anthropic"] = option(
-        "chat", "How the endpoint is spoken to."
-    )
+    api: Literal["chat", "completions"] = option("chat", "How the endpoint is asked.")
     model: str = option("", "Name of the model there; empty: the only one that it lists.")
     key: str = option("", "Environment variable that holds the key; empty: none is sent.")
     concurrency: int = option(16, "Requests under way at once.", ge=1)

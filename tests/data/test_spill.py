@@ -16,8 +16,8 @@ from saccade.config import DataConfig, DataSource
 from saccade.data.check import convert
 from saccade.data.datasets import load
 from saccade.data.records import to_row
-from saccade.endpoint.pictures import encode
 from saccade.errors import EnvironmentProblem
+from saccade.http_client.pictures import encode
 from saccade.media.blob_file import Spill, _file_of, encoded
 from saccade.media.images import decode, open_media
 from saccade.media.sounds import open_sound

@@ -12,8 +12,8 @@ import pytest
 
 from saccade.checks import check
 from saccade.config import load as load_config
-from saccade.endpoint import sender as endpoint_client
 from saccade.errors import ConfigError, EnvironmentProblem, RewardError, SelfTestError
+from saccade.http_client import sender as endpoint_client
 from saccade.models.families import load_family
 from saccade.recipes import evaluate, rl
 from saccade.tracking.loggers import read_metrics

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from saccade.config import RewardConfig
-from saccade.endpoint import sender as endpoint_client
 from saccade.errors import ConfigError, EnvironmentProblem, SelfTestError
+from saccade.http_client import sender as endpoint_client
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer

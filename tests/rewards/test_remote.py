@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from saccade.config import RewardConfig
-from saccade.endpoint import sender
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.http_client import sender
 from saccade.rewards import remote
 from saccade.rewards.remote import Remote
 from saccade.rewards.reward_sample import RewardSample

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from saccade.endpoint.client import ChatClient
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.engines.http import HttpEngine
 from saccade.errors import ConfigError
+from saccade.http_client.chat_client import ChatClient
 from saccade.models.families.endpoint import endpoint_family
 from saccade.schema import HttpConfig
 from saccade.types import Media, Message, Request, Sampling

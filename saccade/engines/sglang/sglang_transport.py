@@ -9,19 +9,19 @@ import inspect
 import json
 import os
 import tempfile
-import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx2
 from torch import Tensor
 
-from saccade.endpoint.opener import opener_for
 from saccade.engines.settings import INSTALL, Settings
 from saccade.engines.weights import in_folder
 from saccade.errors import EnvironmentProblem
+from saccade.http_client.sender import http_client
 from saccade.models.families import Family
 
 HOW_TO_INSTALL = INSTALL["sglang"]
@@ -118,8 +118,8 @@ class OverHttp:
     """A server that sees this machine's shared memory: weights lie there as a model folder."""
 
     def __init__(self, url: str, key_variable: str = "") -> None:
-        self.url, self._key = url.rstrip("/"), os.environ.get(key_variable, "")
-        self._opener = opener_for(url)
+        self.url = url.rstrip("/")
+        self._client = http_client(url, os.environ.get(key_variable, ""))
         self._ask("/health_generate", timeout=60)
         self.sleeps = bool(json.loads(self._ask("/server_info")).get("enable_memory_saver"))
         self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="sglang")
@@ -151,22 +151,20 @@ class OverHttp:
 
     def _ask(self, path: str, body: Any = None, timeout: float = PATIENCE) -> bytes:
         """GET without a body, else POST."""
-        headers = {"Content-Type": "application/json"}
-        headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        method = "GET" if body is None else "POST"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, headers=headers)
         try:
-            with self._opener.open(request, timeout=timeout) as answer:
-                status, said = answer.status, answer.read()
-        except OSError as error:
+            answer = self._client.request(method, self.url + path, content=data, timeout=timeout)
+        except (httpx2.HTTPError, OSError) as error:
             raise EnvironmentProblem(
                 f"sglang: no answer from {self.url}{path}: {error}; start it with python -m "
                 "sglang.launch_server, or leave out rollout.engine_args.url to run it here"
             ) from error
-        if status != 200:
-            quoted = said.decode(errors="replace")[:500]
-            raise EnvironmentProblem(f"sglang refused {path} ({status}): {quoted}")
-        return said
+        if answer.status_code != 200:
+            raise EnvironmentProblem(
+                f"sglang refused {path} ({answer.status_code}): {answer.text[:500]}"
+            )
+        return answer.content
 
 
 def _require(success: bool, message: str) -> None:

@@ -8,17 +8,16 @@ cached, counted. Knows nothing of engines or episodes, so a judge can use it as 
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saccade.endpoint.apis import APIS, Answer
-from saccade.endpoint.cache import AnswerCache, key_of
-from saccade.endpoint.pictures import Pictures
-from saccade.endpoint.sender import Sender
 from saccade.errors import ConfigError
+from saccade.http_client.answer_cache import AnswerCache, key_of
+from saccade.http_client.chat_api import APIS, Answer, Picture, read_answer, settings
+from saccade.http_client.pictures import Pictures
+from saccade.http_client.sender import Sender, Target, key_from
 from saccade.schema import HttpConfig
 from saccade.types import Media, Message, Sampling
 
@@ -61,24 +60,22 @@ class ChatClient:
         self.http, self.section, self._fields = http, section, dict(fields or {})
         self.counters = Counters()
         self._api = APIS[http.api]
-        self._key = key_from(http, section)
         self._pictures = Pictures()
         self._cache = AnswerCache(http.cache) if http.cache not in (None, "", OFF) else None
         self._lock = threading.Lock()
-        self._sender = Sender(
-            [http.url],
+        target = Target(
+            urls=[http.url],
             section=section,
             retries=http.retries,
             timeout=http.timeout,
             per_minute=http.per_minute,
-            key=self._key,
-            headers=self._api.headers(self._key),
+            key=key_from(http.key, f"{section}.key", example="OPENAI_API_KEY"),
             options={
                 "model": f"{section}.model",
                 "max_tokens": f"{LIMITED_BY.get(section, section)}.max_tokens",
             },
-            on_send=lambda again: self._count(sent=1, repeated=int(again)),
         )
+        self._sender = Sender(target, lambda again: self._count(sent=1, repeated=int(again)))
         self.model = http.model or self._only_model()
 
     def ask(
@@ -99,7 +96,11 @@ class ChatClient:
             return answer
         body = self._body(messages, sampling, seed, self._pictures)
         answer = self._sender.send(
-            "POST", self._api.path, body, lambda r: self._api.answer(r, sampling), until
+            "POST",
+            self._api.path,
+            body,
+            lambda reply: read_answer(self._api, reply, sampling),
+            until,
         )
         usage = answer.usage
         self._count(
@@ -115,9 +116,12 @@ class ChatClient:
         """Whoever waits for a turn or for another attempt gives up."""
         self._sender.stop()
 
-    def _body(self, messages: Any, sampling: Sampling, seed: int, picture: Any) -> dict[str, Any]:
-        body = {"model": self.model, **self._api.body(messages, sampling, seed, picture)}
-        return {name: v for name, v in (body | self._fields).items() if v is not None}
+    def _body(
+        self, messages: Sequence[Message], sampling: Sampling, seed: int, picture: Picture
+    ) -> dict[str, Any]:
+        body = {"model": self.model, **self._api.body(messages, picture)}
+        body |= settings(sampling, seed) | self._fields
+        return {name: value for name, value in body.items() if value is not None}
 
     def models(self) -> list[str]:
         return self._sender.send("GET", "/models", None, lambda r: [m["id"] for m in r["data"]])
@@ -135,17 +139,6 @@ class ChatClient:
         with self._lock:
             for name, value in added.items():
                 setattr(self.counters, name, getattr(self.counters, name) + value)
-
-
-def key_from(http: HttpConfig, section: str = "rollout.http") -> str:
-    if not http.key:
-        return ""
-    if not os.environ.get(http.key):  # its value may be a key by mistake, so it is not repeated
-        raise ConfigError(
-            f"{section}.key: no environment variable of that name is set; give the name of one "
-            f"that holds the key, such as {section}.key=OPENAI_API_KEY"
-        )
-    return os.environ[http.key].strip()
 
 
 def _named(media: Media) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from saccade.endpoint.pictures import Pictures, encode
+from saccade.http_client.pictures import Pictures, encode
 from saccade.media.images import ImageError
 from saccade.types import Media
 

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from saccade.endpoint.apis import Answer, Usage
+from saccade.http_client.chat_api import Answer, Usage
 
 
 def key_of(asked: Mapping[str, Any]) -> str:

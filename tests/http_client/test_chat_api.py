@@ -1,4 +1,4 @@
-"""Requests and replies of the three kinds of endpoints; images inside them."""
+"""Requests and replies of the two kinds of endpoints; images inside them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.endpoint.apis import APIS
-from saccade.endpoint.pictures import Pictures, encode
 from saccade.errors import ConfigError
+from saccade.http_client.chat_api import APIS, read_answer, settings
+from saccade.http_client.pictures import Pictures, encode
 from saccade.media.images import crop, decode, open_media
 from saccade.models.chat import PLAIN_TEMPLATE
 from saccade.models.families.endpoint import endpoint_family
@@ -31,7 +31,7 @@ def talk(media: Media) -> tuple[Message, ...]:
 
 
 def test_images_travel_as_data_urls(image: Callable[..., Media]) -> None:
-    body = APIS["chat"].body(talk(image()), SAMPLING, 3, Pictures())
+    body = APIS["chat"].body(talk(image()), Pictures()) | settings(SAMPLING, 3)
     part = body["messages"][1]["content"][0]
     head, _, data = part["image_url"]["url"].partition(",")
     assert head == "data:image/png;base64"
@@ -40,44 +40,25 @@ def test_images_travel_as_data_urls(image: Callable[..., Media]) -> None:
     assert body["top_k"] == 5 and body["stop"] == ["END"] and body["seed"] == 3
 
 
-def test_messages_in_anthropic_form(image: Callable[..., Media]) -> None:
-    body = APIS["anthropic"].body(talk(image()), SAMPLING, 3, Pictures())
-    assert body["system"] == "Be brief." and body["stop_sequences"] == ["END"]
-    picture, text = body["messages"][0]["content"]
-    assert picture["source"]["media_type"] == "image/png" and text["text"] == "How many?"
-    assert "seed" not in body and "top_p" not in body
-    reply = {
-        "content": [{"type": "text", "text": "4 "}],
-        "stop_reason": "stop_sequence",
-        "stop_sequence": "END",
-        "usage": {"input_tokens": 30, "output_tokens": 2},
-    }
-    answer = APIS["anthropic"].answer(reply, SAMPLING)
-    assert (answer.text, answer.finish, answer.usage.response) == ("4 END", "stop", 2)
-    cut = APIS["anthropic"].answer(reply | {"stop_reason": "max_tokens"}, SAMPLING)
-    assert cut.finish == "length"
-    assert APIS["anthropic"].headers("k") == {"anthropic-version": "2023-06-01", "x-api-key": "k"}
-
-
 def test_completions_ask_as_a_folder_without_a_template(image: Callable[..., Media]) -> None:
     from jinja2 import Template
 
     messages = (*talk(image())[:1], Message(role="user", parts=("How many?",)))
-    body = APIS["completions"].body(messages, SAMPLING, 3, Pictures())
+    body = APIS["completions"].body(messages, Pictures())
     plain = [{"role": m.role, "content": m.text} for m in messages]
     template = Template(PLAIN_TEMPLATE)
     assert body["prompt"] == template.render(messages=plain, add_generation_prompt=True)
     with pytest.raises(ConfigError, match=r"rollout\.http\.api=chat"):
-        APIS["completions"].body(talk(image()), SAMPLING, 3, Pictures())
+        APIS["completions"].body(talk(image()), Pictures())
 
 
 def test_a_stop_string_is_put_back_where_the_endpoint_names_it() -> None:
     choice = {"message": {"content": "4 "}, "finish_reason": "stop", "stop_reason": "END"}
-    assert APIS["chat"].answer({"choices": [choice]}, SAMPLING).text == "4 END"
+    assert read_answer(APIS["chat"], {"choices": [choice]}, SAMPLING).text == "4 END"
     choice["stop_reason"] = 151645  # an end-of-turn id
-    assert APIS["chat"].answer({"choices": [choice]}, SAMPLING).text == "4 "
+    assert read_answer(APIS["chat"], {"choices": [choice]}, SAMPLING).text == "4 "
     choice = {"message": {"content": None}, "finish_reason": "length"}
-    answer = APIS["chat"].answer({"choices": [choice]}, SAMPLING)
+    answer = read_answer(APIS["chat"], {"choices": [choice]}, SAMPLING)
     assert (answer.text, answer.finish) == ("", "length")
 
 

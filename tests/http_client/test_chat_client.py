@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from saccade.endpoint import sender as http_client
-from saccade.endpoint.client import ChatClient
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.http_client import sender as http_client
+from saccade.http_client.chat_client import ChatClient
 from saccade.schema import HttpConfig
 from saccade.types import Media, Message, Sampling
 from tests.endpoints import Endpoint, Says, chat_answer, scripted
