@@ -48,7 +48,9 @@ def load_config(config: Source, *overrides: str) -> Config:
 
 def rl(config: Source, *overrides: str) -> dict[str, Any]:
     """Train with reinforcement learning; returns the summary of the run."""
-    return _recipe("rl").run(load_config(config, *overrides))
+    from saccade.estimate.estimate_command import preflight
+
+    return _recipe("rl").run(load_config(config, *overrides), preflight=preflight)
 
 
 def sft(config: Source, *overrides: str) -> dict[str, Any]:

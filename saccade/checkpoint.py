@@ -5,7 +5,7 @@ Written under a temporary name, verified, renamed; the old ones go only after th
 moment leaves the last good one. Tensors are safetensors, the rest is JSON: nothing is unpickled.
 What is collected and the writing of it are apart, so that training can go on in between.
 
-    write = prepare(run / "checkpoints", 50, backend, family, progress={...}, keep=3, best=40)
+    write = prepare(run / "checkpoints", 50, backend, family, progress={...}, keep=3)
     write()
 """
 
@@ -54,22 +54,20 @@ def prepare(
     progress: Mapping[str, Any],
     keep: int,
     parts: Mapping[str, Stateful] | None = None,
-    best: int | None = None,
     copy: bool = False,
 ) -> Callable[[], Path]:
     """What comes back writes the checkpoint. With `copy` all of it is in main memory by then, and
     training may go on; without, it is read while it is written.
 
-    `progress` is plain data: what the recipe needs to go on. `parts` are what else has a state,
-    each in a folder of its name. `best` is the step of the best validation.
+    `progress` is plain data: what the recipe needs to go on; its `best_step` is kept beside the
+    newest ones. `parts` are what else has a state, each in a folder of its name.
     """
     parts = parts or {}
     require_room(folder, saved_bytes(backend, parts))
     files: Iterable[File] = _collect(backend, family, progress, parts, copy=copy)
     weights = [(name, shape) for name, shape, _ in backend.weight_shapes()]
-    return partial(
-        _write, folder, step, list(files) if copy else files, weights, keep=keep, best=best
-    )
+    files, best = list(files) if copy else files, progress.get("best_step")
+    return partial(_write, folder, step, files, weights, keep=keep, best=best)
 
 
 def require_room(folder: Path, needed: int) -> None:

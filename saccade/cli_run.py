@@ -64,6 +64,8 @@ def run_recipe(
     else:
         if smoke:  # of an earlier one, so that it can be repeated
             shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
+        if name == "rl":  # refuses what does not fit
+            more = {"preflight": import_module("saccade.estimate.estimate_command").preflight}
         import_module(f"saccade.recipes.{MODULES[name]}").run(config, **(more or {}))
 
 

@@ -31,5 +31,6 @@ def test_the_formula_of_the_loss_is_four_calls_from_the_loop(
     rl.run(rl_config(tmp_path, run__max_steps=1))
     between = stacks[0][stacks[0].index("rl.run") + 1 :]
     assert between == [
-        *("rl.train_policy", "local.train_step", "local.sum_gradients", "objective.objective"),
+        *("updates.update_models", "local.train_step", "local.sum_gradients"),
+        "objective.objective",
     ]

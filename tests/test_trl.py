@@ -102,10 +102,10 @@ def ours(
     """Loss, gradient by name and advantages, through the packed forests that training uses."""
     import torch
 
-    from saccade.algorithms import columns, stages
+    from saccade.algorithms import annotate, select
+    from saccade.algorithms.algorithm_state import restore
     from saccade.algorithms.build import resolve
     from saccade.algorithms.loss_sums import to_metrics
-    from saccade.algorithms.memory import recall
     from saccade.backends import Scoring
     from saccade.backends.local import LocalBackend
     from saccade.backends.losses import PolicyLoss
@@ -113,7 +113,6 @@ def ours(
     from saccade.forest.packing import pack
     from saccade.models.families import load_family
     from saccade.models.load import load_model
-    from saccade.types import Metrics
 
     family = load_family(path)
     family = replace(family, banned=np.zeros_like(family.banned))  # TRL bans nothing
@@ -126,15 +125,13 @@ def ours(
         old="recompute" if old is not None else "detach",
     )
     algorithm = resolve(row, max_tokens=LIMIT, samples_per_prompt=SIZE)
-    groups = stages.choose_members(groups, algorithm, Metrics())
+    groups = select.mark_members(groups, algorithm)[0]
     updates = [pack(groups, positions=family.positions, micro_tokens=60)]
     if old is not None:
         starts = np.cumsum([0] + [len(batch.reads) for batch in updates[0]])
         scored = [(old[a:b], old[a:b]) for a, b in pairwise(starts)]
-        updates = columns.with_scores(updates, ("old_logprobs",), scored)
-    (batches,) = columns.write_advantages(
-        updates, groups, algorithm, recall(algorithm, None), Metrics()
-    )
+        updates = annotate.with_scores(updates, ("old_logprobs",), scored)
+    (batches,) = annotate.write_advantages(updates, groups, algorithm, restore(algorithm, None))[0]
     assert len(batches) > 1  # several forests, as under a real budget
     assert backend.optimizer is not None
     stats = backend.sum_gradients(batches, PolicyLoss(algorithm, Scoring()))

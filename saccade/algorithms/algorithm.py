@@ -168,6 +168,10 @@ class Algorithm:
     def needs_critic(self) -> bool:
         return self.estimator.critic
 
+    def is_warming(self, step: int) -> bool:
+        """Whether only the critic learns in this step."""
+        return self.needs_critic and step <= self.critic.warmup_steps
+
     @property
     def kl_in_loss(self) -> bool:
         return self.needs_reference and self.kl.place == "loss"

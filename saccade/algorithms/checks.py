@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.algorithm_state import LARGEST_ERROR
 from saccade.algorithms.filters import EXCLUDABLE
-from saccade.algorithms.memory import LARGEST_ERROR
 from saccade.algorithms.table import unknown
 from saccade.config import AlgorithmConfig
 from saccade.errors import ConfigError

@@ -15,9 +15,9 @@ from torch import Tensor
 from saccade.algorithms import domains
 from saccade.algorithms.advantages import AdvantageInputs
 from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.algorithm_state import AlgorithmState, domain_of, success_of
 from saccade.algorithms.filters import in_baseline, is_excluded
 from saccade.algorithms.kl import KINDS
-from saccade.algorithms.memory import Memory, domain_of, success_of
 from saccade.algorithms.table import bound
 from saccade.types import Batch, Group, Trajectory
 
@@ -30,7 +30,7 @@ def estimator_inputs(
     sequence: Tensor,
     counted: Tensor,
     algorithm: Algorithm,
-    memory: Memory,
+    state: AlgorithmState,
     component_weights: ComponentWeights | None,
 ) -> AdvantageInputs:
     members = [t for group in groups for t in group.trajectories]
@@ -58,7 +58,7 @@ def estimator_inputs(
     if entry.greedy:
         inputs = replace(inputs, greedy=_numbers(_reward(group.greedy) for group in owners))
     if entry.domains:
-        weights = [_domain_weight(group, algorithm, memory) for group in groups]
+        weights = [_domain_weight(group, algorithm, state) for group in groups]
         inputs = replace(inputs, domain_weights=_numbers(weights)[inputs.groups])
     if entry.components:
         assert component_weights is not None, "the terms of the reward have weights"
@@ -78,9 +78,9 @@ def _reward(trajectory: Trajectory | None) -> float:
     return trajectory.reward
 
 
-def _domain_weight(group: Group, algorithm: Algorithm, memory: Memory) -> float:
+def _domain_weight(group: Group, algorithm: Algorithm, state: AlgorithmState) -> float:
     y = success_of(group, algorithm)
-    return 1.0 if y is None else domains.weight(memory.domains, domain_of(group), y)
+    return 1.0 if y is None else domains.weight(state.domains, domain_of(group), y)
 
 
 def _components(
@@ -125,7 +125,7 @@ def column(batches: Sequence[Batch], name: str) -> Tensor:
 
 
 def _numbers_of(batches: Sequence[Batch], name: str) -> Tensor:
-    """A column that estimators count with; `columns.py` looks whether it was one of numbers."""
+    """A column that estimators count with; `annotate.py` looks whether it was one of numbers."""
     return column(batches, name).nan_to_num(posinf=0.0, neginf=0.0)
 
 

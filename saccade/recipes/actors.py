@@ -1,4 +1,4 @@
-"""Who takes part in a step of reinforcement learning, made from a config or a checkpoint.
+"""Who takes part in reinforcement learning, made from a config or a checkpoint.
 
 actors = make_actors(config, algorithm, family, data, run)
 """
@@ -7,26 +7,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.describe import describe
 from saccade.backends import Reference, Scoring
-from saccade.backends.local import LocalBackend
 from saccade.config import Config
 from saccade.contents import File
 from saccade.data.datasets import Dataset, Stream
-from saccade.engines import Engine
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
+from saccade.plan import total_steps
 from saccade.recipes import models, parts, questions
 from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.engines import make_engine, require_support
+from saccade.recipes.evaluate import Evaluator
+from saccade.recipes.rollouts import Sampler
 from saccade.recipes.run import Run
+from saccade.recipes.updates import Learners, schedule_of
 from saccade.recipes.validation import Validation
-from saccade.rewards.scorer import Scorer
 from saccade.rollout.stored import group_files, load_groups
 from saccade.types import Group, Sample
 
@@ -52,24 +53,15 @@ class Surplus:
 
 @dataclass(frozen=True, kw_only=True)
 class Actors:
-    """Who takes part in a step."""
+    """What the loop unpacks; no stage sees all of it."""
 
-    config: Config
-    algorithm: Algorithm
-    family: Family
-    engine: Engine
-    policy: LocalBackend
+    sampler: Sampler
+    learners: Learners
     reference: Reference | None
-    critic: LocalBackend | None
-    scorer: Scorer | None
-    stream: Stream
     surplus: Surplus
     validation: Validation
-    demonstrations: Demonstrations | None
-
-    @property
-    def scoring(self) -> Scoring:
-        return Scoring(temperature=self.config.rollout.temperature)
+    with_state: dict[str, Any]  # what a checkpoint holds beside the policy, by its folder
+    total: int  # steps
 
 
 def make_actors(
@@ -84,58 +76,89 @@ def make_actors(
     log.info(describe_trained(policy.model, family))
     backend = models.learner(config, policy)
     stream = Stream(data, seed=config.run.seed, config=config.data)
-    engine = make_engine(
-        config,
-        policy,
-        first_tokens=algorithm.fire.temperature > 0,
-        logs=run.folder.path,
-    )
+    hot = algorithm.fire.temperature > 0
+    engine = make_engine(config, policy, first_tokens=hot, logs=run.folder.path)
     run.close_at_end(engine)
     require_support(config, engine)
-    run.progress.setdefault("stream", stream.state())
-    run.progress["algorithm"] = describe(algorithm).splitlines()
     sets = questions.validation_sets(config, family) if config.val.every else {}
     run.compare_sets(sets)
     parts.warn_of_unused(scorer, [data, *sets.values()])
     parts.warn_of_rows(config, family, stream, sets.values())
-    reference = critic = None
+    reference = critic = demonstrations = None
     if algorithm.needs_reference:
         reference = models.load_reference(config, family, algorithm, backend)
     if algorithm.needs_critic:
         critic = models.load_critic(config, family, algorithm)
-    demonstrations = None
     if config.train.ptx_coef:
-        demonstrations = Demonstrations(config, family, updates=algorithm.updates_per_step)
-    actors = Actors(
-        config=config,
-        algorithm=algorithm,
-        family=family,
+        demonstrations = Demonstrations(
+            config, family, run.quarantine, updates=algorithm.updates_per_step
+        )
+    evaluator = Evaluator(
         engine=engine,
-        policy=backend,
-        reference=reference,
-        critic=critic,
+        family=family,
         scorer=scorer,
-        stream=stream,
-        surplus=Surplus(sample_of=data.sample),
-        validation=Validation(
-            run, config, family, engine, backend, scorer, sets, training_follows=False
-        ),
-        demonstrations=demonstrations,
+        config=config,
+        quarantine=run.quarantine,
+        progress=run.watch_validation,
     )
-    if run.start is not None:
-        backend.load_state(run.start / "state")
-        stream.restore(run.progress["stream"])
-        if demonstrations is not None:
-            demonstrations.stream.restore(run.progress["demonstrations"])
-        for name, part in parts_with_state(actors).items():
-            part.load_state(run.start / "state" / name)
+    surplus = Surplus(sample_of=data.sample)
+    moving = reference if algorithm.reference_moves else None
+    carried = surplus if algorithm.filter.keep_surplus else None
+    with_state = {"critic": critic, "reference": moving, "surplus": carried}
+    total = total_steps(config, stream.rows_per_epoch)
+    actors = Actors(
+        sampler=Sampler(
+            engine=engine,
+            family=family,
+            scorer=scorer,
+            stream=stream,
+            quarantine=run.quarantine,
+            config=config,
+            algorithm=algorithm,
+            watch=run.watch,
+            phase=run.display.console.phase,
+        ),
+        learners=Learners(
+            policy=backend,
+            critic=critic,
+            demonstrations=demonstrations,
+            train=config.train,
+            scoring=Scoring(temperature=config.rollout.temperature),
+            seed=config.run.seed,
+            parity_max=config.rollout.parity_max,
+            schedule=schedule_of(config.train, algorithm, total),
+            folder=run.folder.path,
+        ),
+        reference=reference,
+        surplus=surplus,
+        validation=Validation(
+            evaluator=evaluator,
+            weights=backend,
+            sets=sets,
+            every=config.val.every,
+            training_follows=False,
+        ),
+        with_state={name: part for name, part in with_state.items() if part is not None},
+        total=total,
+    )
+    _restore(actors, run)
+    run.progress = replace(
+        run.progress, stream=stream.state(), algorithm=tuple(describe(algorithm).splitlines())
+    )
     engine.update_weights(backend, version=run.step)  # its own copy may be of another checkpoint
     return actors
 
 
-def parts_with_state(actors: Actors) -> dict[str, Any]:
-    """What a checkpoint holds beside the policy, by the name of its folder."""
-    moving = actors.reference if actors.algorithm.reference_moves else None
-    surplus = actors.surplus if actors.algorithm.filter.keep_surplus else None
-    everything = {"critic": actors.critic, "reference": moving, "surplus": surplus}
-    return {name: part for name, part in everything.items() if part is not None}
+def _restore(actors: Actors, run: Run) -> None:
+    """From a checkpoint all go on where they were."""
+    if run.start is None:
+        return
+    progress, demonstrations = run.progress, actors.learners.demonstrations
+    actors.learners.policy.load_state(run.start / "state")
+    assert progress.stream is not None
+    actors.sampler.stream.restore(progress.stream)
+    if demonstrations is not None:
+        assert progress.demonstrations is not None
+        demonstrations.stream.restore(progress.demonstrations)
+    for name, part in actors.with_state.items():
+        part.load_state(run.start / "state" / name)

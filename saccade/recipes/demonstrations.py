@@ -2,8 +2,8 @@
 
     loss of an update + train.ptx_coef * mean of -log p over the tokens of its demonstrations
 
-demonstrations = Demonstrations(config, family, updates=algorithm.updates_per_step)
-backend.train_step([*batches, *demonstrations.batches(run)], PolicyLoss(algorithm, scoring), lr=lr)
+demonstrations = Demonstrations(config, family, quarantine, updates=algorithm.updates_per_step)
+backend.train_step([*batches, *demonstrations.batches()], PolicyLoss(algorithm, scoring), lr=lr)
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.recipes import questions
 from saccade.recipes.dialogues import dialogue
-from saccade.recipes.run import Run
+from saccade.recipes.quarantine import Quarantine
 from saccade.types import Batch
 
 
 class Demonstrations:
-    def __init__(self, config: Config, family: Family, *, updates: int) -> None:
-        self.config, self.family = config, family
+    def __init__(
+        self, config: Config, family: Family, quarantine: Quarantine, *, updates: int
+    ) -> None:
+        self.config, self.family, self.quarantine = config, family, quarantine
         self.rows = math.ceil(config.train.prompts_per_step / updates)
         data = questions.load_dialogues(config, config.data.demonstrations, family)
         self.stream = Stream(data, seed=config.run.seed, config=config.data)
 
-    def batches(self, run: Run) -> list[Batch]:
+    def batches(self) -> list[Batch]:
         """The next rows. Without advantages they are imitated."""
-        rows = run.take(self.stream, self.rows)
+        rows = self.quarantine.take(self.stream, self.rows, self.family)
         groups = [dialogue(row, self.family, "assistant") for row in rows]
         train = self.config.train
         batches = pack(groups, positions=self.family.positions, micro_tokens=train.micro_tokens)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,8 @@ from saccade.plan import total_steps
 from saccade.recipes import average, models, pairs, parts, questions
 from saccade.recipes.guard import guard
 from saccade.recipes.pairs import Comparer
-from saccade.recipes.run import Run
+from saccade.recipes.quarantine import Quarantine
+from saccade.recipes.run import Measured, Run
 from saccade.recipes.validation import Validation, answering
 from saccade.recipes.work import sft_work
 from saccade.types import Metrics, Sample
@@ -64,7 +65,7 @@ def run(config: Any) -> dict[str, Any]:
         this.compare_sets(sets)
         parts.warn_of_rows(config, family, stream, sets.values())
         answers = answering(this, config, policy, backend, asked)
-        validation = HeldOut(this, comparer, backend, held, answers)
+        validation = HeldOut(comparer, backend, this.quarantine, held, answers)
         averages = average.kept(config, family, backend, this.start)
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, (data, *sets.values()), averages)
@@ -75,18 +76,19 @@ def _train(
     run: Run, comparer: Comparer, backend: LocalBackend, stream: Stream, validation: HeldOut
 ) -> dict[str, Any]:
     train, last = comparer.config.train, dict[str, Any]()
-    validation.before()
-    for _ in run.steps():
+    run.validate_start(validation)
+    for step in run.steps():
         with run.phase("data"):
-            rows = run.take(stream, train.prompts_per_step)
+            rows = run.quarantine.take(stream, train.prompts_per_step, backend.family)
         with run.phase("logp_ref"):
             batches, row = comparer.prepare(rows, backend)
         with run.phase("update"):
             update = backend.train_step(batches, PreferenceLoss(row), lr=run.learning_rate())
-            guard(run, train, batches, update)
-        run.progress["stream"] = stream.state()
+            before, folder = run.progress.bad_updates, run.folder.path
+            bad = guard(update, batches, before, train, folder, step=step)
+        progress = replace(run.progress, step=step, stream=stream.state(), bad_updates=bad)
         values = _metrics(update.metrics, row, stream) | sft_work(backend, batches)
-        last = run.finish_step(values, validation)
+        last = run.finish_step(progress, values, validation)
     return last
 
 
@@ -100,35 +102,34 @@ def _metrics(update: Metrics, row: Comparison, stream: Stream) -> dict[str, floa
 class HeldOut:
     """Pairs that are not trained on, beside questions whose answers are scored."""
 
-    run: Run
     comparer: Comparer
     backend: LocalBackend
-    sets: Mapping[str, Dataset]
+    quarantine: Quarantine
+    held: Mapping[str, Dataset]
     answers: Validation
 
-    def before(self) -> None:
-        wanted = (self.sets or self.answers.sets) and self.comparer.config.val.before
-        if wanted and self.run.step == 0:
-            self.run.loggers.log(self.metrics(step=0), 0)
+    @property
+    def sets(self) -> dict[str, Dataset]:
+        return {**self.held, **self.answers.sets}
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, total: int) -> bool:
         every = self.comparer.config.val.every
-        wanted = bool((self.sets or self.answers.sets) and every)
-        return wanted and (step % every == 0 or step == self.run.total)
+        return bool(self.sets and every) and (step % every == 0 or step == total)
 
-    def metrics(self, *, step: int) -> dict[str, float]:
+    def measure(self, step: int, scores: Sequence[str]) -> Measured:
         values: dict[str, float] = {}
-        with self.run.phase("validation"):
-            for name, dataset in self.sets.items():
-                samples = self.run.quarantine.whole(dataset, self.backend.family)
-                found = self.comparer.measure(samples, self.backend)
-                values |= pairs.named(found, f"val/{name}")
+        for name, dataset in self.held.items():
+            samples = self.quarantine.whole(dataset, self.backend.family)
+            found = self.comparer.measure(samples, self.backend)
+            values |= pairs.named(found, f"val/{name}")
         if values:
             shown = {n: v for n, v in values.items() if n.endswith(("/accuracy", "/margin"))}
             text = "  ".join(f"{name} {value:.3g}" for name, value in shown.items())
             log.info(f"step {step}  {text}")
-            self.run.note_validation(values, step)
-        return values | (self.answers.metrics(step=step) if self.answers.sets else {})
+        if not self.answers.sets:
+            return Measured(metrics=values)
+        answered = self.answers.measure(step, scores)
+        return replace(answered, metrics={**values, **answered.metrics})
 
 
 def _require_both_labels(config: Config, samples: Sequence[Sample]) -> None:

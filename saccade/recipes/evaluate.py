@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +96,18 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
         for dataset in sets.values():
             parts.test_rewards(config, scorer, dataset.samples)
         parts.warn_of_unused(scorer, sets.values(), shared=False)
+        evaluator = Evaluator(
+            engine=engine,
+            family=family,
+            scorer=scorer,
+            config=config,
+            quarantine=quarantine,
+            progress=console.progress,
+        )
         results = []
         for name, dataset in sets.items():
             with console.phase(name):
-                results.append(
-                    evaluate_set(
-                        *(engine, family, scorer, name, dataset, config),
-                        quarantine=quarantine,
-                        progress=console.progress,
-                    )
-                )
+                results.append(evaluator.evaluate(name, dataset))
             log.info(describe(results[-1]))
             for line in table_lines(name, results[-1].tables):
                 log.info(line)
@@ -138,50 +141,52 @@ def _store(writer: TrajectoryWriter, result: Result, config: Config, family: Fam
     )
 
 
-def evaluate_set(
-    engine: Engine,
-    family: Family,
-    scorer: Scorer | None,
-    name: str,
-    dataset: Dataset,
-    config: Config,
-    *,
-    quarantine: Quarantine,
-    progress: Progress,
-    known: Collection[str] = (),
-) -> Result:
-    """`known`: sources whose outcome is a score."""
-    samples = quarantine.whole(dataset, family)
-    stream = RewardStream(scorer, family)
-    limits = parts.limits_of(config, evaluation=True)
-    cuts = Cuts(sorted(limits.marks), lambda: RewardStream(scorer, family))
-    groups = collect(
-        engine,
-        samples,
-        repeats=config.val.n,
-        environment=parts.environments_of(config, family),
-        family=family,
-        sampling=parts.validation_sampling(config),
-        limits=limits,
-        seed=f"{config.run.seed}/val",
-        on_finish=stream.submit,
-        on_mark=cuts.submit,
-        progress=progress,
-    )
-    tables: dict[str, Table] = {}
-    make_room(engine, scorer)
-    judged = scorer is not None or gives_rewards(config.env)
-    if judged:
-        groups = stream.attach(groups, telling(progress, scorer, config.reward))
-    scores = score_terms(scorer, outcomes_by_source(groups), known)
-    if judged:
-        tables = _tables(groups, cuts, limits, scores)
-    metrics = set_metrics(groups, family, scores) | (scorer.metrics() if scorer else {})
-    metrics["left_out"] = quarantine.left_out(dataset)
-    for limit, row in tables.get("by_limit", {}).items():
-        if "accuracy" in row:
-            metrics[f"accuracy_within_{limit}_turns"] = row["accuracy"]
-    return Result(name=name, groups=tuple(groups), metrics=metrics, tables=tables, scores=scores)
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """What answers the questions of a set and scores the answers."""
+
+    engine: Engine
+    family: Family
+    scorer: Scorer | None
+    config: Config
+    quarantine: Quarantine
+    progress: Progress
+
+    def evaluate(self, name: str, dataset: Dataset, known: Collection[str] = ()) -> Result:
+        """`known`: sources whose outcome is a score."""
+        family, scorer, config = self.family, self.scorer, self.config
+        stream = RewardStream(scorer, family)
+        limits = parts.limits_of(config, evaluation=True)
+        cuts = Cuts(sorted(limits.marks), lambda: RewardStream(scorer, family))
+        groups = collect(
+            self.engine,
+            self.quarantine.whole(dataset, family),
+            repeats=config.val.n,
+            environment=parts.environments_of(config, family),
+            family=family,
+            sampling=parts.validation_sampling(config),
+            limits=limits,
+            seed=f"{config.run.seed}/val",
+            on_finish=stream.submit,
+            on_mark=cuts.submit,
+            progress=self.progress,
+        )
+        tables: dict[str, Table] = {}
+        make_room(self.engine, scorer)
+        judged = scorer is not None or gives_rewards(config.env)
+        if judged:
+            groups = stream.attach(groups, telling(self.progress, scorer, config.reward))
+        scores = score_terms(scorer, outcomes_by_source(groups), known)
+        if judged:
+            tables = _tables(groups, cuts, limits, scores)
+        metrics = set_metrics(groups, family, scores) | (scorer.metrics() if scorer else {})
+        metrics["left_out"] = self.quarantine.left_out(dataset)
+        for limit, row in tables.get("by_limit", {}).items():
+            if "accuracy" in row:
+                metrics[f"accuracy_within_{limit}_turns"] = row["accuracy"]
+        return Result(
+            name=name, groups=tuple(groups), metrics=metrics, tables=tables, scores=scores
+        )
 
 
 def _tables(

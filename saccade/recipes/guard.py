@@ -7,7 +7,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from saccade.algorithms.algorithm import Algorithm
@@ -15,7 +16,6 @@ from saccade.backends import Update
 from saccade.config import Config, TrainConfig
 from saccade.errors import RewardError, TrainingError
 from saccade.recipes.parts import save_batches
-from saccade.recipes.run import Run
 from saccade.rewards.user_functions import LATE
 from saccade.rollout.scoring import GIVEN_UP
 from saccade.types import Batch, Group, Metrics
@@ -27,22 +27,32 @@ MOST_UNSCORED = 0.01  # share of tokens that an engine may leave without a log-p
 
 
 def guard(
-    run: Run, train: TrainConfig, batches: Sequence[Batch], update: Update, *, who: str = "policy"
-) -> None:
-    """A skipped update costs its batch; several in a row end the run."""
-    counts = run.progress.setdefault("bad_updates", {})
-    counts[who] = counts.get(who, 0) + 1 if update.skipped else 0
+    update: Update,
+    batches: Sequence[Batch],
+    before: Mapping[str, int],
+    train: TrainConfig,
+    folder: Path,
+    *,
+    step: int,
+    who: str = "policy",
+) -> dict[str, int]:
+    """How many updates in a row could not be made, of policy and critic; `before` this one. A
+    skipped update costs its batch, which is written into the folder of the run; several in a row
+    end the run.
+    """
+    bad = before.get(who, 0) + 1 if update.skipped else 0
     if not update.skipped:
-        return
-    step, whose = run.step + 1, "" if who == "policy" else f"{who} "
-    name = f"{whose}step-{step}-{counts[who]}.npz".replace(" ", "-")
-    where = save_batches(run.folder.path / "bad-batches" / name, batches)
+        return {**before, who: 0}
+    whose = "" if who == "policy" else f"{who} "
+    name = f"{whose}step-{step}-{bad}.npz".replace(" ", "-")
+    where = save_batches(folder / "bad-batches" / name, batches)
     log.info(f"step {step}: {whose}loss or gradient not finite, update skipped; batch in {where}")
-    if train.on_nonfinite == "stop" or counts[who] >= train.max_bad_updates:
+    if train.on_nonfinite == "stop" or bad >= train.max_bad_updates:
         raise TrainingError(
-            f"{counts[who]} {whose}updates in a row were not finite (train.on_nonfinite="
+            f"{bad} {whose}updates in a row were not finite (train.on_nonfinite="
             f"{train.on_nonfinite}); lower train.lr, and look at {where}"
         )
+    return {**before, who: bad}
 
 
 def check_mismatch(metrics: Metrics, algorithm: Algorithm, parity_max: float | None) -> None:

@@ -206,7 +206,7 @@ def _score_all(
                 for key, group in zip(block, groups, strict=True)
             }
             write_whole(path, json.dumps(known))
-            run.console.progress(min(start + BLOCK, len(keys)), len(keys))
+            run.display.console.progress(min(start + BLOCK, len(keys)), len(keys))
 
 
 def _reference_id(config: Config, family: Family) -> str:

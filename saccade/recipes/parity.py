@@ -1,6 +1,6 @@
 """The parity probe of a run: before step 1, whenever the engine has weights of its own.
 
-check(run, actors.config, actors.engine, actors.policy, actors.stream.dataset.samples)
+metrics = check(config, engine, policy, data.samples, version=0)
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from saccade.config import Config
 from saccade.engines import Engine, parity
 from saccade.recipes.parts import rollout_sampling
 from saccade.recipes.quarantine import damage
-from saccade.recipes.run import Run
 from saccade.types import Batch, Sample
 
 log = logging.getLogger(__name__)
@@ -26,15 +25,14 @@ LOOKED_AT = 256  # rows among which prompts with pictures are searched
 
 
 def check(
-    run: Run, config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample]
-) -> None:
-    """Says the result in one line; a difference stops the run."""
+    config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample], *, version: int
+) -> dict[str, float]:
+    """Metrics of the comparison, which is also logged in one line; a difference stops the run."""
     if engine.capabilities().shares_weights:
-        return
-    found = compare(config, engine, policy, samples, version=run.step)
+        return {}
+    found = compare(config, engine, policy, samples, version=version)
     log.info(str(found))
-    if run.step == 0:
-        run.loggers.log(found.metrics(), 0)
+    return found.metrics()
 
 
 def compare(

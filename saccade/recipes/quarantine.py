@@ -20,6 +20,7 @@ from pathlib import Path
 
 from saccade.config import DataConfig
 from saccade.data.dataset import BadRow, Dataset, refuse_first, too_many
+from saccade.data.stream import Stream
 from saccade.errors import DataError
 from saccade.media.images import ImageError
 from saccade.media.pixel_cache import DECODED, ImageCache, in_threads
@@ -47,6 +48,14 @@ class Quarantine:
             if reason is not None and (dataset.hash, sample.id) not in self._found:
                 self._set_aside(dataset.row_of(sample.id, reason), dataset)
         return [s for s, reason in zip(samples, reasons, strict=True) if reason is None]
+
+    def take(self, stream: Stream, count: int, family: Family) -> list[Sample]:
+        """The next rows that can be shown; a row that cannot is replaced by the one after it."""
+        taken: list[Sample] = []
+        while len(taken) < count:
+            samples = stream.take(count - len(taken))
+            taken += self.sound(samples, stream.dataset, family)
+        return taken
 
     def whole(self, dataset: Dataset, family: Family) -> list[Sample]:
         """The sound rows of a set, looked at once however often it is measured."""

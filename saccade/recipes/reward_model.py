@@ -6,7 +6,7 @@ saccade reward-model run.yaml data.train=pairs.jsonl reward_model.loss=hps
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,9 @@ from saccade.models.rating import Card, write_card
 from saccade.plan import total_steps
 from saccade.recipes import average, models, pairs, parts, questions
 from saccade.recipes.guard import guard
+from saccade.recipes.quarantine import Quarantine
 from saccade.recipes.rated import Task, measure, named, statistics, task_of
-from saccade.recipes.run import Run
+from saccade.recipes.run import Measured, Run
 from saccade.recipes.work import sft_work
 from saccade.types import Sample
 
@@ -63,7 +64,11 @@ def run(config: Any) -> dict[str, Any]:
             write_card(model, replace(own, statistics={}, statistics_step=None))  # of other weights
 
         averages = average.kept(config, family, backend, this.start, attach)
-        validation = HeldOut(this, task, backend, held, card)
+        validation = HeldOut(
+            *(task, backend, this.quarantine, held, card),
+            every=config.val.every,
+            saves=this.checkpointer.due,
+        )
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, (data, *held.values()), averages)
         return _train(this, config, task, backend, stream, validation)
@@ -78,24 +83,26 @@ def _train(
     validation: HeldOut,
 ) -> dict[str, Any]:
     train, last = config.train, dict[str, Any]()
-    validation.before()
+    run.validate_start(validation)
     for step in run.steps():
         with run.phase("data"):
-            samples = run.take(stream, train.prompts_per_step)
+            samples = run.quarantine.take(stream, train.prompts_per_step, backend.family)
             batches, row = task.prepare(samples)
         with run.phase("update"):
             update = task.train(backend, batches, row, lr=run.learning_rate())
-            guard(run, train, batches, update)
-        run.progress["stream"] = stream.state()
+            before, folder = run.progress.bad_updates, run.folder.path
+            bad = guard(update, batches, before, train, folder, step=step)
+        progress = replace(run.progress, step=step, stream=stream.state(), bad_updates=bad)
         found = update.metrics.means()
         values = {name: found[name] for name in KEPT if name in found} | named(found, "rm")
         values |= {"data/epoch": stream.epoch} | sft_work(backend, batches)
-        if not validation.due(step):
-            if run.saves(step):
-                validation.measure(samples, step)
+        if not validation.due(step, run.total):
+            if run.checkpointer.due(step):
+                with run.phase("validation"):
+                    validation.measure_rows(samples, step)
             else:
                 validation.remember(found, step - 1)  # it was computed before the update
-        last = run.finish_step(values, validation)
+        last = run.finish_step(progress, values, validation)
     return last
 
 
@@ -105,45 +112,38 @@ class HeldOut:
     step, say where the scores lie; the model's config keeps it.
     """
 
-    run: Run
     task: Task
     backend: LocalBackend
+    quarantine: Quarantine
     sets: Mapping[str, Dataset]
     card: Card
+    every: int
+    saves: Callable[[int], bool]
 
-    def before(self) -> None:
-        if self.sets and self.run.config.val.before and self.run.step == 0:
-            self.run.loggers.log(self.metrics(step=0), 0)
-
-    def due(self, step: int) -> bool:
-        if not self.sets:
-            return False
-        every = self.run.config.val.every
-        return step % every == 0 or self.run.saves(step)  # a model says where its scores lie
+    def due(self, step: int, total: int) -> bool:
+        """Also before a save: a model says where its scores lie."""
+        return bool(self.sets) and (step % self.every == 0 or self.saves(step))
 
     def remember(self, found: Mapping[str, float], step: int) -> None:
         self.card = statistics(found, self.card, step)
         write_card(self.backend.model, self.card)
 
-    def measure(self, samples: Sequence[Sample], step: int) -> None:
+    def measure_rows(self, samples: Sequence[Sample], step: int) -> None:
         """Of some rows, only for what is remembered."""
         if self.card.heads:
-            with self.run.phase("validation"):
-                self.remember(measure(self.task, self.backend, samples).means(), step)
+            self.remember(measure(self.task, self.backend, samples).means(), step)
 
-    def metrics(self, *, step: int) -> dict[str, float]:
+    def measure(self, step: int, scores: Sequence[str]) -> Measured:
         values: dict[str, float] = {}
-        with self.run.phase("validation"):
-            for name, dataset in reversed(list(self.sets.items())):  # the first set is remembered
-                samples = self.run.quarantine.whole(dataset, self.backend.family)
-                found = measure(self.task, self.backend, samples).means()
-                self.remember(found, step)
-                values |= named(found, f"val/{name}")
+        for name, dataset in reversed(list(self.sets.items())):  # the first set is remembered
+            samples = self.quarantine.whole(dataset, self.backend.family)
+            found = measure(self.task, self.backend, samples).means()
+            self.remember(found, step)
+            values |= named(found, f"val/{name}")
         shown = {n: v for n, v in values.items() if n.endswith("/accuracy")}
         text = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
         log.info(f"step {step}  {text}")
-        self.run.note_validation(values, step)
-        return values
+        return Measured(metrics=values)
 
 
 def held_out(config: Config, task: Task) -> dict[str, Dataset]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from saccade import checks
-from saccade.algorithms import stages
+from saccade.algorithms import select
 from saccade.algorithms.build import resolve
 from saccade.backends import OWN, Update
 from saccade.backends.distil import DistillationLoss
@@ -78,19 +79,22 @@ def _train(
     validation: Validation,
 ) -> dict[str, Any]:
     train, last = config.train, dict[str, Any]()
-    validation.before()
+    run.log_start(validation.check_engine(run.step))
+    run.validate_start(validation)
     read = _reader(config, family)
-    for _ in run.steps():
+    for step in run.steps():
         with run.phase("data"):
-            rows = [read(sample) for sample in run.take(stream, train.prompts_per_step)]
+            taken = run.quarantine.take(stream, train.prompts_per_step, family)
+            rows = [read(sample) for sample in taken]
             batches = pack(rows, positions=family.positions, micro_tokens=train.micro_tokens)
-            batches = stages.write_supervision(batches)
+            batches = select.write_supervision(batches)
         with run.phase("update"):
             update = _learn(batches, backend, teacher, config, lr=run.learning_rate())
-            guard(run, train, batches, update)
-        run.progress["stream"] = stream.state()
+            before, folder = run.progress.bad_updates, run.folder.path
+            bad = guard(update, batches, before, train, folder, step=step)
+        progress = replace(run.progress, step=step, stream=stream.state(), bad_updates=bad)
         values = _metrics(update.metrics, rows, stream) | sft_work(backend, batches)
-        last = run.finish_step(values, validation)
+        last = run.finish_step(progress, values, validation)
     return last
 
 

@@ -3,83 +3,70 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from saccade.backends.local import LocalBackend
 from saccade.config import Config
 from saccade.data.datasets import Dataset
-from saccade.engines import Engine
-from saccade.models.families import Family
 from saccade.recipes import models, parity, parts
 from saccade.recipes.engines import make_engine
-from saccade.recipes.evaluate import describe, evaluate_set
-from saccade.recipes.run import Run, Stopping
-from saccade.rewards.scorer import Scorer
+from saccade.recipes.evaluate import Evaluator, describe
+from saccade.recipes.run import Measured, Run
 from saccade.rollout.scoring import unread
 from saccade.tracking.diagnosis import unread_answers
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Evaluates the validation sets, stores some responses, remembers the best step."""
+    """Evaluates the validation sets with the weights of this moment."""
 
-    run: Run
-    config: Config
-    family: Family
-    engine: Engine | None  # where there are sets
+    evaluator: Evaluator | None  # where there are sets
     weights: LocalBackend
-    scorer: Scorer | None
     sets: dict[str, Dataset]
+    every: int
     training_follows: bool  # and wants the memory; else a rollout, with the same weights
 
-    def before(self) -> None:
-        """The score of the start, for the comparison; before it, whether engine and trainer mean
-        the same model, where no rollout asks.
-        """
-        if self.engine is not None and self.training_follows:
-            samples = [s for dataset in self.sets.values() for s in dataset.samples]
-            self.engine.update_weights(self.weights, version=self.run.step)
-            parity.check(self.run, self.config, self.engine, self.weights, samples)
-            self.engine.sleep()
-        if self.sets and self.config.val.before and self.run.step == 0:
-            self.run.loggers.log(self.metrics(step=0), 0)
+    def due(self, step: int, total: int) -> bool:
+        return bool(self.sets and self.every) and (step % self.every == 0 or step == total)
 
-    def due(self, step: int) -> bool:
-        every = self.config.val.every
-        return bool(self.sets and every) and (step % every == 0 or step == self.run.total)
+    def check_engine(self, version: int) -> dict[str, float]:
+        """Whether engine and trainer mean the same model, where no rollout asks that."""
+        if self.evaluator is None:
+            return {}
+        engine, config = self.evaluator.engine, self.evaluator.config
+        samples = [s for dataset in self.sets.values() for s in dataset.samples]
+        engine.update_weights(self.weights, version=version)
+        found = parity.check(config, engine, self.weights, samples, version=version)
+        engine.sleep()
+        return found
 
-    def metrics(self, *, step: int) -> dict[str, float]:
-        assert self.engine is not None
-        known = self.run.progress.setdefault("scores", [])
-        self.engine.update_weights(self.weights, version=step)
-        with self.run.phase("validation"):
-            try:
-                results = [
-                    evaluate_set(
-                        *(self.engine, self.family, self.scorer, name, dataset, self.config),
-                        quarantine=self.run.quarantine,
-                        progress=self.run.watch_validation,
-                        known=known,
-                    )
-                    for name, dataset in self.sets.items()
-                ]
-            except Stopping:  # the run ends after this step; half a validation says nothing
-                return {}
+    def measure(self, step: int, scores: Sequence[str]) -> Measured:
+        assert self.evaluator is not None
+        engine, scorer, family = (
+            self.evaluator.engine,
+            self.evaluator.scorer,
+            self.evaluator.family,
+        )
+        engine.update_weights(self.weights, version=step)
+        results = [self.evaluator.evaluate(name, data, scores) for name, data in self.sets.items()]
         if self.training_follows:
-            self.engine.sleep()
+            engine.sleep()
+        advice = {}
         for result in results:
-            known += sorted(set(result.scores) - set(known))
-            groups = result.groups[: self.config.val.log_generations]
-            self.run.store(groups, step=step, kind=f"val/{result.name}")
             log.info(f"step {step}  {describe(result)}")
-            shown = unread(result.groups, self.scorer, self.family)
+            shown = unread(result.groups, scorer, family)
             if line := unread_answers(result.metrics.get("parse_rate", 1.0), shown):
-                self.run.advise("length/parse_rate", f"{result.name}: {line}")
-        metrics = {f"val/{r.name}/{key}": v for r in results for key, v in r.metrics.items()}
-        self.run.note_validation(metrics, step)
-        return metrics
+                advice.setdefault("length/parse_rate", f"{result.name}: {line}")
+        kept = self.evaluator.config.val.log_generations
+        return Measured(
+            metrics={f"val/{r.name}/{key}": v for r in results for key, v in r.metrics.items()},
+            scores=[source for result in results for source in result.scores],
+            stored={f"val/{result.name}": result.groups[:kept] for result in results},
+            advice=advice,
+        )
 
 
 def answering(
@@ -90,22 +77,32 @@ def answering(
     sets: dict[str, Dataset],
 ) -> Validation:
     """For training that samples nothing itself: engine and rewards only where there are sets."""
-    if not sets:
-        if config.reward.given:
-            log.info(
-                "reward scores nothing here, as no set of data.val has questions that are answered "
-                "while this trains"
-            )
-        return Validation(
-            run, config, policy.family, None, weights, None, sets, training_follows=True
+    evaluator = None
+    if sets:
+        scorer = parts.make_scorer(config)
+        run.close_at_end(scorer)
+        for dataset in sets.values():
+            parts.test_rewards(config, scorer, dataset.samples)
+        parts.warn_of_unused(scorer, sets.values())
+        engine = make_engine(config, policy, logs=run.folder.path)
+        run.close_at_end(engine)
+        evaluator = Evaluator(
+            engine=engine,
+            family=policy.family,
+            scorer=scorer,
+            config=config,
+            quarantine=run.quarantine,
+            progress=run.watch_validation,
         )
-    scorer = parts.make_scorer(config)
-    run.close_at_end(scorer)
-    for dataset in sets.values():
-        parts.test_rewards(config, scorer, dataset.samples)
-    parts.warn_of_unused(scorer, sets.values())
-    engine = make_engine(config, policy, logs=run.folder.path)
-    run.close_at_end(engine)
+    elif config.reward.given:
+        log.info(
+            "reward scores nothing here, as no set of data.val has questions that are answered "
+            "while this trains"
+        )
     return Validation(
-        run, config, policy.family, engine, weights, scorer, sets, training_follows=True
+        evaluator=evaluator,
+        weights=weights,
+        sets=sets,
+        every=config.val.every,
+        training_follows=True,
     )

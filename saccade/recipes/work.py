@@ -4,7 +4,7 @@
 to read; MFU and the share of the bandwidth are these against the peak of the device. A device that
 is not in the table has no shares.
 
-    values |= rl_work(policy, critic, groups, updates, config, algorithm, warming=False)
+    values |= rl_work(policy, critic, groups, updates, config, algorithm, step)
 """
 
 from __future__ import annotations
@@ -74,12 +74,10 @@ def rl_work(
     updates: Sequence[Sequence[Batch]],
     config: Config,
     algorithm: Algorithm,
-    *,
-    warming: bool,
+    step: int,
 ) -> dict[str, float]:
     """The work of all phases of a step of reinforcement learning, with the policy `trained` and
-    the critic `judging`. `groups` are those that were sampled, `updates` have their scales;
-    `warming`: only the critic learned.
+    the critic `judging`. `groups` are those that were sampled, `updates` have their scales.
     """
     policy = meter(trained)
     critic = meter(judging) if judging is not None else None
@@ -109,7 +107,7 @@ def rl_work(
         if any(batch.scales is not None and batch.scales.any() for batch in part)
         for batch in part
     ]
-    for learner in (critic, None if warming else policy):
+    for learner in (critic, None if algorithm.is_warming(step) else policy):
         for epoch in range(config.train.epochs_per_batch if learner else 0):
             assert learner is not None
             looked = epoch > 0 or known or learner is critic  # for the values

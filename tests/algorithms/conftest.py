@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.algorithms import columns, memory
+from saccade.algorithms import algorithm_state, annotate
 from saccade.algorithms.advantages import AdvantageInputs
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.build import from_config
 from saccade.algorithms.corrections import Mismatch, measure
 from saccade.algorithms.covariance import SelectionInputs
 from saccade.algorithms.policy_losses import LOSSES, LossInputs
-from saccade.algorithms.stages import Updates
+from saccade.algorithms.select import Updates
 from saccade.algorithms.table import bound
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
-from saccade.types import Batch, Group, Message, Metrics, Sample, Source, Trajectory
+from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
 from tests.algorithms.by_member import LENGTHS, rows
 
 REWARDS = (1.0, 0.0, 0.5, 2.0)
@@ -271,7 +271,7 @@ def written(records, golden):
     the order of the fixture while nothing is packed otherwise.
     """
 
-    def write(row, *, budget=1000, flip=False, updates=1, metrics=None):
+    def write(row, *, budget=1000, flip=False, updates=1, measured=False):
         groups = [
             records.group("a", [2.0, 0.0], LENGTHS[:2]),
             records.group("b", [0.5, 2.0], LENGTHS[2:]),
@@ -285,8 +285,8 @@ def written(records, golden):
             ref_logprobs=rows(golden.ref),
             old_entropies=rows(1 + (2 * golden.sequence + 3 * golden.position).double().sin()),
         )
-        found = Metrics() if metrics is None else metrics
-        known = memory.observe(memory.recall(row, None), groups, row)
-        return columns.write_advantages(packed, groups, row, known, found)
+        known = algorithm_state.observe(algorithm_state.restore(row, None), groups, row)
+        found = annotate.write_advantages(packed, groups, row, known)
+        return found if measured else found[0]
 
     return write

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.algorithms.memory import next_entropy_coef, next_kl_coef
+from saccade.algorithms.algorithm_state import next_entropy_coef, next_kl_coef
 
 
 @pytest.mark.parametrize(

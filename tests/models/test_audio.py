@@ -204,7 +204,7 @@ def test_rows_with_sound_train_in_forests_and_reach_the_tower(family):
         apart.append(scoring.logprobs(batches, OWN)[0][0])
     assert np.abs(together - np.concatenate(apart)).max() < 1e-5
 
-    from saccade.algorithms import stages
+    from saccade.algorithms import select
     from saccade.recipes.sft import SUPERVISED
 
     learning = load_model(family, dtype=torch.float32, device=CPU)
@@ -213,7 +213,7 @@ def test_rows_with_sound_train_in_forests_and_reach_the_tower(family):
     losses = []
     for _ in range(6):
         update = backend.train_step(
-            stages.write_supervision(batches), PolicyLoss(SUPERVISED, OWN), lr=1e-2
+            select.write_supervision(batches), PolicyLoss(SUPERVISED, OWN), lr=1e-2
         )
         losses.append(update.metrics.means()["policy/loss"])
     assert losses[-1] < losses[0] - 0.5

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5OmniThinkerForConditionalGeneration
 
-from saccade.algorithms import stages
+from saccade.algorithms import select
 from saccade.backends import OWN
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
@@ -221,7 +221,7 @@ def test_gradients_of_a_forest_are_those_of_transformers_on_rows(family, load, m
         backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
     )
     update = backend.train_step(
-        stages.write_supervision([forest]), PolicyLoss(SUPERVISED, OWN), lr=0.0
+        select.write_supervision([forest]), PolicyLoss(SUPERVISED, OWN), lr=0.0
     )
     theirs = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(family.path)
     losses = []
@@ -244,7 +244,7 @@ def step(model, family, batches) -> set[str]:
     """Towers whose weights moved."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     backend = LocalBackend(model, family, TrainConfig())
-    backend.train_step(stages.write_supervision(batches), PolicyLoss(SUPERVISED, OWN), lr=1e-2)
+    backend.train_step(select.write_supervision(batches), PolicyLoss(SUPERVISED, OWN), lr=1e-2)
     named = model.named_parameters()
     return {family.tower_of(name) for name, p in named if not torch.equal(before[name], p)}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.algorithms import stages
+from saccade.algorithms import select
 from saccade.backends import OWN, Scoring
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
@@ -226,7 +226,7 @@ def test_a_group_shares_its_series_and_gradients_reach_the_encoder(plugged):
     words = learning.get_input_embeddings().weight.detach().clone()
     losses = [
         backend.train_step(
-            stages.write_supervision(apart), PolicyLoss(SUPERVISED, OWN), lr=1e-2
+            select.write_supervision(apart), PolicyLoss(SUPERVISED, OWN), lr=1e-2
         ).metrics.means()["policy/loss"]
         for _ in range(8)
     ]

@@ -13,8 +13,8 @@ from torch import Tensor
 from saccade.algorithms import corrections
 from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
+from saccade.algorithms.algorithm_state import next_kl_coef
 from saccade.algorithms.kl import KINDS
-from saccade.algorithms.memory import next_kl_coef
 from saccade.algorithms.table import bound
 from saccade.algorithms.value import value_objective
 

@@ -109,7 +109,7 @@ def test_a_damaged_image_in_validation_costs_its_row_or_no_finished_step(
     data, bad = damaged_copy(scenes, tmp_path / "data", "val.jsonl")
     config = rl_config(tmp_path) | {"data.val": str(data), "val.before": False, "val.every": 2}
     config |= {"run.max_steps": 3, "save.every": 0}
-    with pytest.raises(DataError, match=rf"(?s)1 of 8 rows .*{bad} .*step 2 is kept in"):
+    with pytest.raises(DataError, match=rf"(?s)1 of 8 rows .*{bad} .*step 2 is saved in"):
         rl.run(config)
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
     assert complete_steps(tmp_path / "run" / "checkpoints") == [2]
@@ -174,7 +174,7 @@ def test_what_fails_before_an_update_keeps_the_steps_before_it(
         rl.run(rl_config(tmp_path) | changes | {"run.max_steps": 5})
     assert complete_steps(tmp_path / "run" / "checkpoints") == [2]
     assert str(stopped.value).endswith("run.resume=auto goes on from there")
-    assert "step 2 is kept in" in str(stopped.value)
+    assert "step 2 is saved in" in str(stopped.value)
     # A number says nothing of whether an answer could be read.
     rows = read_metrics(tmp_path / "run")
     assert [row["turns/void_frac"] for row in rows] == [0, 0]
@@ -344,7 +344,7 @@ def test_a_refusal_names_no_checkpoint_of_another_run(rl_config: Make, tmp_path:
     )
     with pytest.raises(ConfigError, match=r"the model has no tower 'audio'; it has ") as refused:
         rl.run(other)
-    assert "is kept in" not in str(refused.value)
+    assert "is saved in" not in str(refused.value)
 
 
 def test_a_folder_without_weights_is_refused(rl_config: Make, tmp_path: Path) -> None:

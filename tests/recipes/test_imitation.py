@@ -219,7 +219,7 @@ def test_demonstrations_are_part_of_the_same_update(
 def test_the_gradients_of_both_terms_add_up(word_model: str, scenes: Path) -> None:
     import torch
 
-    from saccade.algorithms import stages
+    from saccade.algorithms import select
     from saccade.backends import OWN
     from saccade.backends.local import LocalBackend
     from saccade.config import DataConfig, DataSource, TrainConfig
@@ -232,7 +232,7 @@ def test_the_gradients_of_both_terms_add_up(word_model: str, scenes: Path) -> No
     samples = read([DataSource(path=str(scenes / "shown.jsonl"))], DataConfig()).samples[:4]
     groups = [sft.dialogue(sample, family, "assistant") for sample in samples]
     batches = pack(groups, positions=family.positions, micro_tokens=60)
-    supervised = stages.write_supervision(batches)
+    supervised = select.write_supervision(batches)
     imitated = [replace(batch, advantages=None) for batch in supervised]
     norms, metrics = [], []
     for step in (supervised, imitated, [*supervised, *imitated]):

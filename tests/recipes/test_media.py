@@ -149,9 +149,7 @@ def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(
     coming = [media for sample in stream.peek(4) for media in sample.media]
     pixels = [family.measure(media)[1] * family.unit**2 for media in coming]
     monkeypatch.setattr(rollouts, "LOOK_AHEAD", 3 * sum(pixels[:ready]))
-    config = load({"train.prompts_per_step": 4})
-    actors = SimpleNamespace(config=config, family=family, stream=stream)
-    rollouts.look_ahead(actors)
+    rollouts.prefetch_prompts(stream, 4, family)
     deadline = time.monotonic() + 30
     while family._render.cache_info().currsize < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -219,18 +217,18 @@ def test_the_next_prompts_are_prepared_once_the_engine_has_begun(
     rl_config, tmp_path, monkeypatch
 ) -> None:
     looks, ahead = [0], []
-    poll, look_ahead = EmbeddedEngine.poll, rollouts.look_ahead
+    poll, prefetch = EmbeddedEngine.poll, rollouts.prefetch_prompts
 
     def counting(engine):
         looks[0] += 1
         return poll(engine)
 
-    def noting(actors):
+    def noting(*arguments):
         ahead.append(looks[0])
-        look_ahead(actors)
+        prefetch(*arguments)
 
     monkeypatch.setattr(EmbeddedEngine, "poll", counting)
-    monkeypatch.setattr(rollouts, "look_ahead", noting)
+    monkeypatch.setattr(rollouts, "prefetch_prompts", noting)
     rl.run(rl_config(tmp_path, run__max_steps=2, val__every=0))
     assert len(ahead) == 2 and ahead[0] == 1  # once in a step, after its first look
     assert 1 < ahead[1] < looks[0]

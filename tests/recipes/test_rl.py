@@ -20,7 +20,6 @@ from saccade.config import load
 from saccade.errors import ConfigError, TrainingError
 from saccade.media import blob_file
 from saccade.recipes import rl
-from saccade.recipes.best import default_best
 from saccade.types import Media
 
 Make = Callable[..., dict[str, Any]]
@@ -125,14 +124,6 @@ def test_a_best_metric_that_cannot_exist_is_refused(
     with pytest.raises(ConfigError, match=r"no validation set; there are val/val/…; try save\.b"):
         rl.run(rl_config(tmp_path, **foo, **val))
     assert not (tmp_path / "run").exists()
-
-
-def test_the_best_is_that_of_one_measure() -> None:
-    both = {"val/a/reward": 9.0, "val/a/score": 2.0, "val/b/accuracy": 0.5}
-    assert default_best(both, None) == "val/b/accuracy"
-    assert default_best({"val/a/reward": 9.0, "val/a/score": 2.0}, None) == "val/a/score"
-    assert default_best(both, "val/pairs/accuracy") is None  # of other sets
-    assert default_best({"val/a/margin": 1.0}, None) is None
 
 
 def test_the_best_checkpoint_stays_beside_the_newest(finished: Path, numbers: Read) -> None:

@@ -25,7 +25,7 @@ from saccade.config import SaveConfig
 from saccade.errors import EnvironmentProblem, Interrupted
 from saccade.models.files import SERIES_FILE
 from saccade.recipes import dpo, reward_model, rl, sft
-from saccade.recipes.saving import Saver
+from saccade.recipes.checkpointer import Checkpointer
 from saccade.tracking.loggers import read_metrics
 
 Make = Callable[..., dict[str, Any]]
@@ -217,7 +217,7 @@ def test_a_failure_ends_the_run_at_its_next_step(
     reached = rows_of(tmp_path / "run")[-1]
     assert 3 <= reached < 6  # the next save would wait for this one
     assert steps_of(tmp_path / "run") == [reached]  # as after any error that touched no weight
-    assert f"step {reached} is kept in" in str(caught.value)
+    assert f"step {reached} is saved in" in str(caught.value)
 
 
 def test_a_disk_that_stays_full_leaves_the_folder_free(
@@ -254,7 +254,7 @@ def test_a_disk_that_fills_up_names_the_checkpoint_before(
         EnvironmentProblem, match=r"needs up to [\d.]+ MB, 5\.0 kB are free"
     ) as caught:
         sft.run(sft_config(tmp_path, save__every=2, save__background=False) | SFT)
-    assert f"step 2 is kept in {folder / 'step-2'}; once" in str(caught.value)
+    assert f"step 2 is saved in {folder / 'step-2'}; fix the" in str(caught.value)
     assert "could not be saved" not in capsys.readouterr().out
 
 
@@ -273,7 +273,7 @@ def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(
 def test_room_is_asked_for_what_will_be_kept(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver = Saver(tmp_path, SaveConfig(keep=3), saved=None)
+    saver = Checkpointer(tmp_path, SaveConfig(keep=3), saved=None)
     usage = shutil.disk_usage(tmp_path)._replace(free=3_500_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     saver.require_room(1_000_000, due=3)
@@ -299,7 +299,7 @@ def test_a_tensor_that_is_lost_on_the_way_is_found(
     with pytest.raises(EnvironmentProblem, match=r"step-2\.\d+: parameters are missing") as caught:
         sft.run(sft_config(tmp_path, save__every=2) | SFT)
     kept = steps_of(tmp_path / "run")[-1]
-    assert caught.value.exit_code == 3 and f"step {kept} is kept in" in str(caught.value)
+    assert caught.value.exit_code == 3 and f"step {kept} is saved in" in str(caught.value)
 
 
 def test_another_error_comes_first_and_both_are_told(

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from saccade.algorithms.domains import Bins
-from saccade.algorithms.memory import (
-    Memory,
+from saccade.algorithms.algorithm_state import (
+    AlgorithmState,
+    after_step,
     domain_of,
     observe,
-    recall,
-    steer,
+    restore,
     success_of,
     to_json,
 )
+from saccade.algorithms.domains import Bins
 from saccade.algorithms.moments import Moments
 from saccade.types import Metrics
 
@@ -31,15 +31,15 @@ def measured(**values: float) -> Metrics:
 
 def test_a_start_has_the_coefficients_of_the_algorithm(algorithm):
     row = algorithm("entropy_coef=0.003")
-    assert recall(row, None) == Memory(kl_coef=0.04, entropy_coef=0.003)
-    steered = Memory(kl_coef=0.05, entropy_coef=0.001).steered(row)
+    assert restore(row, None) == AlgorithmState(kl_coef=0.04, entropy_coef=0.003)
+    steered = AlgorithmState(kl_coef=0.05, entropy_coef=0.001).steered(row)
     assert (steered.kl.coef, steered.entropy.coef) == (0.05, 0.001)
     assert replace(steered, kl=row.kl, entropy=row.entropy) == row
 
 
 def test_json_round_trip_is_exact(algorithm):
     third = 1 / 3
-    memory = Memory(
+    memory = AlgorithmState(
         kl_coef=0.1 + 0.2,
         entropy_coef=third,
         moments={"": Moments(count=3, mean=third, squares=0.1), "acc": Moments()},
@@ -47,10 +47,10 @@ def test_json_round_trip_is_exact(algorithm):
     )
     text = json.dumps(to_json(memory))
     row = algorithm("kl.controller=adaptive", "entropy_target=0.2")
-    assert recall(row, json.loads(text)) == memory
-    assert json.dumps(to_json(recall(row, json.loads(text)))) == text
+    assert restore(row, json.loads(text)) == memory
+    assert json.dumps(to_json(restore(row, json.loads(text)))) == text
     # What the config fixes is the config's, whatever an earlier run had.
-    fixed = recall(algorithm("kl.coef=0.07"), json.loads(text))
+    fixed = restore(algorithm("kl.coef=0.07"), json.loads(text))
     assert (fixed.kl_coef, fixed.entropy_coef) == (0.07, 0)
     assert fixed.moments == memory.moments and fixed.domains == memory.domains
 
@@ -59,41 +59,41 @@ def test_the_kl_coefficient_moves_only_where_it_is_adaptive(algorithm):
     metrics = measured(kl_controlled=0.5)
     for place in ("loss", "reward"):
         row = algorithm("kl.controller=adaptive", f"kl.place={place}")
-        memory = steer(recall(row, None), row, metrics)
+        memory = after_step(restore(row, None), row, metrics)
         assert memory.kl_coef == pytest.approx(0.04 * (1 + 0.2 * 100 / 10_000), abs=1e-15)
     row = algorithm("kl.controller=adaptive", "kl.target=0.4", "kl.horizon=1000")
-    memory = steer(recall(row, None), row, measured(kl_controlled=0.38, sequences=50))
+    memory = after_step(restore(row, None), row, measured(kl_controlled=0.38, sequences=50))
     assert memory.kl_coef == pytest.approx(0.04 * (1 - 0.05 * 50 / 1000), abs=1e-15)
     row = algorithm()
-    assert steer(recall(row, None), row, metrics) == recall(row, None)
+    assert after_step(restore(row, None), row, metrics) == restore(row, None)
 
 
 def test_sequences_of_all_updates_count(algorithm):
     row, metrics = algorithm("kl.controller=adaptive"), measured(kl_controlled=0.5)
     metrics.merge(measured(kl_controlled=0.3))
-    memory = steer(recall(row, None), row, metrics)
+    memory = after_step(restore(row, None), row, metrics)
     assert memory.kl_coef == pytest.approx(0.04 * (1 + 0.2 * 200 / 10_000), abs=1e-15)
 
 
 def test_the_entropy_bonus_steps_toward_its_target_within_its_range(algorithm):
     row = algorithm("entropy_target=0.3", "entropy_step=0.01", "entropy_range=[0.005,0.015]")
-    memory, found = recall(row, None), []
+    memory, found = restore(row, None), []
     for entropy in (0.2, 0.2, 0.3, 0.4, 0.4):
-        memory = steer(memory, row, measured(entropy=entropy))
+        memory = after_step(memory, row, measured(entropy=entropy))
         found.append(memory.entropy_coef)
     assert found == pytest.approx([0.015, 0.015, 0.015, 0.005, 0.005])  # it starts at 0.005
     fixed = algorithm("entropy_coef=0.01")
-    assert steer(recall(fixed, None), fixed, measured(entropy=9)).entropy_coef == 0.01
+    assert after_step(restore(fixed, None), fixed, measured(entropy=9)).entropy_coef == 0.01
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_measurement_that_is_not_finite_moves_nothing(algorithm, value):
     row = algorithm("kl.controller=adaptive", "entropy_target=0.3", "entropy_coef=0.01")
-    start = recall(row, None)
-    assert steer(start, row, measured(kl_controlled=value, entropy=value)) == start
-    assert steer(start, row, Metrics()) == start  # a step in which nothing was trained
+    start = restore(row, None)
+    assert after_step(start, row, measured(kl_controlled=value, entropy=value)) == start
+    assert after_step(start, row, Metrics()) == start  # a step in which nothing was trained
     # The other one still moves.
-    moved = steer(start, row, measured(kl_controlled=value, entropy=0.2))
+    moved = after_step(start, row, measured(kl_controlled=value, entropy=0.2))
     assert moved.kl_coef == start.kl_coef and moved.entropy_coef == pytest.approx(0.011)
 
 
@@ -110,7 +110,7 @@ def test_every_scored_group_is_observed_in_the_order_of_uids(algorithm, records)
         records.group("d", [None, None], extra={"domain": "ct"}),
         records.group("e", [2.0, 2.0]),
     ]
-    start = recall(row, None)
+    start = restore(row, None)
     memory = observe(start, groups, row)
     assert start.domains == {}
     assert set(memory.domains) == {"ct", "default"}
@@ -126,8 +126,8 @@ def test_every_scored_group_is_observed_in_the_order_of_uids(algorithm, records)
 def test_the_sums_of_a_bin_do_not_depend_on_the_order(algorithm, records):
     row = algorithm("preset=drpo")
     groups = [records.group(f"{i:02}", [0.5 + 0.1 / (i + 3)] * 2) for i in range(30)]
-    once = observe(recall(row, None), groups, row)
-    assert observe(recall(row, None), groups[::-1], row).domains == once.domains
+    once = observe(restore(row, None), groups, row)
+    assert observe(restore(row, None), groups[::-1], row).domains == once.domains
 
 
 def test_what_a_group_says_of_its_domain(algorithm, records):
@@ -144,5 +144,5 @@ def test_what_a_group_says_of_its_domain(algorithm, records):
 
 def test_without_domains_nothing_is_observed(algorithm, records):
     row = algorithm()
-    start = recall(row, None)
+    start = restore(row, None)
     assert observe(start, [records.group("a", [7.0, 0.0])], row) is start

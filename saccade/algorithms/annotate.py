@@ -1,7 +1,6 @@
-"""What is known of every token before training on it, written into the forests of a step.
+"""What is computed for every token before training on it, written into the forests of a step.
 
-    updates = write_advantages(updates, groups, algorithm, memory, metrics)
-    updates = write_corrections(updates, algorithm, metrics)
+    updates, metrics = add_advantages(updates, groups, algorithm, state)
     batches = write_selection(batches, algorithm, seed=…)      # once per optimizer step
 
 The pure functions know flat tensors only; here groups and forests are flattened for them and the
@@ -24,11 +23,11 @@ from saccade.algorithms import corrections
 from saccade.algorithms.advantages import AdvantageInputs, Advantages, compute
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.algorithm_state import AlgorithmState
 from saccade.algorithms.covariance import SelectionInputs
 from saccade.algorithms.filters import high_entropy
 from saccade.algorithms.inputs import ComponentWeights, column, estimator_inputs
-from saccade.algorithms.memory import Memory
-from saccade.algorithms.stages import Updates
+from saccade.algorithms.select import Updates
 from saccade.algorithms.table import bound
 from saccade.algorithms.value import explained_variance
 from saccade.forest.packing import has_media
@@ -37,28 +36,46 @@ from saccade.types import Batch, Group, Metrics, Trajectory
 # -- advantages and scales -------------------------------------------------------------------------
 
 
+def add_advantages(
+    updates: Updates,
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    state: AlgorithmState,
+    component_weights: ComponentWeights | None = None,
+    *,
+    version: int = 0,
+) -> tuple[Updates, Metrics]:
+    """The forests with advantages, denominators and corrections. `version` is that of the weights
+    before the update.
+    """
+    updates, metrics = write_advantages(
+        updates, groups, algorithm, state, component_weights, version=version
+    )
+    updates, corrected = write_corrections(updates, algorithm)
+    metrics.merge(corrected)
+    return updates, metrics
+
+
 def write_advantages(
     updates: Updates,
     groups: Sequence[Group],
     algorithm: Algorithm,
-    memory: Memory,
-    metrics: Metrics,
+    state: AlgorithmState,
     component_weights: ComponentWeights | None = None,
     *,
     version: int = 0,
-) -> Updates:
-    """Advantages over the whole step, scales over each optimizer step. `version` is that of the
-    weights before the update.
-    """
-    if not updates:  # every group was dropped or is constant: there is nothing to weigh
-        return updates
+) -> tuple[Updates, Metrics]:
+    """The forests with advantages over the whole step and scales over each optimizer step."""
+    metrics = Metrics()
+    if not updates:  # every group was dropped or is constant: nothing has an advantage
+        return updates, metrics
     members = [t for group in groups for t in group.trajectories]
     place = {t.key: index for index, t in enumerate(members)}
     flat = [batch for batches in updates for batch in batches]
     owner = [np.array([place[key] for key in batch.keys])[batch.sequence] for batch in flat]
     sequence = torch.from_numpy(np.concatenate(owner))
     counted = _counted(sequence, algorithm)
-    inputs = estimator_inputs(groups, flat, sequence, counted, algorithm, memory, component_weights)
+    inputs = estimator_inputs(groups, flat, sequence, counted, algorithm, state, component_weights)
     result = compute(
         algorithm.estimator,
         inputs,
@@ -85,12 +102,13 @@ def write_advantages(
         columns["stale"] = _stale(members, sequence, version)
     updates = _written(updates, columns)
     reads = iter(sequence.split([len(batch.reads) for batch in flat]))
-    return [
+    scaled = [
         _scaled(
             batches, torch.cat([next(reads) for _ in batches]), result, inputs, algorithm, metrics
         )
         for batches in updates
     ]
+    return scaled, metrics
 
 
 def _finite(batches: Sequence[Batch]) -> bool:
@@ -172,18 +190,20 @@ def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Met
 # -- corrections and filters of tokens -------------------------------------------------------------
 
 
-def write_corrections(updates: Updates, algorithm: Algorithm, metrics: Metrics) -> Updates:
-    """Weights and masks that mend what the engine sampled differently, or keep some tokens only.
+def write_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Metrics]:
+    """The forests with weights and masks that correct what the engine sampled differently, or keep
+    some tokens only.
 
     They never change advantages. Each optimizer step divides by what is its own.
     """
+    metrics = Metrics()
     fire, top = algorithm.fire, algorithm.entropy.top
     hot = fire.temperature > 0 and fire.first_token == "is"
     flat = [batch for batches in updates for batch in batches]
     if not (updates and (algorithm.at_once or top or hot)):
         metrics.add("mismatch/ess", 1.0)
         metrics.add("mismatch/masked_frac", 0.0)
-        return updates
+        return updates, metrics
     sequence = _sequences(flat)
     live = column(flat, "scales") > 0
     weights, keep = torch.ones(len(live), dtype=torch.float64), live.double()
@@ -211,7 +231,7 @@ def write_corrections(updates: Updates, algorithm: Algorithm, metrics: Metrics) 
         updates = [_self_normalised(batches) for batches in updates]
     if algorithm.denominator == "kept":
         updates = [_over_kept(batches, algorithm) for batches in updates]
-    return updates
+    return updates, metrics
 
 
 def _correction_metrics(

@@ -7,18 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from saccade.algorithms import columns, memory, stages
-from saccade.types import Metrics
+from saccade.algorithms import algorithm_state, annotate, select
 from tests.algorithms.by_member import FIRST, KEYS, LENGTHS, NO_KL, exact, loss_of, rows
 
 # -- advantages ------------------------------------------------------------------------------------
 
 
 def test_advantages_leave_out_who_was_not_scored(algorithm, records):
-    row, known = algorithm(), memory.recall(algorithm(), None)
+    row, known = algorithm(), algorithm_state.restore(algorithm(), None)
     groups = [records.group("a", [1.0, None, 0.0, 0.0])]
-    groups = stages.choose_members(groups, row, Metrics())
-    updates = columns.write_advantages(records.packed([groups]), groups, row, known, Metrics())
+    groups = select.mark_members(groups, row)[0]
+    updates = annotate.write_advantages(records.packed([groups]), groups, row, known)[0]
     values = records.column(updates, "advantages")
     assert set(values) == {("a", 0), ("a", 2), ("a", 3)}
     std = np.std([1.0, 0.0, 0.0], ddof=1)
@@ -33,10 +32,10 @@ def test_who_is_excluded_by_status_may_stay_in_the_baseline(algorithm, records):
         row = algorithm(
             "advantage=no_std", "exclude_status=[overturn]", f"excluded_in_baseline={option}"
         )
-        groups = stages.choose_members([group], row, Metrics())
-        updates = columns.write_advantages(
-            records.packed([groups]), groups, row, memory.recall(row, None), Metrics()
-        )
+        groups = select.mark_members([group], row)[0]
+        updates = annotate.write_advantages(
+            records.packed([groups]), groups, row, algorithm_state.restore(row, None)
+        )[0]
         values = records.column(updates, "advantages")
         assert {key: v[0] for key, v in values.items()} == exact(
             {("a", 0): 1 - mean, ("a", 1): -mean}
@@ -45,11 +44,11 @@ def test_who_is_excluded_by_status_may_stay_in_the_baseline(algorithm, records):
 
 
 def test_a_group_shrunk_to_one_member_does_not_train(algorithm, records):
-    row, metrics = algorithm("aggregation=token_mean"), Metrics()
+    row = algorithm("aggregation=token_mean")
     groups = [records.group("a", [1.0, None]), records.group("b", [1.0, 0.0])]
-    groups = stages.choose_members(groups, row, metrics)
-    updates = columns.write_advantages(
-        records.packed([groups]), groups, row, memory.recall(row, None), metrics
+    groups, _ = select.mark_members(groups, row)
+    updates, metrics = annotate.write_advantages(
+        records.packed([groups]), groups, row, algorithm_state.restore(row, None)
     )
     scales = records.column(updates, "scales")
     assert scales["a", 0] == [0, 0] and scales["b", 0] == [0.25, 0.25]
@@ -61,11 +60,11 @@ def test_a_group_shrunk_to_one_member_does_not_train(algorithm, records):
 def test_scales_of_an_update_add_up_to_one_however_it_is_packed(algorithm, records):
     groups = [records.group(str(i), [0.0, 1.0, 0.0, 1.0], [1, 2, 3, 4]) for i in range(4)]
     row = algorithm("preset=dapo", updates_per_step=2)
-    parts = stages.split_updates(groups, 2, seed=0)
+    parts = select.split_updates(groups, 2, seed=0)
     wide, narrow = (
-        columns.write_advantages(
-            records.packed(parts, budget), groups, row, memory.recall(row, None), Metrics()
-        )
+        annotate.write_advantages(
+            records.packed(parts, budget), groups, row, algorithm_state.restore(row, None)
+        )[0]
         for budget in (1000, 8)
     )
     assert len(narrow[0]) > len(wide[0]) == 1
@@ -79,9 +78,9 @@ def test_scales_of_an_update_add_up_to_one_however_it_is_packed(algorithm, recor
 
 def test_a_mean_over_sequences_weighs_them_alike(algorithm, records):
     groups, row = [records.group("a", [0.0, 1.0, 0.0, 1.0], [1, 2, 4, 8])], algorithm()
-    updates = columns.write_advantages(
-        records.packed([groups]), groups, row, memory.recall(row, None), Metrics()
-    )
+    updates = annotate.write_advantages(
+        records.packed([groups]), groups, row, algorithm_state.restore(row, None)
+    )[0]
     scales = records.column(updates, "scales")
     assert [sum(scales["a", i]) for i in range(4)] == exact([0.25] * 4)
 
@@ -89,12 +88,12 @@ def test_a_mean_over_sequences_weighs_them_alike(algorithm, records):
 def test_a_step_in_which_nothing_trains(algorithm, records):
     groups = [records.group("a", [0.0, 0.0]), records.group("b", [1.0, 1.0])]
     row = algorithm("drop_constant=true")
-    known = memory.recall(row, None)
-    groups = stages.choose_members(groups, row, Metrics())
-    updates = records.packed(stages.split_updates(groups, 1, seed=0))
-    assert updates == [] and columns.write_advantages(updates, groups, row, known, Metrics()) == []
-    assert columns.write_advantages([], [], row, known, Metrics()) == []
-    assert columns.write_corrections([], algorithm("preset=grpo+tis"), Metrics()) == []
+    known = algorithm_state.restore(row, None)
+    groups = select.mark_members(groups, row)[0]
+    updates = records.packed(select.split_updates(groups, 1, seed=0))
+    assert updates == [] and annotate.write_advantages(updates, groups, row, known)[0] == []
+    assert annotate.write_advantages([], [], row, known)[0] == []
+    assert annotate.write_corrections([], algorithm("preset=grpo+tis"))[0] == []
 
 
 def test_a_kl_in_the_reward_lowers_it_before_the_baseline(algorithm, written, records, golden):
@@ -108,11 +107,11 @@ def test_a_kl_in_the_reward_lowers_it_before_the_baseline(algorithm, written, re
 
 
 def test_a_failed_greedy_rollout_excludes_its_group(algorithm, records):
-    row, metrics = algorithm("preset=remax", "kl.coef=0", "aggregation=token_mean"), Metrics()
+    row = algorithm("preset=remax", "kl.coef=0", "aggregation=token_mean")
     greedy = {"a": records.member("a", 0, 0.25, 2), "b": records.member("b", 0, None, 2), "c": None}
     groups = [replace(records.group(uid, [1.0]), greedy=one) for uid, one in greedy.items()]
-    updates = columns.write_advantages(
-        records.packed([groups]), groups, row, memory.recall(row, None), metrics
+    updates, metrics = annotate.write_advantages(
+        records.packed([groups]), groups, row, algorithm_state.restore(row, None)
     )
     assert records.column(updates, "scales") == {
         ("a", 0): [0.5, 0.5],
@@ -139,8 +138,8 @@ def test_only_a_truncated_response_is_worth_what_the_critic_says(algorithm, reco
         (np.full(len(b.reads), 0.25), np.array([0.5 + key[1] for key in b.keys]))
         for b in updates[0]
     ]
-    updates = columns.with_scores(updates, ("values", "last_values"), scored)
-    updates = columns.write_advantages(updates, groups, row, memory.recall(row, None), Metrics())
+    updates = annotate.with_scores(updates, ("values", "last_values"), scored)
+    updates = annotate.write_advantages(updates, groups, row, algorithm_state.restore(row, None))[0]
     returns = {key: values[0] for key, values in records.column(updates, "returns").items()}
     truncated = 1.0 + 1.5 * (bootstrap == "true")
     assert returns == exact({("a", 0): 1.0, ("a", 1): truncated, ("a", 2): 1.0})
@@ -154,8 +153,8 @@ def test_domains_weigh_the_groups(algorithm, records):
         records.group("a", [1.0, 0.0], LENGTHS[:2], extra={"domain": "xray"}),
         records.group("b", [0.5, 2.0], LENGTHS[2:], extra={"domain": "ct"}),
     ]
-    known = memory.observe(memory.recall(row, None), groups, row)
-    updates = columns.write_advantages(records.packed([groups]), groups, row, known, Metrics())
+    known = algorithm_state.observe(algorithm_state.restore(row, None), groups, row)
+    updates = annotate.write_advantages(records.packed([groups]), groups, row, known)[0]
     values = records.column(updates, "advantages")
     expected = [1.209362, -1.209362, -0.193498, 0.193498]
     assert [values[key][0] for key in KEYS] == pytest.approx(expected, abs=1e-6)
@@ -190,9 +189,9 @@ def standard(values):
 
 def of_terms(algorithm, records, groups, weights):
     row = algorithm("preset=gdpo")
-    updates = columns.write_advantages(
-        records.packed([groups]), groups, row, memory.recall(row, None), Metrics(), weights
-    )
+    updates = annotate.write_advantages(
+        records.packed([groups]), groups, row, algorithm_state.restore(row, None), weights
+    )[0]
     return {key: values[0] for key, values in records.column(updates, "advantages").items()}
 
 
@@ -258,14 +257,14 @@ def test_tokens_of_older_weights_are_marked_and_in_no_mismatch(algorithm, record
         records.packed([[group]], micro_tokens=5),
         old_logprobs={("a", 0): [-1.0, -9.0, -1.5], ("a", 1): [-1.0, -1.25]},
     )
-    known = memory.recall(row, None)
-    marked = columns.write_advantages(updates, [group], row, known, Metrics(), version=4)
+    known = algorithm_state.restore(row, None)
+    marked = annotate.write_advantages(updates, [group], row, known, version=4)[0]
     assert records.column(marked, "stale") == {("a", 0): [1, 1, 0], ("a", 1): [0, 0]}
     new = {("a", 0): [-1.0] * 3, ("a", 1): [-1.0] * 2}
     _, log = loss_of(row, marked[0], new)
     assert log["mismatch/logp_gap_mean"] == exact(0.75 / 3)
     assert log["mismatch/logp_gap_max"] == 0.5 and log["mismatch/unscored_frac"] == 0
-    fresh = columns.write_advantages(updates, [group], row, known, Metrics(), version=3)
+    fresh = annotate.write_advantages(updates, [group], row, known, version=3)[0]
     assert fresh[0][0].stale is None
     assert loss_of(row, fresh[0], new)[1]["mismatch/logp_gap_max"] == 8.0
 
@@ -283,11 +282,11 @@ def test_neither_batching_nor_order_changes_the_selection(
     for packing in ({}, {"budget": 8}, {"flip": True}, {"budget": 8, "flip": True}):
         (batches,) = written(row, **packing)
         current = [np.concatenate([new[key] for key in b.keys]) for b in batches]
-        selected = columns.write_selection(batches, current, row, seed="1/2")
+        selected = annotate.write_selection(batches, current, row, seed="1/2")
         found.append(records.column([selected], "selected"))
     assert found[0] == found[1] == found[2] == found[3]
     assert sum(map(sum, found[0].values())) == 3
-    other = columns.write_selection(batches, current, row, seed="1/3")
+    other = annotate.write_selection(batches, current, row, seed="1/3")
     differs = records.column([other], "selected") != found[0]
     assert differs == (loss == "clip_cov")  # the largest are the largest, whatever the seed
 
@@ -297,7 +296,7 @@ def test_the_selection_of_the_reference(algorithm, written, golden):
     (batches,) = written(row, budget=8)
     new = rows(golden.new)
     current = [np.concatenate([new[key] for key in b.keys]) for b in batches]
-    selected = columns.write_selection(batches, current, row, seed="")
+    selected = annotate.write_selection(batches, current, row, seed="")
     assert loss_of(row, selected, new)[0] == pytest.approx(0.00580263, abs=3e-7)
 
 
@@ -308,16 +307,16 @@ def test_dead_tokens_are_never_selected(algorithm, written, records, golden):
     (batches,) = written(row)
     new = golden.new.clone()
     new[FIRST] = float("nan")
-    selected = columns.write_selection(batches, [new.numpy()], row, seed="")
+    selected = annotate.write_selection(batches, [new.numpy()], row, seed="")
     values = np.concatenate(list(records.column([selected], "selected").values()))
     assert values[FIRST].sum() == 0 and values.sum() == 12  # of 14
 
 
 def test_old_log_probs_must_have_been_computed(algorithm, written, golden):
     (batches,) = written(algorithm(*NO_KL), budget=8)
-    assert np.concatenate(columns.old_logprobs(batches)).tolist() == exact(golden.old.tolist())
+    assert np.concatenate(annotate.old_logprobs(batches)).tolist() == exact(golden.old.tolist())
     with pytest.raises(AssertionError, match="were not computed"):
-        columns.old_logprobs([replace(batches[0], old_logprobs=None)])
+        annotate.old_logprobs([replace(batches[0], old_logprobs=None)])
 
 
 # -- the critic's view, and back -------------------------------------------------------------------
@@ -328,7 +327,7 @@ def test_the_critic_has_a_mean_over_live_tokens(algorithm, written, records):
         "aggregation=seq_mean", "advantage=no_std", "fire.temperature=2", "fire.first_token=mask"
     )
     updates = written(row, budget=8)
-    seen = [columns.for_critic(batches) for batches in updates]
+    seen = [annotate.for_critic(batches) for batches in updates]
     scales = records.column(seen, "scales")
     for key, length in zip(KEYS, LENGTHS, strict=True):
         assert scales[key] == exact([0] + [1 / 14] * (length - 1))
@@ -337,11 +336,11 @@ def test_the_critic_has_a_mean_over_live_tokens(algorithm, written, records):
 
 def test_advantages_are_shown_on_the_members(algorithm, records):
     row = algorithm()
-    groups = stages.choose_members([records.group("a", [1.0, None, 0.0])], row, Metrics())
-    updates = columns.write_advantages(
-        records.packed([groups]), groups, row, memory.recall(row, None), Metrics()
-    )
-    (shown,) = columns.show_advantages(groups, updates)
+    groups = select.mark_members([records.group("a", [1.0, None, 0.0])], row)[0]
+    updates = annotate.write_advantages(
+        records.packed([groups]), groups, row, algorithm_state.restore(row, None)
+    )[0]
+    (shown,) = annotate.show_advantages(groups, updates)
     right, lost, wrong = (t.advantages for t in shown.trajectories)
     assert lost is None and right is not None and wrong is not None
     assert right.tolist() == exact([2**-0.5] * 2, 1e-5)
@@ -350,14 +349,14 @@ def test_advantages_are_shown_on_the_members(algorithm, records):
 
 def test_scores_go_to_the_forest_they_came_from(records):
     groups = [records.group(str(i), [0.0, 1.0]) for i in range(4)]
-    updates = records.packed(stages.split_updates(groups, 2, seed=0), micro_tokens=8)
+    updates = records.packed(select.split_updates(groups, 2, seed=0), micro_tokens=8)
     flat = [batch for batches in updates for batch in batches]
     scored = [
         (np.full(len(b.reads), i, np.float32), np.zeros(len(b.reads))) for i, b in enumerate(flat)
     ]
-    written = columns.with_scores(updates, ("old_logprobs",), scored)
+    written = annotate.with_scores(updates, ("old_logprobs",), scored)
     assert [len(batches) for batches in written] == [len(batches) for batches in updates]
-    found = columns.old_logprobs([batch for batches in written for batch in batches])
+    found = annotate.old_logprobs([batch for batches in written for batch in batches])
     seen = [set(values.tolist()) for values in found]
     assert seen == [{float(i)} for i in range(len(flat))]
     assert all(b.old_entropies is None for batches in written for b in batches)

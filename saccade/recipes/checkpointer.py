@@ -4,8 +4,9 @@ At a save everything is copied to main memory; a thread writes, verifies and ren
 written at a time. What goes wrong in the thread is raised by the next call here, so that the run
 ends at its next step.
 
-    saver = Saver(run.folder.checkpoints, config.save, saved=None)
-    saver.save(step, backend, family, progress=progress, parts={}, background=True)
+    checkpointer = Checkpointer(folder.checkpoints, config.save, saved=None)
+    checkpointer.begin(backend, family, parts={}, first=1, total=100)
+    checkpointer.save(progress)
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from saccade import checkpoint, devices
 from saccade.backends import Backend
@@ -24,61 +24,66 @@ from saccade.config import SaveConfig
 from saccade.contents import kept_bytes
 from saccade.disk import free_bytes, size
 from saccade.models.families import Family
+from saccade.recipes.progress import Progress
 
 log = logging.getLogger(__name__)
 
 LARGEST_SHARE = 0.5  # of the free main memory: rollouts and pictures need some, too
 
 
-class Saver:
-    def __init__(
-        self,
-        folder: Path,
-        config: SaveConfig,
-        *,
-        saved: int | None,
-    ) -> None:
-        self.folder, self.config = folder, config
+class Checkpointer:
+    def __init__(self, folder: Path, options: SaveConfig, *, saved: int | None) -> None:
+        self.folder, self.options = folder, options
         self.saved = saved  # the last step that is on disk
+        self._total = 0
         self._told = False
         self._writing: tuple[int, Future[None]] | None = None
         self._took: deque[float] = deque()  # seconds of those that are finished
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    @property
-    def newest(self) -> int | None:
-        """The step that is being written, or the last one that was."""
-        return self.saved if self._writing is None else self._writing[0]
-
-    def save(
+    def begin(
         self,
-        step: int,
         backend: Backend,
         family: Family,
-        *,
-        progress: Mapping[str, Any],
         parts: Mapping[str, checkpoint.Stateful],
-        background: bool,
+        *,
+        first: int,
+        total: int,
     ) -> None:
-        """Without `background` it is on disk when this returns."""
-        self.wait()
-        copy = background and self.config.background and self._fits(backend, parts)
-        write = checkpoint.prepare(
-            self.folder,
-            step,
-            backend,
-            family,
-            progress=progress,
-            keep=self.config.keep,
-            parts=parts,
-            best=progress["best_step"],
-            copy=copy,
-        )
-        if copy:
-            self._writing = step, self._thread.submit(self._timed, [write])
-        else:
-            write()
-            self.saved = step
+        """What is saved; `parts` have state of their own beside the backend's. Refuses a disk that
+        has no room for one checkpoint of the steps `first` to `total`.
+        """
+        self._backend, self._family, self._parts, self._total = backend, family, parts, total
+        due = sum(self.due(step) for step in range(first, total + 1))
+        self.require_room(checkpoint.saved_bytes(backend, parts), due)
+
+    def due(self, step: int) -> bool:
+        """Whether this step is saved however well it does."""
+        every = self.options.every
+        return step == self._total or (every > 0 and step % every == 0)
+
+    def save(self, progress: Progress, *, last: bool = False) -> None:
+        """The last one is on disk when this returns; others are being written."""
+        if (self._writing[0] if self._writing else self.saved) != progress.step:
+            self.wait()
+            copy = not last and self.options.background and self._fits()
+            write = checkpoint.prepare(
+                self.folder,
+                progress.step,
+                self._backend,
+                self._family,
+                progress=progress.to_json(),
+                keep=self.options.keep,
+                parts=self._parts,
+                copy=copy,
+            )
+            if copy:
+                self._writing = progress.step, self._thread.submit(self._timed, [write])
+            else:
+                write()
+                self.saved = progress.step
+        if last:
+            self.wait()
 
     def require_room(self, needed: int, due: int) -> None:
         """On the disk, before the first step: for one checkpoint of `needed` bytes at least. With
@@ -87,7 +92,7 @@ class Saver:
         if not due:
             return
         checkpoint.require_room(self.folder, needed)
-        keep = self.config.keep
+        keep = self.options.keep
         more = min(due, keep + 1 - min(keep, len(checkpoint.complete_steps(self.folder))))
         free = free_bytes(self.folder)
         if more * needed > free:
@@ -110,12 +115,12 @@ class Saver:
             self.saved = step
 
     def settle(self) -> None:
-        """As `wait`, where another error ends the run: that one is raised, this one is told."""
-        step = self.newest
+        """As `wait`, where another error ends the run: that one is raised, this one is reported."""
+        step = self._writing[0] if self._writing else None
         try:
             self.wait()
         except Exception as error:
-            log.warning(f"the checkpoint of step {step} could not be written: {error}")
+            log.info(f"the checkpoint of step {step} could not be written: {error}")
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -131,8 +136,8 @@ class Saver:
         box.pop()()
         self._took.append(time.perf_counter() - began)
 
-    def _fits(self, backend: Backend, parts: Mapping[str, checkpoint.Stateful]) -> bool:
-        needed = checkpoint.saved_bytes(backend, parts)
+    def _fits(self) -> bool:
+        needed = checkpoint.saved_bytes(self._backend, self._parts)
         free = devices.free_host_bytes() + kept_bytes()
         fits = needed <= LARGEST_SHARE * free
         if not fits and not self._told:

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from saccade.algorithms import stages
-from saccade.algorithms.memory import recall
+from saccade.algorithms import select
+from saccade.algorithms.algorithm_state import restore
 from saccade.algorithms.moments import Moments
 from saccade.errors import ConfigError
-from saccade.types import Metrics
 
 # -- members ---------------------------------------------------------------------------------------
 
@@ -19,8 +18,7 @@ def test_constant_groups_are_dropped_only_when_asked_and_when_rewards_decide(alg
     group = records.group
     groups = [group("a", [0.0, 0.0]), group("b", [1.0, 1.0]), group("c", [0.0, 1.0])]
     early = algorithm("drop_constant=true")
-    metrics = Metrics()
-    chosen = stages.choose_members(groups, early, metrics)
+    chosen, metrics = select.mark_members(groups, early)
     assert [g.trajectories[0].trained for g in chosen] == [False, False, True]
     assert metrics.means()["group/constant_low"] == metrics.means()["group/constant_high"] == 1
     later = (
@@ -29,15 +27,13 @@ def test_constant_groups_are_dropped_only_when_asked_and_when_rewards_decide(alg
         algorithm("drop_constant=true", "exclude_status=[void]", "excluded_in_baseline=true"),
     )
     for row in later:  # the estimator decides, and counts
-        metrics = Metrics()
-        chosen = stages.choose_members(groups, row, metrics)
+        chosen, metrics = select.mark_members(groups, row)
         assert all(g.trajectories[0].trained for g in chosen) and metrics.means() == {}
 
 
 def test_without_groups_nothing_is_constant(algorithm, records):
-    metrics = Metrics()
-    (chosen,) = stages.choose_members(
-        [records.group("a", [1.0, 1.0])], algorithm("preset=reinforce"), metrics
+    (chosen,), _ = select.mark_members(
+        [records.group("a", [1.0, 1.0])], algorithm("preset=reinforce")
     )
     assert all(t.trained for t in chosen.trajectories)
 
@@ -54,20 +50,18 @@ def test_where_terms_are_compared_all_of_them_must_be_constant(algorithm, record
         ),
     ]
     row = algorithm("preset=gdpo", "drop_constant=true")
-    chosen = stages.choose_members(groups, row, Metrics())
+    chosen = select.mark_members(groups, row)[0]
     assert [g.uid for g in chosen if g.trajectories[0].trained] == ["parts", "turns"]
 
 
 def test_who_does_not_train(algorithm, records):
-    (chosen,) = stages.choose_members(
-        [records.group("a", [1.0, None, 0.0])], algorithm(), Metrics()
-    )
+    (chosen,) = select.mark_members([records.group("a", [1.0, None, 0.0])], algorithm())[0]
     assert [t.trained for t in chosen.trajectories] == [True, False, True]
     cut = records.changed(
         records.group("a", [1.0, 0.0, 0.0]), status=["ok", "overturn", "truncated"]
     )
     row = algorithm("exclude_status=[overturn]")
-    (chosen,) = stages.choose_members([cut], row, Metrics())
+    (chosen,) = select.mark_members([cut], row)[0]
     assert [t.trained for t in chosen.trajectories] == [True, False, True]
 
 
@@ -82,10 +76,10 @@ def test_informative_groups_by_their_raw_outcome(algorithm, records):
         group("rare", [0.0] * 199 + [1.0]),
         records.changed(group("shaped", [0.0, 0.0]), reward=[0.1, -0.3]),
     ]
-    kept, reasons = stages.keep_informative(groups, algorithm("preset=dapo"))
+    kept, reasons = select.keep_informative(groups, algorithm("preset=dapo"))
     assert [g.uid for g in kept] == ["mixed"]
     assert reasons == {"constant": 4, "empty": 1, "low": 1}
-    kept, reasons = stages.keep_informative(groups, algorithm("preset=mini_o3"))
+    kept, reasons = select.keep_informative(groups, algorithm("preset=mini_o3"))
     assert [g.uid for g in kept] == ["mixed", "rare"]  # constant ones alone are dropped
 
 
@@ -98,19 +92,19 @@ def test_a_filter_of_your_own(algorithm, records, tmp_path):
     )
     groups = [records.group(uid, [0.0, 1.0]) for uid in "abc"]
     row = algorithm(f"filter.function={path}:last")
-    kept, reasons = stages.keep_chosen(groups, row)
+    kept, reasons = select.keep_chosen(groups, row)
     assert [g.uid for g in kept] == ["b", "c"] and reasons == {"own": 1}
     row = algorithm(f"filter.function={path}:other")
     with pytest.raises(ConfigError, match=r"filter\.function=.*return some of its argument"):
-        stages.keep_chosen(groups, row)
+        select.keep_chosen(groups, row)
 
 
 # -- rewards ---------------------------------------------------------------------------------------
 
 
 def test_the_limits_of_a_row_hold_before_group_statistics(algorithm, records):
-    row, metrics = algorithm("preset=lmm_r1"), Metrics()
-    _, (group,) = stages.shape([records.group("a", [-30.0, 3.0])], row, recall(row, None), metrics)
+    row = algorithm("preset=lmm_r1")
+    (group,), _, metrics = select.shape([records.group("a", [-30.0, 3.0])], row, restore(row, None))
     assert [t.reward for t in group.trajectories] == [-10, 3]
     assert [t.outcome for t in group.trajectories] == [-30, 3]
     assert metrics.means()["reward/clip_frac"] == 0.5
@@ -122,8 +116,8 @@ def test_moments_are_remembered_and_only_live_members_move_them(algorithm, recor
     cut = records.changed(
         records.group("a", [1.0, 3.0, 9.0, None]), status=["ok", "ok", "overturn", "error"]
     )
-    start = recall(row, None)
-    known, (group,) = stages.shape([cut], row, start, Metrics())
+    start = restore(row, None)
+    (group,), known, _ = select.shape([cut], row, start)
     assert known.moments == {"": Moments(count=2, mean=2.0, squares=2.0)}
     assert start.moments == {}
     root = 2**0.5
@@ -136,7 +130,7 @@ def test_terms_that_are_compared_are_normalised_one_by_one(algorithm, records):
     parts = [{"acc": 1.0, "fmt": 4.0}, {"acc": 0.0, "fmt": 0.0}]
     group = records.changed(records.group("a", [1.0, 0.0]), parts=parts)
     weights = {"default": {"acc": 1.0, "fmt": 0.1}}
-    known, (shaped,) = stages.shape([group], row, recall(row, None), Metrics(), weights.__getitem__)
+    (shaped,), known, _ = select.shape([group], row, restore(row, None), weights.__getitem__)
     assert set(known.moments) == {"", "acc", "fmt"}
     root = 2**0.5
     assert shaped.trajectories[0].parts == pytest.approx({"acc": root, "fmt": root})
@@ -148,27 +142,27 @@ def test_terms_that_are_compared_are_normalised_one_by_one(algorithm, records):
 @pytest.mark.parametrize(("groups", "updates"), [(8, 1), (8, 3), (2, 4), (0, 2)])
 def test_updates_hold_whole_groups_once(groups, updates, records):
     step = [records.group(str(i), [0.0, 1.0]) for i in range(groups)]
-    parts = stages.split_updates(step, updates, seed=5)
+    parts = select.split_updates(step, updates, seed=5)
     assert sorted(g.uid for part in parts for g in part) == [str(i) for i in range(groups)]
     assert len(parts) == min(updates, groups)
     sizes = [len(part) for part in parts]
     assert not sizes or max(sizes) - min(sizes) <= 1
-    again = stages.split_updates(step, updates, seed=5)
+    again = select.split_updates(step, updates, seed=5)
     assert [[g.uid for g in part] for part in parts] == [[g.uid for g in part] for part in again]
 
 
 def test_groups_that_train_nothing_take_no_place_in_an_update(algorithm, records):
     group = records.group
     step = [group("a", [None, None]), group("b", [0.0, 1.0]), group("c", [0.0, 1.0])]
-    step = stages.choose_members(step, algorithm(), Metrics())
-    parts = stages.split_updates(step, 2, seed=0)
+    step = select.mark_members(step, algorithm())[0]
+    parts = select.split_updates(step, 2, seed=0)
     assert sorted(len(part) for part in parts) == [1, 1]
 
 
 def test_supervision_weighs_every_token_alike(records):
     groups = [records.group("a", [0.0], [3]), records.group("b", [0.0], [5])]
     (batches,) = records.packed([groups], micro_tokens=7)
-    written = stages.write_supervision(batches)
+    written = select.write_supervision(batches)
     assert len(written) == 2
     for batch in written:
         assert batch.advantages is not None and set(batch.advantages.tolist()) == {1.0}

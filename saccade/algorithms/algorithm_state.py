@@ -1,11 +1,11 @@
-"""What an algorithm remembers from one step to the next: coefficients that follow a measurement,
+"""What an algorithm carries from one step to the next: coefficients that follow a measurement,
 moments of rewards, and how each domain was answered.
 
-Plain data that a checkpoint stores as JSON; a step makes a new memory and the old one stays as it
-was. Knows nothing of runs or files.
+A frozen record that a checkpoint stores as JSON; every step makes a new one. Knows nothing of runs
+or files.
 
-    >>> memory = recall(algorithm, saved=None)
-    >>> memory.steered(algorithm).kl.coef
+    >>> state = restore(algorithm, saved=None)
+    >>> state.steered(algorithm).kl.coef
     0.04
 """
 
@@ -28,7 +28,7 @@ LARGEST_ERROR = 0.2  # of a KL, relative to its target
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class AlgorithmState:
     kl_coef: float
     entropy_coef: float
     moments: Mapping[str, Moments] = field(default_factory=dict)  # by term; "" is their sum
@@ -43,15 +43,15 @@ class Memory:
         )
 
 
-def recall(algorithm: Algorithm, saved: Mapping[str, Any] | None) -> Memory:
-    """The memory that was saved, or that of a start."""
+def restore(algorithm: Algorithm, saved: Mapping[str, Any] | None) -> AlgorithmState:
+    """The state that was saved, or that of the first step."""
     steered, (low, high) = algorithm.entropy.target > 0, algorithm.entropy.range
     bonus = min(max(algorithm.entropy.coef, low), high) if steered else algorithm.entropy.coef
-    start = Memory(kl_coef=algorithm.kl.coef, entropy_coef=bonus)
+    start = AlgorithmState(kl_coef=algorithm.kl.coef, entropy_coef=bonus)
     if saved is None:
         return start
     adaptive = algorithm.needs_reference and algorithm.kl.controller == "adaptive"
-    return Memory(
+    return AlgorithmState(
         kl_coef=saved["kl_coef"] if adaptive else start.kl_coef,
         entropy_coef=saved["entropy_coef"] if steered else start.entropy_coef,
         moments={name: Moments(**one) for name, one in saved["moments"].items()},
@@ -59,25 +59,25 @@ def recall(algorithm: Algorithm, saved: Mapping[str, Any] | None) -> Memory:
     )
 
 
-def to_json(memory: Memory) -> dict[str, Any]:
+def to_json(state: AlgorithmState) -> dict[str, Any]:
     return {
-        "kl_coef": memory.kl_coef,
-        "entropy_coef": memory.entropy_coef,
-        "moments": {name: asdict(one) for name, one in memory.moments.items()},
-        "domains": domains.to_json(memory.domains),
+        "kl_coef": state.kl_coef,
+        "entropy_coef": state.entropy_coef,
+        "moments": {name: asdict(one) for name, one in state.moments.items()},
+        "domains": domains.to_json(state.domains),
     }
 
 
-def observe(memory: Memory, groups: Sequence[Group], algorithm: Algorithm) -> Memory:
+def observe(state: AlgorithmState, groups: Sequence[Group], algorithm: Algorithm) -> AlgorithmState:
     """After every group of a step was scored, those included that will not be trained on."""
     if not algorithm.estimator.domains:
-        return memory
+        return state
     seen = [
         (domain_of(group), y)
         for group in sorted(groups, key=lambda group: group.uid)
         if (y := success_of(group, algorithm)) is not None
     ]
-    return replace(memory, domains=domains.observe(memory.domains, seen))
+    return replace(state, domains=domains.observe(state.domains, seen))
 
 
 def domain_of(group: Group) -> str:
@@ -100,30 +100,30 @@ def success_of(group: Group, algorithm: Algorithm) -> float | None:
     return domains.success(outcomes, algorithm.reward_range) if outcomes else None
 
 
-def steer(memory: Memory, algorithm: Algorithm, metrics: Metrics) -> Memory:
+def after_step(state: AlgorithmState, algorithm: Algorithm, metrics: Metrics) -> AlgorithmState:
     """Coefficients of the next step, from what this one measured."""
     found = {name: value for name, value in metrics.means().items() if isfinite(value)}
     if algorithm.kl.controller == "adaptive" and "policy/kl_controlled" in found:
         coef = next_kl_coef(
-            memory.kl_coef,
+            state.kl_coef,
             measured=found["policy/kl_controlled"],
             sequences=int(metrics.sums["policy/live_sequences"][0]),
             target=algorithm.kl.target,
             horizon=algorithm.kl.horizon,
         )
-        memory = replace(memory, kl_coef=coef)
+        state = replace(state, kl_coef=coef)
     if algorithm.entropy.target and "policy/entropy" in found:
         low, high = algorithm.entropy.range
         coef = next_entropy_coef(
-            memory.entropy_coef,
+            state.entropy_coef,
             measured=found["policy/entropy"],
             target=algorithm.entropy.target,
             step=algorithm.entropy.step,
             low=low,
             high=high,
         )
-        memory = replace(memory, entropy_coef=coef)
-    return memory
+        state = replace(state, entropy_coef=coef)
+    return state
 
 
 def next_kl_coef(

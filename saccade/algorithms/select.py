@@ -1,8 +1,8 @@
 """An algorithm applied to records: which members train, with which reward, in which update.
 
-Plain records in, plain records out; `columns` then writes what follows into the forests.
+Plain records in, plain records out; `annotate` then writes what follows into the forests.
 
-    groups = choose_members(groups, algorithm, metrics)
+    groups, metrics = mark_members(groups, algorithm)
     parts = split_updates(groups, algorithm.updates_per_step, seed=7)
 """
 
@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.algorithm_state import AlgorithmState, outcomes_of
 from saccade.algorithms.filters import discard_reason, is_constant, is_excluded
-from saccade.algorithms.memory import Memory, outcomes_of
 from saccade.algorithms.shaping import shape_rewards
 from saccade.algorithms.table import find
 from saccade.errors import ConfigError
@@ -43,7 +43,7 @@ def keep_informative(
 
 
 def keep_chosen(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Group], Counter[str]]:
-    """What the user's own filter keeps, in the order of the groups."""
+    """What the user's filter keeps, in the order of the groups."""
     assert algorithm.filter.function is not None
     function = find("filter.function", {}, algorithm.filter.function).function
     wanted = {group.uid for group in function(list(groups))}
@@ -60,11 +60,10 @@ def keep_chosen(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Gro
 def shape(
     groups: Sequence[Group],
     algorithm: Algorithm,
-    memory: Memory,
-    metrics: Metrics,
+    state: AlgorithmState,
     component_weights: Callable[[str], Mapping[str, float]] | None = None,
-) -> tuple[Memory, list[Group]]:
-    """Running normalisation and limits of rewards, of each term where terms are compared."""
+) -> tuple[list[Group], AlgorithmState, Metrics]:
+    """The groups with normalised and limited rewards, of each term where terms are compared."""
     names: list[str] = []
     if algorithm.estimator.components:
         assert component_weights is not None, "the terms of the reward have weights"
@@ -74,18 +73,21 @@ def shape(
         groups,
         normalise=algorithm.reward_normalise,
         clip=algorithm.reward_clip,
-        moments=memory.moments,
+        moments=state.moments,
         live=lambda t: t.reward is not None and not is_excluded(t.status, algorithm.exclude_status),
         components=names,
     )
+    metrics = Metrics()
     for name, value in found.items():
         metrics.add(name, value)
-    return replace(memory, moments=moments), shaped
+    return shaped, replace(state, moments=moments), metrics
 
 
-def choose_members(groups: Sequence[Group], algorithm: Algorithm, metrics: Metrics) -> list[Group]:
-    """Mark who trains. With drop_constant a group without a signal is not computed at all."""
-    chosen, low, high = [], 0, 0
+def mark_members(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Group], Metrics]:
+    """The groups with marks on who trains. With drop_constant a group without a signal is not
+    computed at all.
+    """
+    chosen, low, high, metrics = [], 0, 0, Metrics()
     for group in groups:
         live = [
             t.trained and not is_excluded(t.status, algorithm.exclude_status)
@@ -102,7 +104,7 @@ def choose_members(groups: Sequence[Group], algorithm: Algorithm, metrics: Metri
     if algorithm.drops_early:
         metrics.add("group/constant_low", low)
         metrics.add("group/constant_high", high)
-    return chosen
+    return chosen, metrics
 
 
 def _is_constant(members: Sequence[Trajectory], algorithm: Algorithm) -> bool:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.algorithms import columns, memory
+from saccade.algorithms import algorithm_state, annotate
 from saccade.algorithms.corrections import effective_sample_size
-from saccade.types import Metrics
 from tests.algorithms.by_member import FIRST, KEYS, NO_KL, exact, loss_of, rows
 
 # -- corrections -----------------------------------------------------------------------------------
@@ -33,7 +32,7 @@ from tests.algorithms.by_member import FIRST, KEYS, NO_KL, exact, loss_of, rows
 def test_reference_values_over_forests(algorithm, written, golden, overrides, value):
     row = algorithm(*NO_KL, *overrides, "old=recompute")
     for packing in ({}, {"budget": 8}, {"flip": True}, {"budget": 8, "flip": True}):
-        (batches,) = columns.write_corrections(written(row, **packing), row, Metrics())
+        (batches,) = annotate.write_corrections(written(row, **packing), row)[0]
         assert len(batches) == (4 if "budget" in packing else 1)
         loss, _ = loss_of(row, batches, rows(golden.new))
         assert loss == pytest.approx(value, abs=3e-7)
@@ -41,13 +40,12 @@ def test_reference_values_over_forests(algorithm, written, golden, overrides, va
 
 def test_seven_of_eighteen_tokens_are_kept_and_counted(algorithm, written, records):
     row = algorithm(*NO_KL, "correct=[{name: icepop, low: 0.97, high: 1.03}]", "denominator=kept")
-    metrics = Metrics()
-    updates = columns.write_corrections(written(row), row, metrics)
+    updates, metrics = annotate.write_corrections(written(row), row)
     keep = np.concatenate(list(records.column(updates, "keep").values()))
     assert (keep > 0).sum() == 7 and keep[keep > 0].tolist() == exact([18 / 7] * 7)
     assert metrics.means()["mismatch/masked_frac"] == pytest.approx(11 / 18)
     row = algorithm(*NO_KL, "entropy_top=0.2")
-    columns.write_corrections(written(row), row, metrics)
+    _, metrics = annotate.write_corrections(written(row), row)
     assert metrics.means()["policy/entropy_kept_frac"] == pytest.approx(4 / 18)
 
 
@@ -63,7 +61,7 @@ def test_over_what_was_kept_the_factors_make_up_for_the_rest(
         "denominator=kept",
     )
     before = written(row)
-    updates = columns.write_corrections(before, row, Metrics())
+    updates = annotate.write_corrections(before, row)[0]
     assert records.column(updates, "scales") == records.column(before, "scales")
     scales, keep = (
         np.concatenate(list(records.column(updates, name).values())) for name in ("scales", "keep")
@@ -78,7 +76,7 @@ def test_the_kl_ignores_what_a_filter_drops(algorithm, written, golden):
     plain, kept = algorithm(*overrides), algorithm(*overrides, "entropy_top=0.2")
     logs = []
     for row in (plain, kept):
-        (batches,) = columns.write_corrections(written(row), row, Metrics())
+        (batches,) = annotate.write_corrections(written(row), row)[0]
         logs.append(loss_of(row, batches, rows(golden.new))[1])
     assert logs[0]["policy/kl_loss"] == logs[1]["policy/kl_loss"] == exact(0.03932377)
     assert logs[1]["policy/pg_loss"] == exact(0.11624419, 3e-6)
@@ -88,7 +86,7 @@ def test_weights_average_to_one_in_each_update(algorithm, written, records, gold
     row = algorithm(*NO_KL, "correct=[tis.token]", "self_normalise=true", updates_per_step=2)
     plain = replace(row, self_normalise=False)
     before, after = (
-        columns.write_corrections(written(row, updates=2, budget=8), one, Metrics())
+        annotate.write_corrections(written(row, updates=2, budget=8), one)[0]
         for one in (plain, row)
     )
     assert [len(batches) for batches in after] == [2, 2]
@@ -102,8 +100,8 @@ def test_weights_average_to_one_in_each_update(algorithm, written, records, gold
 
 
 def test_the_effective_sample_size_is_that_of_the_weights(algorithm, written, golden):
-    row, metrics = algorithm(*NO_KL, "correct=[tis.token]"), Metrics()
-    columns.write_corrections(written(row), row, metrics)
+    row = algorithm(*NO_KL, "correct=[tis.token]")
+    _, metrics = annotate.write_corrections(written(row), row)
     weights = (golden.old - golden.rollout).exp()
     log = metrics.means()
     assert log["mismatch/ess"] == exact(effective_sample_size(weights, golden.live))
@@ -115,7 +113,7 @@ def test_the_effective_sample_size_is_that_of_the_weights(algorithm, written, go
 def test_no_correction_writes_no_column(algorithm, written):
     row = algorithm(*NO_KL)
     updates = written(row)
-    assert columns.write_corrections(updates, row, Metrics()) is updates
+    assert annotate.write_corrections(updates, row)[0] is updates
 
 
 # -- a hot first token -----------------------------------------------------------------------------
@@ -124,7 +122,7 @@ def test_no_correction_writes_no_column(algorithm, written):
 def test_a_hot_first_token_is_weighed_by_its_own_gap(algorithm, written, records, golden):
     row = algorithm(*NO_KL, "preset=grpo+fire", "fire.cap=1.02")
     before = written(row)
-    updates = columns.write_corrections(before, row, Metrics())
+    updates = annotate.write_corrections(before, row)[0]
     weights = np.concatenate(list(records.column(updates, "weights").values()))
     expected = np.ones(18)
     expected[FIRST] = (golden.old - golden.rollout).exp().clamp(max=1.02)[FIRST]
@@ -142,7 +140,7 @@ def test_a_hot_first_token_is_weighed_by_its_own_gap(algorithm, written, records
 
 def test_corrections_do_not_see_the_gap_of_a_hot_first_token(algorithm, written, records, golden):
     row = algorithm(*NO_KL, "preset=grpo+fire", "fire.cap=1.02", "correct=[tis.sequence]")
-    updates = columns.write_corrections(written(row), row, Metrics())
+    updates = annotate.write_corrections(written(row), row)[0]
     weights = records.column(updates, "weights")
     gaps = rows(golden.old - golden.rollout)
     for key in KEYS:
@@ -155,7 +153,7 @@ def test_a_hot_first_token_without_a_log_prob_weighs_one(algorithm, written, rec
     row = algorithm(*NO_KL, "preset=grpo+fire")
     unknown = rows(torch.full_like(golden.rollout, float("nan")))
     updates = records.filled(written(row), rollout_logprobs=unknown)
-    updates = columns.write_corrections(updates, row, Metrics())
+    updates = annotate.write_corrections(updates, row)[0]
     assert set(np.concatenate(list(records.column(updates, "weights").values()))) == {1.0}
 
 
@@ -168,25 +166,24 @@ def test_a_hot_first_token_without_a_log_prob_weighs_one(algorithm, written, rec
     ],
 )
 def test_a_masked_first_token_is_in_no_denominator(algorithm, written, records, aggregation, scale):
-    metrics = Metrics()
     row = algorithm(
         *NO_KL[:3], f"aggregation={aggregation}", "preset=grpo+fire", "fire.first_token=mask"
     )
-    updates = written(row, metrics=metrics)
+    updates, metrics = written(row, measured=True)
     for key, value in zip(KEYS, scale, strict=True):
         found = records.column(updates, "scales")[key]
         assert found[0] == 0 and found[1:] == exact([value] * (len(found) - 1))
         assert records.column(updates, "advantages")[key][0] == 0
     log = metrics.means()
     assert (log["policy/live_tokens"], log["policy/live_sequences"]) == (14, 4)
-    assert columns.write_corrections(updates, row, Metrics()) is updates
+    assert annotate.write_corrections(updates, row)[0] is updates
 
 
 def test_a_response_of_one_masked_token_does_not_train(algorithm, records):
-    row, metrics = algorithm("preset=grpo+fire", "fire.first_token=mask"), Metrics()
+    row = algorithm("preset=grpo+fire", "fire.first_token=mask")
     groups = [records.group("a", [0.0, 1.0, 5.0], [2, 3, 1])]
-    updates = columns.write_advantages(
-        records.packed([groups]), groups, row, memory.recall(row, None), metrics
+    updates, metrics = annotate.write_advantages(
+        records.packed([groups]), groups, row, algorithm_state.restore(row, None)
     )
     assert records.column(updates, "scales")["a", 2] == [0]
     assert metrics.means()["policy/live_sequences"] == 2

@@ -1,0 +1,130 @@
+"""The optimizer steps of one step of reinforcement learning.
+
+progress, metrics = update_models(updates, algorithm, learners, progress, step)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from saccade.algorithms import annotate
+from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.select import Updates
+from saccade.backends import Scoring
+from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PolicyLoss, ValueLoss
+from saccade.backends.schedule import rate
+from saccade.config import TrainConfig
+from saccade.recipes.demonstrations import Demonstrations
+from saccade.recipes.guard import check_mismatch, guard
+from saccade.recipes.progress import Progress
+from saccade.types import Batch, Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learners:
+    """What optimizer steps are made with, the same in every step of a run."""
+
+    policy: LocalBackend
+    critic: LocalBackend | None
+    demonstrations: Demonstrations | None
+    train: TrainConfig
+    scoring: Scoring
+    seed: int
+    parity_max: float | None  # how far engine and trainer may be apart
+    schedule: Callable[[int], float]  # updates so far → share of the peak learning rate
+    folder: Path  # of the run, where batches go that could not be trained on
+
+    @property
+    def place_in_demonstrations(self) -> Mapping[str, Any] | None:
+        return self.demonstrations.stream.state() if self.demonstrations is not None else None
+
+
+def schedule_of(train: TrainConfig, algorithm: Algorithm, total: int) -> Callable[[int], float]:
+    """The schedule over the updates of `total` steps, as a share of the peak."""
+    each_step = algorithm.updates_per_step * train.epochs_per_batch
+    return partial(
+        rate,
+        total=total * each_step,
+        lr=1.0,
+        schedule=train.schedule,
+        warmup=train.warmup * (1 if train.warmup < 1 else each_step),
+        min_lr=train.min_lr,
+    )
+
+
+def update_models(
+    updates: Updates, algorithm: Algorithm, learners: Learners, progress: Progress, step: int
+) -> tuple[Progress, Metrics]:
+    """One optimizer step of critic and policy per update and epoch. Returns the progress with
+    these updates counted, and what they measured.
+    """
+    policy, critic, train = learners.policy, learners.critic, learners.train
+    assert train.lr is not None, "the defaults of the command are filled in"
+    metrics, made, bad = Metrics(), progress.updates, progress.bad_updates
+    metrics.add("count/update_tokens", train.epochs_per_batch * _tokens(updates))
+    for batches in updates * train.epochs_per_batch:
+        live, share = _live(batches), learners.schedule(made)
+        if live and critic is not None:
+            seen, lr = annotate.for_critic(batches), algorithm.critic.lr * share
+            update = critic.train_step(seen, ValueLoss(algorithm.critic.clip), lr=lr)
+            metrics.merge(update.metrics)
+            bad = guard(update, seen, bad, train, learners.folder, step=step, who="critic")
+        if not live or algorithm.is_warming(step):
+            made += 1  # nothing trains the policy, and its schedule goes on
+            continue
+        moves = _teaches(batches, algorithm, learners)
+        batches = _select_tokens(batches, algorithm, learners, f"{learners.seed}/{made}")
+        if learners.demonstrations is not None:
+            batches = [*batches, *learners.demonstrations.batches()]
+        loss = PolicyLoss(algorithm, learners.scoring)
+        update = policy.train_step(batches, loss, lr=train.lr * share, moves=moves)
+        update.metrics.add("policy/kl_coef", algorithm.kl.coef)
+        update.metrics.add("policy/entropy_coef", algorithm.entropy.coef)
+        if "policy/loss" not in metrics.sums and not update.skipped:  # the first of the step
+            check_mismatch(update.metrics, algorithm, learners.parity_max)
+        metrics.merge(update.metrics)
+        bad = guard(update, batches, bad, train, learners.folder, step=step)
+        made += not update.skipped
+    # Updates for which there was no group are over, too: the schedule counts steps.
+    made += (algorithm.updates_per_step - len(updates)) * train.epochs_per_batch
+    taught = any(_live(part) and _teaches(part, algorithm, learners) for part in updates)
+    metrics.add("policy/empty_step", not taught)
+    return replace(progress, updates=made, bad_updates=bad), metrics
+
+
+def _tokens(updates: Updates) -> int:
+    return sum(batch.tokens for batches in updates for batch in batches)
+
+
+def _live(batches: Sequence[Batch]) -> bool:
+    return any(batch.scales is not None and bool(batch.scales.any()) for batch in batches)
+
+
+def _teaches(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners) -> bool:
+    """Whether anything but the pull to the reference and weight decay would move the policy. These
+    two alone do not count: a decayed weight makes a KL, and Adam scales up the least gradient.
+    """
+    beside = learners.demonstrations is not None or learners.train.aux_coef > 0
+    if beside or algorithm.entropy.coef != 0 or not algorithm.loss.by_advantage:
+        return True
+    return any(b.advantages is not None and b.advantages.any() for b in batches)
+
+
+def _select_tokens(
+    batches: Sequence[Batch], algorithm: Algorithm, learners: Learners, seed: str
+) -> Sequence[Batch]:
+    """For losses that treat some tokens of an optimizer step apart. The old log-probs are the
+    current ones only in the first update.
+    """
+    if algorithm.loss.select is None:
+        return batches
+    if algorithm.updates_per_step * learners.train.epochs_per_batch == 1:
+        current = annotate.old_logprobs(batches)
+    else:
+        current = [new for new, _ in learners.policy.logprobs(batches, learners.scoring)]
+    return annotate.write_selection(batches, current, algorithm, seed=seed)
