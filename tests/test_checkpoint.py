@@ -465,9 +465,9 @@ class Stopper:
 HOLD = """
 import sys
 from saccade.config import load
-from saccade.tracking.folder import RunFolder
+from saccade.recipes.run import open_folder
 
-with RunFolder.open(load({"run.out": sys.argv[1]}), command="rl", manifest={}):
+with open_folder(load({"run.out": sys.argv[1]}), command="rl", manifest={}):
     print("open", flush=True)
     sys.stdin.read()
 """

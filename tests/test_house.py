@@ -1,7 +1,8 @@
-"""Rules of the house that a running step shows."""
+"""Rules of the house: what a running step shows, and what signatures say."""
 
+import ast
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -14,6 +15,55 @@ from saccade.algorithms.policy_losses import LOSSES
 from saccade.recipes import rl
 
 PACKAGE = str(Path(saccade.__file__).parent)
+READ_CONFIG = ("config", "schema", "checks", "recipes", "cli", "cli_run", "cli_data")
+# Who else still takes a whole config, and functions with more than eight parameters: both lists
+# only shrink.
+STILL_READ_CONFIG = {"algorithms", "data", "doctor", "estimate", "plan", "smoke"}
+STILL_WIDE = {
+    *("_attend", "_gradient", "_trajectory", "collect", "decode_attention", "episode", "iou"),
+    *("keep", "open_video", "read_logprobs", "varlen", "write_gradient"),
+}
+
+
+def functions() -> Iterator[tuple[str, str, ast.FunctionDef]]:
+    """Every function of the package: its file, its name with that of its class, and itself."""
+    for path in sorted(Path(PACKAGE).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        owners = {
+            inner: f"{outer.name}."
+            for outer in ast.walk(tree)
+            if isinstance(outer, ast.ClassDef)
+            for inner in outer.body
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                yield path.relative_to(PACKAGE).as_posix(), owners.get(node, "") + node.name, node
+
+
+def parameters(node: ast.FunctionDef) -> list[ast.arg]:
+    every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return [one for one in every if one.arg not in ("self", "cls")]
+
+
+def test_only_the_border_sees_a_whole_config() -> None:
+    found = {
+        file.split("/")[0].removesuffix(".py")
+        for file, _, node in functions()
+        for one in parameters(node)
+        if one.annotation is not None
+        and "Config" in ast.unparse(one.annotation).strip("'").split(" | ")
+    }
+    assert found - set(READ_CONFIG) <= STILL_READ_CONFIG
+
+
+def test_no_function_has_more_than_eight_parameters() -> None:
+    found = {
+        name
+        for _, name, node in functions()
+        if len(parameters(node)) > 8
+        and not any("jit" in ast.unparse(mark) for mark in node.decorator_list)  # GPU kernels
+    }
+    assert found <= STILL_WIDE
 
 
 def test_the_formula_of_the_loss_is_four_calls_from_the_loop(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from saccade.tracking.sections import MEASURE
+from saccade.tracking.metrics import MEASURE
 
 BEFORE = {"memory": "algorithm_state", "val": "validation_sets"}  # names in older checkpoints
 

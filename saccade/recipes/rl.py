@@ -71,7 +71,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
         sets = (data, *validation.sets.values())
         this.begin(actors.total, policy, family, sets, actors.with_state | averages)
         state = algorithm_state.restore(algorithm, this.progress.algorithm_state)
-        weights = sampler.scorer and sampler.scorer.component_weights
+        weights = sampler.scorer.component_weights if sampler.scorer else None
         last: dict[str, Any] = {}
         this.log_start(parity.check(config, engine, policy, data.samples, version=this.step))
         this.validate_start(validation)

@@ -26,7 +26,7 @@ from saccade import checkpoint, devices
 from saccade.backends import Backend
 from saccade.backends.schedule import rate
 from saccade.checks import not_counted
-from saccade.config import Config
+from saccade.config import Config, load, to_yaml
 from saccade.data.datasets import Dataset, Stream
 from saccade.errors import EnvironmentProblem, Interrupted, SaccadeError
 from saccade.media.pixel_cache import drop_background
@@ -35,7 +35,7 @@ from saccade.recipes.checkpointer import Checkpointer
 from saccade.recipes.display import Display
 from saccade.recipes.progress import Progress, from_json
 from saccade.recipes.quarantine import Quarantine
-from saccade.tracking.folder import RunFolder
+from saccade.tracking.folder import CHOSEN, CONFIG, RunFolder
 from saccade.tracking.loggers import read_metrics
 from saccade.types import Group
 
@@ -69,6 +69,16 @@ class Validates(Protocol):
         ...
 
 
+def open_folder(config: Config, *, command: str, manifest: Mapping[str, Any]) -> RunFolder:
+    """The folder of a run. From the options that were chosen, which one file holds, the run is
+    repeated, not resumed.
+    """
+    again = config if config.run.resume == "none" else load(config, ["run.resume=none"])
+    texts = {CONFIG: to_yaml(config), CHOSEN: to_yaml(again, full=False)}
+    options = config.model_dump(mode="json")
+    return RunFolder.open(options, texts, command=command, manifest=manifest)
+
+
 class Run:
     """The only writer of a run's progress."""
 
@@ -87,7 +97,7 @@ class Run:
         config = self.config
         with ExitStack() as stack:
             self.folder = stack.enter_context(
-                RunFolder.open(config, command=self.command, manifest=self.manifest)
+                open_folder(config, command=self.command, manifest=self.manifest)
             )
             saved = self.folder.checkpoints
             self.start = checkpoint.find(saved, config.run.resume)

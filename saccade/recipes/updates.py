@@ -80,7 +80,7 @@ def update_models(
         moves = _teaches(batches, algorithm, learners)
         batches = _select_tokens(batches, algorithm, learners, f"{learners.seed}/{made}")
         if learners.demonstrations is not None:
-            batches = [*batches, *learners.demonstrations.batches()]
+            batches += learners.demonstrations.batches()
         loss = PolicyLoss(algorithm, learners.scoring)
         update = policy.train_step(batches, loss, lr=train.lr * share, moves=moves)
         update.metrics.add("policy/kl_coef", algorithm.kl.coef)
@@ -117,12 +117,12 @@ def _teaches(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners)
 
 def _select_tokens(
     batches: Sequence[Batch], algorithm: Algorithm, learners: Learners, seed: str
-) -> Sequence[Batch]:
+) -> list[Batch]:
     """For losses that treat some tokens of an optimizer step apart. The old log-probs are the
     current ones only in the first update.
     """
     if algorithm.loss.select is None:
-        return batches
+        return [*batches]
     if algorithm.updates_per_step * learners.train.epochs_per_batch == 1:
         current = annotate.old_logprobs(batches)
     else:

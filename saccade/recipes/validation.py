@@ -54,7 +54,7 @@ class Validation:
         results = [self.evaluator.evaluate(name, data, scores) for name, data in self.sets.items()]
         if self.training_follows:
             engine.sleep()
-        advice = {}
+        advice: dict[str, str] = {}
         for result in results:
             log.info(f"step {step}  {describe(result)}")
             shown = unread(result.groups, scorer, family)

@@ -3,7 +3,7 @@ on resume.
 
 Refuses to know what the metrics, rollouts and checkpoints inside it mean.
 
-    with RunFolder.open(config, command="rl", manifest={"data": hashes}) as folder:
+    with RunFolder.open(options, texts, command="rl", manifest={"data": hashes}) as folder:
         print(folder.metrics)
 """
 
@@ -27,11 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from saccade import config as configs
-from saccade.config import Config
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 
 CHOSEN = "config.yaml"  # the options that were given; beside it all, with their values
-AGAIN = ["run.resume=none"]  # from that file the run is repeated, not the way it went on
 CONFIG, MANIFEST, METRICS, LOG = "config.resolved.yaml", "manifest.json", "metrics.jsonl", "log.txt"
 TRAJECTORIES, CHECKPOINTS, LOCK = "trajectories", "checkpoints", ".lock"
 QUARANTINE = "quarantine.jsonl"  # rows that are left out
@@ -70,18 +68,27 @@ class RunFolder:
         self._lock: int | None = lock
 
     @classmethod
-    def open(cls, config: Config, *, command: str, manifest: Mapping[str, Any]) -> RunFolder:
-        """Create OUT/NAME and write its config and manifest, or take up the run that is there."""
-        path = Path(config.run.out) / config.run.name
+    def open(
+        cls,
+        options: Mapping[str, Any],
+        texts: Mapping[str, str],
+        *,
+        command: str,
+        manifest: Mapping[str, Any],
+    ) -> RunFolder:
+        """Create OUT/NAME and write its config and manifest, or take up the run that is there.
+        `options` are all of them as a tree, `texts` the files that hold them.
+        """
+        path = Path(options["run"]["out"]) / options["run"]["name"]
         existed = path.exists()
         if existed and not path.is_dir():
             raise ConfigError(f"{path} is a file; choose another run.name or --out")
         path.mkdir(parents=True, exist_ok=True)
         lock = _acquire(path)
         try:
-            resumed = existed and _take_up(path, config, manifest)
+            resumed = existed and _take_up(path, options, manifest)
             folder = cls(path, lock, resumed=resumed)
-            folder._write_start(config, command, manifest)
+            folder._write_start(options, texts, command, manifest)
         except BaseException:
             _release(lock)
             raise
@@ -125,20 +132,26 @@ class RunFolder:
             self._remove_if_nothing_happened()
         self.close()
 
-    def _write_start(self, config: Config, command: str, manifest: Mapping[str, Any]) -> None:
+    def _write_start(
+        self,
+        options: Mapping[str, Any],
+        texts: Mapping[str, str],
+        command: str,
+        manifest: Mapping[str, Any],
+    ) -> None:
         for folder in (self.trajectories, self.checkpoints):
             folder.mkdir(exist_ok=True)
         for file in (self.metrics, self.log):
             file.touch()
         before = _read_manifest(self.path) if self.resumed else {}
-        functions = _function_files(config)
+        functions = _function_files(options)
         known = before.get("functions", {})
         self.changed = [f for f, digest in functions.items() if known.get(f, digest) != digest]
         start = {"time": _now(), "command": command, "argv": sys.argv, "pid": os.getpid()}
         facts = {
             **manifest,
             "command": command,
-            "seed": config.run.seed,
+            "seed": options["run"]["seed"],
             "python": platform.python_version(),
             "platform": platform.platform(),
             "host": socket.gethostname(),
@@ -147,14 +160,12 @@ class RunFolder:
             "functions": functions,
             "starts": [*before.get("starts", []), start],
         }
-        write_whole(self.path / CONFIG, configs.to_yaml(config))
-        chosen = config if config.run.resume == "none" else configs.load(config, AGAIN)
-        write_whole(self.path / CHOSEN, configs.to_yaml(chosen, full=False))
-        text = json.dumps(facts, indent=2, ensure_ascii=False, default=str)
-        write_whole(self.path / MANIFEST, text + "\n")
+        manifest_text = json.dumps(facts, indent=2, ensure_ascii=False, default=str) + "\n"
+        for name, text in {**texts, MANIFEST: manifest_text}.items():
+            write_whole(self.path / name, text)
 
     def _remove_if_nothing_happened(self) -> None:
-        """A start that was refused leaves no folder, so that the mended command can be given again.
+        """A start that was refused leaves no folder, so that the fixed command can be given again.
 
         Only what `open` wrote is removed, by name; anything else keeps the folder.
         """
@@ -172,9 +183,9 @@ class RunFolder:
 # -- resume ----------------------------------------------------------------------------------------
 
 
-def _take_up(path: Path, config: Config, manifest: Mapping[str, Any]) -> bool:
+def _take_up(path: Path, options: Mapping[str, Any], manifest: Mapping[str, Any]) -> bool:
     """Whether a run is there to go on with; refuses what cannot be continued."""
-    if config.run.resume == "none":
+    if options["run"]["resume"] == "none":
         raise ConfigError(
             f"{path} exists: write run.resume=auto to continue that run, "
             f"or choose another run.name=… or --out DIR"
@@ -192,9 +203,8 @@ def _take_up(path: Path, config: Config, manifest: Mapping[str, Any]) -> bool:
         raise ConfigError(
             f"{path} holds other files and no run; choose another run.name=… or --out DIR"
         )
-    changes = _config_changes(configs.load(stored), config) + _manifest_changes(
-        _read_manifest(path), manifest
-    )
+    before = configs.load(stored).model_dump(mode="json")
+    changes = _config_changes(before, options) + _manifest_changes(_read_manifest(path), manifest)
     if changes:
         raise ConfigError(
             f"{path} was begun with other settings:\n  " + "\n  ".join(changes) + "\n"
@@ -203,11 +213,10 @@ def _take_up(path: Path, config: Config, manifest: Mapping[str, Any]) -> bool:
     return True
 
 
-def _config_changes(stored: Config, config: Config) -> list[str]:
-    found = differences(stored.model_dump(mode="json"), config.model_dump(mode="json"))
+def _config_changes(stored: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}: {before!r} in the folder, {now!r} now"
-        for key, (before, now) in found.items()
+        for key, (before, now) in differences(stored, options).items()
         if key not in MAY_DIFFER and not key.startswith(MAY_DIFFER_SECTIONS)
     ]
 
@@ -341,9 +350,10 @@ def git_revision() -> str | None:
     return None
 
 
-def _function_files(config: Config) -> dict[str, str]:
+def _function_files(options: Mapping[str, Any]) -> dict[str, str]:
     """Hashes of the files that options name as file.py:name, or as file.py."""
-    found = re.findall(r'"([^"]+\.py)(?::\w+)?"', config.model_dump_json())
+    text = json.dumps(options, ensure_ascii=False)
+    found = re.findall(r'"([^"]+\.py)(?::\w+)?"', text)
     files = [path for path in sorted(set(found)) if Path(path).is_file()]
     return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
 

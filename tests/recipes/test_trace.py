@@ -49,7 +49,7 @@ def test_a_step_that_fails_leaves_no_trace(tmp_path, rl_config, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("stop here")
 
-    monkeypatch.setattr("saccade.recipes.rl.train_policy", broken)
+    monkeypatch.setattr("saccade.recipes.rl.update_models", broken)
     with pytest.raises(RuntimeError, match="stop here"):
         rl.run(rl_config(tmp_path, run__trace=True, run__max_steps=1))
     assert not list((tmp_path / "run").glob("trace-*"))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from saccade.config import Config, load
+from saccade.recipes.run import open_folder as start
 from saccade.tracking.folder import RunFolder
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 from tests.browser import Browser
@@ -94,7 +95,7 @@ def config(tmp_path: Path) -> Config:
 @pytest.fixture
 def open_folder(config: Config) -> Callable[..., RunFolder]:
     def open_(*overrides: str, **manifest: Any) -> RunFolder:
-        return RunFolder.open(load(config, overrides), command="rl", manifest=manifest)
+        return start(load(config, overrides), command="rl", manifest=manifest)
 
     return open_
 

@@ -114,9 +114,9 @@ def test_a_folder_in_use_names_the_process(open_folder: Open) -> None:
 HOLD = """
 import multiprocessing, sys, time
 from saccade.config import load
-from saccade.tracking.folder import RunFolder
+from saccade.recipes.run import open_folder
 config = load({"run.out": sys.argv[1], "run.name": "first"})
-folder = RunFolder.open(config, command="rl", manifest={})
+folder = open_folder(config, command="rl", manifest={})
 worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(40,))
 worker.start()
 print("open", flush=True)
