@@ -1,4 +1,4 @@
-"""The paged engine with its own Triton kernels on a CPU, beside the engine with slots: a change of
+"""The embedded engine with its Triton kernels on a CPU, beside the engine without them: a change of
 a kernel can be tried without a GPU. Needs the package triton; takes about two minutes.
 
     python scripts/interpret_kernels.py
@@ -18,9 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from saccade.engines import embedded, generate
-from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.embedded.paged import PagedCache
+from saccade.engines import generate
+from saccade.engines.embedded import EmbeddedEngine, kv_cache
 from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model
@@ -37,7 +36,7 @@ SETTINGS = {
 
 def main() -> None:
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # logarithms of 0, as on a GPU
-    PagedCache._budget = lambda self: 1 << 24  # type: ignore[method-assign]
+    kv_cache.KVCache._budget = lambda self: 1 << 24  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch:
         family = load_family(str(tiny.build("qwen2", Path(scratch) / "model")))
         model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
@@ -54,12 +53,12 @@ def main() -> None:
                 for repeat in range(2)
             ]
             answers = []
-            for paged in (False, True):
-                embedded.can_page = lambda shape, paged=paged: paged  # type: ignore[assignment]
+            for kernels in (False, True):
+                kv_cache.use_kernels = lambda shape, on=kernels: on  # type: ignore[assignment]
                 answers.append(generate(EmbeddedEngine(model, family, max_sequences=8), asked))
-            for slots, pages in zip(*answers, strict=True):
-                assert told(slots) == told(pages), f"{name}: {told(slots)}, and {told(pages)}"
-                assert np.abs(slots.logprobs - pages.logprobs).max() < 1e-5, name
+            for plain, kernels in zip(*answers, strict=True):
+                assert told(plain) == told(kernels), f"{name}: {told(plain)}, {told(kernels)}"
+                assert np.abs(plain.logprobs - kernels.logprobs).max() < 1e-5, name
             print(f"{name}: the same {sum(len(a.ids) for a in answers[0])} tokens")
 
 

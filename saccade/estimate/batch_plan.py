@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def paged(self) -> bool:
-        """How the engine keeps keys and values; else every sequence has a slot."""
+        """Whether the engine has small pages; else a page holds a whole sequence."""
         return self.device.is_gpu and self.element == 2
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 from saccade.backends.features import MAX_BYTES as FEATURE_BYTES
 from saccade.backends.memory import MARGIN
 from saccade.config import RewardConfig
-from saccade.engines.embedded.cache import CPU_CACHE_BYTES, GPU_CACHE_SHARE
+from saccade.engines.embedded.kv_cache import CPU_CACHE_BYTES, GPU_CACHE_SHARE
 from saccade.engines.embedded.pages import POOL_SHARE
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS
 from saccade.estimate import activations

@@ -10,7 +10,7 @@ from typing import Any
 from saccade.config import Config, DataConfig
 from saccade.engines import Engine
 from saccade.engines.builders import build
-from saccade.engines.embedded.cache import hindrance, shape_of
+from saccade.engines.embedded.kv_cache import shape_of, why_no_kernels
 from saccade.engines.http import HttpEngine
 from saccade.engines.remote.replicas import start_replicas
 from saccade.engines.settings import Settings
@@ -45,7 +45,7 @@ def make_engine(
             f"which {name} cannot read; use rollout.engine=embedded"
         )
     if name == "embedded" and policy.model.device.type == "cuda":
-        if slow := hindrance(shape_of(policy.model)):
+        if slow := why_no_kernels(shape_of(policy.model)):
             log.info(f"generation waits for the GPU after every token, because {slow}")
         elif not experts.capturable(policy.model):
             log.info(

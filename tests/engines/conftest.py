@@ -1,5 +1,5 @@
-"""A tiny model with prompts for it; the paged engine on a CPU: the same scheduler, with the kernels
-in plain torch.
+"""A tiny model with prompts for it; the engine as it runs on a GPU, with its kernels in plain
+torch.
 """
 
 import sys
@@ -12,7 +12,7 @@ from saccade.types import Message
 from tests.engines.asked import NAME
 
 KERNELS = ("kernels", "truncation", "draws")
-NAMES = (*KERNELS, "paged", "graphs")
+NAMES = (*KERNELS, "graphs")
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,9 @@ def prompts(family, image):
 
 @pytest.fixture
 def paged(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Engines built while this is in use page their cache; `budget` is the pool in bytes."""
+    """Engines built while this is in use have kernels; `budget` is the pool in bytes."""
     from saccade.engines import embedded
+    from saccade.engines.embedded import kv_cache
     from tests.engines import reference
 
     for name in NAMES:  # whatever was imported before is put back at the end
@@ -47,11 +48,9 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     for name in KERNELS:
         monkeypatch.setitem(sys.modules, f"{embedded.__name__}.{name}", reference)
         monkeypatch.setattr(embedded, name, reference, raising=False)
-    from saccade.engines.embedded.paged import PagedCache
-
     settings = SimpleNamespace(budget=1 << 26)
-    monkeypatch.setattr(PagedCache, "_budget", lambda cache: settings.budget)
-    monkeypatch.setattr(embedded, "can_page", lambda shape: True)
+    monkeypatch.setattr(kv_cache.KVCache, "_budget", lambda cache: settings.budget)
+    monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: True)
     yield settings
     for name in NAMES[len(KERNELS) :]:
         sys.modules.pop(f"{embedded.__name__}.{name}", None)

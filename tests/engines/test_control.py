@@ -10,7 +10,7 @@ from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
 from saccade.engines import generate
-from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.embedded import EmbeddedEngine, kv_cache
 from saccade.forest.packing import pack
 from tests.engines.asked import FREE, NAME, requests, same, trajectories, turn
 
@@ -28,7 +28,7 @@ def test_abort_of_waiting_and_running_requests(model, family, prompts):
     assert set(done) == {"0/0", "1/0"}
     assert all(c.finish == "aborted" for c in done.values())
     assert 1 <= len(done["0/0"].ids) <= 2 and len(done["1/0"].ids) == 0
-    assert not engine.scheduler.kept.live
+    assert not engine.scheduler.prefix_cache.turns
     rest = []
     while engine.pending:
         rest += engine.poll()
@@ -48,7 +48,7 @@ def test_versions_are_recorded_per_token_and_idle_caches_dropped(load, family, p
     with torch.no_grad():
         model.model.language_model.layers[0].mlp.up_proj.weight.mul_(1.5)
     engine.update_weights(None, version=4)
-    assert not engine.scheduler.kept.live
+    assert not engine.scheduler.prefix_cache.turns
     done = []
     while engine.pending:
         done += engine.poll()
@@ -76,10 +76,10 @@ def test_sleep_gives_the_cache_back(model, family, prompts):
     engine = EmbeddedEngine(model, family)
     asked = [replace(r, episode=r.key) for r in requests(prompts)]
     wanted = generate(engine, asked)
-    assert engine.cache.keys.numel() > 0
+    assert engine.cache.keys and engine.cache.values
     engine.sleep()
-    assert engine.cache.keys.numel() == engine.cache.values.numel() == 0
-    assert engine.records.tokens.size == 0 and not engine.scheduler.kept.live
+    assert not (engine.cache.keys or engine.cache.values)
+    assert engine.outputs.tokens.size == 0 and not engine.scheduler.prefix_cache.turns
     engine.wake()
     for a, b in zip(generate(engine, asked), wanted, strict=True):
         same(a, b)
@@ -101,36 +101,35 @@ def test_the_cache_grows_while_sequences_run(model, family, prompts):
 
 
 def test_the_memory_limit_makes_requests_wait(model, family, prompts, monkeypatch):
-    from saccade.engines.embedded import cache
-
     engine = EmbeddedEngine(model, family)
-    monkeypatch.setattr(cache, "CPU_CACHE_BYTES", 2 * engine.cache.bytes_per_slot(100) + 1)
+    monkeypatch.setattr(
+        kv_cache, "CPU_CACHE_BYTES", 2 * 128 * engine.cache.shape.bytes_per_token + 1
+    )
     asked = requests(prompts, repeats=2)
     got = generate(engine, asked)
-    assert engine.cache.slots == 2
+    assert engine.cache.pages.count == 2
     for a, b in zip(got, generate(EmbeddedEngine(model, family), asked), strict=True):
         same(a, b)
 
 
-def test_slots_that_grow_in_steps_stay_inside_the_memory_limit(model, family, monkeypatch):
-    from saccade.engines.embedded import cache
-
-    slots = EmbeddedEngine(model, family).cache
-    budget = 6 * 70 * slots.shape.bytes_per_token
-    monkeypatch.setattr(cache, "CPU_CACHE_BYTES", budget)
-    assert slots.affordable(70) == 3  # 420 tokens, and one of 70 takes 128
-    slots.reserve(slots.affordable(70), 70)
-    assert slots.keys.nbytes + slots.values.nbytes <= budget
+def _bytes(cache: kv_cache.KVCache) -> int:
+    return sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
 
 
-def test_longer_requests_find_fewer_slots_when_those_before_have_ended(
+def test_pages_that_grow_in_steps_stay_inside_the_memory_limit(model, family, monkeypatch):
+    cache = EmbeddedEngine(model, family).cache
+    budget = 6 * 70 * cache.shape.bytes_per_token
+    monkeypatch.setattr(kv_cache, "CPU_CACHE_BYTES", budget)
+    assert cache.reserve([70] * 6, kept=0) and cache.pages.count == 3  # of 128 tokens each
+    assert _bytes(cache) <= budget
+
+
+def test_longer_requests_find_fewer_pages_when_those_before_have_ended(
     model, family, prompts, monkeypatch
 ):
-    from saccade.engines.embedded import cache
-
     engine = EmbeddedEngine(model, family)
-    budget = 6 * engine.cache.bytes_per_slot(128)
-    monkeypatch.setattr(cache, "CPU_CACHE_BYTES", budget)
+    budget = 6 * 128 * engine.cache.shape.bytes_per_token
+    monkeypatch.setattr(kv_cache, "CPU_CACHE_BYTES", budget)
     new = 128 - max(map(len, prompts))
     short = [
         replace(r, episode=r.key)
@@ -142,13 +141,13 @@ def test_longer_requests_find_fewer_slots_when_those_before_have_ended(
     for request in short:
         engine.submit(request)
     done = engine.poll()
-    assert engine.cache.slots == 6
+    assert engine.cache.pages.count == 6
     for request in long:
         engine.submit(request)
     while engine.pending:
         done += engine.poll()
-        assert engine.cache.keys.nbytes + engine.cache.values.nbytes <= budget
-    assert engine.cache.slots == 2
+        assert _bytes(engine.cache) <= budget
+    assert engine.cache.pages.count == 2
     wanted = generate(EmbeddedEngine(model, family), [*short, *long])
     for a, b in zip(sorted(done, key=lambda c: c.key), wanted, strict=True):
         same(a, b)
@@ -188,6 +187,6 @@ def test_prompts_that_memory_is_too_short_for_are_computed_in_turn(load, family,
     for ours, theirs in zip(generate(engine, asked), wanted, strict=True):
         same(ours, theirs)
     assert engine.scheduler.prefill_tokens <= sum(len(p) for p in prompts)
-    most -= 1  # in slots a prompt is computed whole
+    most -= 1  # without kernels a prompt is computed whole
     with pytest.raises(torch.OutOfMemoryError):
         generate(EmbeddedEngine(model, family), asked)

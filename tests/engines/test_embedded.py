@@ -99,7 +99,7 @@ def test_sampling_does_not_depend_on_batching(model, family, prompts, changes):
     for slots, order in ((1, asked), (3, asked), (3, shuffled), (512, shuffled)):
         engine = EmbeddedEngine(model, family, max_sequences=slots)
         got = {c.key: c for c in generate(engine, order)}
-        assert engine.cache.slots == min(slots, len(asked)) and engine.pending == 0
+        assert engine.cache.pages.count == min(slots, len(asked)) and engine.pending == 0
         for completion in wanted:
             same(got[completion.key], completion)
             assert support_of(got[completion.key]) == support_of(completion)

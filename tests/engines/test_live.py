@@ -24,10 +24,11 @@ def test_a_live_episode_computes_only_what_is_new(model, family, prompts, image)
     for asked, answer in played:
         (fresh,) = generate(EmbeddedEngine(model, family), [replace(asked, episode=None)])
         same(fresh, answer)
-    assert len(engine.scheduler.kept.live) == 1
+    assert len(engine.scheduler.prefix_cache.turns) == 1
     engine.release("e")
     engine.release("e")  # twice is harmless
-    assert not engine.scheduler.kept.live and len(engine.cache.free) == engine.cache.slots
+    assert not engine.scheduler.prefix_cache.turns
+    assert engine.cache.pages.free == engine.cache.pages.count
 
 
 def test_the_mode_of_the_modules_is_set_once(model, family, prompts, monkeypatch):
@@ -72,7 +73,7 @@ def test_an_episode_that_lost_its_slot_gives_the_same(model, family, prompts, im
             (fresh,) = generate(EmbeddedEngine(model, family), [replace(request, episode=None)])
             same(fresh, answer)
             states[i] = turn(request, answer, family, (image(56, 56, number), "go on"))
-    assert engine.cache.slots == 1 and list(engine.scheduler.kept.live) == ["e1"]
+    assert engine.cache.pages.count == 1 and list(engine.scheduler.prefix_cache.turns) == ["e1"]
 
 
 def test_a_conversation_that_was_rewritten_is_computed_again(model, family, prompts):
@@ -86,7 +87,7 @@ def test_a_conversation_that_was_rewritten_is_computed_again(model, family, prom
     (answer,) = generate(engine, [changed])
     (fresh,) = generate(EmbeddedEngine(model, family), [replace(changed, episode=None)])
     same(fresh, answer)
-    assert len(engine.scheduler.kept.live) == 1
+    assert len(engine.scheduler.prefix_cache.turns) == 1
 
 
 def test_another_picture_in_the_cached_part_is_computed_again(model, family, image):

@@ -1,4 +1,4 @@
-"""The paged engine gives what the slots give: tokens, log-probs, supports and ends."""
+"""The engine with kernels gives what it gives without: tokens, log-probs, supports and ends."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.engines import embedded, generate
-from saccade.engines.embedded import EmbeddedEngine, rows, scheduler
+from saccade.engines import generate
+from saccade.engines.embedded import EmbeddedEngine, kv_cache, rows, scheduler
 from saccade.errors import ConfigError, TrainingError
 from saccade.types import Completion, Message, Request, Sampling
 from tests.engines.asked import requests as requests_for
@@ -39,13 +39,13 @@ def requests(prompts, sampling: Sampling = FREE, repeats: int = 3) -> list[Reque
 
 
 @pytest.fixture(scope="module")
-def on_slots(model, family):
-    """What an engine with slots answers, asked before any engine pages."""
+def plain(model, family):
+    """What an engine without kernels answers."""
     known: dict[tuple, Completion] = {}
 
     def answer(asked: list[Request]) -> list[Completion]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(embedded, "can_page", lambda shape: False)
+            patch.setattr(kv_cache, "use_kernels", lambda shape: False)
             new = [r for r in asked if _identity(r) not in known]
             engine = EmbeddedEngine(model, family)
             done = generate(engine, [replace(r, episode=None) for r in new])
@@ -74,8 +74,12 @@ def _support(completion: Completion) -> list[list[int]] | None:
 def empty(engine: EmbeddedEngine) -> bool:
     """Every page and every slot is free again."""
     pages, scheduler = engine.cache.pages, engine.scheduler
-    slots = len(engine.cache.free) == engine.cache.slots
-    return pages.free == pages.count > 0 and slots and not (scheduler.kept.wanted or scheduler.jobs)
+    slots = len(engine.cache.free_slots) == engine.cache.slots
+    return (
+        pages.free == pages.count > 0
+        and slots
+        and not (scheduler.prefix_cache.wanted or scheduler.jobs)
+    )
 
 
 def passes(model) -> tuple[list[int], list[int]]:
@@ -105,19 +109,19 @@ def passes(model) -> tuple[list[int], list[int]]:
         {"max_tokens": 1},
     ],
 )
-def test_answers_are_those_of_the_slots(model, family, prompts, paged, on_slots, changes):
+def test_answers_are_those_without_kernels(model, family, prompts, paged, plain, changes):
     asked = requests(prompts, replace(FREE, **changes))
-    wanted = on_slots(asked)
+    wanted = plain(asked)
     engine = EmbeddedEngine(model, family)
     same(generate(engine, asked), wanted)
-    assert engine.cache.paged and empty(engine)
+    assert engine.cache.kernels and empty(engine)
     shuffled = [asked[i] for i in np.random.default_rng(0).permutation(len(asked))]
     few = EmbeddedEngine(model, family, max_sequences=5)
     same(sorted(generate(few, shuffled), key=lambda c: c.key), wanted)
-    assert empty(few) and not few.scheduler.kept.prefixes
+    assert empty(few) and not few.scheduler.prefix_cache.prefixes
 
 
-def test_settings_mix_in_one_batch(model, family, prompts, paged, on_slots):
+def test_settings_mix_in_one_batch(model, family, prompts, paged, plain):
     kinds = [FREE, replace(FREE, temperature=0.0), replace(FREE, top_k=2, max_tokens=5)]
     kinds += [replace(FREE, top_p=0.6, support=True), replace(FREE, temperature=0.0, top_k=4)]
     asked = [
@@ -125,11 +129,11 @@ def test_settings_mix_in_one_batch(model, family, prompts, paged, on_slots):
         for i, kind in enumerate(kinds)
         for r in requests(prompts[:2])
     ]
-    same(generate(EmbeddedEngine(model, family), asked), on_slots(asked))
+    same(generate(EmbeddedEngine(model, family), asked), plain(asked))
 
 
 def test_a_sequence_without_room_for_what_it_keeps_goes_on_later(
-    model, family, prompts, paged, on_slots, monkeypatch
+    model, family, prompts, paged, plain, monkeypatch
 ):
     from saccade.engines.embedded import graphs
 
@@ -144,17 +148,17 @@ def test_a_sequence_without_room_for_what_it_keeps_goes_on_later(
         waits.append(int((engine.graphs.ids[0, : len(ready)] < 0).sum()))
 
     engine._read = noted
-    same(generate(engine, asked), on_slots(asked))
+    same(generate(engine, asked), plain(asked))
     assert sum(waits) and empty(engine)
 
 
-def test_support_ends_where_a_stop_string_ends(model, family, prompts, paged, on_slots):
+def test_support_ends_where_a_stop_string_ends(model, family, prompts, paged, plain):
     cut = replace(FREE, top_k=9, support=True)
     free = generate(EmbeddedEngine(model, family), requests(prompts, cut))
     stop = family.chat.decode(free[0].ids[5:7], special=True)  # in the middle of a burst
     asked = requests(prompts, replace(cut, stop=(stop,)))
     done = generate(EmbeddedEngine(model, family), asked)
-    same(done, on_slots(asked))
+    same(done, plain(asked))
     assert all(len(c.support) == len(c.ids) for c in done)
     assert any(c.finish == "stop" for c in done)
 
@@ -194,7 +198,7 @@ def test_the_host_looks_every_few_steps(load, family, prompts, paged):
 def test_log_probs_that_are_no_numbers_end_it_where_nobody_trains(
     load, family, prompts, paged, pages, monkeypatch
 ):
-    monkeypatch.setattr(embedded, "can_page", lambda shape: pages)
+    monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: pages)
     model = load("qwen2_5_vl")
     named = model.named_parameters()
     name, weight = next((n, p) for n, p in named if "layers.0.mlp.down_proj" in n)
@@ -225,10 +229,10 @@ def test_a_prompt_is_computed_once_however_late_its_members_come(load, family, p
 
 @pytest.mark.parametrize("budget", [7, 25])
 def test_long_prompts_are_computed_in_pieces(
-    load, family, prompts, paged, on_slots, monkeypatch, budget
+    load, family, prompts, paged, plain, monkeypatch, budget
 ):
     asked = requests(prompts)
-    wanted = on_slots(asked)
+    wanted = plain(asked)
     monkeypatch.setattr(scheduler, "PREFILL_TOKENS", budget)
     model = load("qwen2_5_vl")
     tokens, images = passes(model)
@@ -249,9 +253,9 @@ def too_small_for(model, most: int) -> None:
     model.model.language_model.register_forward_pre_hook(check, with_kwargs=True)
 
 
-def test_prompts_that_memory_is_too_short_for_are_halved(load, family, prompts, paged, on_slots):
+def test_prompts_that_memory_is_too_short_for_are_halved(load, family, prompts, paged, plain):
     asked = requests(prompts)
-    wanted = on_slots(asked)
+    wanted = plain(asked)
     model = load("qwen2_5_vl")
     longest = max(span.length for p in prompts for span in p.media)
     too_small_for(model, longest + 3)
@@ -311,29 +315,29 @@ def test_a_request_after_new_weights_shares_nothing_with_those_before(
 
 @pytest.mark.parametrize("pages", [11, 16, 24])
 def test_sequences_that_lose_their_pages_go_on_with_the_same_tokens(
-    model, family, prompts, paged, on_slots, pages
+    model, family, prompts, paged, plain, pages
 ):
     asked = requests(prompts, replace(FREE, max_tokens=40))
-    wanted = on_slots(asked)
+    wanted = plain(asked)
     engine = EmbeddedEngine(model, family)
     paged.budget = pages * engine.cache.bytes_per_page
     lost = []
-    secure = engine.scheduler.secure
+    allocate_pages = engine.scheduler.allocate_pages
 
     def note(ready, steps_of):
         before = len(ready)
-        steps = secure(ready, steps_of)
+        steps = allocate_pages(ready, steps_of)
         lost.append(before - len(ready))
         return steps
 
-    engine.scheduler.secure = note
+    engine.scheduler.allocate_pages = note
     same(generate(engine, asked), wanted)
     assert sum(lost) > 0 and engine.cache.pages.count == pages and empty(engine)
 
 
-def test_a_request_larger_than_the_memory_is_refused_alone(model, family, prompts, paged, on_slots):
+def test_a_request_larger_than_the_memory_is_refused_alone(model, family, prompts, paged, plain):
     small, large, other = requests(prompts[:1])
-    wanted = on_slots([small, other])
+    wanted = plain([small, other])
     engine = EmbeddedEngine(model, family)
     paged.budget = 3 * engine.cache.bytes_per_page
     engine.submit(small)
@@ -351,12 +355,12 @@ def test_a_request_larger_than_the_memory_is_refused_alone(model, family, prompt
     assert empty(engine)
 
 
-def test_turns_continue_from_their_pages(load, family, prompts, paged, on_slots):
+def test_turns_continue_from_their_pages(load, family, prompts, paged, plain):
     model = load("qwen2_5_vl")
     engine = EmbeddedEngine(model, family, max_sequences=6)
     states = [replace(r, episode=r.key) for r in requests(prompts, repeats=2)]
     for _ in range(3):
-        wanted = on_slots(states)
+        wanted = plain(states)
         tokens, images = passes(model)
         answers = generate(engine, states)
         same(answers, wanted)
@@ -375,15 +379,15 @@ def test_turns_continue_from_their_pages(load, family, prompts, paged, on_slots)
     assert empty(engine)
 
 
-def test_idle_turns_make_way(model, family, prompts, paged, on_slots):
+def test_idle_turns_make_way(model, family, prompts, paged, plain):
     asked = [replace(r, episode=r.key) for r in requests(prompts)]
-    wanted = on_slots(asked)
+    wanted = plain(asked)
     engine = EmbeddedEngine(model, family)
     paged.budget = 30 * engine.cache.bytes_per_page
     same(generate(engine, asked), wanted)
-    assert 0 < len(engine.scheduler.kept.live) < len(asked)
+    assert 0 < len(engine.scheduler.prefix_cache.turns) < len(asked)
     same(generate(engine, asked), wanted)  # rewritten conversations: all is computed again
-    for key in list(engine.scheduler.kept.live):
+    for key in list(engine.scheduler.prefix_cache.turns):
         engine.release(key)
     assert empty(engine)
 
@@ -439,7 +443,7 @@ def test_versions_and_idle_caches_follow_the_weights(load, family, prompts, page
     engine.poll()
     engine.poll()
     engine.update_weights(None, version=4)
-    assert not engine.scheduler.kept.live
+    assert not engine.scheduler.prefix_cache.turns
     done = []
     while engine.pending:
         done += engine.poll()
@@ -447,25 +451,25 @@ def test_versions_and_idle_caches_follow_the_weights(load, family, prompts, page
     assert empty(engine)
 
 
-def test_sleep_gives_the_pool_back(model, family, prompts, paged, on_slots):
+def test_sleep_gives_the_pool_back(model, family, prompts, paged, plain):
     asked = [replace(r, episode=r.key) for r in requests(prompts)]
-    wanted = on_slots(asked)
+    wanted = plain(asked)
     engine = EmbeddedEngine(model, family)
     same(generate(engine, asked), wanted)
-    assert engine.cache.keys and engine.scheduler.kept.live
+    assert engine.cache.keys and engine.scheduler.prefix_cache.turns
     engine.sleep()
-    assert not (engine.cache.keys or engine.scheduler.kept.live or engine.records.tokens.size)
+    assert not (
+        engine.cache.keys or engine.scheduler.prefix_cache.turns or engine.outputs.tokens.size
+    )
     engine.wake()
     same(generate(engine, asked), wanted)
 
 
-def test_the_pool_grows_while_sequences_run(model, family, prompts, paged, on_slots, monkeypatch):
-    from saccade.engines.embedded import paged as module
-
-    monkeypatch.setattr(module, "POOL_STEP", 1)
+def test_the_pool_grows_while_sequences_run(model, family, prompts, paged, plain, monkeypatch):
+    monkeypatch.setattr(kv_cache, "POOL_STEP", 1)
     short, *others = requests(prompts)
     long = [replace(r, sampling=replace(FREE, max_tokens=40)) for r in others]
-    wanted = on_slots([short, *long])
+    wanted = plain([short, *long])
     engine = EmbeddedEngine(model, family)
     engine.submit(short)
     engine.poll()
@@ -486,8 +490,8 @@ def test_experts(name, load, family_of, paged):
     prompts = [family.render([Message(role="user", parts=("why " * n,))]) for n in range(1, 4)]
     asked = requests(prompts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedded, "can_page", lambda shape: False)
+        patch.setattr(kv_cache, "use_kernels", lambda shape: False)
         wanted = generate(EmbeddedEngine(model, family), asked)
     engine = EmbeddedEngine(model, family)
     same(generate(engine, asked), wanted)
-    assert engine.cache.paged and empty(engine)
+    assert engine.cache.kernels and empty(engine)

@@ -20,13 +20,17 @@ def extend(pages: Pages, slot: int, tokens: int) -> None:
     pages.extend(np.array([slot]), np.array([tokens]))
 
 
+def places_of(pages: Pages, slot: int, first: int, count: int) -> np.ndarray:
+    return pages.places(np.array([slot]), np.array([first]), np.array([count]))
+
+
 def test_tokens_lie_where_their_pages_say():
     pages = fresh()
     pages.extend(np.array([2, 0]), np.array([9, 3]))
     assert pages.held.tolist() == [1, 0, 3, 0, 0] and pages.free == COUNT - 4
-    places = pages.places(2, 0, 9)
+    places = places_of(pages, 2, 0, 9)
     assert places.tolist() == [p * PAGE + i for p in pages.of(2) for i in range(PAGE)][:9]
-    assert pages.places(2, 5, 9).tolist() == places[5:].tolist()
+    assert places_of(pages, 2, 5, 4).tolist() == places[5:].tolist()
     assert pages.lacking(np.array([2, 0, 1]), np.array([13, 4, 1])) == 2
     extend(pages, 2, 12)  # it fits already
     assert pages.held[2] == 3

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from saccade.config import LoraConfig
-from saccade.engines import embedded, generate
-from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines import generate
+from saccade.engines.embedded import EmbeddedEngine, kv_cache
 from saccade.engines.embedded.projections import NAMES, Projections
 from saccade.models import lora
 from saccade.types import Message, Request, Sampling
@@ -106,7 +106,7 @@ def test_the_paged_engine_follows_adapters_that_learn(load, family_of, image, pa
         answers.append(generate(engine, asked))
         engine.sleep()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(embedded, "can_page", lambda shape: False)
+            patch.setattr(kv_cache, "use_kernels", lambda shape: False)
             wanted = generate(EmbeddedEngine(model, family), asked)
         for got, plain in zip(answers[-1], wanted, strict=True):
             assert got.ids.tolist() == plain.ids.tolist()

@@ -1,4 +1,4 @@
-"""The paged engine on a GPU: its kernels against float64, its tokens against the slots."""
+"""The embedded engine on a GPU: kernels against float64, tokens against those without kernels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 from saccade.backends import Scoring  # noqa: E402
 from saccade.backends.local import LocalBackend  # noqa: E402
 from saccade.config import LoraConfig  # noqa: E402
-from saccade.engines import embedded, generate  # noqa: E402
-from saccade.engines.embedded import EmbeddedEngine  # noqa: E402
+from saccade.engines import generate  # noqa: E402
+from saccade.engines.embedded import EmbeddedEngine, kv_cache  # noqa: E402
 from saccade.engines.embedded import rows as fields  # noqa: E402
 from saccade.engines.embedded.sampler import sample  # noqa: E402
 from saccade.forest.packing import pack  # noqa: E402
@@ -317,9 +317,9 @@ def asked(family, image):
     return requests_for(rendered, FREE, 4)
 
 
-def on_slots(model, family, requests, monkeypatch):
+def plain(model, family, requests, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(embedded, "can_page", lambda shape: False)
+        patch.setattr(kv_cache, "use_kernels", lambda shape: False)
         return generate(EmbeddedEngine(model, family), requests)
 
 
@@ -349,12 +349,12 @@ def alike(got, wanted, limit: float = 0.06) -> float:
         {"stop": ("e", "zz")},
     ],
 )
-def test_tokens_are_those_of_the_slots(model, family, asked, changes, monkeypatch):
+def test_tokens_are_those_without_kernels(model, family, asked, changes, monkeypatch):
     requests = [replace(r, sampling=replace(FREE, **changes)) for r in asked]
     engine = EmbeddedEngine(model, family)
-    assert engine.cache.paged
+    assert engine.cache.kernels
     got = generate(engine, requests)
-    wanted = on_slots(model, family, requests, monkeypatch)
+    wanted = plain(model, family, requests, monkeypatch)
     assert alike(got, wanted) > 0.5
     assert [c.support is None for c in got] == [c.support is None for c in wanted]
     assert engine.cache.pages.free == engine.cache.pages.count
@@ -364,7 +364,7 @@ DENSE = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen3_vl", "internvl", "llava")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
-def over_pages_and_slots(family, dtype, monkeypatch, *, adapted=False):
+def with_and_without_kernels(family, dtype, monkeypatch, *, adapted=False):
     model = load_model(family, dtype=dtype, device=DEVICE)
     if adapted:
         lora.add(model, family, LoraConfig(rank=4), seed=0)
@@ -378,16 +378,16 @@ def over_pages_and_slots(family, dtype, monkeypatch, *, adapted=False):
         for r in range(6)
     ]
     engine = EmbeddedEngine(model, family)
-    assert engine.cache.paged and len(engine.projections.layers) == engine.cache.shape.layers
-    return generate(engine, requests), on_slots(model, family, requests, monkeypatch)
+    assert engine.cache.kernels and len(engine.projections.layers) == engine.cache.shape.layers
+    return generate(engine, requests), plain(model, family, requests, monkeypatch)
 
 
 @pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
 def test_every_family_decodes_over_pages(name, family_of, monkeypatch):
-    """In full precision with the very tokens of the slots."""
+    """In full precision with the very tokens that it draws without kernels."""
     with monkeypatch.context() as patch:
-        patch.setattr(embedded, "can_page", lambda shape: True)
-        got, wanted = over_pages_and_slots(family_of(name), torch.float32, patch)
+        patch.setattr(kv_cache, "use_kernels", lambda shape: True)
+        got, wanted = with_and_without_kernels(family_of(name), torch.float32, patch)
     assert alike(got, wanted, limit=1e-3) == 1
 
 
@@ -396,15 +396,15 @@ def test_every_family_decodes_over_pages(name, family_of, monkeypatch):
 def test_adapters_decode_over_pages(name, dtype, family_of, monkeypatch):
     pytest.importorskip("peft")
     with monkeypatch.context() as patch:
-        patch.setattr(embedded, "can_page", lambda shape: True)
-        got, wanted = over_pages_and_slots(family_of(name), dtype, patch, adapted=True)
+        patch.setattr(kv_cache, "use_kernels", lambda shape: True)
+        got, wanted = with_and_without_kernels(family_of(name), dtype, patch, adapted=True)
     limits = {"limit": 1e-3} if dtype == torch.float32 else {}
     assert alike(got, wanted, **limits) >= (1 if dtype == torch.float32 else 0.5)
 
 
 @pytest.mark.parametrize("name", DENSE)
 def test_in_half_precision_up_to_ties(name, family_of, monkeypatch):
-    assert alike(*over_pages_and_slots(family_of(name), torch.bfloat16, monkeypatch)) > 0.5
+    assert alike(*with_and_without_kernels(family_of(name), torch.bfloat16, monkeypatch)) > 0.5
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -412,7 +412,7 @@ def test_mixtures_may_choose_another_expert_in_half_precision(name, family_of, m
     """Where two experts are nearly equal, rounding decides between them: such a token's log-prob
     is another, and those of nearly all others are not.
     """
-    got, wanted = over_pages_and_slots(family_of(name), torch.bfloat16, monkeypatch)
+    got, wanted = with_and_without_kernels(family_of(name), torch.bfloat16, monkeypatch)
     gaps = []
     for a, b in zip(got, wanted, strict=True):
         differ = np.flatnonzero(a.ids != b.ids)
@@ -432,20 +432,18 @@ def test_log_probs_are_those_of_the_trainer(model, family, asked):
 
 def with_few_pages(engine, requests, monkeypatch, pages: int = 40):
     """The answers, and how often a sequence lost its pages."""
-    from saccade.engines.embedded.paged import PagedCache
-
     lost = []
-    secure = engine.scheduler.secure
+    allocate_pages = engine.scheduler.allocate_pages
 
     def note(ready, steps_of):
         before = len(ready)
-        steps = secure(ready, steps_of)
+        steps = allocate_pages(ready, steps_of)
         lost.append(before - len(ready))
         return steps
 
-    engine.scheduler.secure = note
+    engine.scheduler.allocate_pages = note
     with monkeypatch.context() as patch:
-        patch.setattr(PagedCache, "_budget", lambda self: pages * self.bytes_per_page)
+        patch.setattr(kv_cache.KVCache, "_budget", lambda self: pages * self.bytes_per_page)
         answers = generate(engine, requests)
     assert engine.cache.pages.count == pages == engine.cache.pages.free
     return answers, sum(lost)
@@ -453,7 +451,7 @@ def with_few_pages(engine, requests, monkeypatch, pages: int = 40):
 
 def test_sequences_that_lose_their_pages_go_on_with_the_same_tokens(family, asked, monkeypatch):
     """In full precision exactly so: no draw of these is a tie."""
-    monkeypatch.setattr(embedded, "can_page", lambda shape: True)
+    monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: True)
     model = load_model(family, dtype=torch.float32, device=DEVICE)
     wanted = generate(EmbeddedEngine(model, family), asked)
     got, lost = with_few_pages(EmbeddedEngine(model, family), asked, monkeypatch)
@@ -492,7 +490,6 @@ def test_graphs_outlive_the_pool_and_follow_the_weights(family, asked):
 
 def test_graphs_are_captured_again_for_longer_sequences(model, family, asked, monkeypatch):
     from saccade.engines.embedded import graphs
-    from saccade.engines.embedded.paged import PAGE
 
     monkeypatch.setattr(graphs, "COLUMNS", 2)
     engine = EmbeddedEngine(model, family)
@@ -501,15 +498,15 @@ def test_graphs_are_captured_again_for_longer_sequences(model, family, asked, mo
         requests = [replace(r, sampling=replace(FREE, max_tokens=length)) for r in asked]
         got = generate(engine, requests)
         assert all(len(c.ids) == length for c in got)
-    assert engine.graphs.table.shape[1] >= 200 // PAGE
-    assert alike(got, on_slots(model, family, requests, monkeypatch)) > 0.5
+    assert engine.graphs.table.shape[1] >= 200 // kv_cache.PAGE
+    assert alike(got, plain(model, family, requests, monkeypatch)) > 0.5
 
 
 def test_a_batch_shrinks_through_all_sizes(family, image, monkeypatch):
     """Each size is captured when it first comes up, after larger ones, and after the pool has been
-    given back; in full precision all of it gives the tokens of the slots.
+    given back; in full precision all of it gives the tokens without kernels.
     """
-    monkeypatch.setattr(embedded, "can_page", lambda shape: True)
+    monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: True)
     model = load_model(family, dtype=torch.float32, device=DEVICE)
     text = "What is this? " * 20
     prompts = [
@@ -535,7 +532,7 @@ def test_a_batch_shrinks_through_all_sizes(family, image, monkeypatch):
     sizes = [count for count, _ in engine.graphs._captured]
     assert len(sizes) > 6 and sizes.index(max(sizes)) < sizes.index(32) and len(elsewhere)
     assert alike(small, got[:3]) == 1
-    assert alike(got, on_slots(model, family, requests, monkeypatch), limit=1e-3) == 1
+    assert alike(got, plain(model, family, requests, monkeypatch), limit=1e-3) == 1
 
 
 def test_memory_stays_constant(model, family, asked):
@@ -555,9 +552,9 @@ def test_turns_continue_from_their_pages(model, family, asked, monkeypatch):
     requests = [replace(r, episode=r.key) for r in asked[::4]]
     for turn in range(3):
         answers = generate(engine, requests)
-        computed = [s.cached for s in engine.scheduler.kept.live.values()]
+        computed = [s.cached for s in engine.scheduler.prefix_cache.turns.values()]
         assert len(computed) == len(requests) and min(computed) > 20 * (turn + 1)
-        fresh = on_slots(model, family, [replace(r, episode=None) for r in requests], monkeypatch)
+        fresh = plain(model, family, [replace(r, episode=None) for r in requests], monkeypatch)
         assert alike(answers, fresh) > 0.4
         requests = [
             replace(

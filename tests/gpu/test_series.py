@@ -70,7 +70,7 @@ def options(folder: Path, **changes: Any) -> dict[str, Any]:
 def answers(model: Any, family: Any) -> list[list[int]]:
     """Greedy ones, over pages, to prompts of several lengths."""
     engine = EmbeddedEngine(model, family)
-    assert engine.cache.paged
+    assert engine.cache.kernels
     prompts = [
         family.render([Message(role="user", parts=(open_series(series(n, 20 * n + 7)), "lead?"))])
         for n in range(5)

@@ -89,7 +89,8 @@ def test_results_do_not_depend_on_slots_or_order(model, family, samples, brief, 
     def trajectories(slots: int, asked) -> dict:
         engine = EmbeddedEngine(model, family, max_sequences=slots)
         groups = run(engine, asked, environment=lambda: Again(image))
-        assert not engine.scheduler.kept.live and len(engine.cache.free) == engine.cache.slots
+        assert not engine.scheduler.prefix_cache.turns
+        assert engine.cache.pages.free == engine.cache.pages.count
         return {t.key: t for t in flat(groups)}
 
     wanted = trajectories(64, samples)

@@ -46,7 +46,9 @@ def play(engine, family, sample):
             limits=limits,
             seed="0",
         )
-        assert not engine.scheduler.kept.live and engine.pending == 0  # caches are given back
+        assert (
+            not engine.scheduler.prefix_cache.turns and engine.pending == 0
+        )  # caches are given back
         return group.trajectories[0]
 
     return played

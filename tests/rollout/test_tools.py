@@ -347,7 +347,7 @@ def test_hundreds_of_episodes_share_one_engine(caller, image):
         seed="3",
     )
     everyone = [t for group in groups for t in group.trajectories]
-    assert len(everyone) == 200 and not engine.scheduler.kept.live and engine.pending == 0
+    assert len(everyone) == 200 and not engine.scheduler.prefix_cache.turns and engine.pending == 0
     ends = {t.end_reason for t in everyone}
     assert {"answered", "max_turns", "turn_length", "eos_no_answer"} <= ends
     reasons = {c["reason"] for t in everyone for c in t.info.get("tool_calls", ())}

@@ -1,11 +1,11 @@
 """The embedded engine: generates in the trainer's process with the trainer's own weight tensors.
 
-Continuous batching; a prompt that several requests share is computed once, its images encoded once;
-a live episode continues from its cache. On a CPU, and in full precision, every sequence has a slot
-of a cache and the host looks at every token. On a GPU in half precision keys and values lie in
-shared pages, decoding runs many steps between two looks, long prompts are computed in pieces, and a
-sequence that finds no page is computed again later. Knows nothing of rewards, environments or
-training.
+Continuous batching over one paged cache; a prompt that several requests share is computed once, its
+images are encoded once, and an episode continues from its cache. On a CPU, and in full precision, a
+page holds a whole sequence and the host reads every token. On a GPU in half precision sequences
+share small pages, decoding runs many steps between two reads of the host, long prompts are computed
+in pieces, and a sequence that finds no page is computed again later. Knows nothing of rewards,
+environments or training.
 
     engine = EmbeddedEngine(model, family)
     generate(engine, [Request(key="a", ids=family.render(messages).ids)])
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from saccade.engines import Capabilities
-from saccade.engines.embedded.cache import Cache, Shape, can_page, shape_of
 from saccade.engines.embedded.drawing import draw
-from saccade.engines.embedded.forward import compute, step
-from saccade.engines.embedded.records import Records
+from saccade.engines.embedded.forward import prefill, step
+from saccade.engines.embedded.kv_cache import KVCache, shape_of
+from saccade.engines.embedded.outputs import Outputs
 from saccade.engines.embedded.rows import fields_of, heats_of
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS, Scheduler
 from saccade.engines.embedded.sequences import Part, Sequence, cuts
@@ -52,22 +52,17 @@ class EmbeddedEngine:
         self.version, self.finite = 0, finite
         shape = shape_of(model)
         self.banned = banned_mask(family, shape.device)
-        self.cache: Any = Cache(shape)
-        self.graphs: Any = None
-        if can_page(shape):
-            self._use_pages(shape)
-        self.records = Records()
-        self.scheduler = Scheduler(family, self.cache, self.records, max_sequences)
+        self.cache = KVCache(shape, max_sequences)
+        self.outputs = Outputs()
+        self.scheduler = Scheduler(family, self.cache, self.outputs, max_sequences)
+        self.graphs: Any = None  # without kernels every step runs by itself
+        if self.cache.kernels is not None:
+            from saccade.engines.embedded.graphs import Graphs
+            from saccade.engines.embedded.projections import Projections
 
-    def _use_pages(self, shape: Shape) -> None:
-        from saccade.engines.embedded.graphs import Graphs
-        from saccade.engines.embedded.paged import PagedCache
-        from saccade.engines.embedded.projections import Projections
-
-        self.projections = Projections(self.model)
-        self.cache = PagedCache(shape, self.max_sequences)
-        eos = np.array(sorted(self.family.chat.eos_ids), dtype=np.int64)
-        self.graphs = Graphs(self.model, self.family, self.cache, banned=self.banned, eos=eos)
+            self.projections = Projections(model)
+            eos = np.array(sorted(family.chat.eos_ids), dtype=np.int64)
+            self.graphs = Graphs(model, family, self.cache, banned=self.banned, eos=eos)
 
     # -- the protocol --
 
@@ -81,13 +76,13 @@ class EmbeddedEngine:
                 self.model.eval()
             running = self.scheduler.running.values()
             ready = [s for s in running if s.ready and not s.aborted]
-            if self.cache.paged:
+            if self.graphs is None:
+                self._poll_step(ready)
+            else:
                 if not running:  # weights may have changed since
                     self.projections.refresh()
                 with self.projections.joined():
-                    self._poll_pages(ready)
-            else:
-                self._poll_slots(ready)
+                    self._poll_burst(ready)
         return self._collect_finished()
 
     @property
@@ -99,10 +94,10 @@ class EmbeddedEngine:
 
     def progress(self, key: str) -> np.ndarray:
         sequence = self.scheduler.running.get(key)
-        return self.records.of(sequence).copy() if sequence else np.zeros(0, np.int64)
+        return self.outputs.of(sequence).copy() if sequence else np.zeros(0, np.int64)
 
     def release(self, episode: str) -> None:
-        self.scheduler.kept.release(episode)
+        self.scheduler.prefix_cache.release(episode)
 
     def update_weights(self, source: Any, version: int) -> None:
         """The tensors are the trainer's own, so nothing moves."""
@@ -115,10 +110,10 @@ class EmbeddedEngine:
 
     def sleep(self) -> None:
         assert not self.scheduler.running, "sleep while sequences are running"
-        self.scheduler.kept.clear()
+        self.scheduler.prefix_cache.clear()
         self.scheduler.prefill_tokens = PREFILL_TOKENS
         self.cache.clear()
-        self.records.clear()
+        self.outputs.clear()
 
     def wake(self) -> None:
         pass
@@ -131,19 +126,20 @@ class EmbeddedEngine:
 
     # -- a poll --
 
-    def _poll_slots(self, ready: SequenceOf[Sequence]) -> None:
-        """A forward over prompts, or else one token for each."""
+    def _poll_step(self, ready: SequenceOf[Sequence]) -> None:
+        """Prefill, or else draw one token for each sequence."""
         self.scheduler.admit()
         if self.scheduler.jobs:
             self._prefill()
-        elif ready:
-            ready = sorted(ready, key=lambda s: s.slot)
-            last = self.records.last(ready)
+        elif ready:  # in the order of their pages, as they are read
+            table = self.cache.pages.table
+            ready = sorted(ready, key=lambda s: table[s.slot, 0])
+            last = self.outputs.last(ready)
             self._draw(step(self.model, self.family, self.cache, ready, last), None, ready)
 
-    def _poll_pages(self, ready: list[Sequence]) -> None:
-        """Many tokens for each, and a forward over prompts."""
-        steps = self.scheduler.secure(ready, self.graphs.steps)
+    def _poll_burst(self, ready: list[Sequence]) -> None:
+        """Draw many tokens for each sequence, and prefill."""
+        steps = self.scheduler.allocate_pages(ready, self.graphs.steps)
         self.scheduler.admit()
         decode = self.scheduler.decodes(ready)
         if decode:  # first: the host prepares prompts while the GPU decodes
@@ -154,10 +150,10 @@ class EmbeddedEngine:
             self._read(ready)
 
     def _prefill(self) -> None:
-        """Compute pieces of prompts; who begins with a complete one draws its first token."""
+        """Compute pieces of prompts; members of complete ones draw their first token."""
         batches = [self.scheduler.next_parts()]
-        if not self.cache.paged:
-            # Apart: what continues reads padded rows of the cache, which fresh prompts need not.
+        if self.graphs is None:
+            # Apart: a turn that continues reads padded pages, which fresh prompts need not.
             batches = [
                 [p for p in batches[0] if bool(p[0].cached) == late] for late in (False, True)
             ]
@@ -171,9 +167,9 @@ class EmbeddedEngine:
             self._draw(hidden, rows, members)
 
     def _compute(self, parts: list[Part]) -> None:
-        """Out of memory: as two halves, which give the same."""
+        """Prefill; when out of memory, as two halves, which give the same."""
         try:
-            compute(self.model, self.family, self.cache, parts)
+            prefill(self.model, self.family, self.cache, parts)
         except torch.OutOfMemoryError:
             halves = self.scheduler.halves(parts)
             if halves is None:
@@ -187,7 +183,7 @@ class EmbeddedEngine:
     def _draw(
         self, hidden: Tensor, rows: np.ndarray | None, sequences: SequenceOf[Sequence]
     ) -> None:
-        """The next token of each sequence; `rows` says which hidden state is whose."""
+        """Draw the next token of each sequence; `rows` says which hidden state it reads."""
         quick = None if self.graphs is None else self.graphs.draw
         logits = self.model.lm_head(hidden)  # type: ignore[operator]
         ids, logprobs = draw(logits, rows, sequences, banned=self.banned, quick=quick)
@@ -198,31 +194,29 @@ class EmbeddedEngine:
         pages = self.cache.pages
         table = pages.table[slots, : int(pages.held[slots].max())]
         cutting = any(cuts(s.request.sampling) for s in ready)
-        fields = fields_of(ready, self.records.last(ready))
+        fields = fields_of(ready, self.outputs.last(ready))
         self.graphs.launch(fields, table, heats_of(ready), steps, cutting=cutting)
 
     def _read(self, ready: SequenceOf[Sequence]) -> None:
-        """What the burst has drawn, and what was kept where ids were cut away."""
+        """Read what the burst has drawn, and which ids were kept where others were cut away."""
         ids, logprobs = self.graphs.read()
         asked = [r for r, s in enumerate(ready) if s.request.sampling.support and cuts(s.sampling)]
         if asked:
             kept = self.graphs.read_support()
             for row in asked:
                 drawn = np.flatnonzero(ids[:, row] >= 0).tolist()
-                ready[row].support += [kept(look, row) for look in drawn]
-        for sequence, count in zip(ready, (ids >= 0).sum(0).tolist(), strict=True):
-            sequence.cached += count
+                ready[row].support += [kept(line, row) for line in drawn]
         self._note(ready, ids, logprobs)
 
     def _note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray) -> None:
         if self.finite and not np.isfinite(logprobs[ids >= 0]).all():
             raise not_finite(self.model.named_parameters())
-        self.records.note(sequences, ids, logprobs, self.version)
+        self.outputs.note(sequences, ids, logprobs, self.version)
 
     def _collect_finished(self) -> list[Completion]:
         done, self.scheduler.aborted = self.scheduler.aborted, []
         ready = [s for s in self.scheduler.running.values() if s.ready]
-        for sequence, finish in self.records.ended(ready, self.family.chat):
-            done.append(self.records.completion(sequence, finish))
+        for sequence, finish in self.outputs.ended(ready, self.family.chat):
+            done.append(self.outputs.completion(sequence, finish))
             self.scheduler.leave(sequence, done[-1])
         return done

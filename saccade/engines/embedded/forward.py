@@ -1,13 +1,13 @@
-"""Forwards: over the pieces of several prompts, and one token further."""
+"""Forwards of the embedded engine: over pieces of several prompts, or a token of each sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
+from saccade.engines.embedded.kv_cache import KVCache
 from saccade.engines.embedded.sequences import Part, Sequence
 from saccade.forest.attention import AttentionPlan
 from saccade.forest.to_device import to_device
@@ -16,8 +16,8 @@ from saccade.models.load import hidden_states
 from saccade.types import MediaSpan
 
 
-def compute(model: nn.Module, family: Family, cache: Any, parts: SequenceOf[Part]) -> None:
-    """Keys and values into the cache; a job that is complete gets its last hidden state."""
+def prefill(model: nn.Module, family: Family, cache: KVCache, parts: SequenceOf[Part]) -> None:
+    """Compute keys and values into the cache; a complete job gets its last hidden state."""
     cached = np.array([job.cached for job, _ in parts])
     new = np.array([end for _, end in parts]) - cached
     starts = np.concatenate([[0], new.cumsum()]).tolist()
@@ -36,23 +36,20 @@ def compute(model: nn.Module, family: Family, cache: Any, parts: SequenceOf[Part
         media,
     )
     for (job, end), last in zip(parts, starts[1:], strict=True):
-        job.cached = job.members[0].cached = end
+        job.cached = end
         if end == len(job.ids):
             job.hidden = hidden[last - 1].clone()
 
 
 def step(
-    model: nn.Module, family: Family, cache: Any, ready: SequenceOf[Sequence], last: np.ndarray
+    model: nn.Module, family: Family, cache: KVCache, ready: SequenceOf[Sequence], last: np.ndarray
 ) -> Tensor:
-    """The tokens that were drawn `last` into their slots: hidden states to draw the next from."""
+    """Compute the tokens drawn `last` into the cache. Returns hidden states for the next draw."""
     slots = np.array([s.slot for s in ready])
     cached = np.array([s.cached for s in ready])
     positions = np.tile(cached + np.array([s.ahead for s in ready]), (family.axes, 1))
     plan = cache.plan(slots, cached, np.ones(len(slots), dtype=np.int64))
-    hidden = _forward(model, family, last, positions, plan)
-    for sequence in ready:
-        sequence.cached += 1
-    return hidden
+    return _forward(model, family, last, positions, plan)
 
 
 def _forward(

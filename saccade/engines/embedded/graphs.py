@@ -15,15 +15,16 @@ Legend: B rows, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.engines.embedded import draws, rows, sequences, truncation
+from saccade.engines.embedded import draws, kernels, rows, sequences, truncation
+from saccade.engines.embedded.kv_cache import PAGE, KVCache
 from saccade.engines.embedded.layers import joined_forwards
-from saccade.engines.embedded.paged import PAGE, DecodePlan, PagedCache
 from saccade.engines.embedded.projections import exchanged
 from saccade.engines.embedded.sampler import Drawn
 from saccade.forest.to_device import to_device
@@ -48,7 +49,7 @@ class Graphs:
         self,
         model: nn.Module,
         family: Family,
-        cache: PagedCache,
+        cache: KVCache,
         *,
         banned: Tensor | None,
         eos: np.ndarray,
@@ -269,6 +270,36 @@ class Graphs:
             tick=self.tick,
             out_ids=self.ids,
             out_logprobs=self.logprobs,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan:
+    """One new token per row, written to its page and attending to all of its row."""
+
+    bases: Tensor
+    table: Tensor  # [B, columns]
+    lengths: Tensor  # [B]
+    shared: Tensor  # [B] tokens that its family reads for it
+    families: Tensor  # [3, families], as in rows.py
+    splits: tuple[int, int]
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        return kernels.decode_attention(
+            q,
+            k,
+            v,
+            bases=self.bases,
+            layer=layer,
+            table=self.table,
+            lengths=self.lengths,
+            shared=self.shared,
+            families=self.families,
+            page=PAGE,
+            scale=scale,
+            splits=self.splits,
         )
 
 

@@ -1,8 +1,8 @@
-"""Which pages of a pool belong to whom. Pure bookkeeping on numpy arrays: knows no tensors.
+"""Which pages of a pool belong to which sequence: bookkeeping on numpy arrays, without tensors.
 
 A sequence in a slot has a list of pages. Sequences that begin alike share full pages, counted by
-reference; a page that is only begun is copied, because each of them goes on writing in it. So a
-page has one writer at most, and who shares it reads only what was there before.
+reference; a partial last page is copied, because each sequence goes on writing in it. So a page has
+at most one writer, and a sequence that shares it reads only what was there before.
 
     pages = Pages(page=16)
     pages.grow(100)
@@ -20,8 +20,11 @@ POOL_SHARE = 0.8  # of the memory that is free when the pool grows; the rest is 
 class Pages:
     """table [slots, columns]: the pages of each slot; held [slots]: how many they are."""
 
-    def __init__(self, *, page: int) -> None:
-        self.page = page
+    def __init__(self, *, page: int, lowest_first: bool = False) -> None:
+        """`page`: tokens of a page. `lowest_first`: take the lowest free page, not the one that was
+        freed last.
+        """
+        self.page, self.lowest_first = page, lowest_first
         self.references = np.zeros(0, dtype=np.int32)  # of each page
         self._stack = np.zeros(0, dtype=np.int32)  # the free pages are its first `free`
         self.free = 0
@@ -73,6 +76,8 @@ class Pages:
         unused = numbers[self.references[numbers] == 0]
         self._stack[self.free : self.free + len(unused)] = unused
         self.free += len(unused)
+        if self.lowest_first:
+            self._stack[: self.free][::-1].sort()
 
     # -- pages of slots --
 
@@ -94,7 +99,7 @@ class Pages:
 
     def fork(self, numbers: np.ndarray, tokens: int, slot: int) -> tuple[int, int] | None:
         """The empty `slot` begins with the `tokens` that lie in pages `numbers`. Returns the page
-        that has to be copied and its copy, if the last one is only begun.
+        to copy and its copy, if the last one is partial.
         """
         assert self.held[slot] == 0
         full = tokens // self.page
@@ -114,7 +119,9 @@ class Pages:
         self.held[slot] = 0
         return numbers
 
-    def places(self, slot: int, first: int, last: int) -> np.ndarray:
-        """Where tokens first … last - 1 of a slot lie in the pool."""
-        index = np.arange(first, last)
-        return self.table[slot, index // self.page].astype(np.int64) * self.page + index % self.page
+    def places(self, slots: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
+        """Where tokens first … first + count - 1 of each slot lie in the pool, slot after slot."""
+        owner = np.repeat(np.arange(len(slots)), count)
+        index = np.arange(len(owner)) + (first - (count.cumsum() - count))[owner]
+        page = self.table[slots[owner], index // self.page].astype(np.int64)
+        return page * self.page + index % self.page

@@ -1,5 +1,5 @@
-"""Who waits, whose prompt is being computed, who decodes: gives sequences slots and pages, and
-takes pages away where they are short. Refuses to know what is computed or drawn.
+"""Which requests wait, whose prompts are computed, and which sequences decode. Gives them slots and
+pages, and takes pages away where they are short. Does not know what is computed or drawn.
 
     scheduler.submit(request, version=0)
     scheduler.admit()
@@ -17,81 +17,83 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from saccade.engines.embedded.kept import Kept
-from saccade.engines.embedded.records import Records
-from saccade.engines.embedded.sequences import Job, Live, Part, Sequence
+from saccade.engines.embedded.kv_cache import KVCache
+from saccade.engines.embedded.outputs import Outputs
+from saccade.engines.embedded.prefix_cache import PrefixCache
+from saccade.engines.embedded.sequences import IdleTurn, Part, PrefillJob, Prefix, Sequence
 from saccade.engines.requests import content_of, nothing_sampled
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.types import Completion, Request
 
 PREFILL_TOKENS = 16_384  # of one forward
-PATIENCE = 4  # forwards over prompts for which sequences that could decode wait at most
+PATIENCE = 4  # prefill forwards for which sequences that could decode wait at most
 
 
 class Scheduler:
-    def __init__(self, family: Family, cache: Any, records: Records, max_sequences: int) -> None:
-        self.family, self.cache, self.records = family, cache, records
+    def __init__(
+        self, family: Family, cache: KVCache, outputs: Outputs, max_sequences: int
+    ) -> None:
+        self.family, self.cache, self.outputs = family, cache, outputs
         self.max_sequences = max_sequences
-        self.prefill_tokens = PREFILL_TOKENS  # fewer where memory was too short for them
+        self.prefill_tokens = PREFILL_TOKENS  # fewer after running out of memory
         self.waiting: deque[Sequence] = deque()
-        self.evicted: deque[Sequence] = deque()  # lost their pages, keep slot and records
+        self.evicted: deque[Sequence] = deque()  # lost their pages, keep slot and outputs
         self.running: dict[str, Sequence] = {}  # in the order of admission
-        self.jobs: dict[Any, Job] = {}
-        self.kept = Kept(cache)
+        self.jobs: dict[Any, PrefillJob] = {}
+        self.prefix_cache = PrefixCache(cache)
         self.aborted: list[Completion] = []  # before they ran
-        self._waited = 0  # forwards over prompts since the last burst
+        self._waited = 0  # prefill forwards since the last burst
 
     @property
     def pending(self) -> int:
         return len(self.waiting) + len(self.running) + len(self.aborted)
 
     def submit(self, request: Request, version: int) -> None:
-        # Prompts are shared by requests that may be computed with the same weights.
+        # Requests share a prompt only if it may be computed with the same weights.
         sequence = Sequence(request=request, content=(version, content_of(request)))
         self.waiting.append(sequence)
-        self.kept.wanted[sequence.content] += 1
+        self.prefix_cache.wanted[sequence.content] += 1
 
     def abort(self, key: str) -> None:
         if key in self.running:
             sequence = self.running[key]
-            sequence.aborted = True
+            sequence.abort(collect=sequence in self.evicted)
             if sequence in self.evicted:
                 self.evicted.remove(sequence)
-                sequence.ready = True  # to be collected, not computed
             return
         for sequence in [s for s in self.waiting if s.request.key == key]:
             self.waiting.remove(sequence)
-            self.kept.no_longer_want(sequence.content)
+            self.prefix_cache.no_longer_want(sequence.content)
             self.aborted.append(nothing_sampled(key))
-        self.kept.forget_unwanted()
+        self.prefix_cache.drop_unwanted()
 
     def leave(self, sequence: Sequence, completion: Completion) -> None:
-        """A sequence has ended: its slot is free, the cache of a live episode is kept."""
+        """Free the slot of a sequence that has ended; keep the pages of an episode's turn."""
         request = sequence.request
         del self.running[request.key]
+        pages = self.cache.detach(sequence.slot)
         if request.episode and completion.finish != "aborted":
-            self.kept.live[request.episode] = Live(
-                parked=self.cache.park(sequence.slot),
+            self.prefix_cache.turns[request.episode] = IdleTurn(
+                pages=pages,
                 ids=np.concatenate([request.ids, completion.ids]),
                 media=tuple(span.media.key for span in request.media),
                 cached=sequence.cached,
             )
         else:
-            self.cache.release(sequence.slot)
+            self.cache.pages.drop(pages)
 
     def renew(self, version: int) -> None:
-        """Other weights: what is kept belongs to the old ones, what waits to the new ones."""
-        while self.kept.drop_one():
-            pass
+        """The weights have changed: drop what is kept; waiting requests belong to the new ones."""
+        self.prefix_cache.drop_all()
         for sequence in self.waiting:
             sequence.content = (version, sequence.content[1])
-        self.kept.wanted = Counter(sequence.content for sequence in self.waiting)
+        self.prefix_cache.wanted = Counter(sequence.content for sequence in self.waiting)
 
     # -- admission --
 
     def admit(self) -> None:
-        """Move waiting requests into slots, as many as one forward should compute."""
+        """Give waiting requests slots and pages, for as many tokens as one forward computes."""
         if not (self.waiting or self.evicted):
             return
         self._make_room()
@@ -105,30 +107,28 @@ class Scheduler:
                 key = sequence.request.key
                 assert key not in self.running, f"request {key} was submitted twice"
                 self.running[key] = sequence
-                self.kept.no_longer_want(sequence.content)
+                self.prefix_cache.no_longer_want(sequence.content)
             tokens += self._begin(sequence)
 
     def _make_room(self) -> None:
-        """Memory for what waits, as far as there is some."""
+        """Reserve memory for waiting requests, as far as there is some."""
         coming = [s.request for s in islice(self.waiting, self.max_sequences)]
-        longest = max(map(_most_tokens, coming), default=0)
-        if self.cache.paged:
-            slots = self.max_sequences
-            known = [*coming, *(s.request for s in self.running.values())]
-            self.cache.reserve(sum(map(_most_tokens, known)), longest)
-            if longest > self.cache.pages.count * self.cache.pages.page:
-                self._refuse_longest(longest)
-        elif coming:
-            self._make_slots(longest)
-            slots = self.cache.slots
+        lengths = [*map(_most_tokens, (*coming, *(s.request for s in self.running.values())))]
+        if not self.cache.reserve(lengths, len(self.prefix_cache.turns)):
+            if self.cache.kernels is not None:
+                self._refuse_longest(max(map(_most_tokens, coming)))
+            if not self.running:  # else requests that fit into no page wait until all have ended
+                self.prefix_cache.drop_all()
+                self.cache.clear()
+                self.cache.reserve(lengths, 0)
         if coming:
-            self.records.resize(slots, max(r.sampling.max_tokens for r in coming))
+            self.outputs.resize(self.max_sequences, max(r.sampling.max_tokens for r in coming))
 
     def _refuse_longest(self, longest: int) -> None:
-        """It alone: whoever serves many goes on with the others."""
+        """Refuse the longest request alone, so that a server goes on with the others."""
         sequence = next(s for s in self.waiting if _most_tokens(s.request) == longest)
         self.waiting.remove(sequence)
-        self.kept.no_longer_want(sequence.content)
+        self.prefix_cache.no_longer_want(sequence.content)
         limit = self.cache.pages.count * self.cache.pages.page
         problem = ConfigError(
             f"a request may grow to {longest} tokens, but the memory of the GPU has room for the "
@@ -137,103 +137,89 @@ class Scheduler:
         problem.request = sequence.request.key
         raise problem
 
-    def _make_slots(self, longest: int) -> None:
-        """As many as are wanted, and as long. Where there is no memory for the present ones in that
-        length they end first: what does not fit into them waits.
-        """
-        if longest > self.cache.capacity and self.cache.slots > self.cache.affordable(longest):
-            if self.running:
-                return
-            while self.kept.drop_one():
-                pass
-            self.cache.clear()
-        capacity = max(longest, self.cache.capacity)
-        wanted = min(self.max_sequences, self.pending + len(self.kept.live))
-        slots = max(self.cache.slots, min(wanted, self.cache.affordable(capacity)))
-        self.cache.reserve(slots, capacity)
-
     def _place(self, sequence: Sequence) -> bool:
-        """Give a sequence a slot, and pages where there are pages; False when it has to wait."""
-        live = self.kept.turn_before(sequence.request)
-        if not self._has_room(sequence, live):
-            slot = None
-        elif sequence.slot >= 0:
-            slot = sequence.slot  # it was evicted
-        elif live is not None:
-            slot = self.cache.resume(live.parked)
-        else:
-            slot = self.cache.take()
-            # A finished turn that sits in a slot will be computed again when its turn comes.
-            if slot is None and not self.cache.paged and self.kept.drop_one():
-                slot = self.cache.take()
+        """Give a sequence a slot, if there are pages for it. Returns False if it has to wait."""
+        turn = self.prefix_cache.turn_before(sequence.request)
+        slot: int | None = None
+        if self._find_pages(sequence, turn):
+            if sequence.slot >= 0:
+                slot = sequence.slot  # it was evicted
+            else:
+                slot = self.cache.take() if turn is None else self.cache.resume(turn.pages)
         if slot is None:
-            if live is not None:
-                self.kept.live[sequence.request.episode] = live  # type: ignore[index]
+            if turn is not None:
+                self.prefix_cache.turns[sequence.request.episode] = turn  # type: ignore[index]
             return False
-        sequence.slot, sequence.cached = slot, 0 if live is None else live.cached
+        sequence.place(slot, 0 if turn is None else turn.cached)
         return True
 
-    def _has_room(self, sequence: Sequence, live: Live | None) -> bool:
-        if self.cache.paged:
-            return self._find_pages(sequence, live)
-        return _most_tokens(sequence.request) <= self.cache.capacity
-
-    def _find_pages(self, sequence: Sequence, live: Live | None) -> bool:
+    def _find_pages(self, sequence: Sequence, turn: IdleTurn | None) -> bool:
+        """Whether enough pages are free for a sequence, after dropping what is kept if need be."""
         pages = self.cache.pages
+        if pages.pages_for(_most_tokens(sequence.request)) > pages.table.shape[1]:
+            return False
         tokens = len(sequence.request.ids) + sequence.sampled
-        fresh = live is None and not sequence.sampled
-        # One more for each that runs: admitting a sequence should not evict another at once.
-        spare = len(self.running) - len(self.evicted)
+        fresh = turn is None and not sequence.sampled
+        if self.cache.kernels is not None:
+            # One more for each that runs: admitting a sequence should not evict another at once.
+            spare = len(self.running) - len(self.evicted)
+        else:  # those of members that get a copy of a prompt when it is complete
+            spare = sum(len(job.members) - (job.prefix is None) for job in self.jobs.values())
         while True:
-            if fresh and (sequence.content in self.jobs or sequence.content in self.kept.prefixes):
+            if fresh and (
+                sequence.content in self.jobs or sequence.content in self.prefix_cache.prefixes
+            ):
                 needed = 1  # all but the last page are shared
             else:
-                needed = pages.pages_for(tokens) - (0 if live is None else len(live.parked))
+                held = 0 if turn is None else len(turn.pages)
+                needed = int(pages.pages_for(tokens)) - held
             if needed + spare <= pages.free:
                 return True
-            if not self.kept.drop_one():  # perhaps the very prompt that would be shared
+            if not self.prefix_cache.drop_one():  # perhaps the very prompt that would be shared
                 return False
 
     # -- prompts --
 
     def _begin(self, sequence: Sequence) -> int:
-        """Compute its prompt, alone or with others that begin alike. Tokens that are added."""
-        alone = sequence.cached or sequence.sampled
+        """Start a prefill job, or join one with the same prompt. Returns the tokens it adds."""
+        alone = sequence.resumed or sequence.sampled
         key = sequence.request.key if alone else sequence.content
         if key in self.jobs:
             self.jobs[key].members.append(sequence)
             return 0
         ids = sequence.request.ids
         if alone:
-            ids = np.concatenate([ids, self.records.of(sequence)])
-        prefix = self.kept.prefixes.get(key)
-        if prefix is not None:  # it may be given back before the job starts
-            self.cache.pages.share(prefix.parked)
-        elif self.cache.paged:
+            ids = np.concatenate([ids, self.outputs.of(sequence)])
+        prefix = self.prefix_cache.prefixes.get(key)
+        if prefix is not None:  # it may be dropped before the job starts
+            self.cache.pages.share(prefix.pages)
+        else:
             self.cache.pages.extend(np.array([sequence.slot]), np.array([len(ids)]))
-        job = self.jobs[key] = Job(
+        job = self.jobs[key] = PrefillJob(
             members=[sequence],
             ids=ids,
             positions=self.family.positions(len(ids), sequence.request.media),
-            cached=sequence.cached,
+            cached=sequence.resumed,
             hidden=None if prefix is None else prefix.hidden,
             prefix=prefix,
         )
         return job.left
 
     def next_parts(self) -> list[Part]:
-        """About `prefill_tokens`. In pages a prompt may be cut, in slots it is computed whole."""
+        """Pieces of about `prefill_tokens`. Without kernels no prompt is cut: torch would need a
+        mask of the whole piece.
+        """
         parts, budget = [], self.prefill_tokens
         for job in self.jobs.values():
             if job.left and budget > 0:
-                end = job.cut(budget) if self.cache.paged else len(job.ids)
+                end = len(job.ids) if self.cache.kernels is None else job.cut(budget)
                 budget -= end - job.cached
                 parts.append((job, end))
         return parts
 
     def halves(self, parts: list[Part]) -> list[list[Part]] | None:
-        """Two forwards instead of one that memory was too short for, and fewer tokens for those to
-        come. None where there is nothing to halve.
+        """Split a forward that ran out of memory in two, and compute fewer tokens from now on.
+        Returns None if there is nothing to split.
         """
         tokens = sum(end - job.cached for job, end in parts)
         self.prefill_tokens = min(self.prefill_tokens, -(-tokens // 2))
@@ -242,39 +228,38 @@ class Scheduler:
             return [parts[:middle], parts[middle:]]
         ((job, end),) = parts
         cut = job.cut(tokens // 2)
-        return [[(job, cut)], parts] if self.cache.paged and job.cached < cut < end else None
+        return [[(job, cut)], parts] if self.cache.kernels and job.cached < cut < end else None
 
     def start(self) -> list[tuple[Tensor, list[Sequence]]]:
-        """All members of complete jobs begin with what was computed: the last hidden state of each
-        prompt, and who draws from it.
+        """Let all members of complete jobs begin with what was computed. Returns the last hidden
+        state of each prompt, and the members that draw from it.
         """
         done = {key: job for key, job in self.jobs.items() if job.hidden is not None}
         groups, started = [], []
         for key, job in done.items():
             del self.jobs[key]
             assert job.hidden is not None
-            source, others = self.cache.contents(job.members[0].slot), job.members[1:]
+            pages, others = self.cache.pages.of(job.members[0].slot), job.members[1:]
             if job.prefix is not None:
-                source, others = job.prefix.parked, list(job.members)
-            self.kept.keep_prompt(key, source, job.hidden)
-            groups.append((source, len(job.ids), others))
+                pages, others = job.prefix.pages, list(job.members)
+            self.prefix_cache.keep_prompt(key, Prefix(pages=pages, hidden=job.hidden))
+            groups.append((pages, len(job.ids), others))
             started.append((job.hidden, job.members))
             for sequence in job.members:
-                sequence.cached, sequence.ahead, sequence.ready = len(job.ids), job.ahead, True
-        if self.cache.paged:
-            self._send_away(groups)
+                sequence.start(job.ahead)
+        self._evict_without_page(groups)
         self.cache.begin_alike([(a, n, [s.slot for s in others]) for a, n, others in groups])
         for job in done.values():
             if job.prefix is not None:
-                self.cache.drop(job.prefix.parked)
+                self.cache.pages.drop(job.prefix.pages)
         if done:
-            self.kept.forget_unwanted()
+            self.prefix_cache.drop_unwanted()
         return [(hidden, [s for s in members if s.ready]) for hidden, members in started]
 
     # -- short of pages --
 
-    def _send_away(self, groups: SequenceOf[tuple[Any, int, list[Sequence]]]) -> None:
-        """Members for whose own last page there is none left wait again."""
+    def _evict_without_page(self, groups: SequenceOf[tuple[Any, int, list[Sequence]]]) -> None:
+        """Re-queue members that get no page for their partial last page."""
         free = self.cache.pages.free
         for _, length, others in groups:
             if length % self.cache.pages.page:
@@ -283,13 +268,15 @@ class Scheduler:
                 free -= len(others)
 
     def _evict(self, sequence: Sequence) -> None:
-        self.cache.drop(self.cache.pages.detach(sequence.slot))
-        sequence.cached, sequence.ready = 0, False
+        self.cache.pages.drop(self.cache.pages.detach(sequence.slot))
+        sequence.evict()
         self.evicted.appendleft(sequence)
 
-    def secure(self, ready: list[Sequence], steps_of: Callable[[SequenceOf[Sequence]], int]) -> int:
-        """Pages for the next burst and its number of steps. Where pages are short, sequences that
-        came last lose theirs and leave `ready`.
+    def allocate_pages(
+        self, ready: list[Sequence], steps_of: Callable[[SequenceOf[Sequence]], int]
+    ) -> int:
+        """Allocate pages for the next burst and return its number of steps. Where pages are short,
+        the sequences admitted last lose theirs and leave `ready`.
         """
         pages = self.cache.pages
         while ready:
@@ -299,15 +286,15 @@ class Scheduler:
             if pages.lacking(slots, tokens) <= pages.free:
                 pages.extend(slots, tokens)
                 return steps
-            if not self.kept.drop_one():
+            if not self.prefix_cache.drop_one():
                 self._evict(ready.pop())
         return 0
 
     def decodes(self, ready: SequenceOf[Sequence]) -> bool:
-        """Not where many more can start soon: better to wait for them than to decode a part of the
-        batch. Not for ever: a long prompt takes many forwards.
+        """Whether to decode now: not while many more can start soon, as a larger batch decodes
+        faster; but a long prompt takes many forwards, so only for PATIENCE of them.
         """
-        room = min(len(self.waiting), len(self.cache.free))
+        room = min(len(self.waiting), len(self.cache.free_slots))
         coming = sum(len(job.members) for job in self.jobs.values()) + (room if self.jobs else 0)
         waits = bool(ready) and self._waited < PATIENCE and 4 * coming > len(ready)
         self._waited = self._waited + 1 if waits else 0

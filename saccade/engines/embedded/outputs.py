@@ -1,4 +1,4 @@
-"""What the engine has sampled, slot by slot, until it ends and becomes a completion."""
+"""What the engine has sampled, slot by slot, until a sequence ends and becomes a completion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from saccade.models.chat import Chat
 from saccade.types import Completion
 
 
-class Records:
+class Outputs:
     """tokens, logprobs and versions: [slots, sampled]."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Records:
     def note(
         self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray, version: int
     ) -> None:
-        """ids and log-probs [steps, sequences]; -1 where a sequence had ended before."""
+        """Append ids and log-probs [steps, sequences]; an id is -1 where a sequence had ended."""
         slots = np.array([s.slot for s in sequences])
         places = np.array([s.sampled for s in sequences])
         for line, line_logprobs in zip(ids, logprobs, strict=True):
@@ -44,8 +44,8 @@ class Records:
             self.tokens[at], self.logprobs[at] = line[drawn], line_logprobs[drawn]
             self.versions[at] = version
             places += drawn
-        for sequence, sampled in zip(sequences, places.tolist(), strict=True):
-            sequence.sampled = sampled
+        for sequence, drawn in zip(sequences, (ids >= 0).sum(0).tolist(), strict=True):
+            sequence.add(drawn)
 
     def last(self, sequences: SequenceOf[Sequence]) -> np.ndarray:
         return self.tokens[[s.slot for s in sequences], [s.sampled - 1 for s in sequences]]
@@ -54,7 +54,7 @@ class Records:
         return self.tokens[sequence.slot, : sequence.sampled]
 
     def ended(self, sequences: SequenceOf[Sequence], chat: Chat) -> list[tuple[Sequence, str]]:
-        """Those that end with their last tokens, and how."""
+        """Sequences that end with their last tokens, and how they end."""
         last = self.last(sequences).tolist()
         ways = [self._finish(s, chat, id_) for s, id_ in zip(sequences, last, strict=True)]
         return [(s, way) for s, way in zip(sequences, ways, strict=True) if way]
@@ -70,18 +70,16 @@ class Records:
         return "length" if not sequence.remaining else None
 
     def _reaches_stop(self, sequence: Sequence, chat: Chat) -> bool:
-        """Looks at each new token; what was drawn after a stop string is forgotten."""
+        """Search each new token for stop strings; what was drawn after one is forgotten."""
         stop = sequence.request.sampling.stop
-        # A stop string has at most one token per byte; a few more cover what its first token begins
-        # with.
+        # A stop string has at most one token per byte; a few more cover the start of its first one.
         window = max(len(text.encode()) for text in stop) + 8
-        for length in range(sequence.looked + 1, sequence.sampled + 1):
+        for length in range(sequence.searched + 1, sequence.sampled + 1):
             text = chat.decode(self.of(sequence)[max(0, length - window) : length], special=True)
             if any(end in text for end in stop):
-                sequence.cached -= sequence.sampled - length
-                sequence.sampled = length
+                sequence.end_at(length)
                 return True
-        sequence.looked = sequence.sampled
+        sequence.searched = sequence.sampled
         return False
 
     def completion(self, sequence: Sequence, finish: Any) -> Completion:

@@ -1,0 +1,351 @@
+"""The key/value cache of the embedded engine, and the attention plans that fill and read it.
+
+Keys and values lie in pages of one pool per layer. Where the Triton kernels serve a model (a GPU,
+half precision) a page holds PAGE tokens, a group shares the full pages of its prompt, and kernels
+find the pool through `bases`, so captured graphs outlive it. Elsewhere a page holds a whole
+sequence: torch attends over the pages where they lie, without gathering them first. A finished turn
+keeps its pages without a slot. The pool grows on demand; `clear` frees it.
+
+Legend: N sequences of a call, T their new tokens, P pages that it reads, L the longest length among
+them, G key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from saccade.devices import free_bytes
+from saccade.engines.embedded.pages import POOL_SHARE, Pages
+from saccade.forest.attention import HALF, AttentionPlan, forest_plan, one_node, varlen
+from saccade.forest.to_device import to_device
+
+PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a last page is empty
+POOL_STEP = 4096  # such pages by which the pool grows at least
+WHOLE_STEP = (
+    64  # pages of whole sequences grow in steps, so that a longer prompt rarely reallocates
+)
+CPU_CACHE_BYTES = 4 << 30
+GPU_CACHE_SHARE = 0.6  # of the free memory of a GPU, for pages of whole sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of what a model keeps per token."""
+
+    layers: int
+    key_heads: int
+    head_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.layers * self.key_heads * self.head_size * self.dtype.itemsize
+
+
+def shape_of(model: torch.nn.Module) -> Shape:
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    heads = config.num_attention_heads
+    parameter = next(model.parameters())
+    return Shape(
+        layers=config.num_hidden_layers,
+        key_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        device=parameter.device,
+        dtype=parameter.dtype,
+    )
+
+
+def use_kernels(shape: Shape) -> bool:
+    """Whether the Triton kernels serve a model where it lies."""
+    return shape.device.type == "cuda" and not why_no_kernels(shape)
+
+
+def why_no_kernels(shape: Shape) -> str:
+    """Why the Triton kernels would not serve a model on any GPU; empty if they do."""
+    if shape.dtype not in HALF:  # there greedy tokens are those of transformers, bit by bit
+        return f"its weights are {shape.dtype}"
+    if not (16 <= shape.head_size <= 256 and shape.head_size.bit_count() == 1):
+        return f"its heads of {shape.head_size} are no power of two between 16 and 256"
+    return "" if find_spec("triton") is not None else "triton is not installed"
+
+
+class KVCache:
+    """keys and values: one tensor [pages, tokens of a page, G, D] per layer."""
+
+    def __init__(self, shape: Shape, slots: int) -> None:
+        self.shape, self.slots = shape, slots
+        self.device, self.dtype = shape.device, shape.dtype
+        self.kernels: Any = None  # the module; None: torch, with pages of whole sequences
+        if use_kernels(shape):
+            from saccade.engines.embedded import kernels
+
+            self.kernels = kernels
+        self.bases = torch.zeros((shape.layers, 2), dtype=torch.int64, device=self.device)
+        self.clear()
+
+    def clear(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        whole = self.kernels is None
+        # Lowest pages first: torch reads all pages up to the highest busy one.
+        self.pages = Pages(page=WHOLE_STEP if whole else PAGE, lowest_first=whole)
+        self.pages.reshape(self.slots, 1)
+        self.free_slots = list(range(self.slots))  # a heap
+
+    # -- memory --
+
+    @property
+    def bytes_per_page(self) -> int:
+        return self.pages.page * self.shape.bytes_per_token
+
+    def reserve(self, lengths: Sequence[int], kept: int) -> bool:
+        """Allocate pages for sequences that may grow to `lengths` tokens, and for `kept` turns, as
+        far as memory allows. Returns whether the longest sequence has room.
+        """
+        pages, longest = self.pages, max(lengths, default=0)
+        if self.kernels is None:
+            page = max(pages.page, -(-longest // WHOLE_STEP) * WHOLE_STEP)
+            affordable = max(1, self._budget() // (page * self.shape.bytes_per_token))
+            if page > pages.page and pages.count > affordable:
+                return False
+            wanted = min(self.slots, len(lengths) + kept, affordable)
+            self._allocate(max(wanted, pages.count), page)
+            return True
+        pages.reshape(self.slots, longest)
+        wanted = int(pages.pages_for(sum(lengths)))
+        if wanted > pages.count:
+            wanted = max(wanted, pages.count + POOL_STEP)
+            affordable = self._budget() // self.bytes_per_page
+            self._allocate(max(min(wanted, affordable), pages.count), PAGE)
+        return longest <= pages.count * PAGE
+
+    def _budget(self) -> int:
+        """Bytes that the whole pool may take."""
+        if self.device.type == "cpu":
+            return CPU_CACHE_BYTES
+        mine = self.pages.count * self.bytes_per_page
+        share = GPU_CACHE_SHARE if self.kernels is None else POOL_SHARE
+        return int(share * (free_bytes(self.device) + mine))
+
+    def _allocate(self, count: int, page: int) -> None:
+        """Give the pool `count` pages of `page` tokens each; it keeps what it holds."""
+        if (count, page) == (self.pages.count, self.pages.page):
+            return
+        heads, size = self.shape.key_heads, self.shape.head_size
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        for tensors in (self.keys, self.values):
+            for layer in range(self.shape.layers):  # one after the other: no second pool at a time
+                if self.kernels is None:
+                    # Zeros, as a masked key still enters a product, and 0 · NaN is NaN. In memory
+                    # the tokens of one head follow each other, as attention reads them.
+                    new = torch.zeros((count, heads, page, size), **options).transpose(1, 2)
+                else:
+                    new = torch.empty((count, page, heads, size), **options)
+                if layer < len(tensors):
+                    old = tensors[layer]
+                    new[: old.shape[0], : old.shape[1]] = old
+                    tensors[layer] = new
+                else:
+                    tensors.append(new)
+        addresses = [
+            [k.data_ptr(), v.data_ptr()] for k, v in zip(self.keys, self.values, strict=True)
+        ]
+        self.bases.copy_(self._tensor(np.array(addresses)))
+        self.pages.grow(count)
+        self.pages.page = page
+
+    # -- slots --
+
+    def take(self) -> int | None:
+        return heappop(self.free_slots) if self.free_slots else None
+
+    def detach(self, slot: int) -> np.ndarray:
+        """Free a slot. Returns its pages, which are kept."""
+        heappush(self.free_slots, slot)
+        return self.pages.detach(slot)
+
+    def resume(self, kept_pages: np.ndarray) -> int | None:
+        slot = self.take()
+        if slot is not None:
+            self.pages.attach(slot, kept_pages)
+        return slot
+
+    def begin_alike(self, groups: Sequence[tuple[np.ndarray, int, Sequence[int]]]) -> None:
+        """(source, tokens, targets): empty slots `targets` begin with the `tokens` that lie in
+        pages `source`.
+        """
+        copies = [
+            self.pages.fork(source, tokens, slot)
+            for source, tokens, targets in groups
+            for slot in targets
+        ]
+        pairs = [pair for pair in copies if pair is not None]
+        if not pairs:
+            return
+        here, there = self._tensor(np.array(pairs).T)
+        if self.kernels is not None:
+            words = self.bytes_per_page // (2 * self.shape.layers) // 4
+            self.kernels.copy_pages(here, there, bases=self.bases, words=words)
+            return
+        length = max(
+            tokens for _, tokens, _ in groups
+        )  # what lies behind a shorter one is not read
+        for tensor in (*self.keys, *self.values):
+            tensor[there, :length] = tensor[here, :length]
+
+    # -- plans --
+
+    def plan(self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray) -> AttentionPlan:
+        """Sequences in `slots` hold `cached` tokens and get `new` more (all arrays [N])."""
+        places = self.pages.places(slots, cached, new)
+        starts = np.concatenate([[0], new.cumsum()])
+        inner: AttentionPlan
+        if not cached.any():
+            inner = forest_plan(starts, np.full(len(new), -1), self.device, self.dtype)
+        elif self.kernels is None:
+            inner = self._over_whole_pages(slots, cached, new)
+        else:
+            lengths = cached + new
+            ends = np.concatenate([[0], lengths.cumsum()])
+            inner = _OverPages(
+                cache=self,
+                index=self._tensor(self.pages.places(slots, np.zeros_like(cached), lengths)),
+                starts_q=starts,
+                starts_k=ends,
+                cu_q=self._tensor(starts.astype(np.int32)),
+                cu_k=self._tensor(ends.astype(np.int32)),
+            )
+        where = (places,) if self.kernels else np.divmod(places, self.pages.page)
+        return PagedPlan(cache=self, places=tuple(map(self._tensor, where)), inner=inner)
+
+    def _over_whole_pages(
+        self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray
+    ) -> AttentionPlan:
+        numbers = self.pages.table[slots, 0].astype(np.int64)
+        top = int(numbers.max()) + 1
+        read: Tensor | slice = slice(0, top)
+        # Reading every page up to the highest costs less than gathering the busy ones.
+        count, row_of = top, numbers
+        if top > 2 * len(slots):
+            read, count, row_of = self._tensor(numbers), len(slots), np.arange(len(slots))
+        width, length = int(new.max()), int((cached + new).max())
+        owner = np.repeat(np.arange(len(slots)), new)
+        offsets = np.arange(len(owner)) - np.repeat(new.cumsum() - new, new)
+        # An idle row reads its first key, so no softmax is empty.
+        last = np.zeros((count, width), dtype=np.int64)
+        last[row_of[owner], offsets] = cached[owner] + offsets
+        mask = np.arange(length)[None, None, :] <= last[:, :, None]
+        index = row_of[owner] * width + offsets
+        full = len(index) == count * width and bool((np.diff(index) == 1).all())
+        return _OverWholePages(
+            cache=self,
+            read=read,
+            index=None if full else self._tensor(index),
+            width=width,
+            mask=self._tensor(mask)[:, None],
+        )
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return to_device(array, self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedPlan:
+    """Write keys and values into their pages, then attend by `inner`."""
+
+    cache: KVCache
+    places: tuple[Tensor, ...]  # [T] in the pool for the kernels; pages and offsets for torch
+    inner: AttentionPlan
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        cache = self.cache
+        if cache.kernels is not None:
+            cache.kernels.write_pages(k, v, bases=cache.bases, layer=layer, places=self.places[0])
+        else:
+            cache.keys[layer][self.places] = k
+            cache.values[layer][self.places] = v
+        return self.inner(layer, q, k, v, scale, window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OverPages:
+    """New tokens of sequences that began before: each attends to all that lies in its pages."""
+
+    cache: KVCache
+    index: Tensor  # [all keys] their places, sequence after sequence
+    starts_q: np.ndarray  # [N + 1]
+    starts_k: np.ndarray
+    cu_q: Tensor  # the same on the device
+    cu_k: Tensor
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        keys = self.cache.keys[layer].flatten(0, 1).index_select(0, self.index)
+        values = self.cache.values[layer].flatten(0, 1).index_select(0, self.index)
+        if q.is_cuda and q.dtype in HALF:
+            longest = [int(np.diff(starts).max()) for starts in (self.starts_q, self.starts_k)]
+            return varlen(
+                q, keys, values, self.cu_q, self.cu_k, *longest, scale=scale, causal=True,
+                window=window,
+            )  # fmt: skip
+        return torch.cat(
+            [
+                one_node(q[a:b], keys[c:d], values[c:d], scale, window)
+                for a, b, c, d in zip(
+                    self.starts_q, self.starts_q[1:], self.starts_k, self.starts_k[1:], strict=False
+                )
+            ]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OverWholePages:
+    """The same where a page holds a sequence: one token each while decoding, several for a turn."""
+
+    cache: KVCache
+    read: Tensor | slice  # the pages [P]
+    index: Tensor | None  # [T] place of each new token among the padded queries; None: in order
+    width: int  # most new tokens of one sequence
+    mask: Tensor  # [P, 1, width, L]
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        assert window is None, "sliding windows are refused when the engine is built"
+        count, length = self.mask.shape[0], self.mask.shape[-1]
+        keys, values = (
+            tensors[layer][self.read, :length].transpose(1, 2)
+            for tensors in (self.cache.keys, self.cache.values)
+        )
+        heads, size = q.shape[1:]
+        groups = heads // k.shape[1]
+        padded = q
+        if self.index is not None:
+            padded = q.new_zeros((count * self.width, heads, size))
+            padded[self.index] = q
+        # Query heads that share a key head become queries of that head: no copy of the cache is
+        # ever expanded.
+        padded = padded.view(count, self.width, k.shape[1], groups, size).permute(0, 2, 3, 1, 4)
+        out = sdpa(
+            padded.reshape(count, k.shape[1], groups * self.width, size),
+            keys,
+            values,
+            attn_mask=self.mask if self.width == 1 else self.mask.repeat(1, 1, groups, 1),
+            scale=scale,
+        )
+        out = out.view(count, k.shape[1], groups, self.width, size).permute(0, 3, 1, 2, 4)
+        out = out.reshape(count * self.width, heads, size)
+        return out if self.index is None else out[self.index]
