@@ -75,7 +75,7 @@ class Media:
     hash: str
     width: int
     height: int
-    kind: Literal["image", "video", "audio", "series"] = "image"
+    kind: str = "image"  # a row of media/kinds.py
     path: str | None = field(default=None, compare=False)  # the hash says which content it is
     data: bytes | Extent | None = field(default=None, repr=False, compare=False)
     min_pixels: int = 3136

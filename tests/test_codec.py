@@ -12,7 +12,7 @@ import pytest
 from saccade.codec import MissingFile, decode, encode, files_of, pack, unpack
 from saccade.media import videos
 from saccade.media.images import crop
-from saccade.media.images import decode as pixels
+from saccade.media.kinds import decode as pixels
 from saccade.types import (
     Completion,
     Media,

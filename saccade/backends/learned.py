@@ -36,7 +36,7 @@ from saccade.models.rating import (
     verdict_ids,
     with_marks,
 )
-from saccade.models.series import plugged
+from saccade.models.towers import TOWERS
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Batch, Group, Media, Message, Sample, Trajectory
 
@@ -83,7 +83,7 @@ class LearnedReward:
             raise ConfigError(f"reward.terms: {wrong}")
         card = read_card(folder) or Card(kind="scalar", heads=("preference",))
         family = load_family(str(folder), trust_remote_code=trust_remote_code)
-        family = plugged(family, SeriesConfig())
+        family = TOWERS["series"].plug(family, SeriesConfig())
         model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         if card.kind == "scalar":
             head = RewardHead(like=model, card=card, seed=0)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from saccade.contents import File, held, pretrained
 from saccade.errors import EnvironmentProblem
-from saccade.models import lora, series
+from saccade.models import lora
 from saccade.models.heads import reward_file, without_reward
+from saccade.models.towers import TOWERS
 
 
 def require_same(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
@@ -34,7 +35,8 @@ def require_same(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Ten
 
 def model_files(model: nn.Module, *, copy: bool) -> list[File]:
     """Its head and its encoder apart: without them it is a model that anybody can load."""
-    with without_reward(model) as head, series.without_series(model) as encoder:
+    series = TOWERS["series"]
+    with without_reward(model) as head, series.detached(model) as encoder:
         if lora.is_adapted(model):
             files = lora.files(model, copy=copy)
         else:

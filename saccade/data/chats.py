@@ -17,6 +17,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from saccade.media.kinds import KINDS, SOURCE_KEYS
+
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -27,23 +29,8 @@ ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-PLACEHOLDER = re.compile(r"(\\?)<(image|video|audio|series) ?(\d*)>")
+PLACEHOLDER = re.compile(rf"(\\?)<({'|'.join(KINDS)}) ?(\d*)>")
 JSON_LIST = re.compile(r"\s*\[\s*\{")
-IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
-# Where a content item of each kind keeps its source.
-MEDIA_KEYS = {
-    "image": IMAGE_KEYS,
-    "video": ("video", "video_url", *IMAGE_KEYS[2:]),
-    "audio": ("audio", "audio_url", "input_audio", *IMAGE_KEYS[2:]),
-    "series": ("series", "time_series", "time-series", *IMAGE_KEYS[2:]),
-}
-# What a row may say about a medium, beside where it is.
-OPTIONS = {
-    "image": ("min_pixels", "max_pixels"),
-    "video": ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames", "frames"),
-    "audio": (),
-    "series": (),
-}
 
 
 class RowError(ValueError):
@@ -67,7 +54,7 @@ class Picture:
             raise RowError(
                 "use_audio_in_video: sound inside a video is not heard; add it as an audio item"
             )
-        given = {name: said[name] for name in OPTIONS[kind] if said.get(name) is not None}
+        given = {name: said[name] for name in KINDS[kind].options if said.get(name) is not None}
         for name, value in given.items():
             if name == "frames":
                 good = isinstance(value, list) and bool(value) and all(_counts(v, 0) for v in value)
@@ -77,7 +64,7 @@ class Picture:
                 )
             if not good:
                 what = "a list of numbers" if name == "frames" else "a positive integer"
-                raise RowError(f"{name} of {ARTICLES[kind]} must be {what}, not {value!r}")
+                raise RowError(f"{name} of {KINDS[kind].article} must be {what}, not {value!r}")
         budget = {name: given.pop(name, None) for name in ("min_pixels", "max_pixels")}
         return Picture(source=source, kind=kind, options=given, **budget)
 
@@ -153,18 +140,17 @@ def _piece(item: Any) -> Piece:
         return item
     if not isinstance(item, Mapping):
         raise RowError(f"a content item must be text or a record with a type, not {_short(item)}")
-    named = ("text", "video", "audio", *MEDIA_KEYS["series"][:3], *IMAGE_KEYS)
+    keys = {name: (*kind.keys, *SOURCE_KEYS) for name, kind in KINDS.items()}
+    named = ("text", *KINDS, *(key for each in keys.values() for key in each))
     kind = item.get("type") or next((key for key in named if item.get(key)), None)
     if kind == "text":
         if not isinstance(item.get("text"), str):
             raise RowError("a text item without text")
         return item["text"]
-    medium = next((name for name, keys in MEDIA_KEYS.items() if kind in keys), None)
+    medium = next((name for name, each in keys.items() if kind in each), None)
     if medium is None:
-        raise RowError(
-            f"content of type {kind!r} cannot be read: text, {', '.join(MEDIA_KEYS)} can"
-        )
-    source = next((item[key] for key in MEDIA_KEYS[medium] if item.get(key) is not None), None)
+        raise RowError(f"content of type {kind!r} cannot be read: text, {', '.join(KINDS)} can")
+    source = next((item[key] for key in keys[medium] if item.get(key) is not None), None)
     if isinstance(source, Mapping) and (
         "url" in source or (medium == "audio" and "data" in source)
     ):
@@ -195,7 +181,7 @@ def arrange(
     slots = [piece for _, pieces in turns for piece in pieces if isinstance(piece, Slot)]
     filled: dict[str, Iterator[Picture]] = {}
     first: list[Piece] = []
-    for kind in MEDIA_KEYS:
+    for kind in KINDS:
         places = [slot for slot in slots if slot.kind == kind]
         shown = [picture for picture in pictures if picture.kind == kind]
         if shown and not places and prepend:
@@ -258,6 +244,3 @@ def _count(pictures: Sequence[Picture], kind: str) -> str:
 
 def _counts(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-ARTICLES = {"image": "an image", "video": "a video", "audio": "a sound", "series": "a time series"}

@@ -25,7 +25,8 @@ from saccade.config import Config, DataConfig, DataSource
 from saccade.data.datasets import BadRow, Dataset, keep, load
 from saccade.data.records import plain, to_row
 from saccade.errors import DataError
-from saccade.media import images
+from saccade.media import kinds
+from saccade.media.images import ImageError
 from saccade.types import Media, Sample
 
 # (train or val, sources, options) → rows as they are in the file, rows that are used.
@@ -182,8 +183,8 @@ def _broken(every_image: Mapping[Any, Media], workers: int) -> dict[Any, str]:
 
     def reason(media: Media) -> str | None:
         try:
-            images.decode(media)
-        except images.ImageError as error:
+            kinds.decode(media)
+        except ImageError as error:
             return str(error)
         return None
 

@@ -42,11 +42,9 @@ from saccade.data.stream import Stream
 from saccade.data.unread import FOR_REWARDS, unread_media
 from saccade.errors import ConfigError, DataError
 from saccade.media.blob_file import Spill
-from saccade.media.images import ImageError, open_media
+from saccade.media.images import ImageError
+from saccade.media.kinds import open_any
 from saccade.media.media_files import located, source_kind
-from saccade.media.sounds import open_sound
-from saccade.media.videos import open_video
-from saccade.series import open_series
 from saccade.types import Media, Sample
 
 __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
@@ -54,25 +52,6 @@ __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
 DETECTION_ROWS = 100
 FILE_NAME = re.compile(r".+\.\w{2,5}")
 LONGEST_NAME = 1024  # of a file; longer text is the file itself
-OPENERS: Mapping[str, Callable[..., Media]] = {
-    "image": open_media,
-    "video": open_video,
-    "audio": open_sound,
-    "series": open_series,
-}
-
-
-def open_as(
-    kind: str,
-    source: Any,
-    folder: Path | None,
-    limits: DataConfig,
-    budget: Mapping[str, int | None],
-    more: Mapping[str, Any],
-) -> Media:
-    """A medium of any kind; sounds and series have no pixels to budget."""
-    seen = budget if kind in ("image", "video") else {}
-    return OPENERS[kind](source, base=folder, limits=limits, **seen, **more)
 
 
 def load(
@@ -294,8 +273,8 @@ class _Reader:
             key: Any = (source, min_pixels, max_pixels, kind, repr(more)) if named else None
             if key in known:
                 return known[key]
-            budget = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-            media = open_as(kind, source, folder, self.config, budget, more)
+            options = {"min_pixels": min_pixels, "max_pixels": max_pixels, **more}
+            media = open_any(kind, source, options, base=folder, limits=self.config)
             key = key or media.key  # equal bytes once
             if key not in known:
                 known[key] = self.spill(media)

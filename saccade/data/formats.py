@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from saccade.config import DataConfig
-from saccade.data.chats import MEDIA_KEYS, Picture, RowError, Turns, arrange, parse_json, read_chat
+from saccade.data.chats import Picture, RowError, Turns, arrange, parse_json, read_chat
 from saccade.data.comparisons import check_labels, read_candidates, read_label
 from saccade.data.records import WRITTEN, content_hash, plain
 from saccade.errors import ConfigError, DataError
-from saccade.series import is_one
+from saccade.media.kinds import KINDS
 from saccade.types import Media, Message, Sample
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -168,17 +168,14 @@ FORMATS: Mapping[str, Format] = {
 }
 SHARED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "id": ("id", "doc_id", "unique_id", "question_id"),
-    "images": ("images", "image"),
-    "videos": ("videos", "video"),
-    "audios": ("audios", "audio"),
-    "series": MEDIA_KEYS["series"][:3],
+    **{kind.columns[0]: kind.columns for kind in KINDS.values()},
     "choices": ("choices", "options"),
     "system": ("system",),
 }
 COMPARED = ("chosen", "rejected", "output", "label")
 # Roles of media columns.
-KINDS = {"images": "image", "videos": "video", "audios": "audio", "series": "series"}
-ROLES = ("prompt", "answer", *KINDS, "id", "data_source", "choices", "system", *COMPARED)
+MEDIA_ROLES = {kind.columns[0]: name for name, kind in KINDS.items()}
+ROLES = ("prompt", "answer", *MEDIA_ROLES, "id", "data_source", "choices", "system", *COMPARED)
 
 
 def columns_of(format: Format, keys: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -255,13 +252,13 @@ def read_row(
         raise RowError(f"no prompt in column {' or '.join(columns['prompt'])}")
     pictures = [
         picture
-        for role, kind in KINDS.items()
+        for role, kind in MEDIA_ROLES.items()
         for picture in _pictures(row, values[role], fields[role][0], kind)
     ]
     asked, candidates = _turns(values, format)
     turns = [*asked, *(turn for candidate in candidates for turn in candidate)]
-    kinds = {kind for role, kind in KINDS.items() if any(name in row for name in columns[role])}
-    kinds = kinds.union(marks)
+    roles = [role for role in MEDIA_ROLES if any(name in row for name in columns[role])]
+    kinds = {MEDIA_ROLES[role] for role in roles}.union(marks)
     turns = arrange(turns, pictures, prepend=config.placeholder == "prepend", columns=kinds)
     count = sum(isinstance(piece, Picture) for _, pieces in turns for piece in pieces)
     if count > config.max_images:
@@ -349,7 +346,7 @@ def _pictures(row: Mapping[str, Any], value: Any, column: str, kind: str) -> lis
     if not _filled(value):
         return []
     frames = column == "video" and isinstance(value, list) and isinstance(value[0], str)
-    single = frames or (kind == "series" and is_one(value))
+    single = frames or KINDS[kind].is_one(value)
     sources = value if isinstance(value, list | tuple) and not single else [value]
     if any(source is None for source in sources):
         raise RowError(f"column {column!r} holds an empty entry")

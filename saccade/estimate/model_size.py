@@ -15,7 +15,7 @@ from saccade.flops import NF4, Training, training_of
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.load import freeze
-from saccade.models.series import Encoder
+from saccade.plugins.series.series_tower import Encoder
 from saccade.shapes import Shape, shape_of
 
 

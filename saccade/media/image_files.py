@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+import zlib
 from collections.abc import Callable
 from functools import cache
 
@@ -34,6 +35,7 @@ OTHER_MEDIA = {
     ),
 }
 
+PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"IDAT", b"fdAT")
 ORIENTATION = 0x0112
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -108,6 +110,20 @@ ENDS: dict[str, Callable[[bytes], bool]] = {
 def ends(image: Image.Image, data: bytes) -> bool:
     """Whether a file has its end mark; a format that has none is taken to be whole."""
     return image.format not in ENDS or ENDS[image.format](data)
+
+
+def damaged_chunk(data: bytes) -> str | None:
+    """The first chunk of a PNG file that holds pixels and has a wrong checksum: Pillow shows the
+    pixels all the same, other ones than were stored.
+    """
+    at = 8
+    while at + 12 <= len(data):
+        name, end = data[at + 4 : at + 8], at + 8 + int.from_bytes(data[at : at + 4], "big")
+        stored = int.from_bytes(data[end : end + 4], "big")
+        if name in PIXEL_CHUNKS and zlib.crc32(data[at + 4 : end]) != stored:
+            return name.decode()
+        at = end + 4
+    return None
 
 
 def upright_rgb(image: Image.Image, orientation: int) -> Image.Image:

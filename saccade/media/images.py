@@ -24,6 +24,7 @@ from saccade.config import DataConfig
 from saccade.media.blob_file import encoded, root_hash
 from saccade.media.image_files import (
     ImageError,
+    damaged_chunk,
     ends,
     opened,
     orientation,
@@ -79,14 +80,7 @@ def open_media(
 
 
 def decode(media: Media) -> np.ndarray:
-    """Upright RGB pixels, uint8 [height, width, 3]: first frame, alpha on white, box cut out. Of a
-    video its frames, of a sound and of a time series its samples.
-    """
-    if media.kind != "image":
-        from saccade import series
-        from saccade.media import sounds, videos
-
-        return {"video": videos, "audio": sounds, "series": series}[media.kind].decode(media)
+    """Upright RGB pixels, uint8 [height, width, 3]: first frame, alpha on white, box cut out."""
     name = media.path or f"image {media.hash[:12]}"
     data = encoded(media)
     with opened(data, name) as image:
@@ -95,6 +89,8 @@ def decode(media: Media) -> np.ndarray:
             rgb = upright_rgb(image, orientation(image, data, name))
         except Exception as error:  # broken files make Pillow raise almost anything
             raise ImageError(f"{name}: cannot be decoded: {error}") from None
+        if image.format == "PNG" and (chunk := damaged_chunk(data)):
+            raise ImageError(f"{name}: damaged: the checksum of an {chunk} chunk is wrong")
     if rgb.size != size:
         # Content stays at the top left, so boxes given for the file keep their meaning.
         canvas = Image.new("RGB", size, "white")

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from saccade.media.images import decode, root_hash
+from saccade.media.blob_file import root_hash
+from saccade.media.kinds import decode
 from saccade.types import Media
 
 Item = TypeVar("Item")

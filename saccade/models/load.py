@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest import attention
 from saccade.forest.to_device import to_device
-from saccade.models import experts, series
+from saccade.models import experts
 from saccade.models.families import FAMILIES, Family
 from saccade.models.files import require_intact, require_some
 from saccade.models.fused import fuse
+from saccade.models.towers import TOWERS
 from saccade.types import MediaSpan
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -95,7 +96,7 @@ def load_model(
         _require_plain_head(model, family)
     fuse(model)
     if family.series is not None:
-        series.attach(model, family, seed=seed)
+        TOWERS["series"].attach(model, family, seed=seed)
     return model
 
 

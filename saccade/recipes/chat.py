@@ -19,17 +19,16 @@ from typing import Any
 
 from saccade.config import Config
 from saccade.data.chats import Picture, RowError, arrange, read_chat
-from saccade.data.datasets import open_as
 from saccade.data.prompts import text_or_file
 from saccade.disk import require_writable
 from saccade.engines import Engine, generate, progress
 from saccade.errors import ConfigError, DataError, SaccadeError, TrainingError
 from saccade.media.images import open_media
+from saccade.media.kinds import KINDS, open_any
 from saccade.models.families import Family
 from saccade.recipes import models, parts
 from saccade.recipes.engines import answering_engine, answering_family, model_name, room
 from saccade.rollout.episode import noise_key
-from saccade.series import open_series
 from saccade.serving.text_stream import TextStream
 from saccade.types import Completion, Media, Message, Request, Sampling
 
@@ -162,7 +161,7 @@ def _series(state: Talk, path: str) -> str:
         raise ConfigError("/series: give a file, such as /series ecg.npy")
     if state.family.series is None:
         raise ConfigError("/series: this model has no encoder; try model.series.encoder=patches")
-    media = open_series(Path(path).expanduser().absolute(), limits=state.config.data)
+    media = KINDS["series"].open(Path(path).expanduser().absolute(), limits=state.config.data)
     state.family.measure(media)  # refuses other leads than the encoder reads
     state.pictures.append(media)
     return f"{media.height} leads of {media.width} samples, go with the next message"
@@ -274,9 +273,9 @@ def _conversation(item: Any, where: str, folder: Path, config: Config) -> tuple[
     def part(piece: Any) -> str | Media:
         if not isinstance(piece, Picture):
             return piece
-        budget = {"min_pixels": piece.min_pixels, "max_pixels": piece.max_pixels}
+        options = {"min_pixels": piece.min_pixels, "max_pixels": piece.max_pixels, **piece.options}
         try:
-            return open_as(piece.kind, piece.source, folder, config.data, budget, piece.options)
+            return open_any(piece.kind, piece.source, options, base=folder, limits=config.data)
         except DataError as error:
             raise ConfigError(f"{where}: {error}") from None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from saccade.config import Config
 from saccade.models.families import Family
-from saccade.models.series import fingerprint
+from saccade.models.towers import TOWERS
 from saccade.tracking.folder import write_whole
 from saccade.types import Message, Sample
 
@@ -59,7 +59,7 @@ def renderer(family: Family) -> str:
     digest = hashlib.blake2b(digest_size=12)
     digest.update(f"{family.name}\0{family.chat.template}\0".encode())
     if family.series is not None:
-        digest.update(fingerprint(family.series))
+        digest.update(TOWERS["series"].fingerprint(family.series))
     digest.update(tokenizer.read_bytes() if tokenizer.is_file() else family.path.encode())
     return digest.hexdigest()
 

@@ -27,7 +27,7 @@ from saccade.models.files import SERIES_FILE, require_whole
 from saccade.models.heads import attach_score, start_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
 from saccade.models.rating import SECTION, flaw
-from saccade.models.series import plugged
+from saccade.models.towers import TOWERS
 from saccade.rewards.reward_model_term import model_terms
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def family_of(config: Config, folder: str) -> Family:
     )
     data = config.data
     family = replace(family, shown=family.budget(data.min_pixels, data.max_pixels))
-    return plugged(family, config.model.series)
+    return TOWERS["series"].plug(family, config.model.series)
 
 
 def device_of(config: Config) -> torch.device:
@@ -166,7 +166,7 @@ def load_teacher(config: Config, family: Family) -> LocalBackend | None:
     folder = model_folder(config, path)
     theirs = load_family(folder, trust_remote_code=config.model.trust_remote_code)
     if family.series is not None and (Path(folder) / SERIES_FILE).is_file():
-        theirs = plugged(theirs, family.series)
+        theirs = TOWERS["series"].plug(theirs, family.series)
     vocabularies = [each.chat.tokenizer.get_vocab() for each in (family, theirs)]
     alike = theirs.spec.bind is family.spec.bind and theirs.series == family.series
     if not alike or vocabularies[0] != vocabularies[1]:

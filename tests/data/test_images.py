@@ -221,6 +221,16 @@ def test_a_thumbnail_does_not_hide_that_a_jpeg_is_cut(noise):
         open_media(str(path))
 
 
+def test_pixels_that_do_not_fit_their_checksum_are_refused(noise):
+    path = noise("noise.png")
+    data = bytearray(path.read_bytes())
+    stored = data.index(b"IEND") - 8  # the last checksum of pixels
+    data[stored] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ImageError, match=r"noise\.png: damaged: the checksum of an IDAT chunk"):
+        decode(open_media(str(path)))
+
+
 def test_bytes_behind_the_end_are_no_damage(noise):
     for name in ("noise.png", "noise.jpg"):
         path = noise(name)

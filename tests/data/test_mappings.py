@@ -58,7 +58,7 @@ def wav(shade: int) -> bytes:
 
 
 def shade(media: Media) -> int:
-    from saccade.media.images import decode
+    from saccade.media.kinds import decode
 
     pixels = decode(media)
     return round(float(pixels[0]) * 327.68) if media.kind == "audio" else int(pixels.flat[0])

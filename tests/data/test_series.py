@@ -16,8 +16,9 @@ from saccade.data.formats import FORMATS, read_row
 from saccade.data.mappings import load_mapping
 from saccade.data.overlong import POLICIES
 from saccade.data.records import to_row
-from saccade.media.images import ImageError, decode
-from saccade.series import is_one, open_series
+from saccade.media.images import ImageError
+from saccade.media.kinds import decode
+from saccade.plugins.series.series_files import is_one, open_series
 from saccade.types import Media
 
 VALUES = np.arange(12, dtype=np.float32).reshape(2, 6)

@@ -19,10 +19,11 @@ from saccade.data.records import to_row
 from saccade.errors import EnvironmentProblem
 from saccade.http_client.pictures import encode
 from saccade.media.blob_file import Spill, _file_of, encoded
-from saccade.media.images import decode, open_media
+from saccade.media.images import open_media
+from saccade.media.kinds import decode
 from saccade.media.sounds import open_sound
 from saccade.media.videos import open_video
-from saccade.series import open_series
+from saccade.plugins.series.series_files import open_series
 from saccade.types import Extent
 
 

@@ -18,8 +18,8 @@ from saccade.contents import File  # noqa: E402
 from saccade.engines import generate  # noqa: E402
 from saccade.engines.embedded import EmbeddedEngine  # noqa: E402
 from saccade.models.files import SERIES_FILE  # noqa: E402
+from saccade.plugins.series.series_files import open_series  # noqa: E402
 from saccade.recipes import models, rl  # noqa: E402
-from saccade.series import open_series  # noqa: E402
 from saccade.tracking.loggers import read_metrics  # noqa: E402
 from saccade.types import Message, Request, Sampling  # noqa: E402
 

@@ -18,7 +18,8 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.media import sounds
-from saccade.media.images import ImageError, decode, open_media
+from saccade.media.images import ImageError, open_media
+from saccade.media.kinds import decode
 from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model

@@ -14,7 +14,8 @@ from saccade.config import load as load_config
 from saccade.doctor import folder as doctor_folder
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media import videos
-from saccade.media.images import crop, decode, open_media
+from saccade.media.images import crop, open_media
+from saccade.media.kinds import decode
 from saccade.models import tiny_squares
 from saccade.models.families import FAMILIES, load_family
 from saccade.models.load import freeze, load_model, pick_dtype, trainable_table

@@ -27,7 +27,8 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.attention import forest_plan
 from saccade.forest.packing import pack
 from saccade.media import sounds, videos
-from saccade.media.images import decode, open_media
+from saccade.media.images import open_media
+from saccade.media.kinds import decode
 from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.load import freeze, hidden_states, load_model

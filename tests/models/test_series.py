@@ -22,11 +22,12 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.media.images import ImageError
-from saccade.models import lora, series
+from saccade.models import lora
 from saccade.models.load import freeze, load_model, trainable_table
+from saccade.plugins.series import series_tower
+from saccade.plugins.series.series_files import open_series
 from saccade.recipes.dialogues import compared, dialogue
 from saccade.recipes.sft import SUPERVISED
-from saccade.series import open_series
 from saccade.types import Group, Media, Message, Request, Sample, Sampling, Source, Trajectory
 
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ def ask(*parts: str | Media) -> tuple[Message, ...]:
 
 @pytest.fixture
 def plugged(family_of):
-    return lambda name, settings=SETTINGS: series.plugged(family_of(name), settings)
+    return lambda name, settings=SETTINGS: series_tower.plugged(family_of(name), settings)
 
 
 def loaded(family, seed: int = 0):
@@ -142,15 +143,15 @@ def test_a_vocabulary_without_a_spare_row_lends_a_reserved_token(family_of):
     size = len(full.chat.tokenizer)
     full = replace(full, vocabulary=size, banned=full.banned[:size])
     with pytest.raises(ConfigError, match=r"no id is spare.*\.series\.token=<\|vision_pad"):
-        series.plugged(full, SETTINGS)
+        series_tower.plugged(full, SETTINGS)
     free = full.chat.tokenizer.convert_tokens_to_ids("<|vision_pad|>")
     chosen = SETTINGS.model_copy(update={"token": "<|vision_pad|>"})
-    family = series.plugged(full, chosen)
+    family = series_tower.plugged(full, chosen)
     assert family.chat.placeholders["series"] == free and family.banned[free]
     typed = family.render(ask("<|vision_pad|>", wave(20)))
     assert (typed.ids == free).sum() == 2
     with pytest.raises(ConfigError, match=r"<\|im_end\|> cannot stand"):
-        series.plugged(full, SETTINGS.model_copy(update={"token": "<|im_end|>"}))
+        series_tower.plugged(full, SETTINGS.model_copy(update={"token": "<|im_end|>"}))
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -158,12 +159,12 @@ def test_a_vocabulary_without_a_spare_row_lends_a_reserved_token(family_of):
 
 def test_leads_are_compared_by_their_shape(plugged):
     wavy = torch.sin(torch.arange(40.0))[None]
-    scaled = series.normalised(torch.cat([wavy, 1000 * wavy + 5, torch.zeros(1, 40)]))
+    scaled = series_tower.normalised(torch.cat([wavy, 1000 * wavy + 5, torch.zeros(1, 40)]))
     assert torch.allclose(scaled[0], scaled[1], atol=1e-3) and not scaled[2].any()
     spike = torch.zeros(1, 40)
     spike[0, 7] = 1e-3
-    assert 5 < series.normalised(spike).max() < 7  # of its deviation: the quartiles are equal
-    assert series.normalised(torch.cat([wavy, torch.full((1, 1), 1e9)], 1)).max() == 10
+    assert 5 < series_tower.normalised(spike).max() < 7  # of its deviation: the quartiles are equal
+    assert series_tower.normalised(torch.cat([wavy, torch.full((1, 1), 1e9)], 1)).max() == 10
 
 
 def test_the_engine_answers_as_the_trainer_scores(plugged):
@@ -259,18 +260,18 @@ def test_the_encoder_lies_beside_a_model_that_anybody_loads(plugged, family_of, 
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(Path(family.path) / name, tmp_path)
     plain = replace(family_of("qwen2"), path=str(tmp_path))
-    again = series.plugged(plain, SeriesConfig())
+    again = series_tower.plugged(plain, SeriesConfig())
     assert again.series == SETTINGS
     mine, theirs = model.series.state_dict(), loaded(again).series.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine | theirs)
     with pytest.raises(ConfigError, match=r"model\.series\.patch=25: the encoder in .* has 10"):
-        series.plugged(plain, SeriesConfig(encoder="patches", patch=25))
+        series_tower.plugged(plain, SeriesConfig(encoder="patches", patch=25))
 
     adapted = loaded(again)
     lora.add(adapted, again, LoraConfig(rank=2), seed=0)
     assert not any(p.requires_grad for p in adapted.series.parameters())
     write_files(tmp_path / "merged", LocalBackend(adapted, again, TrainConfig()).model_files())
-    assert (tmp_path / "merged" / series.SERIES_FILE).is_file()
+    assert (tmp_path / "merged" / series_tower.SERIES_FILE).is_file()
     with pytest.raises(ConfigError, match="'series' matches no linear layer"):
         lora.add(loaded(again), again, LoraConfig(rank=2, targets="series"), seed=0)
 
@@ -278,7 +279,7 @@ def test_the_encoder_lies_beside_a_model_that_anybody_loads(plugged, family_of, 
 def test_a_module_of_the_user_is_run_where_a_config_names_it(family_of, tmp_path):
     (tmp_path / "own.py").write_text(OWN_MODULE)
     named = SeriesConfig(encoder=f"{tmp_path}/own.py:make", channels=2)
-    family = series.plugged(family_of("qwen2"), named)
+    family = series_tower.plugged(family_of("qwen2"), named)
     model = loaded(family)
     rendered = family.render(ask(wave(23)))
     assert rendered.media[0].length == 4
@@ -290,17 +291,17 @@ def test_a_module_of_the_user_is_run_where_a_config_names_it(family_of, tmp_path
     write_files(tmp_path, LocalBackend(model, family).model_files())
     plain = replace(family_of("qwen2"), path=str(tmp_path))
     with pytest.raises(ConfigError, match=r"a module of your own; say where it is, such as model"):
-        series.plugged(plain, SeriesConfig())
+        series_tower.plugged(plain, SeriesConfig())
     shutil.copy(tmp_path / "own.py", tmp_path / "moved.py")
-    moved = series.plugged(plain, SeriesConfig(encoder=f"{tmp_path}/moved.py:make"))
+    moved = series_tower.plugged(plain, SeriesConfig(encoder=f"{tmp_path}/moved.py:make"))
     assert moved.series.channels == 2
     assert torch.equal(loaded(moved).series.inner.out.weight, model.series.inner.out.weight)
     wrong = named.model_copy(update={"encoder": f"{tmp_path}/own.py:wrong"})
     with pytest.raises(ConfigError, match="gives Linear; it needs"):
-        series.plugged(family_of("qwen2"), wrong)
+        series_tower.plugged(family_of("qwen2"), wrong)
     with pytest.raises(ConfigError, match=r"no function 'lost' in .*; there is make, wrong"):
         lost = named.model_copy(update={"encoder": f"{tmp_path}/own.py:lost"})
-        series.plugged(family_of("qwen2"), lost)
+        series_tower.plugged(family_of("qwen2"), lost)
     other = OWN_MODULE.replace(
         "Linear(channels, hidden)\n        self.reg", "Linear(3, 4); self.reg"
     )
@@ -356,7 +357,7 @@ def test_a_broken_module_is_refused_by_the_first_row(family_of, tmp_path, change
     (tmp_path / "own.py").write_text(BROKEN.format(**usual | changes))
     named = SeriesConfig(encoder=f"{tmp_path}/own.py:make", channels=2)
     with pytest.raises(ConfigError, match=why):
-        series.plugged(family_of("qwen2"), named).render(ask(wave(20)))
+        series_tower.plugged(family_of("qwen2"), named).render(ask(wave(20)))
 
 
 def test_a_module_without_parameters_or_a_file_is_refused(family_of, tmp_path):
@@ -367,7 +368,7 @@ def test_a_module_without_parameters_or_a_file_is_refused(family_of, tmp_path):
     for name, why in (("own.py:bare", "has no parameters"), ("gone.py:make", "looked in")):
         with pytest.raises(ConfigError, match=why):
             named = SeriesConfig(encoder=f"{tmp_path}/{name}", channels=2)
-            series.plugged(family_of("qwen2"), named)
+            series_tower.plugged(family_of("qwen2"), named)
 
 
 @pytest.mark.parametrize(

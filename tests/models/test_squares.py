@@ -23,7 +23,8 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.engines.settings import Settings
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
 from saccade.media import sounds, videos
-from saccade.media.images import decode, open_media
+from saccade.media.images import open_media
+from saccade.media.kinds import decode
 from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.families.internvl import best_grid

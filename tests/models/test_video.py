@@ -22,7 +22,8 @@ from saccade.errors import DataError, EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.media import videos
 from saccade.media.blob_file import named
-from saccade.media.images import ImageError, decode, open_media
+from saccade.media.images import ImageError, open_media
+from saccade.media.kinds import decode
 from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model

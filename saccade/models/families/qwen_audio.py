@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from saccade.media.images import ImageError
+from saccade.media.kinds import KINDS
 from saccade.media.pixel_cache import DECODED, ImageCache
-from saccade.models.families.text import ARTICLES, positions
+from saccade.models.families.text import positions
 from saccade.types import Media, MediaSpan
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def measure(media: Media) -> tuple[tuple[int, int, int], int]:
     """(1, 1, mel frames), and the tokens that convolution and pooling leave of them."""
     if media.kind != "audio":
         raise ImageError(
-            f"this model hears and does not see, but a row holds {ARTICLES[media.kind]} "
+            f"this model hears and does not see, but a row holds {KINDS[media.kind].article} "
             f"({media.path or media.hash[:12]})"
         )
     frames = -(-media.width // HOP)

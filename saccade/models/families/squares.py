@@ -15,9 +15,10 @@ import numpy as np
 
 from saccade.errors import EnvironmentProblem
 from saccade.media.images import ImageError
+from saccade.media.kinds import KINDS
 from saccade.media.pixel_cache import ImageCache
 from saccade.models.families.pixels import CACHE_BYTES, CLIP_MEAN, CLIP_STD, normalised
-from saccade.models.families.text import ARTICLES, positions
+from saccade.models.families.text import positions
 from saccade.types import Media, MediaSpan
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _measured(
 ) -> tuple[tuple[int, int, int], int]:
     if media.kind != "image":
         raise ImageError(
-            f"this model sees images alone, but a row holds {ARTICLES[media.kind]} "
+            f"this model sees images alone, but a row holds {KINDS[media.kind].article} "
             f"({media.path or media.hash[:12]})"
         )
     return measure(media)

@@ -9,10 +9,10 @@ import numpy as np
 
 from saccade.errors import EnvironmentProblem
 from saccade.media.images import ImageError
+from saccade.media.kinds import KINDS
 from saccade.media.pixel_cache import ImageCache
 from saccade.types import Media, MediaSpan
 
-ARTICLES = {"image": "an image", "video": "a video", "audio": "a sound", "series": "a time series"}
 NO_PIXELS = ImageCache(0, make=lambda media: np.empty(0))
 
 
@@ -47,7 +47,7 @@ def refuse_noise(model: Any) -> None:
 
 def _refuse(media: Media) -> NoReturn:
     raise ImageError(
-        f"this model reads text only, but a row holds {ARTICLES[media.kind]} "
+        f"this model reads text only, but a row holds {KINDS[media.kind].article} "
         f"({media.path or media.hash[:12]})"
     )
 

@@ -23,6 +23,7 @@ from numpy.lib import format as npy
 from saccade.config import DataConfig
 from saccade.media.blob_file import encoded, named
 from saccade.media.image_files import ImageError
+from saccade.media.kinds import MediaKind
 from saccade.media.media_files import DEFAULT_LIMITS, Encoded, read
 from saccade.types import Media
 
@@ -177,3 +178,13 @@ def _is_number(cell: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+KIND = MediaKind(
+    article="a time series",
+    open=open_series,
+    decode=decode,
+    columns=("series", "time_series", "time-series"),
+    keys=("series", "time_series", "time-series"),
+    is_one=is_one,
+)

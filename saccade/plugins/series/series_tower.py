@@ -40,10 +40,11 @@ from saccade.contents import File, on_host, tensor_file
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.images import ImageError
 from saccade.media.pixel_cache import DECODED
-from saccade.models import own_encoder
 from saccade.models.families import Family
 from saccade.models.families.qwen_omni import apart, as_shown
 from saccade.models.files import SERIES_FILE
+from saccade.models.towers import PluggedTower
+from saccade.plugins.series import user_encoder
 from saccade.types import Media, MediaSpan
 
 KIND = "series"  # of media; also the tower's name, and that of its module in the model
@@ -68,7 +69,7 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
     module, untried = None, True
     if settings.encoder != BUILT_IN:
         hidden = _hidden(family.path)
-        module = own_encoder.load(own, channels=settings.channels, hidden=hidden)
+        module = user_encoder.load(own, channels=settings.channels, hidden=hidden)
 
     def measure(media: Media) -> tuple[tuple[int, int, int], int]:
         nonlocal untried
@@ -82,7 +83,7 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
             )
         if module is None:
             return GRID, -(-media.width // settings.patch)
-        tokens = own_encoder.count_tokens(own, module, media.height, media.width)
+        tokens = user_encoder.count_tokens(own, module, media.height, media.width)
         if tokens < 1:
             raise ImageError(
                 f"{media.path or 'series'}: {media.width} samples are {tokens} tokens of "
@@ -90,7 +91,7 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
             )
         if untried:
             values = torch.tensor(DECODED.get(media))  # a copy: it may be written to
-            own_encoder.try_out(own, module, values, [tokens, hidden])
+            user_encoder.try_out(own, module, values, [tokens, hidden])
             untried = False
         return GRID, tokens
 
@@ -259,7 +260,7 @@ class Encoder(nn.Module):
         self.inner = (
             Patches(settings, hidden=self.hidden, spread=spread)
             if settings.encoder == BUILT_IN
-            else own_encoder.load(
+            else user_encoder.load(
                 str(settings.encoder), channels=settings.channels, hidden=self.hidden
             )
         )
@@ -274,7 +275,7 @@ class Encoder(nn.Module):
             return torch.cat([self.inner(one) for one in cut])
         shapes = [[count, self.hidden] for count in tokens]
         named, pairs = str(self.settings.encoder), zip(cut, shapes, strict=True)
-        made = [own_encoder.forward(named, self.inner, one, shape) for one, shape in pairs]
+        made = [user_encoder.forward(named, self.inner, one, shape) for one, shape in pairs]
         return torch.cat(made)
 
 
@@ -323,3 +324,8 @@ def file(encoder: Encoder, *, copy: bool = False) -> File:
     tensors = {name: on_host(t, copy=copy) for name, t in encoder.state_dict().items()}
     settings = {"format": "pt", KIND: encoder.settings.model_dump_json()}
     return SERIES_FILE, tensor_file(tensors, settings)
+
+
+TOWER = PluggedTower(
+    plug=plugged, attach=attach, detached=without_series, file=file, fingerprint=fingerprint
+)

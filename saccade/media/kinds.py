@@ -1,0 +1,78 @@
+"""The kinds of media as a table: how rows name each, and who opens and decodes it.
+
+A plugin adds a row (`registry.py`); whatever reads rows asks here, and nobody lists kinds again.
+
+    media = open_any("video", "clip.gif", {"fps": 2.0}, base=folder, limits=config.data)
+    decode(media)    # whatever it is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from saccade.config import DataConfig
+from saccade.media import images, sounds, videos
+from saccade.registry import Table
+from saccade.types import Media
+
+SOURCE_KEYS = ("url", "path", "base64", "bytes")  # of a content item of any kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaKind:
+    article: str  # "an image": what messages call one
+    open: Callable[..., Media]  # (source, base=, limits=, **options)
+    decode: Callable[[Media], np.ndarray]
+    columns: tuple[str, ...]  # of a data set that hold it; the first is also the role of data.keys
+    keys: tuple[str, ...]  # of a content item that hold it, before SOURCE_KEYS
+    options: tuple[str, ...] = ()  # that a row may give beside the source
+    is_one: Callable[[Any], bool] = lambda value: False  # whether a list is one medium, not several
+
+
+PIXELS = ("min_pixels", "max_pixels")
+KINDS: Table[MediaKind] = Table(
+    "media_kinds",
+    {
+        "image": MediaKind(
+            article="an image",
+            open=images.open_media,
+            decode=images.decode,
+            columns=("images", "image"),
+            keys=("image", "image_url"),
+            options=PIXELS,
+        ),
+        "video": MediaKind(
+            article="a video",
+            open=videos.open_video,
+            decode=videos.decode,
+            columns=("videos", "video"),
+            keys=("video", "video_url"),
+            options=(*PIXELS, "fps", "min_frames", "max_frames", "frames"),
+        ),
+        "audio": MediaKind(
+            article="a sound",
+            open=sounds.open_sound,
+            decode=sounds.decode,
+            columns=("audios", "audio"),
+            keys=("audio", "audio_url", "input_audio"),
+        ),
+    },
+)
+
+
+def open_any(
+    kind: str, source: Any, options: Mapping[str, Any], *, base: Path | None, limits: DataConfig
+) -> Media:
+    """A reference to the medium in `source`. Options that its kind does not have are left out."""
+    read = {name: value for name, value in options.items() if name in KINDS[kind].options}
+    return KINDS[kind].open(source, base=base, limits=limits, **read)
+
+
+def decode(media: Media) -> np.ndarray:
+    """Pixels of an image [height, width, 3], frames of a video, samples of a sound."""
+    return KINDS[media.kind].decode(media)

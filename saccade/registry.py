@@ -1,0 +1,82 @@
+"""The rows that plugins add to the tables of the spine.
+
+A table holds the spine's own rows. A plugin's row is named here, and one of an installed package in
+its entry points; it is imported when somebody looks it up. So the spine imports no plugin.
+
+    [project.entry-points."saccade.verifiers"]
+    palindrome = "my_package:palindrome"
+
+    >>> from saccade.media.kinds import KINDS
+    >>> KINDS["series"].article
+    'a time series'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from saccade.errors import EnvironmentProblem
+
+Row = TypeVar("Row")
+
+# table → name → where its row is
+PLUGINS: Mapping[str, Mapping[str, str]] = {
+    "media_kinds": {"series": "saccade.plugins.series.series_files:KIND"},
+    "towers": {"series": "saccade.plugins.series.series_tower:TOWER"},
+}
+
+
+class Table(MutableMapping[str, Row]):
+    """Rows by name: `rows` of the spine, then those of plugins and of installed packages. `adapt`
+    makes a row of what a package registered, such as a plain function.
+    """
+
+    def __init__(
+        self, name: str, rows: Mapping[str, Row], adapt: Callable[[str, Any], Row] | None = None
+    ) -> None:
+        self.name, self._rows, self._adapt = name, dict(rows), adapt
+
+    def __getitem__(self, key: str) -> Row:
+        if key not in self._rows:
+            found = _elsewhere(self.name)[key]
+            row = _load(self.name, found)
+            self._rows[key] = self._adapt(key, row) if self._adapt else row
+        return self._rows[key]
+
+    def __setitem__(self, key: str, row: Row) -> None:
+        self._rows[key] = row
+
+    def __delitem__(self, key: str) -> None:
+        del self._rows[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._rows or key in _elsewhere(self.name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._rows, **_elsewhere(self.name)})
+
+    def __len__(self) -> int:
+        return len({**self._rows, **_elsewhere(self.name)})
+
+
+@cache
+def _elsewhere(table: str) -> dict[str, EntryPoint]:
+    """Rows that are not imported yet, by name. A name of ours cannot be taken."""
+    group = f"saccade.{table}"
+    ours = {n: EntryPoint(n, where, group) for n, where in PLUGINS.get(table, {}).items()}
+    return {point.name: point for point in entry_points(group=group)} | ours
+
+
+def _load(table: str, found: EntryPoint) -> Any:
+    try:
+        return getattr(import_module(found.module), found.attr)
+    except Exception as error:
+        who = f" of the package {found.dist.name}" if found.dist else ""
+        raise EnvironmentProblem(
+            f"{table} {found.name!r}{who}: {found.value} cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
