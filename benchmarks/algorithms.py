@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from saccade.algorithms.build import resolve
-from saccade.algorithms.presets import PRESETS
 from saccade.config import AlgorithmConfig
 from saccade.models import tiny
 from saccade.recipes import quickstart, rl, sft
+from saccade.schema.presets import PRESETS
 from saccade.tracking.loggers import read_metrics
 
 ROLLOUTS = 512  # of a step, whatever the preset's samples per prompt

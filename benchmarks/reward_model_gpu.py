@@ -27,7 +27,7 @@ from model import build
 from saccade.backends.learned import LearnedReward
 from saccade.backends.local import LocalBackend
 from saccade.checkpoint import copy_processor
-from saccade.config import Config, defaults_for, load
+from saccade.config import Config, load
 from saccade.contents import write_files
 from saccade.data import synthetic
 from saccade.recipes import models
@@ -144,7 +144,7 @@ def main() -> None:
             "data.train": str(rows),
             "prompt.format": "none",
         }
-        config = defaults_for("reward-model", load(load(options), args.overrides))
+        config = load(load(options), args.overrides, command="reward-model")
         models.quiet_libraries()
         (here / "rm").mkdir()
         samples = train(config, here / "rm", args.per_step, found)

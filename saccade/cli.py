@@ -243,7 +243,6 @@ def chat(
     which it prints; the environment variable SACCADE_TOKEN sets one.
     """
     from saccade.checks import check
-    from saccade.config import defaults_for
 
     serving = {"--host": host != "127.0.0.1", "--port": port != 8000, "--no-token": no_token}
     for option in [name for name, given in serving.items() if given and not serve]:
@@ -252,7 +251,7 @@ def chat(
         raise ConfigError("--batch: has no effect with --serve; leave one of them out")
     if out and not batch:
         raise ConfigError("--out: has no effect without --batch; /save FILE keeps a conversation")
-    config = defaults_for("chat", read_config(as_override("model.path", arguments)))
+    config = read_config(as_override("model.path", arguments), "chat")
     check(config, "chat")
     recipe = import_module("saccade.recipes.chat")
     if serve:
@@ -365,9 +364,9 @@ def estimate(
 ) -> None:
     """What a step of `rl` takes: memory by item, time by phase. Nothing is loaded or trained."""
     from saccade.checks import check
-    from saccade.config import defaults_for, given
+    from saccade.config import given
 
-    config = defaults_for("rl", read_config(arguments or []))
+    config = read_config(arguments or [], "rl")
     check(config, "estimate", given(overrides_of(arguments or [])))
     import_module("saccade.estimate.estimate_command").run(
         config, device=device, prompt_tokens=prompt_tokens, image=image, as_json=as_json

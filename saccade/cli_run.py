@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from saccade.data.check import Report
 
 LISTED = 20  # bad rows on the screen
-OF_THE_ROW = ("samples_per_prompt", "updates_per_step")  # where train leaves them to the preset
 MODULES = {
     "rl": "rl",
     "sft": "sft",
@@ -48,13 +47,13 @@ def run_recipe(
     more: dict[str, Any] | None = None,
 ) -> None:
     from saccade.checks import check
-    from saccade.config import defaults_for, given
+    from saccade.config import given
 
     if full and not dry_run:
         raise ConfigError("--full: has no effect without --dry-run; add it, or leave this out")
     flags = {"run.seed": seed, "run.out": out}
     arguments = [*(arguments or []), *(f"{k}={v}" for k, v in flags.items() if v is not None)]
-    config = defaults_for(name, read_config(arguments))
+    config = read_config(arguments, name)
     named = given(overrides_of(arguments))
     if smoke:
         config = _shrunk(config, name, config_files(arguments), named)
@@ -84,7 +83,7 @@ def _shrunk(config: Config, name: str, files: Sequence[str], given: Sequence[str
     return small
 
 
-def read_config(arguments: Sequence[str]) -> Config:
+def read_config(arguments: Sequence[str], command: str | None = None) -> Config:
     from saccade.config import load
 
     files = config_files(arguments)
@@ -97,7 +96,7 @@ def read_config(arguments: Sequence[str]) -> Config:
                 f"are in {path.with_name('config.yaml')}: give that, with run.resume=auto to go on "
                 "or another run.name=… to run it again"
             )
-    return load(files[0] if files else None, overrides_of(arguments))
+    return load(files[0] if files else None, overrides_of(arguments), command)
 
 
 def overrides_of(arguments: Sequence[str]) -> list[str]:
@@ -134,18 +133,15 @@ def _print_plan(config: Config, name: str, *, full: bool) -> None:
             max_tokens=config.rollout.max_tokens,
             overlong=None,
         )
-    batch = {} if algorithm is None else {n: getattr(algorithm, n) for n in OF_THE_ROW}
     tree = _read_by(name, config.model_dump(mode="json", exclude_unset=not full))
     if full and algorithm is not None:
-        chosen = {name: tree["algorithm"][name] for name in ("preset", "args")}
-        tree["algorithm"] = chosen | cells(algorithm)
-        tree["train"] |= batch
+        tree["algorithm"] = {"preset": tree["algorithm"]["preset"]} | cells(algorithm)
     lines = [f"{part}: {write(value, flow=True)}" for part, value in tree.items() if value]
     print(write(tree) if full else "".join(lines), end="")
     if algorithm is not None:
         print(f"\n{describe(algorithm)}")
     print("\nBatch arithmetic")
-    for quantity, value in plan(config, name, **batch):
+    for quantity, value in plan(config, name):
         print(f"  {quantity:<30} {value}")
     if others := not_counted(config, name):
         print(others)

@@ -53,6 +53,7 @@ from saccade.schema import (
     options,
     type_name,
 )
+from saccade.schema.presets import cells_of, row_of
 from saccade.schema.section import WORDS
 
 __all__ = [
@@ -84,7 +85,6 @@ __all__ = [
     "TrackConfig",
     "TrainConfig",
     "ValConfig",
-    "defaults_for",
     "explain",
     "given",
     "load",
@@ -122,17 +122,14 @@ KTO = {"dpo.beta": 0.01, "dpo.max_tokens": 2048}
 PROCESS = {"train.lr": 1e-6, "reward_model.max_tokens": 2048}
 
 
-def defaults_for(command: str, config: Config) -> Config:
-    """The config with the command's own defaults where the user set nothing."""
-    own: dict[str, Any] = KTO if command == "dpo" and config.dpo.loss == "kto" else {}
+def defaults_for(command: str | None, config: Config) -> dict[str, Any]:
+    """The defaults of a command, by dotted name."""
+    special: dict[str, Any] = {}
+    if command == "dpo" and config.dpo.loss == "kto":
+        special = KTO
     if command == "reward-model" and config.reward_model.kind == "process":
-        own = PROCESS
-    for key, value in (DEFAULTS.get(command, {}) | own).items():
-        name, leaf = key.split(".")
-        part: Section = getattr(config, name)
-        if leaf not in part.model_fields_set or getattr(part, leaf) is None:
-            config = config.model_copy(update={name: part.model_copy(update={leaf: value})})
-    return config
+        special = PROCESS
+    return DEFAULTS.get(command or "", {}) | special
 
 
 # -- loading ---------------------------------------------------------------------------------------
@@ -151,21 +148,68 @@ REPLACES = {
 
 
 def load(
-    source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = ()
+    source: str | Path | Mapping[str, Any] | Config | None,
+    overrides: Sequence[str] = (),
+    command: str | None = None,
 ) -> Config:
-    """YAML file, mapping or config plus `section.key=value` overrides, checked. `key=` and
-    `key=null` take an option of the file back.
+    """YAML file, mapping or config plus `section.key=value` overrides: checked and complete, with
+    the defaults of the command and of the preset. `key=` and `key=null` take an option of the file
+    back. `model_fields_set` of a section names what was given, not what was filled in.
     """
-    tree, changes = _read(source), dict(map(_override, overrides))
+    given, changes = _read(source), dict(map(_override, overrides))
     for key, value in changes.items():
         for replaced in REPLACES.get(key, ()) if value else ():
-            _remove(tree, replaced)
+            _remove(given, replaced)
     for key, value in changes.items():
+        _set(given, key, value)
+    first = _validated(given)
+    tree: dict[str, Any] = {}
+    for key, value in defaults_for(command, first).items():
         _set(tree, key, value)
+    tree = _laid_over(tree, _preset(first))
+    config = _validated(_laid_over(tree, first.model_dump(exclude_unset=True)))
+    _keep_given(config, first)
+    return config
+
+
+def _validated(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(explain(item) for item in error.errors())) from None
+
+
+def _preset(config: Config) -> dict[str, Any]:
+    """What the algorithm's preset sets, at the sizes of this run."""
+    algorithm = config.algorithm
+    cells = cells_of(algorithm.model_dump(exclude_unset=True) | {"preset": algorithm.preset})
+    row = row_of(algorithm.preset)
+    longest = config.rollout.max_tokens * config.env.turns
+    if "longest_share" in row:
+        most = max(1, int(row["longest_share"] * longest))
+        cells["algorithm"]["overlong"] = {"buffer": min(row["overlong"]["buffer"], most)}
+    if "updates_per_step" in row:
+        updates = min(row["updates_per_step"], config.train.prompts_per_step)
+        cells["train"]["updates_per_step"] = updates
+    return cells
+
+
+def _laid_over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections and tables merged key by key; else `above` wins."""
+    merged = dict(below)
+    for key, value in above.items():
+        lower = below.get(key)
+        both = isinstance(lower, dict) and isinstance(value, Mapping)
+        merged[key] = _laid_over(lower, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _keep_given(section: Section, given: Section) -> None:
+    section.model_fields_set.intersection_update(given.model_fields_set)
+    for name in type(section).model_fields:
+        inside = getattr(section, name)
+        if isinstance(inside, Section):
+            _keep_given(inside, getattr(given, name))
 
 
 def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:

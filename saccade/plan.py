@@ -3,7 +3,7 @@
 Three numbers are chosen (prompts per step, samples per prompt, updates per step), the rest follows.
 Rows are counted where that is cheap; otherwise the lines that depend on them say so.
 
-    >>> plan(load({"train.prompts_per_step": 64}), "rl", samples_per_prompt=8)[2]
+    >>> plan(load({"train.prompts_per_step": 64}), "rl")[2]
     ('samples per step', '512 = 64 x 8')
 """
 
@@ -18,19 +18,16 @@ from saccade.config import Config, DataSource
 COUNTED_BYTES = 256 * 2**20
 
 
-def plan(
-    config: Config, command: str, *, samples_per_prompt: int = 1, updates_per_step: int = 1
-) -> list[tuple[str, str]]:
+def plan(config: Config, command: str) -> list[tuple[str, str]]:
     """(quantity, value) rows for `saccade COMMAND --dry-run`."""
-    if command == "rl":
-        return _rl(config, samples_per_prompt, updates_per_step)
-    other = {"sft": _sft, "dpo": _dpo, "reward-model": _reward_model, "eval": _eval}
-    return (other | {"generate": _generate})[command](config)
+    plans = {"rl": _rl, "sft": _sft, "dpo": _dpo, "reward-model": _reward_model, "eval": _eval}
+    return (plans | {"generate": _generate})[command](config)
 
 
-def _rl(config: Config, samples: int, updates: int) -> list[tuple[str, str]]:
+def _rl(config: Config) -> list[tuple[str, str]]:
     train, rollout = config.train, config.rollout
-    prompts = train.prompts_per_step
+    prompts, samples = train.prompts_per_step, train.samples_per_prompt
+    updates = train.updates_per_step
     response = rollout.max_tokens * config.env.turns
     longest = min(config.env.max_total_tokens, config.data.max_prompt_tokens + response)
     return [

@@ -99,16 +99,16 @@ def smoke(config: Config, command: str) -> Config:
         if own.pooling_heads is not None:
             changes["reward_model.pooling_heads"] = gcd(own.pooling_heads, TINY_HIDDEN)
     if command == "rl":
-        changes["train.samples_per_prompt"] = min(train.samples_per_prompt or 2, 2)
-        if train.updates_per_step is not None:
+        changes["train.samples_per_prompt"] = min(train.samples_per_prompt, 2)
+        if "updates_per_step" in train.model_fields_set:
             changes["train.updates_per_step"] = min(train.updates_per_step, 2)
-        if config.algorithm.overlong.buffer:
+        if config.algorithm.overlong.buffer and config.algorithm.overlong.model_fields_set:
             changes["algorithm.overlong.buffer"] = TOKENS // 2
     tree = config.model_dump(exclude_unset=True)
     for name in OF_OTHER_ENGINES:
         tree.get("rollout", {}).pop(name, None)
     read = {name: value for name, value in changes.items() if not unread(name, command)}
-    return load(tree, _options(read))
+    return load(tree, _options(read), command)
 
 
 def with_examples(

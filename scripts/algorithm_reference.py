@@ -23,9 +23,9 @@ from saccade.algorithms.corrections import CORRECTIONS, Correction, Mismatch  # 
 from saccade.algorithms.describe import extras, numbers  # noqa: E402
 from saccade.algorithms.kl import KINDS  # noqa: E402
 from saccade.algorithms.policy_losses import LOSSES, LossInputs  # noqa: E402
-from saccade.algorithms.presets import ADD_ONS, PRESETS  # noqa: E402
 from saccade.algorithms.table import Entry  # noqa: E402
 from saccade.config import AlgorithmConfig  # noqa: E402
+from saccade.schema.presets import ADD_ONS, PRESETS  # noqa: E402
 
 PAGE = ROOT / "docs" / "algorithms.md"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -79,7 +79,7 @@ def add_ons() -> Iterator[str]:
     yield "| add-on | what it does | arXiv |"
     yield "|---|---|---|"
     for name, row in ADD_ONS.items():
-        yield cells(f"`+{name}`", row["about"], links(row["paper"]))
+        yield cells(f"`{name}`", row["about"], links(row["paper"]))
 
 
 def entries(table: Mapping[str, Entry], heading: str) -> Iterator[str]:

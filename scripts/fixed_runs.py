@@ -16,7 +16,6 @@ import hashlib
 import json
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +113,15 @@ def numbers_of(folder: Path) -> dict[str, Any]:
 def algorithms() -> dict[str, Any]:
     """What every preset, and every recipe of reinforcement learning, resolves to."""
     from saccade.algorithms.build import from_config
-    from saccade.algorithms.presets import PRESETS
-    from saccade.config import defaults_for, load
+    from saccade.config import load
+    from saccade.schema.presets import PRESETS
 
     sources: dict[str, Any] = {name: {"algorithm.preset": name} for name in PRESETS}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         if path.read_text(encoding="utf-8").startswith("# saccade rl "):
             sources[f"configs/{path.name}"] = path
     return {
-        name: json.loads(json.dumps(asdict(from_config(defaults_for("rl", load(source))))))
+        name: from_config(load(source, command="rl")).model_dump(mode="json")
         for name, source in sources.items()
     }
 
@@ -141,13 +140,41 @@ def record() -> dict[str, Any]:
     return found
 
 
+# Cells of an algorithm that are compared, and where older records have them.
+CELLS = {
+    **{name: name for name in ("about", "paper", "samples_per_prompt", "updates_per_step")},
+    **{name: name for name in ("sequences", "whiten", "whiten_std", "adv_clip", "reward_clip")},
+    **{name: name for name in ("reward_normalise", "reward_range", "denominator", "old")},
+    **{name: name for name in ("advantage", "policy_loss", "aggregation", "corrections")},
+    **{f"{name}_options": f"{name}_options" for name in ("advantage", "loss", "aggregation")},
+    **{name: name for name in ("self_normalise", "drop_constant", "exclude_status", "warnings")},
+    **{name: name for name in ("excluded_in_baseline", "filter", "critic")},
+    **{f"entropy_{n}": f"entropy.{n}" for n in ("coef", "target", "step", "range", "top", "scope")},
+    **{f"kl.{n}": f"kl.{n}" for n in ("coef", "kind", "place", "ratio_correct", "controller")},
+    **{f"kl.{n}": f"kl.{n}" for n in ("target", "horizon", "update", "update_every", "ema")},
+    **{name: name for name in ("overlong.buffer", "overlong.factor")},
+    "kl_options": "kl.options",
+    "max_tokens": "overlong.max_tokens",
+    "fire": "fire",
+}
+
+
+def cell(algorithm: Any, name: str) -> Any:
+    for part in name.split("."):
+        algorithm = algorithm.get(part) if isinstance(algorithm, dict) else None
+    return algorithm
+
+
 def by_value(found: Any) -> Any:
     """Records of older versions in today's names, so that values alone are compared."""
-    for algorithm in found.get("algorithms", {}).values():
-        options = algorithm["loss_options"]
+    for name, algorithm in found.get("algorithms", {}).items():
+        older = "entropy" in algorithm
+        cells = {new: cell(algorithm, old if older else new) for new, old in CELLS.items()}
+        options = cells["loss_options"]
         if options.pop("weight_bound", None) == "cap":
             options |= {"weight_floor": 0.0}
             del options["clip_low"], options["clip_high"]
+        found["algorithms"][name] = cells
     return found
 
 

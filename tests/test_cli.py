@@ -191,7 +191,7 @@ def test_dry_run_refuses_rewards_that_nobody_knows(command: str, counting: Path)
 
 def test_arithmetic_of_an_uneven_step() -> None:
     config = load({"train.prompts_per_step": 10})
-    rows = dict(plan(config, "rl", samples_per_prompt=4, updates_per_step=3))
+    rows = dict(plan(config, "rl"))
     assert rows["samples per step"] == "40 = 10 x 4"
     assert rows["prompts per update"] == "3 or 4"
     assert rows["optimizer steps per step"] == "3"

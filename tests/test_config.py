@@ -16,7 +16,6 @@ from saccade.config import (
     Config,
     DataSource,
     RewardTerm,
-    defaults_for,
     given,
     load,
     meant_by,
@@ -44,7 +43,7 @@ def test_file_then_overrides(tmp_path: Path) -> None:
     config = load(path, ["train.lr=2e-6", "algorithm.preset=rloo"])
     assert config.train.lr == 2e-6
     assert config.train.prompts_per_step == 16
-    assert config.algorithm.preset == "rloo"
+    assert config.algorithm.preset == ("rloo",)
     assert [source.path for source in config.data.train] == ["rows.jsonl"]
 
 
@@ -53,7 +52,7 @@ def test_an_override_replaces_what_it_contradicts_in_the_file(tmp_path: Path) ->
     path.write_text("reward: {terms: [exact]}\nalgorithm: {clip_low: 0.1, clip_high: 0.3}\n")
     chosen = load(path, ["reward.preset=lmmr1_sokoban", "algorithm.clip=0.2"])
     assert (chosen.reward.preset, chosen.reward.terms) == ("lmmr1_sokoban", ())
-    assert (chosen.algorithm.clip, chosen.algorithm.clip_low) == (0.2, None)
+    assert (chosen.algorithm.clip_low, chosen.algorithm.clip_high) == (0.2, 0.2)
     again = load(chosen, ["reward.terms=[math]"]).reward
     assert again.preset is None and [term.verifier for term in again.terms] == ["math"]
     assert [term.verifier for term in load(path, ["reward.preset="]).reward.terms] == ["exact"]
@@ -140,7 +139,7 @@ def test_an_option_of_the_file_is_taken_back(nothing: str, tmp_path: Path) -> No
     path.write_text("algorithm: {preset: dapo}\ntrain: {samples_per_prompt: 4, betas: }\nsft:\n")
     names = ("algorithm.preset", "train.samples_per_prompt")
     config = load(path, [f"{name}={nothing}" for name in names])
-    assert config.model_dump() == Config().model_dump() and list(chosen(config)) == []
+    assert config == load(None) and list(chosen(config)) == []
     assert given([f"{name}={nothing}" for name in names]) == []
     assert given(["sft={mode: plain}", "lr=1", "prompt.instruction="]) == [
         *("sft", "train.lr", "prompt.instruction")
@@ -426,24 +425,33 @@ def test_names_that_are_like_none_get_no_guess() -> None:
 
 
 def test_sft_and_rl_fill_in_their_own_defaults() -> None:
-    nothing = load(None)
-    rl, sft = defaults_for("rl", nothing).train, defaults_for("sft", nothing).train
-    assert nothing.train.lr is None
+    rl, sft = (load(None, command=command).train for command in ("rl", "sft"))
     assert (rl.lr, rl.epochs, rl.schedule, rl.warmup) == (1e-6, 1.0, "constant", 0.0)
     assert (sft.lr, sft.epochs, sft.schedule, sft.warmup) == (5e-6, 2.0, "cosine_with_min_lr", 0.03)
-    assert defaults_for("eval", nothing) == nothing
+    assert load(None, command="eval") == load(None)
 
 
 def test_what_was_set_is_kept() -> None:
     chosen = load({"train": {"lr": 1e-4, "epochs": 1.0, "schedule": "constant", "warmup": 0}})
-    assert defaults_for("sft", chosen) == chosen
-    assert defaults_for("sft", load({"train.lr": None})).train.lr == 5e-6
+    assert load(chosen, command="sft") == chosen
+    assert load({"train.lr": None}, command="sft").train.lr == 5e-6
 
 
 @pytest.mark.parametrize("command", DEFAULTS)
 def test_defaults_are_filled_in_once_and_are_valid(command: str) -> None:
-    once = defaults_for(command, load({"train.weight_decay": 0}))
-    assert defaults_for(command, once) == once == load(once) == defaults_for(command, load(once))
+    once = load({"train.weight_decay": 0}, command=command)
+    assert load(once, command=command) == once == load(load(once), command=command)
+    assert once.model_fields_set == {"train"}
+    assert once.train.model_fields_set == {"weight_decay"}
+
+
+def test_a_preset_fills_in_what_was_not_given() -> None:
+    config = load({"algorithm": {"preset": "easyr1", "kl": {"coef": 0.1}}, "train.lr": 1})
+    assert (config.train.samples_per_prompt, config.train.updates_per_step) == (5, 4)
+    assert (config.algorithm.clip_high, config.algorithm.kl.coef) == (0.3, 0.1)
+    assert config.train.model_fields_set == {"lr"}
+    assert config.algorithm.model_fields_set == {"preset", "kl"}
+    assert load(config, ["algorithm.preset=dapo"]).train.samples_per_prompt == 16
 
 
 def test_yaml_round_trip() -> None:
@@ -462,7 +470,7 @@ def test_every_option_says_what_it_does() -> None:
 
 
 def test_defaults_are_valid() -> None:
-    assert load(None) == Config()
+    assert Config().model_fields_set == load(None).model_fields_set == set()
 
 
 @pytest.mark.parametrize("name", ["config_reference.py", "algorithm_reference.py"])

@@ -15,7 +15,7 @@ from saccade.algorithms.build import from_config
 from saccade.backends.schedule import rate
 from saccade.checks import check
 from saccade.cli_run import MODULES
-from saccade.config import Config, defaults_for, load
+from saccade.config import Config, load
 from saccade.data import datasets
 from saccade.errors import ConfigError
 from saccade.recipes import generate, parts
@@ -106,7 +106,7 @@ def with_rows(name: str) -> Config:
 
 def small(name: str, command: str, out: Path) -> Config:
     """As `--smoke` makes it."""
-    config = smoke(defaults_for(command, with_rows(name)), command)
+    config = smoke(load(with_rows(name), command=command), command)
     config = load(config, [f"run.out={out}", "track.tensorboard=false", "run.device=cpu"])
     check(config, command)
     return config
@@ -134,7 +134,7 @@ def test_a_recipe_passes_the_checks(name: str, tmp_path: Path) -> None:
     changes += [f"sft.teacher={tiny}"] if config.sft.teacher else []
     if any(term.verifier == "model" for term in config.reward.terms):
         changes.append(f"reward.terms=[{{verifier: model, args: {{path: '{tiny}'}}}}]")
-    config = defaults_for(command_of(name), load(config, changes))
+    config = load(config, changes, command_of(name))
     check(config, command_of(name))
     if command_of(name) == "rl":
         assert from_config(config).samples_per_prompt == config.train.samples_per_prompt

@@ -1,7 +1,7 @@
-"""`Algorithm`: a preset row after every override, as plain data.
+"""`Algorithm`: the `algorithm` section of a config, complete, with what a run adds to it.
 
 Functions are looked up by name, so an algorithm crosses a process and is stored with a checkpoint.
-Knows nothing of how it was made; `build.resolve` makes it. Imports no torch.
+Knows nothing of how it was made; `build.from_config` makes it. Imports no torch.
 
     >>> bound(algorithm.loss.function, algorithm.loss_options)(new, inputs)
 """
@@ -18,6 +18,7 @@ from saccade.algorithms.corrections import CORRECTIONS
 from saccade.algorithms.kl import KINDS
 from saccade.algorithms.policy_losses import LOSSES
 from saccade.algorithms.table import Entry, find
+from saccade.schema import AlgorithmConfig
 
 AXES: Mapping[str, Mapping[str, Entry]] = {
     "advantage": ADVANTAGES,
@@ -26,39 +27,6 @@ AXES: Mapping[str, Mapping[str, Entry]] = {
 }
 OldMode = Literal["detach", "recompute", "rollout"]
 Options = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class KL:
-    coef: float
-    kind: str
-    place: Literal["loss", "reward"]
-    options: Options
-    ratio_correct: bool
-    controller: Literal["fixed", "adaptive"]
-    target: float
-    horizon: float
-    update: Literal["none", "copy", "ema"]
-    update_every: int
-    ema: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Filter:
-    dynamic: bool
-    low: float
-    high: float
-    max_rounds: int
-    on_exhausted: Literal["train_partial", "skip", "stop"]
-    keep_surplus: bool
-    function: str | None  # file.py:name
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overlong:
-    buffer: int  # 0: no penalty
-    factor: float
-    max_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,66 +41,22 @@ class Correct:
         return find("correct", CORRECTIONS, self.name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entropy:
-    coef: float
-    target: float  # 0: coef stays
-    step: float
-    range: tuple[float, float]
-    top: float  # share of tokens that the policy loss keeps; 0: all
-    scope: Literal["step", "sequence"]
+class Algorithm(AlgorithmConfig):
+    """Every option has the value that is used; `old` is one of OldMode."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Fire:
-    temperature: float  # 0: an ordinary first token
-    top_k: int
-    first_token: Literal["is", "mask"]
-    cap: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Critic:
-    lr: float
-    clip: float
-    warmup_steps: int
-    bootstrap_truncated: bool
-    path: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Algorithm:
-    preset: str
     about: str
     paper: str
     samples_per_prompt: int
     updates_per_step: int
     sequences: int  # of a step
-    advantage: str
-    advantage_options: Options
-    whiten: bool
-    whiten_std: bool
-    adv_clip: float  # 0: none
+    max_tokens: int  # most sampled tokens of an episode
     reward_clip: tuple[float, float] | None
     reward_normalise: Literal["off", "std", "mean_std"]
-    reward_range: tuple[float, float]
-    policy_loss: str
+    advantage_options: Options
     loss_options: Options
-    aggregation: str
     aggregation_options: Options
-    denominator: Literal["original", "kept"]
-    old: OldMode
+    kl_options: Options
     corrections: tuple[Correct, ...]
-    self_normalise: bool
-    drop_constant: bool
-    exclude_status: tuple[str, ...]
-    excluded_in_baseline: bool
-    entropy: Entropy
-    kl: KL
-    filter: Filter
-    overlong: Overlong
-    fire: Fire
-    critic: Critic
     warnings: tuple[str, ...] = ()
 
     @property
@@ -149,7 +73,7 @@ class Algorithm:
 
     @property
     def divergence(self) -> Entry:
-        return find("kl.kind", KINDS, self.kl.kind)
+        return find("kl.kind", KINDS, self.kl.kind or "")
 
     @property
     def axes(self) -> dict[str, tuple[str, Entry, Options]]:

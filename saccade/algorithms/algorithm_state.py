@@ -36,17 +36,14 @@ class AlgorithmState:
 
     def steered(self, algorithm: Algorithm) -> Algorithm:
         """The algorithm with the coefficients of this moment."""
-        return replace(
-            algorithm,
-            kl=replace(algorithm.kl, coef=self.kl_coef),
-            entropy=replace(algorithm.entropy, coef=self.entropy_coef),
-        )
+        kl = algorithm.kl.model_copy(update={"coef": self.kl_coef})
+        return algorithm.model_copy(update={"kl": kl, "entropy_coef": self.entropy_coef})
 
 
 def restore(algorithm: Algorithm, saved: Mapping[str, Any] | None) -> AlgorithmState:
     """The state that was saved, or that of the first step."""
-    steered, (low, high) = algorithm.entropy.target > 0, algorithm.entropy.range
-    bonus = min(max(algorithm.entropy.coef, low), high) if steered else algorithm.entropy.coef
+    steered, (low, high) = algorithm.entropy_target > 0, algorithm.entropy_range
+    bonus = min(max(algorithm.entropy_coef, low), high) if steered else algorithm.entropy_coef
     start = AlgorithmState(kl_coef=algorithm.kl.coef, entropy_coef=bonus)
     if saved is None:
         return start
@@ -112,13 +109,13 @@ def after_step(state: AlgorithmState, algorithm: Algorithm, metrics: Metrics) ->
             horizon=algorithm.kl.horizon,
         )
         state = replace(state, kl_coef=coef)
-    if algorithm.entropy.target and "policy/entropy" in found:
-        low, high = algorithm.entropy.range
+    if algorithm.entropy_target and "policy/entropy" in found:
+        low, high = algorithm.entropy_range
         coef = next_entropy_coef(
             state.entropy_coef,
             measured=found["policy/entropy"],
-            target=algorithm.entropy.target,
-            step=algorithm.entropy.step,
+            target=algorithm.entropy_target,
+            step=algorithm.entropy_step,
             low=low,
             high=high,
         )

@@ -197,7 +197,7 @@ def write_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, 
     They never change advantages. Each optimizer step divides by what is its own.
     """
     metrics = Metrics()
-    fire, top = algorithm.fire, algorithm.entropy.top
+    fire, top = algorithm.fire, algorithm.entropy_top
     hot = fire.temperature > 0 and fire.first_token == "is"
     flat = [batch for batches in updates for batch in batches]
     if not (updates and (algorithm.at_once or top or hot)):
@@ -223,7 +223,7 @@ def write_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, 
     _correction_metrics(weights, keep, live, flat, metrics)
     if top:
         entropies = column(flat, "old_entropies")
-        kept = high_entropy(entropies, live, sequence, fraction=top, scope=algorithm.entropy.scope)
+        kept = high_entropy(entropies, live, sequence, fraction=top, scope=algorithm.entropy_scope)
         metrics.add("policy/entropy_kept_frac", float((kept & live).sum()), float(live.sum()))
         keep = keep * kept
     updates = _written(updates, {"weights": weights, "keep": keep})

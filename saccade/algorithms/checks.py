@@ -1,4 +1,4 @@
-"""What a resolved algorithm must not be: contradictory. Options that do nothing: unused.py.
+"""What a resolved algorithm must not be: contradictory.
 
 Every refusal names the field, the reason and a value that works. Imports no torch.
 
@@ -13,8 +13,8 @@ from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.algorithm_state import LARGEST_ERROR
 from saccade.algorithms.filters import EXCLUDABLE
 from saccade.algorithms.table import unknown
-from saccade.config import AlgorithmConfig
 from saccade.errors import ConfigError
+from saccade.schema import AlgorithmConfig
 
 
 def refuse_contradictions(algorithm: Algorithm) -> None:
@@ -29,7 +29,7 @@ def refuse_contradictions(algorithm: Algorithm) -> None:
 
 def _required(algorithm: Algorithm) -> str | None:
     """Functions of your own may have options without a default."""
-    kl = (algorithm.kl.kind, algorithm.divergence, algorithm.kl.options)
+    kl = (algorithm.kl.kind, algorithm.divergence, algorithm.kl_options)
     for axis, (name, entry, options) in {**algorithm.axes, "kl.kind": kl}.items():
         missing = [option for option in entry.required if options[option] is None]
         if missing:
@@ -81,7 +81,7 @@ def _filter(algorithm: Algorithm) -> str | None:
 
 
 def _overlong(algorithm: Algorithm) -> str | None:
-    buffer, limit = algorithm.overlong.buffer, algorithm.overlong.max_tokens
+    buffer, limit = algorithm.overlong.buffer, algorithm.max_tokens
     if buffer >= limit:
         return (
             f"algorithm.overlong.buffer={buffer} must be below the longest response of {limit} "
@@ -117,7 +117,7 @@ def _bounds(algorithm: Algorithm) -> str | None:
 
 def _ranges(algorithm: Algorithm) -> str | None:
     for name, (low, high), works in (
-        ("entropy_range", algorithm.entropy.range, "[0,0.05]"),
+        ("entropy_range", algorithm.entropy_range, "[0,0.05]"),
         ("reward_range", algorithm.reward_range, "[0,1]"),
     ):
         if low >= high:
@@ -126,11 +126,10 @@ def _ranges(algorithm: Algorithm) -> str | None:
 
 
 def _entropy(algorithm: Algorithm) -> str | None:
-    entropy = algorithm.entropy
-    low, high = entropy.range
-    if entropy.target and entropy.coef and not low <= entropy.coef <= high:
+    coef, (low, high) = algorithm.entropy_coef, algorithm.entropy_range
+    if algorithm.entropy_target and coef and not low <= coef <= high:
         return (
-            f"algorithm.entropy_coef={entropy.coef:g} is outside algorithm.entropy_range="
+            f"algorithm.entropy_coef={coef:g} is outside algorithm.entropy_range="
             f"[{low:g},{high:g}], in which it is steered; use algorithm.entropy_coef={low:g}"
         )
     return None

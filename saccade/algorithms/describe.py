@@ -5,24 +5,29 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from math import isinf
 from typing import Any
 
-from saccade.algorithms.algorithm import Algorithm, Filter, Options
+from saccade.algorithms.algorithm import Algorithm, Options
 from saccade.algorithms.build import resolve
-from saccade.algorithms.presets import ADD_ONS, PRESETS
 from saccade.algorithms.table import Entry
-from saccade.algorithms.unused import has_effect
-from saccade.config import AlgorithmConfig, RolloutConfig, options
+from saccade.config import AlgorithmConfig, FilterConfig, RolloutConfig, options
+from saccade.schema.presets import ADD_ONS, PRESETS
+from saccade.schema.section import about
 
 
 def explain(preset: str | None = None) -> str:
     """All presets and add-ons in a line each, or one of them in full."""
     if preset is None:
         rows = [f"{name:<22} {row['about']}" for name, row in PRESETS.items()]
-        extras = [f"+{name:<21} {row['about']}" for name, row in ADD_ONS.items()]
-        return "\n".join([*rows, "", "to be added to any of them, as in dapo+tis:", *extras])
-    return describe(resolve(AlgorithmConfig(preset=preset), max_tokens=RolloutConfig().max_tokens))
+        extras = [f"{name:<22} {row['about']}" for name, row in ADD_ONS.items()]
+        return "\n".join(
+            [*rows, "", "to be added to any of them, as in algorithm.preset=[dapo, tis]:", *extras]
+        )
+    return describe(
+        resolve(AlgorithmConfig(preset=(preset,)), max_tokens=RolloutConfig().max_tokens)
+    )
 
 
 def describe(algorithm: Algorithm) -> str:
@@ -38,25 +43,22 @@ def describe(algorithm: Algorithm) -> str:
         "samples": samples,
     } | extras(algorithm)
     return "\n".join(
-        [f"{algorithm.preset}: {algorithm.about}{paper}"]
+        [f"{', '.join(algorithm.preset)}: {algorithm.about}{paper}"]
         + [f"  {name:<14} {text}" for name, text in lines.items()]
         + [f"  warning: {text}" for text in algorithm.warnings]
     )
 
 
 def cells(algorithm: Algorithm) -> dict[str, Any]:
-    """The `algorithm` section with every cell filled in that has an effect."""
-    filled = {k: v for _, _, chosen in algorithm.axes.values() for k, v in chosen.items()}
-    filled |= {f"entropy_{name}": value for name, value in vars(algorithm.entropy).items()}
-    filled["correct"] = [{"name": c.name, **c.options} for c in algorithm.corrections]
-    found: dict[str, Any] = {}
-    for name, _ in options(AlgorithmConfig):
-        section, _, leaf = name.rpartition(".")
-        holder = getattr(algorithm, section) if section else algorithm
-        known = (filled if not section else getattr(holder, "options", {})) | vars(holder)
-        if leaf in known and known[leaf] is not None and has_effect(name, algorithm):
-            home = found.setdefault(section, {}) if section else found
-            home[leaf] = known[leaf]
+    """The `algorithm` section with the value of every option that has an effect."""
+    scope, found = {"algorithm": algorithm}, dict[str, Any]()
+    for name, field in options(AlgorithmConfig):
+        value = reduce(getattr, name.split("."), algorithm)
+        counts = all(eval(when.test, dict(scope)) for when in about(field)["when"])
+        if value is not None and counts and name not in ("preset", "clip", "correct"):
+            section, _, leaf = name.rpartition(".")
+            (found.setdefault(section, {}) if section else found)[leaf] = value
+    found["correct"] = [{"name": c.name, **c.options} for c in algorithm.corrections]
     return found
 
 
@@ -90,7 +92,7 @@ def _kl(algorithm: Algorithm) -> str:
         return "none; no reference model is loaded"
     kl, entry = algorithm.kl, algorithm.divergence
     text = f"{kl.coef:g} * {kl.kind} in the {kl.place}: {entry.formula}, u = policy - reference"
-    text += _shown(kl.options if algorithm.kl_in_loss else {})
+    text += _shown(algorithm.kl_options if algorithm.kl_in_loss else {})
     if kl.ratio_correct:
         text += ", times the ratio"
     if kl.controller == "adaptive":
@@ -101,7 +103,7 @@ def _kl(algorithm: Algorithm) -> str:
     return text
 
 
-def _kept(filters: Filter) -> str:
+def _kept(filters: FilterConfig) -> str:
     if isinf(filters.low) and isinf(filters.high):
         return "keep groups whose outcomes differ"
     return f"keep groups with {filters.low:g} < mean outcome < {filters.high:g}"
@@ -109,11 +111,12 @@ def _kept(filters: Filter) -> str:
 
 def extras(algorithm: Algorithm) -> dict[str, str]:
     """Lines for what is switched on."""
-    filters, overlong, entropy = algorithm.filter, algorithm.overlong, algorithm.entropy
+    filters, overlong = algorithm.filter, algorithm.overlong
     fire, critic = algorithm.fire, algorithm.critic
     weights = "weighted" if fire.first_token == "is" else "not trained"
     kept = ", kept in the baseline" if algorithm.excluded_in_baseline else ""
     bounds = algorithm.reward_clip or (0.0, 0.0)
+    coef, target, top = (getattr(algorithm, f"entropy_{n}") for n in ("coef", "target", "top"))
     lines: list[tuple[object, str, str]] = [
         (
             algorithm.whiten,
@@ -133,14 +136,14 @@ def extras(algorithm: Algorithm) -> dict[str, str]:
         ),
         (algorithm.reward_clip, "clip of R", f"{bounds[0]:g} to {bounds[1]:g}"),
         (
-            entropy.coef or entropy.target,
+            coef or target,
             "entropy bonus",
-            f"{entropy.coef:g}" + (f", steered to {entropy.target:g}" if entropy.target else ""),
+            f"{coef:g}" + (f", steered to {target:g}" if target else ""),
         ),
         (
-            entropy.top,
+            top,
             "entropy filter",
-            f"policy loss on the top {entropy.top:g} of each {entropy.scope}",
+            f"policy loss on the top {top:g} of each {algorithm.entropy_scope}",
         ),
         (
             algorithm.corrections,
@@ -168,7 +171,7 @@ def extras(algorithm: Algorithm) -> dict[str, str]:
             overlong.buffer,
             "overlong",
             f"0 to -{overlong.factor:g} over the last {overlong.buffer} of "
-            f"{overlong.max_tokens} tokens",
+            f"{algorithm.max_tokens} tokens",
         ),
         (
             fire.temperature,

@@ -116,7 +116,7 @@ def _penalties(batches: Sequence[Batch], algorithm: Algorithm) -> Tensor:
     if not algorithm.kl_in_reward:
         return torch.zeros(sum(len(b.reads) for b in batches), dtype=torch.float64)
     old, ref = _numbers_of(batches, "old_logprobs"), _numbers_of(batches, "ref_logprobs")
-    distance = bound(algorithm.divergence.function, algorithm.kl.options)(old, ref)
+    distance = bound(algorithm.divergence.function, algorithm.kl_options)(old, ref)
     return algorithm.kl.coef * distance
 
 

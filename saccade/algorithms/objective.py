@@ -76,16 +76,16 @@ def objective(
     distance = None
     if algorithm.needs_reference and columns.ref is not None:
         ref = columns.ref.where(live, 0.0)
-        distance = bound(algorithm.divergence.function, algorithm.kl.options)(new, ref)
+        distance = bound(algorithm.divergence.function, algorithm.kl_options)(new, ref)
     if algorithm.kl_in_loss:
         assert distance is not None, "a KL in the loss needs reference log-probs"
         ratio = log_ratio(new, old).exp() if algorithm.kl.ratio_correct else 1.0
         terms["policy/kl_loss"] = (ratio * distance * columns.scales).sum()
         loss = loss + algorithm.kl.coef * terms["policy/kl_loss"]
-    if algorithm.entropy.coef != 0:
+    if algorithm.entropy_coef != 0:
         assert entropy is not None, "an entropy bonus needs the entropy"
         bonus = (entropy.where(live, 0.0) * columns.scales).sum()
-        loss = loss - algorithm.entropy.coef * bonus
+        loss = loss - algorithm.entropy_coef * bonus
     terms["policy/loss"] = loss
     # Where the engine's log-probs are taken for old ones, the trainer's view is the current one.
     trainer = new.detach() if algorithm.old == "rollout" else old

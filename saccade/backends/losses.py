@@ -34,7 +34,7 @@ class PolicyLoss:
             new, _ = trainer.read(batch, OWN)
             shown, scales = {"policy/ptx_loss": -new}, column(batch.scales, new)
             return partial(imitation_objective, -new, shown, scales)
-        asked = self.algorithm.entropy.coef != 0
+        asked = self.algorithm.entropy_coef != 0
         new, entropy = trainer.read(batch, self.scoring, entropy_gradient=asked)
         columns = columns_of(batch, trainer.family, new)
         return partial(objective, self.algorithm, new, entropy, columns)

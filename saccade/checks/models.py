@@ -226,7 +226,7 @@ def critic(config: Config) -> Iterator[str]:
 
 
 def critic_warmup(config: Config) -> Iterator[str]:
-    alone, steps = config.algorithm.critic.warmup_steps or 0, config.run.max_steps
+    alone, steps = config.algorithm.critic.warmup_steps, config.run.max_steps
     if steps is not None and alone >= steps:
         yield (
             f"algorithm.critic.warmup_steps: in all {steps} steps of the run only the critic would "

@@ -63,7 +63,7 @@ def response_length(config: Config) -> Iterator[str]:
 
 def batch(config: Config) -> Iterator[str]:
     updates, prompts = config.train.updates_per_step, config.train.prompts_per_step
-    if updates is not None and updates > prompts:
+    if updates > prompts:
         yield (
             f"train.updates_per_step: {updates} updates need as many prompts, and a step has "
             f"{prompts}; try train.updates_per_step={prompts}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from saccade import checks
-from saccade.config import Config, DataConfig, DataSource, defaults_for, load
+from saccade.config import Config, DataConfig, DataSource, load
 from saccade.data import check, datasets
 from saccade.data.datasets import Dataset
 from saccade.errors import ConfigError
@@ -52,7 +52,7 @@ def _as_command(config: Config, command: str) -> Config:
             f"--for {command}: reads rows with the tokenizer of a model; "
             "give a Hugging Face model folder, or model.path=tiny:qwen2_5_vl"
         )
-    return defaults_for(command, config)
+    return load(config, command=command)
 
 
 def _with_model(config: Config, command: str | None) -> dict[str, Any]:

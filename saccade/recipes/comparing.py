@@ -18,7 +18,7 @@ from saccade import statistics
 from saccade.algorithms.rating import Rating, Steps
 from saccade.backends.local import LocalBackend
 from saccade.backends.rating import measured
-from saccade.config import Config, defaults_for
+from saccade.config import Config, load
 from saccade.errors import ConfigError
 from saccade.models.rating import Card
 from saccade.recipes import models
@@ -127,7 +127,7 @@ def as_trained(config: Config, card: Card) -> Config:
             "bounded": card.bounded,
         }
     changed = config.reward_model.model_copy(update=own)
-    return defaults_for("reward-model", config.model_copy(update={"reward_model": changed}))
+    return load(config.model_copy(update={"reward_model": changed}), command="reward-model")
 
 
 def _scored(

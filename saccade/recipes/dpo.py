@@ -15,7 +15,7 @@ from saccade import checks
 from saccade.algorithms.comparison import Comparison, from_config
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PreferenceLoss
-from saccade.config import Config, defaults_for, load
+from saccade.config import Config, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.disk import require_writable
 from saccade.errors import ConfigError, DataError
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
-    config = defaults_for("dpo", load(config))
+    config = load(config, command="dpo")
     checks.check(config, "dpo")
     require_writable(config.run.out, "run.out")
     models.quiet_libraries()

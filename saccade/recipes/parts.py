@@ -44,12 +44,15 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
     reward = config.reward
     if not reward.given:
         return None
-    penalty = algorithm.overlong if algorithm is not None else None
+    penalty = None
+    if algorithm is not None:
+        overlong = algorithm.overlong
+        penalty = (overlong.buffer, overlong.factor, algorithm.max_tokens)
     scorer = Scorer(
         reward,
         prompt_format=config.prompt.format,
         max_tokens=config.rollout.max_tokens,
-        overlong=(penalty.buffer, penalty.factor, penalty.max_tokens) if penalty else None,
+        overlong=penalty,
         load_model=partial(load_learned, config),
     )
     idle = {"judge": scorer.judge is None, "remote": not scorer.services}

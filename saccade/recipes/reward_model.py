@@ -12,7 +12,7 @@ from typing import Any
 
 from saccade import checks
 from saccade.backends.local import LocalBackend
-from saccade.config import Config, defaults_for, load
+from saccade.config import Config, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.data.sources import set_names
 from saccade.disk import require_writable
@@ -40,7 +40,7 @@ KEPT = (
 
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
-    config = defaults_for("reward-model", load(config))
+    config = load(config, command="reward-model")
     checks.check(config, "reward-model")
     require_writable(config.run.out, "run.out")
     models.quiet_libraries()

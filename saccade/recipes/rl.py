@@ -26,7 +26,7 @@ from saccade.algorithms.inputs import ComponentWeights
 from saccade.algorithms.select import Updates
 from saccade.backends import Reference
 from saccade.backends.local import LocalBackend
-from saccade.config import Config, TrackConfig, defaults_for, load
+from saccade.config import Config, TrackConfig, load
 from saccade.disk import require_writable
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
@@ -51,7 +51,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step. `preflight` returns
     doubts whether the run fits, or refuses it, before weights are loaded.
     """
-    config = defaults_for("rl", load(config))
+    config = load(config, command="rl")
     checks.check(config, "rl")
     algorithm = from_config(config)
     refuse_another_algorithm(config, algorithm)

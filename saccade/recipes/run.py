@@ -286,7 +286,6 @@ class Run:
     def learning_rate(self) -> float:
         """Of the step under way, where a step is one update."""
         train = self.config.train
-        assert train.lr is not None, "the defaults of the command are filled in"
         return rate(
             self.step,
             total=self.total,

@@ -21,7 +21,7 @@ from saccade.backends import OWN, Update
 from saccade.backends.distil import DistillationLoss
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
-from saccade.config import AlgorithmConfig, Config, defaults_for, load
+from saccade.config import AlgorithmConfig, Config, load
 from saccade.data.datasets import Stream
 from saccade.disk import require_writable
 from saccade.forest.packing import pack
@@ -39,12 +39,12 @@ from saccade.types import Batch, Group, Metrics, Sample
 log = logging.getLogger(__name__)
 
 # -log p of each trained token, all tokens alike: the policy gradient of an advantage of 1.
-SUPERVISED = resolve(AlgorithmConfig(preset="reinforce"), max_tokens=1)
+SUPERVISED = resolve(AlgorithmConfig(preset=("reinforce",)), max_tokens=1)
 
 
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
-    config = defaults_for("sft", load(config))
+    config = load(config, command="sft")
     checks.check(config, "sft")
     require_writable(config.run.out, "run.out")
     models.quiet_libraries()

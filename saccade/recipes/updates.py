@@ -84,7 +84,7 @@ def update_models(
         loss = PolicyLoss(algorithm, learners.scoring)
         update = policy.train_step(batches, loss, lr=train.lr * share, moves=moves)
         update.metrics.add("policy/kl_coef", algorithm.kl.coef)
-        update.metrics.add("policy/entropy_coef", algorithm.entropy.coef)
+        update.metrics.add("policy/entropy_coef", algorithm.entropy_coef)
         if "policy/loss" not in metrics.sums and not update.skipped:  # the first of the step
             check_mismatch(update.metrics, algorithm, learners.parity_max)
         metrics.merge(update.metrics)
@@ -110,7 +110,7 @@ def _teaches(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners)
     two alone do not count: a decayed weight makes a KL, and Adam scales up the least gradient.
     """
     beside = learners.demonstrations is not None or learners.train.aux_coef > 0
-    if beside or algorithm.entropy.coef != 0 or not algorithm.loss.by_advantage:
+    if beside or algorithm.entropy_coef != 0 or not algorithm.loss.by_advantage:
         return True
     return any(b.advantages is not None and b.advantages.any() for b in batches)
 

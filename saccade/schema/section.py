@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -17,6 +18,7 @@ class Section(BaseModel):
         validate_default=True,
         coerce_numbers_to_str=True,
         allow_inf_nan=False,  # either would reach the weights
+        ser_json_inf_nan="constants",
     )
 
     @model_validator(mode="before")
@@ -29,7 +31,7 @@ class Section(BaseModel):
         values = {k: v for k, v in values.items() if v is not None or k not in kinds}
         words = {k: v for k, v in values.items() if isinstance(v, str) and kinds.get(k) in WORDS}
         values |= {key: (word,) for key, word in words.items()}
-        paths = [k for k in values.keys() & kinds if cls.model_fields[k].json_schema_extra]
+        paths = [k for k in values.keys() & kinds if about(cls.model_fields[k]).get("path")]
         return values | {key: _at_home(values[key]) for key in paths}
 
 
@@ -39,19 +41,71 @@ def _at_home(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 
-def option(default: Any, description: str, *, path: bool = False, **limits: Any) -> Any:
-    """`path`: it may name a file or folder, then ~/ at its beginning is the home folder."""
-    extra: dict[str, Any] = {"path": True} if path else {}
+class When(NamedTuple):
+    """A condition under which an option counts: an expression over the sections of a config, what
+    makes it true, and how it is called where the expression would not be understood.
+    """
+
+    test: str
+    remedy: str
+    words: str = ""
+
+
+def option(
+    default: Any,
+    description: str,
+    *,
+    path: bool = False,
+    when: When | tuple[When, ...] = (),
+    commands: tuple[str, ...] = (),
+    **limits: Any,
+) -> Any:
+    """`path`: it may name a file or folder, then ~/ at its beginning is the home folder.
+    `commands`: those that read it; empty: all.
+    """
+    conditions = (when,) if isinstance(when, When) else when
+    extra: dict[str, Any] = {"path": path, "when": conditions, "commands": commands}
     return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def section(kind: type[Section], description: str, *, commands: tuple[str, ...] = ()) -> Any:
+    extra: dict[str, Any] = {"commands": commands}
+    return Field(default_factory=kind, description=description, json_schema_extra=extra)
+
+
+def about(field: Any) -> Mapping[str, Any]:
+    """What `option` and `section` were told beside a default and a description."""
+    return field.json_schema_extra or {}
+
+
+def chosen(part: Section, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, field, value) of the options that were set, not left at their defaults."""
+    for name, field in type(part).model_fields.items():
+        value = getattr(part, name)
+        if name in part.model_fields_set and isinstance(value, Section):
+            yield from chosen(value, f"{prefix}{name}.")
+        elif name in part.model_fields_set:
+            yield prefix + name, field, value
+
+
+def without_effect(part: Section, prefix: str, scope: Mapping[str, Any]) -> Iterator[str]:
+    """Options that were set although their conditions do not hold: a problem in words each. One
+    that is switched off is none.
+    """
+    for name, field, value in chosen(part, prefix):
+        for condition in about(field).get("when", ()):
+            off = value is False and field.default is False
+            if value is not None and not off and not eval(condition.test, dict(scope)):
+                yield (
+                    f"{name}: has no effect without {condition.words or condition.test}; "
+                    f"remove it, or use {condition.remedy}"
+                )
+                break
 
 
 def is_name(text: str) -> bool:
     """Whether it names one file or folder, inside of the folder that it is joined to."""
     return text not in ("", ".", "..") and not any(mark in text for mark in "/\\\0")
-
-
-def section(kind: type[Section], description: str) -> Any:
-    return Field(default_factory=kind, description=description)
 
 
 def entries(value: Any, main: str) -> Any:

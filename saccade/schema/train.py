@@ -13,12 +13,13 @@ class TrainConfig(Section):
     prompts_per_step: int = option(
         128, "Prompts (rl) or rows (sft, dpo, reward-model) of one step.", ge=1
     )
-    samples_per_prompt: int | None = option(
-        None, "Rollouts of each prompt; empty: the preset's.", ge=1
+    samples_per_prompt: int = option(
+        8, "Rollouts of each prompt; a preset may have another default.", ge=1
     )
-    updates_per_step: int | None = option(
-        None,
-        "Optimizer steps on the samples of a step, each on whole groups; empty: the preset's.",
+    updates_per_step: int = option(
+        1,
+        "Optimizer steps on the samples of a step, each on whole groups; a preset may have another "
+        "default.",
         ge=1,
     )
     epochs_per_batch: int = option(1, "Passes over the samples of a step.", ge=1)
@@ -28,10 +29,10 @@ class TrainConfig(Section):
     micro_tokens: int = option(
         16_384, "Tokens of one forward and backward, media tokens included.", ge=1
     )
-    lr: float | None = option(
-        None,
-        "Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft), 1e-5 (dpo), 9e-6 or for processes 1e-6 "
-        "(reward-model), filled in before a run.",
+    lr: float = option(
+        1e-6,
+        "Peak learning rate; unless set 5e-6 in sft, 1e-5 in dpo, 9e-6 in reward-model (but 1e-6 "
+        "for processes).",
         gt=0,
     )
     lr_scale: dict[str, float] = option(

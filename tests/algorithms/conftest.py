@@ -157,9 +157,9 @@ def resolved(*overrides: str, max_tokens: int = 2048, **train: Any):
     """From overrides of the `algorithm` section; those of other sections are written in full."""
     sections = ("train.", "rollout.", "algorithm.")
     full = [o if o.startswith(sections) else f"algorithm.{o}" for o in overrides]
-    config = load(None, [f"rollout.max_tokens={max_tokens}", *full])
-    changed = config.train.model_copy(update=train)
-    return from_config(config.model_copy(update={"train": changed}))
+    sizes = [f"rollout.max_tokens={max_tokens}"]
+    sizes += [f"train.{name}={value}" for name, value in train.items() if value is not None]
+    return from_config(load(None, [*sizes, *full]))
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ def columns_of(algorithm: Algorithm, step: Step) -> Columns:
     """What a step is given before training on it, over all of its members."""
     members, sequence = step.members, step.members.sequence
     if algorithm.kl_in_reward:
-        distance = bound(algorithm.divergence.function, algorithm.kl.options)(step.old, step.ref)
+        distance = bound(algorithm.divergence.function, algorithm.kl_options)(step.old, step.ref)
         members = replace(members, token_penalties=algorithm.kl.coef * distance)
     result = compute(
         algorithm.estimator,
@@ -170,10 +170,10 @@ def columns_of(algorithm: Algorithm, step: Step) -> Columns:
     mismatch = measure(step.old, step.rollout, live=live, sequence=sequence)
     found = apply([(c.entry, c.options) for c in algorithm.at_once], mismatch)
     keep = live if found.keep is None else live & found.keep
-    if algorithm.entropy.top:
-        scope = algorithm.entropy.scope
+    if algorithm.entropy_top:
+        scope = algorithm.entropy_scope
         keep = keep & high_entropy(
-            step.entropy, live, sequence, fraction=algorithm.entropy.top, scope=scope
+            step.entropy, live, sequence, fraction=algorithm.entropy_top, scope=scope
         )
     factor = keep.double()
     if algorithm.denominator == "kept":

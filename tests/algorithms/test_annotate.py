@@ -93,7 +93,7 @@ def test_a_step_in_which_nothing_trains(algorithm, records):
     updates = records.packed(select.split_updates(groups, 1, seed=0))
     assert updates == [] and annotate.write_advantages(updates, groups, row, known)[0] == []
     assert annotate.write_advantages([], [], row, known)[0] == []
-    assert annotate.write_corrections([], algorithm("preset=grpo+tis"))[0] == []
+    assert annotate.write_corrections([], algorithm("preset=[grpo,tis]"))[0] == []
 
 
 def test_a_kl_in_the_reward_lowers_it_before_the_baseline(algorithm, written, records, golden):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -84,7 +82,7 @@ def test_the_kl_ignores_what_a_filter_drops(algorithm, written, golden):
 
 def test_weights_average_to_one_in_each_update(algorithm, written, records, golden):
     row = algorithm(*NO_KL, "correct=[tis.token]", "self_normalise=true", updates_per_step=2)
-    plain = replace(row, self_normalise=False)
+    plain = row.model_copy(update={"self_normalise": False})
     before, after = (
         annotate.write_corrections(written(row, updates=2, budget=8), one)[0]
         for one in (plain, row)
@@ -120,7 +118,7 @@ def test_no_correction_writes_no_column(algorithm, written):
 
 
 def test_a_hot_first_token_is_weighed_by_its_own_gap(algorithm, written, records, golden):
-    row = algorithm(*NO_KL, "preset=grpo+fire", "fire.cap=1.02")
+    row = algorithm(*NO_KL, "preset=[grpo,fire]", "fire.cap=1.02")
     before = written(row)
     updates = annotate.write_corrections(before, row)[0]
     weights = np.concatenate(list(records.column(updates, "weights").values()))
@@ -139,7 +137,7 @@ def test_a_hot_first_token_is_weighed_by_its_own_gap(algorithm, written, records
 
 
 def test_corrections_do_not_see_the_gap_of_a_hot_first_token(algorithm, written, records, golden):
-    row = algorithm(*NO_KL, "preset=grpo+fire", "fire.cap=1.02", "correct=[tis.sequence]")
+    row = algorithm(*NO_KL, "preset=[grpo,fire]", "fire.cap=1.02", "correct=[tis.sequence]")
     updates = annotate.write_corrections(written(row), row)[0]
     weights = records.column(updates, "weights")
     gaps = rows(golden.old - golden.rollout)
@@ -150,7 +148,7 @@ def test_corrections_do_not_see_the_gap_of_a_hot_first_token(algorithm, written,
 
 
 def test_a_hot_first_token_without_a_log_prob_weighs_one(algorithm, written, records, golden):
-    row = algorithm(*NO_KL, "preset=grpo+fire")
+    row = algorithm(*NO_KL, "preset=[grpo,fire]")
     unknown = rows(torch.full_like(golden.rollout, float("nan")))
     updates = records.filled(written(row), rollout_logprobs=unknown)
     updates = annotate.write_corrections(updates, row)[0]
@@ -167,7 +165,7 @@ def test_a_hot_first_token_without_a_log_prob_weighs_one(algorithm, written, rec
 )
 def test_a_masked_first_token_is_in_no_denominator(algorithm, written, records, aggregation, scale):
     row = algorithm(
-        *NO_KL[:3], f"aggregation={aggregation}", "preset=grpo+fire", "fire.first_token=mask"
+        *NO_KL[:3], f"aggregation={aggregation}", "preset=[grpo,fire]", "fire.first_token=mask"
     )
     updates, metrics = written(row, measured=True)
     for key, value in zip(KEYS, scale, strict=True):
@@ -180,7 +178,7 @@ def test_a_masked_first_token_is_in_no_denominator(algorithm, written, records, 
 
 
 def test_a_response_of_one_masked_token_does_not_train(algorithm, records):
-    row = algorithm("preset=grpo+fire", "fire.first_token=mask")
+    row = algorithm("preset=[grpo,fire]", "fire.first_token=mask")
     groups = [records.group("a", [0.0, 1.0, 5.0], [2, 3, 1])]
     updates, metrics = annotate.write_advantages(
         records.packed([groups]), groups, row, algorithm_state.restore(row, None)
@@ -192,7 +190,7 @@ def test_a_response_of_one_masked_token_does_not_train(algorithm, records):
 
 
 def test_lengths_are_without_a_masked_first_token(algorithm, written, records):
-    row = algorithm("preset=opo+fire", "fire.first_token=mask")
+    row = algorithm("preset=[opo,fire]", "fire.first_token=mask")
     values = records.column(written(row), "advantages")
     baseline = (5 * 2.0 + 3 * 0.0) / 8
     assert values["a", 0][1:] == exact([2.0 - baseline] * 5)
@@ -200,7 +198,7 @@ def test_lengths_are_without_a_masked_first_token(algorithm, written, records):
 
 def test_the_ratio_of_a_sequence_is_without_a_masked_first_token(algorithm, written, golden):
     row = algorithm(
-        *("preset=gspo+fire", "fire.first_token=mask", "advantage=no_std", "clip=50"),
+        *("preset=[gspo,fire]", "fire.first_token=mask", "advantage=no_std", "clip=50"),
         "old=recompute",
     )
     (batches,) = written(row)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from saccade.algorithms.describe import describe
-from saccade.algorithms.unused import CONDITIONS
+from saccade.schema import AlgorithmConfig, options
+from saccade.schema.section import about
 
 MISSPELT = [  # field, wrong, right
     ("preset", "gropo", "grpo"),
-    ("preset", "grpo+tiss", "grpo+tis"),
     ("advantage", "rlo", "rloo"),
     ("policy_loss", "clipp", "clip"),
     ("aggregation", "tokenmean", "token_mean"),
@@ -140,7 +140,7 @@ CONTRADICTIONS = [
     (["preset=rloo", "std_eps=1e-4"], "algorithm.std_eps", ["algorithm.advantage=grpo"]),
     (
         ["args.fixed_length=9"],
-        "algorithm.args.fixed_length is set but has no effect",
+        "algorithm.args.fixed_length: has no effect",
         ["algorithm.aggregation=fixed"],
     ),
     (
@@ -150,8 +150,11 @@ CONTRADICTIONS = [
     ),
     (["preset=cispo", "clip_low=0.1"], "algorithm.clip_low", ["algorithm.policy_loss=clip"]),
     (["policy_loss=gspo", "dual_clip=3"], "algorithm.dual_clip", ["algorithm.policy_loss=clip"]),
-    (["preset=gspo+dual_clip"], "+dual_clip has no effect", ["algorithm.policy_loss=clip"]),
-    (["preset=cispo+delta"], "+delta has no effect", ["algorithm.policy_loss=clip"]),
+    (["preset=[gspo,dual_clip]"], "dual_clip has no effect", ["algorithm.policy_loss=clip"]),
+    (["preset=[cispo,delta]"], "delta has no effect", ["algorithm.policy_loss=clip"]),
+    (["preset=grpo+tis"], "add-ons are a list now", ["algorithm.preset=[grpo, tis]"]),
+    (["preset=[grpo,tiss]"], "did you mean 'tis'?", []),
+    (["preset=tis"], "is added to a row, as in [grpo, tis]", []),
 ]
 # For each row of CONDITIONS: an option of it, set where it does nothing, and the way out.
 UNUSED = [
@@ -227,7 +230,7 @@ UNUSED = [
     (["fire.first_token=mask"], "fire.first_token", ["algorithm.fire.temperature=10"]),
     (["fire.cap=3"], "fire.cap", ["algorithm.fire.temperature=10"]),
     (
-        ["preset=grpo+fire", "fire.first_token=mask", "fire.cap=3"],
+        ["preset=[grpo,fire]", "fire.first_token=mask", "fire.cap=3"],
         "fire.cap",
         ["algorithm.fire.first_token=is"],
     ),
@@ -244,26 +247,25 @@ UNUSED = [
 
 
 def test_each_condition_is_among_the_refusals():
-    conditions = {name for names, *_ in CONDITIONS for name in names}
-    assert {name for _, name, _ in UNUSED} == conditions
-    for names, _, reason, remedy in CONDITIONS:
-        found = [w for w in UNUSED if w[1] in names and all(part in remedy for part in w[2])]
-        assert found, (reason, remedy)
+    conditions = {name: about(field)["when"] for name, field in options(AlgorithmConfig)}
+    assert {name for _, name, _ in UNUSED} == {name for name, when in conditions.items() if when}
+    for name, when in conditions.items():
+        for condition in when:
+            ways = [works for given, field, works in UNUSED if conditions[field] and given]
+            assert any(all(part in condition.remedy for part in works) for works in ways), name
 
 
 @pytest.mark.parametrize(
     ("overrides", "says", "works"),
     CONTRADICTIONS
-    + [
-        (given, f"algorithm.{name} is set but has no effect", works)
-        for given, name, works in UNUSED
-    ],
+    + [(given, f"algorithm.{name}: has no effect", works) for given, name, works in UNUSED],
 )
 def test_a_refusal_names_the_field_and_what_works(algorithm, refused, overrides, says, works):
     message = refused(*overrides)
     assert says in message
     assert all(override in message for override in works), message
-    algorithm(*overrides, *works)
+    if works:
+        algorithm(*overrides, *works)
 
 
 @pytest.mark.parametrize(("field", "wrong", "right"), MISSPELT)
@@ -271,7 +273,7 @@ def test_a_name_that_is_nearly_right(algorithm, refused, field, wrong, right):
     listed = field in ("correct", "exclude_status")
     message = refused(f"{field}=[{wrong}]" if listed else f"{field}={wrong}")
     assert f"algorithm.{field}={wrong}" in message
-    assert f"did you mean '{right.rpartition('+')[2]}'? Known: " in message
+    assert f"did you mean '{right}'? " in message
     algorithm(f"{field}=[{right}]" if listed else f"{field}={right}")
 
 
@@ -290,14 +292,14 @@ def test_the_refusals_that_say_only_what_there_is(refused):
 
 
 def test_an_add_on_replaces_what_bounds_the_same(algorithm):
-    options = algorithm("preset=drpo+delta").loss_options
+    options = algorithm("preset=[drpo,delta]").loss_options
     assert (options["delta"], options["dual_clip"]) == (4, 0)
 
 
 def test_add_ons_go_with_rows_of_one_update(algorithm, refused):
     for preset in ("gpg", "opo", "r1v"):
         assert algorithm(f"preset={preset}").old == "detach"
-        assert algorithm(f"preset={preset}+tis").old == "recompute"
+        assert algorithm(f"preset=[{preset},tis]").old == "recompute"
         assert "train.updates_per_step=2" in refused(f"preset={preset}", updates_per_step=2)
 
 

@@ -95,7 +95,9 @@ def test_a_gap_of_80_is_finite(loss: str, kl: dict[str, Any]) -> None:
         every = {"old": far, "ref": far, "rollout": far}
         for changes in ({"ref": far}, {"old": far}, {"rollout": far}, every):
             assert_finite(algorithm, columns(**changes))
-        assert_finite(replace(algorithm, old="rollout"), columns(rollout=far, old=None))
+        assert_finite(
+            algorithm.model_copy(update={"old": "rollout"}), columns(rollout=far, old=None)
+        )
 
 
 @pytest.mark.parametrize("gap", GAPS)
@@ -117,7 +119,7 @@ def test_corrections_of_a_gap_of_80(name: str, gap: str) -> None:
         flat = replace(flat, weights=weights, keep=keep)
     correct = Correct(name=name, options=CORRECTIONS[name].options | chosen)
     for loss in LOSSES:
-        assert_finite(replace(algorithm_of(loss), corrections=(correct,)), flat)
+        assert_finite(algorithm_of(loss).model_copy(update={"corrections": (correct,)}), flat)
 
 
 @pytest.mark.parametrize("kind", KINDS)

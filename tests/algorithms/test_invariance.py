@@ -268,7 +268,7 @@ def test_where_engine_and_trainer_agree_no_correction_changes_loss_or_gradient(
 ):
     algorithm = data.draw(algorithms(loss))
     agreeing = replace(step, rollout=step.old)
-    without = replace(algorithm, corrections=(), self_normalise=False)
+    without = algorithm.model_copy(update={"corrections": (), "self_normalise": False})
     config = AlgorithmConfig.model_validate({"correct": [bounded(name)]})
     corrections, weighs = resolve(config, max_tokens=7).corrections, CORRECTIONS[name].weighs
     corrected = replace(without, corrections=corrections, self_normalise=weighs)

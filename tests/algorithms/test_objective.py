@@ -15,11 +15,11 @@ from saccade.types import Metrics
 GRPO = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0.1)), max_tokens=8)
 NO_KL = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0)), max_tokens=8)
 
-SINGLE = replace(NO_KL, loss_options={**NO_KL.loss_options, "dual_clip": 0.0})
+SINGLE = NO_KL.model_copy(update={"loss_options": {**NO_KL.loss_options, "dual_clip": 0.0}})
 
 
 def with_bonus(coef):
-    return replace(NO_KL, entropy=replace(NO_KL.entropy, coef=coef))
+    return NO_KL.model_copy(update={"entropy_coef": coef})
 
 
 def opsm(threshold):
@@ -53,7 +53,7 @@ def test_clip_with_kl_in_the_loss(golden):
 
 
 def test_a_kl_that_is_corrected_by_the_ratio(golden):
-    corrected = replace(GRPO, kl=replace(GRPO.kl, ratio_correct=True))
+    corrected = GRPO.model_copy(update={"kl": GRPO.kl.model_copy(update={"ratio_correct": True})})
     new = golden.new.clone().requires_grad_()
     loss, _ = objective(corrected, new, None, columns(golden, "seq_mean"))
     assert loss.item() == pytest.approx(0.02100357, abs=1e-7)
@@ -122,10 +122,11 @@ def test_what_the_algorithm_needs_must_be_there(golden):
     with pytest.raises(AssertionError, match="reference log-probs"):
         objective(GRPO, golden.new, None, columns(golden, ref=None))
     with pytest.raises(AssertionError, match="needs old log-probs"):
-        objective(replace(NO_KL, old="recompute"), golden.new, None, columns(golden, old=None))
+        recomputing = NO_KL.model_copy(update={"old": "recompute"})
+        objective(recomputing, golden.new, None, columns(golden, old=None))
     with pytest.raises(AssertionError, match="needs the entropy"):
         objective(with_bonus(0.1), golden.new, None, columns(golden))
-    bypass = replace(NO_KL, old="rollout")
+    bypass = NO_KL.model_copy(update={"old": "rollout"})
     with pytest.raises(AssertionError, match="needs rollout log-probs"):
         objective(bypass, golden.new, None, columns(golden, rollout=None))
     with pytest.raises(AssertionError, match="opsm needs rollout log-probs"):
@@ -169,7 +170,7 @@ def test_unscored_tokens_are_counted_and_in_no_mismatch(golden):
     gap = (golden.old - golden.rollout)[scored].abs()
     assert log["mismatch/unscored_frac"] == pytest.approx(2 / 18)
     assert log["mismatch/logp_gap_mean"] == pytest.approx(gap.mean().item(), abs=1e-12)
-    bypass = replace(NO_KL, old="rollout")
+    bypass = NO_KL.model_copy(update={"old": "rollout"})
     loss, _ = objective(bypass, golden.new, None, columns(golden, old=None, rollout=rollout))
     assert loss.isfinite()
     without, _ = objective(NO_KL, golden.new, None, columns(golden, old=None, rollout=None))
@@ -198,7 +199,7 @@ def test_mismatch_by_kind_of_prompt(golden):
 
 
 def test_old_from_the_engine(golden):
-    bypass = replace(NO_KL, old="rollout")
+    bypass = NO_KL.model_copy(update={"old": "rollout"})
     loss, _ = objective(bypass, golden.new, None, columns(golden, old=None))
     same, _ = objective(NO_KL, golden.new, None, columns(golden, old=golden.rollout))
     assert loss.item() == same.item()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from saccade.algorithms import select
@@ -112,7 +110,7 @@ def test_the_limits_of_a_row_hold_before_group_statistics(algorithm, records):
 
 def test_moments_are_remembered_and_only_live_members_move_them(algorithm, records):
     row = algorithm("exclude_status=[overturn]", "train.updates_per_step=1")
-    row = replace(row, reward_normalise="mean_std")
+    row = row.model_copy(update={"reward_normalise": "mean_std"})
     cut = records.changed(
         records.group("a", [1.0, 3.0, 9.0, None]), status=["ok", "ok", "overturn", "error"]
     )
@@ -126,7 +124,7 @@ def test_moments_are_remembered_and_only_live_members_move_them(algorithm, recor
 
 
 def test_terms_that_are_compared_are_normalised_one_by_one(algorithm, records):
-    row = replace(algorithm("preset=gdpo"), reward_normalise="std")
+    row = algorithm("preset=gdpo").model_copy(update={"reward_normalise": "std"})
     parts = [{"acc": 1.0, "fmt": 4.0}, {"acc": 0.0, "fmt": 0.0}]
     group = records.changed(records.group("a", [1.0, 0.0]), parts=parts)
     weights = {"default": {"acc": 1.0, "fmt": 0.1}}

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from saccade.algorithms.build import resolve
-from saccade.algorithms.presets import ADD_ONS, PRESETS
 from saccade.config import AlgorithmConfig
 from saccade.models import tiny
 from saccade.recipes import rl
+from saccade.schema.presets import ADD_ONS, PRESETS
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-ROWS = [*PRESETS, *(f"grpo+{name}" for name in ADD_ONS)]
+ROWS = [*PRESETS, *(("grpo", name) for name in ADD_ONS)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import saccade
 from saccade.checks import check
 from saccade.cli import app
-from saccade.config import defaults_for, given, load
+from saccade.config import given, load
 from saccade.errors import ConfigError, DataError
 from saccade.models.families import load_family
 from saccade.recipes import dpo, pairs
@@ -187,7 +187,7 @@ def test_kto_learns_from_labels_and_from_pairs(
 
 
 def test_a_stranger_is_the_answer_to_another_question(colours: Path, config: Make) -> None:
-    resolved = defaults_for("dpo", load(config(colours)))
+    resolved = load(config(colours), command="dpo")
     family = load_family(resolved.model.path)
     samples = pairs.load_pairs(resolved, resolved.data.train, family, paired=True).samples
     strange = pairs.strangers([samples[0], samples[0], samples[1]])
@@ -254,9 +254,9 @@ def test_what_dpo_does_not_read(config: Make, tmp_path: Path, override: str) -> 
 
 
 def test_defaults_and_the_dry_run(config: Make, tmp_path: Path) -> None:
-    plain = defaults_for("dpo", load(None))
+    plain = load(None, command="dpo")
     assert (plain.train.lr, plain.dpo.max_tokens, plain.dpo.nll_coef) == (1e-5, 512, 0.0)
-    kto = defaults_for("dpo", load({"dpo.loss": "kto"})).dpo
+    kto = load({"dpo.loss": "kto"}, command="dpo").dpo
     assert (kto.beta, kto.max_tokens) == (0.01, 2048)
     words = [f"{k}={json.dumps(v)}" for k, v in config(tmp_path).items() if k != "model.path"]
     shown = CliRunner().invoke(app, ["dpo", *words, "model.path=tiny:qwen2_5_vl", "--dry-run"])

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from saccade.algorithms.build import resolve
-from saccade.algorithms.presets import ADD_ONS, PRESETS
 from saccade.config import AlgorithmConfig
 from saccade.recipes import rl
+from saccade.schema.presets import ADD_ONS, PRESETS
 
 Make = Callable[..., dict[str, Any]]
 
@@ -43,7 +43,7 @@ WITH_STATE: dict[str, dict[str, Any]] = {
         "train.prompts_per_step": 6,
     },
     "fire that is not trained": {
-        "algorithm.preset": "gspo+fire",
+        "algorithm.preset": ["gspo", "fire"],
         "algorithm.fire.first_token": "mask",
         "train.updates_per_step": 2,
     },
@@ -55,7 +55,7 @@ WITH_STATE: dict[str, dict[str, Any]] = {
         "train.epochs_per_batch": 2,
     },
     "kept denominator": {
-        "algorithm.preset": "grpo+entropy_top+icepop",
+        "algorithm.preset": ["grpo", "entropy_top", "icepop"],
         "algorithm.denominator": "kept",
         "algorithm.self_normalise": True,
     },
@@ -73,9 +73,9 @@ WITH_STATE: dict[str, dict[str, Any]] = {
 }
 CASES = {
     **{name: {"algorithm.preset": name} for name in PRESETS},
-    **{f"grpo+{name}": {"algorithm.preset": f"grpo+{name}"} for name in ADD_ONS},
+    **{f"grpo+{name}": {"algorithm.preset": ["grpo", name]} for name in ADD_ONS},
     # Six prompts: of four, all groups of the second step are dead, and it moves nothing.
-    "grpo+fire": {"algorithm.preset": "grpo+fire", "train.prompts_per_step": 6},
+    "grpo+fire": {"algorithm.preset": ["grpo", "fire"], "train.prompts_per_step": 6},
     **WITH_STATE,
 }
 

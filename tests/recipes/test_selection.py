@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from saccade.config import defaults_for, load
+from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.recipes import dpo, generate, pairs, questions, sft
@@ -96,7 +96,7 @@ def test_a_round_of_iterative_dpo_and_of_rejection_sampling(
     again = generate.run(config | {"generate.select": "best"})  # from the responses that are there
     assert again["rows"] == 0 and again["selected_rows"] >= made["selected_rows"]
 
-    resolved = defaults_for("dpo", load(config | {"data.train": made["selected"]}))
+    resolved = load(config | {"data.train": made["selected"]}, command="dpo")
     family = load_family(resolved.model.path)
     prompts = questions.load_prompts(load(config), load(config).data.train, family).samples
     known = {sample.id: family.render(sample.messages).ids.tolist() for sample in prompts}

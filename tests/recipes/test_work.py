@@ -3,7 +3,7 @@
 import pytest
 
 from saccade import devices
-from saccade.config import defaults_for, load
+from saccade.config import load
 from saccade.estimate import estimate
 from saccade.recipes import rl, sft, work
 
@@ -56,7 +56,7 @@ def test_an_estimate_counts_what_a_run_counts(tmp_path, rl_config, changes):
         **changes,
     )
     last = rl.run(config)
-    pace = estimate(defaults_for("rl", load(config)), devices.present("cpu")).pace
+    pace = estimate(load(config, command="rl"), devices.present("cpu")).pace
     foretold = pace.tflop | {"recomputed": pace.recomputed}
     assert foretold == pytest.approx({name: last[f"flops/{name}"] for name in foretold}, rel=0.01)
     assert len(foretold) == len([name for name in last if name.startswith("flops/")])

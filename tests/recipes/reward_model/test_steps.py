@@ -12,7 +12,7 @@ import torch
 
 import saccade
 from saccade.backends.learned import LearnedReward
-from saccade.config import defaults_for, load
+from saccade.config import load
 from saccade.errors import DataError
 from saccade.models.families import load_family
 from saccade.models.rating import Card, stepped, with_marks
@@ -35,7 +35,7 @@ def test_steps_are_judged_and_a_response_by_its_steps(
     folder = tmp_path / "run" / "checkpoints" / "step-40"
     assert not (folder / "reward_head.safetensors").exists()
     model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
-    resolved = defaults_for("reward-model", load(options))
+    resolved = load(options, command="reward-model")
     task = task_of(resolved, models.family_of(resolved, resolved.model.path))
     for sample in task.load(resolved.data.train).samples[:4]:
         asked = replace(sample, messages=sample.messages[:1])
@@ -86,7 +86,7 @@ def test_a_later_row_whose_placeholder_is_joined_is_set_aside(tmp_path: Path, co
     listed[5]["input"] = f"red {MARK}blue {MARK}"
     path.write_text("".join(json.dumps(row) + "\n" for row in listed))
     options = config(tmp_path, data__train=str(path), data__max_bad_fraction=0.5) | PROCESS
-    resolved = defaults_for("reward-model", load(options))
+    resolved = load(options, command="reward-model")
     task = task_of(resolved, models.family_of(resolved, resolved.model.path))
     for _ in range(2):  # lengths are remembered
         data = task.load(resolved.data.train)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import saccade
 from saccade.backends.learned import LearnedReward
-from saccade.config import defaults_for, load
+from saccade.config import load
 from saccade.errors import ConfigError, DataError
 from saccade.models.rating import Card, read_card
 from saccade.recipes import comparing, models, reward_model
@@ -278,9 +278,8 @@ def test_a_margin_that_asks_for_no_lead_is_a_bad_row(
     path = tmp_path / "margins.jsonl"
     listed = [lines[0] | {"margin": margin}, lines[1] | {"margin": "0.5"}, *lines[2:]]
     path.write_text("".join(json.dumps(row) + "\n" for row in listed))
-    resolved = defaults_for(
-        "reward-model", load(config(tmp_path, data__train=str(path), data__max_bad_fraction=0.5))
-    )
+    options = config(tmp_path, data__train=str(path), data__max_bad_fraction=0.5)
+    resolved = load(options, command="reward-model")
     task = task_of(resolved, models.family_of(resolved, resolved.model.path))
     data = task.load(resolved.data.train)
     assert [(bad.row, "margin" in bad.reason) for bad in data.quarantined] == [(1, True)]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import saccade
 from saccade.backends.learned import LearnedReward
 from saccade.cli import app
-from saccade.config import defaults_for, load
+from saccade.config import load
 from saccade.data import datasets
 from saccade.errors import ConfigError
 from saccade.models.rating import read_card
@@ -239,9 +239,9 @@ def test_what_is_refused(config: Make, tmp_path: Path, override: str, words: str
 
 
 def test_defaults_and_the_dry_run(config: Make, tmp_path: Path) -> None:
-    plain = defaults_for("reward-model", load(None))
+    plain = load(None, command="reward-model")
     assert (plain.train.lr, plain.reward_model.max_tokens) == (9e-6, 512)
-    process = defaults_for("reward-model", load({"reward_model.kind": "process"}))
+    process = load({"reward_model.kind": "process"}, command="reward-model")
     assert (process.train.lr, process.reward_model.max_tokens) == (1e-6, 2048)
     words = [f"{k}={json.dumps(v)}" for k, v in config(tmp_path).items() if k != "model.path"]
     shown = CliRunner().invoke(

@@ -1,77 +1,94 @@
-"""Named algorithms: each a row of cells, none with code of its own.
+"""Named algorithms: each a row of options that it changes, none with code of its own.
 
-A row names an entry of each axis and the options that differ from `COMMON` or from the entry's own
-defaults. Option names are those of the config's `algorithm` section, which overrides any cell. The
-cells of an axis (`clip_high` …) hold only while the row's own entry is in place. An add-on is a row
-that is laid over another one: `grpo+tis`. Knows nothing of what the names mean.
+Names are those of the config's `algorithm` section, besides `samples_per_prompt` and
+`updates_per_step` of `train` and `reward_clip` (`reward.clip`). What the user gives wins over any
+of them. Cells of an axis (`clip_high` …) hold only while the row's own function is in place. An
+add-on is a row that is laid over another one: `algorithm.preset=[grpo, tis]`.
 
-    >>> PRESETS["dapo"]["clip_high"]
+    >>> cells_of({"preset": "dapo", "clip_low": 0.1})["algorithm"]["clip_high"]
     0.28
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
+from saccade.errors import ConfigError
+
 Row = Mapping[str, Any]
-
-COMMON: Row = {
-    "samples_per_prompt": 8,
-    "updates_per_step": 1,
-    "policy_loss": "clip",
-    "aggregation": "token_mean",
-    "whiten_std": True,
-    "adv_clip": 0.0,
-    "reward_clip": None,
-    "reward_range": (0.0, 1.0),
-    "entropy_coef": 0.0,
-    "entropy_target": 0.0,
-    "entropy_step": 1e-3,
-    "entropy_range": (0.0, 0.05),
-    "entropy_top": 0.0,
-    "entropy_scope": "step",
-    "old": "auto",
-    "on_policy": False,  # one optimizer step per batch
-    "correct": (),
-    "self_normalise": False,
-    "denominator": "original",
-    "drop_constant": False,
-    "exclude_status": (),
-    "excluded_in_baseline": False,
-    "kl": {
-        "coef": 0.0,
-        "place": "loss",
-        "ratio_correct": False,
-        "controller": "fixed",
-        "target": 0.1,
-        "horizon": 10_000,
-        "update": "none",
-        "update_every": 512,
-        "ema": 0.6,
-    },
-    "filter": {
-        "dynamic": False,
-        "low": 0.01,
-        "high": 0.99,
-        "max_rounds": 10,
-        "on_exhausted": "train_partial",
-        "keep_surplus": False,
-        "function": None,
-    },
-    "overlong": {"buffer": 0, "factor": 1.0, "largest_share": 1.0},
-    "fire": {"temperature": 0.0, "top_k": -1, "first_token": "is", "cap": 2.0},
-    "critic": {
-        "lr": 9e-6,
-        "clip": 0.2,
-        "warmup_steps": 0,
-        "bootstrap_truncated": False,
-        "path": None,
-    },
+# Which function of the row a cell was chosen for.
+AXIS_OF = {
+    **dict.fromkeys(("clip_low", "clip_high", "dual_clip", "delta"), "policy_loss"),
+    **dict.fromkeys(("std_eps", "args"), "advantage"),
 }
+ELSEWHERE = {
+    "samples_per_prompt": ("train", "samples_per_prompt"),
+    "updates_per_step": ("train", "updates_per_step"),
+    "reward_clip": ("reward", "clip"),
+}
+NOT_OPTIONS = ("about", "paper", "on_policy", "always", "longest_share")
 
-# What KL is estimated with when neither the config nor the row says so.
-KIND_OF_PLACE: Mapping[str, str] = {"loss": "k3", "reward": "k1"}
+
+def row_of(preset: Iterable[str]) -> Row:
+    """The row with its add-ons laid over it: sections are merged, lists joined."""
+    name, *add_ons = preset
+    if name in ADD_ONS:
+        raise ConfigError(f"algorithm.preset={name}: is added to a row, as in [grpo, {name}]")
+    if name not in PRESETS:
+        raise _unknown(name, PRESETS)
+    row = dict(PRESETS[name])
+    always = dict(row.get("always", {}))
+    for add_on in add_ons:
+        if add_on not in ADD_ONS:
+            raise _unknown(add_on, ADD_ONS)
+        for key, value in ADD_ONS[add_on].items():
+            if key == "paper":
+                row["paper"] = ", ".join(filter(None, [row["paper"], value]))
+            elif key in ("correct", "exclude_status"):
+                row[key] = (*row.get(key, ()), *(v for v in value if v not in row.get(key, ())))
+            elif key != "about":
+                always[key] = value
+    return row | {"always": always}
+
+
+def cells_of(given: Row) -> dict[str, dict[str, Any]]:
+    """What a preset sets, by section, where the `algorithm` section holds what is `given`."""
+    row = row_of(given["preset"])
+    cells: dict[str, Any] = {}
+    for name, value in row.items():
+        axis = AXIS_OF.get(name)
+        in_place = axis is None or given.get(axis) in (None, row.get(axis, "clip"))
+        if name not in NOT_OPTIONS and in_place:
+            cells[name] = value
+    cells |= row["always"]
+    if isinstance(kl := cells.get("kl"), Mapping) and given.get("kl", {}).get("place") not in (
+        None,
+        kl.get("place"),
+    ):
+        cells["kl"] = {name: value for name, value in kl.items() if name != "kind"}
+    if given.get("clip") is not None:
+        cells |= dict.fromkeys(("clip_low", "clip_high"), given["clip"])
+    found: dict[str, dict[str, Any]] = {"algorithm": {}}
+    for name, value in cells.items():
+        section, leaf = ELSEWHERE.get(name, ("algorithm", name))
+        found.setdefault(section, {})[leaf] = value
+    return found
+
+
+def _unknown(name: str, known: Iterable[str]) -> ConfigError:
+    if "+" in name:
+        return ConfigError(
+            f"algorithm.preset={name}: add-ons are a list now; write "
+            f"algorithm.preset=[{name.replace('+', ', ')}]"
+        )
+    near = get_close_matches(name.lower().replace(" ", ""), [*known], n=1, cutoff=0.5)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    return ConfigError(
+        f"algorithm.preset={name}: no such name; {guess}Expected one of {', '.join(known)}"
+    )
+
 
 # Every row says `about` (what it is, when to use it) and `paper` (arXiv ids, empty for folklore).
 PRESETS: dict[str, Row] = {
@@ -96,7 +113,8 @@ PRESETS: dict[str, Row] = {
         "clip_high": 0.28,
         "filter": {"dynamic": True},
         # 4096 of 20480 in the paper: the same share of a shorter limit.
-        "overlong": {"buffer": 4096, "largest_share": 0.2},
+        "overlong": {"buffer": 4096},
+        "longest_share": 0.2,
     },
     "gspo": {
         "about": "One ratio per sequence. Steady on mixture-of-experts and long answers.",
@@ -232,7 +250,8 @@ PRESETS: dict[str, Row] = {
         "advantage": "grpo",
         "clip_high": 0.28,
         "filter": {"dynamic": True},
-        "overlong": {"buffer": 4096, "largest_share": 0.2},
+        "overlong": {"buffer": 4096},
+        "longest_share": 0.2,
         "entropy_top": 0.2,
     },
     "topr": {
@@ -269,8 +288,8 @@ PRESETS: dict[str, Row] = {
         "paper": "",
         "samples_per_prompt": 16,
         "advantage": "gae",
-        "lam": 1.0,
-        "std_eps": 1e-9,  # of the estimators that divide, in place of gae
+        "args": {"lam": 1.0},
+        "always": {"std_eps": 1e-9},  # of the estimators that divide, in place of gae
         "reward_clip": (-10.0, 10.0),
         "kl": {"coef": 0.01, "kind": "k1", "place": "reward"},
     },
