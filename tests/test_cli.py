@@ -147,7 +147,7 @@ def test_dry_run_prints_what_was_chosen_and_the_arithmetic(counting: Path) -> No
         "model": {"path": "tiny:qwen2_5_vl"},
         "data": {"train": [{"path": str(counting)}]},
         "reward": {"terms": [{"verifier": "count"}]},
-        "train": {"prompts_per_step": 6, "updates_per_step": 4, "lr": 1e-6},
+        "train": {"prompts_per_step": 6, "updates_per_step": 4},
     }
     for expected in ("48 = 6 x 8", "1 or 2", "4 (24 rows)", "16384 tokens"):
         assert expected in rest
@@ -190,7 +190,9 @@ def test_dry_run_refuses_rewards_that_nobody_knows(command: str, counting: Path)
 
 
 def test_arithmetic_of_an_uneven_step() -> None:
-    config = load({"train.prompts_per_step": 10})
+    config = load(
+        {"train": {"prompts_per_step": 10, "samples_per_prompt": 4, "updates_per_step": 3}}
+    )
     rows = dict(plan(config, "rl"))
     assert rows["samples per step"] == "40 = 10 x 4"
     assert rows["prompts per update"] == "3 or 4"
