@@ -115,7 +115,8 @@ def _letters_in(text: str, choices: tuple[str, ...]) -> set[str]:
         letters = _named(sentence, choices)
         refused = not letters and REFUSED.search(sentence)
         back = TAKEN_BACK.search(sentence) or (
-            CORRECTING.match(sentence) and _options(ANYWHERE, sentence, choices).keys() - found
+            CORRECTING.match(sentence)
+            and (FURTHER.search(sentence) or _options(ANYWHERE, sentence, choices).keys() - found)
         )
         if letters is None or refused or (found and back):
             return set()

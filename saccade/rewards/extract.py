@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from saccade.rewards.choice import letters_in
-from saccade.rewards.hedging import TAKEN_BACK
+from saccade.rewards.hedging import DENIES_NEXT, STRUCK_OUT, TAKEN_BACK
 from saccade.rewards.reward_sample import RewardSample
 
 Scope = Literal["after_think", "all"]
@@ -24,11 +24,12 @@ NUMBER = re.compile(
     r"|(?<![a-zA-Z0-9_.])[-+\u2212]?\.\d+"
 )
 ANSWER_LINE = re.compile(  # at the beginning of a line, or of a sentence in it
-    r"(?:^[ \t_>-]*(\*+)?[ \t_]*|[.!?\u3002]\s+)(?:(?:the\s+)?(?:final\s+)?answer|答案)\s*\**\s*"
-    r"(?:[:\uff1a]|(?<=案)[是为])\s*(?(1)\**)\s*",
+    r"(?:^[ \t_>-]*(\*+)?[ \t_]*|(?<=[.!?\u3002])\s+)(?:(?:the\s+)?(?:final\s+)?answer|答案)"
+    r"\s*\**\s*(?:[:\uff1a]|(?<=案)[是为])\s*(?(1)\**)\s*",
     re.IGNORECASE | re.MULTILINE,
 )
 ANSWER_LINE_WINDOW = 300
+NEAR = 80  # characters before a mark that may deny it
 CALL = re.compile(r"<(grounding|tool_call)>.*?(?:</\1>|(?=<answer>)|\Z)", re.DOTALL)
 
 
@@ -44,10 +45,17 @@ def extract(
     if scope not in ("after_think", "all"):
         raise ValueError(f"scope is 'after_think' or 'all', not {scope!r}")
     text = answer_scope(response, think_prefilled) if scope == "after_think" else response
+    text = STRUCK_OUT.sub("", text)
     for name in order:
-        if name not in EXTRACTORS:
-            raise ValueError(f"order: expected some of {', '.join(EXTRACTORS)}, not {name!r}")
-        found = EXTRACTORS[name](text, choices)
+        if name in MARKS:
+            before, found, behind = MARKS[name](text) or (text, None, "")
+            if DENIES_NEXT.search(before[-NEAR:]) or TAKEN_BACK.search(behind):
+                text, found = before + behind, None  # no other place may find it either
+        elif name in UNMARKED:
+            found = UNMARKED[name](text, choices)
+        else:
+            places = ", ".join((*MARKS, *UNMARKED))
+            raise ValueError(f"order: expected some of {places}, not {name!r}")
         if found is not None:
             return found.strip()
     return None
@@ -86,19 +94,21 @@ def has_think(response: str, think_prefilled: bool = False) -> bool:
 def last_boxed(text: str) -> str | None:
     r"""The content of the `\boxed{…}` that begins last, among those whose braces balance."""
     found = _last_box(text)
-    return None if found is None else text[slice(*found)]
+    return None if found is None else text[slice(*found[:2])]
 
 
-def _last_box(text: str) -> tuple[int, int] | None:
+def _last_box(text: str) -> tuple[int, int, int] | None:
+    """Where its content begins and ends, and where that of the outermost box around it begins."""
     if "\\boxed" not in text:
         return None
-    best: tuple[int, int] | None = None
+    best: tuple[int, int, int] | None = None
     open_braces: list[int] = []  # start of a box's content, -1 for an ordinary brace
     for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):
         if token[0] == "}":
             start = open_braces.pop() if open_braces else -1
             if start >= 0 and (best is None or start > best[0]):
-                best = (start, token.start())
+                outer = next((each for each in open_braces if each >= 0), start)
+                best = (start, token.start(), outer)
         elif token[0] == "{":
             open_braces.append(-1)
         elif token[0].startswith("\\boxed"):
@@ -115,28 +125,29 @@ def fenced(text: str) -> str | None:
     return re.sub(r"\A[a-zA-Z]+(?=\s)", "", body).strip()
 
 
-def _answer_tag(text: str, choices: Sequence[str]) -> str | None:
-    close = text.rfind("</answer>")
-    open_ = text.rfind("<answer>", 0, close) if close >= 0 else -1
-    if open_ < 0 or TAKEN_BACK.search(text[close + len("</answer>") :]):
+Marked = tuple[str, str, str]  # what stands before the mark, the answer, what stands behind it
+
+
+def _tag(text: str) -> Marked | None:
+    before, close, behind = text.rpartition("</answer>")
+    before, opened, inside = before.rpartition("<answer>")
+    return (before, unboxed(inside), behind) if close and opened else None
+
+
+def _box(text: str) -> Marked | None:
+    if (found := _last_box(text)) is None:
         return None
-    return unboxed(text[open_ + len("<answer>") : close])
+    start, end, outer = found
+    return text[: text.rfind("\\boxed", 0, outer)], text[start:end], text[end + 1 :]
 
 
-def _boxed(text: str, choices: Sequence[str]) -> str | None:
-    found = _last_box(text)
-    if found is None or TAKEN_BACK.search(text[found[1] + 1 :]):
-        return None
-    return text[slice(*found)]
-
-
-def _answer_line(text: str, choices: Sequence[str]) -> str | None:
-    marks = [mark.end() for mark in ANSWER_LINE.finditer(text[-ANSWER_LINE_WINDOW:])]
+def _line(text: str) -> Marked | None:
+    marks = list(ANSWER_LINE.finditer(text, max(0, len(text) - ANSWER_LINE_WINDOW)))
     if not marks:
         return None
-    line, _, rest = text[-ANSWER_LINE_WINDOW:][marks[-1] :].partition("\n")
+    line, _, behind = text[marks[-1].end() :].partition("\n")
     bare = line.rstrip().rstrip("*")
-    return None if TAKEN_BACK.search(rest) else unboxed(line if "*" in bare else bare)
+    return text[: marks[-1].start()], unboxed(line if "*" in bare else bare), behind
 
 
 def _hash(text: str, choices: Sequence[str]) -> str | None:
@@ -160,17 +171,15 @@ def _last_number(text: str, choices: Sequence[str]) -> str | None:
     return hits[-1] if hits else None
 
 
-def _whole(text: str, choices: Sequence[str]) -> str | None:
-    return text if text.strip() else None
-
-
-EXTRACTORS: dict[str, Callable[[str, Sequence[str]], str | None]] = {
-    "answer_tag": _answer_tag,
-    "boxed": _boxed,
-    "answer_line": _answer_line,
+MARKS: dict[str, Callable[[str], Marked | None]] = {
+    "answer_tag": _tag,
+    "boxed": _box,
+    "answer_line": _line,
+}
+UNMARKED: dict[str, Callable[[str, Sequence[str]], str | None]] = {
     "hash": _hash,
     "fenced": lambda text, choices: fenced(text),
     "letter": _letter,
     "last_number": _last_number,
-    "whole": _whole,
+    "whole": lambda text, choices: text if text.strip() else None,
 }

@@ -31,15 +31,20 @@ WRAPPINGS = re.compile(
     r"|\\(?:text)?color\s*\{[^{}]*\}\s*(?P<colour>.+)",
     re.DOTALL,
 )
+CHECKED = "[\u2705\u2713\u2714\u2611]\ufe0f?"  # marks that only say: this one
 LEADING = re.compile(
     r"(?:(?:therefore|thus|hence)\b,?|\\therefore|\u2234|so(?:,|(?=\s+(?:the|my|it|this|that)\b)))\s*"
     r"|(?:(?:the|my|our)\s+)?(?:(?:final|correct|right)\s+)*answer\b\s*"
     r"(?::|=|(?:is|would\s+be|should\s+be)\b:?)\s*"
-    r"|(?:it|this|that)(?:\s+is|['\u2019]s)\s+|=\s*|答案\s*(?:[:\uff1a]|[是为][:\uff1a]?)\s*",
+    r"|(?:it|this|that)(?:\s+is|['\u2019]s)\s+|=\s*"
+    rf"|(?:{CHECKED}|\u2192|\u21d2)\s*|答案\s*(?:[:\uff1a]|[是为][:\uff1a]?)\s*",
     re.IGNORECASE,
 )
 LABEL = re.compile(r"\*{2}((?:final )?answer:)\*{2}", re.IGNORECASE)  # **Answer:** 7
-BEHIND = re.compile(r"(?<=[^\s.])(?:\s*[.,;\u3002\uff0c\uff1b]|\s*(?<=[^\W\d_]{2})[!\uff01])\s*\Z")
+BEHIND = re.compile(
+    r"(?<=[^\s.])(?:\s*[.,;\u3002\uff0c\uff1b]|\s*(?<=[^\W\d_]{2})[!\uff01]"
+    rf"|\s*{CHECKED})\s*\Z"
+)
 
 ONES = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
@@ -74,6 +79,7 @@ GLOSS = re.compile(
     rf"(?:(?<![\d.,])({FIGURE})\s*\(\s*({NUMERAL})\s*\)|({NUMERAL})\s*\(\s*({FIGURE})\s*\))(?![\w(])",
     re.IGNORECASE,
 )
+MINUS = re.compile(r"(?:minus|negative)\s+", re.IGNORECASE)
 SPACED = re.compile(r"[-+\u2212]?\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?:\.\d+)?")
 SCALED = re.compile(rf"({FIGURE})\s*(thousand|million|billion|trillion)", re.IGNORECASE)
 POWERS = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -115,6 +121,9 @@ def in_digits(text: str) -> str:
         text = "".join(str(int(sign)) if sign.isdecimal() else sign for sign in text)
     if "(" in text:
         text = GLOSS.sub(_agreed, text)
+    if minus := MINUS.match(text):
+        rest = in_digits(text[minus.end() :])
+        return f"-{rest}" if rest[:1].isdecimal() else text
     value = numeral(text)
     if value is not None:
         return str(value)

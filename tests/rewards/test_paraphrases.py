@@ -55,7 +55,7 @@ LOOSE = (
     "Final answer: {}", "The answer is {}", "The final answer is {}.", "the answer is: {}",
     "The correct answer is {}.", "My answer is {}.", "It is {}", "It's {}.", "This is {}.",
     "So the answer is {}.", "Therefore, {}", "Thus, the answer is {}.", "Hence {}.",
-    "\u7b54\u6848\uff1a{}", "\u7b54\u6848\u662f{}\u3002",
+    "\u7b54\u6848\uff1a{}", "\u7b54\u6848\u662f{}\u3002", "\u2705 {}", "{} \u2705",
 )  # fmt: skip
 ABOUT = (
     "about {}", "approximately {}", "Roughly {}", "around {}", "\u2248 {}", r"\approx {}", "= {}",
@@ -89,7 +89,7 @@ BOUNDS = (
     "1{}", "0.{}", "x + {}", "> {}", "< {}", r"\ge {}", r"\ne {}", "\u2260 {}", r"\sqrt{{{}}}",
     "{}^2", "{}-{other}", "{} to {other}", "{}, {other}", "hardly {}", "close to {}",
     "as many as {}", "!= {}", "barely {}", "far from {}", "\u81f3\u5c11{}", "\u8d85\u8fc7{}",
-    "{}\u4e07",
+    "{}\u4e07", "{} is ruled out", "{} each", "{} per box", "upwards of {}",
 )  # fmt: skip
 # Where an answer stands in a response. The last of two marked ones counts.
 PLACES = (
@@ -98,7 +98,7 @@ PLACES = (
     r"I count them. \boxed{{{}}}", "Answer: {}", "I look at it.\nAnswer: {}",
     "Answer: {other}\nI made a mistake.\nAnswer: {}",
     "Answer: {other}\nI made a mistake. Answer: {}", r"\boxed{{{other}}} Wait, no: \boxed{{{}}}",
-    "<answer>{other}</answer> <answer>{}</answer>",
+    "<answer>{other}</answer> <answer>{}</answer>", "<answer>~~{other}~~ {}</answer>",
 )  # fmt: skip
 TAKEN_BACK = (
     "Answer: {}\nI made a mistake. Answer: {other}", "Answer: {}\nWait, it should be {other}.",
@@ -109,7 +109,10 @@ TAKEN_BACK = (
     "<answer>{}</answer> Sorry, I mean {other}.", "Answer: {}\nCorrection: {other}",
     r"\boxed{{{}}} That is not correct.", "Answer: {}\nOn second thought, {other}.",
     "<answer>{}</answer>\nI was wrong.", r"\boxed{{{}}}. My answer is wrong.",
-    "Answer: {}\nI miscounted.", "<answer>{}</answer> Scratch that.",
+    "Answer: {}\nI miscounted.", "<answer>{}</answer> Scratch that.", r"It's not \boxed{{{}}}",
+    r"The wrong answer is \boxed{{{}}}.", "It cannot be <answer>{}</answer>",
+    "<answer>{}</answer> Ignore the above.", "Answer: {}\nHold on, {other}.",
+    r"\boxed{{{}}} Edit: should be {other}",
 )  # fmt: skip
 
 # What may follow a right answer: it speaks of other answers, or of none.
