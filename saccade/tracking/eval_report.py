@@ -14,9 +14,8 @@ from typing import Any
 
 from saccade.tracking.episodes import stored_episodes
 from saccade.tracking.folder import RESULTS
-from saccade.tracking.metrics import interval_of
 from saccade.tracking.report import BESIDE_ACCURACY, INTERVALS, estimate
-from saccade.tracking.report_page import Report, Table, write_report
+from saccade.tracking.report_page import Cell, Estimate, Report, Table, write_report
 
 TITLES = {
     "by_limit": ("by limit of turns", "limit"),
@@ -31,34 +30,21 @@ COUNTS = ("items", "episodes", "turns_mean")  # numbers that are no shares
 def table_lines(name: str, found: Mapping[str, Any]) -> list[str]:
     """The tables of one set as lines of text."""
     lines = []
-    for key, (title, first) in TITLES.items():
-        rows: Mapping[str, Mapping[str, float]] = found.get(key) or {}
-        columns = _columns(rows)
-        if rows:
-            cells = [[label, *(_text(row, c) for c in columns)] for label, row in rows.items()]
-            cells.insert(0, [first, *(LABELS.get(c, c) for c in columns)])
-            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-            lines.append(f"{name}: {_kind(rows).lower()} {title}")
-            lines += ["  " + "  ".join(map(str.rjust, row, widths)) for row in cells]
+    for table in _tables(name, found):
+        cells = [table.columns, *([_text(cell) for cell in row] for row in table.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines.append(table.title)
+        lines += ["  " + "  ".join(map(str.rjust, row, widths)) for row in cells]
     return lines
 
 
-def _columns(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
-    names = dict.fromkeys(name for row in rows.values() for name in row)
-    return [n for n in names if not n.endswith(("ci_low", "ci_high")) and n != "score_items"]
-
-
-def _kind(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    return "Accuracy" if any("accuracy" in row for row in rows.values()) else "Score"
-
-
-def _text(row: Mapping[str, float], column: str) -> str:
-    if column not in row:
-        return ""
-    if column in COUNTS:
-        return f"{row[column]:g}" if column != "turns_mean" else f"{row[column]:.2f}"
-    ends = [f"{row[end]:.3f}" for end in interval_of(column) if end in row]
-    return f"{row[column]:.3f}" + (f" [{', '.join(ends)}]" if ends else "")
+def _text(cell: Cell) -> str:
+    if not isinstance(cell, Estimate):
+        return cell or ""
+    if not cell.percent and cell.low is None:
+        return f"{cell.value:.3f}".rstrip("0").rstrip(".")
+    interval = "" if cell.low is None else f" [{cell.low:.3f}, {cell.high:.3f}]"
+    return f"{cell.value:.3f}{interval}"
 
 
 def write_eval_report(folder: Path) -> Path:
@@ -94,14 +80,21 @@ def _summary(results: Mapping[str, Mapping[str, Any]]) -> Table:
 def _tables(name: str, found: Mapping[str, Any]) -> Iterator[Table]:
     for key, (title, first) in TITLES.items():
         rows: Mapping[str, Mapping[str, float]] = found.get(key) or {}
-        columns = _columns(rows)
-        shares = {c: c not in COUNTS and not c.startswith("score") for c in columns}
+        names = dict.fromkeys(name for row in rows.values() for name in row)
+        ends = ("ci_low", "ci_high", "score_items")
+        columns = {  # whether each is a share
+            n: n not in COUNTS and not n.startswith("score") for n in names if not n.endswith(ends)
+        }
         if rows:
             yield Table(
-                title=f"{_kind(rows)} {title}: {name}",
+                title=f"{name}: {_kind(rows).lower()} {title}",
                 columns=(first, *(LABELS.get(c, c) for c in columns)),
                 rows=tuple(
-                    (label, *(estimate(row, c, shares[c]) for c in columns))
+                    (label, *(estimate(row, c, share) for c, share in columns.items()))
                     for label, row in rows.items()
                 ),
             )
+
+
+def _kind(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    return "Accuracy" if any("accuracy" in row for row in rows.values()) else "Score"

@@ -70,15 +70,15 @@ class View:
     name: str
     kind: str
     size: Sequence[int]
-    seen: Sequence[int] | None  # the size at which the model saw it
-    lineage: Sequence[str]
-    picture: str | None  # key of `Episodes.pictures`
+    seen: Sequence[int] | None = None  # the size at which the model saw it
+    lineage: Sequence[str] = ()  # the views that it was cut from
+    picture: str | None = None  # key of `Episodes.pictures`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     said: Sequence[Said]
-    calls: Sequence[Mapping[str, Any]]  # of tools
+    calls: Sequence[Mapping[str, Any]] = ()  # of tools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,23 +86,23 @@ class Episode:
     set: str
     step: int
     id: str
-    sample: int
     question: str
-    gold: str
-    extracted: str | None
-    outcome: float | None
-    verdict: str  # right, wrong, or empty
-    status: str
-    reason: str
-    end: str
-    reward: float | None
-    parts: Mapping[str, float | None]
-    turn_rewards: Sequence[float | None]
-    advantage: float | Sequence[float | None] | None  # a list: by token
-    tokens: Mapping[str, int]
-    views: Sequence[View]
-    asked: int  # how many of the views are in the prompt
     turns: Sequence[Turn]
+    sample: int = 0
+    gold: str = ""
+    extracted: str | None = None
+    outcome: float | None = None
+    verdict: str = ""  # right, wrong, or neither
+    status: str = "ok"
+    reason: str = ""
+    end: str = "answered"
+    reward: float | None = None
+    parts: Mapping[str, float | None] = field(default_factory=dict)
+    turn_rewards: Sequence[float | None] = ()
+    advantage: float | Sequence[float | None] | None = None  # a list: by token
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    views: Sequence[View] = ()
+    asked: int = 0  # how many of the views are in the prompt
 
 
 @dataclass(frozen=True, kw_only=True)

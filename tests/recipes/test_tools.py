@@ -166,7 +166,7 @@ def test_one_evaluation_gives_every_limit_of_turns(
     assert found["tool/calls_per_sample"] > 0 and "tool/acc_with_call" in found
     page = tmp_path / "all" / "report.html"
     drawn = page_data(page)
-    assert "Accuracy by limit of turns: val" in [table["title"] for table in drawn["tables"]]
+    assert "val: accuracy by limit of turns" in [table["title"] for table in drawn["tables"]]
     assert max(len(episode["turns"]) for episode in drawn["episodes"]["items"]) > 1
     assert f"report.html are in {tmp_path / 'all'}\n" in capsys.readouterr().out
     again = CliRunner().invoke(app, ["report", str(tmp_path / "all")])

@@ -14,6 +14,7 @@ import pytest
 from saccade.config import Config, load
 from saccade.recipes.run import open_folder as start
 from saccade.tracking.folder import RunFolder
+from saccade.tracking.trajectories import TrajectoryWriter
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 from tests.browser import Browser
 
@@ -79,11 +80,21 @@ def group(*members: Trajectory, source: str = "count", answer: str = "3", uid: s
     return Group(sample=sample, trajectories=members, uid=uid)
 
 
+def store(
+    folder: RunFolder | Path, *groups: Group, steps: Sequence[int] = (1,), **how: Any
+) -> None:
+    """Write the groups at each of the steps."""
+    how = {"decode_text": decode, "image_bytes": pixels} | how
+    with TrajectoryWriter(folder) as writer:
+        for step in steps:
+            writer.write(step, groups, **{"version": step} | how)
+
+
 @pytest.fixture
 def build() -> SimpleNamespace:
     """The makers above, for tests."""
     return SimpleNamespace(
-        media=media, pixels=pixels, decode=decode, trajectory=trajectory, group=group
+        media=media, pixels=pixels, trajectory=trajectory, group=group, store=store
     )
 
 

@@ -21,7 +21,6 @@ from saccade.tracking.trajectories import TrajectoryWriter, read_trajectories
 from saccade.types import Group, MediaSpan, Message, Sample, Source, Trajectory
 from tests.browser import Browser, needs_browser, page_data
 
-UNIT = 28
 EVIL = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
 
 
@@ -86,14 +85,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     groups = [episode("first", TURNS), episode("cut", TURNS[:1]), episode("second", TURNS[:3])]
     with TrajectoryWriter(folder) as writer:
-        writer.write(
-            3,
-            groups,
-            decode_text=lambda ids: "x" * len(ids),
-            image_bytes=decode,
-            version=3,
-            unit=UNIT,
-        )
+        writer.write(3, groups, decode_text=str, image_bytes=decode, version=3, unit=28)
     return folder
 
 
@@ -150,10 +142,8 @@ def test_episodes_as_data(page: Path) -> None:
 def test_a_score_is_neither_right_nor_wrong(
     tmp_path: Path, build: Any, outcome: float, is_score: bool, verdict: str
 ) -> None:
-    how = {"decode_text": build.decode, "image_bytes": build.pixels, "version": 1}
-    with TrajectoryWriter(tmp_path) as writer:
-        scores = ["count"] if is_score else []
-        writer.write(1, [build.group(build.trajectory(0, outcome))], scores=scores, **how)
+    group = build.group(build.trajectory(0, outcome))
+    build.store(tmp_path, group, scores=["count"] if is_score else [])
     (one,) = stored_episodes(tmp_path).items
     assert (one.verdict, one.outcome) == (verdict, outcome)
 
@@ -162,9 +152,7 @@ def test_a_page_has_limits(tmp_path: Path, build: Any, monkeypatch: pytest.Monke
     advantages = np.array([0.1, -3.0, 0.2, 0.0, 0.0] * 100, np.float32)
     long = {"response": (5, 6, 7, 12, 8) * 100, "advantages": advantages}
     members = [build.trajectory(n, pictures=[build.media(f"p{n}")], **long) for n in range(4)]
-    how = {"decode_text": build.decode, "image_bytes": build.pixels, "version": 1}
-    with TrajectoryWriter(tmp_path) as writer:
-        writer.write(1, [build.group(one, uid=f"s{n}") for n, one in enumerate(members)], **how)
+    build.store(tmp_path, *(build.group(one, uid=f"s{n}") for n, one in enumerate(members)))
     monkeypatch.setattr(episodes, "LONGEST", 6)
     monkeypatch.setattr(episodes, "MOST", 3)
     found = stored_episodes(tmp_path)

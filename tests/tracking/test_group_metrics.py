@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from pytest import approx
 
-from saccade.tracking.metrics import group_metrics, host_memory
-from saccade.types import Group
+from saccade.tracking.metrics import group_metrics, host_memory, tool_metrics
+from saccade.types import Group, Trajectory
 
 
 def mixed(build: SimpleNamespace) -> list[Group]:
@@ -30,17 +31,19 @@ def mixed(build: SimpleNamespace) -> list[Group]:
 
 def test_rewards_count_live_members(build: SimpleNamespace) -> None:
     metrics = group_metrics(mixed(build))
-    assert metrics["reward/mean"] == approx(0.85)
-    assert metrics["reward/std"] == approx(np.std([1.2, 1.2, 1.0, 0.0], ddof=1))
-    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.2)
-    assert metrics["reward/accuracy"] == 0.75
-    assert metrics["reward/count"] == 0.75
-    assert metrics["reward/format"] == metrics["reward/format:think_answer"] == 0.75
-    assert metrics["reward/error_rate"] == approx(0.2)
-    assert metrics["reward/abstain_rate"] == 0.0
-    assert metrics["reward/by_source/a/mean"] == approx(1.2)
-    assert metrics["reward/by_source/b/accuracy"] == 0.5
-    assert metrics["reward/by_source/b/format"] == 0.5
+    expected = {
+        **{"reward/mean": 0.85, "reward/std": np.std([1.2, 1.2, 1.0, 0.0], ddof=1)},
+        **{"reward/min": 0.0, "reward/max": 1.2, "reward/accuracy": 0.75, "reward/count": 0.75},
+        **{"reward/format": 0.75, "reward/format:think_answer": 0.75},
+        **{"reward/error_rate": 0.2, "reward/abstain_rate": 0.0, "reward/by_source/a/mean": 1.2},
+        **{"reward/by_source/b/accuracy": 0.5, "reward/by_source/b/format": 0.5},
+        # Lengths and ends count everyone who is trained.
+        **{"length/response_mean": (5 * 4 + 2) / 5, "length/response_min": 2},
+        **{"length/response_max": 5, "length/response_p50": 5, "length/prompt_mean": 3},
+        "length/truncated_frac": 0.2,  # though its reward failed later
+        **{"turns/end/turn_length": 0.2, "turns/end/answered": 0.8},
+    }
+    assert {name: metrics[name] for name in expected} == approx(expected)
 
 
 def test_groups(build: SimpleNamespace) -> None:
@@ -48,9 +51,15 @@ def test_groups(build: SimpleNamespace) -> None:
     lonely = build.group(build.trajectory(0, 1.0), build.trajectory(1, None, status="abstain"))
     metrics = group_metrics([*mixed(build), wrong, lonely])
     assert metrics["group/dead_frac"] == 0.75
-    assert metrics["group/all_right_frac"] == 0.5
-    assert metrics["group/all_wrong_frac"] == 0.25
+    assert (metrics["group/all_right_frac"], metrics["group/all_wrong_frac"]) == (0.5, 0.25)
     assert metrics["group/std_mean"] == approx(np.std([0, 1], ddof=1) / 3)
+
+    close = build.group(build.trajectory(0, 0.1 + 0.2), build.trajectory(1, 0.3))
+    assert group_metrics([close])["group/dead_frac"] == 1.0  # a rounding residue is no signal
+    one = [build.group(build.trajectory(0, 1.0))]
+    assert group_metrics(one)["group/dead_frac"] == 1.0
+    alone = group_metrics(one, compares=False)
+    assert "group/dead_frac" not in alone and alone["group/all_right_frac"] == 1.0
 
 
 def test_who_is_excluded_may_still_be_compared_with(build: SimpleNamespace) -> None:
@@ -59,22 +68,6 @@ def test_who_is_excluded_may_still_be_compared_with(build: SimpleNamespace) -> N
     apart = group_metrics(groups, ["overturn"])
     beside = group_metrics(groups, ["overturn"], excluded_in_baseline=True)
     assert apart["group/dead_frac"] == 1.0 and beside["group/dead_frac"] == 0.5
-
-
-def test_a_rounding_residue_is_no_signal(build: SimpleNamespace) -> None:
-    close = build.group(build.trajectory(0, 0.1 + 0.2), build.trajectory(1, 0.3))
-    assert group_metrics([close])["group/dead_frac"] == 1.0
-
-
-def test_lengths_and_ends_count_everyone_trained(build: SimpleNamespace) -> None:
-    metrics = group_metrics(mixed(build))
-    assert metrics["length/response_mean"] == approx((5 * 4 + 2) / 5)
-    assert (metrics["length/response_min"], metrics["length/response_max"]) == (2, 5)
-    assert metrics["length/response_p50"] == 5
-    assert metrics["length/prompt_mean"] == 3
-    assert metrics["length/truncated_frac"] == approx(0.2)  # though its reward failed later
-    assert metrics["turns/end/turn_length"] == approx(0.2)
-    assert metrics["turns/end/answered"] == approx(0.8)
 
 
 def test_pictures_and_turns(build: SimpleNamespace) -> None:
@@ -131,8 +124,30 @@ def test_scores_are_no_accuracy_and_neither_right_nor_wrong(build: SimpleNamespa
     assert {"reward/accuracy", "group/all_right_frac", "group/all_wrong_frac"}.isdisjoint(alone)
 
 
-def test_nothing_is_dead_where_members_are_not_compared(build: SimpleNamespace) -> None:
-    one = build.group(build.trajectory(0, 1.0))
-    assert group_metrics([one])["group/dead_frac"] == 1.0
-    alone = group_metrics([one], compares=False)
-    assert "group/dead_frac" not in alone and alone["group/all_right_frac"] == 1.0
+def crop(area: float) -> dict[str, Any]:
+    return {"ok": True, "reason": "", "area": area, "noop": area > 0.95}
+
+
+def failed(reason: str) -> dict[str, Any]:
+    return {"ok": False, "reason": reason}
+
+
+def test_calls_crops_and_cells(build: SimpleNamespace) -> None:
+    def episode(outcome: float | None, *calls: dict[str, Any]) -> Trajectory:
+        return build.trajectory(outcome=outcome, info={"tool_calls": list(calls)})
+
+    without = build.trajectory(outcome=1.0)  # has no tools
+    called = [
+        episode(1.0, crop(0.2), crop(1.0), failed("box")),
+        *(episode(0.0, failed("json")), episode(1.0), episode(0.0), episode(None, crop(0.6))),
+    ]
+    assert tool_metrics([*called, without]) == {
+        **{"tool/calls_per_sample": 1.0, "tool/success_frac": 0.6},
+        **{"tool/invalid/box": 0.2, "tool/invalid/json": 0.2},
+        **{"tool/noop_rate": approx(1 / 3), "tool/crop_area_mean": approx(0.6)},
+        **{"tool/acc_with_call": 0.5, "tool/acc_without_call": 0.5},
+        **{"tool/right_call": 0.25, "tool/wrong_call": 0.25},
+        **{"tool/right_no_call": 0.25, "tool/wrong_no_call": 0.25},
+    }
+    assert tool_metrics([without]) == {}
+    assert tool_metrics([episode(None)]) == {"tool/calls_per_sample": 0.0}

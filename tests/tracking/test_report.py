@@ -33,7 +33,6 @@ from saccade.tracking.report_page import (
     View,
     write_report,
 )
-from saccade.tracking.trajectories import TrajectoryWriter
 from tests.browser import Browser, needs_browser, page_data
 
 EVIL = (
@@ -42,40 +41,18 @@ EVIL = (
     "\0\x08\u2028\u202e \u05e9\u05dc\u05d5\u05dd \ud800 &amp; REPORT_JSON"
 )
 EPISODE = Episode(
-    set="train",
-    step=1,
-    id="one",
-    sample=0,
-    question="How many?",
-    gold="3",
-    extracted="3",
-    outcome=1.0,
-    verdict="right",
-    status="ok",
-    reason="",
-    end="answered",
-    reward=1.0,
-    parts={"count": 1.0},
-    turn_rewards=(),
-    advantage=[0.5, -1.0, 0.0],
-    tokens={"response": 3},
-    views=(),
-    asked=0,
-    turns=[Turn(said=[{"source": "policy", "text": "<answer>3</answer>"}], calls=())],
+    **{"set": "train", "step": 1, "id": "one", "question": "How many?", "verdict": "right"},
+    **{"reward": 1.0, "advantage": [0.5, -1.0, 0.0], "tokens": {"response": 3}},
+    turns=[Turn(said=[{"source": "policy", "text": "<answer>3</answer>"}])],
 )
 
 
 def rows(steps: int = 40) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = [
         {
-            "step": step,
-            "reward/mean": 0.1 * step,
-            "reward/accuracy": min(1.0, 0.02 * step),
-            "reward/count": 0.5,
-            "policy/grad_norm": None if step == 3 else 0.5,
-            "turns/mean": 1.0,
-            "time/step": 2.0,
-            "time/rollout": 1.5,
+            **{"step": step, "reward/mean": 0.1 * step, "reward/accuracy": min(1.0, 0.02 * step)},
+            **{"reward/count": 0.5, "policy/grad_norm": None if step == 3 else 0.5},
+            **{"turns/mean": 1.0, "time/step": 2.0, "time/rollout": 1.5},
             "time/bottleneck": "rollout",
         }
         for step in range(1, steps + 1)
@@ -93,18 +70,12 @@ def page(open_folder: Callable[..., RunFolder], build: SimpleNamespace) -> Path:
             for row in rows():
                 values = {name: value for name, value in row.items() if value is not None}
                 loggers.log(values, values.pop("step"))
-        with TrajectoryWriter(folder) as writer:
-            how = {"decode_text": build.decode, "image_bytes": build.pixels}
-            for step, reward in ((1, 0.0), (40, 1.0)):
-                member = build.trajectory(
-                    0,
-                    reward,
-                    response=(5, 19, 6, 7, 12, 8),
-                    pictures=[build.media()],
-                    parts={"count": reward, "overlong": -0.5},
-                )
-                for kind in ("train", "val/six"):
-                    writer.write(step, [build.group(member)], version=step, kind=kind, **how)
+        for step, reward in ((1, 0.0), (40, 1.0)):
+            parts = {"count": reward, "overlong": -0.5}
+            said = {"response": (5, 19, 6, 7, 12, 8), "pictures": [build.media()]}
+            member = build.trajectory(0, reward, parts=parts, **said)
+            for kind in ("train", "val/six"):
+                build.store(folder, build.group(member), steps=[step], kind=kind)
         return from_run(folder.path)
 
 
@@ -176,33 +147,23 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    picture = View(name=EVIL, kind=EVIL, size=(8, 8), seen=None, lineage=[EVIL], picture=EVIL)
+    picture = View(name=EVIL, kind=EVIL, size=(8, 8), lineage=[EVIL], picture=EVIL)
     said = [{"source": "policy", "text": EVIL + "x" * 100_000}, {"source": EVIL, "text": EVIL}]
     call = {"ok": False, "reason": EVIL, "name": EVIL, "source": EVIL}
-    texts = dict.fromkeys(("set", "id", "question", "gold", "extracted", "status"), EVIL)
+    names = ("set", "id", "question", "gold", "extracted", "status", "reason", "end", "verdict")
     episode = replace(
         EPISODE,
-        **texts,
-        reason=EVIL,
-        end=EVIL,
-        outcome=float("nan"),
-        verdict="",
-        parts={EVIL: 1.0},
-        views=[picture],
-        asked=1,
+        **dict.fromkeys(names, EVIL),
+        **{"outcome": float("nan"), "parts": {EVIL: 1.0}, "views": [picture], "asked": 1},
         turns=[Turn(said=said, calls=[call])],
     )
     curve = Curve(name=EVIL, points=[(0, 1.0), (1, 2.0)])
     report = Report(
-        title=EVIL,
-        subtitle=EVIL,
-        facts={EVIL: EVIL},
-        notes=[EVIL],
+        **{"title": EVIL, "subtitle": EVIL, "facts": {EVIL: EVIL}, "notes": [EVIL]},
+        **{"phases": {EVIL: 1.0}, "texts": {EVIL: EVIL}},
         tables=[Table(title=EVIL, columns=(EVIL,), rows=((EVIL,),), note=EVIL)],
         charts=[Chart(title=EVIL, curves=[curve]), Chart(title=EVIL, curves=[curve], more=True)],
-        phases={EVIL: 1.0},
         episodes=Episodes(items=[episode], pictures={EVIL: "javascript:alert(1)"}, note=EVIL),
-        texts={EVIL: EVIL},
     )
     return write_report(tmp_path_factory.mktemp("hostile") / "report.html", report)
 
@@ -319,6 +280,6 @@ def test_an_evaluation_as_data(tmp_path: Path) -> None:
     )
     assert summary["rows"][1][1] is None and summary["rows"][1][3]["high"] == 4.0
     assert not summary["rows"][1][3]["percent"] and summary["rows"][0][2]["percent"]
-    assert by_category["title"] == "Accuracy by category: a"
+    assert by_category["title"] == "a: accuracy by category"
     assert by_category["columns"] == ["category", "accuracy", "pass@4", "items"]
     assert by_category["rows"][1][:2] == ["far", None]

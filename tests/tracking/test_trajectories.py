@@ -34,14 +34,7 @@ def test_a_record_holds_what_happened(folder: RunFolder, build: SimpleNamespace)
         advantages=np.full(5, 0.7, np.float32),
         info={"boxes": np.array([[1, 2]]), "when": object, "score": float("nan")},
     )
-    with TrajectoryWriter(folder) as writer:
-        writer.write(
-            10,
-            [build.group(member)],
-            decode_text=build.decode,
-            image_bytes=build.pixels,
-            version=9,
-        )
+    build.store(folder, build.group(member), steps=[10], version=9)
     (record,) = read_trajectories(folder.path, "train", 10)
     assert (record["run"], record["step"], record["version"]) == ("first", 10, 9)
     assert (record["id"], record["sample"], record["gold"]) == ("s", 2, "3")
@@ -80,14 +73,7 @@ def test_turns_observations_and_crops(folder: RunFolder, build: SimpleNamespace)
         ),
         advantages=np.array([1, 1, 2, 2], np.float32),
     )
-
-    def load(media: Media) -> np.ndarray:
-        return np.zeros((media.height, media.width, 3), np.uint8)
-
-    with TrajectoryWriter(folder) as writer:
-        writer.write(
-            1, [build.group(episode)], decode_text=build.decode, image_bytes=load, version=1
-        )
+    build.store(folder, build.group(episode))
     (record,) = read_trajectories(folder.path, "train", 1)
     shape = [(one["source"], one.get("image"), one.get("text")) for one in record["segments"]]
     assert shape == [
@@ -116,10 +102,7 @@ def test_pictures_are_small_and_loaded_once(folder: RunFolder, build: SimpleName
         return np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
 
     members = [build.trajectory(repeat, pictures=[photo]) for repeat in range(4)]
-    with TrajectoryWriter(folder) as writer:
-        for step in (1, 2):
-            groups = [build.group(*members)]
-            writer.write(step, groups, decode_text=build.decode, image_bytes=load, version=step)
+    build.store(folder, build.group(*members), steps=[1, 2], image_bytes=load)
     with Image.open(folder.trajectories / "images" / "photo.jpg") as stored:
         assert stored.size == (512, 256)
     assert loaded == ["photo"]
@@ -134,7 +117,7 @@ def test_a_slow_disk_never_holds_up_a_step(folder: RunFolder, build: SimpleNames
 
     group = build.group(build.trajectory(pictures=[build.media()]))
     with TrajectoryWriter(folder) as writer:
-        writer.write(1, [group], decode_text=build.decode, image_bytes=slow, version=1)
+        writer.write(1, [group], decode_text=str, image_bytes=slow, version=1)
         assert stored_steps(folder.path) == {}
         gate.set()
         writer.flush()
@@ -151,14 +134,11 @@ def test_failures_are_said_once_and_cost_only_themselves(
         build.group(build.trajectory(pictures=[build.media(name)]), uid=name) for name in "abc"
     ]
     with TrajectoryWriter(folder) as writer:
-        writer.write(1, groups, decode_text=build.decode, image_bytes=broken, version=1)
-        writer.write(2, groups, decode_text=None, image_bytes=broken, version=1)  # type: ignore[arg-type]
-        writer.write(3, groups, decode_text=build.decode, image_bytes=broken, version=1)
+        for step, decoder in ((1, str), (2, None), (3, str)):
+            writer.write(step, groups, decode_text=decoder, image_bytes=broken, version=1)  # type: ignore[arg-type]
     assert said == ["WARNING: picture a could not be stored: OSError: unreadable"]
     assert stored_steps(folder.path) == {"train": [1, 3]}
-    assert [r["images"][0]["file"] for r in read_trajectories(folder.path, "train", 1)] == [
-        None
-    ] * 3
+    assert {r["images"][0]["file"] for r in read_trajectories(folder.path, "train", 1)} == {None}
 
 
 def test_a_picture_that_was_replaced_is_not_stored_as_the_one_that_was_seen(
@@ -169,8 +149,7 @@ def test_a_picture_that_was_replaced_is_not_stored_as_the_one_that_was_seen(
     pictures = [open_media(str(tmp_path / name)) for name in ("kept.png", "replaced.png")]
     Image.new("RGB", (56, 56), "green").save(tmp_path / "replaced.png")
     group = build.group(build.trajectory(pictures=pictures))
-    with TrajectoryWriter(folder) as writer:
-        writer.write(1, [group], decode_text=build.decode, image_bytes=decode, version=1)
+    build.store(folder, group, image_bytes=decode)
     (record,) = read_trajectories(folder.path, "train", 1)
     assert [one["file"] for one in record["images"]] == [f"images/{pictures[0].hash}.png", None]
     assert len(list((folder.trajectories / "images").iterdir())) == 1
@@ -180,17 +159,8 @@ def test_a_picture_that_was_replaced_is_not_stored_as_the_one_that_was_seen(
 def test_validation_has_its_own_files_wherever_its_name_points(
     folder: RunFolder, build: SimpleNamespace
 ) -> None:
-    group = build.group(build.trajectory())
-    with TrajectoryWriter(folder) as writer:
-        for kind in ("train", "val/six colours", "val/../../../etc"):
-            writer.write(
-                5,
-                [group],
-                decode_text=build.decode,
-                image_bytes=build.pixels,
-                version=5,
-                kind=kind,
-            )
+    for kind in ("train", "val/six colours", "val/../../../etc"):
+        build.store(folder, build.group(build.trajectory()), steps=[5], kind=kind)
     kinds = stored_steps(folder.path)
     assert set(kinds) == {"train", "val/six_colours", "val/__.._.._etc"}
     (record,) = read_trajectories(folder.path, "val/six colours", 5)
@@ -200,17 +170,8 @@ def test_validation_has_its_own_files_wherever_its_name_points(
 def test_resume_forgets_later_steps_and_replaces_equal_ones(
     folder: RunFolder, build: SimpleNamespace
 ) -> None:
-    with TrajectoryWriter(folder) as writer:
-        for step in (10, 20, 30, 10):
-            writer.write(
-                step,
-                [build.group(build.trajectory())],
-                decode_text=build.decode,
-                image_bytes=build.pixels,
-                version=step,
-            )
-        writer.flush()
-        writer.truncate_after(20)
+    build.store(folder, build.group(build.trajectory()), steps=(10, 20, 30, 10))
+    TrajectoryWriter(folder).truncate_after(20)
     assert stored_steps(folder.path) == {"train": [10, 20]}
     text = (folder.trajectories / "step-10.jsonl").read_text()
     assert len(text.splitlines()) == 1 and json.loads(text)["step"] == 10
