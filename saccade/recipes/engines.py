@@ -12,7 +12,7 @@ from saccade.engines import Engine
 from saccade.engines.builders import build
 from saccade.engines.embedded.kv_cache import shape_of, why_no_kernels
 from saccade.engines.http import HttpEngine
-from saccade.engines.remote.replicas import start_replicas
+from saccade.engines.replicas.replica_pool import start_replicas
 from saccade.engines.settings import Settings
 from saccade.errors import ConfigError
 from saccade.http_client.chat_client import ChatClient

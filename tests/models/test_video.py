@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
+from saccade import codec
 from saccade.backends import OWN
 from saccade.backends.local import LocalBackend
 from saccade.config import DataConfig
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.remote import wire
 from saccade.errors import DataError, EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.media import videos
@@ -324,12 +324,8 @@ def test_a_video_travels_to_engines(folders):
     family = load_family(folders["qwen2_vl"])
     for media in (videos.open_video(film(4)), videos.open_video(animation(film(4)))):
         prompt = family.render(ask(media, "x"))
-        body = wire.encode_requests([Request(key="a", ids=prompt.ids, media=prompt.media)])
-        sent = [*media.pictures, media]
-        files = {wire.file_name(one): one.data for one in sent if one.data is not None}
-        with pytest.raises(wire.MissingFiles) as missing:
-            wire.decode_requests(body, files={}, vocabulary=family.vocabulary)
-        assert sorted(missing.value.args) == sorted(set(files))
-        (back,) = wire.decode_requests(body, files=files, vocabulary=family.vocabulary)
+        arrays: codec.Arrays = {}
+        row = codec.encode(Request(key="a", ids=prompt.ids, media=prompt.media), arrays)
+        back = codec.decode(Request, *codec.unpack(codec.pack(row, arrays)))
         assert back.media == prompt.media
         assert np.array_equal(decode(back.media[0].media), decode(media))

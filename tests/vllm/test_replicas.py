@@ -28,7 +28,7 @@ def test_kill_9_of_a_process_amid_a_rollout_loses_nothing(
     """Weights that the folder does not have: whoever starts again is given them."""
     import torch
 
-    from saccade.engines.remote.replicas import start_replicas
+    from saccade.engines.replicas.replica_pool import start_replicas
 
     pool = start_replicas(settings, 2, logs=tmp_path)
     try:
@@ -45,7 +45,7 @@ def test_kill_9_of_a_process_amid_a_rollout_loses_nothing(
         for request in requests:
             pool.submit(request)
         done = pool.poll()
-        os.kill(next(iter(pool._loads)).process.popen.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(next(iter(pool._loads)).child.popen.pid, signal.SIGKILL)  # type: ignore[union-attr]
         while pool.pending:
             done += pool.poll()
         found = {completion.key: completion for completion in done}

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,9 +13,14 @@ import pytest
 
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.remote.client import RemoteEngine
-from saccade.engines.remote.process import Process, placements, shares_memory, visible_gpus
-from saccade.engines.remote.replicas import Replicas, start_replicas
+from saccade.engines.replicas.replica import Replica
+from saccade.engines.replicas.replica_pool import (
+    Replicas,
+    placements,
+    shares_memory,
+    start_replicas,
+    visible_gpus,
+)
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.recipes import engines, rl
 from saccade.types import Sampling
@@ -142,7 +146,7 @@ def test_a_request_may_be_for_one_replica(pool, ask):
 
 def test_only_those_beside_the_trainer_sleep(pool, monkeypatch):
     slept = []
-    monkeypatch.setattr(RemoteEngine, "sleep", lambda engine: slept.append(engine))
+    monkeypatch.setattr(Replica, "sleep", lambda engine: slept.append(engine))
     first, second = pool._loads
     pool.sleep()
     monkeypatch.setattr(first, "beside_trainer", False)
@@ -173,7 +177,7 @@ def test_kill_9_amid_a_rollout_loses_and_doubles_nothing(
     for request in requests:
         pool.submit(request)
     early = pool.poll()
-    os.kill(victim.process.popen.pid, signal.SIGKILL)
+    os.kill(victim.child.popen.pid, signal.SIGKILL)
     done = {completion.key: completion for completion in early}
     done |= {completion.key: completion for completion in finish_all(pool, done)}
     same(undisturbed, [done[request.key] for request in requests])
@@ -184,7 +188,7 @@ def test_kill_9_amid_a_rollout_loses_and_doubles_nothing(
         time.sleep(0.05)
         pool.poll()
     assert [health["version"] for health in pool.health()] == [7, 7]
-    assert victim not in pool._loads and victim.process.popen.pid not in servers(os.getpid())
+    assert victim not in pool._loads and victim.child.popen.pid not in servers(os.getpid())
     same(undisturbed, generate(pool, requests))
 
 
@@ -197,24 +201,8 @@ def finish_all(pool, known) -> list:
     return found
 
 
-def test_two_threads_may_see_the_same_end(settings, tmp_path):
-    """One reaps the process while the other still believes it to live and kills it."""
-    process = Process(settings, log=tmp_path / "log", environment={})
-    popen = process.popen
-    popen._waitpid_lock.acquire()  # as in the midst of another thread's wait
-    os.kill(popen.pid, signal.SIGKILL)
-    os.waitpid(popen.pid, 0)
-    assert popen.poll() is None
-    with ThreadPoolExecutor(1) as threads:
-        killed = threads.submit(process.kill)
-        time.sleep(0.1)
-        popen._waitpid_lock.release()
-        killed.result(timeout=10)
-    process.dispose()
-
-
 def test_a_process_that_cannot_start_says_why(settings, tmp_path):
-    launch = partial(RemoteEngine, settings, log=tmp_path / "engine-0.log")
+    launch = partial(Replica, settings, log=tmp_path / "engine-0.log")
     with pytest.raises(EnvironmentProblem, match="Fatal Python error"):
         Replicas([partial(launch, environment={"PYTHONHOME": "/nowhere"})])
 
@@ -241,16 +229,18 @@ def test_replicas_get_gpus_of_their_own_and_the_trainers_last(monkeypatch):
 def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(
     pool, said, ask, servers, monkeypatch
 ):
-    """The last test of this pool: one process is halted, one killed, and no other can start."""
+    """The last test of this pool: one process is halted, all are killed, and no other can start."""
     broken = partial(pool._launchers[0], environment={"PYTHONHOME": "/nowhere"})
-    for engine in pool._loads:
-        engine.answer_limit = 2.0
-    monkeypatch.setattr(pool, "_launchers", [broken, broken])
     del said[:]
-    halted, killed = (engine.process.popen.pid for engine in pool._loads)
-    os.kill(halted, signal.SIGSTOP)
-    os.kill(killed, signal.SIGKILL)
+    halted = next(iter(pool._loads))
+    halted.answer_limit = 1.0
+    os.kill(halted.child.popen.pid, signal.SIGSTOP)
+    assert len(generate(pool, ask())) == 12
+    assert halted.child.popen.pid not in servers(0)
+    assert len(said) == 1 and "timed out" in said[0]
+    monkeypatch.setattr(pool, "_launchers", [broken, broken])
+    for engine in pool._places:
+        os.kill(engine.child.popen.pid, signal.SIGKILL)
     with pytest.raises(EnvironmentProblem, match="Fatal Python error"):
         generate(pool, ask())
-    assert not {halted, killed} & servers(0)
-    assert len(said) == 6 and any("timed out" in line for line in said)
+    assert len(said) == 7

@@ -11,6 +11,7 @@ are keyed and so is the noise of sampling: nothing is lost or doubled, and in fp
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import tempfile
 from collections import Counter, deque
@@ -22,29 +23,28 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from saccade.engines import Capabilities, WeightSource
-from saccade.engines.remote.client import POLL_WAIT, READY, Events, RemoteEngine
-from saccade.engines.remote.process import Died, placements, shares_memory, tail, visible_gpus
+from saccade.engines.replicas.replica import POLL_WAIT, READY, Died, Events, Replica, tail
 from saccade.engines.requests import content_of, nothing_sampled
 from saccade.engines.settings import Settings
-from saccade.errors import EnvironmentProblem, SaccadeError
+from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 from saccade.types import Completion, Request
 
 log = logging.getLogger(__name__)
 
 AHEAD = 16  # requests by which a replica may be ahead of another one to keep equal prompts together
 DEATHS_IN_A_ROW = 3  # of every replica, with nothing finished in between
-ATTEMPTS = 3  # for one request: the fourth replica shall not die of it
+ATTEMPTS = 3  # give up on a request after it killed three replicas
 
 
 class Launcher(Protocol):
-    def __call__(self, *, events: Events) -> RemoteEngine: ...
+    def __call__(self, *, events: Events) -> Replica: ...
 
 
 @dataclass(kw_only=True)
 class _Task:
     request: Request
     content: Any
-    engine: RemoteEngine | None = None  # where it is; None: nowhere yet
+    engine: Replica | None = None  # where it is; None: nowhere yet
     attempts: int = 0
     aborted: bool = False
 
@@ -66,12 +66,12 @@ class Replicas:
         self.version = 0
         self._launchers = launchers
         self._events: Events = queue.SimpleQueue()
-        self._places: dict[RemoteEngine, int] = {}  # all that run or start → their launcher
-        self._ready: list[RemoteEngine] = []  # without the current weights yet
-        self._loads: dict[RemoteEngine, _Load] = {}  # those that work
+        self._places: dict[Replica, int] = {}  # all that run or start → their launcher
+        self._ready: list[Replica] = []  # without the current weights yet
+        self._loads: dict[Replica, _Load] = {}  # those that work
         self._tasks: dict[str, _Task] = {}
         self._waiting: deque[str] = deque()  # keys of tasks that are nowhere
-        self._episodes: dict[str, RemoteEngine] = {}
+        self._episodes: dict[str, Replica] = {}
         self._finished: list[Completion] = []
         self._source: WeightSource | None = None
         self._checksums: Mapping[str, int] = {}
@@ -134,28 +134,28 @@ class Replicas:
     def sleep(self) -> None:
         """Whoever has memory of its own keeps what it holds."""
         beside = [engine for engine in self._loads if engine.beside_trainer]
-        self._all(beside, RemoteEngine.sleep)
+        self._all(beside, Replica.sleep)
 
     def wake(self) -> None:
-        self._all(self._loads, RemoteEngine.wake)
+        self._all(self._loads, Replica.wake)
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
     def health(self) -> list[dict[str, Any]]:
         """Of the replicas that work."""
-        return self._all(self._loads, RemoteEngine.health)
+        return self._all(self._loads, Replica.health)
 
     def close(self) -> None:
         with ThreadPoolExecutor(max(1, len(self._places))) as pool:
-            list(pool.map(RemoteEngine.close, self._places))
+            list(pool.map(Replica.close, self._places))
         for part in (self._places, self._ready, self._loads):
             part.clear()
 
     # -- weights --
 
     def _share(
-        self, source: WeightSource, version: int, engines: Sequence[RemoteEngine]
+        self, source: WeightSource, version: int, engines: Sequence[Replica]
     ) -> Mapping[str, int]:
         """One copy of the weights for all of them."""
         from saccade.engines.weights import shared
@@ -189,9 +189,9 @@ class Replicas:
             if task.request.episode is not None:
                 self._episodes[task.request.episode] = engine
             engine.submit(task.request)
-        self._all([engine for engine in self._loads if engine.unsent], RemoteEngine.flush)
+        self._all([engine for engine in self._loads if engine.unsent], Replica.flush)
 
-    def _choose(self, task: _Task) -> RemoteEngine:
+    def _choose(self, task: _Task) -> Replica:
         if task.request.episode in self._episodes:
             return self._episodes[task.request.episode]
         loads = self._loads
@@ -203,7 +203,7 @@ class Replicas:
         ahead = loads[home].work - loads[least].work
         return home if ahead <= AHEAD * task.work else least
 
-    def _accept(self, engine: RemoteEngine, completions: Iterable[Completion]) -> None:
+    def _accept(self, engine: Replica, completions: Iterable[Completion]) -> None:
         for completion in completions:
             task = self._tasks.get(completion.key)
             if task is None or task.engine is not engine:
@@ -242,12 +242,10 @@ class Replicas:
         else:
             self._accept(engine, event)  # type: ignore[arg-type]
 
-    def _all(
-        self, engines: Iterable[RemoteEngine], call: Callable[[RemoteEngine], Any]
-    ) -> list[Any]:
+    def _all(self, engines: Iterable[Replica], call: Callable[[Replica], Any]) -> list[Any]:
         """Ask each, all at once; those that die of it are lost."""
 
-        def ask(engine: RemoteEngine) -> Any:
+        def ask(engine: Replica) -> Any:
             try:
                 return call(engine)
             except Died as death:
@@ -264,7 +262,7 @@ class Replicas:
                 self._lose(engine, answer)
         return [answer for answer in answers if not isinstance(answer, Died)]
 
-    def _lose(self, engine: RemoteEngine, death: Exception) -> None:
+    def _lose(self, engine: Replica, death: Exception) -> None:
         """What it had begun is done by others, and it is started again."""
         engine.kill()
         place = self._places.pop(engine)
@@ -304,7 +302,7 @@ def start_replicas(settings: Settings, count: int, *, logs: Path | None) -> Repl
     return Replicas(
         [
             partial(
-                RemoteEngine,
+                Replica,
                 settings,
                 log=folder / f"engine-{index}.log",
                 environment=environment,
@@ -313,3 +311,37 @@ def start_replicas(settings: Settings, count: int, *, logs: Path | None) -> Repl
             for index, environment in enumerate(seen)
         ]
     )
+
+
+def placements(replicas: int, each: int, visible: Sequence[str]) -> list[dict[str, str]]:
+    """What every replica sees of the machine: `each` GPUs of its own where there are enough. The
+    trainer's, the first one, is the last to be given away. Without GPUs they share the cores.
+    """
+    if not visible:
+        threads = max(1, (os.cpu_count() or 1) // replicas)
+        return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}] * replicas
+    if each > len(visible):
+        raise ConfigError(
+            f"rollout.tensor_parallel: {each} GPUs for one engine, and {len(visible)} can be seen; "
+            f"try rollout.tensor_parallel={len(visible)}"
+        )
+    order = [*visible[1:], visible[0]]
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(order[(i * each + j) % len(order)] for j in range(each))}
+        for i in range(replicas)
+    ]
+
+
+def shares_memory(environment: Mapping[str, str], visible: Sequence[str]) -> bool:
+    """With the trainer, as placed above."""
+    return not visible or visible[0] in environment["CUDA_VISIBLE_DEVICES"].split(",")
+
+
+def visible_gpus(trainer: str) -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; that of the device `trainer` first."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    every = named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
+    first = torch.device(trainer).index or 0
+    return [every[first], *every[:first], *every[first + 1 :]]

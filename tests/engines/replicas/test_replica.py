@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from http.client import HTTPConnection
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +14,8 @@ import pytest
 
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.remote import server, wire
-from saccade.engines.remote.client import launch
+from saccade.engines.replicas import replica
+from saccade.engines.replicas.replica import launch
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.types import Request, Sampling
 
@@ -25,14 +24,14 @@ PARENT = """
 import json, sys, time
 from pathlib import Path
 from saccade.engines.settings import Settings
-from saccade.engines.remote.client import RemoteEngine
-engine = RemoteEngine(Settings(**json.loads(sys.argv[1])), log=Path(sys.argv[2]))
-while engine.process is None:
+from saccade.engines.replicas.replica import Replica
+engine = Replica(Settings(**json.loads(sys.argv[1])), log=Path(sys.argv[2]))
+while engine.child is None:
     time.sleep(0.01)
-threads = Path(f"/proc/{engine.process.popen.pid}/task")
-while sys.argv[3] == "watching" and len(list(threads.iterdir())) < 3:
+threads = Path(f"/proc/{engine.child.popen.pid}/task")
+while sys.argv[3] == "watching" and len(list(threads.iterdir())) < 2:
     time.sleep(0.01)
-print(engine.process.popen.pid, flush=True)
+print(engine.child.popen.pid, flush=True)
 time.sleep(600)
 """
 
@@ -42,14 +41,6 @@ def engine(settings, tmp_path_factory):
     engine = launch(settings, log=tmp_path_factory.mktemp("engine") / "engine-0.log")
     yield engine
     engine.close()
-
-
-def speak(engine, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict]:
-    connection = HTTPConnection("127.0.0.1", engine._port, timeout=30)
-    given = {"Authorization": f"Bearer {engine.process.token}"} | headers
-    connection.request("POST", path, body, given)
-    response = connection.getresponse()
-    return response.status, json.loads(response.read() or b"null")
 
 
 def test_it_answers_with_what_the_same_engine_says_in_this_process(engine, load, family, ask):
@@ -63,6 +54,23 @@ def test_it_answers_with_what_the_same_engine_says_in_this_process(engine, load,
     assert engine.pending == 0
 
 
+def test_files_of_media_travel_once_and_again_when_they_were_forgotten(engine, ask, monkeypatch):
+    greedy = ask(Sampling(temperature=0.0, max_tokens=4), repeats=1)
+    first = [done.ids.tolist() for done in generate(engine, greedy)]
+    sent, send = [], engine.child.channel.send
+
+    def noted(row, arrays, **options):
+        sent.append([name for name in arrays if name.startswith("media/")])
+        send(row, arrays, **options)
+
+    monkeypatch.setattr(engine.child.channel, "send", noted)
+    for limit in (replica.KEPT_FILES, 1, 1):
+        monkeypatch.setattr(replica, "KEPT_FILES", limit)
+        assert [done.ids.tolist() for done in generate(engine, greedy)] == first
+    assert list(map(len, sent)) == [0, 0, 2] and not engine._files
+    assert engine.health()["pending"] == 0 and engine.health()["host_peak_gb"] > 0
+
+
 def test_a_picture_in_a_spill_file_is_sent(engine, load, family, ask, image, on_disk):
     request = ask(Sampling(temperature=0.0, max_tokens=12), repeats=1)[1]
 
@@ -73,35 +81,6 @@ def test_a_picture_in_a_spill_file_is_sent(engine, load, family, ask, image, on_
     (here,) = generate(EmbeddedEngine(load(), family), [showing(image(56, 56, 77))])
     assert there.ids.tolist() == here.ids.tolist()
     assert np.abs(there.logprobs - here.logprobs).max() < 1e-5
-
-
-def test_only_the_token_opens(engine):
-    for path in ("/health", "/shutdown", "/submit", "/nowhere"):
-        assert speak(engine, path, Authorization="Bearer wrong")[0] == 401
-        assert speak(engine, path, Authorization="")[0] == 401
-    status, health = speak(engine, "/health")
-    assert status == 200 and health["pending"] == 0 and health["host_peak_gb"] > 0
-    assert engine.process.token not in " ".join(engine.process.popen.args)
-
-
-def test_nonsense_is_refused_and_the_server_lives_on(engine, ask):
-    known = wire.encode_requests(ask(repeats=1)[:1])
-    for path, body in {
-        "/submit": b"\x80\x04N.",
-        "/submit/": known[:-1],
-        "//submit": wire.encode_requests([Request(key="a", ids=np.array([10**9]))]),
-        "/collect": b"{}",
-        "/abort": b'{"key": 1}',
-        "/release": b"[" * 100_000,
-        "/weights": b'{"paths": 3}',
-    }.items():
-        assert speak(engine, path, body)[0] == 400, path
-    assert speak(engine, "/submit", **{"Content-Length": str(server.LARGEST_BODY + 1)})[0] == 400
-    assert speak(engine, "/submit", **{"Content-Length": "many"})[0] == 400
-    assert speak(engine, "/eval", b"1")[0] == 404
-    twice = ask(repeats=1)[:1] * 2
-    assert speak(engine, "/submit", wire.encode_requests(twice))[0] == 400
-    assert len(generate(engine, ask(repeats=1))) == 4
 
 
 def test_an_aborted_request_comes_back_and_a_live_episode_goes_on(engine, load, family, ask):
@@ -145,14 +124,8 @@ def test_weights_with_another_name_are_refused_and_nothing_is_generated(engine, 
         engine.update_weights(renamed, version=1)
     assert f"missing: {names[5]};" in str(error.value)
     assert "unexpected: model.drifted.weight" in str(error.value)
-    body = wire.encode_requests(ask(repeats=1)[:1])
-    assert speak(engine, "/submit", body) == (
-        422,
-        {
-            "kind": "EnvironmentProblem",
-            "message": "the last update of weights failed: there are none to use",
-        },
-    )
+    with pytest.raises(EnvironmentProblem, match="the last update of weights failed"):
+        generate(engine, ask(repeats=1)[:1])
     engine.update_weights(changed, version=1)
     assert engine.health()["version"] == 1
     assert {v for done in generate(engine, ask()) for v in done.versions.tolist()} == {1}
