@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import Config
-from saccade.data.chats import Picture, RowError, arrange, read_chat
+from saccade.data.chats import RowError
+from saccade.data.formats import FORMATS, read_row
 from saccade.data.prompts import text_or_file
 from saccade.disk import require_writable
 from saccade.engines import Engine, generate, progress
@@ -148,20 +149,16 @@ def _interruptible() -> Iterator[threading.Event]:
 
 
 def _image(state: Talk, path: str) -> str:
-    if not path:
-        raise ConfigError("/image: give a file, such as /image photo.jpg")
-    place = Path(path).expanduser().absolute()
-    media = open_media(place, limits=state.config.data)
+    media = open_media(_file(path, "/image photo.jpg"), limits=state.config.data)
     state.pictures.append(media)
     return f"{media.width}x{media.height}, goes with the next message"
 
 
 def _series(state: Talk, path: str) -> str:
-    if not path:
-        raise ConfigError("/series: give a file, such as /series ecg.npy")
+    file = _file(path, "/series ecg.npy")
     if state.family.series is None:
         raise ConfigError("/series: this model has no encoder; try model.series.encoder=patches")
-    media = KINDS["series"].open(Path(path).expanduser().absolute(), limits=state.config.data)
+    media = KINDS["series"].open(file, limits=state.config.data)
     state.family.measure(media)  # refuses other leads than the encoder reads
     state.pictures.append(media)
     return f"{media.height} leads of {media.width} samples, go with the next message"
@@ -187,15 +184,16 @@ def _greedy(state: Talk, _: str) -> str:
 
 
 def _save(state: Talk, path: str) -> str:
-    if not path:
-        raise ConfigError("/save: give a file, such as /save chat.json")
-    if Path(path).exists():
-        raise ConfigError(f"/save: {path} exists; give a new name, nothing is overwritten")
-    if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"/save: the folder of {path} does not exist")
-    require_writable(path, "/save", file=True)
-    _write([{"messages": _transcript(state.messages)}], Path(path))
+    file = _file(path, "/save chat.json")
+    _require_new(file, "/save")
+    _write([{"messages": _transcript(state.messages)}], file)
     return f"saved to {path}"
+
+
+def _file(path: str, example: str) -> Path:
+    if not path:
+        raise ConfigError(f"{example.partition(' ')[0]}: give a file, such as {example}")
+    return Path(path).expanduser().absolute()
 
 
 COMMANDS: Mapping[str, Callable[[Talk, str], str]] = {
@@ -219,12 +217,8 @@ def answer_file(
         _conversation(item, f"{path}[{i}]", path.absolute().parent, config)
         for i, item in enumerate(_read(path))
     ]
-    if out is not None and out.exists():
-        raise ConfigError(f"--out {out} exists; give a new file, nothing is overwritten")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: its folder does not exist; try --out {out.name}")
     if out is not None:
-        require_writable(out, "--out", file=True)
+        _require_new(out, "--out")
     with _opened(config) as (family, engine):
         sampling = _sampling(config, greedy=greedy)
         requests = [
@@ -262,30 +256,22 @@ def _read(path: Path) -> list[Any]:
 
 
 def _conversation(item: Any, where: str, folder: Path, config: Config) -> tuple[Message, ...]:
-    written = item.get("messages") if isinstance(item, Mapping) else item
+    """A row as those of a data set of messages are; its files lie beside `folder`."""
+
+    def open_image(source: Any, *, kind: str = "image", **options: Any) -> Media:
+        return open_any(kind, source, options, base=folder, limits=config.data)
+
+    row = item if isinstance(item, Mapping) else {"messages": item}
     try:
-        turns = arrange(read_chat(written), [], prepend=True)
-    except RowError as error:
+        messages = read_row(row, FORMATS["messages"], config.data, open_image=open_image).messages
+    except (RowError, DataError) as error:
         raise ConfigError(f"{where}: {error}") from None
-    if turns[-1][0] == "assistant":
+    if messages[-1].role == "assistant":
         raise ConfigError(f"{where}: ends with the assistant; end with what it should answer")
-
-    def part(piece: Any) -> str | Media:
-        if not isinstance(piece, Picture):
-            return piece
-        options = {"min_pixels": piece.min_pixels, "max_pixels": piece.max_pixels, **piece.options}
-        try:
-            return open_any(piece.kind, piece.source, options, base=folder, limits=config.data)
-        except DataError as error:
-            raise ConfigError(f"{where}: {error}") from None
-
-    messages = [
-        Message(role=role, parts=tuple(part(piece) for piece in pieces))  # type: ignore[arg-type]
-        for role, pieces in turns
-    ]
     if config.prompt.system and messages[0].role != "system":
-        messages.insert(0, Message(role="system", parts=(text_or_file(config.prompt.system),)))
-    return tuple(messages)
+        system = Message(role="system", parts=(text_or_file(config.prompt.system),))
+        messages = (system, *messages)
+    return messages
 
 
 def _transcript(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -298,6 +284,14 @@ def _transcript(messages: Sequence[Message]) -> list[dict[str, Any]]:
         {"role": m.role, "content": [part(p) for p in m.parts] if m.media else m.text}
         for m in messages
     ]
+
+
+def _require_new(path: Path, option: str) -> None:
+    if path.exists():
+        raise ConfigError(f"{option} {path} exists; give a new name, nothing is overwritten")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {path}: its folder does not exist; try {option} {path.name}")
+    require_writable(path, option, file=True)
 
 
 def _write(answered: Sequence[Any], out: Path | None) -> None:

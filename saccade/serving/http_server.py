@@ -20,10 +20,10 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import anyio
 import h11
@@ -39,6 +39,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from saccade.errors import ConfigError, EnvironmentProblem
 
+T = TypeVar("T")
 TOKEN = "SACCADE_TOKEN"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_NAME = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
@@ -93,9 +94,6 @@ class Room:
             self._free += size
 
 
-UNLIMITED = Room()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gate:
     """Who may ask, and how much."""
@@ -103,7 +101,7 @@ class Gate:
     token: str  # empty: none is asked for
     largest_body: int = 64 * 2**20
     public: tuple[str, ...] = ()  # paths that need no token
-    room: Room = UNLIMITED
+    room: Room = field(default_factory=Room)
 
 
 def make_token(host: str, *, wanted: bool) -> str:
@@ -154,27 +152,29 @@ def _guard(app: ASGIApp, gate: Gate, refuse: Callable[[BadRequest], Response]) -
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].rstrip("/") or "/"
         method, headers = scope["method"], Headers(scope=scope)
+        read: list[Message] = []
 
         async def send_in_time(message: Message) -> None:
-            with anyio.fail_after(SILENCE):
-                await send(message)
+            await _in_time(send(message))
+
+        async def replay() -> Message:
+            return read.pop() if read else await receive()
 
         try:
             try:
                 length = _admitted(gate, method, path, headers)
                 if method == "OPTIONS":  # without a word that would let pages from elsewhere in
-                    await Response(status_code=204, headers={"Allow": METHODS})(
-                        scope, receive, send
-                    )
-                    return
+                    reply = Response(status_code=204, headers={"Allow": METHODS})
+                    return await reply(scope, receive, send_in_time)
                 with gate.room.taken(length):
                     body = b"".join([piece async for piece in _pieces(receive)])
+                    read.append({"type": "http.request", "body": body})
                     # uvicorn leaves out the body of a reply to HEAD.
                     inner = {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
-                    await app(inner, _replayed(body, receive), send_in_time)
+                    await app(inner, replay, send_in_time)
             except BadRequest as problem:
                 await _turn_away(refuse(problem), receive, send_in_time)
-        except (TimeoutError, ClientDisconnect):
+        except ClientDisconnect:
             pass
 
     return guarded
@@ -204,12 +204,20 @@ def _length(headers: Headers) -> int:
     return int(headers.get("Content-Length", 0))  # h11 lets only digits through, and few
 
 
+async def _in_time(step: Awaitable[T]) -> T:
+    """A client that falls silent counts as one that has left."""
+    try:
+        with anyio.fail_after(SILENCE):
+            return await step
+    except TimeoutError:
+        raise ClientDisconnect from None
+
+
 async def _pieces(receive: Receive) -> AsyncIterator[bytes]:
-    """A body as it comes in; raises where its client leaves or falls silent."""
+    """A body as it comes in."""
     more = True
     while more:
-        with anyio.fail_after(SILENCE):
-            message = await receive()
+        message = await _in_time(receive())
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         yield message.get("body", b"")
@@ -228,15 +236,6 @@ async def _turn_away(response: Response, receive: Receive, send: Send) -> None:
         if taken > DRAINED:
             break
     await send({"type": "http.response.body"})
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    first: list[Message] = [{"type": "http.request", "body": body}]
-
-    async def again() -> Message:
-        return first.pop() if first else await receive()
-
-    return again
 
 
 def _problem(error: Exception, path: str) -> BadRequest:

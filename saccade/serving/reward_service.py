@@ -21,7 +21,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -192,10 +192,10 @@ class RewardService:
             self.scorer.check_sources(sample.data_source for sample in samples)
         self._admit(len(samples))
         try:
-            with ExitStack() as files:
+            with tempfile.TemporaryDirectory(prefix="saccade-reward-") as folder:
                 if images := body.get("images", body.get("raw_images")):
                     with self._understood():
-                        samples = self._with_images(samples, images, files)
+                        samples = _with_images(samples, images, self.data, Path(folder))
                 scored = self.scorer.score(samples)
         finally:
             with self._changed:
@@ -251,74 +251,53 @@ class RewardService:
                 raise BadRequest(None, f"come back later: {why}", status=status, hold=hold)
             self._pending += count
 
-    # -- images --
 
-    def _with_images(
-        self, samples: Sequence[RewardSample], images: Any, files: ExitStack
-    ) -> list[RewardSample]:
-        """Rewards find them where they always do: in files, which live as long as the request."""
-        if not isinstance(images, list) or len(images) != len(samples):
-            raise ValueError(f"images: not {len(samples)} entries")
-        folder = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="saccade-reward-")))
-        known: dict[tuple[int, int], Media] = {}
-        most = self.data.max_images
-        for index, own in enumerate(images):
-            if not isinstance(own, list) or len(own) > most:
+def _with_images(
+    samples: Sequence[RewardSample], images: Any, limits: DataConfig, folder: Path
+) -> list[RewardSample]:
+    """The samples with their pictures as files in `folder`, where rewards always find them."""
+    if not isinstance(images, list) or len(images) != len(samples):
+        raise ValueError(f"images: not {len(samples)} entries")
+    most, earlier, shown = limits.max_images, dict[str, Media](), list[RewardSample]()
+    for index, (sample, given) in enumerate(zip(samples, images, strict=True)):
+        if not isinstance(given, list) or len(given) > most:
+            raise ValueError(f"images[{index}]: give a list of at most {most} (data.max_images)")
+        media: list[Media] = []
+        for number, image in enumerate(given):
+            where = f"images[{index}][{number}]"
+            if not isinstance(image, dict):
+                media.append(_stored(image, where, limits, folder))
+            elif (ref := str(image.get("ref"))) in earlier:
+                media.append(earlier[ref])
+            else:
                 raise ValueError(
-                    f"images[{index}]: give a list of at most {most} (data.max_images)"
+                    f"{where}: there is no image {ref} before it; give base64, or "
+                    "ref: [sample, image] of an earlier one"
                 )
-            for number, image in enumerate(own):
-                where = f"images[{index}][{number}]"
-                if isinstance(image, dict):
-                    known[index, number] = _earlier(image.get("ref"), known, where)
-                else:
-                    known[index, number] = self._media(image, where, folder)
-        return [
-            _showing(sample, tuple(known[index, number] for number in range(len(images[index]))))
-            for index, sample in enumerate(samples)
-        ]
-
-    def _media(self, text: Any, where: str, folder: Path) -> Media:
-        if not isinstance(text, str):
-            raise ValueError(f"{where}: give base64 of a PNG or JPEG")
-        head, comma, tail = text.partition(",")
-        try:
-            data = base64.b64decode(tail if comma else head, validate=True)
-            media = open_media(data, limits=self.data)
-        except (binascii.Error, SaccadeError) as error:
-            raise ValueError(f"{where}: {error}") from None
-        path = folder / media.hash
-        if not path.exists():
-            path.write_bytes(data)
-        return replace(media, path=str(path), data=None)
+            earlier[str([index, number])] = media[-1]
+        # Records know the size before it was shrunk for the way, which answers refer to.
+        known = sample.images if len(sample.images) == len(media) else image_records(media)
+        records = [{**record, "path": m.path} for record, m in zip(known, media, strict=True)]
+        shown.append(replace(sample, media=tuple(media), images=records))
+    return shown
 
 
-def _earlier(ref: Any, known: Mapping[tuple[int, int], Media], where: str) -> Media:
-    if not (isinstance(ref, list) and all(type(part) is int for part in ref)):
-        raise ValueError(f"{where}: give base64, or ref: [sample, image] of an earlier one")
-    if tuple(ref) not in known:
-        raise ValueError(f"{where}: there is no image {ref} before it")
-    return known[ref[0], ref[1]]
-
-
-def _showing(sample: RewardSample, media: tuple[Media, ...]) -> RewardSample:
-    # Records know the size before it was shrunk for the way, which answers refer to.
-    known = list(sample.images) if len(sample.images) == len(media) else image_records(media)
-    records = [{**record, "path": m.path} for record, m in zip(known, media, strict=True)]
-    return replace(sample, media=media, images=records)
+def _stored(text: Any, where: str, limits: DataConfig, folder: Path) -> Media:
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: give base64 of a PNG or JPEG")
+    try:
+        data = base64.b64decode(text.split(",", 1)[-1], validate=True)
+        media = open_media(data, limits=limits)
+    except (binascii.Error, SaccadeError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    path = folder / media.hash
+    if not path.exists():
+        path.write_bytes(data)
+    return replace(media, path=str(path), data=None)
 
 
 def _line(sample: RewardSample, scored: Scored) -> str:
-    row = {
-        "time": time.time(),
-        "id": sample.id,
-        "data_source": sample.data_source,
-        "response": sample.response,
-        "gold": sample.answer,
-        "status": scored.status,
-        "reward": scored.reward,
-        "parts": dict(scored.parts),
-        "extracted": scored.extracted,
-        "reason": scored.reason,
-    }
-    return json.dumps(row) + "\n"
+    row = {"time": time.time(), "id": sample.id, "data_source": sample.data_source}
+    row |= {"response": sample.response, "gold": sample.answer}
+    names = ("status", "reward", "parts", "extracted", "reason")
+    return json.dumps(row | {name: getattr(scored, name) for name in names}) + "\n"

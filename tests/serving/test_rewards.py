@@ -281,7 +281,7 @@ def test_when_too_many_wait_clients_are_told_when_to_come_back(own: str, tmp_pat
         # A client that listens gets through in the end, without using up its one attempt.
         remote = Remote(RemoteConfig(url=(running.url,), token="SACCADE_TEST_TOKEN", retries=0))
         patient = remote.submit(RewardSample(id="a", response="abc"))
-        while remote._queue.count("requests", 0) < 1:
+        while running.service._counts["busy"] < 2:
             time.sleep(0.01)
         go.touch()
         assert patient.result(timeout=30).value == 3.0
