@@ -235,7 +235,7 @@ def test_a_finished_run_trains_nothing_more(
     before = numbers(folder)
     rl.run(copied | {"run.resume": "auto"})
     said = capsys.readouterr().out
-    assert f"goes on from {folder / 'checkpoints' / 'step-2'}, after step 2\n" in said
+    assert f"resuming from {folder / 'checkpoints' / 'step-2'}, after step 2\n" in said
     assert numbers(folder) == before and steps_of(folder) == [1, 2]
 
 
@@ -292,9 +292,9 @@ def saver(word_model: str) -> Callable[..., Path]:
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
     backend = LocalBackend(model, family, TrainConfig())
 
-    def save(folder: Path, step: int, **options: Any) -> Path:
-        given = {"progress": {"step": step, "best_step": None}, "keep": 3} | options
-        return checkpoint.prepare(folder, step, backend, family, **given)()
+    def save(folder: Path, step: int, *, best: int | None = None, keep: int = 3) -> Path:
+        progress = {"step": step, "best_step": best}
+        return checkpoint.prepare(folder, step, backend, family, progress=progress, keep=keep)()
 
     return save
 
@@ -403,7 +403,7 @@ def test_killed_at_any_moment_and_resumed(
         output = process.communicate(timeout=60)[0]
         assert process.returncode == (130 if number == signal.SIGTERM else -number), output
         assert 2 <= steps_of(run)[-1] < 12
-    assert "go on with run.resume=auto" in output
+    assert "continue with run.resume=auto" in output
     progress = checkpoint.read_progress(folder / f"step-{steps_of(run)[-1]}")
     assert progress["step"] == steps_of(run)[-1] >= 7
     rl.run(config | {"run.resume": "auto"})

@@ -81,6 +81,6 @@ def test_the_formula_of_the_loss_is_four_calls_from_the_loop(
     rl.run(rl_config(tmp_path, run__max_steps=1))
     between = stacks[0][stacks[0].index("rl.run") + 1 :]
     assert between == [
-        *("updates.update_models", "local.train_step", "local.sum_gradients"),
+        *("rl_update.update_models", "local.train_step", "local.sum_gradients"),
         "objective.objective",
     ]

@@ -131,7 +131,7 @@ def ours(
         starts = np.cumsum([0] + [len(batch.reads) for batch in updates[0]])
         scored = [(old[a:b], old[a:b]) for a, b in pairwise(starts)]
         updates = annotate.with_scores(updates, ("old_logprobs",), scored)
-    (batches,) = annotate.write_advantages(updates, groups, algorithm, restore(algorithm, None))[0]
+    (batches,) = annotate.add_advantages(updates, groups, algorithm, restore(algorithm, None))[0]
     assert len(batches) > 1  # several forests, as under a real budget
     assert backend.optimizer is not None
     stats = backend.sum_gradients(batches, PolicyLoss(algorithm, Scoring()))

@@ -1,6 +1,7 @@
 """What is computed for every token before training on it, written into the forests of a step.
 
     updates, metrics = add_advantages(updates, groups, algorithm, state)
+    updates, more = add_corrections(updates, algorithm)
     batches = write_selection(batches, algorithm, seed=…)      # once per optimizer step
 
 The pure functions know flat tensors only; here groups and forests are flattened for them and the
@@ -25,8 +26,8 @@ from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.algorithm_state import AlgorithmState
 from saccade.algorithms.covariance import SelectionInputs
+from saccade.algorithms.estimator_inputs import ComponentWeights, column, estimator_inputs
 from saccade.algorithms.filters import high_entropy
-from saccade.algorithms.inputs import ComponentWeights, column, estimator_inputs
 from saccade.algorithms.select import Updates
 from saccade.algorithms.table import bound
 from saccade.algorithms.value import explained_variance
@@ -45,27 +46,9 @@ def add_advantages(
     *,
     version: int = 0,
 ) -> tuple[Updates, Metrics]:
-    """The forests with advantages, denominators and corrections. `version` is that of the weights
-    before the update.
+    """The forests with advantages over the whole step and scales over each optimizer step.
+    `version` is that of the weights before the update.
     """
-    updates, metrics = write_advantages(
-        updates, groups, algorithm, state, component_weights, version=version
-    )
-    updates, corrected = write_corrections(updates, algorithm)
-    metrics.merge(corrected)
-    return updates, metrics
-
-
-def write_advantages(
-    updates: Updates,
-    groups: Sequence[Group],
-    algorithm: Algorithm,
-    state: AlgorithmState,
-    component_weights: ComponentWeights | None = None,
-    *,
-    version: int = 0,
-) -> tuple[Updates, Metrics]:
-    """The forests with advantages over the whole step and scales over each optimizer step."""
     metrics = Metrics()
     if not updates:  # every group was dropped or is constant: nothing has an advantage
         return updates, metrics
@@ -190,7 +173,7 @@ def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Met
 # -- corrections and filters of tokens -------------------------------------------------------------
 
 
-def write_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Metrics]:
+def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Metrics]:
     """The forests with weights and masks that correct what the engine sampled differently, or keep
     some tokens only.
 

@@ -27,7 +27,7 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.recipes.engines import make_engine
 from saccade.recipes.models import family_of, load_policy
-from saccade.recipes.parity import compare
+from saccade.recipes.parity_check import compare
 from saccade.types import Batch, Group, Message, Request, Sample, Sampling, Trajectory
 
 REPEATS = 2  # answers of a prompt, which share it in a forest

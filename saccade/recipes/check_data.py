@@ -61,7 +61,7 @@ def _with_model(config: Config, command: str | None) -> dict[str, Any]:
 
     models.quiet_libraries()
     family = models.family_of(config, models.start_folder(config))
-    ask = questions.asker(config)
+    ask = questions.prompt_builder(config)
     return {
         "length": lambda sample: len(family.render(ask(sample).messages)),
         "marks": questions.marks_of(family),

@@ -42,7 +42,6 @@ class Display:
         self.loggers = Loggers(folder, track)
         self.trajectories = TrajectoryWriter(folder)
         self._open = ExitStack()
-        self._device: Device | None = None
         self._history: deque[Mapping[str, Any]] = deque(maxlen=32)
         self._noted: dict[str, int] = {}  # what a diagnosis is about → the step that said it last
         self._rss_at_start = host_memory()["mem/host_rss_gb"]
@@ -58,10 +57,10 @@ class Display:
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
 
-    def begin(self, total: int, device: Device) -> None:
+    def begin(self, total: int, device: Device, family: Family) -> None:
         """`total` steps will come; shares are those of the peaks of `device`."""
         self.console.expect(total)
-        self._device = device
+        self._device, self._family = device, family
 
     def truncate_after(self, step: int) -> None:
         """Remove what a killed run recorded after the checkpoint that is resumed from."""
@@ -93,13 +92,10 @@ class Display:
         self._range = nullcontext
         log.info(f"trace {path}; ui.perfetto.dev shows it, and that step took longer")
 
-    def finish_step(
-        self, step: int, metrics: Mapping[str, float], more: Mapping[str, float]
-    ) -> dict[str, Any]:
-        """Log and show the metrics of a step with its times and memory; returns that row. `more`
-        is about the time between steps.
+    def finish_step(self, step: int, metrics: Mapping[str, float], unread: str) -> dict[str, Any]:
+        """Log and show the metrics of a step with its times and memory, and say so when little is
+        being learned; returns the row. `unread`: where the verifier looked in vain for an answer.
         """
-        assert self._device is not None
         times = self.console.lap()
         row = {
             **metrics,
@@ -108,20 +104,14 @@ class Display:
             **self._gpu_memory(),
             **host_memory(self._rss_at_start),
             **times,
-            **more,
         }
         with self.console.phase("log"):  # of the step that begins here
             self.loggers.log(row, step)
         self.console.step(step, row)
         self._history.append(row)
-        return row
-
-    def diagnose(self, step: int, unread: str) -> None:
-        """Say so when little is being learned. `unread`: where the verifier looked in vain for an
-        answer.
-        """
         for about, line in diagnose(self._history, unread).items():
             self.advise(about, line, step)
+        return row
 
     def advise(self, about: str, line: str, step: int) -> None:
         """Say it, but not again and again."""
@@ -130,22 +120,17 @@ class Display:
             self._noted[about] = step
 
     def store(
-        self,
-        groups: Sequence[Group],
-        family: Family,
-        *,
-        step: int,
-        kind: str,
-        scores: Sequence[str],
+        self, groups: Sequence[Group], *, step: int, scores: Sequence[str], kind: str = "train"
     ) -> None:
+        """Write rollouts to disk; `scores`: data sources whose outcome is a score."""
         self.trajectories.write(
             step,
             groups,
-            decode_text=family.decode,
+            decode_text=self._family.decode,
             image_bytes=DECODED.get,
             version=step - (kind == "train"),  # its samples are older than its update
             kind=kind,
-            unit=family.size_unit,
+            unit=self._family.size_unit,
             scores=scores,
         )
 

@@ -22,8 +22,8 @@ from saccade.errors import ConfigError, DataError
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps
-from saccade.recipes import average, models, pairs, parts, questions
-from saccade.recipes.guard import guard
+from saccade.recipes import ema, models, pairs, parts, questions
+from saccade.recipes.failures import guard
 from saccade.recipes.pairs import Comparer
 from saccade.recipes.quarantine import Quarantine
 from saccade.recipes.run import Measured, Run
@@ -43,7 +43,7 @@ def run(config: Any) -> dict[str, Any]:
     row = from_config(config.dpo)
     family = models.family_of(config, models.start_folder(config))
     data = pairs.load_pairs(config, config.data.train, family, paired=row.paired)
-    questions.not_empty(data, "data.train")
+    questions.require_rows(data, "data.train")
     _require_both_labels(config, data.samples)
     held, asked = _validation_sets(config, family, row)
     with Run(config, "dpo", parts.manifest(family, data, config)) as this:
@@ -60,13 +60,14 @@ def run(config: Any) -> dict[str, Any]:
             reference = models.load_reference(config, family, None, backend)
             totals = partial(pairs.computed, reference)
         comparer = Comparer(config=config, family=family, row=row, totals=totals, strange=strange)
-        stream = this.stream(data, backend)
+        stream = Stream(data, seed=config.run.seed, config=config.data)
+        this.restore(backend, {"stream": stream})
         sets = held | asked
         this.compare_sets(sets)
         parts.warn_of_rows(config, family, stream, sets.values())
         answers = answering(this, config, policy, backend, asked)
         validation = HeldOut(comparer, backend, this.quarantine, held, answers)
-        averages = average.kept(config, family, backend, this.start)
+        averages = ema.follow(config, family, backend, this.start)
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, (data, *sets.values()), averages)
         return _train(this, comparer, backend, stream, validation)

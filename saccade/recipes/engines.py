@@ -29,11 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def make_engine(
-    config: Config,
-    policy: Policy,
-    *,
-    first_tokens: bool = False,
-    logs: Path | None = None,
+    config: Config, policy: Policy, *, first_tokens: bool = False, logs: Path | None = None
 ) -> Engine:
     """In this process, or replicas of it in their own: they log into the folder `logs`.
     `first_tokens`: some are drawn with settings of their own.

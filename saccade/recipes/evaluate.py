@@ -26,31 +26,23 @@ from saccade.environments import gives_rewards
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families import Family
 from saccade.models.rating import Card, read_card
-from saccade.recipes import models, parts, questions
-from saccade.recipes.accuracy import (
-    NO_SCORES,
-    Cuts,
-    Scores,
-    Table,
-    by_category,
-    by_limit,
-    by_source,
-    by_turns,
-    group_accuracy,
-    measures,
-    outcomes_by_source,
-    score_terms,
-)
+from saccade.recipes import accuracy, models, parts, questions
 from saccade.recipes.comparing import compare
 from saccade.recipes.engines import answering_engine, answering_family, expenses
-from saccade.recipes.guard import Judged, check_errors, refuse_errors
+from saccade.recipes.failures import Judged, check_errors, refuse_errors
 from saccade.recipes.quarantine import Quarantine
 from saccade.recipes.rescore import rescored
 from saccade.recipes.results import Result, kept_if_filled, places, write_files, write_results
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
-from saccade.rollout.scoring import RewardStream, make_room, parsed, telling, thinks
+from saccade.rollout.scoring import (
+    RewardStream,
+    free_memory_for_rewards,
+    parsed,
+    report_slow_rewards,
+    thinks,
+)
 from saccade.tracking.console import Console, unscored
 from saccade.tracking.eval_report import table_lines, write_eval_report
 from saccade.tracking.folder import QUARANTINE, RESULTS
@@ -157,7 +149,7 @@ class Evaluator:
         family, scorer, config = self.family, self.scorer, self.config
         stream = RewardStream(scorer, family)
         limits = parts.limits_of(config, evaluation=True)
-        cuts = Cuts(sorted(limits.marks), lambda: RewardStream(scorer, family))
+        cuts = accuracy.Cuts(sorted(limits.marks), lambda: RewardStream(scorer, family))
         groups = collect(
             self.engine,
             self.quarantine.whole(dataset, family),
@@ -171,12 +163,14 @@ class Evaluator:
             on_mark=cuts.submit,
             progress=self.progress,
         )
-        tables: dict[str, Table] = {}
-        make_room(self.engine, scorer)
+        tables: dict[str, accuracy.Table] = {}
+        free_memory_for_rewards(self.engine, scorer)
         judged = scorer is not None or gives_rewards(config.env)
         if judged:
-            groups = stream.attach(groups, telling(self.progress, scorer, config.reward))
-        scores = score_terms(scorer, outcomes_by_source(groups), known)
+            groups = stream.attach(
+                groups, report_slow_rewards(self.progress, scorer, config.reward)
+            )
+        scores = accuracy.score_terms(scorer, accuracy.outcomes_by_source(groups), known)
         if judged:
             tables = _tables(groups, cuts, limits, scores)
         metrics = set_metrics(groups, family, scores) | (scorer.metrics() if scorer else {})
@@ -190,24 +184,29 @@ class Evaluator:
 
 
 def _tables(
-    groups: Sequence[Group], cuts: Cuts, limits: Limits, scores: Scores
-) -> dict[str, Table]:
-    tables = {"by_category": by_category(groups, scores), "by_source": by_source(groups, scores)}
+    groups: Sequence[Group], cuts: accuracy.Cuts, limits: Limits, scores: accuracy.Scores
+) -> dict[str, accuracy.Table]:
+    tables = {
+        "by_category": accuracy.by_category(groups, scores),
+        "by_source": accuracy.by_source(groups, scores),
+    }
     if limits.max_turns > 1:
-        tables["by_turns"] = by_turns(groups, scores)
+        tables["by_turns"] = accuracy.by_turns(groups, scores)
     if limits.marks:
-        tables["by_limit"] = by_limit({**cuts.attach(groups), limits.max_turns: groups}, scores)
+        tables["by_limit"] = accuracy.by_limit(
+            {**cuts.attach(groups), limits.max_turns: groups}, scores
+        )
     return {name: table for name, table in tables.items() if table}
 
 
 def set_metrics(
-    groups: Sequence[Group], family: Family, scores: Scores = NO_SCORES
+    groups: Sequence[Group], family: Family, scores: accuracy.Scores = accuracy.NO_SCORES
 ) -> dict[str, float]:
     """Accuracy with its interval, and beside it what a gain could hide behind: parsing, thinking,
     cut-off answers.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    metrics = group_accuracy(groups, scores)
+    metrics = accuracy.group_accuracy(groups, scores)
     rewards = [t.reward for t in trajectories if t.reward is not None]
     if rewards:
         metrics["reward"] = float(np.mean(rewards))
@@ -232,7 +231,7 @@ def describe(result: Result) -> str:
     m = result.metrics
     rates = (("abstain", "abstain_rate"), ("error", "error_rate"))
     lost = [f"{label} {share}" for label, share in unscored(m, rates)]
-    found = measures(m) or [
+    found = accuracy.measures(m) or [
         "nothing could be scored"
         if lost
         else "no outcome"

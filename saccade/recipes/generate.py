@@ -37,7 +37,7 @@ from saccade.recipes.quarantine import Quarantine
 from saccade.recipes.selection import SELECT, write_selected
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
-from saccade.rollout.scoring import RewardStream, make_room
+from saccade.rollout.scoring import RewardStream, free_memory_for_rewards
 from saccade.tracking.console import Console
 from saccade.tracking.folder import differences, write_whole
 from saccade.types import Group
@@ -109,7 +109,7 @@ def run(config: Any) -> dict[str, Any]:
                     on_finish=stream.submit,
                     progress=console.progress,
                 )
-            make_room(engine, scorer)
+            free_memory_for_rewards(engine, scorer)
             if scorer is not None or gives_rewards(config.env):
                 groups = stream.attach(groups, console.progress)
             if config.generate.select == "correct":

@@ -39,8 +39,8 @@ from saccade.models.load import pick_dtype
 from saccade.models.rating import judged_length, shows_media
 from saccade.recipes import models, questions
 from saccade.recipes.dialogues import compared
-from saccade.recipes.lengths import remembered, renderer
-from saccade.recipes.quarantine import damage
+from saccade.recipes.length_cache import cached_lengths, renderer
+from saccade.recipes.quarantine import decode_error
 from saccade.recipes.run import Run
 from saccade.tracking.folder import write_whole
 from saccade.types import Batch, Group, Message, Sample
@@ -80,7 +80,7 @@ def load_pairs(
     section = "dpo" if judge is None else "reward_model"
     longest_row = getattr(config, section).max_tokens
     limits, limit = questions.row_limit(config.data, family, longest_row, f"{section}.max_tokens")
-    with remembered(config, family, "dialogue", word, family.render_dialogue) as length:
+    with cached_lengths(config, family, "dialogue", word, family.render_dialogue) as length:
 
         def side(sample: Sample, candidate: tuple[Message, ...]) -> int:
             if shows_media(candidate):
@@ -97,7 +97,7 @@ def load_pairs(
             limit=limit,
             marks=questions.marks_of(family),
         )
-    data = questions.worded(data, word)
+    data = questions.map_samples(data, word)
     return data if judge else datasets.keep(data, _undecided)
 
 
@@ -132,7 +132,9 @@ def strangers(samples: Sequence[Sample]) -> dict[str, Sample]:
     found = {}
     for index, sample in enumerate(samples):
         others = (samples[(index + step) % len(samples)] for step in range(1, len(samples)))
-        other = next((o for o in others if o.messages != sample.messages and not damage(o)), None)
+        other = next(
+            (o for o in others if o.messages != sample.messages and not decode_error(o)), None
+        )
         if other is None:
             raise DataError(
                 "dpo.loss=kto compares with responses to other questions, and all rows ask the "
@@ -167,7 +169,7 @@ def precomputed(run: Run, config: Config, family: Family, samples: Iterable[Samp
     path = Path(config.run.out) / ".cache" / f"reference-{_reference_id(config, family)}.json"
     known: dict[str, list[float]] = json.loads(path.read_text()) if path.is_file() else {}
     # A row with a damaged image is set aside when its turn comes.
-    missing = {k: s for s in samples if (k := content_hash(s)) not in known and not damage(s)}
+    missing = {k: s for s in samples if (k := content_hash(s)) not in known and not decode_error(s)}
     if missing:
         _score_all(run, config, family, missing, known, path)
 
@@ -279,5 +281,5 @@ def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 def held_out(found: datasets.Dataset, name: str, path: str) -> datasets.Dataset:
     """Rows to compare, under ids that no training row has."""
-    found = questions.not_empty(found, f"data.val: {path}")
-    return questions.worded(found, lambda sample: replace(sample, id=f"{name}/{sample.id}"))
+    found = questions.require_rows(found, f"data.val: {path}")
+    return questions.map_samples(found, lambda sample: replace(sample, id=f"{name}/{sample.id}"))

@@ -10,12 +10,9 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.config import Config
@@ -35,7 +32,7 @@ from saccade.rewards.user_functions import split_name
 from saccade.rewards.verifiers import VERIFIERS, has_gold
 from saccade.rollout import env_process
 from saccade.rollout.episode import Limits
-from saccade.types import Batch, Sample, Sampling
+from saccade.types import Sample, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +78,7 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
 
 
 def warn_of_unused(
-    scorer: Scorer | None,
-    sets: Iterable[datasets.Dataset],
-    *,
-    shared: bool = True,
+    scorer: Scorer | None, sets: Iterable[datasets.Dataset], *, shared: bool = True
 ) -> None:
     samples = [sample for data in sets for sample in data.samples]
     for warning in warnings_of(scorer, samples, shared=shared) if scorer is not None else ():
@@ -117,10 +111,7 @@ def unanswered(scorer: Scorer, samples: Sequence[Sample]) -> str:
 
 
 def warn_of_rows(
-    config: Config,
-    family: Family,
-    stream: Stream,
-    held: Iterable[datasets.Dataset],
+    config: Config, family: Family, stream: Stream, held: Iterable[datasets.Dataset]
 ) -> None:
     """What is likely a mistake about the rows as a whole, and nothing to stop for."""
     rows, wanted = stream.rows_per_epoch, config.train.prompts_per_step
@@ -139,11 +130,7 @@ def warn_of_rows(
             )
 
 
-def check_algorithm(
-    algorithm: Algorithm,
-    scorer: Scorer | None,
-    samples: Sequence[Sample],
-) -> None:
+def check_algorithm(algorithm: Algorithm, scorer: Scorer | None, samples: Sequence[Sample]) -> None:
     """What an algorithm wants to know of rewards and rows must be there before step 1."""
     if algorithm.overlong.buffer and scorer is None:
         raise ConfigError(
@@ -233,18 +220,3 @@ def manifest(family: Family, data: datasets.Dataset | None, config: Config) -> d
         # Adapters and references begin again from the folder, not from a checkpoint.
         "weights": files.fingerprint(Path(family.path)),
     }
-
-
-def save_batches(path: Path, batches: Sequence[Batch]) -> Path:
-    """Ids, log-probs, advantages and image hashes of an update that could not be made."""
-    path.parent.mkdir(exist_ok=True)
-    arrays: dict[str, Any] = {}
-    for index, batch in enumerate(batches):
-        for field in fields(batch):
-            value = getattr(batch, field.name)
-            if isinstance(value, np.ndarray):
-                arrays[f"{index}/{field.name}"] = value
-        arrays[f"{index}/keys"] = np.array([f"{id}/{repeat}" for id, repeat in batch.keys])
-        arrays[f"{index}/media"] = np.array([span.media.hash for span in batch.media])
-    np.savez(path, **arrays)
-    return path

@@ -1,8 +1,8 @@
-"""Rows that turn out bad when they are shown: a picture whose header is good and whose pixels are
+"""Rows that turn out bad when they are used: a picture whose header is good and whose pixels are
 not, or a file that changed since it was read.
 
-One rule in training, validation, `eval` and `generate`: such a row is left out, said and listed by
-id; more than `data.max_bad_fraction` of a set, those that were bad as it was read included, stop
+One rule in training, validation, `eval` and `generate`: such a row is left out, logged and listed
+by id; more than `data.max_bad_fraction` of a set, those that were bad as it was read included, stop
 the command.
 
     quarantine = Quarantine(folder, config.data)
@@ -43,7 +43,7 @@ class Quarantine:
         """Those whose media can be shown, by what the model reads of them: that is kept for it, and
         what was kept before is not decoded again.
         """
-        reasons = in_threads(partial(damage, cache=family.cache), samples)
+        reasons = in_threads(partial(decode_error, cache=family.cache), samples)
         for sample, reason in zip(samples, reasons, strict=True):
             if reason is not None and (dataset.hash, sample.id) not in self._found:
                 self._set_aside(dataset.row_of(sample.id, reason), dataset)
@@ -74,7 +74,7 @@ class Quarantine:
         return len(dataset.aside) + len(self.found(dataset))
 
     def record(self, rows: Iterable[BadRow]) -> None:
-        """Into the file, each once, also where a run goes on; no file when there is none."""
+        """Append rows to the file, each once, also in a resumed run; no rows, no file."""
         known = self.file.read_text(encoding="utf-8").splitlines() if self.file.is_file() else []
         lines = [json.dumps(asdict(row), ensure_ascii=False) for row in rows]
         if new := [line for line in lines if line not in known]:
@@ -95,7 +95,7 @@ class Quarantine:
             )
 
 
-def damage(
+def decode_error(
     sample: Sample, cache: Callable[[Media], ImageCache] = lambda media: DECODED
 ) -> str | None:
     """Why a picture of the row, or another medium, cannot be shown."""

@@ -20,7 +20,7 @@ from saccade.data.dataset import POSITIONS, PROMPT_LIMIT
 from saccade.data.sources import set_names
 from saccade.errors import DataError
 from saccade.models.families import Family
-from saccade.recipes.lengths import remembered
+from saccade.recipes.length_cache import cached_lengths
 from saccade.rewards.resolve import verifiers_for
 from saccade.rollout import env_process
 from saccade.types import Sample
@@ -36,7 +36,7 @@ def instruction_of(config: Config) -> str:
     return " ".join(filter(None, [answering, env_process.explanation(config.env)]))
 
 
-def asker(config: Config) -> Callable[[Sample], Sample]:
+def prompt_builder(config: Config) -> Callable[[Sample], Sample]:
     """A row as the model is asked it. A demonstration at its end is no part of the question: of an
     episode all turns, of a chat the last reply.
     """
@@ -86,13 +86,13 @@ def load_prompts(
     change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> datasets.Dataset:
     """Questions, ready to be rendered; rows over the prompt limit follow `data.overlong`."""
-    ask, longest = asker(config), config.data.max_prompt_tokens
+    ask, longest = prompt_builder(config), config.data.max_prompt_tokens
     limits, limit = row_limit(config.data, family, longest, PROMPT_LIMIT, answer=1)
-    with remembered(config, family, "prompt", ask, family.render) as length:
+    with cached_lengths(config, family, "prompt", ask, family.render) as length:
         data = datasets.load(
             sources, limits, length=length, change=change, limit=limit, marks=marks_of(family)
         )
-    return worded(data, ask)
+    return map_samples(data, ask)
 
 
 def row_limit(
@@ -126,9 +126,9 @@ def load_dialogues(
         return sample if tag is None else _tagged(sample, tag, reward_of(sample))
 
     limits, limit = row_limit(config.data, family, config.sft.max_tokens, "sft.max_tokens")
-    with remembered(config, family, "dialogue", word, family.render_dialogue) as length:
+    with cached_lengths(config, family, "dialogue", word, family.render_dialogue) as length:
         data = datasets.load(sources, limits, length=length, limit=limit, marks=marks_of(family))
-    return worded(data, word)
+    return map_samples(data, word)
 
 
 def load_documents(
@@ -175,7 +175,7 @@ def asking_for_the_best(
     if tag is None or not sets:
         return sets
     best = max(reward_of(sample) for sample in data.samples)
-    return {name: worded(part, lambda s: _tagged(s, tag, best)) for name, part in sets.items()}
+    return {name: map_samples(part, lambda s: _tagged(s, tag, best)) for name, part in sets.items()}
 
 
 def unknown_words(family: Family, samples: Sequence[Sample]) -> tuple[str, str] | None:
@@ -205,19 +205,19 @@ def warning_of_words(family: Family, samples: Sequence[Sample]) -> str | None:
     return found and "; ".join(found)
 
 
-def worded(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:
+def map_samples(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:
     return replace(dataset, samples=tuple(change(sample) for sample in dataset.samples))
 
 
 def validation_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:
     val = config.data.val
     return {
-        name: not_empty(load_prompts(config, [source], family), f"data.val: {source.path}")
+        name: require_rows(load_prompts(config, [source], family), f"data.val: {source.path}")
         for name, source in zip(set_names(val), val, strict=True)
     }
 
 
-def not_empty(dataset: datasets.Dataset, where: str) -> datasets.Dataset:
+def require_rows(dataset: datasets.Dataset, where: str) -> datasets.Dataset:
     if not dataset.samples:
         raise DataError(f"{where} has no usable row:\n{dataset.summary}")
     return dataset
@@ -231,5 +231,5 @@ def suite_sets(config: Config, family: Family) -> dict[str, datasets.Dataset]:
     for name in config.eval.suites:
         source, change = suites.suite_source(name, config.eval), suites.SUITES[name].row
         loaded = load_prompts(config, [source], family, change)
-        sets[name] = not_empty(loaded, f"eval.suites: {source.path}")
+        sets[name] = require_rows(loaded, f"eval.suites: {source.path}")
     return sets

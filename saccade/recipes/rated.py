@@ -34,7 +34,7 @@ from saccade.models.heads import RewardHead, attach_reward, load_reward
 from saccade.models.rating import REWARD_FILE, Card, read_card, stepped, verdict_ids, write_card
 from saccade.recipes import questions
 from saccade.recipes.dialogues import compared
-from saccade.recipes.lengths import remembered
+from saccade.recipes.length_cache import cached_lengths
 from saccade.recipes.pairs import is_tie, load_pairs
 from saccade.types import Batch, Group, Message, Metrics, Sample, Trajectory
 
@@ -206,7 +206,7 @@ class Process:
         assert longest is not None, "the defaults of the command are filled in"
         limits, limit = questions.row_limit(config.data, family, longest, "reward_model.max_tokens")
         read = lambda messages: self._read("", messages).ids[:-1]  # noqa: E731
-        with remembered(config, family, f"steps-{mark}", word, read) as length:
+        with cached_lengths(config, family, f"steps-{mark}", word, read) as length:
             data = datasets.load(
                 sources,
                 limits,
@@ -214,7 +214,7 @@ class Process:
                 limit=limit,
                 marks=questions.marks_of(family),
             )
-        return questions.worded(data, word)
+        return questions.map_samples(data, word)
 
     def check(self, samples: Sequence[Sample]) -> None:
         _trained(self.family.path, Card(kind="process"))

@@ -19,8 +19,8 @@ from saccade.disk import require_writable
 from saccade.models.load import describe_trained
 from saccade.models.rating import Card, write_card
 from saccade.plan import total_steps
-from saccade.recipes import average, models, pairs, parts, questions
-from saccade.recipes.guard import guard
+from saccade.recipes import ema, models, pairs, parts, questions
+from saccade.recipes.failures import guard
 from saccade.recipes.quarantine import Quarantine
 from saccade.recipes.rated import Task, measure, named, statistics, task_of
 from saccade.recipes.run import Measured, Run
@@ -46,7 +46,7 @@ def run(config: Any) -> dict[str, Any]:
     models.quiet_libraries()
     family = models.family_of(config, models.start_folder(config))
     task = task_of(config, family)
-    data = questions.not_empty(task.load(config.data.train), "data.train")
+    data = questions.require_rows(task.load(config.data.train), "data.train")
     task.check(data.samples)
     held = held_out(config, task) if config.val.every else {}
     with Run(config, "reward-model", parts.manifest(family, data, config)) as this:
@@ -55,7 +55,8 @@ def run(config: Any) -> dict[str, Any]:
         card = task.attach(policy.model, this.start, data.samples)
         log.info(describe_trained(policy.model, family))
         backend = models.learner(config, policy)
-        stream = this.stream(data, backend)
+        stream = Stream(data, seed=config.run.seed, config=config.data)
+        this.restore(backend, {"stream": stream})
         this.compare_sets(held)
         parts.warn_of_rows(config, family, stream, held.values())
 
@@ -63,7 +64,7 @@ def run(config: Any) -> dict[str, Any]:
             own = task.attach(model, this.start, data.samples)
             write_card(model, replace(own, statistics={}, statistics_step=None))  # of other weights
 
-        averages = average.kept(config, family, backend, this.start, attach)
+        averages = ema.follow(config, family, backend, this.start, attach)
         validation = HeldOut(
             *(task, backend, this.quarantine, held, card),
             every=config.val.every,

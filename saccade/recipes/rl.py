@@ -19,23 +19,23 @@ from saccade import checkpoint, checks
 from saccade.algorithms import algorithm_state, annotate, select
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.algorithm_state import AlgorithmState
-from saccade.algorithms.annotate import add_advantages
+from saccade.algorithms.annotate import add_advantages, add_corrections
 from saccade.algorithms.build import from_config
 from saccade.algorithms.describe import describe
-from saccade.algorithms.inputs import ComponentWeights
+from saccade.algorithms.estimator_inputs import ComponentWeights
 from saccade.algorithms.select import Updates
 from saccade.backends import Reference
 from saccade.backends.local import LocalBackend
-from saccade.config import Config, TrackConfig, load
+from saccade.config import Config, load
 from saccade.disk import require_writable
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
-from saccade.recipes import average, models, parity, parts, questions
-from saccade.recipes.actors import make_actors
-from saccade.recipes.rollouts import Rollouts, Sampler, sample_groups
+from saccade.recipes import ema, models, parity_check, parts, questions
+from saccade.recipes.rl_rollout import Rollouts, sample_groups
+from saccade.recipes.rl_setup import set_up
+from saccade.recipes.rl_update import Learners, update_models
 from saccade.recipes.run import Run
-from saccade.recipes.updates import Learners, update_models
 from saccade.recipes.work import rl_work
 from saccade.rollout.scoring import unread
 from saccade.tracking.metrics import signal_metrics
@@ -64,21 +64,21 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
     with Run(config, "rl", parts.manifest(family, data, config)) as this:
         for text in (data.summary, describe(algorithm), *doubts):
             log.info(text)
-        actors = make_actors(config, algorithm, family, data, this)
-        sampler, learners, validation = actors.sampler, actors.learners, actors.validation
-        engine, policy, reference = sampler.engine, learners.policy, actors.reference
-        averages = average.kept(config, family, policy, this.start)
+        setup = set_up(config, algorithm, family, data, this)
+        sampler, learners, validation = setup.sampler, setup.learners, setup.validation
+        engine, policy, reference = sampler.engine, learners.policy, setup.reference
+        averages = ema.follow(config, family, policy, this.start)
         sets = (data, *validation.sets.values())
-        this.begin(actors.total, policy, family, sets, actors.with_state | averages)
+        this.begin(setup.total, policy, family, sets, setup.with_state | averages)
         state = algorithm_state.restore(algorithm, this.progress.algorithm_state)
         weights = sampler.scorer.component_weights if sampler.scorer else None
-        last: dict[str, Any] = {}
-        this.log_start(parity.check(config, engine, policy, data.samples, version=this.step))
+        every, last = config.track.trajectories_every, dict[str, Any]()
+        this.log_start(parity_check.check(config, engine, policy, data.samples, version=this.step))
         this.validate_start(validation)
         for step in this.steps():
             steered, scores = state.steered(algorithm), this.progress.scores
             with this.phase("rollout"):
-                rollouts = sample_groups(sampler, actors.surplus.groups, scores, step=step)
+                rollouts = sample_groups(sampler, setup.surplus.groups, scores, step=step)
             with this.phase("pack"):
                 groups, state, selected = select_members(rollouts, algorithm, state, weights)
                 updates = pack_updates(groups, algorithm, family, config, step)
@@ -87,14 +87,15 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 updates, weighed = add_advantages(
                     updates, groups, steered, state, weights, version=engine.version
                 )
+                updates, corrected = add_corrections(updates, steered)
             with this.phase("update"):
                 progress, learned = update_models(updates, steered, learners, this.progress, step)
                 refresh_reference(reference, policy, algorithm, step)
             with this.phase("hand_over"):
                 engine.update_weights(policy, version=step)
-            metrics = merged(rollouts.metrics, selected, weighed, learned)
+            metrics = merged(rollouts.metrics, selected, weighed, corrected, learned)
             state = algorithm_state.after_step(state, steered, metrics)
-            actors.surplus.groups = rollouts.surplus
+            setup.surplus.groups = rollouts.surplus
             progress = replace(
                 progress.with_scores(rollouts.scores),
                 step=step,
@@ -102,10 +103,11 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 demonstrations=learners.place_in_demonstrations,
                 algorithm_state=algorithm_state.to_json(state),
             )
-            if count := stored_groups(config.track, step, this.total):
-                shown = annotate.show_advantages(groups[:count], updates)
-                this.store(shown, step=step, scores=progress.scores)
-            metrics.merge(data_metrics(sampler))
+            if every and (step % every == 0 or step in (1, this.total)):
+                shown = annotate.show_advantages(
+                    groups[: config.track.trajectories_groups], updates
+                )
+                this.display.store(shown, step=step, scores=progress.scores)
             sampled, critic = rollouts.scored, learners.critic
             work = rl_work(policy, critic, sampled, updates, config, algorithm, step)
             missed = unread(sampled, sampler.scorer, family)
@@ -114,7 +116,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
 
 
 def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
-    """A checkpoint of another run goes on with the algorithm that its state belongs to."""
+    """Refuse to resume a checkpoint of another run with another algorithm than its state's."""
     if config.run.resume in ("none", "auto", "best"):
         return  # the folder of the run compares its whole config
     path, now = Path(config.run.resume), describe(algorithm).splitlines()
@@ -204,19 +206,3 @@ def merged(*parts: Metrics) -> Metrics:
     for part in parts:
         whole.merge(part)
     return whole
-
-
-def data_metrics(sampler: Sampler) -> Metrics:
-    """How far the rows are."""
-    metrics, stream = Metrics(), sampler.stream
-    metrics.add("data/epoch", stream.epoch)
-    metrics.add("data/cursor", stream.state()["cursor"])
-    metrics.add("data/bad_rows", len(sampler.quarantine.found(stream.dataset)))
-    return metrics
-
-
-def stored_groups(track: TrackConfig, step: int, total: int) -> int:
-    """How many groups of this step are written to disk."""
-    every = track.trajectories_every
-    due = every and (step % every == 0 or step in (1, total))
-    return track.trajectories_groups if due else 0

@@ -93,7 +93,7 @@ class Run:
         self._updating = False  # between the first weight that moves and the end of the step
 
     def __enter__(self) -> Run:
-        """Take the folder, find the checkpoint to go on from, open the display."""
+        """Take the folder, find the checkpoint to resume from, open the display."""
         config = self.config
         with ExitStack() as stack:
             self.folder = stack.enter_context(
@@ -123,23 +123,23 @@ class Run:
         if unlimited := devices.no_limit(config.memory, devices.unoccupied(config.device)):
             log.info(unlimited)
         if self.start is not None:
-            log.info(f"goes on from {self.start}, after step {self.step}")
+            log.info(f"resuming from {self.start}, after step {self.step}")
         elif config.resume == "auto" and not folder.resumed:
-            log.info(f"run.resume=auto: {folder.path} is new, step 1 is next")
+            log.info(f"run.resume=auto: {folder.path} is new; starting with step 1")
         for path in folder.changed:
             log.warning(
-                f"{path} is not what it was when this run was last started; what it "
-                "computes may differ from the steps before"
+                f"{path} has changed since this run was last started; its results may differ from "
+                "those of the steps before"
             )
         for path, lacking in broken.items():
-            log.warning(f"{path} is passed over, it is not whole: {lacking}")
+            log.warning(f"skipping {path}, which is incomplete: {lacking}")
         recorded = [row["step"] for row in read_metrics(folder.metrics) if row["step"]]
         if folder.resumed and self.start is None and recorded:
             there = sorted(entry.name for entry in folder.checkpoints.iterdir())
             log.warning(
                 f"{folder.path} records steps up to {recorded[-1]} and has no complete "
-                f"checkpoint to go on from (checkpoints/ holds {', '.join(there) or 'nothing'}): "
-                "training begins again with step 1. What was recorded is kept as "
+                f"checkpoint to resume from (checkpoints/ holds {', '.join(there) or 'nothing'}): "
+                "starting again with step 1. The records so far are kept as "
                 f"{' and '.join(folder.set_aside_records())}"
             )
 
@@ -189,15 +189,23 @@ class Run:
 
     # -- before the first step --
 
-    def stream(self, data: Dataset, backend: Backend) -> Stream:
-        """The rows in order. From a checkpoint both go on where they were."""
-        stream = Stream(data, seed=self.config.run.seed, config=self.config.data)
+    def restore(
+        self,
+        backend: Backend,
+        streams: Mapping[str, Stream],
+        parts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """From a checkpoint, all of these continue where they were; streams and parts by the names
+        that it has for them.
+        """
         if self.start is not None:
             backend.load_state(self.start / "state")
-            assert self.progress.stream is not None
-            stream.restore(self.progress.stream)
-        self.progress = replace(self.progress, stream=stream.state())
-        return stream
+            for name, stream in streams.items():
+                stream.restore(getattr(self.progress, name))
+            for name, part in (parts or {}).items():
+                part.load_state(self.start / "state" / name)
+        places: dict[str, Any] = {name: stream.state() for name, stream in streams.items()}
+        self.progress = replace(self.progress, **places)
 
     def close_at_end(self, part: Any) -> None:
         if part is not None:
@@ -209,8 +217,8 @@ class Run:
         self.progress, changed = self.progress.with_sets(hashes)
         if changed:
             log.warning(
-                f"data.val: {', '.join(changed)} has other rows or pictures than up to "
-                f"step {self.step}: its scores from here on are not comparable with those before"
+                f"data.val: {', '.join(changed)} has other rows or pictures than up to step "
+                f"{self.step}; do not compare its scores from here on with those before"
             )
 
     def begin(
@@ -224,10 +232,10 @@ class Run:
         """Everything is loaded: from here on a signal writes a checkpoint first. What is not used
         of the `sets` is listed. `parts` have state of their own beside the backend's.
         """
-        self.total, self._family = total, family
+        self.total = total
         self.checkpointer.begin(backend, family, parts or {}, first=self.step + 1, total=total)
         device = devices.present(self.config.run.device)
-        self.display.begin(total, devices.in_precision(device, self.config.model.dtype))
+        self.display.begin(total, devices.in_precision(device, self.config.model.dtype), family)
         for dataset in sets:
             self.quarantine.record(dataset.aside)
         if threading.current_thread() is threading.main_thread():
@@ -256,7 +264,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The steps that are left. A limit or a signal ends them early, after a checkpoint."""
         if self.step >= self.total:
-            log.info(f"step {self.step} is reached already; raise run.max_steps to go on")
+            log.info(f"step {self.step} is already reached; raise run.max_steps to continue")
         third = min(self.step + TRACED_STEP, self.total) if self.config.run.trace else None
         self.display.console.lap()  # loading and the start of an engine belong to no step
         while self.step < self.total:
@@ -268,7 +276,7 @@ class Run:
                 self._stop()
             hours = self.config.run.max_hours
             if hours is not None and time.monotonic() - self._began > hours * 3600:
-                log.info(f"run.max_hours={hours:g} is over after step {self.step}")
+                log.info(f"run.max_hours={hours:g} is reached after step {self.step}")
                 break
         self.save(last=True)
         log.info(
@@ -314,9 +322,8 @@ class Run:
             if validation.due(self.step, self.total):
                 measured = self._validate(validation)
         finally:
-            values, times = {**metrics, **measured}, self.checkpointer.times()
-            row = self.display.finish_step(self.step, values, times)
-        self.display.diagnose(self.step, unread)
+            values = {**metrics, **measured, **self.checkpointer.times()}
+            row = self.display.finish_step(self.step, values, unread)
         is_best = self.config.save.every and self.progress.best_step == self.step
         if self.checkpointer.due(self.step) or is_best:
             self.save(last=self.step == self.total)
@@ -331,7 +338,7 @@ class Run:
             return {}
         self.progress = self.progress.with_scores(found.scores)
         for kind, groups in found.stored.items():
-            self.store(groups, step=step, kind=kind, scores=self.progress.scores)
+            self.display.store(groups, step=step, scores=self.progress.scores, kind=kind)
         for about, line in found.advice.items():
             self.display.advise(about, line, step)
         wanted = self.config.save.best_metric
@@ -344,12 +351,6 @@ class Run:
     def save(self, *, last: bool = False) -> None:
         with self.display.console.phase("save"):
             self.checkpointer.save(self.progress, last=last)
-
-    def store(
-        self, groups: Sequence[Group], *, step: int, scores: Sequence[str], kind: str = "train"
-    ) -> None:
-        """Write rollouts to disk; `scores`: data sources whose outcome is a score."""
-        self.display.store(groups, self._family, step=step, kind=kind, scores=scores)
 
     # -- signals --
 
@@ -376,5 +377,5 @@ class Run:
         """
         self.save(last=True)
         raise Interrupted(
-            f"stopped after step {self.step}; go on with run.resume=auto ({self.folder.path})"
+            f"stopped after step {self.step}; continue with run.resume=auto ({self.folder.path})"
         )

@@ -28,9 +28,9 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.plan import total_steps
-from saccade.recipes import average, models, parts, questions
+from saccade.recipes import ema, models, parts, questions
 from saccade.recipes.dialogues import dialogue, document
-from saccade.recipes.guard import guard
+from saccade.recipes.failures import guard
 from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation, answering
 from saccade.recipes.work import sft_work
@@ -56,14 +56,15 @@ def run(config: Any) -> dict[str, Any]:
         policy = models.load_policy(config, family, folder=str(this.start) if this.start else None)
         log.info(describe_trained(policy.model, family))
         backend = models.learner(config, policy)
-        stream = this.stream(data, backend)
+        stream = Stream(data, seed=config.run.seed, config=config.data)
+        this.restore(backend, {"stream": stream})
         sets = questions.validation_sets(config, family) if config.val.every else {}
         this.compare_sets(sets)
         parts.warn_of_rows(config, family, stream, sets.values())
         sets = questions.asking_for_the_best(config, data, sets)
         validation = answering(this, config, policy, backend, sets)
         teacher = models.load_teacher(config, family)
-        averages = average.kept(config, family, backend, this.start)
+        averages = ema.follow(config, family, backend, this.start)
         total = total_steps(config, stream.rows_per_epoch)
         this.begin(total, backend, family, (data, *sets.values()), averages)
         return _train(this, config, backend, teacher, family, stream, validation)

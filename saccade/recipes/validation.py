@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from saccade.backends.local import LocalBackend
 from saccade.config import Config
 from saccade.data.datasets import Dataset
-from saccade.recipes import models, parity, parts
+from saccade.recipes import models, parity_check, parts
 from saccade.recipes.engines import make_engine
 from saccade.recipes.evaluate import Evaluator, describe
 from saccade.recipes.run import Measured, Run
@@ -39,7 +39,7 @@ class Validation:
         engine, config = self.evaluator.engine, self.evaluator.config
         samples = [s for dataset in self.sets.values() for s in dataset.samples]
         engine.update_weights(self.weights, version=version)
-        found = parity.check(config, engine, self.weights, samples, version=version)
+        found = parity_check.check(config, engine, self.weights, samples, version=version)
         engine.sleep()
         return found
 
@@ -70,11 +70,7 @@ class Validation:
 
 
 def answering(
-    run: Run,
-    config: Config,
-    policy: models.Policy,
-    weights: LocalBackend,
-    sets: dict[str, Dataset],
+    run: Run, config: Config, policy: models.Policy, weights: LocalBackend, sets: dict[str, Dataset]
 ) -> Validation:
     """For training that samples nothing itself: engine and rewards only where there are sets."""
     evaluator = None

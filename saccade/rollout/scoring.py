@@ -123,7 +123,9 @@ class RewardStream:
         )
 
 
-def telling(progress: Progress, scorer: Scorer | None, reward: RewardConfig) -> Progress:
+def report_slow_rewards(
+    progress: Progress, scorer: Scorer | None, reward: RewardConfig
+) -> Progress:
     """Shows progress; when rewards take long, also says in words what is waited for."""
     begun, patience = time.monotonic(), PATIENCE
 
@@ -145,7 +147,7 @@ def telling(progress: Progress, scorer: Scorer | None, reward: RewardConfig) -> 
     return watch
 
 
-def make_room(engine: Engine, scorer: Scorer | None) -> None:
+def free_memory_for_rewards(engine: Engine, scorer: Scorer | None) -> None:
     """Before learned rewards are scored: the engine's cache and they may not fit together."""
     if scorer is not None and scorer.learned is not None:
         engine.sleep()

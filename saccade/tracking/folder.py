@@ -88,7 +88,7 @@ class RunFolder:
         try:
             resumed = existed and _take_up(path, options, manifest)
             folder = cls(path, lock, resumed=resumed)
-            folder._write_start(options, texts, command, manifest)
+            folder._write_start(options, texts, {**manifest, "command": command})
         except BaseException:
             _release(lock)
             raise
@@ -133,11 +133,7 @@ class RunFolder:
         self.close()
 
     def _write_start(
-        self,
-        options: Mapping[str, Any],
-        texts: Mapping[str, str],
-        command: str,
-        manifest: Mapping[str, Any],
+        self, options: Mapping[str, Any], texts: Mapping[str, str], manifest: Mapping[str, Any]
     ) -> None:
         for folder in (self.trajectories, self.checkpoints):
             folder.mkdir(exist_ok=True)
@@ -147,10 +143,14 @@ class RunFolder:
         functions = _function_files(options)
         known = before.get("functions", {})
         self.changed = [f for f, digest in functions.items() if known.get(f, digest) != digest]
-        start = {"time": _now(), "command": command, "argv": sys.argv, "pid": os.getpid()}
+        start = {
+            "time": _now(),
+            "command": manifest["command"],
+            "argv": sys.argv,
+            "pid": os.getpid(),
+        }
         facts = {
             **manifest,
-            "command": command,
             "seed": options["run"]["seed"],
             "python": platform.python_version(),
             "platform": platform.platform(),

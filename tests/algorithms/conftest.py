@@ -286,7 +286,7 @@ def written(records, golden):
             old_entropies=rows(1 + (2 * golden.sequence + 3 * golden.position).double().sin()),
         )
         known = algorithm_state.observe(algorithm_state.restore(row, None), groups, row)
-        found = annotate.write_advantages(packed, groups, row, known)
+        found = annotate.add_advantages(packed, groups, row, known)
         return found if measured else found[0]
 
     return write

@@ -17,7 +17,7 @@ def test_advantages_leave_out_who_was_not_scored(algorithm, records):
     row, known = algorithm(), algorithm_state.restore(algorithm(), None)
     groups = [records.group("a", [1.0, None, 0.0, 0.0])]
     groups = select.mark_members(groups, row)[0]
-    updates = annotate.write_advantages(records.packed([groups]), groups, row, known)[0]
+    updates = annotate.add_advantages(records.packed([groups]), groups, row, known)[0]
     values = records.column(updates, "advantages")
     assert set(values) == {("a", 0), ("a", 2), ("a", 3)}
     std = np.std([1.0, 0.0, 0.0], ddof=1)
@@ -33,7 +33,7 @@ def test_who_is_excluded_by_status_may_stay_in_the_baseline(algorithm, records):
             "advantage=no_std", "exclude_status=[overturn]", f"excluded_in_baseline={option}"
         )
         groups = select.mark_members([group], row)[0]
-        updates = annotate.write_advantages(
+        updates = annotate.add_advantages(
             records.packed([groups]), groups, row, algorithm_state.restore(row, None)
         )[0]
         values = records.column(updates, "advantages")
@@ -47,7 +47,7 @@ def test_a_group_shrunk_to_one_member_does_not_train(algorithm, records):
     row = algorithm("aggregation=token_mean")
     groups = [records.group("a", [1.0, None]), records.group("b", [1.0, 0.0])]
     groups, _ = select.mark_members(groups, row)
-    updates, metrics = annotate.write_advantages(
+    updates, metrics = annotate.add_advantages(
         records.packed([groups]), groups, row, algorithm_state.restore(row, None)
     )
     scales = records.column(updates, "scales")
@@ -62,7 +62,7 @@ def test_scales_of_an_update_add_up_to_one_however_it_is_packed(algorithm, recor
     row = algorithm("preset=dapo", updates_per_step=2)
     parts = select.split_updates(groups, 2, seed=0)
     wide, narrow = (
-        annotate.write_advantages(
+        annotate.add_advantages(
             records.packed(parts, budget), groups, row, algorithm_state.restore(row, None)
         )[0]
         for budget in (1000, 8)
@@ -78,7 +78,7 @@ def test_scales_of_an_update_add_up_to_one_however_it_is_packed(algorithm, recor
 
 def test_a_mean_over_sequences_weighs_them_alike(algorithm, records):
     groups, row = [records.group("a", [0.0, 1.0, 0.0, 1.0], [1, 2, 4, 8])], algorithm()
-    updates = annotate.write_advantages(
+    updates = annotate.add_advantages(
         records.packed([groups]), groups, row, algorithm_state.restore(row, None)
     )[0]
     scales = records.column(updates, "scales")
@@ -91,9 +91,9 @@ def test_a_step_in_which_nothing_trains(algorithm, records):
     known = algorithm_state.restore(row, None)
     groups = select.mark_members(groups, row)[0]
     updates = records.packed(select.split_updates(groups, 1, seed=0))
-    assert updates == [] and annotate.write_advantages(updates, groups, row, known)[0] == []
-    assert annotate.write_advantages([], [], row, known)[0] == []
-    assert annotate.write_corrections([], algorithm("preset=[grpo,tis]"))[0] == []
+    assert updates == [] and annotate.add_advantages(updates, groups, row, known)[0] == []
+    assert annotate.add_advantages([], [], row, known)[0] == []
+    assert annotate.add_corrections([], algorithm("preset=[grpo,tis]"))[0] == []
 
 
 def test_a_kl_in_the_reward_lowers_it_before_the_baseline(algorithm, written, records, golden):
@@ -110,7 +110,7 @@ def test_a_failed_greedy_rollout_excludes_its_group(algorithm, records):
     row = algorithm("preset=remax", "kl.coef=0", "aggregation=token_mean")
     greedy = {"a": records.member("a", 0, 0.25, 2), "b": records.member("b", 0, None, 2), "c": None}
     groups = [replace(records.group(uid, [1.0]), greedy=one) for uid, one in greedy.items()]
-    updates, metrics = annotate.write_advantages(
+    updates, metrics = annotate.add_advantages(
         records.packed([groups]), groups, row, algorithm_state.restore(row, None)
     )
     assert records.column(updates, "scales") == {
@@ -139,7 +139,7 @@ def test_only_a_truncated_response_is_worth_what_the_critic_says(algorithm, reco
         for b in updates[0]
     ]
     updates = annotate.with_scores(updates, ("values", "last_values"), scored)
-    updates = annotate.write_advantages(updates, groups, row, algorithm_state.restore(row, None))[0]
+    updates = annotate.add_advantages(updates, groups, row, algorithm_state.restore(row, None))[0]
     returns = {key: values[0] for key, values in records.column(updates, "returns").items()}
     truncated = 1.0 + 1.5 * (bootstrap == "true")
     assert returns == exact({("a", 0): 1.0, ("a", 1): truncated, ("a", 2): 1.0})
@@ -154,7 +154,7 @@ def test_domains_weigh_the_groups(algorithm, records):
         records.group("b", [0.5, 2.0], LENGTHS[2:], extra={"domain": "ct"}),
     ]
     known = algorithm_state.observe(algorithm_state.restore(row, None), groups, row)
-    updates = annotate.write_advantages(records.packed([groups]), groups, row, known)[0]
+    updates = annotate.add_advantages(records.packed([groups]), groups, row, known)[0]
     values = records.column(updates, "advantages")
     expected = [1.209362, -1.209362, -0.193498, 0.193498]
     assert [values[key][0] for key in KEYS] == pytest.approx(expected, abs=1e-6)
@@ -189,7 +189,7 @@ def standard(values):
 
 def of_terms(algorithm, records, groups, weights):
     row = algorithm("preset=gdpo")
-    updates = annotate.write_advantages(
+    updates = annotate.add_advantages(
         records.packed([groups]), groups, row, algorithm_state.restore(row, None), weights
     )[0]
     return {key: values[0] for key, values in records.column(updates, "advantages").items()}
@@ -223,10 +223,7 @@ def test_each_source_has_its_own_weights_and_lacks_terms_without_harm(algorithm,
     weights = {"x": {"acc": 1.0, "fmt": 0.5}, "y": {"acc": 2.0, "speed": -1.0}}
     found = of_terms(algorithm, records, groups, weights.__getitem__)
     total = np.concatenate(
-        [
-            standard(accuracy) + 0.5 * standard(form),
-            2 * standard(accuracy) - standard(speed),
-        ]
+        [standard(accuracy) + 0.5 * standard(form), 2 * standard(accuracy) - standard(speed)]
     )
     expected = (total - total.mean()) / (total.std(ddof=1) + 1e-4)
     assert list(found.values()) == exact(expected.tolist(), 1e-5)
@@ -258,13 +255,13 @@ def test_tokens_of_older_weights_are_marked_and_in_no_mismatch(algorithm, record
         old_logprobs={("a", 0): [-1.0, -9.0, -1.5], ("a", 1): [-1.0, -1.25]},
     )
     known = algorithm_state.restore(row, None)
-    marked = annotate.write_advantages(updates, [group], row, known, version=4)[0]
+    marked = annotate.add_advantages(updates, [group], row, known, version=4)[0]
     assert records.column(marked, "stale") == {("a", 0): [1, 1, 0], ("a", 1): [0, 0]}
     new = {("a", 0): [-1.0] * 3, ("a", 1): [-1.0] * 2}
     _, log = loss_of(row, marked[0], new)
     assert log["mismatch/logp_gap_mean"] == exact(0.75 / 3)
     assert log["mismatch/logp_gap_max"] == 0.5 and log["mismatch/unscored_frac"] == 0
-    fresh = annotate.write_advantages(updates, [group], row, known, version=3)[0]
+    fresh = annotate.add_advantages(updates, [group], row, known, version=3)[0]
     assert fresh[0][0].stale is None
     assert loss_of(row, fresh[0], new)[1]["mismatch/logp_gap_max"] == 8.0
 
@@ -337,7 +334,7 @@ def test_the_critic_has_a_mean_over_live_tokens(algorithm, written, records):
 def test_advantages_are_shown_on_the_members(algorithm, records):
     row = algorithm()
     groups = select.mark_members([records.group("a", [1.0, None, 0.0])], row)[0]
-    updates = annotate.write_advantages(
+    updates = annotate.add_advantages(
         records.packed([groups]), groups, row, algorithm_state.restore(row, None)
     )[0]
     (shown,) = annotate.show_advantages(groups, updates)

@@ -30,7 +30,7 @@ from tests.algorithms.by_member import FIRST, KEYS, NO_KL, exact, loss_of, rows
 def test_reference_values_over_forests(algorithm, written, golden, overrides, value):
     row = algorithm(*NO_KL, *overrides, "old=recompute")
     for packing in ({}, {"budget": 8}, {"flip": True}, {"budget": 8, "flip": True}):
-        (batches,) = annotate.write_corrections(written(row, **packing), row)[0]
+        (batches,) = annotate.add_corrections(written(row, **packing), row)[0]
         assert len(batches) == (4 if "budget" in packing else 1)
         loss, _ = loss_of(row, batches, rows(golden.new))
         assert loss == pytest.approx(value, abs=3e-7)
@@ -38,12 +38,12 @@ def test_reference_values_over_forests(algorithm, written, golden, overrides, va
 
 def test_seven_of_eighteen_tokens_are_kept_and_counted(algorithm, written, records):
     row = algorithm(*NO_KL, "correct=[{name: icepop, low: 0.97, high: 1.03}]", "denominator=kept")
-    updates, metrics = annotate.write_corrections(written(row), row)
+    updates, metrics = annotate.add_corrections(written(row), row)
     keep = np.concatenate(list(records.column(updates, "keep").values()))
     assert (keep > 0).sum() == 7 and keep[keep > 0].tolist() == exact([18 / 7] * 7)
     assert metrics.means()["mismatch/masked_frac"] == pytest.approx(11 / 18)
     row = algorithm(*NO_KL, "entropy_top=0.2")
-    _, metrics = annotate.write_corrections(written(row), row)
+    _, metrics = annotate.add_corrections(written(row), row)
     assert metrics.means()["policy/entropy_kept_frac"] == pytest.approx(4 / 18)
 
 
@@ -59,7 +59,7 @@ def test_over_what_was_kept_the_factors_make_up_for_the_rest(
         "denominator=kept",
     )
     before = written(row)
-    updates = annotate.write_corrections(before, row)[0]
+    updates = annotate.add_corrections(before, row)[0]
     assert records.column(updates, "scales") == records.column(before, "scales")
     scales, keep = (
         np.concatenate(list(records.column(updates, name).values())) for name in ("scales", "keep")
@@ -74,7 +74,7 @@ def test_the_kl_ignores_what_a_filter_drops(algorithm, written, golden):
     plain, kept = algorithm(*overrides), algorithm(*overrides, "entropy_top=0.2")
     logs = []
     for row in (plain, kept):
-        (batches,) = annotate.write_corrections(written(row), row)[0]
+        (batches,) = annotate.add_corrections(written(row), row)[0]
         logs.append(loss_of(row, batches, rows(golden.new))[1])
     assert logs[0]["policy/kl_loss"] == logs[1]["policy/kl_loss"] == exact(0.03932377)
     assert logs[1]["policy/pg_loss"] == exact(0.11624419, 3e-6)
@@ -84,8 +84,7 @@ def test_weights_average_to_one_in_each_update(algorithm, written, records, gold
     row = algorithm(*NO_KL, "correct=[tis.token]", "self_normalise=true", updates_per_step=2)
     plain = row.model_copy(update={"self_normalise": False})
     before, after = (
-        annotate.write_corrections(written(row, updates=2, budget=8), one)[0]
-        for one in (plain, row)
+        annotate.add_corrections(written(row, updates=2, budget=8), one)[0] for one in (plain, row)
     )
     assert [len(batches) for batches in after] == [2, 2]
     for raw, normal in zip(before, after, strict=True):
@@ -99,7 +98,7 @@ def test_weights_average_to_one_in_each_update(algorithm, written, records, gold
 
 def test_the_effective_sample_size_is_that_of_the_weights(algorithm, written, golden):
     row = algorithm(*NO_KL, "correct=[tis.token]")
-    _, metrics = annotate.write_corrections(written(row), row)
+    _, metrics = annotate.add_corrections(written(row), row)
     weights = (golden.old - golden.rollout).exp()
     log = metrics.means()
     assert log["mismatch/ess"] == exact(effective_sample_size(weights, golden.live))
@@ -111,7 +110,7 @@ def test_the_effective_sample_size_is_that_of_the_weights(algorithm, written, go
 def test_no_correction_writes_no_column(algorithm, written):
     row = algorithm(*NO_KL)
     updates = written(row)
-    assert annotate.write_corrections(updates, row)[0] is updates
+    assert annotate.add_corrections(updates, row)[0] is updates
 
 
 # -- a hot first token -----------------------------------------------------------------------------
@@ -120,7 +119,7 @@ def test_no_correction_writes_no_column(algorithm, written):
 def test_a_hot_first_token_is_weighed_by_its_own_gap(algorithm, written, records, golden):
     row = algorithm(*NO_KL, "preset=[grpo,fire]", "fire.cap=1.02")
     before = written(row)
-    updates = annotate.write_corrections(before, row)[0]
+    updates = annotate.add_corrections(before, row)[0]
     weights = np.concatenate(list(records.column(updates, "weights").values()))
     expected = np.ones(18)
     expected[FIRST] = (golden.old - golden.rollout).exp().clamp(max=1.02)[FIRST]
@@ -138,7 +137,7 @@ def test_a_hot_first_token_is_weighed_by_its_own_gap(algorithm, written, records
 
 def test_corrections_do_not_see_the_gap_of_a_hot_first_token(algorithm, written, records, golden):
     row = algorithm(*NO_KL, "preset=[grpo,fire]", "fire.cap=1.02", "correct=[tis.sequence]")
-    updates = annotate.write_corrections(written(row), row)[0]
+    updates = annotate.add_corrections(written(row), row)[0]
     weights = records.column(updates, "weights")
     gaps = rows(golden.old - golden.rollout)
     for key in KEYS:
@@ -151,7 +150,7 @@ def test_a_hot_first_token_without_a_log_prob_weighs_one(algorithm, written, rec
     row = algorithm(*NO_KL, "preset=[grpo,fire]")
     unknown = rows(torch.full_like(golden.rollout, float("nan")))
     updates = records.filled(written(row), rollout_logprobs=unknown)
-    updates = annotate.write_corrections(updates, row)[0]
+    updates = annotate.add_corrections(updates, row)[0]
     assert set(np.concatenate(list(records.column(updates, "weights").values()))) == {1.0}
 
 
@@ -174,13 +173,13 @@ def test_a_masked_first_token_is_in_no_denominator(algorithm, written, records, 
         assert records.column(updates, "advantages")[key][0] == 0
     log = metrics.means()
     assert (log["policy/live_tokens"], log["policy/live_sequences"]) == (14, 4)
-    assert annotate.write_corrections(updates, row)[0] is updates
+    assert annotate.add_corrections(updates, row)[0] is updates
 
 
 def test_a_response_of_one_masked_token_does_not_train(algorithm, records):
     row = algorithm("preset=[grpo,fire]", "fire.first_token=mask")
     groups = [records.group("a", [0.0, 1.0, 5.0], [2, 3, 1])]
-    updates, metrics = annotate.write_advantages(
+    updates, metrics = annotate.add_advantages(
         records.packed([groups]), groups, row, algorithm_state.restore(row, None)
     )
     assert records.column(updates, "scales")["a", 2] == [0]

@@ -132,7 +132,7 @@ def test_where_a_question_ends_depends_on_what_follows_it() -> None:
     def asked(roles: str, *options: str) -> str:
         names = {"u": "user", "a": "assistant", "t": "tool"}
         messages = tuple(Message(role=names[role], parts=("x",)) for role in roles)  # type: ignore[arg-type]
-        ask = questions.asker(load(None, ["prompt.instruction=", *options]))
+        ask = questions.prompt_builder(load(None, ["prompt.instruction=", *options]))
         return "".join(m.role[0] for m in ask(Sample(id="1", messages=messages)).messages)
 
     assert asked("uaua") == "uau" and asked("uau") == "uau"  # a chat

@@ -32,7 +32,7 @@ from saccade.errors import (
     TrainingError,
 )
 from saccade.recipes import evaluate, generate, rl, sft
-from saccade.recipes.guard import check_errors, check_mismatch
+from saccade.recipes.failures import check_errors, check_mismatch
 from saccade.rollout import scoring
 from saccade.tracking.loggers import read_metrics
 from saccade.types import Group, Metrics, Sample, Trajectory
@@ -264,9 +264,9 @@ def test_weights_that_were_cut_short_are_refused_before_a_run_begins(
 @pytest.mark.parametrize(
     ("ends", "blamed"),
     [
-        (("env_error", "timeout"), "mend the environment (crop), or raise"),
-        (("env_error", "answered"), "mend the environment (crop) and the reward, or raise"),
-        (("answered", "answered"), "mend the reward, or raise"),
+        (("env_error", "timeout"), "fix the environment (crop), or raise"),
+        (("env_error", "answered"), "fix the environment (crop) and the reward, or raise"),
+        (("answered", "answered"), "fix the reward, or raise"),
     ],
 )
 def test_who_failed_is_named(ends: tuple[str, ...], blamed: str) -> None:
@@ -296,7 +296,7 @@ def test_a_function_that_changed_before_a_resume_is_named(rl_config: Make, tmp_p
     for step, body in enumerate(["groups", "groups", "groups[:]"], 1):
         mine.write_text(f"def keep(groups):\n    return {body}\n")
         rl.run(config | {"run.max_steps": step})
-        assert (f"WARNING: {mine} is not what it was" in log.read_text()) == (step == 3)
+        assert (f"WARNING: {mine} has changed since" in log.read_text()) == (step == 3)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_a_checkpoint_that_was_cut_is_passed_over_and_named(
     capsys.readouterr()
     rl.run(changes | {"run.resume": "auto"})
     said = capsys.readouterr().out.replace("\n", "")
-    assert "step-2 is passed over, it is not whole: model.safetensors has 1,000 of" in said
+    assert "step-2, which is incomplete: model.safetensors has 1,000 of" in said
     assert "step 2/2" in said and "step 1/2" not in said
 
 

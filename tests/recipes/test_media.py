@@ -25,7 +25,7 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.export import export
 from saccade.media import pixel_cache
 from saccade.models.families import qwen_vl
-from saccade.recipes import dpo, quarantine, questions, reward_model, rl, rollouts, sft
+from saccade.recipes import dpo, quarantine, questions, reward_model, rl, rl_rollout, sft
 from saccade.types import Media
 
 TINY = {"video": "tiny:qwen2_5_vl", "audio": "tiny:qwen2_audio", "every": "tiny:qwen2_5_omni"}
@@ -148,8 +148,8 @@ def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(
     stream = Stream(data, seed=0, config=DataConfig())
     coming = [media for sample in stream.peek(4) for media in sample.media]
     pixels = [family.measure(media)[1] * family.unit**2 for media in coming]
-    monkeypatch.setattr(rollouts, "LOOK_AHEAD", 3 * sum(pixels[:ready]))
-    rollouts.prefetch_prompts(stream, 4, family)
+    monkeypatch.setattr(rl_rollout, "LOOK_AHEAD", 3 * sum(pixels[:ready]))
+    rl_rollout.prefetch_prompts(stream, 4, family)
     deadline = time.monotonic() + 30
     while family._render.cache_info().currsize < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -171,9 +171,9 @@ def test_a_picture_is_decoded_once_however_often_its_row_comes(
 
 
 def test_a_set_is_looked_at_once_however_often_it_is_measured(family_of, tmp_path, monkeypatch):
-    looked, damage = [], quarantine.damage
+    looked, damage = [], quarantine.decode_error
     monkeypatch.setattr(
-        quarantine, "damage", lambda sample, cache: looked.append(sample.id) or damage(sample)
+        quarantine, "decode_error", lambda sample, cache: looked.append(sample.id) or damage(sample)
     )
     config = load({"run.out": str(tmp_path), "data.train": pictures(tmp_path, 3)})
     family = family_of("qwen2_5_vl")
@@ -217,7 +217,7 @@ def test_the_next_prompts_are_prepared_once_the_engine_has_begun(
     rl_config, tmp_path, monkeypatch
 ) -> None:
     looks, ahead = [0], []
-    poll, prefetch = EmbeddedEngine.poll, rollouts.prefetch_prompts
+    poll, prefetch = EmbeddedEngine.poll, rl_rollout.prefetch_prompts
 
     def counting(engine):
         looks[0] += 1
@@ -228,7 +228,7 @@ def test_the_next_prompts_are_prepared_once_the_engine_has_begun(
         prefetch(*arguments)
 
     monkeypatch.setattr(EmbeddedEngine, "poll", counting)
-    monkeypatch.setattr(rollouts, "prefetch_prompts", noting)
+    monkeypatch.setattr(rl_rollout, "prefetch_prompts", noting)
     rl.run(rl_config(tmp_path, run__max_steps=2, val__every=0))
     assert len(ahead) == 2 and ahead[0] == 1  # once in a step, after its first look
     assert 1 < ahead[1] < looks[0]

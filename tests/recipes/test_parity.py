@@ -4,7 +4,7 @@ import pytest
 
 from saccade.errors import EnvironmentProblem
 from saccade.models.load import load_model
-from saccade.recipes import actors, rl, sft, validation
+from saccade.recipes import rl, rl_setup, sft, validation
 from saccade.tracking.loggers import read_metrics
 from tests.engines.copies import CopyEngine
 
@@ -19,7 +19,7 @@ def foreign(monkeypatch):
             copy = load_model(policy.family, dtype=dtype, device=policy.model.device)
             return CopyEngine(copy, policy.family, **options)
 
-        for recipe in (actors, validation):
+        for recipe in (rl_setup, validation):
             monkeypatch.setattr(recipe, "make_engine", make_engine)
 
     return use

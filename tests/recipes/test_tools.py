@@ -201,5 +201,5 @@ def test_limits_that_contradict_are_refused(config: dict[str, Any], scenes: Path
 def test_the_prompt_says_how_to_answer_and_how_to_zoom(config: dict[str, Any]) -> None:
     tried = load(config | {"prompt.instruction": None})
     question = Sample(id="q", messages=(Message(role="user", parts=("How many?",)),))
-    told = questions.asker(tried)(question).messages[0].text
+    told = questions.prompt_builder(tried)(question).messages[0].text
     assert "<answer>" in told and "<grounding>" in told and "fractions" in told

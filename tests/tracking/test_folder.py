@@ -103,10 +103,7 @@ def test_a_file_in_the_way_is_named(open_folder: Open, config: Config) -> None:
 
 
 def test_a_folder_in_use_names_the_process(open_folder: Open) -> None:
-    with (
-        open_folder(),
-        pytest.raises(ConfigError, match=f"in use by process {os.getpid()} "),
-    ):
+    with open_folder(), pytest.raises(ConfigError, match=f"in use by process {os.getpid()} "):
         open_folder("run.resume=auto")
     open_folder("run.resume=auto").close()
 

@@ -1,8 +1,8 @@
-"""An average of the weights that follows the policy slowly, kept as a model folder of its own.
+"""An average of the weights that follows the policy slowly; checkpoints hold it as a model folder.
 
 average = b * average + (1 - b) * weights, after every update; b = train.ema
 
-this.begin(total, backend, family, sets, kept(config, family, backend, this.start))
+this.begin(total, backend, family, sets, follow(config, family, backend, this.start))
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class Average:
         return 2 * self.backend.saved_bytes()
 
     def state_files(self, *, copy: bool = False) -> Iterator[File]:
-        """What it goes on from, in fp32 if it is kept so, and what can be loaded."""
+        """The state to resume from, in fp32 if it is kept so, and a model folder to load."""
         yield from self.backend.state_files(copy=copy)
         yield from self.backend.model_files(copy=copy)
         yield "", partial(copy_processor, self.backend.family)
 
 
-def kept(
+def follow(
     config: Config,
     family: Family,
     policy: LocalBackend,
     start: Path | None,
     attach: Callable[[Any], object] = lambda model: None,
 ) -> dict[str, Average]:
-    """Nothing, unless the config wants an average; `start` is the checkpoint to go on from.
-    `attach` gives its model what the policy's has beside the folder's weights.
+    """The average as a part of the checkpoint; empty unless train.ema asks for one. `start` is the
+    checkpoint to resume from; `attach` adds heads that the folder's weights do not have.
     """
     if not config.train.ema:
         return {}

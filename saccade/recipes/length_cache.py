@@ -4,7 +4,7 @@ A length depends on the messages, on the sizes and pixel budgets of their images
 renders them (family, tokenizer, template); all of these are in the key, so a stale entry cannot be
 read.
 
-    with remembered(config, family, "prompt", ask, family.render) as length:
+    with cached_lengths(config, family, "prompt", ask, family.render) as length:
         datasets.load(sources, config.data, length=length)
 """
 
@@ -26,7 +26,7 @@ Length = Callable[[Sample], int]
 
 
 @contextmanager
-def remembered(
+def cached_lengths(
     config: Config,
     family: Family,
     kind: str,

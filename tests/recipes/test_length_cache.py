@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from saccade.config import load
-from saccade.recipes.lengths import remembered
+from saccade.recipes.length_cache import cached_lengths
 from saccade.types import Message, Sample
 
 
@@ -21,7 +21,7 @@ def counted(family_of, image, tmp_path):
 
     def lengths(samples, kind="prompt"):
         calls.clear()
-        with remembered(config, family, kind, lambda sample: sample, render) as length:
+        with cached_lengths(config, family, kind, lambda sample: sample, render) as length:
             return [length(sample) for sample in samples], len(calls)
 
     return lengths, image

@@ -25,11 +25,17 @@ from saccade.media.videos import PAIR
 from saccade.models.families import Family
 from saccade.recipes import parts
 from saccade.recipes.accuracy import Scores, outcomes_by_source, score_terms
-from saccade.recipes.guard import check_errors
+from saccade.recipes.failures import check_errors
 from saccade.recipes.quarantine import Quarantine
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
-from saccade.rollout.scoring import RewardStream, make_room, parsed, telling, thinks
+from saccade.rollout.scoring import (
+    RewardStream,
+    free_memory_for_rewards,
+    parsed,
+    report_slow_rewards,
+    thinks,
+)
 from saccade.tracking.metrics import group_metrics
 from saccade.types import ALWAYS_EXCLUDED, Group, Metrics
 
@@ -89,9 +95,9 @@ class Sampler:
             on_finish=rewards.submit,
             progress=progress,
         )
-        make_room(self.engine, self.scorer)
+        free_memory_for_rewards(self.engine, self.scorer)
         with self.phase("reward_wait"):
-            watch = telling(self.watch, self.scorer, config.reward)
+            watch = report_slow_rewards(self.watch, self.scorer, config.reward)
             groups = rewards.attach(groups, watch, tolerated=config.reward.max_error_rate)
         check_errors(groups, config)
         return groups
@@ -138,6 +144,9 @@ def sample_groups(
     sampler.engine.sleep()
     found = score_terms(sampler.scorer, outcomes_by_source(scored), scores)
     metrics = rollout_metrics(scored, algorithm, sampler.scorer, sampler.family, found)
+    metrics.add("data/epoch", sampler.stream.epoch)
+    metrics.add("data/cursor", sampler.stream.state()["cursor"])
+    metrics.add("data/bad_rows", len(sampler.quarantine.found(sampler.stream.dataset)))
     metrics.add("group/rounds", rounds)
     metrics.add("group/carried", len(carried))
     metrics.add("group/kept_frac", len(kept) - len(carried), len(scored))

@@ -20,7 +20,7 @@ from saccade.backends.losses import PolicyLoss, ValueLoss
 from saccade.backends.schedule import rate
 from saccade.config import TrainConfig
 from saccade.recipes.demonstrations import Demonstrations
-from saccade.recipes.guard import check_mismatch, guard
+from saccade.recipes.failures import check_mismatch, guard
 from saccade.recipes.progress import Progress
 from saccade.types import Batch, Metrics
 

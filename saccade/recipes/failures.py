@@ -8,14 +8,16 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.backends import Update
 from saccade.config import Config, TrainConfig
 from saccade.errors import RewardError, TrainingError
-from saccade.recipes.parts import save_batches
 from saccade.rewards.user_functions import LATE
 from saccade.rollout.scoring import GIVEN_UP
 from saccade.types import Batch, Group, Metrics
@@ -53,6 +55,21 @@ def guard(
             f"{train.on_nonfinite}); lower train.lr, and look at {where}"
         )
     return {**before, who: bad}
+
+
+def save_batches(path: Path, batches: Sequence[Batch]) -> Path:
+    """Ids, log-probs, advantages and image hashes of an update that could not be made."""
+    path.parent.mkdir(exist_ok=True)
+    arrays: dict[str, Any] = {}
+    for index, batch in enumerate(batches):
+        for field in fields(batch):
+            value = getattr(batch, field.name)
+            if isinstance(value, np.ndarray):
+                arrays[f"{index}/{field.name}"] = value
+        arrays[f"{index}/keys"] = np.array([f"{id}/{repeat}" for id, repeat in batch.keys])
+        arrays[f"{index}/media"] = np.array([span.media.hash for span in batch.media])
+    np.savez(path, **arrays)
+    return path
 
 
 def check_mismatch(metrics: Metrics, algorithm: Algorithm, parity_max: float | None) -> None:
@@ -106,7 +123,7 @@ def refuse_errors(everybody: Sequence[Judged], config: Config) -> None:
         deadline = f"reward.deadline above {config.reward.deadline:g} s, or " if late else ""
         raise RewardError(
             f"{len(failed)} of {total} samples could not be scored ({dict(kinds)}){others}, for "
-            f"example {example.sample_id}: {example.reason or example.end_reason}; mend "
+            f"example {example.sample_id}: {example.reason or example.end_reason}; fix "
             f"{' and '.join(blamed)}, or raise {deadline}"
             f"reward.max_error_rate above {config.reward.max_error_rate:g}"
         )

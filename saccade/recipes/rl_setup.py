@@ -1,6 +1,6 @@
-"""Who takes part in reinforcement learning, made from a config or a checkpoint.
+"""What a run of reinforcement learning is made of, from a config or a checkpoint.
 
-actors = make_actors(config, algorithm, family, data, run)
+setup = set_up(config, algorithm, family, data, run)
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from saccade.recipes import models, parts, questions
 from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.engines import make_engine, require_support
 from saccade.recipes.evaluate import Evaluator
-from saccade.recipes.rollouts import Sampler
+from saccade.recipes.rl_rollout import Sampler
+from saccade.recipes.rl_update import Learners, schedule_of
 from saccade.recipes.run import Run
-from saccade.recipes.updates import Learners, schedule_of
 from saccade.recipes.validation import Validation
 from saccade.rollout.stored import group_files, load_groups
 from saccade.types import Group, Sample
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Surplus:
+class CarriedGroups:
     """Groups that the last finished step had no room for. They are part of a checkpoint."""
 
     sample_of: Callable[[str], Sample]
@@ -52,21 +52,19 @@ class Surplus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Actors:
+class Setup:
     """What the loop unpacks; no stage sees all of it."""
 
     sampler: Sampler
     learners: Learners
     reference: Reference | None
-    surplus: Surplus
+    surplus: CarriedGroups
     validation: Validation
     with_state: dict[str, Any]  # what a checkpoint holds beside the policy, by its folder
     total: int  # steps
 
 
-def make_actors(
-    config: Config, algorithm: Algorithm, family: Family, data: Dataset, run: Run
-) -> Actors:
+def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, run: Run) -> Setup:
     parts.environments_of(config, family)  # refused here, not in the first rollout
     scorer = parts.make_scorer(config, algorithm)
     run.close_at_end(scorer)
@@ -101,12 +99,12 @@ def make_actors(
         quarantine=run.quarantine,
         progress=run.watch_validation,
     )
-    surplus = Surplus(sample_of=data.sample)
+    surplus = CarriedGroups(sample_of=data.sample)
     moving = reference if algorithm.reference_moves else None
     carried = surplus if algorithm.filter.keep_surplus else None
     with_state = {"critic": critic, "reference": moving, "surplus": carried}
     total = total_steps(config, stream.rows_per_epoch)
-    actors = Actors(
+    setup = Setup(
         sampler=Sampler(
             engine=engine,
             family=family,
@@ -141,24 +139,10 @@ def make_actors(
         with_state={name: part for name, part in with_state.items() if part is not None},
         total=total,
     )
-    _restore(actors, run)
-    run.progress = replace(
-        run.progress, stream=stream.state(), algorithm=tuple(describe(algorithm).splitlines())
-    )
-    engine.update_weights(backend, version=run.step)  # its own copy may be of another checkpoint
-    return actors
-
-
-def _restore(actors: Actors, run: Run) -> None:
-    """From a checkpoint all go on where they were."""
-    if run.start is None:
-        return
-    progress, demonstrations = run.progress, actors.learners.demonstrations
-    actors.learners.policy.load_state(run.start / "state")
-    assert progress.stream is not None
-    actors.sampler.stream.restore(progress.stream)
+    streams = {"stream": stream}
     if demonstrations is not None:
-        assert progress.demonstrations is not None
-        demonstrations.stream.restore(progress.demonstrations)
-    for name, part in actors.with_state.items():
-        part.load_state(run.start / "state" / name)
+        streams["demonstrations"] = demonstrations.stream
+    run.restore(backend, streams, setup.with_state)
+    run.progress = replace(run.progress, algorithm=tuple(describe(algorithm).splitlines()))
+    engine.update_weights(backend, version=run.step)  # its own copy may be of another checkpoint
+    return setup

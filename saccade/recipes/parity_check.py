@@ -16,7 +16,7 @@ from saccade.backends.local import LocalBackend
 from saccade.config import Config
 from saccade.engines import Engine, parity
 from saccade.recipes.parts import rollout_sampling
-from saccade.recipes.quarantine import damage
+from saccade.recipes.quarantine import decode_error
 from saccade.types import Batch, Sample
 
 log = logging.getLogger(__name__)
@@ -36,12 +36,7 @@ def check(
 
 
 def compare(
-    config: Config,
-    engine: Engine,
-    policy: LocalBackend,
-    samples: Sequence[Sample],
-    *,
-    version: int,
+    config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample], *, version: int
 ) -> parity.Parity:
     def score(batches: Sequence[Batch], temperature: float, ban: bool) -> list[np.ndarray]:
         scored = policy.logprobs(batches, Scoring(temperature=temperature, ban=ban))
@@ -53,7 +48,7 @@ def compare(
         engine,
         parity.Trainer(score=score, source=policy, changed=policy.changed),
         policy.family,
-        [*islice((s for s in with_pictures if damage(s) is None), parity.PROMPTS)],
+        [*islice((s for s in with_pictures if decode_error(s) is None), parity.PROMPTS)],
         sampling=rollout_sampling(config),
         limit=config.rollout.parity_max or parity.LIMITS[dtype],
         version=version,
