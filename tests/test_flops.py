@@ -14,7 +14,7 @@ from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
-from saccade.engines.embedded.rows import find_families
+from saccade.engines.embedded.decode_state import find_prefix_groups
 from saccade.forest.attention import paths
 from saccade.forest.packing import pack
 from saccade.media import sounds
@@ -436,8 +436,8 @@ def test_a_prompt_is_read_by_families_as_the_engine_finds_them(sizes, together):
         alive = [row for row, n in enumerate(sizes) if step < n - 1]
         table = np.array([[0, 1, 10 + row] for row in alive])
         lengths = np.full(len(alive), 32 + step)
-        families, shared = find_families(table, lengths, page=16, most=together)
-        read += int(families[2].sum() + (lengths + 1 - shared).sum())
+        prefix_groups, shared = find_prefix_groups(table, lengths, page=16, most=together)
+        read += int(prefix_groups[2].sum() + (lengths + 1 - shared).sum())
     work = flops.generation(tiny_shape(), [members], element=2, together=together)
     assert work.cache_bytes == read * tiny_shape().kv_bytes(2)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saccade import flops
-from saccade.engines.embedded.rows import FEW, members_of
+from saccade.engines.embedded.decode_state import FEW_ROWS, members_of
 from saccade.estimate.batch_plan import Plan
 from saccade.estimate.memory_items import GIB, Memory, layers_that_keep
 from saccade.flops import Generation
@@ -24,7 +24,7 @@ REACHED = {
     "update": 0.46,
     "optimizer": 0.7,
 }
-# Seconds of a layer that no peak shortens, kernel after kernel: in a step of decoding FEW rows or
+# Seconds of a layer that no peak shortens, kernel after kernel: in a step of decoding few rows or
 # many, beside what it reads, and at least in forward and backward of a micro-batch.
 LAYER = {
     "full": {"few": 43e-6, "many": 55e-6, "update": 4.6e-3},
@@ -124,7 +124,7 @@ def _seconds(
     steps = max(made.longest, made.sampled * repeats / at_once)
     rows = made.sampled * repeats / steps
     read = steps * made.weight_bytes(rows) + made.cache_bytes * repeats
-    decode = steps * shape.text.layers * least["few" if rows <= FEW else "many"] + max(
+    decode = steps * shape.text.layers * least["few" if rows <= FEW_ROWS else "many"] + max(
         read / (bandwidth * REACHED["reading"]),
         made.decode.total * repeats / (peak * REACHED["decode"]),
     )

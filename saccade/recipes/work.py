@@ -18,7 +18,7 @@ from saccade.algorithms.algorithm import Algorithm
 from saccade.backends.local import LocalBackend
 from saccade.config import ADAPTED, Config
 from saccade.devices import Device
-from saccade.engines.embedded.rows import members_of
+from saccade.engines.embedded.decode_state import members_of
 from saccade.flops import FROZEN, Training, Work
 from saccade.shapes import Shape, shape_of
 from saccade.types import Batch, Group

@@ -11,7 +11,7 @@ import pytest
 from saccade.types import Message
 from tests.engines.asked import NAME
 
-KERNELS = ("kernels", "truncation", "draws")
+KERNELS = ("kernels", "sampling_kernels")
 NAMES = (*KERNELS, "graphs")
 
 

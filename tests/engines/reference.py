@@ -1,5 +1,5 @@
-"""What the Triton kernels of the paged engine compute, in plain torch: with them the engine runs on
-a CPU, and against them the kernels are held on a GPU. Memory is read through the same addresses.
+"""What the Triton kernels of the embedded engine compute, in plain torch: with them it runs on a
+CPU, and against them the kernels are held on a GPU. Memory is read through the same addresses.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from saccade.engines.embedded import rows as fields
-from saccade.engines.embedded.sampler import kept_ids, sample
+from saccade.engines.embedded import decode_state as fields
+from saccade.engines.embedded.sampling import kept_ids, sample
 from saccade.forest.logprobs import sampling_logits
 from saccade.types import Sampling
 
@@ -38,10 +38,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.einsum("hn,nhd->hd", weights, v)
 
 
-def check_families(table: Tensor, shared: Tensor, families: Tensor, page: int) -> None:
-    """What a family reads for its rows is the same for all of them, and whole pages."""
+def check_prefix_groups(table: Tensor, shared: Tensor, prefix_groups: Tensor, page: int) -> None:
+    """What a prefix group reads for its rows is the same for all of them, and whole pages."""
     told = torch.zeros_like(shared)
-    for first, count, tokens in families.T.tolist():
+    for first, count, tokens in prefix_groups.T.tolist():
         pages = table[first : first + count, : tokens // page]
         assert tokens % page == 0 and (pages == pages[:1]).all()
         told[first : first + count] = tokens
@@ -49,9 +49,9 @@ def check_families(table: Tensor, shared: Tensor, families: Tensor, page: int) -
 
 
 def decode_attention(
-    q, k, v, *, bases, layer, table, lengths, shared, families, page, scale, splits
+    q, k, v, *, bases, layer, table, lengths, shared, prefix_groups, page, scale, splits
 ) -> Tensor:
-    check_families(table, shared, families, page)
+    check_prefix_groups(table, shared, prefix_groups, page)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     tokens = (int(table.max()) + 1) * page
     keys, values = (pool(bases, layer, which, tokens, k) for which in range(2))
@@ -114,24 +114,29 @@ def draw(logits, *, temperature, keys, index, banned, rows=None, floors=None):
     return ids, logprobs
 
 
-def keep(logits, ids, *, floors, wanted, lengths, banned, tick, cursor, kept, out_spans) -> None:
+def keep(
+    logits, ids, *, floors, wanted, lengths, banned, step_index, cursor, kept, out_spans
+) -> None:
     masks = within(logits, floors, banned)
     for row in ((wanted != 0) & (lengths >= 0)).nonzero().flatten().tolist():
         found = masks[row].nonzero().flatten()
         first = cursor.item()
         cursor += len(found)
-        out_spans[tick.item(), 0, row], out_spans[tick.item(), 1, row] = first, len(found)
+        out_spans[step_index.item(), 0, row], out_spans[step_index.item(), 1, row] = (
+            first,
+            len(found),
+        )
         if first + len(found) > len(kept):
             ids[row] = -1
         else:
             kept[first : first + len(found)] = found
 
 
-def advance(ids, logprobs, *, state, eos, tick, out_ids, out_logprobs) -> None:
+def advance(ids, logprobs, *, state, eos, step_index, out_ids, out_logprobs) -> None:
     count = len(ids)
     running = (state[fields.LENGTH] >= 0) & (ids >= 0)
-    out_ids[tick.item(), :count] = torch.where(running, ids, -1)
-    out_logprobs[tick.item(), :count] = logprobs
+    out_ids[step_index.item(), :count] = torch.where(running, ids, -1)
+    out_logprobs[step_index.item(), :count] = logprobs
     state[fields.REMAINING] -= 1
     ends = state[fields.REMAINING] <= 0
     ends |= (state[fields.STOPS] != 0) & torch.isin(ids, eos)
@@ -139,4 +144,4 @@ def advance(ids, logprobs, *, state, eos, tick, out_ids, out_logprobs) -> None:
     state[fields.LENGTH] = torch.where(running & ~ends, state[fields.LENGTH] + 1, -1)
     state[fields.POSITION] += 1
     state[fields.INDEX] += 1
-    tick += 1
+    step_index += 1

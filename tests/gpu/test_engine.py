@@ -16,8 +16,8 @@ from saccade.backends.local import LocalBackend  # noqa: E402
 from saccade.config import LoraConfig  # noqa: E402
 from saccade.engines import generate  # noqa: E402
 from saccade.engines.embedded import EmbeddedEngine, kv_cache  # noqa: E402
-from saccade.engines.embedded import rows as fields  # noqa: E402
-from saccade.engines.embedded.sampler import sample  # noqa: E402
+from saccade.engines.embedded import decode_state as fields  # noqa: E402
+from saccade.engines.embedded.sampling import sample  # noqa: E402
 from saccade.forest.packing import pack  # noqa: E402
 from saccade.models import lora  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
@@ -65,7 +65,7 @@ TOLERANCE = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 1e-5}
 def test_decode_attention_is_that_of_float64(
     heads, key_heads, size, page, splits, dtype, together, monkeypatch
 ):
-    """Also with rows behind their families, as many rows have it: 0, where a row is one part."""
+    """Also with rows behind their prefix groups, as for many rows: 0, where a row is one part."""
     from saccade.engines.embedded import kernels
 
     monkeypatch.setattr(kernels, "TOGETHER", together)
@@ -80,7 +80,7 @@ def test_decode_attention_of_any_shape_is_that_of_float64(seed, monkeypatch):
     key_heads, group = int(rng.integers(1, 9)), int(rng.integers(1, 17))
     page = int(rng.choice([8, 16, 32, 64]))
     front, back = (int(2 ** rng.integers(0, 6)) for _ in range(2))
-    if seed % 2:  # rows that are one part, behind their families
+    if seed % 2:  # rows that are one part, behind their prefix_groups
         from saccade.engines.embedded import kernels
 
         back = 1
@@ -101,10 +101,10 @@ def decodes_like_float64(heads, key_heads, size, page, splits, dtype, *, seed):
         lengths = np.minimum(lengths, 1500)
     lengths[8] = -1  # it ended while its family went on
     members = fields.members_of(heads // key_heads)
-    families, shared = fields.find_families(
+    prefix_groups, shared = fields.find_prefix_groups(
         table, np.where(lengths < 0, 640, lengths), page=page, most=members
     )
-    assert families.shape[1] >= 2 and shared[6] == shared[7] == 640 and shared[13] == 64
+    assert prefix_groups.shape[1] >= 2 and shared[6] == shared[7] == 640 and shared[13] == 64
     table = torch.from_numpy(table).to(DEVICE, torch.int32)
     made, bases = pools(2, table.numel(), page, key_heads, size, dtype)
     q, k, v = (
@@ -113,7 +113,7 @@ def decodes_like_float64(heads, key_heads, size, page, splits, dtype, *, seed):
     )
     keys, values = (x.flatten(0, 1).clone() for x in made[1])
     described = np.zeros((3, len(lengths) // 2), dtype=np.int64)
-    described[:, : families.shape[1]] = families
+    described[:, : prefix_groups.shape[1]] = prefix_groups
     got = kernels.decode_attention(
         q,
         k,
@@ -123,7 +123,7 @@ def decodes_like_float64(heads, key_heads, size, page, splits, dtype, *, seed):
         table=table,
         lengths=torch.from_numpy(lengths).to(DEVICE),
         shared=torch.from_numpy(shared).to(DEVICE),
-        families=torch.from_numpy(described).to(DEVICE),
+        prefix_groups=torch.from_numpy(described).to(DEVICE),
         page=page,
         scale=size**-0.5,
         splits=splits,
@@ -161,7 +161,7 @@ def test_pages_are_written_and_copied():
 @pytest.mark.parametrize("vocabulary", [300, 4096, 151_936])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 def test_fused_draws_are_those_of_the_sampler(vocabulary, temperature):
-    from saccade.engines.embedded import draws
+    from saccade.engines.embedded import sampling_kernels
 
     torch.manual_seed(vocabulary)
     logits = (torch.randn(64, vocabulary, device=DEVICE) * 3).bfloat16()
@@ -172,7 +172,7 @@ def test_fused_draws_are_those_of_the_sampler(vocabulary, temperature):
     sampling = Sampling(temperature=temperature)
     wanted = sample(logits[rows], sampling, banned=banned, keys=keys, index=index)
     heat = torch.full((64,), temperature, device=DEVICE)
-    ids, logprobs = draws.draw(
+    ids, logprobs = sampling_kernels.draw(
         logits, temperature=heat, keys=keys, index=index, banned=banned, rows=rows
     )
     same = ids == wanted.ids
@@ -185,7 +185,7 @@ def test_fused_draws_are_those_of_the_sampler(vocabulary, temperature):
 @pytest.mark.parametrize("vocabulary", [50, 4097, 151_936])
 def test_logits_that_are_no_numbers_give_ids_that_exist(vocabulary, temperature):
     """A model that diverged is stopped by its log-probs, not by an id past the vocabulary."""
-    from saccade.engines.embedded import draws, truncation
+    from saccade.engines.embedded import sampling_kernels
 
     logits = torch.randn(6, vocabulary, device=DEVICE, dtype=torch.bfloat16)
     logits[0], logits[1], logits[2, ::3] = torch.nan, -torch.inf, torch.nan
@@ -193,7 +193,7 @@ def test_logits_that_are_no_numbers_give_ids_that_exist(vocabulary, temperature)
     count = torch.arange(6, device=DEVICE)
     heat = torch.full((6,), temperature, device=DEVICE)
     for top_k, top_p in ((0, 1.0), (3, 1.0), (0, 0.5)):
-        floors = truncation.cut(
+        floors = sampling_kernels.cut(
             logits,
             temperature=heat,
             top_k=torch.full_like(count, top_k),
@@ -201,7 +201,7 @@ def test_logits_that_are_no_numbers_give_ids_that_exist(vocabulary, temperature)
             lengths=count,
             banned=None,
         )
-        ids, logprobs = draws.draw(
+        ids, logprobs = sampling_kernels.draw(
             logits, temperature=heat, keys=count, index=count, banned=None, floors=floors
         )
         assert ((ids >= 0) & (ids < vocabulary)).all()
@@ -212,7 +212,7 @@ def test_logits_that_are_no_numbers_give_ids_that_exist(vocabulary, temperature)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocabulary", [50, 300, 8192, 151_936])
 def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
-    from saccade.engines.embedded import draws, truncation
+    from saccade.engines.embedded import sampling_kernels
 
     torch.manual_seed(vocabulary)
     count = 48
@@ -228,18 +228,20 @@ def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
     lengths = torch.ones(count, dtype=torch.int64, device=DEVICE)
     heat[3], lengths[4] = 0.0, -1  # greedy, idle: nothing is cut away
     state = {"lengths": lengths, "banned": banned}
-    floors = truncation.cut(logits, temperature=heat, top_k=top_k, top_p=top_p, **state)
+    floors = sampling_kernels.cut(logits, temperature=heat, top_k=top_k, top_p=top_p, **state)
     keys = torch.randint(0, 1 << 62, (count,), device=DEVICE)
     noise = {"keys": keys, "index": torch.arange(count, device=DEVICE)}
-    ids, logprobs = draws.draw(logits, temperature=heat, banned=banned, floors=floors, **noise)
+    ids, logprobs = sampling_kernels.draw(
+        logits, temperature=heat, banned=banned, floors=floors, **noise
+    )
     cursor = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     kept = torch.full((count * vocabulary,), -1, dtype=torch.int32, device=DEVICE)
     spans = torch.zeros((3, 2, 64), dtype=torch.int64, device=DEVICE)
     wanted = torch.ones(count, dtype=torch.int64, device=DEVICE)
     wanted[5] = 0
-    tick = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    outputs = {"tick": tick, "cursor": cursor, "kept": kept, "out_spans": spans}
-    truncation.keep(logits, ids, floors=floors, wanted=wanted, **state, **outputs)
+    step_index = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    outputs = {"step_index": step_index, "cursor": cursor, "kept": kept, "out_spans": spans}
+    sampling_kernels.keep(logits, ids, floors=floors, wanted=wanted, **state, **outputs)
     close = 0
     for row in range(count):
         first, length = spans[1, :, row].tolist()
@@ -265,12 +267,12 @@ def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
         assert ids[row] in found
     assert close <= 6 and int(cursor) == int(spans[1, 1].sum())
     few = {**outputs, "kept": kept[: int(cursor) - 1], "cursor": cursor.zero_()}
-    truncation.keep(logits, ids, floors=floors, wanted=wanted, **state, **few)
+    sampling_kernels.keep(logits, ids, floors=floors, wanted=wanted, **state, **few)
     assert int((ids < 0).sum()) == 1  # one found no room any more
 
 
 def test_rows_advance_and_end():
-    from saccade.engines.embedded import draws
+    from saccade.engines.embedded import sampling_kernels
 
     state = torch.zeros(fields.FIELDS, 200, dtype=torch.int64, device=DEVICE)
     state[fields.LENGTH] = torch.arange(200) - 1
@@ -279,18 +281,18 @@ def test_rows_advance_and_end():
     ids = torch.arange(200, device=DEVICE) % 7
     ids[50:60] = -1  # wait for the next burst
     outputs = {
-        "tick": torch.ones(1, dtype=torch.int32, device=DEVICE),
+        "step_index": torch.ones(1, dtype=torch.int32, device=DEVICE),
         "out_ids": torch.zeros(3, 256, dtype=torch.int64, device=DEVICE),
         "out_logprobs": torch.zeros(3, 256, device=DEVICE),
     }
     eos = torch.tensor([3, 5], device=DEVICE)
     length = state[fields.LENGTH].clone()
     ends = (state[fields.REMAINING] == 1) | ((state[fields.STOPS] == 1) & torch.isin(ids, eos))
-    draws.advance(ids, -ids.float(), state=state, eos=eos, **outputs)
+    sampling_kernels.advance(ids, -ids.float(), state=state, eos=eos, **outputs)
     idle = (length < 0) | (ids < 0)
     assert torch.equal(outputs["out_ids"][1, :200], torch.where(idle, -1, ids))
     assert torch.equal(state[fields.LENGTH], torch.where(idle | ends, -1, length + 1))
-    assert torch.equal(state[fields.TOKEN], ids.clamp_min(0)) and outputs["tick"].item() == 2
+    assert torch.equal(state[fields.TOKEN], ids.clamp_min(0)) and outputs["step_index"].item() == 2
     assert (state[fields.POSITION] == 1).all() and (state[fields.INDEX] == 1).all()
 
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from saccade.engines import Capabilities
-from saccade.engines.embedded.drawing import draw
+from saccade.engines.embedded.decode_state import fields_of, temperature_top_p_of
 from saccade.engines.embedded.forward import prefill, step
 from saccade.engines.embedded.kv_cache import KVCache, shape_of
 from saccade.engines.embedded.outputs import Outputs
-from saccade.engines.embedded.rows import fields_of, heats_of
+from saccade.engines.embedded.sampling import cuts, draw
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS, Scheduler
-from saccade.engines.embedded.sequences import Part, Sequence, cuts
+from saccade.engines.embedded.sequences import Part, Sequence
 from saccade.engines.requests import require_room
 from saccade.engines.weights import not_finite
 from saccade.errors import EnvironmentProblem
@@ -57,8 +57,8 @@ class EmbeddedEngine:
         self.scheduler = Scheduler(family, self.cache, self.outputs, max_sequences)
         self.graphs: Any = None  # without kernels every step runs by itself
         if self.cache.kernels is not None:
+            from saccade.engines.embedded.fused_decode import Projections
             from saccade.engines.embedded.graphs import Graphs
-            from saccade.engines.embedded.projections import Projections
 
             self.projections = Projections(model)
             eos = np.array(sorted(family.chat.eos_ids), dtype=np.int64)
@@ -195,7 +195,7 @@ class EmbeddedEngine:
         table = pages.table[slots, : int(pages.held[slots].max())]
         cutting = any(cuts(s.request.sampling) for s in ready)
         fields = fields_of(ready, self.outputs.last(ready))
-        self.graphs.launch(fields, table, heats_of(ready), steps, cutting=cutting)
+        self.graphs.launch(fields, table, temperature_top_p_of(ready), steps, cutting=cutting)
 
     def _read(self, ready: SequenceOf[Sequence]) -> None:
         """Read what the burst has drawn, and which ids were kept where others were cut away."""

@@ -1,12 +1,12 @@
 """Decoding without the host: one CUDA graph per batch size holds a whole step, from the embedding
-to the drawn token and the state of the next step, and is replayed many times between two looks.
+to the drawn token and the state of the next step, and is replayed many times before the host reads.
 
 Rows are uploaded before a burst and advance on the device; a row that ends stays idle until the
-host takes it out. Weights are the trainer's own and change in place, so graphs stay valid; when a
+host takes it out. Weights are the trainer's and change in place, so graphs stay valid; when a
 tensor has moved they are captured again. On a CPU (tests), and where a model cannot be captured,
 the step simply runs.
 
-    graphs.launch(fields, table, heats, steps=16)
+    graphs.launch(row_fields, table, temperature_top_p, steps=16)
     ids, logprobs = graphs.read()
 
 Legend: B rows, E hidden size.
@@ -22,23 +22,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.engines.embedded import draws, kernels, rows, sequences, truncation
+from saccade.engines.embedded import decode_state as fields
+from saccade.engines.embedded import kernels, sampling_kernels, sequences
+from saccade.engines.embedded.fused_decode import fused_forwards, swapped_forwards
 from saccade.engines.embedded.kv_cache import PAGE, KVCache
-from saccade.engines.embedded.layers import joined_forwards
-from saccade.engines.embedded.projections import exchanged
-from saccade.engines.embedded.sampler import Drawn
+from saccade.engines.embedded.sampling import Drawn
 from saccade.forest.to_device import to_device
 from saccade.models.experts import capturable
 from saccade.models.families import Family
 from saccade.models.load import hidden_states
 from saccade.types import Sampling
 
-LOOK = 16  # steps between two looks of the host
-FAR = 64  # of them where no row can end before
-# Programs of one attention call for the rows and for the families: enough to keep every
+STEPS_PER_SYNC = 16  # steps of a burst, after which the host reads what was drawn
+MAX_BURST = 64  # where no row can end before
+# Programs of one attention call for the rows and for the prefix groups: enough to keep every
 # multiprocessor of a large GPU busy.
-ROW_PROGRAMS, FAMILY_PROGRAMS = 256, 256
-MOST_ROW_SPLITS, MOST_FAMILY_SPLITS = 32, 4
+ROW_PROGRAMS, PREFIX_PROGRAMS = 256, 256
+MOST_ROW_SPLITS, MOST_PREFIX_SPLITS = 32, 4
 COLUMNS = 256  # pages of a sequence; longer ones have graphs captured again
 # Ids that truncated sampling keeps in a burst. A sequence that finds no room waits for the next.
 KEPT = 16 << 20
@@ -56,20 +56,20 @@ class Graphs:
     ) -> None:
         self.model, self.family, self.cache, self.banned = model, family, cache, banned
         self.device = cache.device
-        self._joined = joined_forwards(model)
+        self._fused = fused_forwards(model)
         self._captures = self.device.type == "cuda" and capturable(model)
-        count = rows.bucket(cache.slots)
+        count = fields.bucket(cache.slots)
         self.eos = torch.from_numpy(eos).to(self.device)
-        self.state = torch.zeros((rows.FIELDS, count), dtype=torch.int64, device=self.device)
-        self.heats = torch.ones((2, count), dtype=torch.float32, device=self.device)
+        self.state = torch.zeros((fields.FIELDS, count), dtype=torch.int64, device=self.device)
+        self.temperature_top_p = torch.ones((2, count), dtype=torch.float32, device=self.device)
         self.table = torch.zeros((count, 0), dtype=torch.int32, device=self.device)
-        self.families = torch.zeros((3, count // 2), dtype=torch.int64, device=self.device)
+        self.prefix_groups = torch.zeros((3, count // 2), dtype=torch.int64, device=self.device)
         text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self._vocabulary = text.vocab_size
-        self.members = rows.members_of(text.num_attention_heads // cache.shape.key_heads)
-        self.tick = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.ids = torch.zeros((FAR, count), dtype=torch.int64, device=self.device)
-        self.logprobs = torch.zeros((FAR, count), dtype=torch.float32, device=self.device)
+        self.members = fields.members_of(text.num_attention_heads // cache.shape.key_heads)
+        self.step_index = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.ids = torch.zeros((MAX_BURST, count), dtype=torch.int64, device=self.device)
+        self.logprobs = torch.zeros((MAX_BURST, count), dtype=torch.float32, device=self.device)
         self._support: tuple[Tensor, Tensor, Tensor] | None = None  # made when ids are cut away
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         if self.device.type == "cuda":
@@ -80,41 +80,39 @@ class Graphs:
 
     @staticmethod
     def steps(ready: Sequence[sequences.Sequence]) -> int:
-        """How many may run before the host has to look: many where nothing can end before its
-        limit.
-        """
+        """Steps to run before the host reads: many where no row can end before its limit."""
         limits = [s.remaining for s in ready]
         settings = {s.request.sampling for s in ready}
         open_ended = any(x.stop or not x.ignore_eos for x in settings)
-        far = LOOK if open_ended else max(LOOK, min(limits))
-        return min(far, FAR, max(limits))
+        far = STEPS_PER_SYNC if open_ended else max(STEPS_PER_SYNC, min(limits))
+        return min(far, MAX_BURST, max(limits))
 
     def launch(
         self,
-        fields: dict[str, np.ndarray],
+        row_fields: dict[str, np.ndarray],
         table: np.ndarray,
-        heats: np.ndarray,
+        temperature_top_p: np.ndarray,
         steps: int,
         *,
         cutting: bool = False,
     ) -> None:
         """Start `steps` steps of the rows described; nothing waits for them. `table` [B, pages],
-        `heats` [2, B]. `cutting`: ids are cut away in some rows.
+        `temperature_top_p` [2, B]. `cutting`: ids are cut away in some rows.
         """
-        count = heats.shape[1]
-        padded = rows.bucket(count)
+        count = temperature_top_p.shape[1]
+        padded = fields.bucket(count)
         self._widen(table.shape[1])
         step = self._step_of(padded, cutting)
-        families, fields["shared"] = rows.find_families(
-            table, fields["length"], page=PAGE, most=self.members
+        prefix_groups, row_fields["shared"] = fields.find_prefix_groups(
+            table, row_fields["length"], page=PAGE, most=self.members
         )
         described = np.zeros((3, padded // 2), dtype=np.int64)
-        described[:, : families.shape[1]] = families
-        self.families[:, : padded // 2].copy_(to_device(described, self.device))
-        self.state[:, :padded].copy_(to_device(rows.pack_rows(fields, padded), self.device))
+        described[:, : prefix_groups.shape[1]] = prefix_groups
+        self.prefix_groups[:, : padded // 2].copy_(to_device(described, self.device))
+        self.state[:, :padded].copy_(to_device(fields.pack_rows(row_fields, padded), self.device))
         self.table[:count, : table.shape[1]].copy_(to_device(table, self.device))
-        self.heats[:, :count].copy_(to_device(heats, self.device))
-        self.tick.zero_()
+        self.temperature_top_p[:, :count].copy_(to_device(temperature_top_p, self.device))
+        self.step_index.zero_()
         if cutting:
             self._room_for_support()[0].zero_()
         for _ in range(steps):
@@ -147,7 +145,7 @@ class Graphs:
     ) -> Drawn:
         """First tokens, from the given lines of the logits, where nothing is cut away."""
         heat = torch.full((len(keys),), sampling.temperature, device=self.device)
-        ids, logprobs = draws.draw(
+        ids, logprobs = sampling_kernels.draw(
             logits, temperature=heat, keys=keys, index=index, banned=self.banned, rows=lines
         )
         return Drawn(ids=ids, logprobs=logprobs, kept=None)
@@ -174,7 +172,9 @@ class Graphs:
             self._support = (
                 torch.zeros(1, dtype=torch.int64, device=self.device),
                 torch.zeros(max(KEPT, self._vocabulary), dtype=torch.int32, device=self.device),
-                torch.zeros((FAR, 2, self.ids.shape[1]), dtype=torch.int64, device=self.device),
+                torch.zeros(
+                    (MAX_BURST, 2, self.ids.shape[1]), dtype=torch.int64, device=self.device
+                ),
             )
         return self._support
 
@@ -187,13 +187,13 @@ class Graphs:
         return self._captured[key].replay
 
     def _rest(self) -> None:
-        """Every row idle, no family: a step touches no page. What the last burst left may belong to
-        more rows than the next one has, and to a pool that is gone.
+        """Every row idle, no prefix group: a step touches no page. What the last burst left may
+        belong to more rows than the next one has, and to a pool that is gone.
         """
         self.state.zero_()
-        self.state[rows.LENGTH] = -1
-        self.families.zero_()
-        self.tick.zero_()
+        self.state[fields.LENGTH] = -1
+        self.prefix_groups.zero_()
+        self.step_index.zero_()
 
     def _capture(self, count: int, cutting: bool) -> torch.cuda.CUDAGraph:
         self._rest()
@@ -213,61 +213,63 @@ class Graphs:
 
     def _step(self, count: int, cutting: bool) -> None:
         state = self.state[:, :count]
-        temperature, top_p = self.heats[:, :count]
-        heads, families = self.cache.shape.key_heads, -(-count // self.members)
+        temperature, top_p = self.temperature_top_p[:, :count]
+        heads, groups = self.cache.shape.key_heads, -(-count // self.members)
         plan = DecodePlan(
             bases=self.cache.bases,
             table=self.table[:count],
-            lengths=state[rows.LENGTH],
-            shared=state[rows.SHARED],
-            families=self.families[:, : count // 2],
+            lengths=state[fields.LENGTH],
+            shared=state[fields.SHARED],
+            prefix_groups=self.prefix_groups[:, : count // 2],
             splits=(
-                _splits(FAMILY_PROGRAMS // (families * heads), MOST_FAMILY_SPLITS),
+                _splits(PREFIX_PROGRAMS // (groups * heads), MOST_PREFIX_SPLITS),
                 _splits(ROW_PROGRAMS // (count * heads), MOST_ROW_SPLITS),
             ),
         )
-        positions = state[rows.POSITION].expand(self.family.axes, -1)
-        with exchanged(self._joined):
-            hidden = hidden_states(self.model, self.family, state[rows.TOKEN], positions, (), plan)
+        positions = state[fields.POSITION].expand(self.family.axes, -1)
+        with swapped_forwards(self._fused):
+            hidden = hidden_states(
+                self.model, self.family, state[fields.TOKEN], positions, (), plan
+            )
         logits = self.model.lm_head(hidden)  # type: ignore[operator]
         floors = None
         if cutting:
-            floors = truncation.cut(
+            floors = sampling_kernels.cut(
                 logits,
                 temperature=temperature,
-                top_k=state[rows.TOP_K],
+                top_k=state[fields.TOP_K],
                 top_p=top_p,
-                lengths=state[rows.LENGTH],
+                lengths=state[fields.LENGTH],
                 banned=self.banned,
             )
-        ids, logprobs = draws.draw(
+        ids, logprobs = sampling_kernels.draw(
             logits,
             temperature=temperature,
-            keys=state[rows.KEY],
-            index=state[rows.INDEX],
+            keys=state[fields.KEY],
+            index=state[fields.INDEX],
             banned=self.banned,
             floors=floors,
         )
         if floors is not None:
             cursor, kept, spans = self._room_for_support()
-            truncation.keep(
+            sampling_kernels.keep(
                 logits,
                 ids,
                 floors=floors,
-                wanted=state[rows.SUPPORT],
-                lengths=state[rows.LENGTH],
+                wanted=state[fields.SUPPORT],
+                lengths=state[fields.LENGTH],
                 banned=self.banned,
-                tick=self.tick,
+                step_index=self.step_index,
                 cursor=cursor,
                 kept=kept,
                 out_spans=spans,
             )
-        draws.advance(
+        sampling_kernels.advance(
             ids,
             logprobs,
             state=state,
             eos=self.eos,
-            tick=self.tick,
+            step_index=self.step_index,
             out_ids=self.ids,
             out_logprobs=self.logprobs,
         )
@@ -280,8 +282,8 @@ class DecodePlan:
     bases: Tensor
     table: Tensor  # [B, columns]
     lengths: Tensor  # [B]
-    shared: Tensor  # [B] tokens that its family reads for it
-    families: Tensor  # [3, families], as in rows.py
+    shared: Tensor  # [B] tokens that its prefix group reads for it
+    prefix_groups: Tensor  # [3, prefix_groups], as in decode_state.py
     splits: tuple[int, int]
 
     def __call__(
@@ -296,7 +298,7 @@ class DecodePlan:
             table=self.table,
             lengths=self.lengths,
             shared=self.shared,
-            families=self.families,
+            prefix_groups=self.prefix_groups,
             page=PAGE,
             scale=scale,
             splits=self.splits,

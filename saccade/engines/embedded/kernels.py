@@ -1,5 +1,5 @@
-"""Triton kernels of the paged engine: attention of one new token per sequence over pages, writing
-and copying pages. What happens to the logits is in truncation.py and draws.py.
+"""Triton kernels over pages: attention of one new token per sequence, writing and copying pages.
+What happens to the logits is in sampling_kernels.py.
 
 A pool is found through `bases` [layers, 2], the addresses of its key and value tensors: kernels
 read them on the device, so a captured graph goes on working when the pool is allocated elsewhere.
@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.engines.embedded import rows as fields
+from saccade.engines.embedded import decode_state as fields
 
 LOG2_E = 1.4426950408889634
-TOGETHER = 256  # programs of rows, at most, that run beside those of families
+TOGETHER = 256  # programs of rows, at most, that run beside those of prefix groups
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def decode_attention(
     table: Tensor,
     lengths: Tensor,
     shared: Tensor,
-    families: Tensor,
+    prefix_groups: Tensor,
     page: int,
     scale: float,
     splits: tuple[int, int],
@@ -47,32 +47,34 @@ def decode_attention(
     """q [B, H, D], k and v [B, G, D] of one new token per row → [B, H, D]. The new key and value
     are written behind the `lengths` [B] tokens of the row's pages, `table` [B, pages].
 
-    Rows next to each other that begin with the same pages are a family: what they share is read
-    once for all, then each row goes on from there. `families` [3, F]: first row, rows, shared
-    tokens (0: no family); `shared` [B]: what a family reads of each row. `splits`: parts of what is
-    shared, and of the rest.
+    Rows next to each other that begin with the same pages are a prefix group: what they share is
+    read once for all, then each row goes on from there. `prefix_groups` [3, F]: first row, rows,
+    shared tokens (0: no group); `shared` [B]: what a group reads of each row. `splits`: parts of
+    what is shared, and of the rest.
     """
     rows, heads, size = q.shape
     key_heads, group = k.shape[1], heads // k.shape[1]
     front, back = splits
     queries = fields.members_of(group) * group
-    assert q.stride(2) == k.stride(2) == v.stride(2) == table.stride(1) == families.stride(1) == 1
-    of_families, of_rows = key_heads * front * families.shape[1], key_heads * back * rows
-    # Few rows do not fill a GPU, so they run beside the families, and a second kernel merges. Many
-    # rows do, so they run behind them, and each begins with what its family found.
+    assert (
+        q.stride(2) == k.stride(2) == v.stride(2) == table.stride(1) == prefix_groups.stride(1) == 1
+    )
+    of_groups, of_rows = key_heads * front * prefix_groups.shape[1], key_heads * back * rows
+    # Few rows do not fill a GPU, so they run beside the prefix groups, and a second kernel merges.
+    # Many rows do, so they run behind them, and each begins with what its group found.
     together = back > 1 or of_rows <= TOGETHER
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     parts = torch.empty((rows, heads, front + back * together, size), **fp32)
     sums = torch.empty((rows, heads, front + back * together), **fp32)
     out = torch.empty((rows, heads, size), dtype=q.dtype, device=q.device)
     launches = [(True, True)] if together else [(True, False), (False, True)]
-    for has_families, has_rows in launches:
-        _attend[(of_families * has_families + of_rows * has_rows,)](
-            q, k, v, out, parts, sums, bases, table, lengths, shared, families, layer,
-            scale * LOG2_E, of_families * has_families,
+    for has_groups, has_rows in launches:
+        _attend[(of_groups * has_groups + of_rows * has_rows,)](
+            q, k, v, out, parts, sums, bases, table, lengths, shared, prefix_groups, layer,
+            scale * LOG2_E, of_groups * has_groups,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            table.stride(0), families.stride(0),
-            FAMILIES=has_families, ROWS=has_rows,
+            table.stride(0), prefix_groups.stride(0),
+            PREFIX_GROUPS=has_groups, ROWS=has_rows,
             KEY_HEADS=key_heads, GROUP=group, SIZE=size, PAGE=page, FRONT=front, BACK=back,
             QUERIES=max(16, triton.next_power_of_2(queries)),
             LANES=max(16, triton.next_power_of_2(group)), BLOCK=64 if size <= 128 else 32,
@@ -117,52 +119,52 @@ def _scan(
 
 @triton.jit
 def _attend(
-    q, k, v, out, parts, sums, bases, table, lengths, shared, families, layer, scale, of_families,
-    q_row, q_head, k_row, k_head, v_row, v_head, table_row, families_row,
-    FAMILIES: tl.constexpr, ROWS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    q, k, v, out, parts, sums, bases, table, lengths, shared, prefix_groups, layer, scale,
+    of_groups, q_row, q_head, k_row, k_head, v_row, v_head, table_row, groups_row,
+    PREFIX_GROUPS: tl.constexpr, ROWS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
     SIZE: tl.constexpr, PAGE: tl.constexpr, FRONT: tl.constexpr, BACK: tl.constexpr,
     QUERIES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The first `of_families` programs: each a part of a family, for one key head. The others: each
-    a part of a row, for one key head.
+    """The first `of_groups` programs: each a part of a prefix group, for one key head. The others:
+    each a part of a row, for one key head.
     """
     dtype = q.dtype.element_ty
     keys = tl.load(bases + 2 * layer).to(tl.pointer_type(dtype))
     values = tl.load(bases + 2 * layer + 1).to(tl.pointer_type(dtype))
     program = tl.program_id(0)
     # Asked one by one: what a constant rules out is not compiled.
-    if FAMILIES:  # noqa: SIM102
-        if program < of_families:
-            _attend_family(
+    if PREFIX_GROUPS:  # noqa: SIM102
+        if program < of_groups:
+            _attend_prefix_group(
                 program % FRONT, program // FRONT % KEY_HEADS, program // (FRONT * KEY_HEADS),
-                q, keys, values, parts, sums, table, families, scale,
-                q_row, q_head, table_row, families_row, FRONT + BACK if ROWS else FRONT,
+                q, keys, values, parts, sums, table, prefix_groups, scale,
+                q_row, q_head, table_row, groups_row, FRONT + BACK if ROWS else FRONT,
                 KEY_HEADS, GROUP, SIZE, PAGE, FRONT, QUERIES, BLOCK, PRECISION,
             )  # fmt: skip
     if ROWS:  # noqa: SIM102
-        if program >= of_families:
-            program -= of_families
+        if program >= of_groups:
+            program -= of_groups
             _attend_row(
                 program % BACK, program // BACK % KEY_HEADS,
                 (program // (BACK * KEY_HEADS)).to(tl.int64),
                 q, k, v, out, keys, values, parts, sums, table, lengths, shared, scale,
-                q_row, q_head, k_row, k_head, v_row, v_head, table_row, not FAMILIES,
+                q_row, q_head, k_row, k_head, v_row, v_head, table_row, not PREFIX_GROUPS,
                 KEY_HEADS, GROUP, SIZE, PAGE, FRONT, BACK, LANES, BLOCK, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
-def _attend_family(
-    part, head, family, q, keys, values, parts, sums, table, families, scale,
-    q_row, q_head, table_row, families_row, PARTS: tl.constexpr,
+def _attend_prefix_group(
+    part, head, prefix_group, q, keys, values, parts, sums, table, prefix_groups, scale,
+    q_row, q_head, table_row, groups_row, PARTS: tl.constexpr,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     FRONT: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    length = tl.load(families + 2 * families_row + family).to(tl.int32)
+    length = tl.load(prefix_groups + 2 * groups_row + prefix_group).to(tl.int32)
     if length > 0:
-        row = tl.load(families + family).to(tl.int64)
+        row = tl.load(prefix_groups + prefix_group).to(tl.int64)
         member, column = tl.arange(0, QUERIES), tl.arange(0, SIZE)
-        real = member // GROUP < tl.load(families + families_row + family)
+        real = member // GROUP < tl.load(prefix_groups + groups_row + prefix_group)
         own, lane = row + member // GROUP, head * GROUP + member % GROUP
         query_at = q + own[:, None] * q_row + lane[:, None] * q_head + column[None, :]
         query = tl.load(query_at, mask=real[:, None], other=0.0)
@@ -187,7 +189,7 @@ def _attend_row(
     FRONT: tl.constexpr, BACK: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`WHOLE`: the row is one part, and ends here with what its family found."""
+    """`WHOLE`: the row is one part, and ends here with what its prefix group found."""
     length = tl.load(lengths + row).to(tl.int32)
     begin = tl.load(shared + row).to(tl.int32)
     member, column = tl.arange(0, LANES), tl.arange(0, SIZE)
@@ -254,7 +256,7 @@ def _merge(
     parts, sums, lengths, shared, out,
     SIZE: tl.constexpr, FRONT: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Parts of one row, weighted by the mass of each; those of a family where it has one."""
+    """Parts of one row, weighted by the mass of each; those of a prefix group where it has one."""
     row = tl.program_id(0).to(tl.int64)
     target = row * tl.num_programs(1) + tl.program_id(1)
     column, part = tl.arange(0, SIZE), tl.arange(0, PADDED)

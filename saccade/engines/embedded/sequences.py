@@ -4,7 +4,6 @@ is computed, while it decodes, and between two turns of an episode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,15 +134,3 @@ class PrefillJob:
 
 
 Part = tuple[PrefillJob, int]  # a job and where its next piece ends
-
-
-def by_sampling(sequences: SequenceOf[Sequence]) -> list[tuple[Sampling, list[int]]]:
-    groups: dict[Sampling, list[int]] = {}
-    for row, sequence in enumerate(sequences):
-        groups.setdefault(sequence.sampling, []).append(row)
-    return list(groups.items())
-
-
-def cuts(sampling: Sampling) -> bool:
-    """Whether ids are cut away before a draw."""
-    return sampling.truncated and sampling.temperature > 0

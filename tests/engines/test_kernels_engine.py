@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from saccade.engines import generate
-from saccade.engines.embedded import EmbeddedEngine, kv_cache, rows, scheduler
+from saccade.engines.embedded import EmbeddedEngine, decode_state, kv_cache, scheduler
 from saccade.errors import ConfigError, TrainingError
 from saccade.types import Completion, Message, Request, Sampling
 from tests.engines.asked import requests as requests_for
@@ -169,11 +169,13 @@ def test_a_step_at_rest_touches_no_page(model, family, prompts, paged):
     """
     engine = EmbeddedEngine(model, family)
     generate(engine, requests(prompts[:1], replace(FREE, max_tokens=4), repeats=24))
-    assert engine.graphs.families.any()  # rows up to the last share a prompt
+    assert engine.graphs.prefix_groups.any()  # rows up to the last share a prompt
     pools = [tensor.clone() for tensor in (*engine.cache.keys, *engine.cache.values)]
     engine.graphs._rest()
     engine.graphs._step(8, False)
-    assert not engine.graphs.families.any() and not engine.graphs.state[rows.SHARED].any()
+    assert (
+        not engine.graphs.prefix_groups.any() and not engine.graphs.state[decode_state.SHARED].any()
+    )
     for before, now in zip(pools, (*engine.cache.keys, *engine.cache.values), strict=True):
         assert torch.equal(before.view(torch.int32), now.view(torch.int32))  # NaN, too
     assert (engine.graphs.ids[0, :8] == -1).all()

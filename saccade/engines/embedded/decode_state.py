@@ -8,12 +8,13 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from saccade.engines.embedded.sequences import Sequence, cuts
+from saccade.engines.embedded.sampling import cuts
+from saccade.engines.embedded.sequences import Sequence
 
 # token: to be read next; length: tokens before it in the pages; position: its position id; index:
 # of the token that will be drawn, in its noise; key: of the noise; remaining: tokens still to draw;
 # stops: whether an end-of-turn id ends it; top_k: of truncated sampling; support: whether the ids
-# that it keeps are asked for; shared: tokens that its family reads for it.
+# that it keeps are asked for; shared: tokens that its prefix group reads for it.
 NAMES = (
     *("token", "length", "position", "index", "key", "remaining", "stops", "top_k", "support"),
     "shared",
@@ -21,7 +22,7 @@ NAMES = (
 FIELDS = len(NAMES)
 TOKEN, LENGTH, POSITION, INDEX, KEY, REMAINING, STOPS, TOP_K, SUPPORT, SHARED = range(FIELDS)
 # Rows for which one kernel reads both matrices of a gate; for more, two products are as fast.
-FEW = 64
+FEW_ROWS = 64
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
@@ -31,7 +32,7 @@ def bucket(rows: int) -> int:
 
 
 def fields_of(sequences: SequenceOf[Sequence], tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """All fields but `shared`; `tokens` are the last ones of the sequences."""
+    """All fields but `shared`; `tokens`: the last one of each sequence."""
     requests = [s.request for s in sequences]
     cached = np.array([s.cached for s in sequences])
     return {
@@ -48,7 +49,7 @@ def fields_of(sequences: SequenceOf[Sequence], tokens: np.ndarray) -> dict[str, 
     }
 
 
-def heats_of(sequences: SequenceOf[Sequence]) -> np.ndarray:
+def temperature_top_p_of(sequences: SequenceOf[Sequence]) -> np.ndarray:
     """Temperature and top_p of each, [2, B]."""
     settings = [s.request.sampling for s in sequences]
     return np.array([[x.temperature for x in settings], [x.top_p for x in settings]], np.float32)
@@ -70,11 +71,11 @@ def members_of(group: int) -> int:
     return min(16, max(1, 64 // group))
 
 
-def find_families(
+def find_prefix_groups(
     table: np.ndarray, lengths: np.ndarray, *, page: int, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Neighbours that begin with the same pages: [3, families] of first row, rows (at most `most`)
-    and shared tokens, and the shared tokens of each row [B].
+    """Neighbours that begin with the same pages: [3, groups] of first row, rows (at most `most`),
+    and shared tokens; and the shared tokens of each row [B].
     """
     full = lengths // page
     alike = np.cumprod(table[1:] == table[:-1], axis=1).sum(1)  # leading pages of two neighbours

@@ -1,0 +1,163 @@
+"""The next token of each sequence from the logits of its last one, in torch.
+
+Noise is keyed, not drawn: the token at index i of a trajectory depends on its key, i and the logits
+alone, never on which other sequences share the batch.
+
+    drawn = sample(logits, Sampling(temperature=1.0), banned=None, keys=keys, index=index)
+
+Legend: B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.engines.embedded.sequences import Sequence
+from saccade.forest.logprobs import sampling_logits
+from saccade.forest.to_device import to_device
+from saccade.types import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    ids: Tensor  # [B]
+    logprobs: Tensor  # [B] fp32, of the distribution that was sampled from
+    kept: Tensor | None  # [B, V] bool, when sampling was truncated
+
+
+NOTHING_CUT = np.empty(0, dtype=np.int64)  # the support of a token drawn from the whole vocabulary
+SORTED = 64  # rows at a time: where ids are cut away outside of a graph, they are sorted in float32
+# (logits, lines to read or all, settings, keys, index): where nothing is cut away.
+QuickDraw = Callable[[Tensor, Tensor | None, Sampling, Tensor, Tensor], Drawn]
+
+
+def cuts(sampling: Sampling) -> bool:
+    """Whether ids are cut away before a draw."""
+    return sampling.truncated and sampling.temperature > 0
+
+
+def draw(
+    logits: Tensor,
+    lines: np.ndarray | None,
+    sequences: SequenceOf[Sequence],
+    *,
+    banned: Tensor | None,
+    quick: QuickDraw | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """ids and log-probs. `lines` says which line of the logits is whose; without it they are in
+    order. What was kept by truncated sampling is appended to each sequence's support.
+    """
+    ids = np.empty(len(sequences), dtype=np.int64)
+    logprobs = np.empty(len(sequences), dtype=np.float32)
+    for sampling, chosen in _pieces(sequences):
+        members = [sequences[i] for i in chosen]
+        own: Tensor | None = None
+        if lines is not None or len(chosen) < len(sequences):
+            own = to_device(np.array(chosen) if lines is None else lines[chosen], logits.device)
+        drawn = _draw_alike(logits, own, sampling, members, banned, quick)
+        ids[chosen], logprobs[chosen] = drawn.ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
+        read = sampling.support and drawn.kept is not None
+        kept = drawn.kept.cpu().numpy() if read else None  # type: ignore[union-attr]
+        for row, sequence in enumerate(members):
+            if kept is not None:
+                sequence.support.append(np.flatnonzero(kept[row]))
+            elif sequence.request.sampling.support and cuts(sequence.request.sampling):
+                sequence.support.append(NOTHING_CUT)
+    return ids, logprobs
+
+
+def _pieces(sequences: SequenceOf[Sequence]) -> Iterator[tuple[Sampling, list[int]]]:
+    groups: dict[Sampling, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        groups.setdefault(sequence.sampling, []).append(row)
+    for sampling, chosen in groups.items():
+        most = SORTED if cuts(sampling) else len(chosen)
+        for first in range(0, len(chosen), most):
+            yield sampling, chosen[first : first + most]
+
+
+def _draw_alike(
+    logits: Tensor,
+    lines: Tensor | None,
+    sampling: Sampling,
+    members: SequenceOf[Sequence],
+    banned: Tensor | None,
+    quick: QuickDraw | None,
+) -> Drawn:
+    keys = torch.tensor([s.request.noise for s in members])
+    index = torch.tensor([s.request.first_index + s.sampled for s in members])
+    keys, index = (to_device(x, logits.device) for x in (keys, index))
+    if quick is not None and not cuts(sampling):
+        return quick(logits, lines, sampling, keys, index)
+    scores = logits if lines is None else logits[lines]
+    return sample(scores, sampling, banned=banned, keys=keys, index=index)
+
+
+def sample(
+    logits: Tensor, sampling: Sampling, *, banned: Tensor | None, keys: Tensor, index: Tensor
+) -> Drawn:
+    """logits [B, V] straight from the head; keys and index [B] int64 name the noise of each row."""
+    greedy = sampling.temperature == 0
+    scores = sampling_logits(logits, 1.0 if greedy else sampling.temperature, banned)
+    kept = None
+    if sampling.truncated and not greedy:
+        kept = kept_ids(scores, sampling.top_k, sampling.top_p)
+        scores = scores.masked_fill(~kept, -torch.inf)
+    if greedy:
+        ids = scores.argmax(-1)
+    else:
+        # argmax(z + Gumbel noise) is a draw from softmax(z).
+        ids = (scores + keyed_gumbel(keys, index, scores.shape[-1])).argmax(-1)
+    chosen = scores.gather(-1, ids[:, None]).squeeze(-1)
+    return Drawn(ids=ids, logprobs=chosen - scores.logsumexp(-1), kept=kept)
+
+
+def kept_ids(scores: Tensor, top_k: int, top_p: float) -> Tensor:
+    """[B, V] bool: the k likeliest, then the fewest whose mass reaches p. One at least is kept; of
+    ids that are equally likely the lower ones.
+    """
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    keep = ordered > -torch.inf
+    if top_k > 0:
+        keep[:, top_k:] = False
+        ordered = ordered.masked_fill(~keep, -torch.inf)
+    if top_p < 1:
+        mass = ordered.softmax(-1)
+        keep &= mass.cumsum(-1) - mass < top_p
+    return torch.zeros_like(keep).scatter(-1, order, keep)
+
+
+def keyed_gumbel(keys: Tensor, index: Tensor, vocabulary: int) -> Tensor:
+    """[B, V] Gumbel noise, a pure function of (key, index, id). The hash wraps around in int32 on
+    every device.
+    """
+    row = _mix(_low(keys) ^ _mix(_low(keys >> 32) ^ _mix(_low(index + 0x51ED27))))
+    column = torch.arange(vocabulary, device=keys.device, dtype=torch.int32) * _int32(0x9E3779B9)
+    bits = _mix(row[:, None] + column[None, :])
+    uniform = ((bits >> 8) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32 bits in which every input bit flips about half of the output bits."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * _int32(0x846CA68B)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _low(x: Tensor) -> Tensor:
+    """The low 32 bits as int32."""
+    x = x & 0xFFFFFFFF
+    return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)
+
+
+def _int32(x: int) -> int:
+    return x - (1 << 32) if x >= 1 << 31 else x

@@ -1,0 +1,406 @@
+"""Triton kernels from the logits to the next step: which ids top_k and top_p keep, a list of them,
+the draw, and the state of every sequence one token later.
+
+    floors = cut(logits, temperature=heat, top_k=k, top_p=p, lengths=lengths, banned=None)
+    ids, logprobs = draw(logits, temperature=heat, keys=keys, index=i, banned=None, floors=floors)
+
+What is cut away is described by two numbers per row, a level of the logits and the last id that is
+kept of those exactly at it: no mask [B, V] exists, and nothing is sorted. Equal logits are ordered
+by id, so that a set does not depend on how it was found.
+
+Legend: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.engines.embedded import decode_state as fields
+
+CHUNK = 4096  # of the vocabulary, one program each
+BLOCK = 8192  # of the vocabulary, one turn of a program that reads it all
+# Low bits of a float32 that say nothing about a narrower number it was made from.
+EMPTY_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+
+
+# -- truncation ------------------------------------------------------------------------------------
+
+
+def cut(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    lengths: Tensor,
+    banned: Tensor | None,
+) -> Tensor:
+    """[2, B] int32: the lowest level that is kept of each row of logits [B, V], and the last id at
+    that level, as `sampling.kept_ids` keeps them. All for rows that are idle, greedy, or have
+    neither top_k [B] (> 0) nor top_p [B] (< 1).
+    """
+    count, vocabulary = len(temperature), logits.shape[1]
+    floors = torch.empty((2, count), dtype=torch.int32, device=logits.device)
+    _cut[(count,)](
+        logits, temperature if banned is None else banned.view(torch.int8), temperature, top_k,
+        top_p, lengths, floors, vocabulary, logits.stride(0), floors.stride(0),
+        EMPTY=EMPTY_BITS[logits.dtype], BANNED=banned is not None, BLOCK=BLOCK, num_warps=16,
+    )  # fmt: skip
+    return floors
+
+
+@triton.jit
+def level_of(logit, EMPTY: tl.constexpr):
+    """Integers in the order of the numbers."""
+    bits = logit.to(tl.float32).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> EMPTY
+
+
+@triton.jit
+def _read(line, banned, start, vocabulary, BANNED: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of logits, its columns, and which of them may be drawn at all."""
+    column = start + tl.arange(0, BLOCK)
+    real = column < vocabulary
+    logit = tl.load(line + column, mask=real, other=float("-inf")).to(tl.float32)
+    possible = real & (logit > float("-inf"))
+    if BANNED:
+        possible = possible & (tl.load(banned + column, mask=real, other=1) == 0)
+    return logit, column, possible
+
+
+@triton.jit
+def _measure(
+    line, banned, vocabulary, heat, top, low, last, above,
+    MASS: tl.constexpr, EMPTY: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How many ids, or how much mass, lies at `above` or higher, of what (low, last) keeps."""
+    found = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        logit, column, possible = _read(line, banned, start, vocabulary, BANNED, BLOCK)
+        level = level_of(logit, EMPTY)
+        within = possible & (level >= above) & (
+            (level > low) | ((level == low) & (column <= last))
+        )  # fmt: skip
+        if MASS:
+            found += tl.where(within, tl.exp((logit - top) / heat), 0.0)
+        else:
+            found += tl.where(within, 1.0, 0.0)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _fewest(
+    line, banned, vocabulary, heat, top, least, low, last, goal,
+    MASS: tl.constexpr, EMPTY: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The likeliest ids whose number or mass reaches `goal`, as a lowest level and a last id."""
+    # Invariant: what lies at `down` or higher reaches the goal, what lies at `up` or higher not.
+    down, up = least.to(tl.int64), level_of(top, EMPTY).to(tl.int64) + 1
+    while up - down > 1:
+        middle = (down + up) // 2
+        if _measure(
+            line, banned, vocabulary, heat, top, low, last, middle.to(tl.int32),
+            MASS, EMPTY, BANNED, BLOCK,
+        ) >= goal:  # fmt: skip
+            down = middle
+        else:
+            up = middle
+    level = down.to(tl.int32)
+    higher = _measure(
+        line, banned, vocabulary, heat, top, low, last, level + 1, MASS, EMPTY, BANNED, BLOCK
+    )
+    # Of those exactly at the level as many as are needed, in the order of their ids.
+    each = 1.0
+    if MASS:
+        each = tl.exp((_logit(level, EMPTY) - top) / heat)
+    wanted = tl.maximum(tl.ceil((goal - higher) / each), 1.0)
+    seen, end = 0.0, vocabulary
+    for start in range(0, vocabulary, BLOCK):
+        logit, column, possible = _read(line, banned, start, vocabulary, BANNED, BLOCK)
+        at = level_of(logit, EMPTY)
+        tie = possible & (at == level) & ((at > low) | (column <= last))
+        order = seen + tl.cumsum(tl.where(tie, 1.0, 0.0), 0)
+        here = tl.min(tl.where(tie & (order == wanted), column, vocabulary), 0)
+        end = tl.minimum(end, here)
+        seen += tl.sum(tl.where(tie, 1.0, 0.0), 0)
+    return level, end
+
+
+@triton.jit
+def _logit(level, EMPTY: tl.constexpr):
+    """The number of a level."""
+    bits = level << EMPTY
+    if EMPTY > 0:
+        bits = tl.where(level < 0, bits | ((1 << EMPTY) - 1), bits)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _cut(
+    logits, banned, temperature, top_k, top_p, lengths, floors, vocabulary, logits_row, floors_row,
+    EMPTY: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    heat = tl.load(temperature + row)
+    most, share = tl.load(top_k + row), tl.load(top_p + row)
+    low, last = tl.full((), -(1 << 31), tl.int32), vocabulary
+    if (heat > 0) & (tl.load(lengths + row) >= 0) & ((most > 0) | (share < 1)):
+        line = logits + row.to(tl.int64) * logits_row
+        highest = tl.full([BLOCK], float("-inf"), tl.float32)
+        lowest = tl.full([BLOCK], float("inf"), tl.float32)
+        number = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, vocabulary, BLOCK):
+            logit, _, possible = _read(line, banned, start, vocabulary, BANNED, BLOCK)
+            highest = tl.maximum(highest, tl.where(possible, logit, float("-inf")))
+            lowest = tl.minimum(lowest, tl.where(possible, logit, float("inf")))
+            number += tl.where(possible, 1.0, 0.0)
+        top, least = tl.max(highest, 0), level_of(tl.min(lowest, 0), EMPTY)
+        if (most > 0) & (most < tl.sum(number, 0)):
+            low, last = _fewest(
+                line, banned, vocabulary, heat, top, least, low, last, most.to(tl.float32),
+                False, EMPTY, BANNED, BLOCK,
+            )  # fmt: skip
+        if share < 1:
+            least = tl.maximum(least, low)
+            whole = _measure(
+                line, banned, vocabulary, heat, top, low, last, least,
+                True, EMPTY, BANNED, BLOCK,
+            )  # fmt: skip
+            low, last = _fewest(
+                line, banned, vocabulary, heat, top, least, low, last, share * whole,
+                True, EMPTY, BANNED, BLOCK,
+            )  # fmt: skip
+    tl.store(floors + row, low)
+    tl.store(floors + floors_row + row, last)
+
+
+def keep(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    floors: Tensor,
+    wanted: Tensor,
+    lengths: Tensor,
+    banned: Tensor | None,
+    step_index: Tensor,
+    cursor: Tensor,
+    kept: Tensor,
+    out_spans: Tensor,
+) -> None:
+    """Write what each row that is `wanted` [B] has kept, in the order of ids, to the next free
+    place of `kept`, and where it lies to line `step_index` of `out_spans` [steps, 2, rows]. A row
+    for which there is no place left gets the id -1.
+    """
+    _keep[(len(ids),)](
+        logits, logits if banned is None else banned.view(torch.int8), floors, ids, wanted, lengths,
+        step_index, cursor, kept, out_spans, logits.shape[1], logits.stride(0), floors.stride(0),
+        len(kept), out_spans.stride(0), out_spans.stride(1),
+        EMPTY=EMPTY_BITS[logits.dtype], BANNED=banned is not None, BLOCK=BLOCK, num_warps=16,
+    )  # fmt: skip
+
+
+@triton.jit
+def _keep(
+    logits, banned, floors, ids, wanted, lengths, step_index, cursor, kept, spans,
+    vocabulary, logits_row, floors_row, room, spans_tick, spans_line,
+    EMPTY: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if (tl.load(wanted + row) != 0) & (tl.load(lengths + row) >= 0):
+        line = logits + row.to(tl.int64) * logits_row
+        low, last = tl.load(floors + row), tl.load(floors + floors_row + row)
+        count = _measure(
+            line, banned, vocabulary, 1.0, 0.0, low, last, low, False, EMPTY, BANNED, BLOCK
+        ).to(tl.int32)
+        first = tl.atomic_add(cursor, count.to(tl.int64))
+        at = spans + tl.load(step_index).to(tl.int64) * spans_tick + row
+        tl.store(at, first)
+        tl.store(at + spans_line, count)
+        if first + count > room:
+            tl.store(ids + row, -1)
+        else:
+            seen = first
+            for start in range(0, vocabulary, BLOCK):
+                logit, column, possible = _read(line, banned, start, vocabulary, BANNED, BLOCK)
+                level = level_of(logit, EMPTY)
+                within = possible & ((level > low) | ((level == low) & (column <= last)))
+                order = tl.cumsum(tl.where(within, 1, 0), 0)
+                tl.store(kept + seen + order - 1, column, mask=within)
+                seen += tl.sum(tl.where(within, 1, 0), 0)
+
+
+# -- drawing ---------------------------------------------------------------------------------------
+
+
+def draw(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    keys: Tensor,
+    index: Tensor,
+    banned: Tensor | None,
+    rows: Tensor | None = None,
+    floors: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One id per row and its log-prob, as `sampling.sample` draws it, greedily where `temperature`
+    [B] is 0; `floors` from `cut`. logits [B, V], or [R, V] with `rows` [B] saying which to read; no
+    wider copy of them is made.
+    """
+    count, vocabulary = len(temperature), logits.shape[1]
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    assert logits.stride(1) == 1
+    noisy, highest, mass = torch.empty(
+        (3, count, chunks), dtype=torch.float32, device=logits.device
+    )
+    place = torch.empty((count, chunks), dtype=torch.int32, device=logits.device)
+    lines = temperature if rows is None else rows
+    _draw[(chunks, count)](
+        logits, lines, temperature if banned is None else banned.view(torch.int8),
+        temperature, keys, index, temperature if floors is None else floors, noisy, highest, mass,
+        place, vocabulary, logits.stride(0), 0 if floors is None else floors.stride(0),
+        ROWS=rows is not None, BANNED=banned is not None, CUT=floors is not None,
+        EMPTY=EMPTY_BITS[logits.dtype], CHUNK=CHUNK, num_warps=8,
+    )  # fmt: skip
+    ids = torch.empty(count, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
+    _pick[(count,)](
+        logits, lines, temperature, noisy, highest, mass, place, ids, logprobs, logits.stride(0),
+        ROWS=rows is not None, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), num_warps=1,
+    )  # fmt: skip
+    return ids, logprobs
+
+
+@triton.jit
+def _mix(x):
+    """The hash of `sampling.keyed_gumbel`, in unsigned integers."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _draw(
+    logits, rows, banned, temperature, keys, index, floors, noisy, highest, mass, place,
+    vocabulary, logits_row, floors_row,
+    ROWS: tl.constexpr, BANNED: tl.constexpr, CUT: tl.constexpr, EMPTY: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    source = row.to(tl.int64)
+    if ROWS:
+        source = tl.load(rows + row).to(tl.int64)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    real = column < vocabulary
+    score = tl.load(logits + source * logits_row + column, mask=real, other=float("-inf"))
+    level = level_of(score, EMPTY)
+    heat = tl.load(temperature + row)
+    score = score.to(tl.float32) / tl.where(heat > 0, heat, 1.0)
+    if BANNED:
+        out = tl.load(banned + column, mask=real, other=1)
+        score = tl.where(out != 0, float("-inf"), score)
+    if CUT:
+        low, last = tl.load(floors + row), tl.load(floors + floors_row + row)
+        within = (level > low) | ((level == low) & (column <= last))
+        score = tl.where(within, score, float("-inf"))
+    top = tl.max(score, 0)
+    weight = tl.exp(score - tl.where(top > float("-inf"), top, 0.0))
+
+    key = tl.load(keys + row).to(tl.int64)
+    number = _mix((tl.load(index + row).to(tl.int64) + 0x51ED27).to(tl.uint32))
+    seed = _mix(key.to(tl.uint32) ^ _mix((key >> 32).to(tl.uint32) ^ number))
+    bits = _mix(seed + column.to(tl.uint32) * 0x9E3779B9)
+    uniform = (((bits >> 8) & 0x7FFFFF).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+    # Gumbel noise is -log(-log u): what is highest with it has the lowest -log(u) / weight.
+    wait = tl.where(heat > 0, -tl.log(uniform) / weight, -score)
+    least, at = tl.min(wait, 0, return_indices=True)
+    best = tl.where(heat > 0, top - tl.log(least), top)
+    target = row * tl.num_programs(0) + chunk
+    tl.store(noisy + target, best)
+    # Where logits are no numbers any column may come out, also one past the end.
+    tl.store(place + target, tl.minimum(chunk * CHUNK + at, vocabulary - 1))
+    tl.store(highest + target, top)
+    tl.store(mass + target, tl.sum(weight, 0))
+
+
+@triton.jit
+def _pick(
+    logits, rows, temperature, noisy, highest, mass, place, ids, logprobs, logits_row,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0), tl.arange(0, PADDED)
+    source = row.to(tl.int64)
+    if ROWS:
+        source = tl.load(rows + row).to(tl.int64)
+    at, real = row * CHUNKS + chunk, chunk < CHUNKS
+    _, best = tl.max(tl.load(noisy + at, mask=real, other=float("-inf")), 0, return_indices=True)
+    best = tl.minimum(best, CHUNKS - 1)
+    tops = tl.load(highest + at, mask=real, other=float("-inf"))
+    top = tl.max(tops, 0)
+    total = tl.sum(tl.load(mass + at, mask=real, other=0.0) * tl.exp(tops - top), 0)
+    drawn = tl.load(place + row * CHUNKS + best).to(tl.int64)
+    heat = tl.load(temperature + row)
+    score = tl.load(logits + source * logits_row + drawn).to(tl.float32)
+    score = score / tl.where(heat > 0, heat, 1.0)
+    tl.store(ids + row, drawn)
+    tl.store(logprobs + row, score - top - tl.log(total))
+
+
+# -- from one token to the next --------------------------------------------------------------------
+
+
+def advance(
+    ids: Tensor,
+    logprobs: Tensor,
+    *,
+    state: Tensor,
+    eos: Tensor,
+    step_index: Tensor,
+    out_ids: Tensor,
+    out_logprobs: Tensor,
+) -> None:
+    """Write what was drawn to line `step_index` of the outputs (-1 for an idle row) and make it the
+    next token to read. A row that ends, or has drawn -1, becomes idle. `state` as in
+    decode_state.py, outputs [steps, rows].
+    """
+    count = len(ids)
+    _advance[(triton.cdiv(count, 128),)](
+        ids, logprobs, state, eos, step_index, out_ids, out_logprobs, count, state.stride(0),
+        out_ids.stride(0), EOS=len(eos), BLOCK=128,
+        TOKEN=fields.TOKEN, LENGTH=fields.LENGTH, POSITION=fields.POSITION, INDEX=fields.INDEX,
+        REMAINING=fields.REMAINING, STOPS=fields.STOPS,
+    )  # fmt: skip
+    step_index.add_(1)
+
+
+@triton.jit
+def _advance(
+    ids, logprobs, state, eos, step_index, out_ids, out_logprobs, count, field, line,
+    EOS: tl.constexpr, BLOCK: tl.constexpr, TOKEN: tl.constexpr, LENGTH: tl.constexpr,
+    POSITION: tl.constexpr, INDEX: tl.constexpr, REMAINING: tl.constexpr, STOPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = row < count
+    at = state + row
+    token = tl.load(ids + row, mask=real, other=0)
+    length = tl.load(at + LENGTH * field, mask=real, other=-1)
+    position = tl.load(at + POSITION * field, mask=real, other=0)
+    index = tl.load(at + INDEX * field, mask=real, other=0)
+    remaining = tl.load(at + REMAINING * field, mask=real, other=0) - 1
+    stops = tl.load(at + STOPS * field, mask=real, other=0) != 0
+    running = (length >= 0) & (token >= 0)
+    now = tl.load(step_index).to(tl.int64) * line + row
+    tl.store(out_ids + now, tl.where(running, token, -1), mask=real)
+    tl.store(out_logprobs + now, tl.load(logprobs + row, mask=real, other=0.0), mask=real)
+    ends = remaining <= 0
+    for i in tl.static_range(EOS):
+        ends = ends | (stops & (token == tl.load(eos + i)))
+    tl.store(at + TOKEN * field, tl.maximum(token, 0), mask=real)
+    tl.store(at + LENGTH * field, tl.where(running & ~ends, length + 1, -1), mask=real)
+    tl.store(at + POSITION * field, position + 1, mask=real)
+    tl.store(at + INDEX * field, index + 1, mask=real)
+    tl.store(at + REMAINING * field, remaining, mask=real)

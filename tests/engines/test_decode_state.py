@@ -1,0 +1,57 @@
+"""Rows as the device reads them, and which of them begin alike."""
+
+import numpy as np
+
+from saccade.engines.embedded import decode_state
+
+
+def test_batch_sizes_are_few_and_pad_little():
+    sizes = {decode_state.bucket(n) for n in range(1, 513)}
+    assert len(sizes) == len(decode_state.BUCKETS) and all(
+        decode_state.bucket(n) >= n for n in range(1, 2000)
+    )
+    assert all(decode_state.bucket(n) <= 1.5 * n for n in range(48, 2000))
+    assert decode_state.bucket(513) == 640 and all(size % 8 == 0 for size in sizes)
+
+
+def test_padding_is_idle():
+    fields = {name: np.arange(3) + 10 * i for i, name in enumerate(decode_state.NAMES)}
+    packed = decode_state.pack_rows(fields, 8)
+    assert packed.shape == (decode_state.FIELDS, 8)
+    assert packed[decode_state.LENGTH].tolist() == [10, 11, 12, -1, -1, -1, -1, -1]
+    assert packed[decode_state.KEY].tolist() == [40, 41, 42, 0, 0, 0, 0, 0]
+
+
+def test_neighbours_with_the_same_first_pages_are_a_family():
+    table = np.array(
+        [
+            [1, 2, 3, 9],
+            [1, 2, 4, 9],
+            [1, 2, 5, 9],
+            [7, 8, 6, 9],  # alone
+            [1, 2, 10, 0],  # not next to the others
+            [11, 12, 0, 0],
+            [11, 13, 0, 0],
+        ]
+    )
+    lengths = np.array([13, 14, 12, 12, 12, 7, 4])
+    prefix_groups, shared = decode_state.find_prefix_groups(table, lengths, page=4, most=8)
+    assert prefix_groups.T.tolist() == [[0, 3, 8], [5, 2, 4]]
+    assert shared.tolist() == [8, 8, 8, 0, 0, 4, 4]
+
+
+def test_a_family_is_as_large_as_one_program_can_read():
+    table, lengths = np.ones((10, 3), dtype=np.int32), np.full(10, 8)
+    prefix_groups, shared = decode_state.find_prefix_groups(table, lengths, page=4, most=4)
+    assert prefix_groups.T.tolist() == [[0, 4, 8], [4, 4, 8], [8, 2, 8]]
+    prefix_groups, shared = decode_state.find_prefix_groups(table, lengths, page=4, most=3)
+    assert prefix_groups.T.tolist() == [[0, 3, 8], [3, 3, 8], [6, 3, 8]] and shared[9] == 0
+    prefix_groups, shared = decode_state.find_prefix_groups(table[:1], lengths[:1], page=4, most=3)
+    assert prefix_groups.shape == (3, 0) and shared.tolist() == [0]
+
+
+def test_only_whole_pages_are_shared():
+    """What lies in the table behind a sequence's own pages belongs to nobody."""
+    table, lengths = np.zeros((2, 5), dtype=np.int32), np.array([7, 3])
+    prefix_groups, shared = decode_state.find_prefix_groups(table, lengths, page=4, most=8)
+    assert not prefix_groups.size and not shared.any()
