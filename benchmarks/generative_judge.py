@@ -74,7 +74,7 @@ def run(
         "data.train": str(folder / "rows" / "train.json"),
         "data.val": [{"path": str(folder / "rows" / "held.json"), "name": "pairs"}],
         "data.mapping": "hpdv3",
-        "data.compare": "verdict",
+        "data.pair_view": "verdict",
         "data.min_pixels": SIDE**2,
         "data.max_pixels": SIDE**2,
         "prompt.instruction": "",

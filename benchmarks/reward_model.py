@@ -105,7 +105,7 @@ def run(folder: Path, seed: int, steps: Mapping[str, int] = STEPS) -> dict[str, 
             "val.n": 4,  # sampled, as in training
             "rollout.max_tokens": 2,
             "reward.terms": [learned, {"verifier": "exact", "weight": 0.0}],
-            "reward.outcome": "exact",  # what is reported; its weight is 0
+            "reward.accuracy_term": "exact",  # what is reported; its weight is 0
             "algorithm.preset": "ppo",
             "algorithm.kl.coef": 0.1,  # holds it to answers that the pairs have taught about
             "algorithm.critic.path": end("rm"),

@@ -210,7 +210,7 @@ def phrases(texts: Sequence[str]) -> list[str]:
 def common_config(out: Path, size: Size, seed: int, memory: float | None) -> dict[str, Any]:
     pixels = size.view**2
     return {
-        "run": {"out": str(out), "seed": seed, "memory": memory},
+        "run": {"out": str(out), "seed": seed, "gpu_memory_gib": memory},
         "model": {"dtype": "auto", "checkpointing": "off"},
         "prompt": {"format": "think_answer", "instruction": ""},
         "data": {"min_pixels": pixels, "max_pixels": pixels},

@@ -158,12 +158,13 @@ def limit_memory(device: Any, gib: float) -> None:
 
 
 def no_limit(gib: float | None, device: Device) -> str | None:
-    """Why `run.memory` limits nothing on this device; None where it does, or is not set."""
+    """Why `run.gpu_memory_gib` limits nothing on this device; None where it does, or is not set."""
     if gib is None or (device.is_gpu and gib <= device.memory):
         return None
     if not device.is_gpu:
-        return f"run.memory={gib:g} has no effect on a CPU; it is for a GPU"
-    return f"run.memory={gib:g} has no effect: {device.name} has {device.memory:.1f} GiB to give"
+        return f"run.gpu_memory_gib={gib:g} has no effect on a CPU; it is for a GPU"
+    most = f"{device.name} has {device.memory:.1f} GiB to give"
+    return f"run.gpu_memory_gib={gib:g} has no effect: {most}"
 
 
 def unoccupied(wanted: str = "auto") -> Device:

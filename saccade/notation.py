@@ -112,8 +112,8 @@ NAMES = {
     "reward.terms": "reward_funcs reward_function reward_function_kwargs score_function reward_fn "
     "reward_pretrain custom_reward_function.path custom_reward_function.name",
     "reward.remote.url": "remote_rm_url",
-    "reward.outcome": "filter_key",
-    "reward.normalise": "reward_running_norm reward_running_norm_minus_mean",
+    "reward.accuracy_term": "filter_key",
+    "reward.running_norm": "reward_running_norm reward_running_norm_minus_mean",
     "reward.clip": "reward_clip",
     "algorithm.preset": "algo",
     "algorithm.advantage": "adv_estimator advantage_estimator",
@@ -181,6 +181,20 @@ _ARGS = (
 )
 RENAMED = {
     **{f"algorithm.{name}": f"algorithm.args.{name}" for name in _ARGS.split()},
+    "algorithm.fire": "algorithm.hot_first_token",
+    "data.compare": "data.pair_view",
+    "data.side_seed": "data.pair_order_seed",
+    "env.reserve": "env.min_turn_tokens",
+    **{
+        f"dpo.{name}": f"dpo.args.{name}"
+        for name in ("label_smoothing", "gamma", "desirable_weight", "undesirable_weight")
+    },
+    "reward.normalise": "reward.running_norm",
+    "reward.outcome": "reward.accuracy_term",
+    "reward.renormalise": "reward.reweight_abstained",
+    "rollout.support": "rollout.truncated_sampling",
+    "run.memory": "run.gpu_memory_gib",
+    "train.ptx_coef": "train.sft_coef",
     "algorithm.weight_bound": "write the limits of cispo's weight as "
     "algorithm.args.weight_floor and algorithm.args.weight_cap",
 }

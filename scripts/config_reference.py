@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
 
 from saccade.config import Config, DataSource, RewardTerm, Section, options, type_name  # noqa: E402
 from saccade.schema import CorrectionConfig  # noqa: E402
+from saccade.schema.section import about  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -27,7 +28,8 @@ command line: `saccade rl run.yaml train.lr=2e-6 run.resume=auto`. All behind th
 value, spaces and `#` too; `train.lr=` takes the option of the file back. A name that only one
 section has needs no section: `resume=auto`. In options that name a file or folder, `~/` is the home
 folder, in the YAML file too. An unknown option is refused with the nearest known one; refused are
-also a value of the wrong type and a combination that cannot run. One file serves all commands: an
+also a value of the wrong type and a combination that cannot run. An option that is set where it
+does not count is refused, with what makes it count. One file serves all commands: an
 option of another command is refused only on the command line. `--dry-run` shows what was chosen and
 the batch arithmetic, `--dry-run --full` every option with the value it has, `saccade init MODEL
 DATA` writes a first file. An empty default means: decided as the description says.
@@ -55,7 +57,7 @@ def lines() -> Iterator[str]:
     for name, field in Config.model_fields.items():
         kind = field.annotation
         assert isinstance(kind, type) and issubclass(kind, Section)
-        yield f"## {name}\n\n{field.description}\n"
+        yield f"## {name}\n\n{' '.join([field.description, *conditions(field)])}\n"
         yield from table(kind, f"{name}.")
         if name in ITEMS:
             title, about, item = ITEMS[name]
@@ -66,10 +68,19 @@ def lines() -> Iterator[str]:
 def table(kind: type[Section], prefix: str) -> Iterator[str]:
     yield "| option | type | default | what it does |\n|---|---|---|---|"
     for name, field in options(kind, prefix):
-        about = field.description.replace("<", "&lt;")  # Markdown would take <image> for HTML
-        cells = (f"`{name}`", f"`{written_type(field)}`", default(field), about)
+        text = " ".join([field.description, *conditions(field)])
+        text = text.replace("<", "&lt;")  # Markdown would take <image> for HTML
+        cells = (f"`{name}`", f"`{written_type(field)}`", default(field), text)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
+
+
+def conditions(field: Any) -> Iterator[str]:
+    """When the option counts, and which commands read it."""
+    if when := about(field)["when"]:
+        yield f"Counts only with {', '.join(each.words or f'`{each.test}`' for each in when)}."
+    if commands := about(field)["commands"]:
+        yield f"Read by {', '.join(commands)}."
 
 
 def written_type(field: Any) -> str:

@@ -155,7 +155,7 @@ CELLS = {
     **{name: name for name in ("overlong.buffer", "overlong.factor")},
     "kl_options": "kl.options",
     "max_tokens": "overlong.max_tokens",
-    "fire": "fire",
+    "hot_first_token": "fire",
 }
 
 

@@ -25,7 +25,7 @@ from saccade.config import (
     unknown_key,
 )
 from saccade.errors import ConfigError
-from saccade.notation import ELSEWHERE, NAMES, parse
+from saccade.notation import ELSEWHERE, NAMES, RENAMED, parse
 from saccade.recipes.init import write_config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -507,3 +507,20 @@ def test_one_word_stands_for_a_list_of_one():
 def test_a_value_of_the_wrong_kind_is_told_in_words(override, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(None, [override])
+
+
+def test_the_list_of_options_is_frozen() -> None:
+    """A new option needs a line in options.txt; take one away for it."""
+    listed = (Path(__file__).parent / "options.txt").read_text(encoding="utf-8").split()
+    assert [name for name, _ in options()] == listed
+    assert len(listed) <= 282
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_option_of_older_versions_is_answered_with_its_new_name(old: str) -> None:
+    names = {name for name, _ in options()}
+    new = RENAMED[old]
+    assert old not in names
+    assert " " in new or ".args." in new or any(n.startswith(new) for n in names)
+    said = refusal(None, f"{old}=1") if old != "algorithm.fire" else unknown_key(old)
+    assert (new if " " in new else f"it is now {new}") in said

@@ -77,16 +77,16 @@ def test_a_limit_that_limits_nothing():
     gpu = devices.Device(name="GPU", memory=120.0)
     assert devices.no_limit(None, gpu) is None and devices.no_limit(80.0, gpu) is None
     assert devices.no_limit(121.0, gpu) == (
-        "run.memory=121 has no effect: GPU has 120.0 GiB to give"
+        "run.gpu_memory_gib=121 has no effect: GPU has 120.0 GiB to give"
     )
 
 
 @pytest.mark.parametrize("command", ["rl", "sft", "dpo", "reward-model"])
 def test_every_training_run_is_told_of_a_limit_that_limits_nothing(command, tmp_path):
-    config = load({"run.out": str(tmp_path), "run.device": "cpu", "run.memory": 2})
+    config = load({"run.out": str(tmp_path), "run.device": "cpu", "run.gpu_memory_gib": 2})
     with Run(config, command, {}) as run:
         said = run.folder.log.read_text()
-    assert said.count("run.memory=2 has no effect on a CPU; it is for a GPU") == 1
+    assert said.count("run.gpu_memory_gib=2 has no effect on a CPU; it is for a GPU") == 1
 
 
 @pytest.mark.parametrize("group", devices.GROUPS)

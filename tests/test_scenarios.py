@@ -312,8 +312,8 @@ def test_awkward_rows_are_set_aside_and_the_rest_trains(tmp_path: Path, shared: 
 BAD = {  # override: (what is named, a value that works)
     "train.samples_per_prompt=1": ("train.samples_per_prompt", "train.samples_per_prompt=8"),
     "train.micro_tokens=0": ("train.micro_tokens", "greater than or equal to 1"),
-    "rollout.top_p=0.9": ("rollout.top_p", "rollout.support=replay"),
-    "rollout.top_k=20": ("rollout.top_k", "rollout.support=replay"),
+    "rollout.top_p=0.9": ("rollout.top_p", "rollout.truncated_sampling=replay"),
+    "rollout.top_k=20": ("rollout.top_k", "rollout.truncated_sampling=replay"),
     "rollout.max_tokens=2": ("rollout.max_tokens", "rollout.max_tokens=256"),
     "train.updates_per_step=9": ("train.updates_per_step", "train.updates_per_step=4"),
     "train.lrr=1": ("train.lrr", "train.lr"),

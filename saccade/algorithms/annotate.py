@@ -103,7 +103,8 @@ def _finite(batches: Sequence[Batch]) -> bool:
 
 def _counted(sequence: Tensor, algorithm: Algorithm) -> Tensor:
     """[T] bool: tokens that train; a hot first token need not."""
-    masked = algorithm.fire.temperature > 0 and algorithm.fire.first_token == "mask"
+    hot = algorithm.hot_first_token
+    masked = hot.temperature > 0 and hot.first_token == "mask"
     return ~_first(sequence) if masked else torch.ones_like(sequence, dtype=torch.bool)
 
 
@@ -180,7 +181,7 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Me
     They never change advantages. Each optimizer step divides by what is its own.
     """
     metrics = Metrics()
-    fire, top = algorithm.fire, algorithm.entropy_top
+    fire, top = algorithm.hot_first_token, algorithm.entropy_top
     hot = fire.temperature > 0 and fire.first_token == "is"
     flat = [batch for batches in updates for batch in batches]
     if not (updates and (algorithm.at_once or top or hot)):

@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from saccade.algorithms.algorithm import AXES, Algorithm, Correct, OldMode
 from saccade.algorithms.checks import find_warnings, refuse_contradictions
 from saccade.algorithms.corrections import CORRECTIONS
 from saccade.algorithms.kl import KINDS
-from saccade.algorithms.table import Entry, canonical, find, unknown
-from saccade.config import AlgorithmConfig, Config, explain, load
+from saccade.algorithms.table import Entry, canonical, find, parsed, unknown
+from saccade.config import AlgorithmConfig, Config, load
 from saccade.errors import ConfigError
 from saccade.schema import CorrectionConfig
 from saccade.schema.presets import ADD_ONS, row_of
@@ -82,7 +80,7 @@ def from_config(config: Config) -> Algorithm:
         sequences=train.prompts_per_step * train.samples_per_prompt,
         max_tokens=max_tokens,
         reward_clip=config.reward.clip,
-        reward_normalise=config.reward.normalise,
+        reward_normalise=config.reward.running_norm,
         advantage_options=options["advantage"],
         loss_options=options["policy_loss"],
         aggregation_options=options["aggregation"],
@@ -130,7 +128,7 @@ def old_mode(wanted: str, updates: int, epochs: int, *, forced: str | None = Non
 def why_recompute(algorithm: Algorithm) -> str | None:
     """What needs old log-probs of the trainer before the first update, in words."""
     corrections = ", ".join(c.name for c in algorithm.at_once)
-    fire = algorithm.fire
+    fire = algorithm.hot_first_token
     reasons = {
         "kl.place=reward": algorithm.kl_in_reward,
         f"entropy_top={algorithm.entropy_top:g}": algorithm.entropy_top > 0,
@@ -139,7 +137,7 @@ def why_recompute(algorithm: Algorithm) -> str | None:
         "self_normalise": algorithm.self_normalise,
         "args.drpo_kl_damp": bool(algorithm.advantage_options.get("drpo_kl_damp")),
         "filter.keep_surplus": algorithm.filter.keep_surplus,
-        "fire.first_token=is": fire.temperature > 0 and fire.first_token == "is",
+        "hot_first_token.first_token=is": fire.temperature > 0 and fire.first_token == "is",
     }
     found = [name for name, forces in reasons.items() if forces]
     return f"algorithm.{found[0]} needs old log-probs before training" if found else None
@@ -153,21 +151,6 @@ def _options(entry: Entry, given: AlgorithmConfig) -> dict[str, Any]:
     fields = {n: getattr(given, n) for n in entry.options if n in FIELDS}
     fields = {name: value for name, value in fields.items() if value is not None}
     return entry.options | parsed(entry, given.args) | fields
-
-
-def parsed(entry: Entry, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `algorithm.args` that the entry reads, as its annotations want them."""
-    found = {}
-    for name in (name for name in args if entry.reads(name)):
-        try:
-            found[name] = entry.parse(name, args[name])
-        except ValidationError as error:
-            [first, *_] = error.errors()
-            where = ("algorithm", "args", name, *first["loc"])
-            default = entry.options[name]
-            hint = "" if default is None else f" (its default is {default})"
-            raise ConfigError(explain({**first, "loc": where}) + hint) from None
-    return found
 
 
 def _correction(cells: CorrectionConfig, args: Mapping[str, Any]) -> Correct:

@@ -152,9 +152,9 @@ def _negative_rewards(algorithm: Algorithm) -> str | None:
         return None
     causes = {
         "algorithm.kl.place=reward": (algorithm.kl_in_reward, "algorithm.kl.place=loss"),
-        "reward.normalise=mean_std": (
+        "reward.running_norm=mean_std": (
             algorithm.reward_normalise == "mean_std",
-            "reward.normalise=std",
+            "reward.running_norm=std",
         ),
         "algorithm.overlong": (algorithm.overlong.buffer > 0, "algorithm.overlong.buffer=0"),
     }

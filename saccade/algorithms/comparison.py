@@ -31,7 +31,7 @@ from saccade.algorithms.preference import (
     Labelled,
     Pairs,
 )
-from saccade.algorithms.table import bound
+from saccade.algorithms.table import bound, parsed
 from saccade.config import DpoConfig
 from saccade.types import Batch
 
@@ -70,8 +70,9 @@ class Sides:
 
 def from_config(config: DpoConfig) -> Comparison:
     """Options that are empty are the loss's own."""
-    wanted = {name: getattr(config, name, None) for name in PREFERENCES[config.loss].options}
-    options = {name: value for name, value in wanted.items() if value is not None}
+    options = parsed(PREFERENCES[config.loss], config.args, "dpo.args")
+    if config.beta is not None:
+        options["beta"] = config.beta
     return Comparison(loss=config.loss, options=options, nll_coef=config.nll_coef)
 
 

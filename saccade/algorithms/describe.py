@@ -112,7 +112,7 @@ def _kept(filters: FilterConfig) -> str:
 def extras(algorithm: Algorithm) -> dict[str, str]:
     """Lines for what is switched on."""
     filters, overlong = algorithm.filter, algorithm.overlong
-    fire, critic = algorithm.fire, algorithm.critic
+    fire, critic = algorithm.hot_first_token, algorithm.critic
     weights = "weighted" if fire.first_token == "is" else "not trained"
     kept = ", kept in the baseline" if algorithm.excluded_in_baseline else ""
     bounds = algorithm.reward_clip or (0.0, 0.0)

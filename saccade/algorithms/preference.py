@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from saccade.algorithms.table import Entry
+from saccade.algorithms.table import Entry, NotNegative, Smoothing
 from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ def dpo(pairs: Pairs, *, beta: float = 0.1) -> Losses:
     return negative_log_sigmoid(margin), metrics
 
 
-def cdpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Losses:
+def cdpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: Smoothing = 0.1) -> Losses:
     """A share of the labels is taken to be wrong (Mitchell 2023, a note on noisy preferences)."""
     margin, metrics = _compared(pairs.ratios(), beta)
     right, wrong = negative_log_sigmoid(margin), negative_log_sigmoid(-margin)
     return (1 - label_smoothing) * right + label_smoothing * wrong, metrics
 
 
-def robust(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Losses:
+def robust(pairs: Pairs, *, beta: float = 0.1, label_smoothing: Smoothing = 0.1) -> Losses:
     """In expectation dpo on clean labels, if that share is flipped (arXiv 2403.00409)."""
     if not 0 <= label_smoothing < 0.5:
         raise ConfigError(
@@ -109,7 +109,7 @@ def hinge(pairs: Pairs, *, beta: float = 0.1) -> Losses:
     return (1 - margin).clamp(min=0), metrics
 
 
-def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: float = 1.0) -> Losses:
+def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: NotNegative = 1.0) -> Losses:
     """Log-probs per token, ahead by a margin (arXiv 2405.14734)."""
     margin, metrics = _compared(pairs.means((pairs.chosen, pairs.rejected)), beta)
     return negative_log_sigmoid(margin - gamma), metrics
@@ -119,8 +119,8 @@ def kto(
     labelled: Labelled,
     *,
     beta: float = 0.1,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    desirable_weight: NotNegative = 1.0,
+    undesirable_weight: NotNegative = 1.0,
 ) -> Losses:
     """Good or bad on its own, against a neutral log-ratio z (arXiv 2402.01306).
 

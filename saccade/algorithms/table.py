@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from saccade.algorithms.own import checked
+from saccade.config import explain
 from saccade.errors import ConfigError
 from saccade.own import own_module
 
@@ -29,6 +30,7 @@ Positive: TypeAlias = Annotated[float, Gt(0)]
 NotNegative: TypeAlias = Annotated[float, Ge(0)]
 Share: TypeAlias = Annotated[float, Ge(0), Le(1)]
 PositiveShare: TypeAlias = Annotated[float, Gt(0), Le(1)]
+Smoothing: TypeAlias = Annotated[float, Ge(0), Lt(0.5)]
 ShareBelowOne: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 Count: TypeAlias = Annotated[int, Ge(1)]
 OPTIONS = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_types_allowed=True)
@@ -100,6 +102,21 @@ class Entry:
 def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def parsed(entry: Entry, args: Mapping[str, Any], where: str = "algorithm.args") -> dict[str, Any]:
+    """Those of `args` that the entry reads, as its annotations want them."""
+    found = {}
+    for name in (name for name in args if entry.reads(name)):
+        try:
+            found[name] = entry.parse(name, args[name])
+        except ValidationError as error:
+            [first, *_] = error.errors()
+            default = entry.options[name]
+            hint = "" if default is None else f" (its default is {default})"
+            place = (*where.split("."), name, *first["loc"])
+            raise ConfigError(explain({**first, "loc": place}) + hint) from None
+    return found
 
 
 def bound(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

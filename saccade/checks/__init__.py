@@ -15,58 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from saccade.checks import models, offline, rows, steps
-from saccade.checks.models import chosen
-from saccade.config import Config
+from saccade.config import Config, Section
 from saccade.errors import ConfigError
+from saccade.schema.section import ANSWERING, about, chosen, without_effect
 
 Rule = Callable[[Config], Iterator[str]]
 
-SUPERVISED = {
-    "run.overcommit": "only `saccade rl` plans its memory before it starts",
-    "rollout.http": "an endpoint only evaluates",
-    "algorithm": "only `saccade rl` reads it",
-    "eval": "only `saccade eval` reads it",
-    "prompt.permute_choices": "rows name the letters that they were written with",
-    "data.demonstrations": "only `saccade rl` reads it",
-    "train.ptx_coef": "only `saccade rl` reads it",
-    "train.samples_per_prompt": "nothing is sampled",
-    "train.updates_per_step": "a step is one update",
-    "train.epochs_per_batch": "a step is one update",
-    **dict.fromkeys(
-        ("track.trajectories_every", "track.trajectories_groups"),
-        "only `saccade rl` stores rollouts of its steps",
-    ),
-}
-SFT = {"sft": "only `saccade sft` reads it"}
-DPO = {"dpo": "only `saccade dpo` reads it"}
-RATING = {"reward_model": "only `saccade reward-model` reads it"}
-# Of a reward model neither training nor evaluation asks for answers.
-OF_ANSWERS = ("n", "temperature", "top_p", "max_tokens", "turns", "log_generations")
-UNASKED = {
-    **dict.fromkeys(
-        ("reward", "rollout", "generate", *(f"val.{name}" for name in OF_ANSWERS)),
-        "nothing is sampled",
-    ),
-    "data.max_prompt_tokens": "reward_model.max_tokens limits whole rows",
-}
-
-RL = {
-    **SFT,
-    **DPO,
-    **RATING,
-    "generate": "only `saccade generate` reads it",
-    "eval": "only `saccade eval` reads it",
-    "rollout.http": "an endpoint only evaluates",
-}
-
-# Options and sections that a command does not read. One file serves all commands, so there they
-# stand for another one; who names them beside the command expects something of them.
-WITHOUT_EFFECT = {
-    "rl": RL,
-    "estimate": RL,
-    "sft": SUPERVISED | DPO | RATING,
-    "dpo": SUPERVISED | SFT | RATING,
-    "reward-model": SUPERVISED | SFT | DPO | UNASKED,
+# Commands that refuse options of other commands, and as which of them they read.
+READERS = {
+    **{command: command for command in ("rl", "sft", "dpo", "reward-model")},
+    "estimate": "rl",
 }
 
 
@@ -75,6 +33,13 @@ def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
     options and sections that were named beside the file.
     """
     problems = [problem for rule in RULES[command] for problem in rule(config)]
+    problems += [
+        problem
+        for name, part in config
+        if name != "algorithm" and (command in READERS or name == command)
+        for problem in without_effect(part, f"{name}.", dict(config))
+        if not unread(problem.partition(":")[0], command)
+    ]
     problems += [
         f"{name}: has no effect in `saccade {command}` ({reason}); remove it"
         for name in given
@@ -86,25 +51,39 @@ def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
 
 def unread(name: str, command: str) -> str | None:
     """Why an option has no effect in a command; None where it has."""
-    reasons = WITHOUT_EFFECT.get(command, {}).items()
-    return next((why for key, why in reasons if _within(name, key)), None)
+    found = _unread_part(name, command)
+    return found and found[1]
+
+
+def _unread_part(name: str, command: str) -> tuple[str, str] | None:
+    """The option, or the section around it, that a command does not read, and why."""
+    reader, parts = READERS.get(command), name.split(".")
+    kind: type[Section] = Config
+    for end, part in enumerate(parts, 1):
+        field = kind.model_fields.get(part) if reader else None
+        if field is None:
+            return None
+        readers = about(field).get("commands", ())
+        if readers and reader not in readers:
+            who = f"`saccade {', '.join(readers)}`"
+            who = "commands that sample answers" if readers == ANSWERING else who
+            reads = "reads" if len(readers) == 1 else "read"
+            return ".".join(parts[:end]), f"only {who} {reads} it"
+        inside = field.annotation
+        if not (isinstance(inside, type) and issubclass(inside, Section)):
+            return None
+        kind = inside
+    return None
 
 
 def not_counted(config: Config, command: str) -> str | None:
     """A line about the options of the config that are for other commands."""
-    names, keys = list(chosen(config)), WITHOUT_EFFECT.get(command, {})
-    others = [key for key in keys if any(_within(name, key) for name in names)]
+    found = [_unread_part(name, command) for name, _, _ in chosen(config)]
+    others = dict.fromkeys(part[0] for part in found if part)
     return f"`saccade {command}` does not read {', '.join(others)}" if others else None
 
 
-def _within(name: str, key: str) -> bool:
-    return name == key or name.startswith(f"{key}.")
-
-
-MODEL = (
-    *(models.model, models.patterns, models.own_weights, models.engine_options, models.lora),
-    models.series,
-)
+MODEL = (*(models.model, models.patterns, models.own_weights, models.series),)
 CRITIC = (models.critic, models.critic_warmup)
 SAMPLING = (models.lora_dropout, steps.sampling, steps.response_length, steps.batch)
 LOOKING = (rows.pixels, rows.prompt_files, models.judge)
@@ -113,7 +92,7 @@ TRAINING = (
     *(*MODEL, rows.train_data, *READING),
     *(steps.optimizer, steps.validation, steps.before, steps.best, steps.resume),
 )
-ANSWERING = (models.answering_model, models.series, models.trained_series)
+ANSWERS = (models.answering_model, models.series, models.trained_series)
 RULES: dict[str, tuple[Rule, ...]] = {
     "rl": (
         *TRAINING,
@@ -123,17 +102,17 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "dpo": (*TRAINING, offline.preferences),
     "reward-model": (*TRAINING, offline.rating),
     "eval": (
-        *ANSWERING,
+        *ANSWERS,
         *(rows.val_data, rows.val_files, *LOOKING),
         *(steps.response_length, steps.validation, steps.environment),
     ),
     "rescore": (rows.pixels, models.judge),  # `eval` of answers that are there already
     "generate": (
-        *ANSWERING,
+        *ANSWERS,
         *(rows.some_data, *READING),
         *(steps.response_length, steps.environment, steps.selection, offline.selection),
     ),
-    "chat": (*ANSWERING, rows.pixels, rows.prompt_files),
+    "chat": (*ANSWERS, rows.pixels, rows.prompt_files),
     # those of rl that need neither rows nor rewards
     "estimate": (*MODEL, rows.pixels, steps.optimizer, *CRITIC, *SAMPLING),
     "check-data": (models.series, rows.some_data, *READING),

@@ -9,9 +9,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from saccade.checks import offline
-from saccade.config import ADAPTED, Config, Section
+from saccade.config import ADAPTED, Config
 from saccade.models.files import SERIES_FILE
 from saccade.schema import HttpConfig
+from saccade.schema.section import chosen
 
 # Lists of names, as a user may write them.
 EXAMPLES = {
@@ -19,17 +20,6 @@ EXAMPLES = {
     "model.lora.targets": "llm,projector",
     "model.lora.exclude": "vision,projector",
 }
-
-
-def chosen(section: Section, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the options that were set, as opposed to left at their defaults."""
-    for name in type(section).model_fields:
-        if name in section.model_fields_set:
-            value = getattr(section, name)
-            if isinstance(value, Section):
-                yield from chosen(value, f"{prefix}{name}.")
-            else:
-                yield prefix + name
 
 
 def model(config: Config) -> Iterator[str]:
@@ -131,42 +121,12 @@ def own_weights(config: Config) -> Iterator[str]:
         )
 
 
-def engine_options(config: Config) -> Iterator[str]:
-    rollout = config.rollout
-    for name in ("tensor_parallel", "memory_share", "engine_args"):
-        if rollout.engine == "embedded" and name in rollout.model_fields_set:
-            yield (
-                f"rollout.{name}: has no effect with rollout.engine=embedded; remove it, or try "
-                "rollout.engine=vllm"
-            )
-    shared = rollout.engine == "embedded" and not rollout.replicas
-    if shared and "parity_max" in rollout.model_fields_set:
-        yield (
-            "rollout.parity_max: the embedded engine samples from the trainer's own weights, there "
-            "is nothing to compare; remove it"
-        )
-
-
-def lora(config: Config) -> Iterator[str]:
-    model = config.model
-    # Who asked for another way of training has adapters left over from a file.
-    asked = "train" in model.model_fields_set
-    mend = "take adapters out: model.lora={}" if asked else "try model.train=lora"
-    for name in chosen(model.lora) if model.train not in ADAPTED else ():
-        yield f"model.lora.{name}: has no effect with model.train={model.train}; {mend}"
-    if model.lora.vision and model.lora.targets != "all-linear":
-        yield (
-            f"model.lora.vision: has no effect with model.lora.targets={model.lora.targets}; "
-            "name the vision tower there, or try model.lora.targets=all-linear"
-        )
-
-
 def series(config: Config) -> Iterator[str]:
     model, rollout = config.model, config.rollout
     held = bool(model.path) and (Path(model.path) / SERIES_FILE).is_file()
     encoder = model.series.encoder
     if encoder is None and not held:
-        for name in chosen(model.series):
+        for name, _, _ in chosen(model.series):
             yield (
                 f"model.series.{name}: has no effect without an encoder; "
                 "try model.series.encoder=patches"

@@ -2,8 +2,8 @@
 
 Demonstrations, preferences, reward models, selected responses.
 
-    >>> list(preferences(load(None, ["dpo.gamma=1"])))
-    ['dpo.gamma: has no effect with dpo.loss=dpo; remove it']
+    >>> list(preferences(load(None, ["dpo.args.gamma=1"])))
+    ['dpo.args.gamma: has no effect with dpo.loss=dpo; remove it']
 """
 
 from __future__ import annotations
@@ -30,16 +30,11 @@ def imitation(config: Config) -> Iterator[str]:
     sft = config.sft
     if sft.teacher is not None:
         yield from folder("sft.teacher", sft.teacher)
-    elif "kd_coef" in sft.model_fields_set:
-        yield "sft.kd_coef: has no effect without sft.teacher; name a teacher, or remove it"
     if sft.reward_tag is not None and not _shows_reward(sft.reward_tag):
         yield (
             f"sft.reward_tag: {sft.reward_tag!r} does not show a reward; "
             "try sft.reward_tag='<reward {reward:.1f}>'"
         )
-    for name in ("loss_on", "reward_tag") if sft.mode == "pretrain" else ():
-        if name in sft.model_fields_set:
-            yield f"sft.{name}: has no effect with sft.mode=pretrain; remove it"
 
 
 def _shows_reward(tag: str) -> bool:
@@ -51,26 +46,18 @@ def _shows_reward(tag: str) -> bool:
 
 def preferences(config: Config) -> Iterator[str]:
     dpo = config.dpo
-    read = {"loss", "nll_coef", "max_tokens", *PREFERENCES[dpo.loss].options}
-    for name in sorted(dpo.model_fields_set - read):
-        looks = name == "reference" and dpo.loss not in WITHOUT_REFERENCE
-        if getattr(dpo, name) is not None and not looks:
-            yield f"dpo.{name}: has no effect with dpo.loss={dpo.loss}; remove it"
+    read = PREFERENCES[dpo.loss].options.keys() - {"beta"}
+    for name in sorted(dpo.args.keys() - read):
+        known = any(entry.reads(name) for entry in PREFERENCES.values())
+        flaw = f"has no effect with dpo.loss={dpo.loss}" if known else "no loss has such an option"
+        expected = f", which reads {', '.join(sorted(read))}" if read else ""
+        yield f"dpo.args.{name}: {flaw}{expected}; remove it"
+    if "reference" in dpo.model_fields_set and dpo.loss in WITHOUT_REFERENCE:
+        yield f"dpo.reference: has no effect with dpo.loss={dpo.loss}; remove it"
 
 
 def rating(config: Config) -> Iterator[str]:
     own = config.reward_model
-    scalar = (
-        *("loss", "margin", "heads", "pooling", "pooling_heads", "probe_layer", "head", "bounded"),
-        *("center_coef", "tie_coef"),
-    )
-    unread = scalar if own.kind == "process" else ("placeholder", "tokens")
-    for name in (name for name in unread if name in own.model_fields_set):
-        yield f"reward_model.{name}: has no effect with reward_model.kind={own.kind}; remove it"
-    if own.margin is not None and own.kind == "scalar" and own.loss != "bt":
-        yield f"reward_model.margin: has no effect with loss={own.loss}; try loss=bt"
-    if own.pooling_heads is not None and own.kind == "scalar" and own.pooling != "attention":
-        yield "reward_model.pooling_heads: has no effect without reward_model.pooling=attention"
     if own.bounded and own.center_coef:
         yield "reward_model.center_coef: draws scores to 0, where a sigmoid cannot go; set it to 0"
     if not own.heads or not all(weight > 0 for weight in own.heads.values()):
@@ -82,8 +69,6 @@ def rating(config: Config) -> Iterator[str]:
 def selection(config: Config) -> Iterator[str]:
     generate = config.generate
     if generate.select in ("all", "correct"):
-        if generate.threshold is not None:
-            yield "generate.threshold: has no effect without generate.select; try select=threshold"
         return
     if config.env.name != "single_turn":
         yield "generate.select: keeps single replies; try select=correct, or env.name=single_turn"
@@ -94,8 +79,6 @@ def selection(config: Config) -> Iterator[str]:
 
 
 def demonstrations(config: Config) -> Iterator[str]:
-    rows, coef = config.data.demonstrations, config.train.ptx_coef
+    rows, coef = config.data.demonstrations, config.train.sft_coef
     if coef and not rows:
-        yield "data.demonstrations: train.ptx_coef needs some; try data.demonstrations=shown.jsonl"
-    if rows and not coef:
-        yield "data.demonstrations: has no effect with train.ptx_coef=0; try train.ptx_coef=0.05"
+        yield "data.demonstrations: train.sft_coef needs some; try data.demonstrations=shown.jsonl"

@@ -16,8 +16,6 @@ def train_data(config: Config) -> Iterator[str]:
     weighted = [source for source in config.data.train if source.weight is not None]
     if weighted and len(weighted) < len(config.data.train):
         yield "data.train: some sets have a weight and some have none; give one to all, or to none"
-    if "mixing" in config.data.model_fields_set and not weighted:
-        yield "data.mixing: has no effect without weights; set data.train[].weight or remove it"
 
 
 def val_data(config: Config) -> Iterator[str]:

@@ -20,7 +20,7 @@ def sampling(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if "" in rollout.stop:
         yield "rollout.stop: an empty text ends every response at once; try rollout.stop=[]"
-    if rollout.support == "refuse":
+    if rollout.truncated_sampling == "refuse":
         for name, truncates, off in (
             ("top_p", rollout.top_p < 1, 1),
             ("top_k", rollout.top_k > 0, -1),
@@ -28,7 +28,7 @@ def sampling(config: Config) -> Iterator[str]:
             if truncates:
                 yield (
                     f"rollout.{name}: truncated sampling biases every ratio unless the kept ids "
-                    f"are replayed; set rollout.support=replay or rollout.{name}={off}"
+                    f"are replayed; set rollout.truncated_sampling=replay or rollout.{name}={off}"
                 )
     if rollout.top_k == 0:
         yield "rollout.top_k: 0 keeps no token; try rollout.top_k=-1 to keep all"
@@ -72,8 +72,6 @@ def batch(config: Config) -> Iterator[str]:
 
 def optimizer(config: Config) -> Iterator[str]:
     train, steps = config.train, config.run.max_steps
-    if train.schedule == "constant" and "min_lr" in train.model_fields_set:
-        yield "train.min_lr: has no effect with train.schedule=constant; try train.schedule=linear"
     if train.ema and config.model.train in ADAPTED:
         yield f"train.ema: averages whole weights; with model.train={config.model.train} use 0"
     if steps is not None and train.warmup >= max(1, steps):

@@ -201,8 +201,8 @@ class _Reader:
                 sample = self._with_files(sample, container.folder)
                 if source.data_source is not None:
                     sample = replace(sample, data_source=source.data_source)
-                if self.config.compare == "verdict":
-                    sample = judged(sample, seed=self.config.side_seed)
+                if self.config.pair_view == "verdict":
+                    sample = judged(sample, seed=self.config.pair_order_seed)
                 self._keep(sample, name, number)
             except (RowError, ImageError) as error:
                 self._set_aside(row, name, number, str(error))
@@ -257,7 +257,7 @@ class _Reader:
         wanted = self._mapping(source)
         if wanted is None:
             return detect(columns, self.config, name) if columns else FORMATS["qa"], iter(rows)
-        mapping, seed = load_mapping(wanted), self.config.side_seed
+        mapping, seed = load_mapping(wanted), self.config.pair_order_seed
         return FORMATS["sides"], apply(mapping, rows, tables=tables_of(mapping, folder), seed=seed)
 
     def _opener(self, folder: Path | None) -> OpenImage:

@@ -70,10 +70,10 @@ def estimate(
     family = known = family or models.family_of(config, models.start_folder(config))
     model, data, rollout = config.model, config.data, config.rollout
     notes = [*not_counted(rollout), *missing_rewards(config.reward)]
-    if unlimited := no_limit(config.run.memory, device):
+    if unlimited := no_limit(config.run.gpu_memory_gib, device):
         notes.append(unlimited)
-    if config.run.memory is not None and device.is_gpu:
-        device = replace(device, memory=min(device.memory, config.run.memory))
+    if config.run.gpu_memory_gib is not None and device.is_gpu:
+        device = replace(device, memory=min(device.memory, config.run.gpu_memory_gib))
     if (precise := in_precision(device, model.dtype)) != device:
         notes.append("no seconds with model.dtype=float32: peaks are known in bfloat16 only")
         device = precise

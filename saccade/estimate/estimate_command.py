@@ -108,7 +108,7 @@ def find_device(name: str | None, wanted: str) -> Device:
     if devices.says_otherwise(name, found):
         raise ConfigError(
             f"--device {name}: the one in the table has {found.memory:.1f} GiB; leave the memory "
-            "out of the name, and plan with less of it by run.memory=GIB"
+            "out of the name, and plan with less of it by run.gpu_memory_gib=GIB"
         )
     return found
 

@@ -1,6 +1,6 @@
 """Demonstrations that reinforcement learning also learns from: a second stream, the same updates.
 
-    loss of an update + train.ptx_coef * mean of -log p over the tokens of its demonstrations
+    loss of an update + train.sft_coef * mean of -log p over the tokens of its demonstrations
 
 demonstrations = Demonstrations(config, family, quarantine, updates=algorithm.updates_per_step)
 backend.train_step([*batches, *demonstrations.batches()], PolicyLoss(algorithm, scoring), lr=lr)
@@ -38,5 +38,5 @@ class Demonstrations:
         groups = [dialogue(row, self.family, "assistant") for row in rows]
         train = self.config.train
         batches = pack(groups, positions=self.family.positions, micro_tokens=train.micro_tokens)
-        scale = train.ptx_coef / sum(len(batch.reads) for batch in batches)
+        scale = train.sft_coef / sum(len(batch.reads) for batch in batches)
         return [replace(b, scales=np.full(len(b.reads), scale, np.float32)) for b in batches]

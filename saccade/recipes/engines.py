@@ -149,6 +149,6 @@ def require_support(config: Config, engine: Engine) -> None:
     rollout = config.rollout
     if (rollout.top_p < 1 or rollout.top_k > 0) and not engine.capabilities().support:
         raise ConfigError(
-            f"rollout.support=replay: the engine {rollout.engine} does not say which ids it kept; "
-            "use rollout.top_p=1 rollout.top_k=-1, or rollout.engine=embedded"
+            f"rollout.truncated_sampling=replay: the engine {rollout.engine} does not say which "
+            "ids it kept; use rollout.top_p=1 rollout.top_k=-1, or rollout.engine=embedded"
         )

@@ -82,8 +82,8 @@ def family_of(config: Config, folder: str) -> Family:
 def device_of(config: Config) -> torch.device:
     """Where this process computes, held to the memory that it may take there."""
     device = pick_device(config.run.device)
-    if config.run.memory and device.type == "cuda":
-        limit_memory(device, config.run.memory)
+    if config.run.gpu_memory_gib and device.type == "cuda":
+        limit_memory(device, config.run.gpu_memory_gib)
     return device
 
 

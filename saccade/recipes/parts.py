@@ -153,7 +153,7 @@ def check_algorithm(algorithm: Algorithm, scorer: Scorer | None, samples: Sequen
 
 def rollout_sampling(config: Config, algorithm: Algorithm | None = None) -> Sampling:
     """With an algorithm: as it wants its first token drawn."""
-    rollout, fire = config.rollout, algorithm.fire if algorithm else None
+    rollout, fire = config.rollout, algorithm.hot_first_token if algorithm else None
     return Sampling(
         first=(fire.temperature, fire.top_k) if fire and fire.temperature else None,
         temperature=rollout.temperature,

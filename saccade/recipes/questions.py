@@ -117,7 +117,7 @@ def load_dialogues(
             raise RowError("labelled as bad; sft learns from such rows with sft.reward_tag")
         for candidate in chosen_first(sample).candidates[:1]:
             if any(message.media for message in candidate):
-                raise RowError("candidates are media; data.compare=verdict teaches to judge them")
+                raise RowError("candidates are media; data.pair_view=verdict teaches to judge them")
             sample = replace(sample, messages=(*sample.messages, *candidate), candidates=())
         roles = [message.role for message in sample.messages]
         if "assistant" not in roles or roles[0] == "assistant":

@@ -74,7 +74,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     log.info(describe_trained(policy.model, family))
     backend = models.learner(config, policy)
     stream = Stream(data, seed=config.run.seed, config=config.data)
-    hot = algorithm.fire.temperature > 0
+    hot = algorithm.hot_first_token.temperature > 0
     engine = make_engine(config, policy, first_tokens=hot, logs=run.folder.path)
     run.close_at_end(engine)
     require_support(config, engine)
@@ -87,7 +87,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
         reference = models.load_reference(config, family, algorithm, backend)
     if algorithm.needs_critic:
         critic = models.load_critic(config, family, algorithm)
-    if config.train.ptx_coef:
+    if config.train.sft_coef:
         demonstrations = Demonstrations(
             config, family, run.quarantine, updates=algorithm.updates_per_step
         )

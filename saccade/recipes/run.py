@@ -120,7 +120,7 @@ class Run:
         config, folder = self.config.run, self.folder
         if others := not_counted(self.config, self.command):
             log.info(others)
-        if unlimited := devices.no_limit(config.memory, devices.unoccupied(config.device)):
+        if unlimited := devices.no_limit(config.gpu_memory_gib, devices.unoccupied(config.device)):
             log.info(unlimited)
         if self.start is not None:
             log.info(f"resuming from {self.start}, after step {self.step}")

@@ -200,10 +200,10 @@ def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Reward
     combination, gate = _combination(where, config.combine, terms)
     return RewardRecipe(
         terms=terms,
-        outcome=_outcome(where, config.outcome, terms),
+        outcome=_outcome(where, config.accuracy_term, terms),
         combination=combination,
         gate=gate,
-        renormalise=config.renormalise,
+        renormalise=config.reweight_abstained,
     )
 
 
@@ -219,14 +219,15 @@ def _combination(where: str, combine: str, terms: Sequence[Term]) -> tuple[str, 
 
 def _outcome(where: str, name: str | None, terms: Sequence[Term]) -> int:
     if name is not None:
-        return _index(f"{where}: reward.outcome", name, terms)
+        return _index(f"{where}: reward.accuracy_term", name, terms)
     judging = [index for index, term in enumerate(terms) if term.kind == "outcome"]
     # A learned score says little about right and wrong: what does goes before it.
     rules = [index for index in judging if not terms[index].learned]
     if judging:
         return (rules or judging)[0]
     raise ConfigError(
-        f"{where}: no term judges the answer; set reward.outcome={terms[0].name} to count that one"
+        f"{where}: no term judges the answer; set reward.accuracy_term={terms[0].name} to count "
+        "that one"
     )
 
 

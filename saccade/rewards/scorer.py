@@ -160,7 +160,7 @@ class Scorer:
             how = f"gate({recipe.terms[recipe.gate or 0].name})" if gated else recipe.combination
             problem = f"they are combined by {how}"
         elif recipe.renormalise:
-            problem = "with reward.renormalise an abstaining term has no value; turn it off"
+            problem = "with reward.reweight_abstained an abstaining term has no value; turn it off"
         elif len(weights) < 2:
             problem = f"{data_source!r} has {list(weights)} alone, for example add format:boxed"
         else:

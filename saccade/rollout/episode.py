@@ -43,7 +43,7 @@ class Limits:
     max_images: int = 64
     max_turn_tokens: int | None = None  # in place of sampling's own limit
     max_total_tokens: int = 32_768
-    reserve: int = 1  # tokens that an observation must leave for the next turn
+    min_turn_tokens: int = 1  # tokens that an observation must leave for the next turn
     max_tool_errors: int | None = None
     timeout: float = 600.0  # seconds of the environment over a whole episode
     step_timeout: float = 60.0
@@ -272,7 +272,7 @@ def _answer(
     if len(tape.media) + sum(len(m.media) for m in step.messages) > limits.max_images:
         return "max_images", True
     added = family.render_continuation(step.messages, last_id=int(tape.ids[-1][-1]))
-    if limits.tokens(family) - tape.length - len(added) < limits.reserve:
+    if limits.tokens(family) - tape.length - len(added) < limits.min_turn_tokens:
         return "token_budget", True
     family.prefetch(span.media for span in added.media)  # made while others generate
     tape.read(added)

@@ -18,13 +18,13 @@ from saccade.schema.algorithm import (
     CorrectionConfig,
     CriticConfig,
     FilterConfig,
-    FireConfig,
+    HotFirstTokenConfig,
     KLConfig,
     OverlongConfig,
 )
 from saccade.schema.data import DataConfig, DataSource, PromptConfig
 from saccade.schema.reward import JudgeConfig, RemoteConfig, RewardConfig, RewardTerm, ServeConfig
-from saccade.schema.rollout import EnvConfig, EnvLimits, HttpConfig, RolloutConfig
+from saccade.schema.rollout import EnvConfig, HttpConfig, RolloutConfig
 from saccade.schema.run import (
     ADAPTED,
     LoraConfig,
@@ -34,7 +34,7 @@ from saccade.schema.run import (
     SeriesConfig,
     TrackConfig,
 )
-from saccade.schema.section import Section, section
+from saccade.schema.section import ANSWERING, Section, section
 from saccade.schema.train import (
     DpoConfig,
     EvalConfig,
@@ -55,11 +55,10 @@ __all__ = [
     "DataSource",
     "DpoConfig",
     "EnvConfig",
-    "EnvLimits",
     "EvalConfig",
     "FilterConfig",
-    "FireConfig",
     "GenerateConfig",
+    "HotFirstTokenConfig",
     "HttpConfig",
     "JudgeConfig",
     "KLConfig",
@@ -91,17 +90,25 @@ class Config(Section):
     model: ModelConfig = section(ModelConfig, "Which model, and what of it is trained.")
     data: DataConfig = section(DataConfig, "Training and validation sets and their hygiene.")
     prompt: PromptConfig = section(PromptConfig, "How a row becomes a conversation.")
-    rollout: RolloutConfig = section(RolloutConfig, "Engine and sampling.")
+    rollout: RolloutConfig = section(RolloutConfig, "Engine and sampling.", commands=ANSWERING)
     env: EnvConfig = section(EnvConfig, "What the policy talks to.")
-    reward: RewardConfig = section(RewardConfig, "What a response is worth.")
-    algorithm: AlgorithmConfig = section(AlgorithmConfig, "How rewards become an update.")
+    reward: RewardConfig = section(RewardConfig, "What a response is worth.", commands=ANSWERING)
+    algorithm: AlgorithmConfig = section(
+        AlgorithmConfig, "How rewards become an update.", commands=("rl",)
+    )
     train: TrainConfig = section(TrainConfig, "Batch arithmetic and optimizer.")
-    sft: SftConfig = section(SftConfig, "Supervised fine-tuning only.")
-    dpo: DpoConfig = section(DpoConfig, "Preference training only.")
-    reward_model: RewardModelConfig = section(RewardModelConfig, "`saccade reward-model` only.")
+    sft: SftConfig = section(SftConfig, "Supervised fine-tuning only.", commands=("sft",))
+    dpo: DpoConfig = section(DpoConfig, "Preference training only.", commands=("dpo",))
+    reward_model: RewardModelConfig = section(
+        RewardModelConfig, "`saccade reward-model` only.", commands=("reward-model",)
+    )
     val: ValConfig = section(ValConfig, "Validation during training, and eval.")
-    eval: EvalConfig = section(EvalConfig, "What eval measures on besides data.val.")
-    generate: GenerateConfig = section(GenerateConfig, "Batch inference only.")
+    eval: EvalConfig = section(
+        EvalConfig, "What eval measures on besides data.val.", commands=("eval",)
+    )
+    generate: GenerateConfig = section(
+        GenerateConfig, "Batch inference only.", commands=("generate",)
+    )
     save: SaveConfig = section(SaveConfig, "Checkpoints.")
     track: TrackConfig = section(TrackConfig, "Loggers and stored rollouts.")
 

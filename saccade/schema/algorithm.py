@@ -22,8 +22,10 @@ MOVING = When("algorithm.kl.update != 'none'", "algorithm.kl.update=copy")
 BLENDED = When("algorithm.kl.update == 'ema'", "algorithm.kl.update=ema")
 DYNAMIC = When("algorithm.filter.dynamic", "algorithm.filter.dynamic=true")
 OVERLONG = When("algorithm.overlong.buffer > 0", "algorithm.overlong.buffer=512")
-HOT = When("algorithm.fire.temperature > 0", "algorithm.fire.temperature=10")
-TRAINED = When("algorithm.fire.first_token == 'is'", "algorithm.fire.first_token=is")
+HOT = When("algorithm.hot_first_token.temperature > 0", "algorithm.hot_first_token.temperature=10")
+TRAINED = When(
+    "algorithm.hot_first_token.first_token == 'is'", "algorithm.hot_first_token.first_token=is"
+)
 CRITIC = When("algorithm.needs_critic", "algorithm.advantage=gae", "an advantage with a critic")
 GROUPS = When(
     "algorithm.estimator.group",
@@ -157,7 +159,7 @@ class CorrectionConfig(Section):
     threshold: float | None = option(None, "opsm: largest mean gap of a bad sequence.", gt=0)
 
 
-class FireConfig(Section):
+class HotFirstTokenConfig(Section):
     temperature: float = option(
         0.0, "Temperature of an episode's first token; 0 turns it off.", ge=0
     )
@@ -278,7 +280,9 @@ class AlgorithmConfig(Section):
     kl: KLConfig = section(KLConfig, "Distance to the reference model.")
     filter: FilterConfig = section(FilterConfig, "Dynamic sampling.")
     overlong: OverlongConfig = section(OverlongConfig, "Soft penalty before the length limit.")
-    fire: FireConfig = section(FireConfig, "A hot first token, for variety.")
+    hot_first_token: HotFirstTokenConfig = section(
+        HotFirstTokenConfig, "A hot first token, for variety."
+    )
     critic: CriticConfig = section(CriticConfig, "The value model of gae.")
 
     @field_validator("correct", mode="before")

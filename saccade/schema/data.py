@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from saccade.schema.section import Section, entries, option
+from saccade.schema.section import ANSWERING, Section, When, entries, option
+
+IMITATING = When("train.sft_coef > 0", "train.sft_coef=0.05")
+WEIGHTED = When(
+    "any(source.weight is not None for source in data.train)",
+    "data.train[].weight",
+    "weights of the sets",
+)
 
 
 class DataSource(Section):
@@ -39,7 +46,10 @@ class DataConfig(Section):
     train: tuple[DataSource, ...] = option((), "Training sets; a plain path also works.")
     val: tuple[DataSource, ...] = option((), "Validation sets, each reported under its name.")
     demonstrations: tuple[DataSource, ...] = option(
-        (), "Conversations that rl also learns from, by train.ptx_coef."
+        (),
+        "Conversations that rl also learns from, by train.sft_coef.",
+        commands=("rl",),
+        when=IMITATING,
     )
     keys: dict[str, str] = option(
         {},
@@ -57,12 +67,12 @@ class DataConfig(Section):
         "shipped, or FILE.yaml[:NAME].",
         path=True,
     )
-    compare: Literal["apart", "verdict"] = option(
+    pair_view: Literal["apart", "verdict"] = option(
         "apart",
         "Rows with two candidates: apart keeps them (dpo, reward models), verdict shows both in "
         "one prompt that asks for the better one (sft, rl, eval).",
     )
-    side_seed: int = option(
+    pair_order_seed: int = option(
         0, "Draws for each compared pair which candidate is shown first; stored in the record."
     )
     placeholder: Literal["strict", "prepend"] = option(
@@ -85,7 +95,9 @@ class DataConfig(Section):
     long_series: Literal["reject", "truncate"] = option(
         "reject", "A longer series: a bad row, or keep its first samples."
     )
-    max_prompt_tokens: int = option(4096, "Longest prompt, media tokens included.", ge=1)
+    max_prompt_tokens: int = option(
+        4096, "Longest prompt, media tokens included.", ge=1, commands=ANSWERING
+    )
     overlong: Literal["drop", "shrink", "drop_turns", "truncate_text", "error"] = option(
         "drop", "What happens to a longer prompt. No policy ever cuts inside a media span."
     )
@@ -99,7 +111,7 @@ class DataConfig(Section):
     max_bad_fraction: float = option(0.01, "Stop when more rows than this are bad.", ge=0, le=1)
     order: str = option("shuffle", "shuffle | sequential | length | column:NAME.")
     mixing: Literal["all_exhausted", "first_exhausted"] = option(
-        "all_exhausted", "When a weighted mixture ends."
+        "all_exhausted", "When a weighted mixture ends.", when=WEIGHTED
     )
     max_samples: int | None = option(None, "Use only the first rows of the whole mixture.", ge=1)
     allow_network: bool = option(False, "Fetch http(s) images and hub data sets.")
@@ -140,4 +152,5 @@ class PromptConfig(Section):
         False,
         "Show options in an order drawn per row; the gold letter follows. A question that lists "
         "its options itself keeps their order.",
+        commands=("rl", "eval", "generate", "check-data"),
     )

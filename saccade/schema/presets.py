@@ -332,7 +332,7 @@ ADD_ONS: dict[str, Row] = {
     "fire": {
         "about": "A hot first token, for variety.",
         "paper": "2410.21236",
-        "fire": {"temperature": 10.0},
+        "hot_first_token": {"temperature": 10.0},
     },
     "tis": {
         "about": "Token weights for what the engine sampled differently, at most 2.",

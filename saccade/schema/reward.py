@@ -103,19 +103,19 @@ class RewardConfig(Section):
         "weighted_sum",
         "weighted_sum | product | min | gate(TERM): the sum where that term is positive.",
     )
-    outcome: str | None = option(
+    accuracy_term: str | None = option(
         None, "Term that counts as accuracy; empty: the first that is no format or shaping term."
     )
     by_source: dict[str, Any] = option(
         {}, "Terms or preset name per data_source, 'default' for the rest."
     )
-    normalise: Literal["off", "std", "mean_std"] = option(
+    running_norm: Literal["off", "std", "mean_std"] = option(
         "off", "Divide by the running deviation of all rewards so far; mean_std: minus their mean."
     )
     clip: tuple[float, float] | None = option(
         None, "Limits of the shaped reward, before group statistics; empty: the preset's."
     )
-    renormalise: bool = option(
+    reweight_abstained: bool = option(
         False, "An abstaining term is dropped and the other weights rescaled."
     )
     judge: JudgeConfig = section(JudgeConfig, "The endpoint of judge and hybrid terms.")

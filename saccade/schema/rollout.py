@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from saccade.schema.section import Section, option, section
+from pydantic import field_validator
+
+from saccade.schema.section import Section, When, option, section
+
+OTHER_ENGINE = When("rollout.engine != 'embedded'", "rollout.engine=vllm")
+OTHER_WEIGHTS = When(
+    "rollout.engine != 'embedded' or rollout.replicas",
+    "rollout.engine=vllm",
+    "an engine with weights of its own, as the embedded one uses the trainer's",
+)
 
 
 class HttpConfig(Section):
@@ -36,20 +45,29 @@ class RolloutConfig(Section):
     replicas: int = option(
         0, "Engine processes of their own behind one queue; 0: one engine in this process.", ge=0
     )
-    tensor_parallel: int = option(1, "GPUs of one engine (vllm, sglang).", ge=1)
+    tensor_parallel: int = option(1, "GPUs of one engine (vllm, sglang).", ge=1, when=OTHER_ENGINE)
     memory_share: float = option(
-        0.6, "Share of the GPU's memory that vllm or sglang may hold.", gt=0, le=1
+        0.6,
+        "Share of the GPU's memory that vllm or sglang may hold.",
+        gt=0,
+        le=1,
+        when=OTHER_ENGINE,
     )
     engine_args: dict[str, Any] = option(
-        {}, "Further arguments for vllm or sglang, or fields of an http request, as they are."
+        {},
+        "Further arguments for vllm or sglang, or fields of an http request, as they are.",
+        when=OTHER_ENGINE,
     )
     parity_max: float | None = option(
         None,
         "Largest mean gap of log-probs between engine and trainer at the start; empty: 0.05 in "
         "bfloat16, 1e-4 in float32.",
         gt=0,
+        when=OTHER_WEIGHTS,
     )
-    http: HttpConfig = section(HttpConfig, "The endpoint of engine=http.")
+    http: HttpConfig = section(
+        HttpConfig, "The endpoint of engine=http.", commands=("eval", "generate", "chat")
+    )
     temperature: float = option(
         1.0, "Sampling temperature; the trainer scores at the same one.", gt=0
     )
@@ -59,7 +77,7 @@ class RolloutConfig(Section):
     top_k: int = option(
         -1, "Keep only the k likeliest tokens; -1 keeps all. Replayed in training.", ge=-1
     )
-    support: Literal["refuse", "replay"] = option(
+    truncated_sampling: Literal["refuse", "replay"] = option(
         "refuse", "Truncated sampling in training: refuse it, or replay kept ids."
     )
     max_tokens: int = option(2048, "Longest response (of one turn).", ge=1)
@@ -68,25 +86,14 @@ class RolloutConfig(Section):
     max_sequences: int = option(512, "Sequences decoded at once by one engine.", ge=1)
 
 
-class EnvLimits(Section):
-    max_turns: int | None = option(
-        None, "Assistant turns in evaluation; empty: 12, or as in training where that is set.", ge=1
-    )
-    max_images: int | None = option(
-        None, "Images of one episode in evaluation; empty: as in training.", ge=0
-    )
-    max_turn_tokens: int | None = option(
-        None, "Longest turn in evaluation; empty: as in training.", ge=1
-    )
-    max_total_tokens: int | None = option(
-        None, "Tokens of one episode in evaluation; empty: as in training.", ge=1
-    )
-    reserve: int | None = option(
-        None, "Tokens kept for the next turn in evaluation; empty: as in training.", ge=1
-    )
-    max_tool_errors: int | None = option(
-        None, "Failed calls before an episode ends, in evaluation; empty: as in training.", ge=0
-    )
+LIMITS = {  # of one episode that are counted, and the least value of each
+    "max_turns": 1,
+    "max_images": 0,
+    "max_turn_tokens": 1,
+    "max_total_tokens": 1,
+    "min_turn_tokens": 1,
+    "max_tool_errors": 0,
+}
 
 
 class EnvConfig(Section):
@@ -137,7 +144,7 @@ class EnvConfig(Section):
     max_total_tokens: int = option(
         32_768, "Prompt, policy and observation tokens of one episode.", ge=1
     )
-    reserve: int | None = option(
+    min_turn_tokens: int | None = option(
         None,
         "An observation must leave this many tokens for the next turn; empty: 2000, at most a "
         "sixteenth of max_total_tokens.",
@@ -155,7 +162,22 @@ class EnvConfig(Section):
     processes: int = option(
         128, "Environments of your own that live at once, each in a process; others wait.", ge=1
     )
-    eval: EnvLimits = section(EnvLimits, "Other limits for validation and eval.")
+    eval: dict[str, int] = option(
+        {},
+        "Limits that differ in validation and eval, such as {max_turns: 12}: max_turns (12 unless "
+        "env.max_turns is set), max_images, max_turn_tokens, max_total_tokens, min_turn_tokens, "
+        "max_tool_errors.",
+    )
+
+    @field_validator("eval")
+    @classmethod
+    def _known(cls, limits: dict[str, int]) -> dict[str, int]:
+        for name, value in limits.items():
+            if name not in LIMITS:
+                raise ValueError(f"{name} is no limit; expected one of {', '.join(LIMITS)}")
+            if value < LIMITS[name]:
+                raise ValueError(f"{name} should be at least {LIMITS[name]}")
+        return limits
 
     @property
     def turns(self) -> int:
@@ -165,12 +187,13 @@ class EnvConfig(Section):
     def limits(self, *, evaluation: bool = False) -> dict[str, int | None]:
         """Every limit of an episode that is counted, resolved."""
         single = self.name == "single_turn"
-        values = {name: getattr(self, name) for name in EnvLimits.model_fields}
+        values = {name: getattr(self, name) for name in LIMITS}
         values["max_turns"] = self.turns
         if self.max_images is None:
             values["max_images"] = 64 if single else 12
         if evaluation:
             values |= {} if single or self.max_turns else {"max_turns": 12}
-            values |= {n: v for n, v in self.eval.model_dump().items() if v is not None}
-        values["reserve"] = values["reserve"] or min(2000, max(1, values["max_total_tokens"] // 16))
+            values |= self.eval
+        sixteenth = max(1, values["max_total_tokens"] // 16)
+        values["min_turn_tokens"] = values["min_turn_tokens"] or min(2000, sixteenth)
         return values

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from saccade.schema.section import Section, is_name, option, section
+from saccade.schema.section import Section, When, is_name, option, section
 
 
 class RunConfig(Section):
@@ -27,11 +27,13 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "Where the model lives; auto takes a GPU when there is one."
     )
-    memory: float | None = option(
+    gpu_memory_gib: float | None = option(
         None, "GiB of the GPU that this process may take; empty: all that is free.", gt=0
     )
     overcommit: bool = option(
-        False, "Start although the estimate needs far more than the free memory of the GPU."
+        False,
+        "Start although the estimate needs far more than the free memory of the GPU.",
+        commands=("rl",),
     )
     trace: bool = option(
         False, "Write a profiler trace of the third step (or the last, if there are fewer)."
@@ -46,19 +48,28 @@ class RunConfig(Section):
 
 
 ADAPTED = ("lora", "qlora")  # values of model.train that leave the weights alone
+ADAPTERS = When(
+    f"model.train in {ADAPTED}", "model.train=lora (model.lora={} takes all of them out)"
+)
+ALL_LINEAR = When("model.lora.targets == 'all-linear'", "model.lora.targets=all-linear")
 
 
 class LoraConfig(Section):
-    rank: int = option(64, "Rank of the adapters.", ge=1)
-    alpha: int = option(16, "Adapters are scaled by alpha / rank.", ge=1)
-    dropout: float = option(0.0, "Dropout before the adapters; sft and dpo only.", ge=0, lt=1)
+    rank: int = option(64, "Rank of the adapters.", ge=1, when=ADAPTERS)
+    alpha: int = option(16, "Adapters are scaled by alpha / rank.", ge=1, when=ADAPTERS)
+    dropout: float = option(
+        0.0, "Dropout before the adapters; sft and dpo only.", ge=0, lt=1, when=ADAPTERS
+    )
     targets: str = option(
         "all-linear",
         "Linear layers with an adapter: all-linear (those of the language model), or PATTERNS as "
         "in model.train. Never the head.",
+        when=ADAPTERS,
     )
-    exclude: str = option("", "PATTERNS of layers among them that get none.")
-    vision: bool = option(False, "all-linear means vision tower and projector, too.")
+    exclude: str = option("", "PATTERNS of layers among them that get none.", when=ADAPTERS)
+    vision: bool = option(
+        False, "all-linear means vision tower and projector, too.", when=(ADAPTERS, ALL_LINEAR)
+    )
 
 
 class SeriesConfig(Section):
@@ -119,5 +130,7 @@ class TrackConfig(Section):
     wandb: bool = option(
         False, "Log to Weights & Biases, offline unless WANDB_MODE says otherwise."
     )
-    trajectories_every: int = option(10, "Store rollouts every N steps; 0 never.", ge=0)
-    trajectories_groups: int = option(8, "Groups stored each time.", ge=1)
+    trajectories_every: int = option(
+        10, "Store rollouts every N steps; 0 never.", ge=0, commands=("rl",)
+    )
+    trajectories_groups: int = option(8, "Groups stored each time.", ge=1, commands=("rl",))

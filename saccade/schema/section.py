@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# Commands by what they read: nothing is sampled while a reward model is trained.
+ANSWERING = ("rl", "sft", "dpo", "eval", "generate", "chat", "serve-reward", "check-data")
 WORDS = (tuple[str, ...], tuple[str, ...] | None)  # types of lists of words
 
 
@@ -69,7 +71,7 @@ def option(
 
 
 def section(kind: type[Section], description: str, *, commands: tuple[str, ...] = ()) -> Any:
-    extra: dict[str, Any] = {"commands": commands}
+    extra: dict[str, Any] = {"when": (), "commands": commands}
     return Field(default_factory=kind, description=description, json_schema_extra=extra)
 
 

@@ -6,7 +6,18 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from saccade.schema.section import Section, is_name, option
+from saccade.schema.section import ANSWERING, Section, When, is_name, option
+
+DECAYING = When("train.schedule != 'constant'", "train.schedule=linear")
+TEACHER = When("sft.teacher", "sft.teacher=FOLDER")
+CHAT = When("sft.mode == 'chat'", "sft.mode=chat")
+SCALAR = When("reward_model.kind == 'scalar'", "reward_model.kind=scalar")
+PROCESS = When("reward_model.kind == 'process'", "reward_model.kind=process")
+BRADLEY_TERRY = When("reward_model.loss == 'bt'", "reward_model.loss=bt")
+ATTENTION = When("reward_model.pooling == 'attention'", "reward_model.pooling=attention")
+SELECTING = When(
+    "generate.select not in ('all', 'correct')", "generate.select=threshold", "generate.select"
+)
 
 
 class TrainConfig(Section):
@@ -14,15 +25,16 @@ class TrainConfig(Section):
         128, "Prompts (rl) or rows (sft, dpo, reward-model) of one step.", ge=1
     )
     samples_per_prompt: int = option(
-        8, "Rollouts of each prompt; a preset may have another default.", ge=1
+        8, "Rollouts of each prompt; a preset may have another default.", ge=1, commands=("rl",)
     )
     updates_per_step: int = option(
         1,
         "Optimizer steps on the samples of a step, each on whole groups; a preset may have another "
         "default.",
         ge=1,
+        commands=("rl",),
     )
-    epochs_per_batch: int = option(1, "Passes over the samples of a step.", ge=1)
+    epochs_per_batch: int = option(1, "Passes over the samples of a step.", ge=1, commands=("rl",))
     epochs: float = option(
         1.0, "Passes over the data when run.max_steps is empty; sft: 2 unless set.", gt=0
     )
@@ -51,6 +63,7 @@ class TrainConfig(Section):
         "Floor of the schedule as a share of lr; cosine_with_min_lr: 0.1 unless above 0.",
         ge=0,
         le=1,
+        when=DECAYING,
     )
     optimizer: Literal["adamw", "adamw_bf16"] = option(
         "adamw",
@@ -64,11 +77,12 @@ class TrainConfig(Section):
         "skip", "A non-finite loss or gradient: skip the update, or stop."
     )
     max_bad_updates: int = option(3, "Stop after this many skipped updates in a row.", ge=1)
-    ptx_coef: float = option(
+    sft_coef: float = option(
         0.0,
         "rl: weight of the supervised loss on data.demonstrations in every update, on as many rows "
         "as it has prompts.",
         ge=0,
+        commands=("rl",),
     )
     aux_coef: float = option(
         0.0,
@@ -91,7 +105,7 @@ class SftConfig(Section):
         "chat: conversations; pretrain: documents of a text column, every token of them trained.",
     )
     loss_on: Literal["assistant", "last_turn", "all"] = option(
-        "assistant", "Trained tokens of a conversation."
+        "assistant", "Trained tokens of a conversation.", when=CHAT
     )
     max_tokens: int = option(
         2048,
@@ -103,11 +117,14 @@ class SftConfig(Section):
         "Model folder of a teacher whose distribution is learned beside the tokens.",
         path=True,
     )
-    kd_coef: float = option(0.4, "Share of the teacher's term in the loss.", ge=0, le=1)
+    kd_coef: float = option(
+        0.4, "Share of the teacher's term in the loss.", ge=0, le=1, when=TEACHER
+    )
     reward_tag: str | None = option(
         None,
         "Text with {reward} after the question, filled from the row's reward (or label); "
         "validation asks for the best of the training rows.",
+        when=CHAT,
     )
 
 
@@ -127,12 +144,12 @@ class DpoConfig(Section):
     beta: float | None = option(
         None, "Scale of the log-ratios; empty: 0.1, simpo 2, kto 0.01.", gt=0
     )
-    label_smoothing: float | None = option(
-        None, "cdpo, robust: share of labels that are taken to be wrong; empty: 0.1.", ge=0, lt=0.5
+    args: dict[str, Any] = option(
+        {},
+        "Further options of the loss: label_smoothing (cdpo, robust: share of labels that are "
+        "taken to be wrong), gamma (simpo: margin to be ahead by), desirable_weight and "
+        "undesirable_weight (kto).",
     )
-    gamma: float | None = option(None, "simpo: margin to be ahead by; empty: 1.", ge=0)
-    desirable_weight: float | None = option(None, "kto: weight of good responses; empty: 1.", ge=0)
-    undesirable_weight: float | None = option(None, "kto: weight of bad ones; empty: 1.", ge=0)
     nll_coef: float = option(0.0, "Weight of the mean -log p of the tokens of chosen.", ge=0)
     reference: Literal["precompute", "compute"] = option(
         "precompute",
@@ -150,43 +167,59 @@ class RewardModelConfig(Section):
     kind: Literal["scalar", "process"] = option(
         "scalar",
         "scalar: pairs of responses or media; process: a label for every step. One that writes "
-        "its verdict: `saccade sft RUN.yaml data.compare=verdict train.lr=1e-5`.",
+        "its verdict: `saccade sft RUN.yaml data.pair_view=verdict train.lr=1e-5`.",
     )
     loss: Literal["bt", "logexp", "hps"] = option(
-        "bt", "scalar: Bradley-Terry with a margin, without one, or with a learned scale."
+        "bt",
+        "scalar: Bradley-Terry with a margin, without one, or with a learned scale.",
+        when=SCALAR,
     )
     margin: float | None = option(
-        None, "bt: lead that is asked for where a row has no margin of its own; empty: 0.1.", ge=0
+        None,
+        "bt: lead that is asked for where a row has no margin of its own; empty: 0.1.",
+        ge=0,
+        when=(SCALAR, BRADLEY_TERRY),
     )
     heads: dict[str, float] = option(
         {"preference": 1.0},
         "scalar: named scores and their weights in the loss; a list of names also works. Rows "
         "label them in `labels`; chosen and rejected alone label `preference`.",
+        when=SCALAR,
     )
     pooling: Literal["last", "mean", "attention"] = option(
-        "last", "scalar: what is scored: the last token, or an average over the response."
+        "last",
+        "scalar: what is scored: the last token, or an average over the response.",
+        when=SCALAR,
     )
     pooling_heads: int | None = option(
         None,
         "attention: parts of a state that are averaged each with weights of its own; empty: 4.",
         ge=1,
+        when=(SCALAR, ATTENTION),
     )
     probe_layer: int = option(
         -1,
         "scalar: whose output is scored, through the final norm: 0 is the first block, -1 the "
         "last. Blocks above are neither computed nor trained.",
+        when=SCALAR,
     )
     head: Literal["linear", "mlp"] = option(
-        "linear", "scalar: what makes the scores; mlp: linear, RMSNorm, SiLU, linear."
+        "linear", "scalar: what makes the scores; mlp: linear, RMSNorm, SiLU, linear.", when=SCALAR
     )
     bounded: bool | None = option(
-        None, "scalar: scores are sigmoids, between 0 and 1; empty: false."
+        None, "scalar: scores are sigmoids, between 0 and 1; empty: false.", when=SCALAR
     )
-    center_coef: float = option(0.0, "scalar: weight of (sum of both scores)^2.", ge=0)
-    tie_coef: float = option(0.01, "scalar: weight of |difference| where a pair is a tie.", ge=0)
-    placeholder: str = option("ки", "process: what stands behind every step of a row.")
+    center_coef: float = option(0.0, "scalar: weight of (sum of both scores)^2.", ge=0, when=SCALAR)
+    tie_coef: float = option(
+        0.01, "scalar: weight of |difference| where a pair is a tie.", ge=0, when=SCALAR
+    )
+    placeholder: str = option(
+        "ки", "process: what stands behind every step of a row.", when=PROCESS
+    )
     tokens: tuple[str, ...] = option(
-        ("+", "-"), "process: labels, the best first; a number is the probability of the first."
+        ("+", "-"),
+        "process: labels, the best first; a number is the probability of the first.",
+        when=PROCESS,
     )
     max_tokens: int | None = option(
         None,
@@ -209,17 +242,23 @@ class ValConfig(Section):
         1,
         "Samples per prompt: 1 is greedy unless a temperature is set, more give avg@k and pass@k.",
         ge=1,
+        commands=ANSWERING,
     )
-    temperature: float | None = option(None, "Empty: 0 for n = 1, else 1.", ge=0)
-    top_p: float = option(1.0, "Nucleus of validation sampling.", gt=0, le=1)
-    max_tokens: int | None = option(None, "Longest response; empty: rollout.max_tokens.", ge=1)
+    temperature: float | None = option(
+        None, "Empty: 0 for n = 1, else 1.", ge=0, commands=ANSWERING
+    )
+    top_p: float = option(1.0, "Nucleus of validation sampling.", gt=0, le=1, commands=ANSWERING)
+    max_tokens: int | None = option(
+        None, "Longest response; empty: rollout.max_tokens.", ge=1, commands=ANSWERING
+    )
     turns: tuple[int, ...] = option(
         (),
         "Limits of turns to report accuracy under, such as [1,2,4,6,8,12,16,32]; the largest is "
         "that of the episodes, in place of env.eval.max_turns.",
+        commands=ANSWERING,
     )
     log_generations: int = option(
-        16, "Responses of each set that are stored with their pictures.", ge=0
+        16, "Responses of each set that are stored with their pictures.", ge=0, commands=ANSWERING
     )
 
 
@@ -246,7 +285,9 @@ class GenerateConfig(Section):
         "correct: episodes that earned the full outcome, all turns and pictures, to coldstart/. "
         "Episodes have the limits of evaluation (env.eval).",
     )
-    threshold: float | None = option(None, "Least reward of a response that is learned from.")
+    threshold: float | None = option(
+        None, "Least reward of a response that is learned from.", when=SELECTING
+    )
 
     @field_validator("output")
     @classmethod

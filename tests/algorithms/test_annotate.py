@@ -299,7 +299,10 @@ def test_the_selection_of_the_reference(algorithm, written, golden):
 
 def test_dead_tokens_are_never_selected(algorithm, written, records, golden):
     row = algorithm(
-        "preset=kl_cov", "args.cov_fraction=0.9", "fire.temperature=2", "fire.first_token=mask"
+        "preset=kl_cov",
+        "args.cov_fraction=0.9",
+        "hot_first_token.temperature=2",
+        "hot_first_token.first_token=mask",
     )
     (batches,) = written(row)
     new = golden.new.clone()
@@ -321,7 +324,10 @@ def test_old_log_probs_must_have_been_computed(algorithm, written, golden):
 
 def test_the_critic_has_a_mean_over_live_tokens(algorithm, written, records):
     row = algorithm(
-        "aggregation=seq_mean", "advantage=no_std", "fire.temperature=2", "fire.first_token=mask"
+        "aggregation=seq_mean",
+        "advantage=no_std",
+        "hot_first_token.temperature=2",
+        "hot_first_token.first_token=mask",
     )
     updates = written(row, budget=8)
     seen = [annotate.for_critic(batches) for batches in updates]

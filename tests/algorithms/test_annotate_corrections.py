@@ -117,7 +117,7 @@ def test_no_correction_writes_no_column(algorithm, written):
 
 
 def test_a_hot_first_token_is_weighed_by_its_own_gap(algorithm, written, records, golden):
-    row = algorithm(*NO_KL, "preset=[grpo,fire]", "fire.cap=1.02")
+    row = algorithm(*NO_KL, "preset=[grpo,fire]", "hot_first_token.cap=1.02")
     before = written(row)
     updates = annotate.add_corrections(before, row)[0]
     weights = np.concatenate(list(records.column(updates, "weights").values()))
@@ -136,7 +136,9 @@ def test_a_hot_first_token_is_weighed_by_its_own_gap(algorithm, written, records
 
 
 def test_corrections_do_not_see_the_gap_of_a_hot_first_token(algorithm, written, records, golden):
-    row = algorithm(*NO_KL, "preset=[grpo,fire]", "fire.cap=1.02", "correct=[tis.sequence]")
+    row = algorithm(
+        *NO_KL, "preset=[grpo,fire]", "hot_first_token.cap=1.02", "correct=[tis.sequence]"
+    )
     updates = annotate.add_corrections(written(row), row)[0]
     weights = records.column(updates, "weights")
     gaps = rows(golden.old - golden.rollout)
@@ -164,7 +166,10 @@ def test_a_hot_first_token_without_a_log_prob_weighs_one(algorithm, written, rec
 )
 def test_a_masked_first_token_is_in_no_denominator(algorithm, written, records, aggregation, scale):
     row = algorithm(
-        *NO_KL[:3], f"aggregation={aggregation}", "preset=[grpo,fire]", "fire.first_token=mask"
+        *NO_KL[:3],
+        f"aggregation={aggregation}",
+        "preset=[grpo,fire]",
+        "hot_first_token.first_token=mask",
     )
     updates, metrics = written(row, measured=True)
     for key, value in zip(KEYS, scale, strict=True):
@@ -177,7 +182,7 @@ def test_a_masked_first_token_is_in_no_denominator(algorithm, written, records, 
 
 
 def test_a_response_of_one_masked_token_does_not_train(algorithm, records):
-    row = algorithm("preset=[grpo,fire]", "fire.first_token=mask")
+    row = algorithm("preset=[grpo,fire]", "hot_first_token.first_token=mask")
     groups = [records.group("a", [0.0, 1.0, 5.0], [2, 3, 1])]
     updates, metrics = annotate.add_advantages(
         records.packed([groups]), groups, row, algorithm_state.restore(row, None)
@@ -189,7 +194,7 @@ def test_a_response_of_one_masked_token_does_not_train(algorithm, records):
 
 
 def test_lengths_are_without_a_masked_first_token(algorithm, written, records):
-    row = algorithm("preset=[opo,fire]", "fire.first_token=mask")
+    row = algorithm("preset=[opo,fire]", "hot_first_token.first_token=mask")
     values = records.column(written(row), "advantages")
     baseline = (5 * 2.0 + 3 * 0.0) / 8
     assert values["a", 0][1:] == exact([2.0 - baseline] * 5)
@@ -197,7 +202,7 @@ def test_lengths_are_without_a_masked_first_token(algorithm, written, records):
 
 def test_the_ratio_of_a_sequence_is_without_a_masked_first_token(algorithm, written, golden):
     row = algorithm(
-        *("preset=[gspo,fire]", "fire.first_token=mask", "advantage=no_std", "clip=50"),
+        *("preset=[gspo,fire]", "hot_first_token.first_token=mask", "advantage=no_std", "clip=50"),
         "old=recompute",
     )
     (batches,) = written(row)

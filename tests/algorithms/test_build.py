@@ -132,9 +132,9 @@ def test_old_log_probs(algorithm, overrides, updates, epochs, mode):
         (["correct=[tis.token]", "self_normalise=true"], "algorithm.correct=[tis.token]"),
         (["preset=drpo", "args.drpo_kl_damp=0.75"], "algorithm.args.drpo_kl_damp"),
         (["preset=dapo", "filter.keep_surplus=true"], "algorithm.filter.keep_surplus"),
-        (["preset=[grpo,fire]"], "algorithm.fire.first_token=is"),
+        (["preset=[grpo,fire]"], "algorithm.hot_first_token.first_token=is"),
         # These need nothing before training.
-        (["preset=[grpo,fire]", "fire.first_token=mask"], None),
+        (["preset=[grpo,fire]", "hot_first_token.first_token=mask"], None),
         (["correct=[{name: opsm, threshold: 0.1}]"], None),
         (["preset=drpo"], None),
         (["entropy_coef=0.01"], None),

@@ -119,7 +119,7 @@ def test_rows(algorithm, cells):
     assert row.reward_clip == ((-10, 10) if preset == "lmm_r1" else None)
     assert row.exclude_status == (("overturn",) if preset == "mini_o3" else ())
     assert row.needs_critic == (preset in ("ppo", "lmm_r1"))
-    assert (row.entropy_coef, row.corrections, row.fire.temperature) == (0, (), 0)
+    assert (row.entropy_coef, row.corrections, row.hot_first_token.temperature) == (0, (), 0)
     assert (row.denominator, row.drop_constant, row.adv_clip) == ("original", False, 0)
 
 
@@ -164,7 +164,8 @@ def test_dapo_has_the_pieces_of_its_paper(algorithm):
 def test_add_ons_are_laid_over_a_row(algorithm):
     row = algorithm("preset=[mini_o3,tis,fire,overturn_mask,entropy_top,dual_clip]")
     assert [(c.name, c.options) for c in row.corrections] == [("tis.token", {"low": 0, "high": 2})]
-    assert (row.fire.temperature, row.fire.first_token, row.fire.cap) == (10, "is", 2)
+    hot = row.hot_first_token
+    assert (hot.temperature, hot.first_token, hot.cap) == (10, "is", 2)
     assert (row.exclude_status, row.entropy_top) == (("overturn",), 0.2)
     assert row.loss_options["dual_clip"] == 3 and row.loss_options["clip_high"] == 0.3
     assert row.paper == "2509.07969, 2410.21236, 2509.07969, 2506.01939, 1912.09729"

@@ -116,7 +116,7 @@ def test_the_option_of_the_data_makes_such_prompts(tmp_path: Path):
     ]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row | {"id": str(n)}) + "\n" for n, row in enumerate(rows)))
-    config = DataConfig(compare="verdict", max_bad_fraction=1.0)
+    config = DataConfig(pair_view="verdict", max_bad_fraction=1.0)
     first = load([DataSource(path=str(path), max_samples=2)], config).samples[0]
     assert first.answer in "AB" and not first.candidates
     apart = load([DataSource(path=str(path), max_samples=2)], DataConfig()).samples[0]

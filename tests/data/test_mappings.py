@@ -117,7 +117,7 @@ def test_hpdv3_prefers_the_first_path_and_leaves_doubtful_rows_out(tmp_path: Pat
     assert 8 <= sides["A"] <= 27  # a fixed side would tell the label
     assert {sample.extra["sides"]["swapped"] for sample in data.samples} == {True, False}
     again = read(tmp_path / "train.json", "hpdv3")
-    other = read(tmp_path / "train.json", "hpdv3", side_seed=1)
+    other = read(tmp_path / "train.json", "hpdv3", pair_order_seed=1)
     assert again.samples == data.samples and again.hash == data.hash
     assert [s.extra["sides"]["seed"] for s in other.samples] == [1] * 35
     assert [label_of(s) for s in other.samples] != [label_of(s) for s in data.samples]

@@ -180,5 +180,5 @@ def test_a_mapping_may_compare_series(tmp_path: Path) -> None:
     source = DataSource(path=str(tmp_path / "pairs.jsonl"), mapping=str(path))
     (sample,) = load([source], DataConfig()).samples
     assert [media.kind for media in sample.every_media] == ["series", "series"]
-    (judged,) = load([source], DataConfig(compare="verdict")).samples
+    (judged,) = load([source], DataConfig(pair_view="verdict")).samples
     assert len(judged.media) == 2 and "Response 1 is better" in judged.messages[0].text

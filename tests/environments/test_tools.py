@@ -299,7 +299,7 @@ def test_limits_of_training_and_evaluation():
         "max_images": 12,
         "max_turn_tokens": None,
         "max_total_tokens": 32_768,
-        "reserve": 2000,
+        "min_turn_tokens": 2000,
         "max_tool_errors": None,
     }
     assert crop.limits(evaluation=True)["max_turns"] == 12
@@ -307,7 +307,7 @@ def test_limits_of_training_and_evaluation():
     own = EnvConfig(
         name="crop", max_total_tokens=1600, eval={"max_turns": 32, "max_tool_errors": 3}
     )
-    assert own.limits()["reserve"] == 100 and own.limits()["max_tool_errors"] is None
+    assert own.limits()["min_turn_tokens"] == 100 and own.limits()["max_tool_errors"] is None
     assert own.limits(evaluation=True)["max_turns"] == 32
     assert own.limits(evaluation=True)["max_tool_errors"] == 3
     assert (

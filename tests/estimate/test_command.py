@@ -145,11 +145,11 @@ def test_a_reward_model_that_is_not_there_is_not_counted(large, tmp_path):
 
 
 def test_a_limit_that_limits_nothing_is_said(large, word_model):
-    found = planned(large, H200, W1, "run.memory=500")
-    assert found.notes == ("run.memory=500 has no effect: H200 has 139.8 GiB to give",)
+    found = planned(large, H200, W1, "run.gpu_memory_gib=500")
+    assert found.notes == ("run.gpu_memory_gib=500 has no effect: H200 has 139.8 GiB to give",)
     assert found.memory == planned(large, H200, W1).memory
-    assert planned(large, H200, W1, "run.memory=100").notes == ()
-    config = load({"model.path": word_model, "run.memory": 0.001})
+    assert planned(large, H200, W1, "run.gpu_memory_gib=100").notes == ()
+    config = load({"model.path": word_model, "run.gpu_memory_gib": 0.001})
     found = estimate(config, devices.present("cpu"), prompt_tokens=40)
-    assert found.notes == ("run.memory=0.001 has no effect on a CPU; it is for a GPU",)
+    assert found.notes == ("run.gpu_memory_gib=0.001 has no effect on a CPU; it is for a GPU",)
     assert found.memory.fits

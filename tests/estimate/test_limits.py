@@ -21,7 +21,7 @@ from tests.estimate.works import A100_40, H200, LIMITED, RTX_4090, W1, W2, plann
 
 
 def test_a_process_with_less_memory_recomputes_more(large):
-    whole, limited = (planned(large, H200, W1, *o) for o in ((), ("run.memory=80",)))
+    whole, limited = (planned(large, H200, W1, *o) for o in ((), ("run.gpu_memory_gib=80",)))
     assert limited.device.memory == 80 and limited.memory.fits
     assert limited.memory.peaks["update"] < 80 < whole.memory.peaks["update"]
 

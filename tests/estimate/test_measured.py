@@ -25,7 +25,7 @@ def test_peaks_measured_on_an_h200(large, work, phase, checkpointing, measured):
 
 
 BASE = (224, 512, 512)
-SMALL = ("train.prompts_per_step=8", "run.memory=24")
+SMALL = ("train.prompts_per_step=8", "run.gpu_memory_gib=24")
 
 
 @pytest.mark.parametrize(

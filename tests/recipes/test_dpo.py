@@ -235,8 +235,11 @@ def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path: Path, config: 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("dpo.gamma=0.5", "dpo.gamma: has no effect with dpo.loss=dpo"),
-        ("dpo.label_smoothing=0.2", "dpo.label_smoothing: has no effect with dpo.loss=dpo"),
+        ("dpo.args.gamma=0.5", "dpo.args.gamma: has no effect with dpo.loss=dpo"),
+        (
+            "dpo.args.label_smoothing=0.2",
+            "dpo.args.label_smoothing: has no effect with dpo.loss=dpo",
+        ),
     ],
 )
 def test_what_dpo_refuses(config: Make, tmp_path: Path, override: str, words: str) -> None:

@@ -124,7 +124,7 @@ def test_pretraining_learns_a_text_by_heart(
     found = numbers(tmp_path / "run")
     assert found[0]["sft/tokens"] == 7 + 6
     assert found[-1]["sft/loss"] < 0.4 * found[0]["sft/loss"]
-    with pytest.raises(ConfigError, match=r"sft.loss_on: has no effect with sft.mode=pretrain"):
+    with pytest.raises(ConfigError, match=r"sft.loss_on: has no effect without sft.mode == 'chat'"):
         sft.run(sft_config(tmp_path, data__train=str(path), sft__loss_on="all") | options)
 
 
@@ -197,7 +197,7 @@ def test_demonstrations_are_part_of_the_same_update(
 ) -> None:
     shown = str(scenes / "shown.jsonl")
     for name, coef in (("without", 0.0), ("with", 1.0)):
-        more = {"train.ptx_coef": coef, "data.demonstrations": shown} if coef else {}
+        more = {"train.sft_coef": coef, "data.demonstrations": shown} if coef else {}
         rl.run(rl_config(tmp_path, run__name=name) | more)
     without, both = numbers(tmp_path / "without"), numbers(tmp_path / "with")
     # The rollouts of the first step are the same, so its own loss is, too.
@@ -212,7 +212,7 @@ def test_demonstrations_are_part_of_the_same_update(
     assert numbers(tmp_path / "parts") == both
     ends = (tmp_path / name / "checkpoints" / "step-4" for name in ("with", "parts"))
     assert same_weights(*ends)
-    with pytest.raises(ConfigError, match=r"data.demonstrations: train.ptx_coef needs some"):
+    with pytest.raises(ConfigError, match=r"data.demonstrations: train.sft_coef needs some"):
         rl.run(rl_config(tmp_path, train__ptx_coef=0.1))
 
 

@@ -57,7 +57,7 @@ def config_of(rows: Path, model: str, out: Path, **changes: Any) -> Any:
             "train": str(rows / "train.json"),
             "val": {"path": str(rows / "held.json"), "name": "held"},
             "mapping": "hpdv3",
-            "compare": "verdict",
+            "pair_view": "verdict",
             "min_pixels": 784,
             "max_pixels": 784,
         },
@@ -93,11 +93,11 @@ def test_sft_learns_from_the_better_text_and_sends_media_to_judges(
     path.write_text("".join(json.dumps(row) + "\n" for row in texts))
     config = config_of(rows, start, tmp_path)
     family = models.family_of(config, models.start_folder(config))
-    plain = load(config, ["data.mapping=null", "data.compare=apart"])
+    plain = load(config, ["data.mapping=null", "data.pair_view=apart"])
     data = questions.load_dialogues(plain, [DataSource(path=str(path))], family)
     assert [sample.messages[-1].text for sample in data.samples] == ["4", "4"]
-    apart = load(config, ["data.compare=apart"])
-    with pytest.raises(DataError, match=r"data\.compare=verdict teaches to judge them"):
+    apart = load(config, ["data.pair_view=apart"])
+    with pytest.raises(DataError, match=r"data\.pair_view=verdict teaches to judge them"):
         questions.load_dialogues(apart, apart.data.train, family)
 
 

@@ -162,12 +162,12 @@ def test_a_checkpoint_is_evaluated_and_trained_on_like_any_model(
 @pytest.mark.parametrize(
     ("command", "changes", "message"),
     [
-        ("sft", {"model.lora.rank": 8}, r"lora\.rank: has no effect with model\.train=full"),
+        ("sft", {"model.lora.rank": 8}, r"lora\.rank: has no effect without model\.train in"),
         ("sft", {"model.train": "loar"}, "'loar' is none of full, lora, qlora"),
         (
             "sft",
             LORA | {"model.lora.vision": True, "model.lora.targets": "llm"},
-            r"lora\.vision: has no effect with model\.lora\.targets=llm",
+            r"lora\.vision: has no effect without model\.lora\.targets == 'all-linear'",
         ),
         ("rl", LORA | {"model.lora.dropout": 0.1}, r"not the one that answered"),
     ],

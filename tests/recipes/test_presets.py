@@ -35,7 +35,7 @@ WITH_STATE: dict[str, dict[str, Any]] = {
         "algorithm.kl.update_every": 1,
         "algorithm.kl.ratio_correct": True,
     },
-    "running moments": {"algorithm.preset": "rloo", "reward.normalise": "mean_std"},
+    "running moments": {"algorithm.preset": "rloo", "reward.running_norm": "mean_std"},
     "surplus": {
         "algorithm.preset": "dapo",
         "algorithm.overlong.buffer": 0,
@@ -44,7 +44,7 @@ WITH_STATE: dict[str, dict[str, Any]] = {
     },
     "fire that is not trained": {
         "algorithm.preset": ["gspo", "fire"],
-        "algorithm.fire.first_token": "mask",
+        "algorithm.hot_first_token.first_token": "mask",
         "train.updates_per_step": 2,
     },
     "selection at each update": {"algorithm.preset": "kl_cov", "train.updates_per_step": 2},

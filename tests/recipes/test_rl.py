@@ -289,7 +289,11 @@ def test_a_frozen_tower_stays_as_it_was(
 def test_truncated_sampling_is_replayed(
     tmp_path: Path, rl_config: Make, truncation: dict[str, float], numbers: Read
 ) -> None:
-    replay = {"rollout.support": "replay", "algorithm.old": "recompute", "rollout.temperature": 0.9}
+    replay = {
+        "rollout.truncated_sampling": "replay",
+        "algorithm.old": "recompute",
+        "rollout.temperature": 0.9,
+    }
     rl.run(rl_config(tmp_path, run__max_steps=2) | replay | truncation)
     for row in numbers(tmp_path / "run"):
         assert row["mismatch/logp_gap_max"] < 1e-5

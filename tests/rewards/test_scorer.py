@@ -81,18 +81,18 @@ def test_an_abstaining_term_excludes_the_member_unless_renormalised() -> None:
         None,
         "gold_unparseable",
     )
-    rescaled = one(scorer(terms=terms, renormalise=True), RIGHT, answer="several")
+    rescaled = one(scorer(terms=terms, reweight_abstained=True), RIGHT, answer="several")
     assert (rescaled.status, rescaled.reward, rescaled.outcome) == ("ok", 4.0, None)
-    alone = one(scorer(terms=["count"], renormalise=True), RIGHT, answer="several")
+    alone = one(scorer(terms=["count"], reweight_abstained=True), RIGHT, answer="several")
     assert alone.status == "abstain"
-    gated = scorer(terms=terms, renormalise=True, combine="gate(count)")
+    gated = scorer(terms=terms, reweight_abstained=True, combine="gate(count)")
     assert one(gated, RIGHT, answer="several").status == "abstain"
 
 
 def test_an_error_beats_an_abstention(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def compute_score(sample):\n    raise ValueError('boom')\n")
     terms = ["count", f"{tmp_path}/bad.py"]
-    scored = one(scorer(terms=terms, renormalise=True, workers=1), RIGHT, answer="several")
+    scored = one(scorer(terms=terms, reweight_abstained=True, workers=1), RIGHT, answer="several")
     assert (scored.status, scored.reason_kind) == ("error", "raised")
     assert scored.reason.startswith("raised: bad: ValueError: boom")
 
@@ -160,7 +160,7 @@ def test_weights_of_the_components_of_a_sum() -> None:
     [
         ({"combine": "product"}, "combined by product"),
         ({"combine": "gate(format)"}, r"combined by gate\(format\)"),
-        ({"renormalise": True}, "reward.renormalise"),
+        ({"reweight_abstained": True}, "reward.reweight_abstained"),
         ({"terms": ["count"]}, r"'any' has \['count'\] alone"),
     ],
 )
@@ -235,8 +235,8 @@ def test_the_prompt_format_tells_where_to_look() -> None:
         ({"by_source": {"a": 7}}, "by_source.a"),
         ({"terms": ["math"], "combine": "sum"}, "expected one of gate"),
         ({"terms": ["math"], "combine": "gate(format)"}, "unknown term 'format'"),
-        ({"terms": ["math"], "outcome": "count"}, "unknown term 'count'"),
-        ({"terms": ["format:boxed"]}, "reward.outcome=format"),
+        ({"terms": ["math"], "accuracy_term": "count"}, "unknown term 'count'"),
+        ({"terms": ["format:boxed"]}, "reward.accuracy_term=format"),
         ({"terms": ["repetition"]}, "only shaping terms"),
         ({"by_source": {"geo": []}}, "reward.by_source.geo: no terms; add one"),
         ({"terms": [{"verifier": "overlong", "args": {"buffer": 100}}]}, "0 < buffer < 100"),

@@ -33,6 +33,8 @@ from saccade.types import (
 
 CROP = {"name": "crop", "min_pixels": 3136, "max_pixels": 28 * 28 * 16}
 
+LEAST = "min_turn_tokens"
+
 
 @dataclass
 class Script:
@@ -194,8 +196,8 @@ def test_every_end_has_its_reason(play, family, question):
         (["x" * 200], {"max_turn_tokens": 50}, "turn_length", "truncated", 1),
         (["x" * 200], {"max_total_tokens": prompt + 60}, "token_budget", "truncated", 1),
         ([look], {"max_total_tokens": observed - 10}, "token_budget", "overturn", 1),
-        ([look], {"max_total_tokens": tight, "reserve": 21}, "token_budget", "overturn", 1),
-        ([look, "x"], {"max_total_tokens": tight, "reserve": 20}, "eos_no_answer", "void", 2),
+        ([look], {"max_total_tokens": tight, LEAST: 21}, "token_budget", "overturn", 1),
+        ([look, "x"], {"max_total_tokens": tight, LEAST: 20}, "eos_no_answer", "void", 2),
     ]  # fmt: skip
     for replies, limits, reason, status, turns in cases:
         engine, (group,) = play(replies, **limits)
@@ -232,7 +234,7 @@ LIMITS = st.fixed_dictionaries(
         "max_turns": st.integers(1, 6),
         "max_images": st.integers(1, 5),
         "max_total_tokens": st.integers(60, 900),
-        "reserve": st.integers(1, 60),
+        "min_turn_tokens": st.integers(1, 60),
         "max_turn_tokens": st.integers(1, 120),
         "max_tool_errors": st.none() | st.integers(0, 2),
     }

@@ -77,8 +77,8 @@ def test_a_checkpoint_is_evaluated_alike(tmp_path: Path, rl_config: Make, scenes
 
 
 def test_truncated_sampling_is_refused_in_training(tmp_path: Path, rl_config: Make) -> None:
-    truncated = {"rollout.top_p": 0.9, "rollout.support": "replay"}
-    with pytest.raises(ConfigError, match=r"rollout\.support.*embedded"):
+    truncated = {"rollout.top_p": 0.9, "rollout.truncated_sampling": "replay"}
+    with pytest.raises(ConfigError, match=r"rollout\.truncated_sampling.*embedded"):
         rl.run(rl_config(tmp_path) | ENGINE | truncated)
 
 

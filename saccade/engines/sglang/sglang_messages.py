@@ -26,8 +26,8 @@ def body_of(
     sampling = request.sampling
     if sampling.first is not None:
         raise ConfigError(
-            "rollout.engine=sglang draws every token alike; use algorithm.fire.temperature=0, or "
-            "rollout.engine=embedded"
+            "rollout.engine=sglang draws every token alike; use "
+            "algorithm.hot_first_token.temperature=0, or rollout.engine=embedded"
         )
     body: dict[str, Any] = {
         "input_ids": collapsed(request),

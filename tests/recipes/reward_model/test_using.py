@@ -38,7 +38,7 @@ def test_ppo_with_a_critic_raises_the_score_of_the_model(
         | {
             "rollout.max_tokens": 2,
             "reward.terms": [learned, {"verifier": "exact", "weight": 0.0}],
-            "reward.outcome": "exact",  # reported beside it, without a weight
+            "reward.accuracy_term": "exact",  # reported beside it, without a weight
             "algorithm.preset": "ppo",
             "algorithm.critic.path": str(trained),
             "algorithm.critic.lr": 2e-3,
@@ -143,12 +143,12 @@ def test_two_reward_models_of_different_families_in_one_run(
 
 
 def test_a_judge_that_writes_is_trained_by_sft(config: Make, tmp_path: Path) -> None:
-    wanted = "`saccade sft RUN.yaml data.compare=verdict train.lr=1e-5`"
+    wanted = "`saccade sft RUN.yaml data.pair_view=verdict train.lr=1e-5`"
     with pytest.raises(ConfigError, match=re.escape(wanted)) as refused:
         saccade.reward_model(config(tmp_path, reward_model__kind="generative"))
     assert "reward_model.kind" in str(refused.value)
     _, command, _, *options = wanted.strip("`").split()
-    assert load(None, options).data.compare == "verdict" and command == "sft"
+    assert load(None, options).data.pair_view == "verdict" and command == "sft"
 
 
 def test_eval_scores_with_a_model_and_rescore_refuses(
@@ -219,7 +219,7 @@ def test_what_starts_from_a_reward_model_is_none(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("reward_model.loss=hps; reward_model.margin=0.2", "margin: has no effect with loss=hps"),
+        ("reward_model.loss=hps; reward_model.margin=0.2", "margin: has no effect without"),
         ("reward_model.pooling_heads=2", "pooling_heads: has no effect without"),
         ("reward_model.bounded=true; reward_model.center_coef=0.1", "where a sigmoid cannot go"),
         ("reward_model.probe_layer=2", "is none of the 2 blocks of this model; give -2 to 1"),
