@@ -27,7 +27,7 @@ from saccade.tracking.folder import RunFolder
 from saccade.tracking.loggers import Loggers
 from saccade.tracking.metrics import host_memory
 from saccade.tracking.trace import named_range, traced
-from saccade.tracking.trajectories import TrajectoryWriter
+from saccade.tracking.trajectories import Decoders, TrajectoryWriter
 from saccade.types import Group
 
 log = logging.getLogger(__name__)
@@ -123,14 +123,13 @@ class Display:
         self, groups: Sequence[Group], *, step: int, scores: Sequence[str], kind: str = "train"
     ) -> None:
         """Write rollouts to disk; `scores`: data sources whose outcome is a score."""
+        family = self._family
         self.trajectories.write(
             step,
             groups,
-            decode_text=self._family.decode,
-            image_bytes=DECODED.get,
+            Decoders(text=family.decode, image=DECODED.get, unit=family.size_unit),
             version=step - (kind == "train"),  # its samples are older than its update
             kind=kind,
-            unit=self._family.size_unit,
             scores=scores,
         )
 

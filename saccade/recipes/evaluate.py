@@ -47,7 +47,7 @@ from saccade.tracking.console import Console, unscored
 from saccade.tracking.eval_report import table_lines, write_eval_report
 from saccade.tracking.folder import QUARANTINE, RESULTS
 from saccade.tracking.metrics import episode_metrics, without_scores
-from saccade.tracking.trajectories import TrajectoryWriter
+from saccade.tracking.trajectories import Decoders, TrajectoryWriter
 from saccade.types import ALWAYS_EXCLUDED, Group
 
 log = logging.getLogger(__name__)
@@ -124,11 +124,9 @@ def _store(writer: TrajectoryWriter, result: Result, config: Config, family: Fam
     writer.write(
         0,
         result.groups[: config.val.log_generations],
-        decode_text=family.decode,
-        image_bytes=DECODED.get,
+        Decoders(text=family.decode, image=DECODED.get, unit=family.size_unit),
         version=0,
         kind=f"val/{result.name}",
-        unit=family.size_unit,
         scores=result.scores,
     )
 

@@ -1,10 +1,10 @@
 """Rollouts on disk: one JSON record per trajectory, each picture once.
 
 A thread does the work, so a step never waits; what goes wrong there is reported once and costs
-records, not the run. `decode_text` and `image_bytes` come from the caller and run in that thread.
+records, not the run.
 
     writer = TrajectoryWriter(folder)
-    writer.write(10, groups, decode_text=tokenizer.decode, image_bytes=load, version=10)
+    writer.write(10, groups, Decoders(text=tokenizer.decode, image=load), version=10)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,13 +31,21 @@ from saccade.types import ALWAYS_EXCLUDED, Group, Media, Message, Source, Trajec
 
 log = logging.getLogger(__name__)
 
-DecodeText = Callable[[Sequence[int]], str]
-ImageBytes = Callable[[Media], np.ndarray]  # upright RGB, [height, width, 3] uint8
-
 IMAGES = "images"
 LARGEST_SIDE = 512
 LARGEST_SEEN = 1024  # as the model saw it
 FEW_COLOURS = 256  # drawings with so few stay sharp as PNG; photographs are smaller as JPEG
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoders:
+    """How a reader can see what the model saw; both functions run in the thread of the writer."""
+
+    text: Callable[[Sequence[int]], str]  # of token ids
+    image: Callable[[Media], np.ndarray]  # upright RGB, [height, width, 3] uint8
+    # Side of what the model sees as one token: says at which size it saw pictures, and pictures of
+    # several turns are also stored like that.
+    unit: int | None = None
 
 
 class TrajectoryWriter:
@@ -54,18 +63,14 @@ class TrajectoryWriter:
         self,
         step: int,
         groups: Sequence[Group],
+        decoders: Decoders,
         *,
-        decode_text: DecodeText,
-        image_bytes: ImageBytes,
         version: int,
         kind: str = "train",
-        unit: int | None = None,
         scores: Collection[str] = (),
     ) -> None:
         """Queue the groups of a step; `kind` is train or val/SET. The same step and kind replaces
-        its file. `unit`, the side of what the model sees as one token, says at which size it saw
-        pictures; those of several turns are also stored as it saw them. `scores`: sources whose
-        outcome is a score, neither right nor wrong.
+        its file. `scores`: sources whose outcome is a score, neither right nor wrong.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="trajectories", daemon=True)
@@ -77,12 +82,12 @@ class TrajectoryWriter:
             for group in groups:
                 for trajectory in group.trajectories:
                     record = {"run": self._run, "step": step, "version": version, "kind": kind}
-                    record |= record_of(group, trajectory, decode_text)
+                    record |= record_of(group, trajectory, decoders.text)
                     record["outcome_is_score"] = record["data_source"] in scores
                     record["images"] = [
                         _image_facts(span.media, span.start, span.length)
                         | view
-                        | self._files(span.media, image_bytes, unit, trajectory.turns > 1)
+                        | self._files(span.media, decoders, trajectory.turns > 1)
                         for span, view in zip(trajectory.media, views_of(trajectory), strict=True)
                     ]
                     lines.append(json.dumps(record, ensure_ascii=False, default=str))
@@ -127,22 +132,21 @@ class TrajectoryWriter:
             self._said = True
             log.warning(text)
 
-    def _files(
-        self, media: Media, image_bytes: ImageBytes, unit: int | None, several: bool
-    ) -> dict[str, Any]:
+    def _files(self, media: Media, decoders: Decoders, several: bool) -> dict[str, Any]:
         """A small copy of the picture, and how the model saw it."""
-        files: dict[str, Any] = {"file": self._stored(media, image_bytes), "seen": None}
+        files: dict[str, Any] = {"file": self._stored(media, decoders), "seen": None}
+        unit = decoders.unit
         if unit is None or media.kind != "image":
             return files
         budget = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
         height, width = resized_size(media.width, media.height, unit=unit, **budget)
         files["seen"] = [width, height]
         if several and max(width, height) <= LARGEST_SEEN:
-            files["seen_file"] = self._stored(media, image_bytes, (width, height))
+            files["seen_file"] = self._stored(media, decoders, (width, height))
         return files
 
     def _stored(
-        self, media: Media, image_bytes: ImageBytes, size: tuple[int, int] | None = None
+        self, media: Media, decoders: Decoders, size: tuple[int, int] | None = None
     ) -> str | None:
         """File of a picture relative to trajectories/, made on first sight; None when it cannot be
         made.
@@ -152,7 +156,7 @@ class TrajectoryWriter:
             return None
         if name not in self._images:
             try:
-                self._images[name] = _store_picture(self._root, name, image_bytes(media), size)
+                self._images[name] = _store_picture(self._root, name, decoders.image(media), size)
             except Exception as error:
                 self._images[name] = None
                 self._report(f"picture {name} could not be stored: {type(error).__name__}: {error}")
@@ -196,7 +200,9 @@ def _safe(name: str) -> str:
 # -- records ---------------------------------------------------------------------------------------
 
 
-def record_of(group: Group, trajectory: Trajectory, decode_text: DecodeText) -> dict[str, Any]:
+def record_of(
+    group: Group, trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str]
+) -> dict[str, Any]:
     """All of a trajectory that is known without its pictures, ready for JSON."""
     sample, status = group.sample, trajectory.status
     prompt = trajectory.ids[: trajectory.prompt_length]
@@ -232,7 +238,9 @@ def record_of(group: Group, trajectory: Trajectory, decode_text: DecodeText) -> 
     }
 
 
-def _segments(trajectory: Trajectory, decode_text: DecodeText) -> Iterator[dict[str, Any]]:
+def _segments(
+    trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str]
+) -> Iterator[dict[str, Any]]:
     """Runs of one source, cut around pictures; the placeholders of a picture are one entry."""
     spans = {span.start: span for span in trajectory.media}
     inside = np.zeros(len(trajectory.ids), bool)

@@ -14,7 +14,7 @@ import pytest
 from saccade.config import Config, load
 from saccade.recipes.run import open_folder as start
 from saccade.tracking.folder import RunFolder
-from saccade.tracking.trajectories import TrajectoryWriter
+from saccade.tracking.trajectories import Decoders, TrajectoryWriter
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 from tests.browser import Browser
 
@@ -81,13 +81,17 @@ def group(*members: Trajectory, source: str = "count", answer: str = "3", uid: s
 
 
 def store(
-    folder: RunFolder | Path, *groups: Group, steps: Sequence[int] = (1,), **how: Any
+    folder: RunFolder | Path,
+    *groups: Group,
+    steps: Sequence[int] = (1,),
+    image: Callable[[Media], np.ndarray] = pixels,
+    **how: Any,
 ) -> None:
     """Write the groups at each of the steps."""
-    how = {"decode_text": decode, "image_bytes": pixels} | how
+    decoders = Decoders(text=decode, image=image)
     with TrajectoryWriter(folder) as writer:
         for step in steps:
-            writer.write(step, groups, **{"version": step} | how)
+            writer.write(step, groups, decoders, **{"version": step} | how)
 
 
 @pytest.fixture

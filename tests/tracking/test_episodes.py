@@ -17,7 +17,7 @@ from saccade.rewards.extract import extract
 from saccade.tracking import episodes
 from saccade.tracking.episodes import stored_episodes
 from saccade.tracking.report_page import Report, write_report
-from saccade.tracking.trajectories import TrajectoryWriter, read_trajectories
+from saccade.tracking.trajectories import Decoders, TrajectoryWriter, read_trajectories
 from saccade.types import Group, MediaSpan, Message, Sample, Source, Trajectory
 from tests.browser import Browser, needs_browser, page_data
 
@@ -85,7 +85,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     groups = [episode("first", TURNS), episode("cut", TURNS[:1]), episode("second", TURNS[:3])]
     with TrajectoryWriter(folder) as writer:
-        writer.write(3, groups, decode_text=str, image_bytes=decode, version=3, unit=28)
+        writer.write(3, groups, Decoders(text=str, image=decode, unit=28), version=3)
     return folder
 
 

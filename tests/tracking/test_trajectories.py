@@ -14,7 +14,12 @@ from PIL import Image
 
 from saccade.media.images import decode, open_media
 from saccade.tracking.folder import RunFolder
-from saccade.tracking.trajectories import TrajectoryWriter, read_trajectories, stored_steps
+from saccade.tracking.trajectories import (
+    Decoders,
+    TrajectoryWriter,
+    read_trajectories,
+    stored_steps,
+)
 from saccade.types import Media, MediaSpan, Source, Trajectory
 
 
@@ -102,7 +107,7 @@ def test_pictures_are_small_and_loaded_once(folder: RunFolder, build: SimpleName
         return np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
 
     members = [build.trajectory(repeat, pictures=[photo]) for repeat in range(4)]
-    build.store(folder, build.group(*members), steps=[1, 2], image_bytes=load)
+    build.store(folder, build.group(*members), steps=[1, 2], image=load)
     with Image.open(folder.trajectories / "images" / "photo.jpg") as stored:
         assert stored.size == (512, 256)
     assert loaded == ["photo"]
@@ -117,7 +122,7 @@ def test_a_slow_disk_never_holds_up_a_step(folder: RunFolder, build: SimpleNames
 
     group = build.group(build.trajectory(pictures=[build.media()]))
     with TrajectoryWriter(folder) as writer:
-        writer.write(1, [group], decode_text=str, image_bytes=slow, version=1)
+        writer.write(1, [group], Decoders(text=str, image=slow), version=1)
         assert stored_steps(folder.path) == {}
         gate.set()
         writer.flush()
@@ -135,7 +140,8 @@ def test_failures_are_said_once_and_cost_only_themselves(
     ]
     with TrajectoryWriter(folder) as writer:
         for step, decoder in ((1, str), (2, None), (3, str)):
-            writer.write(step, groups, decode_text=decoder, image_bytes=broken, version=1)  # type: ignore[arg-type]
+            decoders = Decoders(text=decoder, image=broken)  # type: ignore[arg-type]
+            writer.write(step, groups, decoders, version=1)
     assert said == ["WARNING: picture a could not be stored: OSError: unreadable"]
     assert stored_steps(folder.path) == {"train": [1, 3]}
     assert {r["images"][0]["file"] for r in read_trajectories(folder.path, "train", 1)} == {None}
@@ -149,7 +155,7 @@ def test_a_picture_that_was_replaced_is_not_stored_as_the_one_that_was_seen(
     pictures = [open_media(str(tmp_path / name)) for name in ("kept.png", "replaced.png")]
     Image.new("RGB", (56, 56), "green").save(tmp_path / "replaced.png")
     group = build.group(build.trajectory(pictures=pictures))
-    build.store(folder, group, image_bytes=decode)
+    build.store(folder, group, image=decode)
     (record,) = read_trajectories(folder.path, "train", 1)
     assert [one["file"] for one in record["images"]] == [f"images/{pictures[0].hash}.png", None]
     assert len(list((folder.trajectories / "images").iterdir())) == 1
