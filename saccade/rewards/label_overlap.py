@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from string import punctuation
 from typing import Any
 
@@ -28,42 +29,6 @@ ARTICLES = {"a", "an", "the"}
 Labels = frozenset[str]
 
 
-def labels_f1(
-    sample: RewardSample,
-    *,
-    synonyms: Mapping[str, str] | None = None,
-    order: Sequence[str] = LABEL_ORDER,
-    scope: Scope = "after_think",
-) -> Score:
-    """2·|found and gold| / (|found| + |gold|); 1 where both are empty."""
-    return _labels(sample, set_f1, synonyms, order, scope)
-
-
-def labels_recall(
-    sample: RewardSample,
-    *,
-    synonyms: Mapping[str, str] | None = None,
-    order: Sequence[str] = LABEL_ORDER,
-    scope: Scope = "after_think",
-) -> Score:
-    """|found and gold| / |gold|; 1 where both are empty."""
-    return _labels(sample, _set_recall, synonyms, order, scope)
-
-
-def token_f1(
-    sample: RewardSample, *, order: Sequence[str] = LABEL_ORDER, scope: Scope = "after_think"
-) -> Score:
-    """F1 of words, without articles, each as often as it stands there; the best of the golds."""
-    return _tokens(sample, lambda shared, found, gold: 2 * shared / (found + gold), order, scope)
-
-
-def token_recall(
-    sample: RewardSample, *, order: Sequence[str] = LABEL_ORDER, scope: Scope = "after_think"
-) -> Score:
-    """The share of the gold's words that the answer holds; the best of the golds."""
-    return _tokens(sample, lambda shared, found, gold: shared / gold, order, scope)
-
-
 def labels_in(text: str, synonyms: Mapping[str, str] | None = None) -> Labels:
     same = {_plain(word): _plain(label) for word, label in (synonyms or {}).items()}
     text = re.sub(r"[^\S\n]+", " ", text)  # long gaps would be searched again and again
@@ -72,6 +37,7 @@ def labels_in(text: str, synonyms: Mapping[str, str] | None = None) -> Labels:
 
 
 def set_f1(found: Labels, gold: Labels) -> float:
+    """2·|found and gold| / (|found| + |gold|); 1 where both are empty."""
     return 2 * len(found & gold) / (len(found) + len(gold)) if found or gold else 1.0
 
 
@@ -89,11 +55,12 @@ def _plain(label: str) -> str:
 
 
 def _labels(
-    sample: RewardSample,
     value: Callable[[Labels, Labels], float],
-    synonyms: Mapping[str, str] | None,
-    order: Sequence[str],
-    scope: Scope,
+    sample: RewardSample,
+    *,
+    synonyms: Mapping[str, str] | None = None,
+    order: Sequence[str] = LABEL_ORDER,
+    scope: Scope = "after_think",
 ) -> Score:
     if sample.answer is None:
         return no_gold(sample)
@@ -105,11 +72,13 @@ def _labels(
 
 
 def _tokens(
-    sample: RewardSample,
     value: Callable[[int, int, int], float],
-    order: Sequence[str],
-    scope: Scope,
+    sample: RewardSample,
+    *,
+    order: Sequence[str] = LABEL_ORDER,
+    scope: Scope = "after_think",
 ) -> Score:
+    """Words without articles, each as often as it stands there; the best of the golds."""
     golds = [words for gold in sample.golds if (words := _words(gold))]
     if not golds:
         return no_gold(sample)
@@ -128,3 +97,8 @@ def _words(text: str) -> Counter[str]:
 
 def _part(text: str, value: float) -> Score:
     return Score(kind="value", value=value, reason="" if value else "wrong", extracted=text)
+
+
+labels_f1, labels_recall = partial(_labels, set_f1), partial(_labels, _set_recall)
+token_f1 = partial(_tokens, lambda shared, found, gold: 2 * shared / (found + gold))
+token_recall = partial(_tokens, lambda shared, found, gold: shared / gold)

@@ -163,13 +163,9 @@ def _arguments(
 
 
 def _search_order(verifier: Sequence[str], shape: Sequence[str]) -> tuple[str, ...]:
-    """The verifier's own places and those that the prompt asked for; the whole text last."""
-    added = [place for place in shape if place not in verifier]
-    return (
-        *(place for place in added if place != "whole"),
-        *verifier,
-        *(place for place in added if place == "whole"),
-    )
+    """The places that the prompt asked for, then the verifier's; the whole text last."""
+    places = (*(place for place in shape if place not in verifier), *verifier)
+    return tuple(sorted(places, key=lambda place: place == "whole"))
 
 
 def _try(

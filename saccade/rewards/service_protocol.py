@@ -50,28 +50,27 @@ MARKS: Mapping[str, tuple[str, str, str]] = {
 # -- columns ---------------------------------------------------------------------------------------
 
 
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
+Check = Callable[[Any], bool]
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+def _is(kind: type | tuple[type, ...]) -> Check:
+    """A value of this type; a bool is no number."""
+    return lambda value: isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _record(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _list_of(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
+def _whole(value: Any) -> bool:
+    return _is(int)(value) and abs(value) < 2**53
+
+
+_text, _flag, _record, _number = _is(str), _is(bool), _is(dict), _is((int, float))
+
+
 # Column of a request -> field of a sample, and what an entry must be.
-COLUMNS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+COLUMNS: Mapping[str, tuple[str, Check]] = {
     "ids": ("id", _text),
     "data_sources": ("data_source", _text),
     "references": ("references", _list_of(_text)),
@@ -138,7 +137,7 @@ def read_samples(body: Mapping[str, Any], *, response_after: str = "") -> list[R
         raise ValueError(f"{known[0]}: missing; give a list of texts")
     count = len(_column(body, given, _text, None))
     queries = _column(body, "query", _text, count) or [""] * count
-    prompts = _column(body, "prompts", _any, count) or [None] * count
+    prompts = _column(body, "prompts", _is(object), count) or [None] * count
     told = _column(body, "responses", _text, count)
     found = [(text, "") for text in told] or [
         _found(query, prompt, response_after)
@@ -169,21 +168,11 @@ def read_samples(body: Mapping[str, Any], *, response_after: str = "") -> list[R
     return samples
 
 
-def _any(value: Any) -> bool:
-    return True
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _answer(value: Any) -> bool:
     return value is None or _text(value) or _number(value) or _list_of(_text)(value)
 
 
-def _column(
-    body: Mapping[str, Any], name: str, check: Callable[[Any], bool], count: int | None
-) -> list[Any]:
+def _column(body: Mapping[str, Any], name: str, check: Check, count: int | None) -> list[Any]:
     """A list with an entry for every sample; nothing where the column is missing."""
     value = body.get(name)
     if value is None:
