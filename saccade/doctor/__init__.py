@@ -1,8 +1,9 @@
 """What keeps a run from working here: packages, devices, engines, disk, and of a model its files,
 its chat template and whether everyone who computes with it gets the same numbers.
 
-A check is a function from a config to findings; what is not ok says how to mend it. Nothing is
-written or left running, and torch is imported only where it can be said that it is missing.
+A table names each check; a check yields rows `(status, text, fix)`, without a fix where it is ok or
+a note: worth knowing, nothing to do about it yet. Nothing is written or left running, and torch is
+imported only where it can be said that it is missing.
 
     run(load(None, ["model.path=my-model"]))
 """
@@ -11,64 +12,32 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from saccade.config import Config
 from saccade.doctor import machine
-from saccade.doctor.finding import AS_IT_SAYS, Finding, failure, note
 from saccade.errors import EnvironmentProblem, SaccadeError
 
-MODEL_CHECKS = ("folder", "template", "agreement")  # modules here; a later one needs the earlier
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "failure": "red"}
+RERUN = "fix this and run doctor again"  # of an error, whose text ends with what helps
+Check = tuple[str, Callable[[], Iterator[tuple[str, ...]]]]
 
 
-def examine(config: Config) -> Iterator[Finding]:
-    """The machine, then the model if the config names one."""
-    for check in machine.CHECKS:
-        yield from check(config)
-    path = config.model.path
-    if path.startswith("tiny:"):
-        yield from _guarded("model", partial(_examine_tiny, config))
-    elif path and not Path(path).is_dir():
-        yield failure("model", f"{path} is not a folder", "give a Hugging Face model folder")
-    elif path:
-        yield from _examine_model(config)
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    status: str
+    text: str
+    fix: str = ""
 
-
-def _examine_tiny(config: Config) -> Iterator[Finding]:
-    build = import_module("saccade.models.tiny").build
-    with tempfile.TemporaryDirectory(prefix="saccade-doctor-") as folder:
-        path = build(config.model.path.removeprefix("tiny:"), folder, seed=config.run.seed)
-        model = config.model.model_copy(update={"path": str(path)})
-        yield from _examine_model(config.model_copy(update={"model": model}))
-
-
-def _examine_model(config: Config) -> Iterator[Finding]:
-    """As far as it goes: what cannot be read cannot be rendered, nor loaded."""
-    for number, name in enumerate(MODEL_CHECKS):
-        found = list(_guarded(name, partial(_check, name, config)))
-        yield from found
-        if any(finding.status == "failure" for finding in found):
-            for left in MODEL_CHECKS[number + 1 :]:
-                yield note(left, "not looked at: see above")
-            return
-
-
-def _check(name: str, config: Config) -> Iterator[Finding]:
-    return import_module(f"saccade.doctor.{name}").check(config)
-
-
-def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Whatever a broken folder or library raises is a finding, too."""
-    try:
-        yield from check()
-    except Exception as error:
-        text = str(error) if isinstance(error, SaccadeError) else f"{type(error).__name__}: {error}"
-        yield failure(name, text.strip()[:500], AS_IT_SAYS)
+    def __post_init__(self) -> None:
+        assert self.fix or self.status in ("ok", "note"), f"{self.name}: no fix"
 
 
 def run(config: Config, *, as_json: bool = False) -> None:
@@ -83,8 +52,8 @@ def run(config: Config, *, as_json: bool = False) -> None:
             line = Text(f"{finding.status:<8} ", style=STYLES[finding.status])
             line.append(f"{finding.name:<16} {finding.text}", style="default")
             console.print(line)
-            if finding.mend:
-                console.print(Text(f"{'':<26}to mend it: {finding.mend}", style="dim"))
+            if finding.fix:
+                console.print(Text(f"{'':<26}to fix it: {finding.fix}", style="dim"))
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in found]}, indent=2))
     failed = [finding.name for finding in found if finding.status == "failure"]
@@ -94,3 +63,122 @@ def run(config: Config, *, as_json: bool = False) -> None:
         )
     if not as_json:
         print(f"none of {len(found)} checks failed")
+
+
+def examine(config: Config) -> Iterator[Finding]:
+    """The machine, then the model if the config names one."""
+    for check in machine_checks(config):
+        yield from look(check)[0]
+    path = config.model.path
+    with tempfile.TemporaryDirectory(prefix="saccade-doctor-") as folder:
+        if path.startswith("tiny:"):
+            kind, path = path.removeprefix("tiny:"), folder
+            model = config.model.model_copy(update={"path": folder})
+            config = config.model_copy(update={"model": model})
+            build = partial(_build_tiny, kind, folder, config.run.seed)
+            yield from look_in_turn([[("model", build)], *model_checks(config)])
+        elif path:
+            yield from look_in_turn(model_checks(config))
+
+
+def look(check: Check) -> tuple[list[Finding], bool]:
+    """What a check finds, and whether an error ended it: whatever a broken folder or library raises
+    is a finding, too.
+    """
+    name, rows = check
+    found: list[Finding] = []
+    try:
+        for row in rows():
+            found.append(Finding(name, *row))
+    except Exception as error:
+        text = str(error) if isinstance(error, SaccadeError) else f"{type(error).__name__}: {error}"
+        return [*found, Finding(name, "failure", text.strip()[:500], RERUN)], True
+    return found, False
+
+
+def look_in_turn(stages: Sequence[Sequence[Check]]) -> Iterator[Finding]:
+    """What the stages find, as far as it goes: what cannot be read cannot be rendered, nor loaded.
+    An error ends its stage, a failure all later ones.
+    """
+    failed = False
+    for stage in stages:
+        stopped = failed
+        for check in stage:
+            found = [Finding(check[0], "note", "not looked at: see above")]
+            if not stopped:
+                found, stopped = look(check)
+                failed |= any(finding.status == "failure" for finding in found)
+            yield from found
+
+
+def machine_checks(config: Config) -> list[Check]:
+    from saccade.checks import check
+
+    rollout = config.rollout
+    return [
+        ("python", machine.python),
+        ("packages", machine.packages),
+        ("devices", partial(machine.devices, config.run.device)),
+        ("attention", machine.kernels),
+        ("engine", partial(machine.engines, rollout.engine)),
+        ("endpoint", partial(machine.endpoint, rollout, partial(check, config, "chat"))),
+        ("loopback", partial(machine.loopback, rollout)),
+        ("disk", partial(machine.disk, config.run.out)),
+    ]
+
+
+def model_checks(config: Config) -> list[list[Check]]:
+    """Stages of checks, each of which needs what the earlier ones looked at."""
+    path, template, rollout = Path(config.model.path), config.prompt.chat_template, config.rollout
+    own = config.model_copy(
+        update={"rollout": rollout.model_copy(update={"engine": "embedded", "replicas": 0})}
+    )
+    part = cache(lambda name: import_module(f"saccade.{name}"))
+
+    @cache
+    def family() -> Any:
+        part("recipes.models").quiet_libraries()
+        return part("recipes.models").family_of(config, config.model.path)
+
+    @cache
+    def loaded() -> tuple[Any, Any, Any]:
+        policy = part("recipes.models").load_policy(config, family(), train="full")
+        engine = part("recipes.engines").make_engine(own, policy)
+        return policy, part("backends.local").LocalBackend(policy.model, family()), engine
+
+    def parity(asked: Config, engine: Any) -> Iterator[tuple[str, ...]]:
+        samples = part("doctor.agreement").questions(family())
+        try:
+            compare = part("recipes.parity").compare
+            yield "ok", str(compare(asked, engine, loaded()[1], samples, version=0))
+        except EnvironmentProblem as error:
+            yield "failure", str(error), RERUN
+
+    def foreign() -> Iterator[tuple[str, ...]]:
+        with (
+            tempfile.TemporaryDirectory(prefix="saccade-doctor-") as logs,
+            closing(
+                part("recipes.engines").make_engine(config, loaded()[0], logs=Path(logs))
+            ) as engine,
+        ):
+            yield from parity(config, engine)
+
+    numbers: list[Check] = [
+        ("rows", lambda: part("doctor.agreement").rows_agree(*loaded()[1:])),
+        ("parity embedded", lambda: parity(own, loaded()[2])),
+    ]
+    if rollout.engine not in ("embedded", "http") or rollout.replicas:
+        numbers.append((f"parity {rollout.engine}", foreign))
+    return [
+        [("model", lambda: part("doctor.model_files").check(path, bool(template)))],
+        [
+            ("tokenizer", lambda: part("doctor.template").tokenizer(family(), config.data)),
+            ("template", lambda: part("doctor.template").traps(family())),
+        ],
+        numbers,
+    ]
+
+
+def _build_tiny(kind: str, folder: str, seed: int) -> Iterator[tuple[str, ...]]:
+    import_module("saccade.models.tiny").build(kind, folder, seed=seed)
+    yield from ()

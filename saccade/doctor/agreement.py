@@ -5,10 +5,8 @@ picture; and so with a foreign engine, where the config asks for one.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,38 +14,19 @@ from torch import Tensor
 
 from saccade.backends import Scoring
 from saccade.backends.local import LocalBackend
-from saccade.config import Config
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split
-from saccade.doctor.finding import AS_IT_SAYS, Finding, failure, ok
 from saccade.engines import Engine, generate, parity
 from saccade.engines.weights import not_finite
-from saccade.errors import EnvironmentProblem
 from saccade.forest import attention
 from saccade.forest.packing import pack
 from saccade.models.families import Family
-from saccade.recipes.engines import make_engine
-from saccade.recipes.models import family_of, load_policy
-from saccade.recipes.parity_check import compare
-from saccade.types import Batch, Group, Message, Request, Sample, Sampling, Trajectory
+from saccade.types import Group, Message, Request, Sample, Sampling, Trajectory
 
 REPEATS = 2  # answers of a prompt, which share it in a forest
-
-
-def check(config: Config) -> Iterator[Finding]:
-    family = family_of(config, config.model.path)
-    policy = load_policy(config, family, train="full")
-    backend, samples = LocalBackend(policy.model, family), questions(family)
-    rollout = config.rollout.model_copy(update={"engine": "embedded", "replicas": 0})
-    own = config.model_copy(update={"rollout": rollout})
-    engine = make_engine(own, policy)
-    yield rows_agree(backend, engine, samples)
-    yield engine_agrees(own, engine, backend, samples)
-    if config.rollout.engine not in ("embedded", "http") or config.rollout.replicas:
-        with (
-            tempfile.TemporaryDirectory(prefix="saccade-doctor-") as logs,
-            closing(make_engine(config, policy, logs=Path(logs))) as foreign,
-        ):
-            yield engine_agrees(config, foreign, backend, samples)
+FIX = (
+    "this model does not keep packed rows apart or reads positions its own way; use a family of "
+    "docs/architecture.md, or model.dtype=float32 if it is rounding"
+)
 
 
 def questions(family: Family) -> list[Sample]:
@@ -61,69 +40,41 @@ def questions(family: Family) -> list[Sample]:
     ]
 
 
-def engine_agrees(
-    config: Config, engine: Engine, backend: LocalBackend, samples: Sequence[Sample]
-) -> Finding:
-    name = f"parity {config.rollout.engine}"
-    try:
-        return ok(name, str(compare(config, engine, backend, samples, version=0)))
-    except EnvironmentProblem as error:
-        return failure(name, str(error), AS_IT_SAYS)
-
-
-def rows_agree(backend: LocalBackend, engine: Engine, samples: Sequence[Sample]) -> Finding:
-    """A forest, padded rows through transformers' own attention, and each row alone."""
+def rows_agree(backend: LocalBackend, engine: Engine) -> Iterator[tuple[str, ...]]:
+    """A forest, padded rows through transformers' attention, and each row alone."""
     family, sampling = backend.family, Sampling(max_tokens=8, ignore_eos=True)
     groups = []
-    for sample in samples:
+    for sample in questions(family):
         prompt = family.render(sample.messages)
-        requests = [
-            Request(
-                key=f"{sample.id}/{n}",
-                ids=prompt.ids,
-                media=prompt.media,
-                sampling=sampling,
-                noise=n,
-            )
-            for n in range(REPEATS)
-        ]
+        asked: Any = {"ids": prompt.ids, "media": prompt.media, "sampling": sampling}
+        requests = [Request(key=f"{sample.id}/{n}", noise=n, **asked) for n in range(REPEATS)]
         answers = map(parity.trajectory, requests, generate(engine, requests))
         groups.append(Group(sample=sample, trajectories=tuple(answers)))
     members = [member for group in groups for member in group.trajectories]
-    alone = [Group(sample=samples[0], trajectories=(member,)) for member in members]
-    packed = _scores(backend, _packed(family, groups))
+    alone = [Group(sample=groups[0].sample, trajectories=(member,)) for member in members]
+    packed = scores(backend, groups)
     if not np.isfinite(packed).all():
         raise not_finite(backend.weights())
     ways = {
         "padded": padded(backend, members),
-        "one by one": _scores(backend, [b for group in alone for b in _packed(family, [group])]),
+        "one by one": np.concatenate([scores(backend, [group]) for group in alone]),
     }
     gaps = {way: float(np.abs(packed - found).mean()) for way, found in ways.items()}
     limit = parity.LIMITS[str(backend.dtype).removeprefix("torch.")]
     text = ", ".join(f"{way} {gap:.2g}" for way, gap in gaps.items())
     text = f"log-probs of packed rows against {text} (mean gap, limit {limit:g})"
-    if all(gap <= limit for gap in gaps.values()):
-        return ok("rows", text)
-    return failure(
-        "rows",
-        text,
-        "this model does not keep packed rows apart or reads positions its own way; use a family "
-        "of docs/architecture.md, or model.dtype=float32 if it is rounding",
-    )
+    yield ("ok", text) if max(gaps.values()) <= limit else ("failure", text, FIX)
 
 
-def _packed(family: Family, groups: Sequence[Group]) -> list[Batch]:
-    return pack(groups, positions=family.positions, micro_tokens=1 << 30)
-
-
-def _scores(backend: LocalBackend, batches: Sequence[Batch]) -> np.ndarray:
-    scored = backend.logprobs(batches, Scoring())
-    return np.concatenate([logprobs for logprobs, _ in scored])
+def scores(backend: LocalBackend, groups: Sequence[Group]) -> np.ndarray:
+    """Log-probs of all members, packed into one forest."""
+    batches = pack(groups, positions=backend.family.positions, micro_tokens=1 << 30)
+    return np.concatenate([logprobs for logprobs, _ in backend.logprobs(batches, Scoring())])
 
 
 @torch.no_grad()
 def padded(backend: LocalBackend, members: Sequence[Trajectory]) -> np.ndarray:
-    """Log-probs by transformers' own forward: its attention, its positions."""
+    """Log-probs by the forward of transformers: its attention, its positions."""
     model, family = backend.model, backend.family
     longest = max(len(member.ids) for member in members)
 
@@ -152,9 +103,11 @@ def padded(backend: LocalBackend, members: Sequence[Trajectory]) -> np.ndarray:
     logits = logits.float()[..., : family.vocabulary]
     if backend.banned is not None:
         logits = logits.masked_fill(backend.banned, -torch.inf)
-    scores = logits.log_softmax(-1).cpu().numpy()
-    found = []
-    for row, member in enumerate(members):
-        places = np.flatnonzero(member.policy_mask)
-        found.append(scores[row, places - 1, member.ids[places]])
-    return np.concatenate(found)
+    logprobs = logits.log_softmax(-1).cpu().numpy()
+    places = [np.flatnonzero(member.policy_mask) for member in members]
+    return np.concatenate(
+        [
+            row[place - 1, member.ids[place]]
+            for row, place, member in zip(logprobs, places, members, strict=True)
+        ]
+    )

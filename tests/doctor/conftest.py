@@ -21,13 +21,15 @@ def folder(healthy: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def found() -> Callable[..., dict[str, list[str]]]:
-    """What a check of a model says, by status."""
+    """What the checks of a stage of a model say, by status."""
 
-    def look(check, path: Path, *overrides: str) -> dict[str, list[str]]:
+    def look(stage: int, path: Path, *overrides: str) -> dict[str, list[str]]:
         from saccade.config import load
+        from saccade.doctor import look_in_turn, model_checks
 
+        checks = model_checks(load(None, [f"model.path={path}", *overrides]))[stage]
         by_status: dict[str, list[str]] = {}
-        for finding in check(load(None, [f"model.path={path}", *overrides])):
+        for finding in look_in_turn([checks]):
             by_status.setdefault(finding.status, []).append(finding.text)
         return by_status
 

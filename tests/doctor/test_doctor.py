@@ -13,7 +13,8 @@ from saccade.backends.local import LocalBackend
 from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
-from saccade.doctor import agreement, machine
+from saccade.doctor import Finding, look, look_in_turn, machine, machine_checks, model_checks
+from saccade.doctor.agreement import rows_agree
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError
 from tests.endpoints import Says, scripted
@@ -56,17 +57,14 @@ def test_replicas_leave_nothing_behind(healthy, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     seen = []
 
-    def broken(config, engine, backend, samples):
+    def broken(config, engine, *args, **options):
         seen.append(engine)
         raise RuntimeError("in the midst of it")
 
+    monkeypatch.setattr("saccade.recipes.parity.compare", broken)
     config = load(None, [f"model.path={healthy}", "run.device=cpu", "rollout.replicas=1"])
-    monkeypatch.setattr(agreement, "engine_agrees", lambda *a: agreement.ok("parity", ""))
-    checking = agreement.check(config)
-    assert [next(checking).name for _ in range(2)] == ["rows", "parity"]
-    monkeypatch.setattr(agreement, "engine_agrees", broken)
-    with pytest.raises(RuntimeError):
-        next(checking)
+    (found,) = look_in_turn([model_checks(config)[2][2:]])
+    assert (found.name, found.fix) == ("parity embedded", "fix this and run doctor again")
     (engine,) = seen
     assert not engine._places and not list(tmp_path.glob("saccade-*"))
 
@@ -76,8 +74,8 @@ def test_a_broken_model_exits_with_3_and_says_what_was_left_out(folder):
     result = run("--model", str(folder))
     assert result.exit_code == 3
     assert "failure  model            no tokenizer" in result.stdout
-    assert "to mend it: copy or download it again" in result.stdout
-    assert "note     agreement        not looked at: see above" in result.stdout
+    assert "to fix it: copy or download it again" in result.stdout
+    assert "note     rows             not looked at: see above" in result.stdout
     assert "checks failed: model" in result.stderr
 
 
@@ -85,7 +83,7 @@ def test_what_a_library_raises_is_a_finding(folder):
     (folder / "tokenizer.json").write_text("{}")
     result = run("--model", str(folder), "--json")
     failed = [f for f in json.loads(result.stdout)["findings"] if f["status"] == "failure"]
-    assert result.exit_code == 3 and [f["name"] for f in failed] == ["template"]
+    assert result.exit_code == 3 and [f["name"] for f in failed] == ["tokenizer"]
 
 
 def test_no_folder_at_all(tmp_path):
@@ -102,8 +100,12 @@ def test_torch_that_is_missing_is_said_and_nothing_breaks():
 # -- the machine ---------------------------------------------------------------------------------
 
 
-def findings(check, *overrides: str) -> list[tuple[str, str]]:
-    return [(f.status, f.text) for f in check(load(None, list(overrides)))]
+def findings(name: str, *overrides: str) -> list[tuple[str, str]]:
+    return [(f.status, f.text) for f in found_by(name, *overrides)]
+
+
+def found_by(name: str, *overrides: str) -> list[Finding]:
+    return look((name, dict(machine_checks(load(None, list(overrides))))[name]))[0]
 
 
 def test_packages_against_their_ranges(monkeypatch):
@@ -114,7 +116,7 @@ def test_packages_against_their_ranges(monkeypatch):
         "numpy; python_version<'3'",
     ]
     monkeypatch.setattr(machine, "requirements", lambda: [*wanted, "pillow>=1"])
-    found = findings(machine.packages)
+    found = findings("packages")
     assert [status for status, _ in found] == ["failure", "failure", "warning", "ok"]
     assert "is outside <1" in found[0][1] and found[1][1] == "no-such-package is missing"
     assert found[3][1].startswith("pillow ")
@@ -129,19 +131,18 @@ def test_ranges_are_read_from_the_source_tree_too(monkeypatch):
 
 
 def test_an_engine_that_is_asked_for_must_be_there(monkeypatch):
-    monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    assert ("note", "sglang: not installed") in findings(machine.engines)
-    asked = findings(machine.engines, "rollout.engine=sglang")
-    assert ("failure", "sglang: not installed") in asked
+    monkeypatch.setattr("saccade.engines.sglang.sglang_transport.find_spec", lambda name: None)
+    assert ("note", "sglang is not installed") in findings("engine")
+    asked = findings("engine", "rollout.engine=sglang")
+    assert ("failure", "sglang is not installed") in asked
 
 
 def test_an_engine_is_judged_by_its_own_probe(monkeypatch):
-    monkeypatch.setattr(machine, "find_spec", lambda name: name)
     monkeypatch.setattr(machine, "why_not", lambda name: f"{name} is too old; run: this")
-    assert ("failure", "vllm is too old") in findings(machine.engines, "rollout.engine=vllm")
-    assert ("warning", "vllm is too old") in findings(machine.engines)
+    assert ("failure", "vllm is too old") in findings("engine", "rollout.engine=vllm")
+    assert ("warning", "vllm is too old") in findings("engine")
     monkeypatch.setattr(machine, "why_not", lambda name: "")
-    assert all(status == "ok" for status, _ in findings(machine.engines))
+    assert all(status == "ok" for status, _ in findings("engine"))
 
 
 def test_an_endpoint_is_asked_for_its_models(monkeypatch):
@@ -158,18 +159,18 @@ def test_an_endpoint_is_asked_for_its_models(monkeypatch):
     ):
         with scripted([says]) as endpoint:
             at = [f"rollout.http.url={endpoint.url}", f"rollout.http.model={model}"]
-            ((found, said),) = findings(machine.endpoint, *options, *at)
+            ((found, said),) = findings("endpoint", *options, *at)
         assert (found, text in said) == (status, True), said
         (seen,) = endpoint.asked
         assert seen["path"] == "/v1/models" and seen["headers"]["Authorization"] == "Bearer sesame"
-    assert findings(machine.endpoint) == []
+    assert findings("endpoint") == []
 
 
 def test_an_endpoint_that_is_not_there_fails():
     result = run("rollout.engine=http", "rollout.http.url=http://127.0.0.1:1/v1")
     assert result.exit_code == 3 and "gave no answer in 1 attempts" in result.stdout
     assert run("rollout.engine=http").exit_code == 3
-    (said,) = machine.endpoint(load(None, ["rollout.engine=http"]))  # all that the error says
+    (said,) = found_by("endpoint", "rollout.engine=http")  # all that the error says
     with pytest.raises(ConfigError) as caught:
         check(load(None, ["rollout.engine=http"]), "chat")
     assert said.text == str(caught.value) and "rollout.http.url" in said.text
@@ -180,19 +181,19 @@ def test_loopback_keeps_only_those_from_working_who_need_it(monkeypatch):
         raise OSError("cannot assign requested address")
 
     monkeypatch.setattr(machine.socket, "create_server", down)
-    ((status, text),) = findings(machine.loopback, "reward.workers=4")
+    ((status, text),) = findings("loopback", "reward.workers=4")
     assert status == "warning" and "cannot assign" in text and "rewards" not in text
     for needs in ("rollout.replicas=1", "rollout.engine=vllm"):
-        assert findings(machine.loopback, needs)[0][0] == "failure"
+        assert findings("loopback", needs)[0][0] == "failure"
 
 
 def test_a_folder_for_runs_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    ((status, text),) = findings(machine.disk, f"run.out={tmp_path / 'file' / 'runs'}")
+    ((status, text),) = findings("disk", f"run.out={tmp_path / 'file' / 'runs'}")
     assert status == "failure" and "cannot be written" in text
-    (said,) = machine.disk(load(None, [f"run.out={tmp_path / 'file' / 'runs'}"]))
-    assert said.mend == "use run.out=FOLDER where this user may write"
-    assert findings(machine.disk, f"run.out={tmp_path / 'new' / 'runs'}")[0][0] == "ok"
+    (said,) = found_by("disk", f"run.out={tmp_path / 'file' / 'runs'}")
+    assert said.fix == "use run.out=FOLDER where this user may write"
+    assert findings("disk", f"run.out={tmp_path / 'new' / 'runs'}")[0][0] == "ok"
     assert not (tmp_path / "new").exists()
 
 
@@ -204,18 +205,16 @@ def test_positions_that_are_not_the_models_own(family_of, load):
     other = replace(family, positions=lambda n, media: family.positions(n, media) * 2)
     model = load("qwen2_5_vl")
     engine = EmbeddedEngine(model, other)
-    found = agreement.rows_agree(LocalBackend(model, other), engine, agreement.questions(other))
-    assert found.status == "failure" and "padded" in found.text
-    right = agreement.rows_agree(
-        LocalBackend(model, family), EmbeddedEngine(model, family), agreement.questions(family)
-    )
-    assert right.status == "ok"
+    ((status, text, _),) = rows_agree(LocalBackend(model, other), engine)
+    assert status == "failure" and "padded" in text
+    right = rows_agree(LocalBackend(model, family), EmbeddedEngine(model, family))
+    assert next(right)[0] == "ok"
 
 
 def test_weights_that_are_no_numbers(folder, damage):
     weight = damage(folder)
     result = run("--model", str(folder), "run.device=cpu", "--json")
     failed = [f for f in json.loads(result.stdout)["findings"] if f["status"] == "failure"]
-    assert result.exit_code == 3 and [f["name"] for f in failed] == ["agreement"]
+    assert result.exit_code == 3 and [f["name"] for f in failed] == ["rows"]
     assert failed[0]["text"].startswith("log-probs are not finite, because ")
     assert f"{weight} holds NaN" in failed[0]["text"]

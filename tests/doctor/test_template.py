@@ -2,7 +2,6 @@
 
 import pytest
 
-from saccade.doctor.template import check
 from saccade.models.tiny import TEMPLATE, build
 
 TURN = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -32,7 +31,7 @@ BLIND_TOOLS = TEMPLATE.replace(
 
 TRAPS = {
     "default system": (DEFAULT_SYSTEM + TEMPLATE, "warning", "'You are a helpful assistant.'"),
-    "forgets thoughts": (FORGETS, "note", "drops the thoughts of earlier turns"),
+    "forgets thoughts": (FORGETS, "note", "drops thoughts of earlier turns"),
     "opens a thought": (OPENS, "note", "opens <think>"),
     "no system": (REFUSES_SYSTEM + TEMPLATE, "warning", "refuses system turns"),
     "no tools": (SKIPS_TOOLS, "warning", "leaves out tool turns"),
@@ -42,7 +41,7 @@ TRAPS = {
 
 
 def test_a_plain_template(found, healthy):
-    said = found(check, healthy)
+    said = found(1, healthy)
     assert said.keys() == {"ok"} and said["ok"][1].startswith("system and tool turns")
     assert said["ok"][0] == "264 of 272 ids, 13 never sampled, ends with <|im_end|>, <|endoftext|>"
 
@@ -51,7 +50,7 @@ def test_a_plain_template(found, healthy):
 def test_a_trap_is_found_and_no_other(found, healthy, tmp_path, name):
     template, status, text = TRAPS[name]
     (tmp_path / "trap.jinja").write_text(template)
-    said = found(check, healthy, f"prompt.chat_template={tmp_path / 'trap.jinja'}")
+    said = found(1, healthy, f"prompt.chat_template={tmp_path / 'trap.jinja'}")
     assert any(text in line for line in said[status])
     if name not in ("no pictures", "no tools"):  # what shows none shows none of tools either
         assert sum(map(len, said.values())) == 2  # the tokenizer, and this
@@ -59,16 +58,16 @@ def test_a_trap_is_found_and_no_other(found, healthy, tmp_path, name):
 
 def test_words_in_no_vocabulary_do_not_matter(found, word_model):
     """Templates are judged by what they write, whatever a small vocabulary makes of it."""
-    assert found(check, word_model).keys() == {"ok"}
+    assert found(1, word_model).keys() == {"ok"}
 
 
 def test_words_of_the_rows_that_are_in_no_vocabulary_are_told(found, word_model, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "how many teapots ?", "answer": "1"}\n')
-    [said] = found(check, word_model, f"data.train={tmp_path / 'rows.jsonl'}")["warning"]
+    [said] = found(1, word_model, f"data.train={tmp_path / 'rows.jsonl'}")["warning"]
     assert "does not know 25% of the words of these rows, such as 'teapots'" in said
-    assert "warning" not in found(check, word_model, "data.train=gone.jsonl")
+    assert "warning" not in found(1, word_model, "data.train=gone.jsonl")
 
 
 def test_a_tokenizer_that_is_larger_than_the_model(found, tmp_path):
     path = build("qwen3", tmp_path, text={"vocab_size": 262})
-    assert found(check, path)["failure"] == ["it has 264 ids, the model 262"]
+    assert found(1, path)["failure"] == ["it has 264 ids, the model 262"]

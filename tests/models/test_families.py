@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from saccade.config import load as load_config
-from saccade.doctor import folder as doctor_folder
+from saccade.doctor import model_files
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media import videos
 from saccade.media.images import crop, open_media
@@ -93,8 +92,7 @@ def test_settings_of_pictures_inside_those_of_a_processor(family_of, image, tmp_
         for f in (family_of(name), load_family(str(folder)))
     ]
     assert torch.equal(*(each["pixel_values"] for each in seen))
-    findings = doctor_folder.check(load_config(None, [f"model.path={folder}"]))
-    assert not [f.text for f in findings if "preprocessor" in f.text]
+    assert not [row for row in model_files.check(Path(folder), False) if "preprocessor" in row[1]]
 
 
 def test_a_crop_has_the_pixels_of_its_box(family_of, image):

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from saccade.doctor.folder import check
 from saccade.models.tiny import build
 
 
@@ -30,12 +29,12 @@ def cut(path: Path, size: int) -> None:
 
 
 def test_a_healthy_folder(found, healthy):
-    assert found(check, healthy) == {"ok": [f"{healthy}: 56 tensors in 1 files, 1.3 MB"]}
+    assert found(0, healthy) == {"ok": [f"{healthy}: 56 tensors in 1 files, 1.3 MB"]}
 
 
 def test_a_healthy_folder_in_shards(found, folder):
     shards(folder)
-    assert found(check, folder)["ok"] == [f"{folder}: 56 tensors in 2 files, 1.3 MB"]
+    assert found(0, folder)["ok"] == [f"{folder}: 56 tensors in 2 files, 1.3 MB"]
 
 
 BROKEN = {
@@ -97,7 +96,7 @@ BROKEN = {
 def test_what_is_broken_is_named(found, folder, name):
     breaks, text = BROKEN[name]
     breaks(folder)
-    failures = found(check, folder)["failure"]
+    failures = found(0, folder)["failure"]
     assert len(failures) == 1 and text in failures[0]
 
 
@@ -111,15 +110,15 @@ def test_what_is_broken_is_named(found, folder, name):
 )
 def test_what_can_be_done_without_is_a_warning(found, folder, name, text):
     (folder / name).unlink()
-    said = found(check, folder)
+    said = found(0, folder)
     assert len(said["warning"]) == 1 and text in said["warning"][0] and "failure" not in said
 
 
 def test_a_template_of_ones_own_is_enough(found, folder, tmp_path):
     (folder / "chat_template.jinja").unlink()
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
-    assert "warning" not in found(check, folder, f"prompt.chat_template={tmp_path / 'mine.jinja'}")
+    assert "warning" not in found(0, folder, f"prompt.chat_template={tmp_path / 'mine.jinja'}")
 
 
 def test_a_text_model_needs_no_preprocessor(found, tmp_path):
-    assert found(check, Path(build("qwen3", tmp_path / "text"))).keys() == {"ok"}
+    assert found(0, Path(build("qwen3", tmp_path / "text"))).keys() == {"ok"}
