@@ -75,9 +75,9 @@ def measured(work) -> int:
     return counter.get_total_flops()
 
 
-def forest(family, grow, *, images: int, seed: int = 0) -> Batch:
+def forest(family, grow, *, images: int, seed: int = 0, groups: int = 1) -> Batch:
     rng = np.random.default_rng(seed)
-    groups = [grow(rng, family, uid=f"g{i}", images=images) for i in range(2)]
+    groups = [grow(rng, family, uid=f"g{i}", images=images) for i in range(groups)]
     (batch,) = pack(groups, positions=family.positions, micro_tokens=100_000)
     return replace(batch, scales=np.full(len(batch.reads), 0.01, np.float32))
 
@@ -189,7 +189,7 @@ def test_layers_that_differ_are_averaged():
 def test_the_forward_of_a_forest(name, family_of, load, grow, exact_attention):
     family, model = family_of(name), load(name)
     model.set_experts_implementation("eager")  # the counter does not know grouped products
-    batch = forest(family, grow, images=2 * sees(family))
+    batch = forest(family, grow, images=2 * sees(family), groups=2)
     backend = backend_of(model, family)
     work = flops.forward(shapes.shape_of(model, family.tower_of), batch)
     counted = measured(lambda: backend.logprobs([batch], SCORING))

@@ -67,9 +67,20 @@ def run(config: Config, *, as_json: bool = False) -> None:
 
 def examine(config: Config) -> Iterator[Finding]:
     """The machine, then the model if the config names one."""
-    for check in machine_checks(config):
+    rollout, path = config.rollout, config.model.path
+    allowed = partial(import_module("saccade.checks").check, config, "chat")
+    machine_checks: list[Check] = [
+        ("python", machine.python),
+        ("packages", machine.packages),
+        ("devices", partial(machine.devices, config.run.device)),
+        ("attention", machine.kernels),
+        ("engine", partial(machine.engines, rollout.engine)),
+        ("endpoint", partial(machine.endpoint, rollout, allowed)),
+        ("loopback", partial(machine.loopback, rollout)),
+        ("disk", partial(machine.disk, config.run.out)),
+    ]
+    for check in machine_checks:
         yield from look(check)[0]
-    path = config.model.path
     with tempfile.TemporaryDirectory(prefix="saccade-doctor-") as folder:
         if path.startswith("tiny:"):
             kind, path = path.removeprefix("tiny:"), folder
@@ -111,22 +122,6 @@ def look_in_turn(stages: Sequence[Sequence[Check]]) -> Iterator[Finding]:
             yield from found
 
 
-def machine_checks(config: Config) -> list[Check]:
-    from saccade.checks import check
-
-    rollout = config.rollout
-    return [
-        ("python", machine.python),
-        ("packages", machine.packages),
-        ("devices", partial(machine.devices, config.run.device)),
-        ("attention", machine.kernels),
-        ("engine", partial(machine.engines, rollout.engine)),
-        ("endpoint", partial(machine.endpoint, rollout, partial(check, config, "chat"))),
-        ("loopback", partial(machine.loopback, rollout)),
-        ("disk", partial(machine.disk, config.run.out)),
-    ]
-
-
 def model_checks(config: Config) -> list[list[Check]]:
     """Stages of checks, each of which needs what the earlier ones looked at."""
     path, template, rollout = Path(config.model.path), config.prompt.chat_template, config.rollout
@@ -146,7 +141,7 @@ def model_checks(config: Config) -> list[list[Check]]:
         engine = part("recipes.engines").make_engine(own, policy)
         return policy, part("backends.local").LocalBackend(policy.model, family()), engine
 
-    def parity(asked: Config, engine: Any) -> Iterator[tuple[str, ...]]:
+    def parity(asked: Any, engine: Any) -> Iterator[tuple[str, ...]]:
         samples = part("doctor.agreement").questions(family())
         try:
             compare = part("recipes.parity").compare

@@ -92,7 +92,7 @@ def estimate(
     def prompts(max_pixels: int) -> Prompts:
         if samples is not None and max_pixels == data.max_pixels:
             return prompts_of(samples, known)
-        changed = load(config, [f"data.max_pixels={max_pixels}"])
+        changed = load(config, [f"data.max_pixels={max_pixels}"], "rl")
         few = [s.model_copy(update={"max_samples": ROWS}) for s in data.train]
         there = few and not missing_data(data)
         read = lambda: questions.load_prompts(changed, few, known).samples  # noqa: E731
@@ -105,7 +105,7 @@ def estimate(
         )
 
     def planned(*changes: str) -> Plan:
-        changed = load(config, " ".join(changes).split())
+        changed = load(config, " ".join(changes).split(), "rl")
         algorithm, (train, lora) = from_config(changed), (changed.model.train, changed.model.lora)
         typical, _ = prompts(changed.data.max_pixels)
         return Plan(

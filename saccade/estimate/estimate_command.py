@@ -55,7 +55,7 @@ def preview(config: Config) -> None:
     with TemporaryDirectory() as scratch:  # of a tiny model; a dry run leaves nothing behind
         try:
             device = find_device(None, config.run.device)
-            found = estimate(load(config, [f"run.out={scratch}"]), device)
+            found = estimate(load(config, [f"run.out={scratch}"], "rl"), device)
         except EnvironmentProblem as problem:
             print(f"no estimate: {problem}")
             return

@@ -70,9 +70,7 @@ def total(items: Sequence[Item]) -> float:
 
 
 def memory_of(plan: Plan) -> Memory:
-    always = [*_model(plan.policy, plan, ""), *_followers(plan), *_features(plan), *_learned(plan)]
-    if plan.critic is not None:
-        always += _model(plan.critic, plan, " of the critic")
+    always = _always(plan)
     free = plan.limit - total(always)
     update = max((_update(plan, learner, free) for learner in plan.learners), key=total)
     return Memory(items=(*always, *_rollout(plan, free), *update), limit=plan.limit)
@@ -81,42 +79,37 @@ def memory_of(plan: Plan) -> Memory:
 # -- what is always there --------------------------------------------------------------------------
 
 
-def _model(model: ModelSize, plan: Plan, whose: str) -> list[Item]:
-    """Weights and the state of their optimizer."""
+def _always(plan: Plan) -> list[Item]:
+    """Weights and the state of their optimizer, other copies of the model, features and rewards."""
+    half, sizes = plan.element < 4, dict[str, float]()
+    state = {"fp32 masters": 4 * half, "moments": 8}
     if plan.train.optimizer == "adamw_bf16":
         state = {"moments and compensation": 6}
-    else:
-        state = {"fp32 masters": 4 if plan.element < 4 else 0, "moments": 8}
-    sizes = {"weights": model.weights} | {n: size * model.trained for n, size in state.items()}
-    return [
-        Item(name=f"{name}{whose}", gib=size / GIB, phase="always")
-        for name, size in sizes.items()
-        if size
-    ]
-
-
-def _followers(plan: Plan) -> list[Item]:
-    """Other copies of the model: a reference, unless it is the policy without its adapters, and an
-    average of the weights. One that moves by little is kept in fp32 beside its weights.
-    """
-    averaged = plan.whole.weights * (3 if plan.element < 4 else 1)
-    sizes = {"average": averaged if plan.train.ema else 0.0}
+    for whose, model in (("", plan.policy), (" of the critic", plan.critic)):
+        if model is not None:
+            sizes[f"weights{whose}"] = model.weights
+            sizes |= {f"{name}{whose}": size * model.trained for name, size in state.items()}
+    # A copy that moves by little is kept in fp32 beside its weights.
+    averaged = plan.whole.weights * (3 if half else 1)
+    sizes["average"] = averaged if plan.train.ema else 0.0
     if plan.algorithm.needs_reference:
         update = plan.algorithm.kl.update
-        if plan.adapted:
+        if plan.adapted:  # the reference is the policy without its adapters
             sizes["reference"] = plan.element * plan.policy.trained if update == "copy" else 0.0
         else:
             sizes["reference"] = averaged if update == "ema" else plan.whole.weights
-    return [Item(name=name, gib=size / GIB, phase="always") for name, size in sizes.items() if size]
-
-
-def _learned(plan: Plan) -> list[Item]:
-    """Reward models that do not leave the GPU; others come when everything else has gone."""
-    files = [file for folder in reward_folders(plan.reward) for file in weights_in(folder)]
-    size = sum(file.stat().st_size for file in files) / GIB
-    if not size or plan.reward.offload:
-        return []
-    return [Item(name="reward models", gib=size, phase="always")]
+    if plan.step.pictures and plan.policy.training.towers_frozen:
+        sizes["features of pictures"] = FEATURE_BYTES
+    if not plan.reward.offload:  # else they come when everything else has gone
+        folders = reward_folders(plan.reward)
+        sizes["reward models"] = sum(f.stat().st_size for d in folders for f in weights_in(d))
+    return [
+        Item(
+            name=name, gib=size / GIB, phase="always", note="at most" if "features" in name else ""
+        )
+        for name, size in sizes.items()
+        if size
+    ]
 
 
 def reward_folders(reward: RewardConfig) -> list[str]:
@@ -127,13 +120,6 @@ def reward_folders(reward: RewardConfig) -> list[str]:
 
 def weights_in(folder: str) -> list[Path]:
     return list(Path(folder).glob("*.safetensors"))
-
-
-def _features(plan: Plan) -> list[Item]:
-    if not plan.step.pictures or not plan.policy.training.towers_frozen:
-        return []
-    size = FEATURE_BYTES / GIB
-    return [Item(name="features of pictures", gib=size, phase="always", note="at most")]
 
 
 # -- rollout ---------------------------------------------------------------------------------------

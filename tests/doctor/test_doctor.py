@@ -13,7 +13,7 @@ from saccade.backends.local import LocalBackend
 from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
-from saccade.doctor import Finding, look, look_in_turn, machine, machine_checks, model_checks
+from saccade.doctor import Finding, examine, look_in_turn, machine, model_checks
 from saccade.doctor.agreement import rows_agree
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError
@@ -105,7 +105,7 @@ def findings(name: str, *overrides: str) -> list[tuple[str, str]]:
 
 
 def found_by(name: str, *overrides: str) -> list[Finding]:
-    return look((name, dict(machine_checks(load(None, list(overrides))))[name]))[0]
+    return [found for found in examine(load(None, list(overrides))) if found.name == name]
 
 
 def test_packages_against_their_ranges(monkeypatch):

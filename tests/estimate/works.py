@@ -1,8 +1,11 @@
 """Models of real shapes, the two works that were measured, and estimates of them."""
 
+from functools import cache
+
 from saccade import devices
 from saccade.config import load
 from saccade.estimate import estimate
+from saccade.models.families import load_family
 
 TEXT = {
     "hidden_size": 2048,
@@ -58,7 +61,11 @@ def planned(folder, device, work, *overrides, text_only=False):
     }
     config = load(options, list(overrides))
     image = None if text_only else (side, side)
-    return estimate(config, device, prompt_tokens=prompt, image=image)
+    family = loaded(str(folder))
+    return estimate(config, device, prompt_tokens=prompt, image=image, family=family)
+
+
+loaded = cache(load_family)  # a tokenizer is read once for all estimates of a model
 
 
 def sizes(found) -> dict[str, float]:
