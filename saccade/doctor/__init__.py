@@ -128,47 +128,54 @@ def model_checks(config: Config) -> list[list[Check]]:
     own = config.model_copy(
         update={"rollout": rollout.model_copy(update={"engine": "embedded", "replicas": 0})}
     )
-    part = cache(lambda name: import_module(f"saccade.{name}"))
+    part = cache(lambda name: import_module(f"saccade.doctor.{name}"))
 
     @cache
     def family() -> Any:
-        part("recipes.models").quiet_libraries()
-        return part("recipes.models").family_of(config, config.model.path)
+        from saccade.recipes.models import family_of, quiet_libraries
+
+        quiet_libraries()
+        return family_of(config, config.model.path)
 
     @cache
     def loaded() -> tuple[Any, Any, Any]:
-        policy = part("recipes.models").load_policy(config, family(), train="full")
-        engine = part("recipes.engines").make_engine(own, policy)
-        return policy, part("backends.local").LocalBackend(policy.model, family()), engine
+        from saccade.backends.local import LocalBackend
+        from saccade.recipes.engines import make_engine
+        from saccade.recipes.models import load_policy
+
+        policy = load_policy(config, family(), train="full")
+        return policy, LocalBackend(policy.model, family()), make_engine(own, policy)
 
     def parity(asked: Any, engine: Any) -> Iterator[tuple[str, ...]]:
-        samples = part("doctor.agreement").questions(family())
+        from saccade.recipes.parity_check import compare
+
+        samples = part("agreement").questions(family())
         try:
-            compare = part("recipes.parity").compare
             yield "ok", str(compare(asked, engine, loaded()[1], samples, version=0))
         except EnvironmentProblem as error:
             yield "failure", str(error), RERUN
 
     def foreign() -> Iterator[tuple[str, ...]]:
+        from saccade.recipes.engines import make_engine
+
+        policy, *_ = loaded()
         with (
             tempfile.TemporaryDirectory(prefix="saccade-doctor-") as logs,
-            closing(
-                part("recipes.engines").make_engine(config, loaded()[0], logs=Path(logs))
-            ) as engine,
+            closing(make_engine(config, policy, logs=Path(logs))) as engine,
         ):
             yield from parity(config, engine)
 
     numbers: list[Check] = [
-        ("rows", lambda: part("doctor.agreement").rows_agree(*loaded()[1:])),
+        ("rows", lambda: part("agreement").rows_agree(*loaded()[1:])),
         ("parity embedded", lambda: parity(own, loaded()[2])),
     ]
     if rollout.engine not in ("embedded", "http") or rollout.replicas:
         numbers.append((f"parity {rollout.engine}", foreign))
     return [
-        [("model", lambda: part("doctor.model_files").check(path, bool(template)))],
+        [("model", lambda: part("model_files").check(path, bool(template)))],
         [
-            ("tokenizer", lambda: part("doctor.template").tokenizer(family(), config.data)),
-            ("template", lambda: part("doctor.template").traps(family())),
+            ("tokenizer", lambda: part("template").tokenizer(family(), config.data)),
+            ("template", lambda: part("template").traps(family())),
         ],
         numbers,
     ]
