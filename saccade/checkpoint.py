@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from saccade import disk
-from saccade.backends import Backend
 from saccade.contents import File, text_file, write_files
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
@@ -45,10 +44,18 @@ class Stateful(Protocol):
     def state_files(self, *, copy: bool = False) -> Iterator[File]: ...
 
 
+class Trained(Stateful, Protocol):
+    """A model that a checkpoint holds as a Hugging Face folder."""
+
+    def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]: ...
+
+    def model_files(self, *, copy: bool = False) -> list[File]: ...
+
+
 def prepare(
     folder: Path,
     step: int,
-    backend: Backend,
+    backend: Trained,
     family: Family,
     *,
     progress: Mapping[str, Any],
@@ -82,12 +89,12 @@ def require_room(folder: Path, needed: int) -> None:
         )
 
 
-def saved_bytes(backend: Backend, parts: Mapping[str, Stateful]) -> int:
+def saved_bytes(backend: Trained, parts: Mapping[str, Stateful]) -> int:
     return sum(one.saved_bytes() for one in (backend, *parts.values()))
 
 
 def _collect(
-    backend: Backend,
+    backend: Trained,
     family: Family,
     progress: Mapping[str, Any],
     parts: Mapping[str, Stateful],
@@ -96,7 +103,7 @@ def _collect(
 ) -> Iterator[File]:
     yield from backend.model_files(copy=copy)
     yield "", partial(copy_processor, family)
-    states: dict[str, Stateful | Backend] = {"state": backend}
+    states: dict[str, Stateful] = {"state": backend}
     states |= {f"state/{name}": part for name, part in parts.items()}
     for place, one in states.items():
         for path, writer in one.state_files(copy=copy):

@@ -45,7 +45,6 @@ OPTIONAL = (
     "cv2",
     "soundfile",
 )
-# Modules that still import each other; nothing may be added.
 # Imported by the library itself, by name.
 INSIDE = ("engines/vllm/vllm_worker.py",)
 

@@ -84,6 +84,7 @@ class LocalBackend:
     def logprobs(
         self, batches: Sequence[Batch], scoring: Scoring
     ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Log-probs and entropies of every read, per batch."""
         self.model.eval()
         self.prefetch(batches)
         results = [self.read(batch, scoring) for batch in batches]
@@ -91,6 +92,9 @@ class LocalBackend:
 
     @torch.no_grad()
     def values(self, batches: Sequence[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Per batch, of a model with a score head: the value at every read, and after the last
+        sampled token of every sequence, 0 where a batch was packed without `ends`.
+        """
         self.model.eval()
         self.prefetch(batches)
         results = []
@@ -171,6 +175,9 @@ class LocalBackend:
     def train_step(
         self, batches: Sequence[Batch], loss: Loss, *, lr: float, moves: bool = True
     ) -> Update:
+        """One optimizer step on all batches together; their scales already hold the denominators
+        of the step. Without `moves` all is measured, and weights and optimizer stay as they are.
+        """
         metrics = to_metrics(self.sum_gradients(batches, loss))
         return self.take_step(loss.role, metrics, lr, moves=moves)
 
@@ -254,6 +261,7 @@ class LocalBackend:
     # -- weights and state --
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As a checkpoint holds them: adapters are merged in."""
         yield from lora.merged(self.model)
 
     @contextmanager
@@ -270,26 +278,35 @@ class LocalBackend:
 
     @torch.no_grad()
     def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:
+        """Follow other weights, as a reference does: mine = share * source + (1 - share) * mine, in
+        fp32. A share of 1 is a copy.
+        """
         assert self.optimizer is None, "a model that trains follows its optimizer"
         assert 0 < share <= 1, share
         state.blend_into(dict(self.weights()), dict(source), share, self.averages)
         self.forget_features()
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
+        """Name, shape and bytes of each weight."""
         return list(lora.merged_shapes(self.model))
 
     def saved_bytes(self) -> int:
+        """The size of `model_files` and `state_files` together."""
         steps = self.optimizer.state() if self.optimizer is not None else {}
         with without_reward(self.model):  # whose folder has more blocks than it reads
             weights = sum(size for _, _, size in self.weight_shapes())
         return weights + sum(t.nbytes for t in (*steps.values(), *self.averages.values()))
 
     def model_files(self, *, copy: bool = False) -> list[File]:
+        """A Hugging Face folder. `copy`, here and below: as it is now, whatever training does to
+        it before it is written.
+        """
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
         assert self.optimizer is None or trained == self.optimizer.parameters.keys()
         return state.model_files(self.model, copy=copy)
 
     def weight_file(self, *, copy: bool = False) -> File:
+        """Weights alone, for a model that no folder could give back."""
         averages = {f"{AVERAGE}{name}": average for name, average in self.averages.items()}
         return WEIGHTS, tensor_file(held(dict(self.weights()) | averages, copy=copy))
 
@@ -310,6 +327,7 @@ class LocalBackend:
         }
 
     def state_files(self, *, copy: bool = False) -> Iterator[File]:
+        """The optimizer; of a critic its weights, too."""
         if self._weights_are_state:
             yield self.weight_file(copy=copy)
         if self.optimizer is not None:

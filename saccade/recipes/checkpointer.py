@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from saccade import checkpoint, devices
-from saccade.backends import Backend
 from saccade.config import SaveConfig
 from saccade.contents import kept_bytes
 from saccade.disk import free_bytes, size
@@ -43,7 +42,7 @@ class Checkpointer:
 
     def begin(
         self,
-        backend: Backend,
+        backend: checkpoint.Trained,
         family: Family,
         parts: Mapping[str, checkpoint.Stateful],
         *,

@@ -81,7 +81,8 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 rollouts = sample_groups(sampler, setup.surplus.groups, scores, step=step)
             with this.phase("pack"):
                 groups, state, selected = select_members(rollouts, algorithm, state, weights)
-                updates = pack_updates(groups, algorithm, family, config, step)
+                seed = (config.run.seed, step)
+                updates = pack_updates(groups, algorithm, family, config.train.micro_tokens, seed)
             updates = score_forests(updates, algorithm, learners, reference, this.phase)
             with this.phase("advantage"):
                 updates, weighed = add_advantages(
@@ -153,18 +154,22 @@ def select_members(
 
 
 def pack_updates(
-    groups: Sequence[Group], algorithm: Algorithm, family: Family, config: Config, step: int
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    family: Family,
+    micro_tokens: int,
+    seed: tuple[int, int],
 ) -> Updates:
-    """The forests of each optimizer step."""
-    seed = int(np.random.SeedSequence([config.run.seed, step]).generate_state(1)[0])
+    """The forests of each optimizer step; `seed` (of run and step) shuffles groups into them."""
+    drawn = int(np.random.SeedSequence(seed).generate_state(1)[0])
     return [
         pack(
             part,
             positions=family.positions,
-            micro_tokens=config.train.micro_tokens,
+            micro_tokens=micro_tokens,
             ends=algorithm.needs_critic and algorithm.critic.bootstrap_truncated,
         )
-        for part in select.split_updates(groups, algorithm.updates_per_step, seed=seed)
+        for part in select.split_updates(groups, algorithm.updates_per_step, seed=drawn)
     ]
 
 

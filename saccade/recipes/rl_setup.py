@@ -23,11 +23,10 @@ from saccade.plan import total_steps
 from saccade.recipes import models, parts, questions
 from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.engines import make_engine, require_support
-from saccade.recipes.evaluate import Evaluator
 from saccade.recipes.rl_rollout import Sampler
 from saccade.recipes.rl_update import Learners, schedule_of
 from saccade.recipes.run import Run
-from saccade.recipes.validation import Validation
+from saccade.recipes.validation import Validation, evaluator_of
 from saccade.rollout.stored import group_files, load_groups
 from saccade.types import Group, Sample
 
@@ -91,14 +90,6 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
         demonstrations = Demonstrations(
             config, family, run.quarantine, updates=algorithm.updates_per_step
         )
-    evaluator = Evaluator(
-        engine=engine,
-        family=family,
-        scorer=scorer,
-        config=config,
-        quarantine=run.quarantine,
-        progress=run.watch_validation,
-    )
     surplus = CarriedGroups(sample_of=data.sample)
     moving = reference if algorithm.reference_moves else None
     carried = surplus if algorithm.filter.keep_surplus else None
@@ -130,7 +121,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
         reference=reference,
         surplus=surplus,
         validation=Validation(
-            evaluator=evaluator,
+            evaluator=evaluator_of(run, engine, family, scorer),
             weights=backend,
             sets=sets,
             every=config.val.every,

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from saccade import checkpoint, devices
-from saccade.backends import Backend
+from saccade.backends.local import LocalBackend
 from saccade.backends.schedule import rate
 from saccade.checks import not_counted
 from saccade.config import Config, load, to_yaml
@@ -191,7 +191,7 @@ class Run:
 
     def restore(
         self,
-        backend: Backend,
+        backend: LocalBackend,
         streams: Mapping[str, Stream],
         parts: Mapping[str, Any] | None = None,
     ) -> None:
@@ -224,7 +224,7 @@ class Run:
     def begin(
         self,
         total: int,
-        backend: Backend,
+        backend: LocalBackend,
         family: Family,
         sets: Iterable[Dataset],
         parts: Mapping[str, checkpoint.Stateful] | None = None,

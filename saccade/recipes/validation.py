@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from saccade.backends.local import LocalBackend
 from saccade.config import Config
 from saccade.data.datasets import Dataset
+from saccade.engines import Engine
+from saccade.models.families import Family
 from saccade.recipes import models, parity_check, parts
 from saccade.recipes.engines import make_engine
 from saccade.recipes.evaluate import Evaluator, describe
 from saccade.recipes.run import Measured, Run
+from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import unread
 from saccade.tracking.diagnosis import unread_answers
 
@@ -69,6 +72,17 @@ class Validation:
         )
 
 
+def evaluator_of(run: Run, engine: Engine, family: Family, scorer: Scorer | None) -> Evaluator:
+    return Evaluator(
+        engine=engine,
+        family=family,
+        scorer=scorer,
+        config=run.config,
+        quarantine=run.quarantine,
+        progress=run.watch_validation,
+    )
+
+
 def answering(
     run: Run, config: Config, policy: models.Policy, weights: LocalBackend, sets: dict[str, Dataset]
 ) -> Validation:
@@ -82,14 +96,7 @@ def answering(
         parts.warn_of_unused(scorer, sets.values())
         engine = make_engine(config, policy, logs=run.folder.path)
         run.close_at_end(engine)
-        evaluator = Evaluator(
-            engine=engine,
-            family=policy.family,
-            scorer=scorer,
-            config=config,
-            quarantine=run.quarantine,
-            progress=run.watch_validation,
-        )
+        evaluator = evaluator_of(run, engine, policy.family, scorer)
     elif config.reward.given:
         log.info(
             "reward scores nothing here, as no set of data.val has questions that are answered "

@@ -68,7 +68,7 @@ def test_resume_refuses_other_settings_by_name_and_value(open_folder: Open) -> N
         open_folder("run.resume=auto", "train.lr=2e-6", "algorithm.preset=rloo", "track.wandb=true")
     text = str(refusal.value)
     assert "train.lr: 1e-06 in the folder, 2e-06 now" in text
-    assert "algorithm.preset: 'grpo' in the folder, 'rloo' now" in text
+    assert "algorithm.preset: ['grpo'] in the folder, ['rloo'] now" in text
     assert "track" not in text
     open_folder("run.resume=auto", "train.lr=1e-6").close()  # the refusal left no lock
 
