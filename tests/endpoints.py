@@ -6,9 +6,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from email.message import Message
 from functools import partial
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -58,6 +60,20 @@ def serving(model: Any, family: Family, *, token: str = TOKEN) -> Iterator[Endpo
         finally:
             hub.close()
             driver.join()
+
+
+def call(
+    address: str, method: str, path: str, body: Any = None, **headers: str
+) -> tuple[int, Message, bytes]:
+    """Status, headers and body of a reply. Headers are written with _ for -; an empty one is left
+    out."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    head = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    head |= {name.replace("_", "-"): value for name, value in headers.items()}
+    with closing(HTTPConnection(address.split("/")[2], timeout=30)) as connection:
+        connection.request(method, path, data, {k: v for k, v in head.items() if v})
+        reply = connection.getresponse()
+        return reply.status, reply.headers, reply.read()
 
 
 @dataclass(frozen=True, kw_only=True)

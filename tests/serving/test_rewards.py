@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import http.client
 import json
 import os
 import signal
@@ -27,9 +26,8 @@ from saccade.schema import RemoteConfig, ServeConfig
 from saccade.serving.http_server import running as running_server
 from saccade.serving.reward_service import RewardService, reward_app
 from saccade.types import Media
-from tests.endpoints import fair_judge, scripted
+from tests.endpoints import TOKEN, call, fair_judge, scripted
 
-TOKEN = "sesame"
 COMMAND = (sys.executable, "-m", "saccade", "serve-reward")
 OWN = """
 import os, time
@@ -65,13 +63,7 @@ class Running:
         return status, json.loads(text)
 
     def whole(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        known = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
-        known |= {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(method, path, data, {k: v for k, v in known.items() if v})
-        reply = connection.getresponse()
-        return reply.status, reply.headers, reply.read()
+        return call(self.url, method, path, body, **headers)
 
     def score(self, *responses: str, **columns: Any) -> tuple[int, Any]:
         return self.call("POST", "/get_reward", {"query": list(responses), **columns})

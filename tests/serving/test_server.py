@@ -8,11 +8,8 @@ import socket
 import struct
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from http.client import HTTPConnection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -26,6 +23,7 @@ from saccade.serving import http_server
 from saccade.serving.chat_endpoint import TEXT
 from saccade.types import Media, Message, Request, Sampling
 from tests.endpoints import TOKEN, Endpoint, serving
+from tests.endpoints import call as raw
 
 NAME = "qwen2_5_vl"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -50,15 +48,9 @@ def endpoint(model: Any, family: Family) -> Iterator[Endpoint]:
 def call(
     endpoint: Endpoint, path: str, body: Any = None, **headers: str
 ) -> tuple[int, dict[str, Any]]:
-    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    known = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
-    known |= {name.replace("_", "-"): value for name, value in headers.items()}
-    request = urllib.request.Request(endpoint.url + path, data=data, headers=known)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as reply:
-            return reply.status, json.loads(reply.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+    method = "GET" if body is None else "POST"
+    status, _, text = raw(endpoint.url, method, f"/v1{path}", body, **headers)
+    return status, json.loads(text)
 
 
 def chat(endpoint: Endpoint, **body: Any) -> dict[str, Any]:
@@ -68,15 +60,20 @@ def chat(endpoint: Endpoint, **body: Any) -> dict[str, Any]:
     return reply
 
 
-def events(endpoint: Endpoint, path: str, *, ended: bool = True, **body: Any) -> list[Any]:
+def events(
+    endpoint: Endpoint, path: str = "/chat/completions", *, ended: bool = True, **body: Any
+) -> list[Any]:
     body = {"temperature": 0, "max_tokens": 8, "stream": True} | body
-    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
-    request = urllib.request.Request(endpoint.url + path, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=30) as reply:
-        assert reply.headers.get_content_type() == "text/event-stream"
-        lines = reply.read().decode().split("\n\n")
+    _, headers, text = raw(endpoint.url, "POST", f"/v1{path}", body)
+    assert headers.get_content_type() == "text/event-stream"
+    lines = text.decode().split("\n\n")
     assert lines.pop() == "" and (lines[-1] == "data: [DONE]") == ended
     return [json.loads(line.removeprefix("data: ")) for line in lines[: -1 if ended else None]]
+
+
+def connected(endpoint: Endpoint) -> socket.socket:
+    host, port = endpoint.url.split("/")[2].split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
 
 
 def test_models(endpoint: Endpoint) -> None:
@@ -124,18 +121,9 @@ def test_choices_differ_and_a_seed_repeats_them(endpoint: Endpoint) -> None:
 
 
 def test_a_stream_is_the_answer_in_pieces(endpoint: Endpoint) -> None:
-    whole = chat(endpoint, n=2, temperature=1.0, seed=5, max_tokens=20)
-    pieces = events(
-        endpoint,
-        "/chat/completions",
-        messages=HELLO,
-        n=2,
-        temperature=1.0,
-        seed=5,
-        max_tokens=20,
-        stream_options={"include_usage": True},
-    )
-    *pieces, last = pieces
+    body = {"messages": HELLO, "n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 20}
+    whole = chat(endpoint, **body)
+    *pieces, last = events(endpoint, **body, stream_options={"include_usage": True})
     assert last["choices"] == [] and last["usage"] == whole["usage"]
     assert [p["choices"][0]["delta"].get("role") for p in pieces[:2]] == ["assistant"] * 2
     for index, choice in enumerate(whole["choices"]):
@@ -156,22 +144,13 @@ def test_completions_and_their_stream(endpoint: Endpoint) -> None:
 
 
 def test_a_stop_string_is_cut_off_and_named(endpoint: Endpoint) -> None:
-    text = chat(endpoint, temperature=1.0, seed=3, max_tokens=40)["choices"][0]["message"][
-        "content"
-    ]
+    body = {"messages": HELLO, "temperature": 1.0, "seed": 3, "max_tokens": 40}
+    text = chat(endpoint, **body)["choices"][0]["message"]["content"]
     end = next(text[i : i + 2] for i in range(4, len(text)) if "\ufffd" not in text[i : i + 2])
-    cut = chat(endpoint, temperature=1.0, seed=3, max_tokens=40, stop=[end, "never"])["choices"][0]
+    cut = chat(endpoint, **body, stop=[end, "never"])["choices"][0]
     assert cut["message"]["content"] == text[: text.index(end)]
     assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", end)
-    pieces = events(
-        endpoint,
-        "/chat/completions",
-        messages=HELLO,
-        temperature=1.0,
-        seed=3,
-        max_tokens=40,
-        stop=end,
-    )
+    pieces = events(endpoint, **body, stop=end)
     shown = "".join(p["choices"][0]["delta"].get("content", "") for p in pieces)
     assert shown == text[: text.index(end)]
 
@@ -195,11 +174,8 @@ def test_clients_share_the_engine(endpoint: Endpoint) -> None:
         gate.wait()
         together[index] = chat(endpoint, max_tokens=48, ignore_eos=True, **bodies[index])["choices"]
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(10) as threads:
+        list(threads.map(ask, range(10)))
     endpoint.hub.engine.poll = poll  # type: ignore[method-assign]
     assert max(widest) > 1
     for index, (choice,) in enumerate(alone):
@@ -210,10 +186,9 @@ def test_clients_share_the_engine(endpoint: Endpoint) -> None:
 def test_a_client_that_leaves_frees_the_engine(endpoint: Endpoint) -> None:
     assert endpoint.hub is not None
     body = json.dumps({"messages": HELLO, "stream": True, "ignore_eos": True, "n": 4}).encode()
-    port = int(endpoint.url.split(":")[2].split("/")[0])
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
     head += f"\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: application/json\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", port)) as connection:
+    with connected(endpoint) as connection:
         connection.sendall(head.encode() + body)
         assert b"200" in connection.recv(100)
     chat(endpoint)  # still answers, and nobody is left when it has
@@ -277,25 +252,21 @@ def test_neutral_fields_pass(endpoint: Endpoint) -> None:
     chat(endpoint, presence_penalty=0, user="me", response_format={"type": "text"}, tools=None)
 
 
-def test_a_damaged_image_costs_its_request_only(
-    endpoint: Endpoint, image: Callable[..., Media]
+@pytest.mark.parametrize(
+    ("damaged", "count", "words"),
+    [(True, 1, "cannot be decoded"), (False, 65, "65 images, at most 64")],
+)
+def test_a_bad_image_costs_its_request_only(
+    endpoint: Endpoint, image: Callable[..., Media], damaged: bool, count: int, words: str
 ) -> None:
     data = bytearray(image(140, 84, 2).data or b"")
-    data[len(data) // 2] ^= 0xFF
+    data[len(data) // 2] ^= 0xFF * damaged
     url = "data:image/png;base64," + base64.b64encode(bytes(data)).decode()
-    content = [{"type": "image_url", "image_url": {"url": url}}]
+    content = [{"type": "image_url", "image_url": {"url": url}}] * count
     body = {"messages": [{"role": "user", "content": content}]}
     status, reply = call(endpoint, "/chat/completions", body)
-    assert status == 400 and "cannot be decoded" in reply["error"]["message"]
+    assert status == 400 and words in reply["error"]["message"]
     chat(endpoint)
-
-
-def test_too_many_images_are_refused(endpoint: Endpoint, image: Callable[..., Media]) -> None:
-    url = "data:image/png;base64," + base64.b64encode(image(56, 56, 1).data or b"").decode()
-    content = [{"type": "image_url", "image_url": {"url": url}}] * 65
-    body = {"messages": [{"role": "user", "content": content}]}
-    status, reply = call(endpoint, "/chat/completions", body)
-    assert status == 400 and "65 images, at most 64" in reply["error"]["message"]
 
 
 class Picky:
@@ -332,7 +303,7 @@ def test_what_an_engine_refuses_costs_its_client_only(endpoint: Endpoint) -> Non
     for text, status in (("early", 400), ("late", 502)):
         asked = {"messages": [{"role": "user", "content": text}]}
         assert call(endpoint, "/chat/completions", asked | {"n": 2})[0] == status
-        pieces = events(endpoint, "/chat/completions", ended=False, **asked)
+        pieces = events(endpoint, ended=False, **asked)
         assert pieces[-1]["error"]["message"] and chat(endpoint)["choices"]
     endpoint.hub.engine = engine
     assert not endpoint.hub._clients and not engine.pending
@@ -340,8 +311,7 @@ def test_what_an_engine_refuses_costs_its_client_only(endpoint: Endpoint) -> Non
 
 def test_a_stranger_is_turned_away_before_the_body_is_read(endpoint: Endpoint) -> None:
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000000\r\n"
-    port = int(endpoint.url.split(":")[2].split("/")[0])
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with connected(endpoint) as connection:
         connection.sendall(f"{head}Authorization: Bearer no\r\n\r\n".encode())
         assert b" 401 " in connection.recv(100)
     big = {"messages": [{"role": "user", "content": "x" * 8_000_000}]}  # more than sockets hold
@@ -377,29 +347,20 @@ def test_without_a_token_only_this_machine_is_served(model: Any, family: Family)
         assert call(open_to_all, "/models", None, Host="evil.example")[0] == 403
         assert call(open_to_all, "/models", None, Host="[::1]:8000")[0] == 200
         assert call(open_to_all, "/models", None, Host="[::2]")[0] == 403
-        assert raw(open_to_all, "OPTIONS", "/v1/models", Host="evil.example")[0] == 403
-
-
-def raw(endpoint: Endpoint, method: str, path: str, **headers: str) -> tuple[int, Any, bytes]:
-    connection = HTTPConnection(endpoint.url.split("/")[2], timeout=30)
-    with closing(connection):
-        connection.request(method, path, headers=headers)
-        reply = connection.getresponse()
-        return reply.status, reply.headers, reply.read()
+        assert raw(open_to_all.url, "OPTIONS", "/v1/models", Host="evil.example")[0] == 403
 
 
 def test_methods_besides_get_and_post(endpoint: Endpoint) -> None:
-    known = {"Authorization": f"Bearer {TOKEN}"}
     for path in ("/", "/v1/models", "/v1/nothing"):
-        status, headers, body = raw(endpoint, "GET", path, **known)
-        shown = raw(endpoint, "HEAD", path, **known)
+        status, headers, body = raw(endpoint.url, "GET", path)
+        shown = raw(endpoint.url, "HEAD", path)
         assert shown[0] == status and shown[2] == b""
         assert shown[1]["Content-Length"] == headers["Content-Length"] == str(len(body))
-    assert raw(endpoint, "HEAD", "/v1/models")[0] == 401
-    status, headers, body = raw(endpoint, "OPTIONS", "/v1/chat/completions")
+    assert raw(endpoint.url, "HEAD", "/v1/models", Authorization="")[0] == 401
+    status, headers, body = raw(endpoint.url, "OPTIONS", "/v1/chat/completions", Authorization="")
     assert (status, headers["Allow"], body) == (204, "GET, HEAD, POST, OPTIONS", b"")
     assert not [name for name in headers if name.lower().startswith("access-control")]
-    status, headers, body = raw(endpoint, "PUT", "/v1/models", **known)
+    status, headers, body = raw(endpoint.url, "PUT", "/v1/models")
     assert status == 405 and headers.get_content_type() == "application/json"
     assert "Method Not Allowed" in json.loads(body)["error"]["message"]
 
@@ -407,9 +368,8 @@ def test_methods_besides_get_and_post(endpoint: Endpoint) -> None:
 def test_a_client_that_leaves_is_no_news(
     endpoint: Endpoint, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    host, port = endpoint.url.split("/")[2].split(":")
     for sent in (b"GET /v1/mod", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"):
-        with socket.create_connection((host, int(port))) as connection:
+        with connected(endpoint) as connection:
             connection.sendall(sent)
             time.sleep(0.1)  # so that it is being read
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -428,10 +388,8 @@ def test_a_client_that_falls_silent_is_let_go(
     monkeypatch.setattr(http_server, "SILENCE", 0.2)
     head = f"Authorization: Bearer {TOKEN}\r\nContent-Type: application/json\r\n\r\n".encode()
     with serving(model, family) as endpoint:
-        host, port = endpoint.url.split("/")[2].split(":")
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
+        with connected(endpoint) as connection:
             connection.sendall(sent + head if b"POST" in sent else sent)
-            connection.setblocking(True)
             while connection.recv(1000):
                 pass
         assert chat(endpoint)
@@ -441,16 +399,15 @@ def test_the_other_loopback_address() -> None:
     app = http_server.json_app(http_server.Gate(token=""), lambda problem: {"error": str(problem)})
     with http_server.running(app, "::1", 0) as url:
         assert url.startswith("http://[::1]:")
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"{url}/nothing", timeout=30)
+        assert raw(url, "GET", "/nothing")[0] == 404
         port = int(url.rpartition(":")[2])
         with pytest.raises(EnvironmentProblem, match=f"--port {port}: ::1 cannot be listened on"):
             http_server.running(app, "::1", port).__enter__()
 
 
 def test_the_page_needs_no_token_and_fetches_nothing_from_elsewhere(endpoint: Endpoint) -> None:
-    with urllib.request.urlopen(endpoint.url.removesuffix("v1"), timeout=30) as reply:
-        page, policy = reply.read().decode(), reply.headers["Content-Security-Policy"]
+    _, headers, text = raw(endpoint.url, "GET", "/", Authorization="")
+    page, policy = text.decode(), headers["Content-Security-Policy"]
     assert "<textarea" in page and "http" not in page.replace("http-equiv", "")
     assert "default-src 'none'" in policy and TOKEN not in page
 
