@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from saccade.errors import ConfigError
 from saccade.http_client.chat_api import APIS, read_answer, settings
-from saccade.http_client.pictures import Pictures, encode
-from saccade.media.images import crop, decode, open_media
+from saccade.http_client.pictures import Pictures
+from saccade.media.images import open_media
 from saccade.models.chat import PLAIN_TEMPLATE
 from saccade.models.families.endpoint import endpoint_family
 from saccade.types import Media, Message, Sampling, Source
@@ -60,41 +56,6 @@ def test_a_stop_string_is_put_back_where_the_endpoint_names_it() -> None:
     choice = {"message": {"content": None}, "finish_reason": "length"}
     answer = read_answer(APIS["chat"], {"choices": [choice]}, SAMPLING)
     assert (answer.text, answer.finish) == ("", "length")
-
-
-# -- pictures --------------------------------------------------------------------------------------
-
-
-def pixels(media: Media) -> np.ndarray:
-    data = base64.b64decode(encode(media)[1])
-    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-
-
-def test_a_large_image_shrinks_to_its_budget(image: Callable[..., Media]) -> None:
-    media = replace(image(200, 100), max_pixels=5000)
-    height, width, _ = pixels(media).shape
-    assert (width, height) == (100, 50)
-
-
-def test_a_crop_is_what_it_shows(image: Callable[..., Media]) -> None:
-    part = crop(image(100, 80), (10, 20, 60, 70))
-    assert np.array_equal(pixels(part), decode(part))
-
-
-def test_a_turned_photo_is_sent_upright(tmp_path: Path) -> None:
-    turned = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), np.uint8))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    turned.save(tmp_path / "a.jpg", exif=exif)
-    media = open_media(tmp_path / "a.jpg")
-    assert np.array_equal(pixels(media), decode(media)) and media.height == 60
-
-
-def test_each_image_is_encoded_once(image: Callable[..., Media]) -> None:
-    encoded = Pictures()
-    for _ in range(3):
-        assert encoded(image(56, 56, 1)) != encoded(image(56, 56, 2))
-    assert encoded._encoded.cache_info().misses == 2
 
 
 # -- the family of an endpoint ---------------------------------------------------------------------

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from saccade.cli import app
 from saccade.config import DataConfig, RewardConfig
 from saccade.rewards.remote import Remote
 from saccade.rewards.reward_sample import RewardSample
@@ -130,6 +132,7 @@ def test_our_own_client_gets_back_what_the_rules_said_in_order(rules: Running) -
 
 def test_who_may_ask(rules: Running) -> None:
     assert rules.call("GET", "/info", Authorization="")[0] == 401
+    assert rules.call("POST", "/other", {})[0] == 404
     assert rules.call("POST", "/get_reward", {"query": ["a"]}, Authorization="Bearer x")[0] == 401
     status, health = rules.call("GET", "/health", Authorization="")
     assert (status, health["status"]) == (200, "ok")
@@ -169,20 +172,15 @@ def test_information_and_metrics(rules: Running) -> None:
         ({"query": ["a"], "images": [[{"ref": [0, 0]}]]}, 400, "no image [0, 0] before it"),
         ({"query": ["a"], "images": [[{"ref": ["a", {}]}]]}, 400, "ref: [sample, image]"),
         ({"query": ["a"] * 5000}, 413, "5000 samples, at most 4096"),
+        ({"query": ["a"], "_headers": {"Content_Type": "text/plain"}}, 415, "Content-Type"),
+        ({"_headers": {"Content_Length": str(300 * 2**20)}}, 413, "more than 256 MiB"),
+        ({"_headers": {"Content_Length": "9" * 5000}}, 400, "Content-Length"),
     ],
 )
 def test_what_is_refused(rules: Running, body: Any, status: int, words: str) -> None:
-    got, reply = rules.call("POST", "/get_reward", body)
+    headers = body.pop("_headers", {}) if isinstance(body, dict) else {}
+    got, reply = rules.call("POST", "/get_reward", body, **headers)
     assert got == status and words in reply["error"]
-
-
-def test_sizes_types_and_paths_are_bounded(rules: Running) -> None:
-    head = {"Content_Length": str(300 * 2**20)}
-    assert rules.call("POST", "/get_reward", b"", **head)[0] == 413
-    status, reply = rules.call("POST", "/get_reward", b"", Content_Length="9" * 5000)
-    assert status == 400 and "Content-Length" in reply["error"]
-    assert rules.call("POST", "/get_reward", {"query": ["a"]}, Content_Type="text/plain")[0] == 415
-    assert rules.call("POST", "/other", {})[0] == 404
 
 
 def test_who_sends_too_much_reads_why() -> None:
@@ -404,16 +402,13 @@ def test_sigterm_answers_who_waits_then_ends(
 
 
 def test_no_token_is_for_this_machine_only() -> None:
-    done = subprocess.run(
-        [*COMMAND, "reward.terms=[count]", "--no-token", "--host", "0.0.0.0"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2 and "--no-token: 0.0.0.0 can be reached" in done.stderr
+    options = ["reward.terms=[count]", "--no-token", "--host", "0.0.0.0"]
+    done = CliRunner().invoke(app, ["serve-reward", *options])
+    assert done.exit_code == 2 and "--no-token: 0.0.0.0 can be reached" in done.output
 
 
 def test_the_service_does_not_import_torch() -> None:
-    code = "import sys, saccade.recipes.serve_reward; print('torch' in sys.modules)"
+    code = "import sys, saccade.recipes.serve_reward, saccade.serving.reward_service\n"
+    code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
