@@ -24,6 +24,7 @@ from saccade.cli_data import data_commands
 from saccade.cli_run import as_override, overrides_of, read_config, run_recipe, show_error
 from saccade.disk import refusal, require_writable
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
+from saccade.registry import Table
 from saccade.tracking.messages import shown_by
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -137,7 +138,7 @@ def init(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Config to write.")] = Path("run.yaml"),
 ) -> None:
     """Write a commented run.yaml for a model folder and a data file."""
-    from saccade.recipes.init import advice, write_config
+    from saccade.plugins.planning.init_config import advice, write_config
 
     write_config(model, data, out)
     print(f"wrote {out}; next: {advice(out)}")
@@ -411,6 +412,21 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an
     print(f"wrote {page}")
 
 
+# -- commands of installed packages ----------------------------------------------------------------
+
+
+def add_installed_commands() -> None:
+    """A package adds a command by an entry point of the group saccade.commands: a function whose
+    parameters and docstring are those of the command, as typer reads them.
+    """
+    installed: Table[Callable[..., Any]] = Table("commands", {})
+    for name in installed:
+        try:
+            command(name, panel="Installed", example=f"saccade {name} --help")(installed[name])
+        except EnvironmentProblem as error:  # the other commands still work
+            show_error(str(error), error)
+
+
 # -- data -----------------------------------------------------------------------------------------
 
 app.add_typer(data_commands(command, read_config), name="data", rich_help_panel="Start")
@@ -431,6 +447,7 @@ class Outlasting(io.FileIO):
 
 def main() -> None:
     sys.stdout, sys.stderr = map(_outlasting, (sys.stdout, sys.stderr))
+    add_installed_commands()
     with shown_by(print):
         app(prog_name="saccade")
 

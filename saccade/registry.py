@@ -25,8 +25,10 @@ Row = TypeVar("Row")
 
 # table → name → where its row is
 PLUGINS: Mapping[str, Mapping[str, str]] = {
+    "environments": {"sokoban_step": "saccade.plugins.sokoban.sokoban_environment:KIND"},
     "media_kinds": {"series": "saccade.plugins.series.series_files:KIND"},
     "towers": {"series": "saccade.plugins.series.series_tower:TOWER"},
+    "verifiers": {"sokoban": "saccade.plugins.sokoban.sokoban_verifier:VERIFIER"},
 }
 
 

@@ -23,7 +23,7 @@ from saccade.cli_run import show_error
 from saccade.config import load
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.plan import plan, total_steps
-from saccade.recipes.init import guess_reward, letters_apart
+from saccade.plugins.planning.init_config import guess_reward, letters_apart
 from saccade.smoke import smoke, with_examples
 from saccade.types import Media, Message, Sample
 

@@ -23,7 +23,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from saccade.algorithms.own import checked
 from saccade.config import explain
 from saccade.errors import ConfigError
-from saccade.own import own_module
+from saccade.user_code import own_module
 
 # Types of options: what `algorithm.args` may hold.
 Positive: TypeAlias = Annotated[float, Gt(0)]

@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple, cast
 from saccade.config import DataSource
 from saccade.data.chats import RowError
 from saccade.errors import DataError, EnvironmentProblem
-from saccade.own import own_module
+from saccade.user_code import own_module
 
 Row = Mapping[str, Any] | RowError
 BATCH = 256  # rows of a table that are in memory at once, or as many as BATCH_BYTES hold

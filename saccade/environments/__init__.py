@@ -16,7 +16,6 @@ from typing import Any
 from saccade.config import EnvConfig
 from saccade.environments import calls
 from saccade.environments.protocol import Environment, Setting, SingleTurn, Step
-from saccade.environments.sokoban import SokobanStep
 from saccade.environments.texts import texts_hash, words
 from saccade.environments.tools import (
     Tool,
@@ -28,7 +27,9 @@ from saccade.environments.tools import (
     zoom_tool,
 )
 from saccade.errors import ConfigError
-from saccade.own import own_module
+from saccade.registry import Table
+from saccade.types import Sample
+from saccade.user_code import own_module
 
 __all__ = [
     "KINDS",
@@ -59,15 +60,26 @@ class Kind:
     tools: tuple[str, ...] = ()
     text: str = ""  # name of its explanation, where that is no list of tools
     rewards: bool = False  # gives rewards of its own
+    make: Callable[[EnvConfig, Setting], Environment] | None = None  # else it is its tools
+    installed: Callable[..., Environment] | None = None  # a class of an installed package
+    check_row: Callable[[Sample], None] | None = None  # raises ValueError for a row of no use
 
 
-KINDS: Mapping[str, Kind] = {
-    "single_turn": Kind(),
-    "crop": Kind(calls=("grounding", "tool_call"), tools=("zoom",)),
-    "calculator": Kind(calls=("tool_call",), tools=("calculate",)),
-    "tools": Kind(calls=("tool_call",)),
-    "sokoban_step": Kind(calls=("action",), text="sokoban", rewards=True),
-}
+def _adapted(name: str, found: Kind | Callable[..., Environment]) -> Kind:
+    """A row of a plugin; a class of an installed package runs where those of users run."""
+    return found if isinstance(found, Kind) else Kind(installed=found, rewards=True)
+
+
+KINDS: Table[Kind] = Table(
+    "environments",
+    {
+        "single_turn": Kind(make=lambda env, setting: SingleTurn()),
+        "crop": Kind(calls=("grounding", "tool_call"), tools=("zoom",)),
+        "calculator": Kind(calls=("tool_call",), tools=("calculate",)),
+        "tools": Kind(calls=("tool_call",)),
+    },
+    _adapted,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +96,12 @@ class Own:
 
 def is_own(env: EnvConfig) -> bool:
     """Whether code of the user takes part."""
-    return env.name not in KINDS or bool(env.tools)
+    return _is_class(env) or bool(env.tools)
+
+
+def _is_class(env: EnvConfig) -> bool:
+    """Whether it is a class of the user or of an installed package."""
+    return env.name not in KINDS or KINDS[env.name].installed is not None
 
 
 def gives_rewards(env: EnvConfig) -> bool:
@@ -128,7 +145,7 @@ def problems(env: EnvConfig) -> Iterator[str]:
             yield f"env.{name}: has no effect without named calls; try env.name=tools"
     if env.name == "tools" and not env.tools:
         yield "env.tools: env.name=tools needs some; try env.tools=[my_tools.py:search]"
-    if env.args and kind:
+    if env.args and not _is_class(env):
         yield f"env.args: has no effect with env.name={env.name}; remove it"
     if env.min_pixels > env.max_pixels:
         yield f"env.min_pixels: is above env.max_pixels; try env.min_pixels={env.max_pixels}"
@@ -151,8 +168,9 @@ def sweep_problems(env: EnvConfig, turns: Sequence[int]) -> Iterator[str]:
 
 def load_own(env: EnvConfig) -> Own:
     """Imports the user's files. Raises what they raise, ConfigError for what they lack."""
-    if env.name not in KINDS:
-        found = _symbol("name", env.name)
+    if _is_class(env):
+        installed = KINDS[env.name].installed if env.name in KINDS else None
+        found = installed or _symbol("name", env.name)
         if not all(hasattr(found, method) for method in ("reset", "step", "close")):
             raise ConfigError(f"env.name={env.name!r}: it needs reset, step and close")
         return Own(environment=found)
@@ -178,12 +196,9 @@ def build(env: EnvConfig, setting: Setting, own: Own | None = None) -> Environme
     own = own or Own()
     if own.environment is not None:
         return own.environment(**env.args)
-    kind = KINDS[env.name]
-    if not kind.calls:
-        return SingleTurn()
-    env = _resolved(env)
-    if env.call == "action":
-        return SokobanStep(env, setting)
+    kind, env = KINDS[env.name], _resolved(env)
+    if kind.make is not None:
+        return kind.make(env, setting)
     tools = {name: TOOLS[name] for name in kind.tools}
     tools |= {name: own_tool(function) for name, function in (own.tools or {}).items()}
     return ToolEnvironment(env, setting, tools)

@@ -11,17 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from saccade import sokoban
 from saccade.config import Config, DataConfig, DataSource
 from saccade.data import datasets, prompts, suites
 from saccade.data.chats import RowError
 from saccade.data.comparisons import chosen_first
 from saccade.data.dataset import POSITIONS, PROMPT_LIMIT
 from saccade.data.sources import set_names
+from saccade.environments import KINDS
 from saccade.errors import DataError
 from saccade.models.families import Family
 from saccade.recipes.length_cache import cached_lengths
 from saccade.rewards.resolve import verifiers_for
+from saccade.rewards.verifiers import VERIFIERS
 from saccade.rollout import env_process
 from saccade.types import Sample
 
@@ -43,7 +44,7 @@ def prompt_builder(config: Config) -> Callable[[Sample], Sample]:
     instruction, episodes = instruction_of(config), config.env.name != "single_turn"
 
     def ask(sample: Sample) -> Sample:
-        _require_a_game(sample, config)
+        _check_row(sample, config)
         messages, roles = sample.messages, [message.role for message in sample.messages]
         if roles[-1] == "assistant" and (episodes or "tool" in roles):
             messages = messages[: roles.index("assistant") or 1]
@@ -57,19 +58,17 @@ def prompt_builder(config: Config) -> Callable[[Sample], Sample]:
     return ask
 
 
-def _require_a_game(sample: Sample, config: Config) -> None:
-    """A level that nobody can play, or that is solved already, teaches nothing."""
-    if config.env.name != "sokoban_step" and "sokoban" not in verifiers_for(
-        config.reward, sample.data_source
-    ):
-        return
-    level = sample.extra.get("level")
-    if level is None:
-        raise RowError("level: the row has no such column, so there is nothing to play")
-    try:
-        sokoban.start(level)
-    except (ValueError, TypeError, OSError) as error:
-        raise RowError(f"level: {error}") from None
+def _check_row(sample: Sample, config: Config) -> None:
+    """Asks the environment and the verifiers of a row whether they can use it."""
+    names = verifiers_for(config.reward, sample.data_source)
+    asked = [VERIFIERS[name].check_row for name in names if name in VERIFIERS]
+    if config.env.name in KINDS:
+        asked.append(KINDS[config.env.name].check_row)
+    for check in filter(None, asked):
+        try:
+            check(sample)
+        except ValueError as error:
+            raise RowError(str(error)) from None
 
 
 def marks_of(family: Family) -> tuple[str, ...]:

@@ -18,9 +18,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from saccade.own import own_module
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
+from saccade.user_code import own_module
 
 DEFAULT_NAME = "compute_score"
 TOTALS = ("overall", "value", "score")  # what a dict may call the reward

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Literal
 
+from saccade.registry import Table
 from saccade.rewards import symbolic
 from saccade.rewards.grounding import iou, point, right_boxes, right_point
 from saccade.rewards.hybrid import hybrid, judge
@@ -26,9 +27,8 @@ from saccade.rewards.reward_model_term import model
 from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.reward_shaping import length, overlong, repetition, tool_use
 from saccade.rewards.short_answers import avqa, choice, dapo_math, digit, right_verdict, verdict
-from saccade.rewards.sokoban import sokoban
 from saccade.rewards.text_match import contains_one_of, exact, regex
-from saccade.types import Score
+from saccade.types import Sample, Score
 
 MATH_DEADLINE = 3.0  # seconds
 PATTERN_DEADLINE = 1.0
@@ -48,6 +48,7 @@ class Verifier:
     graded: bool = False  # an answer may be partly right
     blank_counts: bool = False  # a blank gold is one: there is no label
     empty_modes: tuple[str, ...] = ()  # in these, [] is a gold: there is no box
+    check_row: Callable[[Sample], None] | None = None  # raises ValueError for a row of no use
     right: Callable[..., str] | None = None  # the best answer to a row, where it is not its gold
 
 
@@ -129,7 +130,6 @@ _TABLE = {
     "medical": Verifier(function=medical, graded=True, right=joined, blank_counts=True),
     "iou": Verifier(function=iou, graded=True, right=right_boxes, empty_modes=("set",)),
     "point": Verifier(function=point, graded=True, right=right_point),
-    "sokoban": Verifier(function=sokoban, needs_answer=False),
     "model": Verifier(function=model, needs_answer=False, learned=True),
     "judge": Verifier(function=judge, judged=True),
     "hybrid": _mathematics(hybrid, judged=True),
@@ -139,4 +139,23 @@ _TABLE = {
     "length": Verifier(function=length, kind="shaping", needs_answer=False),
     "tool_use": Verifier(function=tool_use, kind="shaping", needs_answer=False),
 }
-VERIFIERS: dict[str, Verifier] = {name: _with_gold(row) for name, row in _TABLE.items()}
+
+
+def _adapted(name: str, found: Verifier | Callable[..., Score | float]) -> Verifier:
+    """A row of a plugin. A plain function of an installed package may hang, so it is killable; it
+    may return a number.
+    """
+    if isinstance(found, Verifier):
+        return _with_gold(found)
+
+    @wraps(found)
+    def verify(sample: RewardSample, **args: Any) -> Score:
+        given = found(sample, **args)
+        return given if isinstance(given, Score) else Score(kind="value", value=float(given))
+
+    return _with_gold(Verifier(function=verify, isolated=True))
+
+
+VERIFIERS: Table[Verifier] = Table(
+    "verifiers", {name: _with_gold(row) for name, row in _TABLE.items()}, _adapted
+)

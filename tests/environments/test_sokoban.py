@@ -8,8 +8,8 @@ import pytest
 from saccade.config import EnvConfig
 from saccade.environments import Setting, build
 from saccade.media.images import decode
+from saccade.plugins.sokoban.sokoban import COLOURS, draw, move, parse, read_moves
 from saccade.rewards.extract import extract
-from saccade.sokoban import COLOURS, draw, move, parse, read_moves
 from saccade.types import Message, Sample
 
 CORRIDOR = "#####\n#@$.#\n#####"

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from saccade.plugins.sokoban.sokoban_verifier import sokoban
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.sokoban import sokoban
 from saccade.types import Score
 
 LEVEL = "#####\n#@$.#\n#####"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.errors import ConfigError, SaccadeError
-from saccade.own import own_module
+from saccade.user_code import own_module
 
 CLOSE = 1e-4  # of the largest number: two forwards may differ by rounding
 

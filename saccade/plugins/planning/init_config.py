@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from saccade import sokoban
 from saccade.config import DataConfig, DataSource, load
 from saccade.data.chats import RowError
 from saccade.data.formats import Format, detect, read_row
@@ -25,6 +24,7 @@ from saccade.data.unread import unread_media
 from saccade.disk import require_writable
 from saccade.errors import ConfigError, DataError
 from saccade.models.tiny import CONFIGS
+from saccade.plugins.sokoban import sokoban
 from saccade.types import Media, Sample
 
 LOOKED_AT = 200

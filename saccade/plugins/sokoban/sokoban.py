@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from saccade.types import Sample
+
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 LETTERS = {name[0]: name for name in MOVES}
 MARKS = "# .*$@+"  # in the order of the integers
@@ -88,6 +90,17 @@ def start(level: str | Sequence[Any]) -> State:
     if state.solved:
         raise ValueError("a level is solved at its start: every box stands on a goal")
     return state
+
+
+def require_level(sample: Sample) -> None:
+    """A level that nobody can play, or that is solved already, teaches nothing."""
+    level = sample.extra.get("level")
+    if level is None:
+        raise ValueError("level: the row has no such column, so there is nothing to play")
+    try:
+        start(level)
+    except (ValueError, TypeError, OSError) as error:
+        raise ValueError(f"level: {error}") from None
 
 
 def _mark(number: Any) -> str:

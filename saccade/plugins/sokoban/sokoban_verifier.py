@@ -14,10 +14,11 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from saccade import sokoban as game
+from saccade.plugins.sokoban import sokoban as game
 from saccade.rewards.extract import Scope, answer_of
 from saccade.rewards.response_formats import check_think_answer
 from saccade.rewards.reward_sample import RewardSample, graded
+from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
 MODES = ("solved", "progress", "return", "lmmr1")
@@ -83,3 +84,6 @@ def _action_bonus(moves: Sequence[str]) -> float:
 def _thought_bonus(sample: RewardSample) -> float:
     thought = sample.text.partition("<think>")[2].partition("</think>")[0]
     return min(0.2, 0.001 * sum(len(word) > 1 for word in thought.split()))
+
+
+VERIFIER = Verifier(function=sokoban, needs_answer=False, check_row=game.require_level)

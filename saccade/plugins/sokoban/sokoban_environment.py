@@ -1,7 +1,7 @@
 """Sokoban turn by turn: moves in the answer tag, a new picture after each turn, a reward for each.
 
-A row carries its level under `level` (see `saccade.sokoban`). The policy sees the picture of the
-start behind its question, unless the row has a picture of its own.
+A row carries its level under `level` (see sokoban.py). The policy sees the picture of the start
+behind its question, unless the row has a picture of its own.
 
     saccade rl run.yaml env.name=sokoban_step data.train=levels.jsonl
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from saccade import sokoban
 from saccade.config import EnvConfig
+from saccade.environments import Kind
 from saccade.environments.protocol import Setting, Step
 from saccade.environments.texts import said, words
 from saccade.media.images import open_media
+from saccade.plugins.sokoban import sokoban
 from saccade.types import Media, Message, Sample, replace
 
 MOST_MOVES = 50  # of one turn
@@ -89,3 +90,12 @@ class SokobanStep:
             "placed": self.state.placed,
             **more,
         }
+
+
+KIND = Kind(
+    calls=("action",),
+    text="sokoban",
+    rewards=True,
+    make=SokobanStep,
+    check_row=sokoban.require_level,
+)

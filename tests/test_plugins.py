@@ -1,0 +1,65 @@
+"""A package of somebody else adds rows to the tables, and a broken one harms nothing else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "plugin"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The example, installed by pip into a folder of its own."""
+    source, target = tmp_path_factory.mktemp("plugin"), tmp_path_factory.mktemp("site")
+    for file in EXAMPLE.iterdir():
+        if file.is_file():
+            shutil.copy(file, source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--no-index", "--target", str(target), str(source)], check=True)
+    return target
+
+
+def saccade(*arguments, installed, folder):
+    paths = [str(installed), *filter(None, [os.environ.get("PYTHONPATH")])]
+    root = str(EXAMPLE.parents[1])
+    return subprocess.run(
+        [sys.executable, "-m", "saccade", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([*paths, root]), "COLUMNS": "100"},
+    )
+
+
+def test_an_installed_package_adds_a_command_a_verifier_a_preset_and_an_environment(
+    installed, tmp_path
+):
+    said = saccade("riddles", "riddles.jsonl", "--rows", "4", installed=installed, folder=tmp_path)
+    assert said.stdout == "wrote 4 rows to riddles.jsonl\n", said.stderr
+    shared = ["model.path=tiny:qwen2", "data.train=riddles.jsonl", "run.device=cpu"]
+    shared += ["train.prompts_per_step=2", "train.samples_per_prompt=2", "rollout.max_tokens=8"]
+    shared += ["run.max_steps=1"]
+    terms = "reward.terms=[{verifier: palindrome, args: {least: 2}}]"
+    for name, options in {
+        "scored": [terms, "reward.self_test=off", "algorithm.preset=grpo_wide"],
+        "played": ["env.name=guess", "env.args={most: 4}", "env.max_turns=2"],
+    }.items():
+        options += [f"run.name={name}"]
+        ran = saccade("rl", *shared, *options, installed=installed, folder=tmp_path)
+        assert ran.returncode == 0, ran.stderr + ran.stdout
+        rows = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        assert 0 <= json.loads(rows[-1])["reward/mean"] <= 1
+
+
+def test_a_broken_package_is_named_and_everything_else_works(installed, tmp_path):
+    site = tmp_path / "site"
+    shutil.copytree(installed, site)
+    (site / "saccade_riddles.py").write_text("raise RuntimeError('half of it is missing')\n")
+    said = saccade("algorithms", "dapo", installed=site, folder=tmp_path)
+    assert said.returncode == 0 and "dapo" in said.stdout
+    assert "saccade-riddles" in said.stderr and "half of it is missing" in said.stderr
