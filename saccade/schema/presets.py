@@ -16,8 +16,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from saccade.errors import ConfigError
+from saccade.registry import Table
 
-Row = Mapping[str, Any]
+Row = dict[str, Any]
 # Which function of the row a cell was chosen for.
 AXIS_OF = {
     **dict.fromkeys(("clip_low", "clip_high", "dual_clip", "delta"), "policy_loss"),
@@ -91,7 +92,7 @@ def _unknown(name: str, known: Iterable[str]) -> ConfigError:
 
 
 # Every row says `about` (what it is, when to use it) and `paper` (arXiv ids, empty for folklore).
-PRESETS: dict[str, Row] = {
+_ROWS: dict[str, Row] = {
     "grpo": {
         "about": "Group-normalised rewards, KL to the reference. The safe start.",
         "paper": "2402.03300",
@@ -323,10 +324,8 @@ PRESETS: dict[str, Row] = {
         "kl": {"coef": 0.01, "kind": "k3", "place": "loss"},
     },
 }
-PRESETS["qoq_med"] = {
-    **PRESETS["drpo"],
-    "about": "QoQ-Med's objective, that is drpo.",
-}
+_ROWS["qoq_med"] = _ROWS["drpo"] | {"about": "QoQ-Med's objective, that is drpo."}
+PRESETS: Table[Row] = Table("presets", _ROWS)
 
 ADD_ONS: dict[str, Row] = {
     "fire": {
