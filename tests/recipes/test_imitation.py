@@ -213,7 +213,7 @@ def test_demonstrations_are_part_of_the_same_update(
     ends = (tmp_path / name / "checkpoints" / "step-4" for name in ("with", "parts"))
     assert same_weights(*ends)
     with pytest.raises(ConfigError, match=r"data.demonstrations: train.sft_coef needs some"):
-        rl.run(rl_config(tmp_path, train__ptx_coef=0.1))
+        rl.run(rl_config(tmp_path, train__sft_coef=0.1))
 
 
 def test_the_gradients_of_both_terms_add_up(word_model: str, scenes: Path) -> None:
