@@ -32,7 +32,8 @@ also a value of the wrong type and a combination that cannot run. An option that
 does not count is refused, with what makes it count. One file serves all commands: an
 option of another command is refused only on the command line. `--dry-run` shows what was chosen and
 the batch arithmetic, `--dry-run --full` every option with the value it has, `saccade init MODEL
-DATA` writes a first file. An empty default means: decided as the description says.
+DATA` writes a first file. An empty default means: decided as the description says. `reward.judge`
+also has the options of `rollout.http`, beside those that are listed.
 """
 ITEMS = {
     "data": ("data.train[]", "One entry of `data.train` or `data.val`.", DataSource),
@@ -67,7 +68,7 @@ def lines() -> Iterator[str]:
 
 def table(kind: type[Section], prefix: str) -> Iterator[str]:
     yield "| option | type | default | what it does |\n|---|---|---|---|"
-    for name, field in options(kind, prefix):
+    for name, field in options(kind, prefix, inherited=False):
         text = " ".join([field.description, *conditions(field)])
         text = text.replace("<", "&lt;")  # Markdown would take <image> for HTML
         cells = (f"`{name}`", f"`{written_type(field)}`", default(field), text)

@@ -113,13 +113,15 @@ class Config(Section):
     track: TrackConfig = section(TrackConfig, "Loggers and stored rollouts.")
 
 
-def options(kind: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, field) of every leaf, in order."""
+def options(
+    kind: type[Section] = Config, prefix: str = "", *, inherited: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """(dotted name, field) of every leaf, in order; without `inherited`, each declaration once."""
     for name, info in kind.model_fields.items():
         annotation = info.annotation
         if isinstance(annotation, type) and issubclass(annotation, Section):
-            yield from options(annotation, f"{prefix}{name}.")
-        else:
+            yield from options(annotation, f"{prefix}{name}.", inherited=inherited)
+        elif inherited or name in kind.__annotations__:
             yield f"{prefix}{name}", info
 
 

@@ -118,7 +118,10 @@ class RewardConfig(Section):
     reweight_abstained: bool = option(
         False, "An abstaining term is dropped and the other weights rescaled."
     )
-    judge: JudgeConfig = section(JudgeConfig, "The endpoint of judge and hybrid terms.")
+    judge: JudgeConfig = section(
+        JudgeConfig,
+        "The endpoint of judge and hybrid terms, with the options of rollout.http, too.",
+    )
     remote: RemoteConfig = section(
         RemoteConfig, "The service of remote terms; a term's args override it."
     )
