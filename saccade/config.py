@@ -21,76 +21,10 @@ from pydantic import ValidationError
 
 from saccade.errors import ConfigError
 from saccade.notation import ELSEWHERE, FOREIGN, INSTEAD, RENAMED, parse, write
-from saccade.schema import (
-    ADAPTED,
-    AlgorithmConfig,
-    Config,
-    DataConfig,
-    DataSource,
-    DpoConfig,
-    EnvConfig,
-    EvalConfig,
-    FilterConfig,
-    GenerateConfig,
-    KLConfig,
-    LoraConfig,
-    ModelConfig,
-    OverlongConfig,
-    PromptConfig,
-    RewardConfig,
-    RewardModelConfig,
-    RewardTerm,
-    RolloutConfig,
-    RunConfig,
-    SaveConfig,
-    Section,
-    SeriesConfig,
-    SftConfig,
-    TrackConfig,
-    TrainConfig,
-    ValConfig,
-    options,
-    type_name,
-)
+from saccade.schema import *  # noqa: F403 (whoever loads a config finds its sections here, too)
+from saccade.schema import Config, DataSource, RewardTerm, Section, options
 from saccade.schema.presets import cells_of, row_of
 from saccade.schema.section import WORDS
-
-__all__ = [
-    "ADAPTED",
-    "AlgorithmConfig",
-    "Config",
-    "DataConfig",
-    "DataSource",
-    "DpoConfig",
-    "EnvConfig",
-    "EvalConfig",
-    "FilterConfig",
-    "GenerateConfig",
-    "KLConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OverlongConfig",
-    "PromptConfig",
-    "RewardConfig",
-    "RewardModelConfig",
-    "RewardTerm",
-    "RolloutConfig",
-    "RunConfig",
-    "SaveConfig",
-    "Section",
-    "SeriesConfig",
-    "SftConfig",
-    "TrackConfig",
-    "TrainConfig",
-    "ValConfig",
-    "explain",
-    "given",
-    "load",
-    "options",
-    "to_yaml",
-    "type_name",
-    "unknown_key",
-]
 
 # -- defaults of the commands ----------------------------------------------------------------------
 
