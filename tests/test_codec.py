@@ -13,6 +13,8 @@ from saccade.codec import MissingFile, decode, encode, files_of, pack, unpack
 from saccade.media import videos
 from saccade.media.images import crop
 from saccade.media.kinds import decode as pixels
+from saccade.recipes import rescore
+from saccade.rewards.reward_sample import image_records
 from saccade.types import (
     Completion,
     Media,
@@ -84,8 +86,7 @@ def same(a: Any, b: Any) -> None:
         assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
     elif isinstance(a, Media):
         assert a == b and (a.path, a.parent) == (b.path, b.parent)
-        if a.path is None:
-            assert np.array_equal(pixels(a), pixels(b))
+        assert a.path is not None or np.array_equal(pixels(a), pixels(b))
     elif is_dataclass(a):
         for field in fields(a):
             same(getattr(a, field.name), getattr(b, field.name))
@@ -153,3 +154,16 @@ def test_bytes_that_are_no_block_are_refused(change):
     assert unpack(good)[1]["a"].tolist() == IDS.tolist()
     with pytest.raises((ValueError, struct.error)):
         unpack(blocks[change])
+
+
+def test_media_of_stored_answers_come_back_with_all_that_they_show(records, tmp_path):
+    film = videos.open_video(np.zeros((3, 56, 56, 3), np.uint8))
+    (tmp_path / "frame.png").write_bytes(film.pictures[0].data)
+    frames = [replace(p, data=None, path=str(tmp_path / "frame.png")) for p in film.pictures]
+    whole = records["message"].media[-1]  # at a path
+    for media in (whole, crop(whole, (0, 0, 56, 56)), replace(film, pictures=tuple(frames))):
+        (facts,) = image_records([media])
+        same(rescore._media(facts | encode(media)), media)
+        assert rescore._has_files(facts | encode(media), there=True)
+    assert not rescore._has_files(encode(film))
+    assert rescore._media(image_records([whole])[0]) == whole  # as earlier versions wrote it

@@ -119,12 +119,6 @@ def test_an_exit_or_an_interrupt_is_an_exception_with_its_line(functions: str, n
     assert found["interrupt"].reason == "raised: KeyboardInterrupt (bad.py:11)"
 
 
-def test_a_file_that_exits_when_it_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "exits.py").write_text("import sys\nsys.exit(2)\n")
-    with WorkerPool(workers=1, deadline=5) as pool:
-        assert pool.check(f"{tmp_path}/exits.py:f") == "load: SystemExit: 2 (exits.py:2)"
-
-
 def test_a_list_function_that_can_only_score_one_is_told_of_once(
     functions: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,29 +149,25 @@ def test_what_rewards_print_has_a_limit_that_is_told_of_once(
     )
 
 
-def test_a_short_list_fails_only_where_it_is_short(functions: str) -> None:
+def test_lists_are_short_or_awaited_and_a_process_that_dies_idle_is_replaced(
+    functions: str,
+) -> None:
     with WorkerPool(workers=1, deadline=5) as pool:
         found = scores(pool, f"{functions}:short", [*GOOD[:5], "drop"])
-    assert found["drop"].reason.startswith("bad_length")
-    assert all(found[name].value == 1 for name in GOOD[:5])
-
-
-def test_a_process_that_dies_between_chunks_is_replaced(functions: str) -> None:
-    with WorkerPool(workers=1, deadline=5) as pool:
+        assert found["drop"].reason.startswith("bad_length")
+        assert all(found[name].value == 1 for name in GOOD[:5])
+        awaited = scores(pool, f"{functions}:waiting_batch", GOOD[:4])
+        assert [awaited[name].value for name in GOOD[:4]] == [0, 1, 2, 3]
         assert scores(pool, f"{functions}:dies_later", ["a"])["a"].value == 1
         time.sleep(0.6)
         assert scores(pool, f"{functions}:single", ["b"])["b"].value == 1
 
 
-def test_an_async_batch(functions: str) -> None:
-    with WorkerPool(workers=1, deadline=5) as pool:
-        found = scores(pool, f"{functions}:waiting_batch", GOOD[:4])
-    assert [found[name].value for name in GOOD[:4]] == [0, 1, 2, 3]
-
-
 def test_check_tells_what_is_wrong(functions: str, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_module_at_all\n")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(2)\n")
     with WorkerPool(workers=1, deadline=5) as pool:
+        assert pool.check(f"{tmp_path}/exits.py:f") == "load: SystemExit: 2 (exits.py:2)"
         assert "single, batch" in (pool.check(f"{functions}:sinlge") or "")
         bonus = pool.check(f"{functions}:single", {"bonus": 1}) or ""
         assert "unexpected" in bonus and bonus.endswith("(here: none)")
@@ -240,25 +230,13 @@ def test_only_math_pays_for_its_libraries(tmp_path: Path) -> None:
     probe.write_text("import sys\ndef f(sample): return float(sample.response in sys.modules)\n")
     loaded = [RewardSample(id=name, response=name) for name in ("sympy", "torch")]
     formula = RewardSample(id="a", response=r"\boxed{2\sqrt{3}}", answer=r"\sqrt{12}")
+    tower = RewardSample(id="a", response=r"\boxed{9^{9^{9^9}}}", answer="1")
     with WorkerPool(workers=1, deadline=10) as pool:
         pool.submit("count", RewardSample(id="a", response="7", answer="7")).result()
         assert [pool.submit(f"{probe}:f", s).result().value for s in loaded] == [0, 0]
         assert pool.submit("math", formula).result().value == 1
-        assert [pool.submit(f"{probe}:f", s).result().value for s in loaded] == [1, 0]
-
-
-def test_a_tower_of_powers_is_refused_well_within_the_deadline() -> None:
-    with WorkerPool(workers=1, deadline=3) as pool:
-        tower = RewardSample(id="a", response=r"\boxed{9^{9^{9^9}}}", answer="1")
         assert pool.submit("math", tower).result().reason == "too_large"
-
-
-def test_a_pattern_that_hangs_costs_its_sample_only() -> None:
-    with WorkerPool(workers=1, deadline=1) as pool:
-        slow = RewardSample(id="a", response="<answer>" + "a" * 40 + "!</answer>")
-        quick = RewardSample(id="b", response="<answer>aaa</answer>")
-        asked = [pool.submit("regex", s, {"pattern": "^(a+)+$"}) for s in (slow, quick)]
-        assert [f.result().reason.partition(":")[0] for f in asked] == ["timeout", ""]
+        assert [pool.submit(f"{probe}:f", s).result().value for s in loaded] == [1, 0]
 
 
 @pytest.mark.parametrize("name", ["once", "once_together"])

@@ -1,10 +1,12 @@
-"""An engine that lives in a process of its own, as an engine.
+"""An engine that lives in a process of its own.
 
 A thread starts the process, takes what it sends, and sees when it dies; all else is asked for by
-the caller's thread. Requests are sent together when somebody polls.
+the caller's thread. What it is told to do is sent together, by `flush`.
 
-    engine = launch(Settings(engine="embedded", folder="my-model", dtype="float32"), log=path)
-    generate(engine, requests)
+    replica = Replica(settings, log=path, events=queue.SimpleQueue())
+    replica.submit(request)
+    replica.flush()
+    replica.events.get()    # (replica, [completion])
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from typing import Any
 
 from saccade import errors
 from saccade.codec import FILES, Arrays, decode, encode
-from saccade.engines import Capabilities, WeightSource
+from saccade.engines import Capabilities
 from saccade.engines.settings import Settings
-from saccade.errors import EnvironmentProblem, SaccadeError
+from saccade.errors import SaccadeError
 from saccade.process import LOOK_EVERY, Block, Child, Ended
 from saccade.types import Completion, Request
 
@@ -35,7 +37,6 @@ REPORT_EVERY = 1.0  # seconds between two signs of life
 ANSWER_LIMIT = 60.0  # seconds beyond that without one, then the process counts as dead
 STEP_LIMIT = 1800.0  # seconds of one step of the engine, a first one with kernels to compile too
 GRACE = 10.0  # seconds to end in good order
-POLL_WAIT = 0.02  # seconds: the caller has signals and environments to look after
 LARGEST_SUBMISSION = 256
 KEPT_FILES = 1 << 30  # bytes of media in the memory of the process
 SHOWN_LINES = 20  # of a log, in an error
@@ -59,20 +60,16 @@ class Replica:
         settings: Settings,
         *,
         log: Path,
+        events: Events,
         environment: Mapping[str, str] | None = None,
-        events: Events | None = None,
         answer_limit: float = ANSWER_LIMIT,
         beside_trainer: bool = True,
     ) -> None:
-        self.version = 0
         self.settings, self.log, self.answer_limit = settings, log, answer_limit
         self.environment, self.beside_trainer = environment, beside_trainer
-        self.events: Events = queue.SimpleQueue() if events is None else events
+        self.events = events
         self.child: Child | None = None
-        self.pending = 0
-        self._unsent: list[Request] = []
-        self._aborted: list[str] = []
-        self._released: list[str] = []
+        self.unsent: list[tuple[str, Any]] = []  # calls with their argument, in order
         self._files: dict[str, int] = {}  # hash → bytes of what the process has, oldest first
         self._numbers = itertools.count()
         self._answers: dict[int, Future[Block]] = {}
@@ -159,31 +156,24 @@ class Replica:
         return reply["result"]
 
     def submit(self, request: Request) -> None:
-        self._unsent.append(request)
-        self.pending += 1
+        self.unsent.append(("submit", request))
 
     def abort(self, key: str) -> None:
-        self._aborted.append(key)
+        self.unsent.append(("abort", key))
 
     def release(self, episode: str) -> None:
-        self._released.append(episode)
-
-    @property
-    def unsent(self) -> bool:
-        return bool(self._unsent or self._aborted or self._released)
+        self.unsent.append(("release", episode))
 
     def flush(self) -> None:
         """Send what has been queued here."""
-        released, self._released = self._released, []
-        if released:  # first: an episode may begin again under the same name
-            self._send("release", names=released)
-        while self._unsent:
-            batch = self._unsent[:LARGEST_SUBMISSION]
-            self._submit(batch)
-            del self._unsent[: len(batch)]
-        aborted, self._aborted = self._aborted, []
-        if aborted:
-            self._send("abort", names=aborted)
+        unsent, self.unsent = self.unsent, []
+        for call, group in itertools.groupby(unsent, key=lambda each: each[0]):
+            items = [item for _, item in group]
+            if call != "submit":
+                self._send(call, names=items)
+                continue
+            for start in range(0, len(items), LARGEST_SUBMISSION):
+                self._submit(items[start : start + LARGEST_SUBMISSION])
 
     def _submit(self, batch: list[Request]) -> None:
         """Files of media travel once, texts of prompts do not: an engine there reads ids."""
@@ -199,37 +189,9 @@ class Replica:
             del self._files[forget[-1]]
         self._send("submit", arrays, requests=rows, forget=[FILES + name for name in forget])
 
-    def poll(self) -> list[Completion]:
-        try:
-            self.flush()
-            done = self.heard(timeout=POLL_WAIT)
-        except queue.Empty:
-            return []
-        except Died as death:
-            raise self._problem(death) from death
-        self.pending -= len(done)
-        return done
-
-    def heard(self, timeout: float | None = None) -> list[Completion]:
-        """The next event of an engine that shares them with nobody."""
-        _, event = self.events.get(timeout=timeout)
-        if isinstance(event, Exception):
-            raise event if isinstance(event, SaccadeError) else self._problem(event)
-        return event if isinstance(event, list) else []
-
-    def _problem(self, death: Exception) -> EnvironmentProblem:
-        return EnvironmentProblem(f"{self.log.stem} died: {death}\n{tail(self.log)}")
-
-    def update_weights(self, source: WeightSource, version: int) -> None:
-        from saccade.engines.weights import shared
-
-        with shared(source, turn=version) as copy:
-            self.load(copy, version)
-
     def load(self, copy: Any, version: int) -> None:
         """From the shared copy, which others may read as well."""
         self._ask("weights", limit=STEP_LIMIT, arguments=[copy.paths, copy.checksums, version])
-        self.version = version
 
     def sleep(self) -> None:
         self._ask("sleep", limit=STEP_LIMIT)
@@ -260,13 +222,6 @@ class Replica:
         self._closing = True
         if self.child is not None:
             self.child.kill()
-
-
-def launch(settings: Settings, *, log: Path, **options: Any) -> Replica:
-    """One engine, when it is ready."""
-    engine = Replica(settings, log=log, **options)
-    engine.heard()
-    return engine
 
 
 def rebuild_error(described: Mapping[str, str]) -> SaccadeError:

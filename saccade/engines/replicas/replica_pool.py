@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from saccade.engines import Capabilities, WeightSource
-from saccade.engines.replicas.replica import POLL_WAIT, READY, Died, Events, Replica, tail
+from saccade.engines.replicas.replica import READY, Died, Events, Replica, tail
 from saccade.engines.requests import content_of, nothing_sampled
 from saccade.engines.settings import Settings
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
@@ -31,6 +31,7 @@ from saccade.types import Completion, Request
 
 log = logging.getLogger(__name__)
 
+POLL_WAIT = 0.02  # seconds: the caller has signals and environments to look after
 AHEAD = 16  # requests by which a replica may be ahead of another one to keep equal prompts together
 DEATHS_IN_A_ROW = 3  # of every replica, with nothing finished in between
 ATTEMPTS = 3  # give up on a request after it killed three replicas

@@ -1,7 +1,10 @@
 """Several processes behind one queue: the same results as one engine here, whatever dies."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +16,7 @@ import pytest
 
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
+from saccade.engines.replicas import replica
 from saccade.engines.replicas.replica import Replica
 from saccade.engines.replicas.replica_pool import (
     Replicas,
@@ -23,9 +27,24 @@ from saccade.engines.replicas.replica_pool import (
 )
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.recipes import engines, rl
-from saccade.types import Sampling
+from saccade.types import Request, Sampling
 
 pytestmark = pytest.mark.xdist_group("replicas")  # the processes are started once
+PARENT = """
+import json, queue, sys, time
+from pathlib import Path
+from saccade.engines.settings import Settings
+from saccade.engines.replicas.replica import Replica
+settings, events = Settings(**json.loads(sys.argv[1])), queue.SimpleQueue()
+engine = Replica(settings, log=Path(sys.argv[2]), events=events)
+while engine.child is None:
+    time.sleep(0.01)
+threads = Path(f"/proc/{engine.child.popen.pid}/task")
+while sys.argv[3] == "watching" and len(list(threads.iterdir())) < 2:
+    time.sleep(0.01)
+print(engine.child.popen.pid, flush=True)
+time.sleep(600)
+"""
 LONG = Sampling(max_tokens=200, ignore_eos=True)
 
 
@@ -37,6 +56,10 @@ def pool(settings, tmp_path_factory, servers):
     yield pool
     pool.close()
     assert servers(os.getpid()) == before
+
+
+def first_of(pool) -> Replica:
+    return next(engine for engine, place in pool._places.items() if place == 0)
 
 
 def source_of(model) -> SimpleNamespace:
@@ -226,16 +249,100 @@ def test_replicas_get_gpus_of_their_own_and_the_trainers_last(monkeypatch):
     assert placements(3, 1, []) == [{"OMP_NUM_THREADS": "2"}] * 3
 
 
+def test_a_picture_in_a_spill_file_is_sent(pool, load, family, ask, image, on_disk):
+    request = ask(Sampling(temperature=0.0, max_tokens=12), repeats=1)[1]
+
+    def showing(media):  # one that the server has not seen
+        return replace(request, media=(replace(request.media[0], media=media),))
+
+    model = load()
+    pool.update_weights(source_of(model), version=0)
+    (there,) = generate(pool, [showing(on_disk(image(56, 56, 77)))])
+    (here,) = generate(EmbeddedEngine(model, family), [showing(image(56, 56, 77))])
+    same([here], [there])
+
+
+def test_files_of_media_travel_once_and_again_when_they_were_forgotten(pool, ask, monkeypatch):
+    greedy = [
+        replace(r, replica=0) for r in ask(Sampling(temperature=0.0, max_tokens=4), repeats=1)
+    ]
+    first = [done.ids.tolist() for done in generate(pool, greedy)]
+    engine, sent = first_of(pool), []
+    send = engine.child.channel.send
+
+    def noted(row, arrays, **options):
+        sent.append([name for name in arrays if name.startswith("media/")])
+        send(row, arrays, **options)
+
+    monkeypatch.setattr(engine.child.channel, "send", noted)
+    for limit in (replica.KEPT_FILES, 1, 1):
+        monkeypatch.setattr(replica, "KEPT_FILES", limit)
+        assert [done.ids.tolist() for done in generate(pool, greedy)] == first
+    assert list(map(len, sent)) == [0, 0, 2] and not engine._files
+
+
+def test_an_aborted_request_comes_back_and_a_live_episode_goes_on(pool, load, family, ask):
+    asked = ask(Sampling(max_tokens=4000, ignore_eos=True), repeats=1)[1]
+    pool.submit(asked)
+    pool.poll()
+    pool.abort(asked.key)
+    (done,) = finish(pool, [asked])
+    assert done.finish == "aborted" and len(done.ids) < 4000
+
+    short = Sampling(max_tokens=5, ignore_eos=True)
+    first = Request(key="e", ids=asked.ids, media=asked.media, sampling=short, episode="e")
+    answers, model = {}, load()
+    pool.update_weights(source_of(model), version=0)
+    for name, one in {"here": EmbeddedEngine(model, family), "there": pool}.items():
+        (turn,) = generate(one, [first])
+        longer = np.concatenate([first.ids, turn.ids, first.ids[:3]])
+        second = Request(
+            key="e",
+            ids=longer,
+            media=first.media,
+            sampling=short,
+            first_index=5,
+            episode="e",
+        )
+        answers[name] = turn.ids.tolist(), generate(one, [second])[0].ids.tolist()
+        one.release("e")
+    assert answers["here"] == answers["there"]
+
+
+def test_weights_with_another_name_are_refused_and_nothing_is_generated(pool, changed, ask):
+    names = [name for name, _ in changed.weights()]
+    told = {names[5]: "model.drifted.weight"}
+    renamed = SimpleNamespace(weights=lambda: ((told.get(n, n), t) for n, t in changed.weights()))
+    with pytest.raises(EnvironmentProblem) as error:
+        pool.update_weights(renamed, version=1)
+    assert f"missing: {names[5]};" in str(error.value)
+    assert "unexpected: model.drifted.weight" in str(error.value)
+    with pytest.raises(EnvironmentProblem, match="the last update of weights failed"):
+        generate(pool, ask(repeats=1)[:1])
+    pool._tasks.clear()  # nobody would go on with this pool
+    pool.update_weights(changed, version=1)
+    assert [health["version"] for health in pool.health()] == [1, 1]
+    assert {v for done in generate(pool, ask()) for v in done.versions.tolist()} == {1}
+
+
+def test_what_a_user_can_fix_is_raised_here(pool, ask, family):
+    """As in one process, such an error ends a run: this replica does nothing after it."""
+    too_long = Sampling(max_tokens=family.max_positions)
+    with pytest.raises(ConfigError, match=r"lower rollout\.max_tokens"):
+        generate(pool, [replace(ask(too_long, repeats=1)[0], replica=0)])
+    pool._tasks.clear()
+
+
 def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(
     pool, said, ask, servers, monkeypatch
 ):
     """The last test of this pool: one process is halted, all are killed, and no other can start."""
     broken = partial(pool._launchers[0], environment={"PYTHONHOME": "/nowhere"})
     del said[:]
-    halted = next(iter(pool._loads))
+    halted = first_of(pool)
     halted.answer_limit = 1.0
     os.kill(halted.child.popen.pid, signal.SIGSTOP)
-    assert len(generate(pool, ask())) == 12
+    assert len(generate(pool, [replace(request, replica=0) for request in ask()])) == 12
     assert halted.child.popen.pid not in servers(0)
     assert len(said) == 1 and "timed out" in said[0]
     monkeypatch.setattr(pool, "_launchers", [broken, broken])
@@ -244,3 +351,21 @@ def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(
     with pytest.raises(EnvironmentProblem, match="Fatal Python error"):
         generate(pool, ask())
     assert len(said) == 7
+
+
+@pytest.mark.parametrize("when, how", [("watching", signal.SIGKILL), ("starting", signal.SIGTERM)])
+def test_it_ends_when_its_parent_is_killed(settings, tmp_path, servers, when, how):
+    order = json.dumps(vars(settings))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, order, str(tmp_path / "engine.log"), when],
+        stdout=subprocess.PIPE,
+    )
+    child = int(parent.stdout.readline())
+    assert servers(parent.pid) == {child} or when == "starting"
+    os.kill(parent.pid, how)
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while child in servers(0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert child not in servers(0)
+    parent.stdout.close()
