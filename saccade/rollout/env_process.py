@@ -44,6 +44,8 @@ from saccade.environments import (
     problems,
 )
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.media.blob_file import encoded, root_hash
+from saccade.media.images import decode as pixels
 from saccade.process import (
     LARGEST,
     Block,
@@ -55,6 +57,7 @@ from saccade.process import (
     end_with_parent,
     listen,
 )
+from saccade.rewards.extract import extract
 from saccade.types import Media, Message, Sample
 
 START_LIMIT = 120.0  # seconds for a host to import the user's file
@@ -321,8 +324,6 @@ def _live(channel: Channel, env: EnvConfig, own: Own) -> None:
 
 def _setting(plain: Mapping[str, Any]) -> Setting:
     """The setting with its finder of answers."""
-    from saccade.rewards.extract import extract
-
     order, prefilled = plain["order"], plain["think_prefilled"]
     return Setting(
         answer=lambda text: extract(text, order, think_prefilled=prefilled) or None,
@@ -369,9 +370,6 @@ def _whole(media: Media) -> Media:
     """With the bytes of its file, which may vanish before the model has seen it. A picture is
     decoded once: one that cannot be must fail here, not in the training.
     """
-    from saccade.media.blob_file import encoded, root_hash
-    from saccade.media.images import decode as pixels
-
     if root_hash(media) in KNOWN:
         return media
     if media.kind != "image":
