@@ -345,9 +345,9 @@ def generation(
                 continue
             sampled.append(len(policy))
             rest = np.arange(start, policy[-1])  # the last sampled token is never an input
-            own = member.policy_mask[rest]
-            given.append(rest[~own])
-            drawn.append(rest[own])
+            sampled_here = member.policy_mask[rest]
+            given.append(rest[~sampled_here])
+            drawn.append(rest[sampled_here])
             media += [span for span in member.media if span.start >= start]
             contexts += int((drawn[-1] + 1 - start).sum())
             steps.append(len(drawn[-1]))

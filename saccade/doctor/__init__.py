@@ -125,7 +125,7 @@ def look_in_turn(stages: Sequence[Sequence[Check]]) -> Iterator[Finding]:
 def model_checks(config: Config) -> list[list[Check]]:
     """Stages of checks, each of which needs what the earlier ones looked at."""
     path, template, rollout = Path(config.model.path), config.prompt.chat_template, config.rollout
-    own = config.model_copy(
+    embedded = config.model_copy(
         update={"rollout": rollout.model_copy(update={"engine": "embedded", "replicas": 0})}
     )
     part = cache(lambda name: import_module(f"saccade.doctor.{name}"))
@@ -144,7 +144,7 @@ def model_checks(config: Config) -> list[list[Check]]:
         from saccade.recipes.models import load_policy
 
         policy = load_policy(config, family(), train="full")
-        return policy, LocalBackend(policy.model, family()), make_engine(own, policy)
+        return policy, LocalBackend(policy.model, family()), make_engine(embedded, policy)
 
     def parity(asked: Any, engine: Any) -> Iterator[tuple[str, ...]]:
         from saccade.recipes.parity_check import compare
@@ -167,7 +167,7 @@ def model_checks(config: Config) -> list[list[Check]]:
 
     numbers: list[Check] = [
         ("rows", lambda: part("agreement").rows_agree(*loaded()[1:])),
-        ("parity embedded", lambda: parity(own, loaded()[2])),
+        ("parity embedded", lambda: parity(embedded, loaded()[2])),
     ]
     if rollout.engine not in ("embedded", "http") or rollout.replicas:
         numbers.append((f"parity {rollout.engine}", foreign))

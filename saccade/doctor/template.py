@@ -62,8 +62,8 @@ def shown(family: Family, *messages: Message) -> str | None:
 def default_system(family: Family) -> Rows:
     """Without a system message the prompt looks as with one, and the text is the template's."""
     plain = shown(family, USER) or ""
-    told = shown(family, Message(role="system", parts=(OTHER,)), USER)
-    before, found, after = (told or "").partition(OTHER)
+    asked = shown(family, Message(role="system", parts=(OTHER,)), USER)
+    before, found, after = (asked or "").partition(OTHER)
     middle = plain[len(before) : len(plain) - len(after)]
     if found and plain == before + middle + after and middle.strip():
         text = f"it adds a system message where there is none: {middle.strip()[:60]!r}"

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from saccade import devices
 from saccade.config import Config, load
@@ -41,7 +40,8 @@ def run(
         image=None if image is None else parse_size(image),
     )
     if as_json:
-        print(json.dumps(to_json(found), indent=2))
+        memory = asdict(found.memory) | {"peaks": found.memory.peaks, "fits": found.memory.fits}
+        print(json.dumps(asdict(found) | {"memory": memory}, indent=2))
     else:
         show(found)
         print(in_short(found))
@@ -134,11 +134,6 @@ def in_short(found: Estimate) -> str:
         f"a step of `saccade rl` takes {peaks}, of {memory.limit:.2f} GiB that can "
         "be planned with" + (f", and about {sum(seconds.values()):.1f} seconds" if seconds else "")
     )
-
-
-def to_json(found: Estimate) -> dict[str, Any]:
-    memory = asdict(found.memory) | {"peaks": found.memory.peaks, "fits": found.memory.fits}
-    return asdict(found) | {"memory": memory}
 
 
 def refusal(found: Estimate) -> str:

@@ -3,11 +3,28 @@ from functools import cache
 
 import pytest
 
+from saccade.estimate.model_size import empty_model
 from saccade.models import tiny
 from tests.estimate.works import SIZES, VISION
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def models():
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def built_once(models, monkeypatch):
+    """Every estimate of a folder looks at the same empty model."""
+
+    def known(family, **options):
+        key = (family.path, family.name)
+        return models[key] if key in models else models.setdefault(key, empty_model(family))
+
+    monkeypatch.setattr("saccade.estimate.empty_model", known)
+
+
+@pytest.fixture(scope="session")
 def shaped(tmp_path_factory: pytest.TempPathFactory):
     """Folders with the config of a Qwen2.5-VL and no weights, by its size."""
 
@@ -30,6 +47,6 @@ def shaped(tmp_path_factory: pytest.TempPathFactory):
     return build
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def large(shaped) -> str:
     return shaped("3b")

@@ -15,7 +15,7 @@ from saccade.estimate.estimate_command import preflight, refusal
 from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.types import Message, Sample
-from tests.estimate.works import A100_40, H200, LIMITED, RTX_4090, W1, W2, planned, sizes
+from tests.estimate.works import A100_40, H200, LIMITED, RTX_4090, W1, W2, loaded, planned, sizes
 
 # -- what does not fit -----------------------------------------------------------------------------
 
@@ -202,25 +202,18 @@ def started(folder: str, memory: float, *overrides: str) -> list[str]:
     config = load({"model.path": folder, "algorithm.kl.coef": 0.0}, list(overrides))
     sample = Sample(id="0", messages=(Message(role="user", parts=("how many",)),))
     device = devices.Device(name="GPU", memory=memory)
-    return preflight(config, load_family(folder), [sample], device=device)
+    return preflight(config, loaded(folder), [sample], device=device)
 
 
-def test_a_run_that_fits_starts_without_a_word(large):
+def test_a_run_that_may_not_fit_is_warned_and_one_that_cannot_is_refused(large):
     assert started(large, 120.0) == []
-
-
-def test_a_run_that_may_not_fit_is_told_so(large):
     (text,) = started(large, 64.0)
     assert "the run starts" in text and "does not fit" in text and "model.train=lora" in text
-
-
-def test_a_run_that_cannot_fit_is_refused_unless_one_insists(large):
     with pytest.raises(ConfigError, match=r"model\.train=lora.*run\.overcommit=true"):
         started(large, 24.0)
-    (text,) = started(large, 24.0, "run.overcommit=true")
-    assert "does not fit" in text
-    (text,) = started(large, 24.0, "rollout.engine=vllm")  # its memory is not counted
-    assert "does not fit" in text
+    for insists in ("run.overcommit=true", "rollout.engine=vllm"):  # its memory is not counted
+        (text,) = started(large, 24.0, insists)
+        assert "does not fit" in text
 
 
 def test_a_run_starts_on_a_cpu_and_with_a_family_of_its_own(large, tmp_path):
