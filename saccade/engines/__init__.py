@@ -1,5 +1,5 @@
-"""What generates. An engine takes sequences and gives back what it sampled, with the log-probs it
-sampled from.
+"""The protocol of an engine: it takes requests and returns what it sampled, with the log-probs of
+the distribution it sampled from.
 
 Requests go in with `submit` and completions come out of `poll`, in whatever order they finish;
 `key` says which is which, and nothing that is computed depends on that order. A queue of
@@ -20,7 +20,7 @@ from saccade.types import Completion, Request
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine can do, found by asking it and never by comparing version numbers."""
+    """What an engine can do: asked of the engine, never derived from a version number."""
 
     logprobs: bool  # of the sampling distribution, temperature included
     support: bool  # returns the kept ids of truncated sampling
@@ -29,7 +29,7 @@ class Capabilities:
 
 
 class WeightSource(Protocol):
-    """Whose weights are sampled from; a backend is one."""
+    """Where weights to sample with come from, such as a backend."""
 
     def weights(self) -> Iterator[tuple[str, Any]]:
         """Name and tensor under the names of a saved folder; adapters merged in, tied weights
@@ -61,11 +61,11 @@ class Engine(Protocol):
     def release(self, episode: str) -> None: ...
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """From here on sample with these weights; whatever was cached under others is void."""
+        """Sample with these weights from now on; drop whatever was cached under others."""
         ...
 
     def sleep(self) -> None:
-        """Give back the memory of the cache until the next request."""
+        """Free the memory of the cache until the next request."""
         ...
 
     def wake(self) -> None: ...
@@ -73,18 +73,18 @@ class Engine(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def close(self) -> None:
-        """End what the engine started: processes, sockets, files."""
+        """End the processes, sockets and files that the engine started."""
         ...
 
 
 def progress(engine: Engine, key: str) -> np.ndarray:
-    """Ids that a request has so far; none yet where an engine shows only what has finished."""
+    """Ids sampled so far; none from an engine that returns only finished requests."""
     shown = getattr(engine, "progress", None)
     return shown(key) if shown is not None else np.zeros(0, np.int64)
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> list[Completion]:
-    """All completions, in the order of the requests."""
+    """Return all completions, in the order of the requests."""
     order: dict[str, int] = {}
     for request in requests:
         order[request.key] = len(order)

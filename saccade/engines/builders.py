@@ -1,6 +1,6 @@
-"""One engine from plain settings. The same record builds it here or in a process of its own.
+"""Build an engine from plain settings, in this process or in a child.
 
-Optional engines are imported only when they are asked for.
+Optional engines are imported only when they are built.
 
     engine = build(Settings(engine="vllm", folder="my-model", dtype="bfloat16"), family)
 """
@@ -19,7 +19,7 @@ from saccade.models.families import Family
 def _embedded(settings: Settings, family: Family, model: Any) -> Engine:
     from saccade.engines.embedded import EmbeddedEngine
 
-    if model is None:  # in a process of its own, over a copy of its own
+    if model is None:  # in a child process, over its copy of the weights
         import torch
 
         from saccade.models.load import DTYPES, load_model
@@ -55,15 +55,15 @@ BUILDERS: Mapping[str, Callable[[Settings, Family, Any], Engine]] = {
 
 
 def build(settings: Settings, family: Family, model: Any = None) -> Engine:
-    """`model`: the trainer's own, for an engine that shares its weights."""
+    """Return the engine. `model`: the trainer's, for an engine that shares its weights."""
     if settings.engine != "embedded" and family.spec.section:
         raise ConfigError(
-            f"rollout.engine={settings.engine}: it wants all models of a {family.name} folder, and "
-            f"one of them is trained; use rollout.engine=embedded"
+            f"rollout.engine={settings.engine}: it needs all models of a {family.name} folder, but "
+            "only one of them is trained; use rollout.engine=embedded"
         )
     if settings.engine != "embedded" and not family.spec.whole:
         raise ConfigError(
-            f"rollout.engine={settings.engine}: it would cut pictures of {family.name} models into "
-            "squares of its own, and the trainer has others; use rollout.engine=embedded"
+            f"rollout.engine={settings.engine}: it cuts images of {family.name} models into other "
+            "squares than the trainer does; use rollout.engine=embedded"
         )
     return BUILDERS[settings.engine](settings, family, model)

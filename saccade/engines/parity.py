@@ -1,9 +1,9 @@
-"""Do the trainer and an engine with weights of its own mean the same policy? Asked before step 1.
+"""Check before step 1 that the trainer and an engine with a copy of its weights have one policy.
 
-An engine only samples, so every question becomes one of scoring: the trainer reads what the engine
-sampled, as it should have come about and as it may have come about instead (older weights, another
-picture, another temperature). What fits names the cause. Knows nothing of configs or of how either
-side computes; the weights are left as they were found.
+An engine only samples, so every check is a comparison of scores: the trainer scores what the engine
+sampled, under the expected conditions and under conditions that would explain a gap (older weights,
+another image, another temperature). The one that fits names the cause. Knows nothing of configs or
+of how either side computes; the weights are left as they were.
 
     probe(engine, trainer, family, samples, sampling=Sampling(), limit=1e-4, version=0)
 """
@@ -57,7 +57,7 @@ SCORING = (  # what an engine may leave out: (cause, temperature, ban)
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """What is asked of the side that trains."""
+    """What the probe needs of the trainer."""
 
     score: Callable[[Sequence[Batch], float, bool], list[np.ndarray]]  # temperature, with the ban
     source: WeightSource
@@ -97,8 +97,8 @@ def probe(
     version: int,
     copies: int = 1,
 ) -> Parity:
-    """Raises with the cause where they differ. `version`: of the weights that both have now;
-    `copies`: how often each prompt is asked, once of every replica behind a queue.
+    """Return the gaps, or raise with the cause of one that is too large. `version`: of the weights
+    that both have now; `copies`: how often each prompt is asked, once of every replica.
     """
     chosen = sorted(samples, key=_has_none)[:PROMPTS]
     prompts = [family.render(sample.messages) for sample in chosen for _ in range(copies)]
@@ -147,7 +147,7 @@ class _Bench:
     replicas: int
 
     def ask(self, prompts: Sequence[Rendered]) -> list[Trajectory]:
-        """What the engine samples, with its log-probs. The n-th has the same noise every time."""
+        """Return what the engine samples, with log-probs; the n-th always has the same noise."""
         requests = [
             Request(
                 key=f"parity/{n}",
@@ -179,7 +179,7 @@ class _Bench:
         return _apart(engine, self.score(answers, temperature, ban))
 
     def judge_sight(self, answers: Sequence[Trajectory], others: Sequence[Trajectory]) -> None:
-        """An engine that says the same of every picture never looked at one."""
+        """An engine that answers the same for every picture has not seen it."""
         for one, other in zip(answers, others, strict=False):
             same = np.array_equal(one.ids, other.ids)
             self.require(
@@ -277,9 +277,9 @@ class _Bench:
         )
         return moved
 
-    def require(self, holds: bool | np.bool_, cause: str, facts: str, mend: str) -> None:
+    def require(self, holds: bool | np.bool_, cause: str, facts: str, fix: str) -> None:
         if not holds:
-            raise EnvironmentProblem(f"rollout.engine: {cause} ({facts}); {mend}")
+            raise EnvironmentProblem(f"rollout.engine: {cause} ({facts}); {fix}")
 
 
 def _has_none(sample: Sample) -> bool:

@@ -1,4 +1,4 @@
-"""What several engines do with a request before or instead of computing it."""
+"""Checks and conversions of requests that several engines share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from saccade.types import Completion, Request
 
 
 def require_room(request: Request, longest: int) -> None:
-    """`longest`: tokens of a prompt and its response that an engine holds."""
+    """Refuse a request that may exceed `longest` tokens of prompt and response."""
     asked, new = len(request.ids), request.sampling.max_tokens
     if asked + new > longest:
         raise ConfigError(
@@ -22,7 +22,7 @@ def require_room(request: Request, longest: int) -> None:
 
 
 def require_finite(logprobs: np.ndarray) -> None:
-    """For engines over a copy of the weights, where nobody trains."""
+    """Refuse log-probs that are not finite, in engines over a copy of the weights."""
     if not np.isfinite(logprobs).all():
         raise TrainingError(
             "log-probs are not finite; `saccade doctor MODEL` names the weight they come from, or "
@@ -31,7 +31,7 @@ def require_finite(logprobs: np.ndarray) -> None:
 
 
 def content_of(request: Request) -> Any:
-    """What must be equal for two requests to share a prefill."""
+    """What must be equal for two requests to share a prefill: ids, and media with their places."""
     media = tuple((span.start, span.media.key) for span in request.media)
     return (request.ids.tobytes(), media)
 
@@ -41,7 +41,7 @@ def collapsed(request: Request) -> list[int]:
     for span in request.media:
         if span.media.kind != "image":
             raise ConfigError(
-                f"request {request.key}: a prompt with {span.media.kind}, and this engine is sent "
+                f"request {request.key}: the prompt has {span.media.kind}, but this engine takes "
                 "images only; use rollout.engine=embedded"
             )
     keep = np.ones(len(request.ids), dtype=bool)
@@ -51,7 +51,7 @@ def collapsed(request: Request) -> list[int]:
 
 
 def nothing_sampled(key: str) -> Completion:
-    """Of a request that was aborted before it was computed."""
+    """The completion of a request that was aborted before it was computed."""
     nothing = np.zeros(0)
     return Completion(
         key=key,

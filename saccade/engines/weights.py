@@ -1,11 +1,11 @@
-"""Weights on their way from the trainer to an engine: pieces in files, checksums, and the names
-that a model's folder has.
+"""Weights on their way from the trainer to an engine: pieces in files, checksums, and the names of
+a model folder.
 
 For other processes they are written once, as safetensors in pieces of about PIECE bytes, so that
-nothing of the size of the model is allocated besides that copy itself. It lies in memory without a
-file name and is freed with the last process that has it open. Also engines on the trainer's own GPU
-read it from there: CUDA's handles for memory of another process are not used, because a process
-that dies with one open would keep the trainer's memory.
+nothing else of the size of the model is allocated. The copy lies in memory without a file name and
+is freed with the last process that has it open. Engines on the trainer's GPU read it from there,
+too: CUDA handles for the memory of another process are not used, because a process that dies with
+one open would hold the trainer's memory.
 
     with shared(backend, turn=version) as copy: ...      # here
     load_by_name(model, Mapped(copy.paths))              # there
@@ -45,7 +45,7 @@ NAMES: Mapping[torch.dtype, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """Where the pieces can be read, and checksums of some tensors as the trainer has them."""
+    """Paths of the pieces, and checksums of some of the trainer's tensors."""
 
     paths: tuple[str, ...]
     checksums: Mapping[str, int]
@@ -53,7 +53,7 @@ class Shared:
 
 @contextmanager
 def shared(source: WeightSource, *, turn: int) -> Iterator[Shared]:
-    """The copy exists as long as the block; another `turn` compares other tensors."""
+    """Yield a copy that exists as long as the block; another `turn` compares other tensors."""
     checksums: dict[str, int] = {}
 
     def noted() -> Iterator[tuple[str, Tensor]]:
@@ -68,7 +68,7 @@ def shared(source: WeightSource, *, turn: int) -> Iterator[Shared]:
 
 @contextmanager
 def in_memory(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, ...]]:
-    """Paths of pieces that no crash leaves behind; they exist as long as the block."""
+    """Yield paths of pieces that exist as long as the block, and survive no crash."""
     with ExitStack() as stack:
         paths = []
         for piece in _pieces(weights):
@@ -79,7 +79,7 @@ def in_memory(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, ...]
 
 
 def in_folder(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Pieces with names, for whoever reads model folders only."""
+    """Write pieces with names, for an engine that reads model folders only."""
     for number, piece in enumerate(_pieces(weights)):
         with (folder / f"model-{number:05}.safetensors").open("wb") as file:
             _write(piece, file)
@@ -117,7 +117,7 @@ def _write(tensors: Mapping[str, Tensor], file: Any) -> None:
 
 @contextmanager
 def _nameless() -> Iterator[tuple[Any, str]]:
-    """A file in memory, and where other processes find it as long as it is open."""
+    """Yield a file in memory and the path where other processes find it while it is open."""
     if hasattr(os, "memfd_create"):
         with os.fdopen(os.memfd_create("saccade-weights"), "wb") as file:
             yield file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
@@ -127,7 +127,7 @@ def _nameless() -> Iterator[tuple[Any, str]]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the bits and their places; computed where the tensor lies, the same on every device."""
+    """A checksum of the bits and their places, the same on every device."""
     bits = tensor.detach().contiguous().reshape(-1).view(BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), CHUNK):
@@ -151,7 +151,7 @@ class Mapped:
 
 
 def require_checksums(weights: Iterable[tuple[str, Tensor]], checksums: Mapping[str, int]) -> None:
-    """What is here is what the trainer has."""
+    """Refuse weights that differ from the trainer's."""
     found = {name: checksum(tensor) for name, tensor in weights if name in checksums}
     wrong = sorted(name for name in checksums if found.get(name) != checksums[name])
     if wrong:
@@ -162,7 +162,7 @@ def require_checksums(weights: Iterable[tuple[str, Tensor]], checksums: Mapping[
 
 
 def not_finite(weights: Iterable[tuple[str, Tensor]]) -> TrainingError:
-    """For log-probs that are not finite: names the weight that they come from."""
+    """The error for log-probs that are not finite, naming the weight that they come from."""
     broken = (name for name, tensor in weights if not tensor.isfinite().all())
     if name := next(broken, None):
         return TrainingError(
@@ -177,7 +177,7 @@ def not_finite(weights: Iterable[tuple[str, Tensor]]) -> TrainingError:
 
 @torch.no_grad()
 def load_by_name(model: nn.Module, source: WeightSource) -> None:
-    """Copies every weight; names and shapes are compared both ways before the first one moves."""
+    """Copy every weight, after comparing names and shapes both ways."""
     mine = dict(model.named_parameters())
     require_same(
         {name: tuple(p.shape) for name, p in mine.items()},
@@ -190,7 +190,7 @@ def load_by_name(model: nn.Module, source: WeightSource) -> None:
 def require_same(
     wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Names with shapes: of the engine, and of the trainer."""
+    """Refuse names and shapes of the trainer (`found`) that are not those of the engine."""
     sides = {
         "missing": wanted.keys() - found.keys(),
         "unexpected": found.keys() - wanted.keys(),
@@ -209,8 +209,8 @@ def require_same(
 
 
 def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model folder's tensors, from the headers of the files that it loads. A
-    checkpoint with damaged ones is refused.
+    """Names and shapes of the tensors of a model folder, from the headers of its files. A damaged
+    checkpoint is refused.
     """
     require_intact(Path(folder))
     shapes: dict[str, tuple[int, ...]] = {}
@@ -227,7 +227,7 @@ def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Beside them may lie adapters, or the same weights under other names."""
+    """The files that are loaded: adapters or other copies of the weights may lie beside them."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()

@@ -72,34 +72,6 @@ def test_weights_are_the_trainers_own(load, family, prompts):
     assert abs(after.logprobs[0] - before.logprobs[0]) > 1e-4
 
 
-def test_sleep_gives_the_cache_back(model, family, prompts):
-    engine = EmbeddedEngine(model, family)
-    asked = [replace(r, episode=r.key) for r in requests(prompts)]
-    wanted = generate(engine, asked)
-    assert engine.cache.keys and engine.cache.values
-    engine.sleep()
-    assert not (engine.cache.keys or engine.cache.values)
-    assert engine.outputs.tokens.size == 0 and not engine.scheduler.prefix_cache.turns
-    engine.wake()
-    for a, b in zip(generate(engine, asked), wanted, strict=True):
-        same(a, b)
-
-
-def test_the_cache_grows_while_sequences_run(model, family, prompts):
-    engine = EmbeddedEngine(model, family)
-    short, *others = requests(prompts)
-    engine.submit(short)
-    engine.poll()
-    long = [replace(r, sampling=replace(FREE, max_tokens=80)) for r in others]
-    for request in long:
-        engine.submit(request)
-    done = []
-    while engine.pending:
-        done += engine.poll()
-    for completion, request in zip(sorted(done, key=lambda c: c.key), (short, *long), strict=True):
-        same(completion, generate(EmbeddedEngine(model, family), [request])[0])
-
-
 def test_the_memory_limit_makes_requests_wait(model, family, prompts, monkeypatch):
     engine = EmbeddedEngine(model, family)
     monkeypatch.setattr(

@@ -16,16 +16,6 @@ FREE = Sampling(temperature=1.0, max_tokens=20, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def family(family_of):
-    return family_of("qwen2_5_vl")
-
-
-@pytest.fixture(scope="module")
-def model(load):
-    return load("qwen2_5_vl")
-
-
-@pytest.fixture(scope="module")
 def prompts(family, image):
     pictures = [image(56, 56, 1), image(140, 84, 2), image(84, 56, 3)]
     return [
@@ -196,11 +186,11 @@ def test_the_host_looks_every_few_steps(load, family, prompts, paged):
         assert count == polls, changes
 
 
-@pytest.mark.parametrize("pages", [True, False])
+@pytest.mark.parametrize("kernels", [True, False])
 def test_log_probs_that_are_no_numbers_end_it_where_nobody_trains(
-    load, family, prompts, paged, pages, monkeypatch
+    load, family, prompts, paged, kernels, monkeypatch
 ):
-    monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: pages)
+    monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: kernels)
     model = load("qwen2_5_vl")
     named = model.named_parameters()
     name, weight = next((n, p) for n, p in named if "layers.0.mlp.down_proj" in n)
@@ -453,7 +443,9 @@ def test_versions_and_idle_caches_follow_the_weights(load, family, prompts, page
     assert empty(engine)
 
 
-def test_sleep_gives_the_pool_back(model, family, prompts, paged, plain):
+@pytest.mark.parametrize("kernels", [True, False])
+def test_sleep_frees_the_pool(model, family, prompts, paged, plain, monkeypatch, kernels):
+    monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: kernels)
     asked = [replace(r, episode=r.key) for r in requests(prompts)]
     wanted = plain(asked)
     engine = EmbeddedEngine(model, family)
@@ -467,7 +459,11 @@ def test_sleep_gives_the_pool_back(model, family, prompts, paged, plain):
     same(generate(engine, asked), wanted)
 
 
-def test_the_pool_grows_while_sequences_run(model, family, prompts, paged, plain, monkeypatch):
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_pool_grows_while_sequences_run(
+    model, family, prompts, paged, plain, monkeypatch, kernels
+):
+    monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: kernels)
     monkeypatch.setattr(kv_cache, "POOL_STEP", 1)
     short, *others = requests(prompts)
     long = [replace(r, sampling=replace(FREE, max_tokens=40)) for r in others]

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from saccade.engines import generate
 from saccade.engines.vllm import VllmEngine
 from saccade.engines.vllm.vllm_prompts import params_of
-from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.errors import ConfigError, EnvironmentProblem, TrainingError
 from saccade.types import Message, Request
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
@@ -198,3 +199,24 @@ def test_sleep_is_forgiven_where_there_is_none(engine: Any, ask: Ask) -> None:
     before = generate(engine, [ask("a", 1, temperature=0.0)])[0].ids
     engine.sleep()
     assert generate(engine, [ask("a", 1, temperature=0.0)])[0].ids.tolist() == before.tolist()
+
+
+def test_log_probs_that_are_not_finite_are_refused_where_nobody_trains(
+    engine: Any, backend: Any, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = backend.model.named_parameters()
+    weight = next(w.data for name, w in named if name.endswith("language_model.norm.weight"))
+    before, version = weight.clone(), engine.version
+    try:
+        weight.fill_(torch.nan)
+        engine.update_weights(backend, version=version + 1)
+        (answer,) = generate(engine, [ask("a")])
+        assert not np.isfinite(answer.logprobs).any()  # a trainer skips its update
+        monkeypatch.setattr(engine, "settings", replace(engine.settings, finite=True))
+        with pytest.raises(TrainingError, match="log-probs are not finite; `saccade doctor MODEL`"):
+            generate(engine, [ask("b")])
+    finally:
+        weight.copy_(before)
+        engine.update_weights(backend, version=version + 2)
+    (answer,) = generate(engine, [ask("c")])
+    assert np.isfinite(answer.logprobs).all()

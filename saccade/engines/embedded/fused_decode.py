@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class Projections:
                 if all(_adapted(part) for part in parts):
                     below = joined.forwards if joined else list(own)
                     self.adapters.append(_Adapters(parts, below))
-        self._all: list[_Joined | _Adapters] = [*self.layers, *self.adapters]
+        self._all: list[_Shared] = [*self.layers, *self.adapters]
         self._forwards: list[tuple[nn.Module, Forward]] = [
             pair for layer in self._all for pair in zip(layer.parts, layer.forwards, strict=True)
         ]
@@ -100,47 +101,58 @@ def _adapted(part: Any) -> bool:
     )
 
 
-class _Joined:
-    """The first of the three asked computes for all; the others find their columns."""
+class _Shared:
+    """Layers that read the same input: the first one asked computes for all of them."""
 
-    def __init__(self, parts: tuple[nn.Linear, ...]) -> None:
+    def __init__(self, parts: tuple[Any, ...]) -> None:
         self.parts = parts
-        widths = [part.out_features for part in parts]
-        weight = parts[0].weight
-        self.weight = torch.empty(
-            (sum(widths), weight.shape[1]), dtype=weight.dtype, device=weight.device
-        )
-        self.bias = None if parts[0].bias is None else self.weight.new_empty(sum(widths))
         self._read: Tensor | None = None
         self._made: tuple[Tensor, ...] = ()
-        self._widths = widths
-        self.forwards = [self._forward(index) for index in range(len(parts))]
+        self.forwards: list[Forward] = [partial(self._forward, i) for i in range(len(parts))]
+
+    def _take(self, index: int, x: Tensor) -> Tensor:
+        if x is not self._read:
+            self._read, self._made = x, self._compute(x)
+        made = self._made[index]
+        if index == len(self.parts) - 1:
+            self._read, self._made = None, ()
+        return made
+
+    def refresh(self) -> None:
+        raise NotImplementedError
+
+    def _compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    def _forward(self, index: int, x: Tensor) -> Tensor:
+        return self._take(index, x)
+
+
+class _Joined(_Shared):
+    """Queries, keys and values as columns of one product."""
+
+    def __init__(self, parts: tuple[nn.Linear, ...]) -> None:
+        super().__init__(parts)
+        self._widths = [part.out_features for part in parts]
+        weight = parts[0].weight
+        self.weight = weight.new_empty((sum(self._widths), weight.shape[1]))
+        self.bias = None if parts[0].bias is None else self.weight.new_empty(sum(self._widths))
 
     def refresh(self) -> None:
         torch.cat([part.weight.detach() for part in self.parts], out=self.weight)
         if self.bias is not None:
             torch.cat([part.bias.detach() for part in self.parts], out=self.bias)
 
-    def _forward(self, index: int) -> Forward:
-        def forward(x: Tensor) -> Tensor:
-            if x is not self._read:
-                self._read = x
-                self._made = linear(x, self.weight, self.bias).split(self._widths, -1)
-            made = self._made[index]
-            if index == len(self.parts) - 1:
-                self._read, self._made = None, ()
-            return made
-
-        return forward
+    def _compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        return linear(x, self.weight, self.bias).split(self._widths, -1)
 
 
-class _Adapters:
-    """Adapters of layers that read the same input: y = own(x) + (x A) B, with all A side by side
-    and the scale in B.
-    """
+class _Adapters(_Shared):
+    """Adapters: y = below(x) + (x A) B, with all A side by side and the scale in B."""
 
     def __init__(self, parts: tuple[Any, ...], below: list[Any]) -> None:
-        self.parts, self.below = parts, below
+        super().__init__(parts)
+        self.below = below
         self.pairs = [
             (part.lora_A[name].weight, part.lora_B[name].weight, part.scaling[name])
             for part in parts
@@ -150,9 +162,6 @@ class _Adapters:
         first = self.pairs[0][0]
         self.low = first.new_empty((sum(self._ranks), first.shape[1]))
         self.high = [torch.empty_like(high) for _, high, _ in self.pairs]
-        self._read: Tensor | None = None
-        self._made: tuple[Tensor, ...] = ()
-        self.forwards = [self._forward(index) for index in range(len(parts))]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -160,20 +169,14 @@ class _Adapters:
         for target, (_, high, scale) in zip(self.high, self.pairs, strict=True):
             torch.mul(high, scale, out=target)
 
-    def _forward(self, index: int) -> Forward:
-        def forward(x: Tensor) -> Tensor:
-            if x is not self._read:
-                self._read = x
-                flat = x.reshape(-1, x.shape[-1]).to(self.low.dtype)
-                self._made = linear(flat, self.low).split(self._ranks, -1)
-            made = self._made[index]
-            if index == len(self.parts) - 1:
-                self._read, self._made = None, ()
-            own = self.below[index](x)
-            wide = own.reshape(-1, own.shape[-1]).to(made.dtype)
-            return torch.addmm(wide, made, self.high[index].T).view_as(own).to(own.dtype)
+    def _compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        flat = x.reshape(-1, x.shape[-1]).to(self.low.dtype)
+        return linear(flat, self.low).split(self._ranks, -1)
 
-        return forward
+    def _forward(self, index: int, x: Tensor) -> Tensor:
+        made, own = self._take(index, x), self.below[index](x)
+        wide = own.reshape(-1, own.shape[-1]).to(made.dtype)
+        return torch.addmm(wide, made, self.high[index].T).view_as(own).to(own.dtype)
 
 
 # -- layers ----------------------------------------------------------------------------------------

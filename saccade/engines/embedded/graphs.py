@@ -15,7 +15,6 @@ Legend: B rows, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from saccade.engines.embedded import kernels, sampling_kernels, sequences
 from saccade.engines.embedded.fused_decode import fused_forwards, swapped_forwards
 from saccade.engines.embedded.kv_cache import PAGE, KVCache
 from saccade.engines.embedded.sampling import Drawn
+from saccade.forest.attention import AttentionPlan
 from saccade.forest.to_device import to_device
 from saccade.models.experts import capturable
 from saccade.models.families import Family
@@ -211,25 +211,37 @@ class Graphs:
         self._addresses = _addresses(self.model)
         return graph
 
+    def _attention(self, count: int) -> AttentionPlan:
+        """One new token per row: written to its page, attending to the whole row."""
+        state = self.state[:, :count]
+        heads, groups = self.cache.shape.key_heads, -(-count // self.members)
+        splits = (
+            _splits(PREFIX_PROGRAMS // (groups * heads), MOST_PREFIX_SPLITS),
+            _splits(ROW_PROGRAMS // (count * heads), MOST_ROW_SPLITS),
+        )
+        rows: dict[str, Any] = {
+            "bases": self.cache.bases,
+            "table": self.table[:count],
+            "lengths": state[fields.LENGTH],
+            "shared": state[fields.SHARED],
+            "prefix_groups": self.prefix_groups[:, : count // 2],
+            "splits": splits,
+        }
+
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+        ) -> Tensor:
+            return kernels.decode_attention(q, k, v, layer=layer, page=PAGE, scale=scale, **rows)
+
+        return attend
+
     def _step(self, count: int, cutting: bool) -> None:
         state = self.state[:, :count]
         temperature, top_p = self.temperature_top_p[:, :count]
-        heads, groups = self.cache.shape.key_heads, -(-count // self.members)
-        plan = DecodePlan(
-            bases=self.cache.bases,
-            table=self.table[:count],
-            lengths=state[fields.LENGTH],
-            shared=state[fields.SHARED],
-            prefix_groups=self.prefix_groups[:, : count // 2],
-            splits=(
-                _splits(PREFIX_PROGRAMS // (groups * heads), MOST_PREFIX_SPLITS),
-                _splits(ROW_PROGRAMS // (count * heads), MOST_ROW_SPLITS),
-            ),
-        )
         positions = state[fields.POSITION].expand(self.family.axes, -1)
         with swapped_forwards(self._fused):
             hidden = hidden_states(
-                self.model, self.family, state[fields.TOKEN], positions, (), plan
+                self.model, self.family, state[fields.TOKEN], positions, (), self._attention(count)
             )
         logits = self.model.lm_head(hidden)  # type: ignore[operator]
         floors = None
@@ -272,36 +284,6 @@ class Graphs:
             step_index=self.step_index,
             out_ids=self.ids,
             out_logprobs=self.logprobs,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodePlan:
-    """One new token per row, written to its page and attending to all of its row."""
-
-    bases: Tensor
-    table: Tensor  # [B, columns]
-    lengths: Tensor  # [B]
-    shared: Tensor  # [B] tokens that its prefix group reads for it
-    prefix_groups: Tensor  # [3, prefix_groups], as in decode_state.py
-    splits: tuple[int, int]
-
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        return kernels.decode_attention(
-            q,
-            k,
-            v,
-            bases=self.bases,
-            layer=layer,
-            table=self.table,
-            lengths=self.lengths,
-            shared=self.shared,
-            prefix_groups=self.prefix_groups,
-            page=PAGE,
-            scale=scale,
-            splits=self.splits,
         )
 
 

@@ -1,8 +1,8 @@
-"""SGLang, in this process or behind its HTTP server, with a copy of the weights of its own.
+"""SGLang, in this process or behind its HTTP server, with its own copy of the weights.
 
 Written against the sources of SGLang 0.5.23; docs/engines.md says what of it has run. Images are
-named after the version of the weights: flushing SGLang's cache forgets prefixes, but not what the
-vision tower made. Kept ids of truncated sampling are not returned.
+named after the version of the weights: flushing SGLang's cache drops prefixes, but not outputs of
+the vision tower. Kept ids of truncated sampling are not returned.
 
     engine = SglangEngine(Settings(engine="sglang", folder="my-model", dtype="bfloat16"), family)
     generate(engine, [Request(key="a", ids=family.render(messages).ids)])
@@ -62,7 +62,7 @@ class SglangEngine:
         self._running[name], self._names[request.key] = request, name
 
     def _encoded(self, media: Media) -> str:
-        """As large as the model sees it, so that SGLang's own processor leaves it alone."""
+        """A PNG of the size that the model sees, so that SGLang does not resize it."""
         file = io.BytesIO()
         Image.fromarray(self.family.picture(media)).save(file, "PNG", compress_level=1)
         return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -99,7 +99,7 @@ class SglangEngine:
         self._source = source if self._beside else None
 
     def sleep(self) -> None:
-        """What a trainer can hand over again is forgotten; else the weights stay."""
+        """Drop weights that a trainer can hand over again; else keep them."""
         assert not self._running, "sleep while sequences are running"
         if self._sglang.sleeps and not self._asleep:
             self._asleep = {"kv_cache", "weights"} if self._source else {"kv_cache"}
@@ -126,8 +126,8 @@ class SglangEngine:
 def as_in_folder(
     source: WeightSource, shapes: dict[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights under the names of the folder that SGLang loaded, which it is known to understand.
-    Names and shapes are compared both ways.
+    """Yield weights under the names of the folder that SGLang loaded, which it understands. Names
+    and shapes are compared both ways.
     """
     left = {_plain(name): name for name in shapes}
     problem = ""

@@ -1,5 +1,5 @@
-"""Our requests in SGLang's words, and its answers in ours. The same fields serve its Python engine
-and its HTTP server.
+"""Requests as SGLang takes them, and completions from its answers. The same fields serve its Python
+engine and its HTTP server.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def body_of(
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "stop": list(sampling.stop),
-            # Every id that ends a turn is among these: its own idea of the end is switched off.
+            # Every id that ends a turn is among these: the end ids of SGLang are switched off.
             "stop_token_ids": [] if sampling.ignore_eos else sorted(family.chat.eos_ids),
             "ignore_eos": True,
             "no_stop_trim": True,
@@ -83,7 +83,7 @@ def completion_of(
 
 
 def _compare_prompt(request: Request, answer: Mapping[str, Any], aborted: bool) -> None:
-    """Ids where the answer holds them, else how many there were."""
+    """Refuse other ids than were sent, where the answer holds them, or another number of them."""
     count = answer["meta_info"].get("prompt_tokens", len(request.ids) if aborted else None)
     ids = answer.get("prompt_token_ids", request.ids)
     if count != len(request.ids) or not np.array_equal(ids, request.ids):

@@ -1,5 +1,5 @@
-"""How SGLang is reached: its engine in this process, or a server over HTTP. Both take a body under
-a name and give SGLang's answer, take weights, and give memory back.
+"""Two ways to SGLang: its engine in this process, or a server over HTTP. Both take a body under a
+name and return SGLang's answer, load weights, and free memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Answers = list[tuple[str, dict[str, Any]]]
 
 
 def problem() -> str:
-    """Why SGLang cannot serve here, with the mend; empty when it can."""
+    """Why SGLang cannot serve here, with the fix; empty when it can."""
     if find_spec("sglang") is None:
         return f"sglang is not installed; run: {HOW_TO_INSTALL}"
     for name, value in ENVIRONMENT.items():
@@ -55,8 +55,8 @@ def problem() -> str:
 
 
 class InProcess:
-    """Its schedulers are processes of their own; the loop that talks to them runs in `wait`, in the
-    caller's thread.
+    """Its schedulers are child processes; the loop that talks to them runs in `wait`, in the thread
+    of the caller.
     """
 
     def __init__(self, settings: Settings, family: Family) -> None:
@@ -98,7 +98,7 @@ class InProcess:
 
     def load(self, weights: Weights, version: int) -> None:
         engine = self._engine
-        if hasattr(engine, "begin_weight_update"):  # newer ones want to be told
+        if hasattr(engine, "begin_weight_update"):  # newer releases require it
             _require(*engine.begin_weight_update())
         for bucket in _buckets(weights):
             _require(*engine.update_weights_from_tensor(bucket, flush_cache=False))

@@ -1,9 +1,9 @@
-"""vLLM in this process, step by step under our own loop, with a copy of the weights of its own.
+"""vLLM in this process, stepped by our loop, with its own copy of the weights.
 
-Adapters come merged into the weights. Between rollouts its memory is given back, where the
-platform can do that, and taken again in the order weights, hand-over, cache. Whatever vLLM keeps of
-prompts and images is void after a hand-over, twice over: its caches are emptied, and images are
-named after the version of the weights. Kept ids of truncated sampling are not returned.
+Adapters come merged into the weights. Between rollouts vLLM frees its memory, where the platform
+can do that, and takes it again in the order weights, hand-over, cache. After a hand-over nothing
+that vLLM cached of prompts and images is used: its caches are emptied, and images are named after
+the version of the weights. Kept ids of truncated sampling are not returned.
 
     engine = VllmEngine(Settings(engine="vllm", folder="my-model", dtype="bfloat16"), family)
     generate(engine, [Request(key="a", ids=family.render(messages).ids)])
@@ -48,7 +48,7 @@ class VllmEngine:
         self._engine.collective_rpc("saccade_ban", args=(np.flatnonzero(family.banned).tolist(),))
         self._eos = sorted(family.chat.eos_ids)
         self._pictures = ImageCache(PICTURES, make=family.picture, key=lambda media: media.key)
-        self._running: dict[str, tuple[Request, str]] = {}  # with vLLM's own name of it
+        self._running: dict[str, tuple[Request, str]] = {}  # with vLLM's name of it
         self._aborted: list[Completion] = []
         self._last: tuple[Any, dict[str, Any]] | None = None  # prompts of a group come in a row
         self._source: WeightSource | None = None
@@ -66,12 +66,12 @@ class VllmEngine:
         if model.hf_config.get_text_config().tie_word_embeddings:
             shapes.pop("lm_head.weight", None)  # some folders hold it twice
         known = {self._renamed(name): Announced(name, s) for name, s in shapes.items()}
-        self._expected = {name: told for name, told in known.items() if name}
-        plain = {name: told.shape for name, told in self._expected.items()}
+        self._expected = {name: tensor for name, tensor in known.items() if name}
+        plain = {name: tensor.shape for name, tensor in self._expected.items()}
         self._places = self._ask("saccade_places", plain)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Of the first worker; each of several answers for its own part of the tensors."""
+        """The answer of the first worker; each one answers for its part of the tensors."""
         return self._engine.collective_rpc(method, args=arguments)[0]
 
     # -- requests --
@@ -89,19 +89,19 @@ class VllmEngine:
         self._running[request.key] = (request, name)
 
     def _require_known(self, request: Request) -> None:
-        """What vLLM was not built for is refused, not drawn or shown differently."""
+        """Refuse what vLLM was not built for, instead of drawing or showing it differently."""
         settings = self.settings
         if request.sampling.first is not None and not settings.first_tokens:
             raise ConfigError(
-                f"request {request.key}: the engine was built without settings of first tokens; "
+                f"request {request.key}: the engine was built without settings for first tokens; "
                 "build it with Settings(first_tokens=True)"
             )
         for media in (span.media for span in request.media):
             pixels = min(media.max_pixels, media.width * media.height)
             if pixels > settings.max_pixels:
                 raise ConfigError(
-                    f"request {request.key}: an image of {pixels} pixels, and the engine was built "
-                    f"for {settings.max_pixels}; raise data.max_pixels to {pixels}"
+                    f"request {request.key}: an image has {pixels} pixels, the engine is built for "
+                    f"{settings.max_pixels}; raise data.max_pixels to {pixels}"
                 )
 
     def _prompt(self, request: Request) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class VllmEngine:
             raw = prompt_of(request, self._pictures.get, named)
             try:
                 (prompt,) = self._engine.renderer.render_cmpl([raw])
-            except Exception as error:  # such as too many images, in classes of its own
+            except Exception as error:  # such as too many images, as classes of vLLM
                 raise ConfigError(f"request {request.key}: vllm refuses it: {error}") from error
             theirs = prompt["prompt_token_ids"]
             if not np.array_equal(theirs, request.ids):
@@ -133,8 +133,8 @@ class VllmEngine:
                 (answer,) = output.outputs
                 if answer.finish_reason not in ("stop", "length"):
                     raise EnvironmentProblem(
-                        f"request {request.key}: vllm gave it up ({answer.finish_reason}); its "
-                        "log, with VLLM_LOGGING_LEVEL=INFO, may say why"
+                        f"request {request.key}: vllm gave up ({answer.finish_reason}); its log "
+                        "may say why, with VLLM_LOGGING_LEVEL=INFO"
                     )
                 done.append(self._completion(request.key, answer, answer.finish_reason))
         return done
@@ -156,7 +156,7 @@ class VllmEngine:
         return np.array(self._state(key).detokenizer.output_token_ids, dtype=np.int64)
 
     def _state(self, key: str) -> Any:
-        """What vLLM's own output processor holds of a request."""
+        """What the output processor of vLLM holds of a request."""
         return self._engine.output_processor.request_states[self._running[key][1]]
 
     def abort(self, key: str) -> None:
@@ -206,7 +206,7 @@ class VllmEngine:
         self._unusable = ""
 
     def _forget(self) -> None:
-        """Whatever vLLM computed from prompts and images."""
+        """Drop whatever vLLM computed from prompts and images."""
         if not self._engine.reset_prefix_cache():
             self._engine.step()  # a batch was still under way when the last request ended
             if not self._engine.reset_prefix_cache():
@@ -224,7 +224,7 @@ class VllmEngine:
     # -- memory --
 
     def sleep(self) -> None:
-        """What a trainer can hand over again is forgotten; else the weights wait on the host."""
+        """Drop weights that a trainer can hand over again; else keep them on the host."""
         assert not self._running, "sleep while sequences are running"
         if self._sleeps and not self._asleep:
             self._engine.sleep(level=2 if self._source is not None else 1)
@@ -306,7 +306,7 @@ def _build(settings: Settings, family: Family, found: Probe) -> Any:
 
 
 def _inspect_here(folder: str) -> None:
-    """vLLM looks at the class of a model in a process of its own, where torchvision would die."""
+    """Register the class here: vLLM inspects it in a child otherwise, where torchvision crashes."""
     from vllm import ModelRegistry
 
     described = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Is there a vLLM that can serve? Asked of its classes and signatures, never of its version.
+"""Whether there is a vLLM that can serve: asked of its classes, never derived from its version.
 
 probe().problem        # empty when it can
 """
@@ -28,13 +28,13 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What was found."""
+    """What is installed."""
 
     version: str = ""
     device: str = ""  # that it was built for: cpu, cuda …
     sleeps: bool = False  # gives memory back between rollouts
-    lacks: tuple[str, ...] = ()  # of what saccade calls
-    problem: str = ""  # why it cannot serve, with the mend
+    lacks: tuple[str, ...] = ()  # missing names that saccade calls
+    problem: str = ""  # why it cannot serve, with the fix
 
 
 @cache
@@ -71,10 +71,10 @@ def require() -> Probe:
 
 
 def prepare() -> None:
-    """Before the first import of vLLM."""
+    """Set the environment, before the first import of vLLM."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine runs in this very process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine runs in this process
 
 
 def _look() -> tuple[Any, tuple[str, ...]]:

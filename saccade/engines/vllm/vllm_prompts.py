@@ -1,8 +1,8 @@
-"""Our requests in vLLM's words.
+"""Requests as vLLM takes them.
 
 A prompt is a list of ids with one placeholder per image, which vLLM expands again, and the images
-at the very size at which the model sees them. What names an image also names the weights, so that
-nothing computed under other weights can be found under it.
+at the size at which the model sees them. The name of an image holds the version of the weights, so
+that nothing computed under other weights is found under it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def params_of(request: Request, eos: list[int]) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = request.sampling
-    # Every id that ends a turn is among `eos`: vLLM's own idea of the end is switched off.
+    # Every id that ends a turn is among `eos`: the end ids of vLLM are switched off.
     params = SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

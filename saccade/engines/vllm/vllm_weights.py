@@ -1,8 +1,8 @@
-"""The names and the bytes of a hand-over of weights, compared.
+"""Compare names and bytes of the weights that are handed over to vLLM.
 
 Names are compared as vLLM reads them (its model class renames prefixes of a folder), before its
-loader fuses some of them. Checksums are taken of tensors that keep their bytes: those with a
-parameter of their own, and slices of fused ones; on a CPU vLLM packs the matrices of linear layers,
+loader fuses some of them. Checksums are taken of tensors that keep their bytes: whole
+parameters, and slices of fused ones; on a CPU vLLM packs the matrices of linear layers,
 so norms, embeddings, biases and convolutions are left. Knows nothing of engines.
 """
 
@@ -68,7 +68,7 @@ class Place:
 
 
 class HandOver:
-    """One pass of weights into an engine: iterate over it, then ask what was wrong."""
+    """One pass of weights into an engine: iterate over it, then ask for its `problem`."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class HandOver:
             yield name, weight
 
     def problem(self, loaded: set[str], parameters: set[str], found: Mapping[str, int]) -> str:
-        """What is wrong with the names, or with the bytes that arrived."""
+        """What is wrong with the names or the bytes that arrived; empty if nothing is."""
         missing = sorted(str(self.expected[n]) for n in self.expected.keys() - self.seen)
         if missing or self.unexpected:
             return f"missing: {_listed(missing)}; not expected: {_listed(sorted(self.unexpected))}"
@@ -109,14 +109,14 @@ class HandOver:
 
 
 def sample_for(places: Mapping[str, Place], turn: int) -> dict[str, Place]:
-    """Every place comes round after a few turns."""
+    """The places to check in a turn; every place is checked after a few turns."""
     names = sorted(places)
     start = turn * CHECKED % max(1, len(names))
     return {name: places[name] for name in (names + names)[start : start + CHECKED]}
 
 
 def renaming(model_class: Any) -> Callable[[str], str]:
-    """How this class of vLLM reads a name of a folder, before it fuses any; empty: not at all."""
+    """How a model class of vLLM reads a name of a folder, before fusing; empty: it ignores it."""
     mapper = getattr(model_class, "hf_to_vllm_mapper", None)
     if mapper is None:
         return lambda name: name

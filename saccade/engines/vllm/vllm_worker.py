@@ -1,5 +1,4 @@
-"""What runs inside vLLM, next to its model: the ban on ids, first tokens, and the hand-over of
-weights.
+"""What runs inside vLLM, next to its model: banned ids, first tokens, and the hand-over of weights.
 
 vLLM imports this file by name (`logits_processors`, `worker_extension_cls`); nothing else does.
 """
@@ -28,7 +27,7 @@ PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 
 
 class First(LogitsProcessor):
-    """Draws the first token of an episode with settings of its own."""
+    """Draw the first token of an episode with other settings."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.rows: dict[int, tuple[float, int, list[int]]] = {}
@@ -62,7 +61,7 @@ class Loader:
     vllm_config: Any
 
     def saccade_ban(self, ids: list[int]) -> None:
-        """These are never drawn and have no part in log-probs: their logits are -inf before any
+        """Never draw these ids, and leave them out of log-probs: their logits are -inf before any
         sampler sees them. A processor of logits could do the same, but vLLM then waits for the ids
         of each step before it begins the next one.
         """
@@ -80,8 +79,8 @@ class Loader:
     def saccade_load(
         self, weights: Iterable[tuple[str, Tensor]] | tuple[str, ...]
     ) -> tuple[set, set]:
-        """Names of parameters that were written, and of all. `weights`: pairs, or files of them
-        when they come from another process.
+        """Write weights. Returns the names of parameters that were written, and of all. `weights`:
+        pairs, or files of them when they come from another process.
         """
         model = self.model_runner.get_model()
         names = {name for name, _ in model.named_parameters()}
@@ -99,7 +98,7 @@ class Loader:
             return loaded, names
 
     def saccade_places(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Place]:
-        """Where tensors of these names lie, as far as they lie there as they are handed over."""
+        """Where tensors of these names lie, if they lie there as they are handed over."""
         parameters = dict(self.model_runner.get_model().named_parameters())
         return {
             name: place
@@ -113,7 +112,7 @@ class Loader:
 
 
 def _pack_tied_head(model: nn.Module) -> None:
-    """A head that shares the embedding's weight is written with it, but packed on its own."""
+    """A head that shares the weight of the embedding is written with it, but packed apart."""
     for head in model.modules():
         if isinstance(head, ParallelLMHead):
             head.quant_method.process_weights_after_loading(head)
