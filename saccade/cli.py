@@ -254,7 +254,7 @@ def chat(
         raise ConfigError("--out: has no effect without --batch; /save FILE keeps a conversation")
     config = read_config(as_override("model.path", arguments), "chat")
     check(config, "chat")
-    recipe = import_module("saccade.recipes.chat")
+    recipe = import_module("saccade.recipes.chat_command")
     if serve:
         recipe.serve(config, host=host, port=port, token=not no_token, greedy=greedy)
     elif batch is not None:
