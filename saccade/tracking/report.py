@@ -83,7 +83,8 @@ def run_facts(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
         facts["training time"] = duration(seconds)
     facts["model"] = str(config["model"]["path"] or "—").rstrip("/").rsplit("/", 1)[-1]
     if "reward/mean" in names:
-        facts["algorithm"] = str(config["algorithm"]["preset"])
+        presets = config["algorithm"]["preset"]
+        facts["algorithm"] = presets if isinstance(presets, str) else " + ".join(presets or ())
     return facts
 
 

@@ -84,6 +84,7 @@ def test_a_run_as_data(page: Path) -> None:
     data = page_data(page)
     assert data["facts"]["accuracy on six"] == "50.0\u00a0% → 75.0\u00a0%"
     assert data["facts"]["best step"] == "40 (75.0\u00a0%)"
+    assert data["facts"]["algorithm"] == "grpo"
     (table,) = data["tables"]
     assert table["columns"][2:] == ["before (step 1)", "after (step 40)", "change"]
     name, measure, _, after, change = table["rows"][0]
