@@ -317,7 +317,9 @@ def unknown_key(key: str) -> str:
     if entry is not None:
         meant = difflib.get_close_matches(leaf, entry.model_fields, n=1)
         known = (
-            f"did you mean {meant[0]!r}?" if meant else f"known: {', '.join(entry.model_fields)}"
+            f"did you mean {meant[0]!r}?"
+            if meant
+            else f"expected one of {', '.join(entry.model_fields)}"
         )
         return f"unknown key {key!r}; {known}"
     if renamed := renamed_to(key):

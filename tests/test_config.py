@@ -258,7 +258,9 @@ def test_an_entry_of_a_list_has_names_of_its_own() -> None:
     said = refusal(None, "data.train=[{path: a.jsonl, wieght: 2}]")
     assert said == "unknown key 'data.train.0.wieght'; did you mean 'weight'?"
     said = refusal(None, "reward.terms=[{verifier: math, zzz: 2}]")
-    assert said.startswith("unknown key 'reward.terms.0.zzz'; known: ") and "verifier" in said
+    assert (
+        said.startswith("unknown key 'reward.terms.0.zzz'; expected one of ") and "verifier" in said
+    )
 
 
 @pytest.mark.parametrize(

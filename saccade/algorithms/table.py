@@ -154,7 +154,9 @@ def unknown(field_name: str, name: str, known: Iterable[str]) -> ConfigError:
         return ConfigError(f"{field_name}={name}: no such function; write file.py:name")
     near = difflib.get_close_matches(name.lower().replace(" ", ""), names, n=1, cutoff=0.5)
     guess = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError(f"{field_name}={name}: no such name; {guess}Known: {', '.join(names)}")
+    return ConfigError(
+        f"{field_name}={name}: no such name; {guess}Expected one of {', '.join(names)}"
+    )
 
 
 @cache

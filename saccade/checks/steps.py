@@ -90,7 +90,7 @@ def optimizer(config: Config) -> Iterator[str]:
             yield f"train.betas: {beta} is outside [0, 1); try train.betas=[0.9,0.95]"
     for name, factor in train.lr_scale.items():
         if name not in TOWERS:
-            yield f"train.lr_scale: unknown tower {name!r}; known are {', '.join(TOWERS)}"
+            yield f"train.lr_scale: unknown tower {name!r}; expected one of {', '.join(TOWERS)}"
         elif factor < 0:
             yield f"train.lr_scale: {name} has the factor {factor:g}; try 0.1"
         elif name in _resting(config):

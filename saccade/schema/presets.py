@@ -273,7 +273,7 @@ _ROWS: dict[str, Row] = {
         "advantage": "no_std",
         "policy_loss": "dppo_tv",
     },
-    # The effective objectives of other systems, their defects mended.
+    # The effective objectives of other systems, their defects fixed.
     "easyr1": {
         "about": "EasyR1's objective: GRPO by token mean, wide clip, four updates per step.",
         "paper": "",
