@@ -18,7 +18,7 @@ quickstart: $(VENV)/.installed  ## a tiny vision-language model learns to count,
 	env -u OMP_NUM_THREADS $(RUN) -m saccade quickstart
 
 test: $(VENV)/.installed-test  ## run the test suite
-	$(RUN) -m pytest -n 2 --dist loadgroup
+	$(RUN) -m pytest -n 2 --dist loadgroup --durations 20
 
 test-gpu: $(VENV)/.installed-test  ## run the tests that need a CUDA GPU: kernels against float64, the engine, the update
 	$(RUN) -m pytest tests/gpu

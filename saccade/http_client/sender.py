@@ -20,12 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-import httpx2
-
 from saccade.errors import ConfigError, EnvironmentProblem
+
+if TYPE_CHECKING:
+    import httpx2  # imported where it is used: a run that asks nobody over HTTP does not need it
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before another attempt
 LONGEST_HOLD = 300.0  # that a server may ask for
@@ -68,6 +69,8 @@ class Target:
 def http_client(url: str, key: str = "") -> httpx2.Client:
     """Follows no redirect, which would carry the key elsewhere, and asks this very machine without
     a proxy."""
+    import httpx2
+
     head = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx2.Client(
         headers={"Content-Type": "application/json", **head},
@@ -175,6 +178,8 @@ class Sender:
     def _exchange(
         self, method: str, url: str, path: str, data: bytes | None, until: float
     ) -> Reply:
+        import httpx2
+
         now = time.monotonic()
         until = min(until, now + self.target.timeout)
         address, timeout = url.rstrip("/") + path, max(until - now, 0.001)
