@@ -26,6 +26,14 @@ Row = TypeVar("Row")
 # table → name → where its row is
 PLUGINS: Mapping[str, Mapping[str, str]] = {
     "environments": {"sokoban_step": "saccade.plugins.sokoban.sokoban_environment:KIND"},
+    "mappings": {
+        name: f"saccade.plugins.preferences.preference_sets:{name.replace('-', '_')}"
+        for name in (
+            *("hpdv3", "imagerewarddb", "imagegen_cot", "rapidata-t2v", "rapidata-i2v"),
+            *("omnireward-t2i", "omnireward-t2v", "omnireward-t2a", "genai_bench"),
+            *("genai_bench-video", "videodpo", "videogen_rewardbench", "audio_alpaca"),
+        )
+    },
     "media_kinds": {"series": "saccade.plugins.series.series_files:KIND"},
     "towers": {"series": "saccade.plugins.series.series_tower:TOWER"},
     "verifiers": {"sokoban": "saccade.plugins.sokoban.sokoban_verifier:VERIFIER"},

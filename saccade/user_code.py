@@ -6,6 +6,7 @@ own_module("my_reward.py").compute_score
 from __future__ import annotations
 
 import sys
+import traceback
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -22,3 +23,16 @@ def own_module(path: str | Path) -> ModuleType:
         sys.path.append(str(path.parent))
     spec.loader.exec_module(module)
     return module
+
+
+def raised_at(error: BaseException, path: str | Path | None = None) -> str:
+    """The exception and the last line of the user's file that it passed, in one line; without a
+    file the last line of all.
+    """
+    file = None if path is None else str(Path(path).resolve())
+    message, frames = str(error), traceback.extract_tb(error.__traceback__)
+    places = [(f.filename, f.lineno) for f in frames if file in (None, f.filename)]
+    if isinstance(error, SyntaxError) and error.filename:
+        message, places = error.msg, [(error.filename, error.lineno)]
+    where = "".join(f" ({Path(name).name}:{line})" for name, line in places[-1:])
+    return " ".join(f"{type(error).__name__}: {message}".split()).removesuffix(":") + where

@@ -102,7 +102,7 @@ class Dataset:
             "bad {} set aside": len(self.quarantined),
             f"{{}} over {self.limit} left out": len(self.overlong),
             "{} shortened": self.shortened,
-            "{} left out by keep_if of the mapping": self.filtered,
+            "{} left out by the mapping": self.filtered,
             "{} got a suffix, as another one has the same id": self.renamed,
         }
         reasons = Counter(row.reason for row in self.left_out)

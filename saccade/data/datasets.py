@@ -34,7 +34,7 @@ from saccade.data.dataset import (
 )
 from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id, writable
 from saccade.data.judging import judged
-from saccade.data.mappings import apply, load_mapping, tables_of
+from saccade.data.mappings import apply, load_mapping
 from saccade.data.overlong import POLICIES
 from saccade.data.records import content_hash
 from saccade.data.sources import Row, open_source
@@ -258,7 +258,7 @@ class _Reader:
         if wanted is None:
             return detect(columns, self.config, name) if columns else FORMATS["qa"], iter(rows)
         mapping, seed = load_mapping(wanted), self.config.pair_order_seed
-        return FORMATS["sides"], apply(mapping, rows, tables=tables_of(mapping, folder), seed=seed)
+        return FORMATS["sides"], apply(mapping, rows, folder=folder, seed=seed)
 
     def _opener(self, folder: Path | None) -> OpenImage:
         """Opens media of one source, each file once."""

@@ -1,9 +1,9 @@
-"""Preference sets of other people: a mapping says where a row keeps prompt, candidates, labels.
+"""Preference sets in layouts of their own: a function per set reads prompt, candidates and labels.
 
-A mapped row has the format `sides`: candidate `a`, candidate `b`, and in `labels` for each named
-head which of them is better (`C`: neither). Which of the two given candidates becomes `a` is drawn
-for each row: a set that always names the better one first would tell the label by the place.
-Opens no media and runs no code (`expressions.py`).
+A function returns a `Pair`, a list of `Rated` candidates that are compared within their group, or
+None for a row to leave out. The result has the format `sides`. Which candidate of a pair becomes
+`a` is drawn for each row: in a set that always names the better one first, the position would give
+the label away.
 
     >>> mapping = load_mapping("hpdv3")
     >>> row = {"prompt": "a cat", "path1": "good.png", "path2": "bad.png", "confidence": 1}
@@ -14,336 +14,238 @@ Opens no media and runs no code (`expressions.py`).
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from saccade.data.chats import PLACEHOLDER, RowError, escape
 from saccade.data.comparisons import OTHER
-from saccade.data.expressions import Expression, Scope, number_of, parse
 from saccade.data.records import plain
 from saccade.data.sources import Row
-from saccade.errors import ConfigError, DataError
+from saccade.errors import ConfigError, SaccadeError
+from saccade.media.kinds import KINDS
+from saccade.registry import Table
+from saccade.user_code import own_module, raised_at
 
-SHIPPED = Path(__file__).with_name("mappings.yaml")
-MODALITIES = {
-    "t2i": "image",
-    "t2v": "video",
-    "i2v": "video",
-    "t2a": "audio",
-    "series": "series",
-    "text": "text",
-}
-MAIN = "preference"  # the head that every mapping labels
-WITHIN = re.compile(r"all_non_tied_within\((.+)\)")
-Labeller = Callable[[Scope], str | None]
+MAIN = "preference"  # the head that every row labels
+EXAMPLE = (
+    "def NAME(row): return Pair(kind='image', prompt=row['caption'], a=row['left'], b=row['right'],"
+    " labels={'preference': row['winner']}) with from saccade.data.mappings import Pair"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two candidates and the better one for each head: A, B, C for a tie, None for unknown."""
+
+    kind: str  # of the candidates: text or a kind of media, such as image
+    prompt: Any
+    a: Any
+    b: Any
+    labels: Mapping[str, str | None]
+    image: Any = None  # that the prompt shows
+    criteria: Any = None  # shown below the prompt
+    critique: Any = None  # what somebody wrote about the two; a row with it keeps its order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rated:
+    """One candidate with a rating for each head, higher is better. It makes a pair with every
+    candidate of its group that is not tied with it.
+    """
+
+    kind: str
+    prompt: Any
+    media: Any
+    group: Any
+    ratings: Mapping[str, Any]
+    name: Any = None  # such as the model that made it
+
+
+@dataclass(frozen=True)
 class PreferenceMapping:
-    """One entry of a mapping file, its expressions parsed."""
-
     name: str
-    modality: str
-    prompt: Expression
-    sides: tuple[Expression, Expression] | None = None  # of pairing=given
-    labels: Mapping[str, Labeller] = field(default_factory=dict)
-    within: Expression | None = None  # rows with the same value are paired with each other
-    media: Expression | None = None  # of a member of such a group
-    ratings: Mapping[str, tuple[Expression, int]] = field(default_factory=dict)  # (value, sign)
-    image: Expression | None = None  # that the prompt shows
-    criteria: Expression | None = None
-    critique: Expression | None = None
-    keep_if: Expression | None = None
-    task_instruction: str | None = None
-    tables: Mapping[str, str] = field(default_factory=dict)  # name → JSON file beside the rows
+    function: Callable[..., Pair | list[Rated] | None]  # of a row, or of a row and its folder
+    file: str | None = None  # of the user
 
 
-# -- reading a mapping -----------------------------------------------------------------------------
+MAPPINGS: Table[Callable[..., Any]] = Table("mappings", {})
 
 
 def load_mapping(name: str) -> PreferenceMapping:
-    """A shipped mapping by its name, or FILE.yaml[:NAME] of your own."""
-    path, _, entry = name.partition(":")
-    if Path(path).suffix not in (".yaml", ".yml"):
-        return _read(name, _entry(_file(SHIPPED), name, "data.mapping"))
-    if not Path(path).is_file():
-        raise ConfigError(f"data.mapping={name}: the file does not exist")
-    found = _file(Path(path))
-    if not entry and "modality" in found:
-        return _read(Path(path).stem, found)
-    return _read(entry or path, _entry(found, entry, f"data.mapping={name}"))
-
-
-@cache
-def _file(path: Path) -> Mapping[str, Any]:
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: a mapping file holds fields such as prompt, a, b and label")
-    return found
-
-
-def _entry(found: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    if not isinstance(found.get(name), dict):
+    """A shipped mapping by its name, or file.py:function of the user."""
+    if name in MAPPINGS:
+        return PreferenceMapping(name, MAPPINGS[name])
+    where, (path, _, symbol) = f"data.mapping={name}", name.rpartition(":")
+    if Path(name.partition(":")[0]).suffix in (".yaml", ".yml"):
+        raise ConfigError(f"{where}: a mapping is a Python function: file.py:NAME with {EXAMPLE}")
+    if Path(path or name).suffix != ".py":
         raise ConfigError(
-            f"{where}: no mapping {name!r}; there are {', '.join(found)}, or give FILE.yaml:NAME"
+            f"{where}: expected one of {', '.join(MAPPINGS)}, or file.py:function of your own"
         )
-    return found[name]
-
-
-def _read(name: str, given: Mapping[str, Any]) -> PreferenceMapping:
-    def refuse(why: str) -> ConfigError:
-        return ConfigError(f"mapping {name}: {why}")
-
-    if unknown := set(given) - FIELDS:
-        raise refuse(f"unknown field {min(unknown)}; fields are {', '.join(sorted(FIELDS))}")
-    if given.get("modality") not in MODALITIES:
-        raise refuse(f"modality must be one of {', '.join(MODALITIES)}")
-    pairing = str(given.get("pairing", "given"))
-    found = WITHIN.fullmatch(pairing)
-    needed = ("prompt",) if found else ("prompt", "a", "b")
-    if not found and pairing != "given":
-        raise refuse(f"pairing={pairing}: write given, or all_non_tied_within(prompt_id)")
-    for role in needed:
-        if role not in given:
-            raise refuse(f"needs {role}, an expression such as {role}: {role}")
-    parsed = {role: parse(str(given[role])) for role in EXPRESSIONS if role in given}
-    labels = {
-        head: _labeller(spec, f"mapping {name}: {head}")
-        for part in ("label", "heads")
-        for head, spec in dict(given.get(part, {})).items()
-    }
-    ratings = {
-        head: (parse(str(value)), sign)
-        for part, sign in (("rating", 1), ("rank", -1))
-        for head, value in _by_head(given.get(part)).items()
-    }
-    if MAIN not in (ratings if found else labels):
-        raise refuse(
-            f"no label for the head {MAIN}; write "
-            + ("rating: score" if found else f"label: {{{MAIN}: A}}")
+    if not Path(path or name).is_file():
+        raise ConfigError(f"{where}: the file does not exist; expected file.py:function")
+    try:
+        module = own_module(path or name)
+    except Exception as error:
+        raise ConfigError(f"{where}: the file raised {raised_at(error, path or name)}") from error
+    function = getattr(module, symbol, None) if path else None
+    if not callable(function):
+        found = [n for n, v in vars(module).items() if inspect.isfunction(v)]
+        raise ConfigError(
+            f"{where}: expected file.py:function; the file has {', '.join(found) or 'none'}"
         )
-    if "critique" in given and (found or isinstance(dict(given.get("label", {})).get(MAIN), str)):
-        raise refuse("a critique speaks of the first and the second, so rows must name the better")
-    return PreferenceMapping(
-        name=name,
-        modality=given["modality"],
-        prompt=parsed["prompt"],
-        sides=None if found else (parsed["a"], parsed["b"]),
-        labels=labels,
-        within=parse(found[1]) if found else None,
-        ratings=ratings,
-        task_instruction=given.get("task_instruction"),
-        tables=dict(given.get("tables", {})),
-        **{
-            role: parsed.get(role) for role in ("media", "image", "criteria", "critique", "keep_if")
-        },
-    )
-
-
-EXPRESSIONS = ("prompt", "a", "b", "media", "image", "criteria", "critique", "keep_if")
-FIELDS = {
-    *EXPRESSIONS,
-    *("modality", "label", "heads", "rating", "rank", "pairing", "task_instruction", "tables"),
-}
-
-
-def _by_head(value: Any) -> Mapping[str, Any]:
-    return {} if value is None else value if isinstance(value, dict) else {MAIN: value}
-
-
-def _labeller(spec: Any, where: str) -> Labeller:
-    """A constant side, two values of which the higher wins, conditions of which one must hold (a
-    third one: a tie), or a column that names the side.
-    """
-    if isinstance(spec, str) and spec in OTHER:
-        return lambda scope: spec
-    if isinstance(spec, list) and len(spec) in (2, 3):
-        parsed = [parse(str(value)) for value in spec]
-
-        def compared(scope: Scope) -> str | None:
-            values = [value(scope) for value in parsed]
-            if len(values) == 2 and not all(isinstance(value, bool) for value in values):
-                return better(*values)
-            holding = [side for side, value in zip("ABC", values, strict=False) if value is True]
-            return holding[0] if len(holding) == 1 else None
-
-        return compared
-    if isinstance(spec, dict) and "from" in spec and set(spec) <= {"from", *OTHER}:
-        column = parse(str(spec["from"]))
-        sides = {
-            str(value): side
-            for side in OTHER
-            for value in (spec[side] if isinstance(spec.get(side), list) else [spec.get(side)])
-            if value is not None
-        }
-
-        def named(scope: Scope) -> str | None:
-            value = column(scope)
-            return None if value is None else sides.get(str(value), sides.get("*"))
-
-        return named
-    raise ConfigError(
-        f"{where}: {spec!r} is no label; write A, two expressions [score_a, score_b], or "
-        "{from: winner, A: left, B: right, C: same}"
-    )
-
-
-def better(first: Any, second: Any, sign: int = 1) -> str | None:
-    """The side of the higher value; None where one is missing."""
-    numbers = number_of(first), number_of(second)
-    if numbers[0] is None or numbers[1] is None:
-        return None
-    gap = sign * (numbers[0] - numbers[1])
-    return "A" if gap > 0 else "B" if gap < 0 else "C"
-
-
-def tables_of(mapping: PreferenceMapping, folder: Path | None) -> dict[str, Any]:
-    """The JSON files that a mapping looks things up in, from the folder of its rows."""
-    tables = {}
-    for name, file in mapping.tables.items():
-        path = (folder or Path()) / file
-        if not path.is_file():
-            raise DataError(f"mapping {mapping.name}: {path} does not exist; it holds {name}")
-        tables[name] = json.loads(path.read_text(encoding="utf-8"))
-    return tables
-
-
-# -- applying it -----------------------------------------------------------------------------------
+    return PreferenceMapping(name, function, path)
 
 
 def apply(
     mapping: PreferenceMapping,
     rows: Iterable[tuple[int, Row]],
     *,
-    tables: Mapping[str, Any] | None = None,
+    folder: Path | None = None,
     seed: int = 0,
 ) -> Iterator[tuple[int, Row | None]]:
-    """Numbered rows of the format `sides`; None stands for a row that `keep_if` leaves out."""
-    groups: dict[str, list[tuple[int, Scope]]] = {}
+    """Numbered rows of the format `sides`; None stands for a row that the mapping leaves out."""
+    groups: dict[str, list[tuple[int, Rated, Mapping[str, Any]]]] = {}
+    arguments = (
+        [folder or Path()] if len(inspect.signature(mapping.function).parameters) > 1 else []
+    )
     for number, row in rows:
         if isinstance(row, RowError):
             yield number, row
             continue
-        scope = {**(tables or {}), **row}
-        if mapping.keep_if is not None and not mapping.keep_if(scope):
+        try:
+            found = mapping.function(row, *arguments)
+        except SaccadeError:
+            raise
+        except RowError as error:
+            yield number, error
+            continue
+        except Exception as error:
+            reason = raised_at(error, mapping.file)
+            yield number, RowError(f"mapping {mapping.name} raised {reason}")
+            continue
+        if found is None:
             yield number, None
-        elif mapping.within is None:
-            yield number, _row(mapping, scope, row, seed)
-        else:
-            group = groups.setdefault(repr(mapping.within(scope)), [])
-            group += [(number, member) for member in _members(mapping, scope)]
+            continue
+        for one in _checked(found, f"mapping {mapping.name}, row {row.get('id', number)}"):
+            if isinstance(one, Pair):
+                yield number, _compared(mapping.name, one, row, seed)
+            else:
+                groups.setdefault(repr(one.group), []).append((number, one, row))
     for group in groups.values():
-        for (number, first), (_, second) in combinations(group, 2):
-            pair = _pair(mapping, first, second, seed)
-            if pair is not None:
-                yield number, pair
+        for (number, first, row), (_, second, other) in combinations(group, 2):
+            labels = {
+                h: better(rating, second.ratings.get(h)) for h, rating in first.ratings.items()
+            }
+            if labels[MAIN] in ("A", "B"):
+                media = {"a": first.media, "b": second.media}
+                pair = Pair(kind=first.kind, prompt=first.prompt, labels=labels, **media)
+                kept = _named(row, other, first, second)
+                yield number, _compared(mapping.name, pair, kept, seed)
 
 
-def _members(mapping: PreferenceMapping, scope: Scope) -> Iterator[Scope]:
-    """A row is one member, or, where it rates a record of things by name, one for each of them."""
-    values = {head: value(scope) for head, (value, _) in mapping.ratings.items()}
-    main = values[MAIN]
-    names = (
-        [None]
-        if not isinstance(main, Mapping)
-        else [n for n, v in main.items() if v not in (None, "", [])]
-    )
-    for name in names:
-        one = {h: v.get(name) if isinstance(v, Mapping) else v for h, v in values.items()}
-        inside = scope if name is None else {**scope, "key": name}
-        shown = mapping.media(inside) if mapping.media else scope.get(str(name))
-        yield {**inside, _RATED: one, _SHOWN: shown}
+def _checked(found: Any, where: str) -> list[Pair | Rated]:
+    """What a function returned as a list, if it is what `apply` reads."""
+    every = found if isinstance(found, list) else [found]
+    for one in every:
+        if not isinstance(one, Pair | Rated):
+            raise ConfigError(
+                f"{where}: returned {type(one).__name__}; expected Pair(…), Rated(…), a list of "
+                "Rated, or None to leave the row out"
+            )
+        heads = one.labels if isinstance(one, Pair) else one.ratings
+        name = "labels" if isinstance(one, Pair) else "ratings"
+        if one.kind not in (*KINDS, "text"):
+            raise ConfigError(
+                f"{where}: kind={one.kind!r}; expected one of {', '.join((*KINDS, 'text'))}"
+            )
+        if not isinstance(heads, Mapping) or MAIN not in heads:
+            raise ConfigError(f"{where}: {name}={heads!r} lack the head {MAIN}")
+        if isinstance(one, Pair) and not {*heads.values()} <= {*OTHER, None}:
+            raise ConfigError(f"{where}: labels={heads!r}; expected A, B, C or None for each head")
+    return every
 
 
-_RATED, _SHOWN = "\0rated", "\0shown"  # names that no column has
-
-
-def _pair(mapping: PreferenceMapping, first: Scope, second: Scope, seed: int) -> Row | None:
-    rated = first[_RATED], second[_RATED]
-    found = {h: better(rated[0][h], rated[1][h], s) for h, (_, s) in mapping.ratings.items()}
-    if found[MAIN] in (None, "C"):
-        return None
-    row = {name: value for name, value in first.items() if name not in (_RATED, _SHOWN, "key")}
-    names = [member["key"] for member in (first, second) if "key" in member]
-    given = row.get("id")
+def _named(
+    row: Mapping[str, Any], other: Mapping[str, Any], first: Rated, second: Rated
+) -> Mapping[str, Any]:
+    """The row of the first candidate, with an id for the pair."""
+    names = [one.name for one in (first, second) if one.name is not None]
+    id = row.get("id")
     if names:
-        row["models"] = names
-        row["id"] = None if given is None else f"{given}:{'-'.join(map(str, names))}"
-    elif given is not None and second.get("id") is not None:
-        row["id"] = f"{given}:{second['id']}"
-    shown = first[_SHOWN], second[_SHOWN]
-    return _compared(mapping, first, row, shown, found, seed)
+        return {
+            **row,
+            "models": names,
+            "id": None if id is None else f"{id}:{'-'.join(map(str, names))}",
+        }
+    both = id is not None and other.get("id") is not None
+    return {**row, "id": f"{id}:{other['id']}"} if both else row
 
 
-def _row(mapping: PreferenceMapping, scope: Scope, row: Mapping[str, Any], seed: int) -> Row:
-    assert mapping.sides is not None
-    labels = {head: label(scope) for head, label in mapping.labels.items()}
-    return _compared(
-        mapping, scope, row, tuple(side(scope) for side in mapping.sides), labels, seed
+def _compared(name: str, pair: Pair, row: Mapping[str, Any], seed: int) -> Row:
+    labels = {head: side for head, side in pair.labels.items() if side is not None}
+    for what, missing in {
+        "prompt": pair.prompt is None,
+        "a": pair.a is None,
+        "b": pair.b is None,
+        "label": not labels,
+    }.items():
+        if missing:
+            return RowError(f"the row has no {what} where mapping {name} looks for it")
+    shown = pair.a, pair.b
+    drawn = (
+        hashlib.sha256(json.dumps([seed, plain([pair.prompt, *shown])]).encode()).digest()[0] % 2
     )
-
-
-def _compared(
-    mapping: PreferenceMapping,
-    scope: Scope,
-    row: Mapping[str, Any],
-    shown: tuple[Any, ...],
-    found: Mapping[str, str | None],
-    seed: int,
-) -> Row:
-    prompt = mapping.prompt(scope)
-    missing = [name for name, value in zip(("a", "b"), shown, strict=True) if value is None]
-    labels = {head: side for head, side in found.items() if side is not None}
-    if prompt is None or missing or not labels:
-        what = "prompt" if prompt is None else missing[0] if missing else "label"
-        return RowError(f"the row has no {what} where mapping {mapping.name} looks for it")
-    critique = mapping.critique(scope) if mapping.critique else None
-    drawn = hashlib.sha256(json.dumps([seed, plain([prompt, *shown])]).encode()).digest()[0] % 2
-    swapped = bool(drawn) and critique is None  # a critique names the sides as they were given
-    kept = {n: v for n, v in row.items() if n != "id" and n not in mapping.tables and not _raw(v)}
+    swapped = bool(drawn) and pair.critique is None  # a critique names the sides as they were given
+    extra = {n: v for n, v in row.items() if n != "id" and not _raw(v)}
     if swapped:
         shown, labels = shown[::-1], {head: OTHER[side] for head, side in labels.items()}
-        kept |= {"models": kept["models"][::-1]} if "models" in kept else {}
-    kind = MODALITIES[mapping.modality]
-    question: list[dict[str, Any]] = []
-    if mapping.image is not None:
-        question.append({"type": "image", "image": mapping.image(scope)})
-    criteria = mapping.criteria(scope) if mapping.criteria else None
-    question.append({"type": "text", "text": escape(_worded(mapping, str(prompt), criteria))})
-    added = {"labels": labels, "sides": {"seed": seed, "swapped": swapped}}
-    texts = {"critique": critique, "criteria": criteria}
-    named = {} if row.get("id") is None else {"id": row["id"]}
+        if isinstance(models := extra.get("models"), list):
+            extra["models"] = models[::-1]
+    # The mapping places the media, so marks of them in the prompt go.
+    text = PLACEHOLDER.sub("", str(pair.prompt)).strip()
+    text = f"{text}\n{pair.criteria}" if pair.criteria else text
+    image = [] if pair.image is None else [{"type": "image", "image": pair.image}]
+    texts = {"critique": pair.critique, "criteria": pair.criteria}
+    a, b = (escape(str(side)) if pair.kind == "text" else side for side in shown)
     return {
-        **named,
-        "messages": [{"role": "user", "content": question}],
-        "a": [_item(kind, shown[0])],
-        "b": [_item(kind, shown[1])],
-        "extra": kept | added | {name: t for name, t in texts.items() if t is not None},
+        **({} if row.get("id") is None else {"id": row["id"]}),
+        "messages": [{"role": "user", "content": [*image, {"type": "text", "text": escape(text)}]}],
+        "a": [{"type": pair.kind, pair.kind: a}],
+        "b": [{"type": pair.kind, pair.kind: b}],
+        "extra": extra
+        | {"labels": labels, "sides": {"seed": seed, "swapped": swapped}}
+        | {name: t for name, t in texts.items() if t is not None},
     }
 
 
-def _worded(mapping: PreferenceMapping, prompt: str, criteria: Any) -> str:
-    """What the candidates were asked for. The mapping places the media, so marks of them go."""
-    prompt = PLACEHOLDER.sub("", prompt).strip()
-    text = mapping.task_instruction or ("{prompt}\n{criteria}" if criteria else "{prompt}")
-    values = {"prompt": prompt, "criteria": "" if criteria is None else str(criteria)}
-    return re.sub(r"\{(prompt|criteria)\}", lambda found: values[found[1]], text)
+def better(first: Any, second: Any) -> str | None:
+    """The side of the higher value, C for a tie; None where one is missing."""
+    a, b = number_of(first), number_of(second)
+    if a is None or b is None:
+        return None
+    return "A" if a > b else "B" if b > a else "C"
 
 
-def _item(kind: str, value: Any) -> dict[str, Any]:
-    return {"type": kind, kind: escape(str(value)) if kind == "text" else value}
+def number_of(value: Any) -> float | None:
+    """The number that a value stands for: a list counts as its mean, a CSV cell is a text."""
+    if isinstance(value, list | tuple):
+        numbers = [number for item in value if (number := number_of(item)) is not None]
+        return sum(numbers) / len(numbers) if numbers and len(numbers) == len(value) else None
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*-?\d+(\.\d+)?([eE]-?\d+)?\s*", value)
+        return float(value) if found else None
+    return float(value) if isinstance(value, bool | int | float) else None
 
 
 def _raw(value: Any) -> bool:
     """Whether a column holds encoded media, which the record keeps once."""
     if isinstance(value, Mapping):
-        return any(_raw(item) for item in value.values())
+        return any(map(_raw, value.values()))
     return isinstance(value, bytes) or (isinstance(value, list) and any(map(_raw, value)))

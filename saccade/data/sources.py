@@ -24,8 +24,8 @@ from typing import IO, Any, NamedTuple, cast
 
 from saccade.config import DataSource
 from saccade.data.chats import RowError
-from saccade.errors import DataError, EnvironmentProblem
-from saccade.user_code import own_module
+from saccade.errors import DataError, EnvironmentProblem, SaccadeError
+from saccade.user_code import own_module, raised_at
 
 Row = Mapping[str, Any] | RowError
 BATCH = 256  # rows of a table that are in memory at once, or as many as BATCH_BYTES hold
@@ -229,10 +229,15 @@ def _at_once(rows: int, size: int) -> int:
 
 
 def _python_rows(path: Path, split: str | None) -> Iterator[Row]:
-    module = own_module(path)
-    if not callable(getattr(module, "load", None)):
-        raise DataError(f"{path}: needs a function load(split) that returns rows")
-    yield from map(_record, module.load(split or "train"))
+    try:
+        load = getattr(own_module(path), "load", None)
+        if not callable(load):
+            raise DataError(f"{path}: needs a function load(split) that returns rows")
+        yield from map(_record, load(split or "train"))
+    except SaccadeError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path}: raised {raised_at(error, path)}") from error
 
 
 FILES: dict[str, Callable[[Path], Iterator[Row]]] = {

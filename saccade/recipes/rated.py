@@ -26,7 +26,7 @@ from saccade.backends.local import LocalBackend
 from saccade.config import Config, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError, parse_json
-from saccade.data.expressions import number_of
+from saccade.data.mappings import number_of
 from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
 from saccade.models.families import Family

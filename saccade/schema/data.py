@@ -63,8 +63,8 @@ class DataConfig(Section):
     )
     mapping: str | None = option(
         None,
-        "How preference rows of other people are read: hpdv3, imagerewarddb and others that are "
-        "shipped, or FILE.yaml[:NAME].",
+        "How preference rows in another layout are read: hpdv3, imagerewarddb and others that are "
+        "included, or file.py:function.",
         path=True,
     )
     pair_view: Literal["apart", "verdict"] = option(

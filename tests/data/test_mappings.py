@@ -1,9 +1,10 @@
-"""Mapping files: the columns of public preference sets as comparisons, and what they refuse."""
+"""Mappings: the columns of public preference sets as comparisons, and what is refused."""
 
 from __future__ import annotations
 
 import io
 import json
+import re
 import wave
 from collections import Counter
 from dataclasses import replace
@@ -14,15 +15,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from PIL import Image
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.comparisons import chosen_first, label_of
 from saccade.data.datasets import Dataset, load
-from saccade.data.expressions import number_of, parse
 from saccade.data.formats import FORMATS, read_row
-from saccade.data.mappings import SHIPPED, apply, load_mapping
+from saccade.data.mappings import MAPPINGS, apply, load_mapping, number_of
 from saccade.data.records import to_row
 from saccade.errors import ConfigError, DataError
 from saccade.media.images import open_media
@@ -109,7 +108,7 @@ def test_hpdv3_prefers_the_first_path_and_leaves_doubtful_rows_out(tmp_path: Pat
         )
     data = read(write_json(tmp_path / "train.json", rows), "hpdv3")
     assert len(data) == 35 and data.filtered == 5 and data.parts[0].rows == 40
-    assert "5 rows left out by keep_if" in data.summary
+    assert "5 rows left out by the mapping" in data.summary
     for sample in data.samples:
         assert better(sample) == max(shades(sample)) >= 100
         assert sample.messages[0].text.startswith("a cat") and sample.extra["model1"] == "flux"
@@ -312,10 +311,8 @@ def test_audio_alpaca_holds_its_sounds(tmp_path: Path) -> None:
     assert {c[0].media[0].kind for c in sample.candidates} == {"audio"}
 
 
-def test_every_shipped_mapping_can_be_read() -> None:
-    names = list(yaml.safe_load(SHIPPED.read_text()))
-    assert len(names) == 13
-    assert {load_mapping(name).modality for name in names} == {"t2i", "t2v", "i2v", "t2a"}
+def test_every_included_mapping_can_be_loaded() -> None:
+    assert len(MAPPINGS) == 13 and all(callable(load_mapping(name).function) for name in MAPPINGS)
 
 
 # -- records ---------------------------------------------------------------------------------------
@@ -333,115 +330,127 @@ def test_a_comparison_is_written_and_read_back(tmp_path: Path) -> None:
     assert shades(best)[0] == 1 and label_of(best) == "A"
 
 
-def test_texts_can_be_compared_too_and_own_files_name_the_mapping(tmp_path: Path) -> None:
-    own = {
-        "modality": "text",
-        "prompt": "q",
-        "a": "left",
-        "b": "right",
-        "label": {"preference": {"from": "winner", "A": ["l", "L"], "B": "r", "C": "none"}},
-        "task_instruction": "Judge {prompt} {by} it.",
-    }
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
-    (tmp_path / "two.yaml").write_text(yaml.safe_dump({"mine": own}))
+OWN = """
+from saccade.data.mappings import Pair, Rated
+
+def judge(row):
+    label = {"l": "A", "L": "A", "r": "B", "none": "C"}.get(row["winner"])
+    prompt = f"Judge {row['q']} {{by}} it."
+    return Pair(kind="text", prompt=prompt, a=row["left"], b=row["right"],
+                labels={"preference": label})
+
+def rate(row):
+    if row["winner"] == "?":
+        return None
+    return [Rated(kind="text", prompt=row["q"], media=row[side], group=row["q"], name=side,
+                  ratings={"preference": n}) for n, side in enumerate(("left", "right"))]
+
+def smell(row):
+    return Pair(kind="smell", prompt="p", a="x", b="y", labels={"preference": "A"})
+
+def headless(row):
+    return Pair(kind="text", prompt="p", a="x", b="y", labels={"quality": "A"})
+
+def first(row):
+    return Pair(kind="text", prompt="p", a="x", b="y", labels={"preference": "first"})
+
+def text(row):
+    return row["q"]
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> tuple[Path, str]:
+    """Four rows of texts, and the file of the user's mappings."""
+    (tmp_path / "own.py").write_text(OWN)
     rows = [{"q": "2+2?", "left": "4", "right": "5", "winner": w} for w in ("L", "r", "none", "?")]
-    path = write_json(tmp_path / "r.json", rows)
-    for name in (f"{tmp_path}/own.yaml", f"{tmp_path}/two.yaml:mine"):
-        data = read(path, name, max_bad_fraction=0.5)
-        texts = [
-            None if label_of(s) == "C" else s.candidates["AB".index(label_of(s) or "")][0].text
-            for s in data.samples
-        ]
-        assert texts == ["4", "5", None]
-        assert data.quarantined[0].row == 4 and "no label" in data.quarantined[0].reason
-        assert data.samples[0].messages[0].text == "Judge 2+2? {by} it."
+    return write_json(tmp_path / "r.json", rows), f"{tmp_path}/own.py"
+
+
+def test_a_mapping_of_the_user_may_compare_texts(own: tuple[Path, str]) -> None:
+    data = read(own[0], f"{own[1]}:judge", max_bad_fraction=0.5)
+    labels = [label_of(sample) or "" for sample in data.samples]
+    texts = [
+        None if label == "C" else s.candidates["AB".index(label)][0].text
+        for s, label in zip(data.samples, labels, strict=True)
+    ]
+    assert texts == ["4", "5", None]
+    assert data.quarantined[0].row == 4 and "no label" in data.quarantined[0].reason
+    assert data.samples[0].messages[0].text == "Judge 2+2? {by} it."
+
+
+def test_a_mapping_of_the_user_may_rate_candidates(own: tuple[Path, str]) -> None:
+    data = read(own[0], f"{own[1]}:rate")
+    assert data.filtered == 1 and len(data) == 9  # of the three rows, each left with each right
+    for sample in data.samples:
+        assert sample.extra["models"]["AB".index(label_of(sample) or "")] == "right"
 
 
 # -- what is refused -------------------------------------------------------------------------------
 
-GOOD = {"modality": "t2i", "prompt": "p", "a": "x", "b": "y", "label": {"preference": "A"}}
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smell", "kind='smell'; expected one of image, "),
+        ("headless", "row 1: labels={'quality': 'A'} lack the head preference"),
+        ("first", "expected A, B, C or None for each head"),
+        ("text", "row 1: returned str; expected Pair"),
+        ("nowhere", "expected file.py:function; the file has judge, rate"),
+    ],
+)
+def test_a_wrong_function_is_refused(own: tuple[Path, str], name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read(own[0], f"{own[1]}:{name}")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "message"),
     [
-        ({"modality": "smell"}, "modality must be one of t2i, t2v"),
-        ({"lable": 1}, "unknown field lable"),
-        ({"label": {"quality": "A"}}, "no label for the head preference"),
-        ({"label": {"preference": "first"}}, "'first' is no label; write A"),
-        ({"pairing": "all"}, "write given, or all_non_tied_within"),
-        ({"a": None}, "cannot be read|needs a"),
-        ({"critique": "said"}, "rows must name the better"),
-        ({"prompt": "__import__('os')"}, r"cannot be read at"),
+        ("hpd", "expected one of hpdv3, imagerewarddb, .*, or file.py:function"),
+        ("nowhere.py:f", "the file does not exist"),
+        ("own.yaml", "a mapping is a Python function: file.py:NAME with def NAME"),
+        ("own.yaml:mine", "a mapping is a Python function"),
     ],
 )
-def test_a_wrong_mapping_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    given = {name: value for name, value in {**GOOD, **change}.items() if value is not None}
-    (tmp_path / "m.yaml").write_text(yaml.safe_dump(given))
+def test_unknown_names_are_refused_with_those_that_work(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_mapping(f"{tmp_path}/m.yaml")
+        load_mapping(name)
 
 
-def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="no mapping 'hpd'; there are hpdv3, imagerewarddb"):
-        load_mapping("hpd")
-    with pytest.raises(ConfigError, match="does not exist"):
-        load_mapping("nowhere.yaml")
+def test_a_file_or_function_that_raises_is_named_with_its_line(own: tuple[Path, str]) -> None:
+    path = Path(own[1])
+    path.write_text("\n\ndef f(row):\n    return row['nothing']\n")
+    reason = re.escape(
+        f"row-1 (row 1 of r): mapping {path}:f raised KeyError: 'nothing' (own.py:4)"
+    )
+    with pytest.raises(DataError, match=reason):
+        read(own[0], f"{path}:f")
+    for text, message in {
+        "1 / 0": "ZeroDivisionError: division by zero",
+        "(": "SyntaxError",
+    }.items():
+        path.write_text(f"\n{text}\n")
+        with pytest.raises(ConfigError, match=rf"the file raised {message}.* \(own.py:2\)"):
+            load_mapping(f"{path}:f")
 
 
 def test_rows_that_lack_something_are_named() -> None:
-    mapping = load_mapping("hpdv3")
     row = {"prompt": "p", "path1": "x", "confidence": 1}
-    (problem,) = [found for _, found in apply(mapping, [(1, row)])]
+    (problem,) = [found for _, found in apply(load_mapping("hpdv3"), [(1, row)])]
     assert str(problem) == "the row has no b where mapping hpdv3 looks for it"
 
 
-# -- expressions -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("value", "number"),
     [
-        ("a", 3),
-        ("n.x[1]", 5),
-        ("n.x[-1]", 5),
-        ("n['x'][0]", 4),
-        ("t[i].name", "second"),
-        ("a + 1.5", 4.5),
-        ("a + n.x[0] + 1", 8),
-        ("'v/' + a + '.mp4'", "v/3.mp4"),
-        ("a >= 3", True),
-        ("c > 0.5", True),
-        ("c == '0.90'", True),
-        ("a + 1 < 4", False),
-        ("n.x > 4", True),  # the mean of a list
-        ("word contains 'or'", True),
-        ("missing", None),
-        ("missing.x[2]", None),
-        ("n.x[9]", None),
-        ("missing >= 0", False),
-        ("missing != 1", False),
-        ("missing + 1", None),
-        ("c + c", 1.8),  # cells of a CSV file are texts
+        (" -2.5 ", -2.5),
+        ("1e-3", 0.001),
+        ([4, "5"], 4.5),
+        ("x", None),
+        ([], None),
+        ([1, None], None),
     ],
 )
-def test_expressions_are_fields_sums_and_comparisons(text: str, value: Any) -> None:
-    row = {"a": 3, "n": {"x": [4, 5]}, "c": "0.9", "word": "orange", "i": 1}
-    assert parse(text)(row | {"t": [{"name": "first"}, {"name": "second"}]}) == value
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "a(", "f(x)", "a.b()", "a if b", "a * 2", "a == b == c", "a[", "a.", "lambda: 0"),
-        *("a; b", "'open", "a.1", "+ a", "[" * 50, "a" + "[a" * 40, "{x}", "a or b", "`id`"),
-    ],
-)
-def test_nothing_else_can_be_written(text: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be read at"):
-        parse(text)
-
-
-def test_texts_of_numbers_count() -> None:
-    assert number_of(" -2.5 ") == -2.5 and number_of("1e-3") == 0.001
-    assert number_of("x") is None and number_of([]) is None and number_of([1, None]) is None
+def test_texts_and_lists_count_as_numbers(value: Any, number: float | None) -> None:
+    assert number_of(value) == number

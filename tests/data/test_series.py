@@ -13,7 +13,6 @@ from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.datasets import load
 from saccade.data.formats import FORMATS, read_row
-from saccade.data.mappings import load_mapping
 from saccade.data.overlong import POLICIES
 from saccade.data.records import to_row
 from saccade.media.images import ImageError
@@ -172,12 +171,14 @@ def test_no_policy_cuts_a_series() -> None:
 
 
 def test_a_mapping_may_compare_series(tmp_path: Path) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text("{modality: series, prompt: text, a: left, b: right, label: {preference: A}}")
-    assert load_mapping(str(path)).modality == "series"
+    (tmp_path / "own.py").write_text(
+        "from saccade.data.mappings import Pair\n"
+        "def calm(row):\n    sides = {'a': row['left'], 'b': row['right']}\n"
+        "    return Pair(kind='series', prompt=row['text'], labels={'preference': 'A'}, **sides)\n"
+    )
     pair = {"text": "calm?", "left": VALUES.tolist(), "right": (VALUES + 1).tolist()}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
-    source = DataSource(path=str(tmp_path / "pairs.jsonl"), mapping=str(path))
+    source = DataSource(path=str(tmp_path / "pairs.jsonl"), mapping=f"{tmp_path}/own.py:calm")
     (sample,) = load([source], DataConfig()).samples
     assert [media.kind for media in sample.every_media] == ["series", "series"]
     (judged,) = load([source], DataConfig(pair_view="verdict")).samples

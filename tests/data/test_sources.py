@@ -115,6 +115,12 @@ def test_a_python_file_gets_the_split(tmp_path):
     (tmp_path / "b.py").write_text("")
     with pytest.raises(DataError, match="needs a function load"):
         rows(tmp_path / "b.py")
+    for text, line in {"def load(split):\n    yield {}\n    1 / 0": 3, "\n1 / 0": 2}.items():
+        (tmp_path / "b.py").write_text(text)
+        with pytest.raises(
+            DataError, match=rf"b.py: raised ZeroDivisionError: .* \(b.py:{line}\)$"
+        ):
+            rows(tmp_path / "b.py")
 
 
 def test_a_broken_line_is_one_bad_row(tmp_path):
