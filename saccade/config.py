@@ -24,7 +24,7 @@ from saccade.notation import ELSEWHERE, FOREIGN, INSTEAD, RENAMED, parse, write
 from saccade.schema import *  # noqa: F403 (whoever loads a config finds its sections here, too)
 from saccade.schema import Config, DataSource, RewardTerm, Section, options
 from saccade.schema.presets import cells_of, row_of
-from saccade.schema.section import WORDS
+from saccade.schema.section import WORDS, about
 
 # -- defaults of the commands ----------------------------------------------------------------------
 
@@ -256,7 +256,8 @@ def _full_key(key: str) -> str:
     if "." in key or key in Config.model_fields:
         return key
     # Not deeper ones: `lr` is the policy's, whatever else has a learning rate.
-    homes = [name for name in known if name.count(".") == 1 and name.endswith(f".{key}")]
+    names = [name for name, _ in options(keys=False)]
+    homes = [name for name in names if name.count(".") == 1 and name.endswith(f".{key}")]
     if len(homes) == 1 and key not in ELSEWHERE:
         return homes[0]
     if homes:
@@ -293,6 +294,10 @@ def explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         return "\n".join(map(unknown_key, _leaves(key, error.get("input"))))
     known, given = dict(options()).get(key), error.get("input")
+    if error["type"] == "model_type" and (keys := keys_of(key)):
+        example = next(f"{name}: {field.default}" for name, field in keys.items() if field.default)
+        expected = f"expected keys of {', '.join(keys)}; try {key}={{{example}}}"
+        return f"{key}: wants a mapping, got {given!r}; {expected}"
     inside = [name for name, _ in options() if name.startswith(f"{key}.")]
     if error["type"] == "model_type" and inside:
         return f"{key}: a section, got {given!r}; set one of its options: {', '.join(inside)}"
@@ -327,7 +332,16 @@ def unknown_key(key: str) -> str:
     option = meant_by(key)
     instead = next((INSTEAD[part] for part in reversed(key.split(".")) if part in INSTEAD), "")
     hint = instead if not option else f"did you mean {option!r}?"
+    if not hint and (keys := keys_of(above)):
+        hint = f"expected one of {', '.join(keys)}"
     return f"unknown key {key!r}{hint and '; '}{hint}"
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    """The keys of an option that is a mapping, each with its field; empty for any other name."""
+    field = dict(options(keys=False)).get(name)
+    kind = field.annotation if field is not None and "mapping" in about(field) else None
+    return {} if kind is None else dict(options(kind))
 
 
 def renamed_to(key: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ also a value of the wrong type and a combination that cannot run. An option that
 does not count is refused, with what makes it count. One file serves all commands: an
 option of another command is refused only on the command line. `--dry-run` shows what was chosen and
 the batch arithmetic, `--dry-run --full` every option with the value it has, `saccade init MODEL
-DATA` writes a first file. An empty default means: decided as the description says. `reward.judge`
-also has the options of `rollout.http`, beside those that are listed.
+DATA` writes a first file. An empty default means: decided as the description says. An option of
+type `mapping` takes the keys of the table that has its name; write it as a whole,
+`'model.series={encoder: patches, channels: 8}'`, or key by key, `model.series.channels=8`.
 """
 ITEMS = {
     "data": ("data.train[]", "One entry of `data.train` or `data.val`.", DataSource),
@@ -59,21 +60,39 @@ def lines() -> Iterator[str]:
         kind = field.annotation
         assert isinstance(kind, type) and issubclass(kind, Section)
         yield f"## {name}\n\n{' '.join([field.description, *conditions(field)])}\n"
-        yield from table(kind, f"{name}.")
+        yield from table(options(kind, f"{name}.", keys=False))
+        for option, inside in options(kind, f"{name}.", keys=False):
+            if is_mapping(inside):
+                yield f"### {option}\n\nKeys of `{option}`. {inside.description}\n"
+                yield from table(declared(inside.annotation))
         if name in ITEMS:
-            title, about, item = ITEMS[name]
-            yield f"### {title}\n\n{about}\n"
-            yield from table(item, "")
+            title, text, item = ITEMS[name]
+            yield f"### {title}\n\n{text}\n"
+            yield from table(options(item))
 
 
-def table(kind: type[Section], prefix: str) -> Iterator[str]:
+def is_mapping(field: Any) -> bool:
+    return "mapping" in about(field)
+
+
+def declared(kind: type[Section]) -> Iterator[tuple[str, Any]]:
+    """The options of a section without those that it inherits."""
+    return ((name, field) for name, field in options(kind) if name in kind.__annotations__)
+
+
+def table(rows: Iterable[tuple[str, Any]]) -> Iterator[str]:
     yield "| option | type | default | what it does |\n|---|---|---|---|"
-    for name, field in options(kind, prefix, inherited=False):
-        text = " ".join([field.description, *conditions(field)])
+    for name, field in rows:
+        text = " ".join([field.description, *named_keys(field), *conditions(field)])
         text = text.replace("<", "&lt;")  # Markdown would take <image> for HTML
         cells = (f"`{name}`", f"`{written_type(field)}`", default(field), text)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
+
+
+def named_keys(field: Any) -> Iterator[str]:
+    if is_mapping(field):
+        yield f"Keys: {', '.join(name for name, _ in declared(field.annotation))}."
 
 
 def conditions(field: Any) -> Iterator[str]:
@@ -86,6 +105,8 @@ def conditions(field: Any) -> Iterator[str]:
 
 def written_type(field: Any) -> str:
     """The type without its None, and the limits of its values."""
+    if is_mapping(field):
+        return "mapping"
     text = type_name(field.annotation).replace(" | None", "")
     if text.startswith("Literal["):
         text = text.removeprefix("Literal[").removesuffix("]").replace("'", "").replace(", ", " | ")
@@ -103,7 +124,7 @@ def written_type(field: Any) -> str:
 def default(field: Any) -> str:
     if field.is_required():
         return "required"
-    value = field.default
+    value = {} if is_mapping(field) else field.default
     return "" if value is None or value == "" else f"`{json.dumps(value, ensure_ascii=False)}`"
 
 

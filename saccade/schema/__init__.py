@@ -34,7 +34,7 @@ from saccade.schema.run import (
     SeriesConfig,
     TrackConfig,
 )
-from saccade.schema.section import ANSWERING, Section, section
+from saccade.schema.section import ANSWERING, Section, about, section
 from saccade.schema.train import (
     DpoConfig,
     EvalConfig,
@@ -114,14 +114,17 @@ class Config(Section):
 
 
 def options(
-    kind: type[Section] = Config, prefix: str = "", *, inherited: bool = True
+    kind: type[Section] = Config, prefix: str = "", *, keys: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """(dotted name, field) of every leaf, in order; without `inherited`, each declaration once."""
+    """(dotted name, field) of every option, in order; a mapping gives its keys or, without `keys`,
+    itself.
+    """
     for name, info in kind.model_fields.items():
         annotation = info.annotation
-        if isinstance(annotation, type) and issubclass(annotation, Section):
-            yield from options(annotation, f"{prefix}{name}.", inherited=inherited)
-        elif inherited or name in kind.__annotations__:
+        opened = keys or "mapping" not in about(info)
+        if opened and isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from options(annotation, f"{prefix}{name}.", keys=keys)
+        else:
             yield f"{prefix}{name}", info
 
 

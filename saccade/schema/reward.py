@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from saccade.schema.rollout import HttpConfig
-from saccade.schema.section import Section, entries, option, section
+from saccade.schema.section import Section, entries, mapping, option
 
 
 class RewardTerm(Section):
@@ -118,14 +118,14 @@ class RewardConfig(Section):
     reweight_abstained: bool = option(
         False, "An abstaining term is dropped and the other weights rescaled."
     )
-    judge: JudgeConfig = section(
+    judge: JudgeConfig = mapping(
         JudgeConfig,
-        "The endpoint of judge and hybrid terms, with the options of rollout.http, too.",
+        "The endpoint of judge and hybrid terms, with the keys of rollout.http, too.",
     )
-    remote: RemoteConfig = section(
+    remote: RemoteConfig = mapping(
         RemoteConfig, "The service of remote terms; a term's args override it."
     )
-    serve: ServeConfig = section(ServeConfig, "What `saccade serve-reward` takes.")
+    serve: ServeConfig = mapping(ServeConfig, "What `saccade serve-reward` takes.")
     offload: bool = option(
         True, "Models of `model` terms wait in main memory while others use the GPU."
     )

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from saccade.schema.section import Section, When, option, section
+from saccade.schema.section import Section, When, mapping, option
 
 OTHER_ENGINE = When("rollout.engine != 'embedded'", "rollout.engine=vllm")
 OTHER_WEIGHTS = When(
@@ -65,7 +65,7 @@ class RolloutConfig(Section):
         gt=0,
         when=OTHER_WEIGHTS,
     )
-    http: HttpConfig = section(
+    http: HttpConfig = mapping(
         HttpConfig, "The endpoint of engine=http.", commands=("eval", "generate", "chat")
     )
     temperature: float = option(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from saccade.schema.section import Section, When, is_name, option, section
+from saccade.schema.section import Section, When, is_name, mapping, option, section
 
 
 class RunConfig(Section):
@@ -104,7 +104,7 @@ class ModelConfig(Section):
         "projector, llm, audio, series, a prefix or re:REGEX.",
     )
     lora: LoraConfig = section(LoraConfig, "Adapters, with train=lora or qlora.")
-    series: SeriesConfig = section(SeriesConfig, "An encoder for time series beside the model.")
+    series: SeriesConfig = mapping(SeriesConfig, "An encoder for time series beside the model.")
     checkpointing: Literal["auto", "on", "off"] = option(
         "auto",
         "Recompute activations in backward; auto: in as few layers as a GPU's memory allows.",

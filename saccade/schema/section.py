@@ -75,8 +75,16 @@ def section(kind: type[Section], description: str, *, commands: tuple[str, ...] 
     return Field(default_factory=kind, description=description, json_schema_extra=extra)
 
 
+def mapping(kind: type[Section], description: str, *, commands: tuple[str, ...] = ()) -> Any:
+    """One option that takes a mapping with the keys of `kind`: written as a whole, or key by key
+    with dots.
+    """
+    extra: dict[str, Any] = {"when": (), "commands": commands, "mapping": True}
+    return Field(default_factory=kind, description=description, json_schema_extra=extra)
+
+
 def about(field: Any) -> Mapping[str, Any]:
-    """What `option` and `section` were told beside a default and a description."""
+    """What `option`, `section` and `mapping` were told beside a default and a description."""
     return field.json_schema_extra or {}
 
 
