@@ -6,8 +6,7 @@ import pytest
 from saccade.errors import ConfigError
 from saccade.models.chat import load_chat
 from saccade.models.families import load_family
-from saccade.models.tiny import TEMPLATE, make_tokenizer
-from saccade.models.tiny_squares import TEMPLATES
+from saccade.models.tiny import CONFIGS, TEMPLATE, make_tokenizer
 from saccade.types import Message, Source
 
 THINKING = TEMPLATE.replace(
@@ -394,7 +393,7 @@ def test_what_goes_on_is_encoded_as_if_it_stood_there(tmp_path):
     backend.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     tokenizer.save_pretrained(tmp_path)
-    chat = load_chat(str(tmp_path), placeholders={}, template=TEMPLATES["llava"])
+    chat = load_chat(str(tmp_path), placeholders={}, template=CONFIGS["llava"].template)
     reply = Message(role="assistant", parts=("so",))
     rendered = chat.render_dialogue((user("why?"), reply, user("so?"), reply), lambda media: None)
     whole = chat.tokenizer.encode("USER: why? ASSISTANT: so USER: so? ASSISTANT: so")

@@ -15,9 +15,9 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media import videos
 from saccade.media.images import crop, open_media
 from saccade.media.kinds import decode
-from saccade.models import tiny_squares
 from saccade.models.families import FAMILIES, load_family
 from saccade.models.load import freeze, load_model, pick_dtype, trainable_table
+from saccade.models.tiny import CONFIGS
 from saccade.types import Message
 
 CPU = torch.device("cpu")
@@ -116,8 +116,8 @@ def test_banned_ids(family_of):
             marks = ("IMAGE", "VIDEO", "vision_pad", "vision_bos", "vision_eos")
         marks += ("AUDIO", "audio_bos", "audio_eos") if "audio" in family.spec.towers else ()
         modal = {tokenizer.convert_tokens_to_ids(f"<|{mark}|>") for mark in marks}
-        own = list(tiny_squares.NAMES.get(name, ()))
-        modal |= set(tokenizer.convert_tokens_to_ids(own))
+        names = CONFIGS[name].names if CONFIGS[name].merge else ()
+        modal |= set(tokenizer.convert_tokens_to_ids(list(names)))
         assert banned == modal | set(range(len(tokenizer), family.vocabulary))
         assert not banned & family.chat.eos_ids and len(family.banned) == family.vocabulary
         assert family.vocabulary > len(tokenizer)

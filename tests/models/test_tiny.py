@@ -59,7 +59,7 @@ def test_sizes_can_be_overridden(tmp_path):
 
 
 def test_an_unknown_family_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="known are qwen2_vl"):
+    with pytest.raises(ConfigError, match="expected one of qwen2_vl"):
         build("gpt5", tmp_path)
 
 
