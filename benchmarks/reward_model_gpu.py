@@ -26,12 +26,13 @@ from model import build
 
 from saccade.backends.learned import LearnedReward
 from saccade.backends.local import LocalBackend
+from saccade.backends.rating import train_ratings
 from saccade.checkpoint import copy_processor
 from saccade.config import Config, load
 from saccade.contents import write_files
 from saccade.data import synthetic
 from saccade.recipes import models
-from saccade.recipes.rated import named, task_of
+from saccade.recipes.rated import named, rows_of
 from saccade.rewards.reward_sample import reward_sample
 from saccade.types import Sample
 
@@ -77,20 +78,20 @@ def measured(found: dict[str, Any], name: str) -> Iterator[None]:
 def train(config: Config, folder: Path, per_step: int, found: dict[str, Any]) -> Sequence[Sample]:
     """One pass over the rows; the model's folder is what is left of it."""
     family = models.family_of(config, config.model.path)
-    task = task_of(config, family)
+    task = rows_of(config, family)
     data = task.load(config.data.train)
     with measured(found, "load"):
         model = models.load_policy(config, family).model
-        task.attach(model, None, data.samples)
+        task.attach(model, card=task.card(None, data.samples), stored=None)
         backend = LocalBackend(model, family, config.train, checkpointing="auto")
     found["parameters"] = sum(p.numel() for p in model.parameters())
     tokens, steps, shown = 0, [], dict[str, float]()
     with measured(found, "train"):
         for start in range(0, len(data.samples), per_step):
             began = time.perf_counter()
-            batches, row = task.prepare(data.samples[start : start + per_step])
+            batches, loss = task.prepare(data.samples[start : start + per_step])
             assert config.train.lr is not None
-            update = task.train(backend, batches, row, lr=config.train.lr)
+            update = train_ratings(backend, batches, loss, lr=config.train.lr)
             tokens += sum(batch.tokens for batch in batches)
             steps.append(time.perf_counter() - began)
             shown = named(update.metrics.means(), "rm")

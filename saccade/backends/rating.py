@@ -3,7 +3,7 @@
 A sequence is packed up to its last token (`pack(..., ends=True)`); a step is read at its mark.
 Knows nothing of data or of what the numbers are used for.
 
-    update = train_ratings(backend, batches, row, lr=9e-6)
+    update = train_ratings(backend, batches, RatingLoss(rating), lr=9e-6)
     [scores] = ratings(backend, batches)  # [sequences, heads]
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.algorithms.loss_sums import to_metrics
+from saccade.algorithms.loss_sums import LossSums, to_metrics
 from saccade.algorithms.rating import Rating, Steps, rating_objective, steps_objective
 from saccade.algorithms.reward_model import LARGEST_LOG_KAPPA
 from saccade.backends import Objective, Reader, Update
@@ -31,36 +31,50 @@ from saccade.types import Batch, Metrics
 class RatingLoss:
     """Whole pairs, each side with its scores."""
 
-    row: Rating
+    rating: Rating
     role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = True
 
     def read(self, trainer: Reader, batch: Batch) -> Objective:
-        head = head_of(trainer)
-        scores = _rate(trainer, head, batch)
-        return partial(rating_objective, self.row, scores, head.log_scale.exp(), batch.keys)
+        return partial(self.objective, trainer, batch, self.outputs(trainer, batch))
+
+    def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
+        """[sequences, heads]"""
+        return _rate(trainer, head_of(trainer), batch)
+
+    def objective(self, trainer: Reader, batch: Batch, scores: Tensor) -> tuple[Tensor, LossSums]:
+        kappa = head_of(trainer).log_scale.exp()
+        return rating_objective(self.rating, scores, kappa, batch.keys)
 
 
 @dataclass(frozen=True)
 class StepsLoss:
     """The steps of a process, whose verdicts are `tokens`."""
 
-    row: Steps
+    steps: Steps
     tokens: Sequence[int]
     role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = False
 
     def read(self, trainer: Reader, batch: Batch) -> Objective:
-        return partial(steps_objective, self.row, _judge(trainer, batch, self.tokens), batch)
+        return partial(self.objective, trainer, batch, self.outputs(trainer, batch))
+
+    def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
+        """[reads, tokens]"""
+        return _judge(trainer, batch, self.tokens)
+
+    def objective(self, trainer: Reader, batch: Batch, logits: Tensor) -> tuple[Tensor, LossSums]:
+        return steps_objective(self.steps, logits, batch)
 
 
 def train_ratings(
-    backend: LocalBackend, batches: Sequence[Batch], row: Rating, *, lr: float
+    backend: LocalBackend, batches: Sequence[Batch], loss: RatingLoss | StepsLoss, *, lr: float
 ) -> Update:
-    """One optimizer step on whole pairs."""
-    update = backend.train_step(batches, RatingLoss(row), lr=lr)
-    with torch.no_grad():  # not in the loss: there a clamp would stop the gradient for good
-        head_of(backend).log_scale.clamp_(max=LARGEST_LOG_KAPPA)
+    """One optimizer step; the scale of a head stays within its bound."""
+    update = backend.train_step(batches, loss, lr=lr)
+    if isinstance(loss, RatingLoss):
+        with torch.no_grad():  # not in the loss: there a clamp would stop the gradient for good
+            head_of(backend).log_scale.clamp_(max=LARGEST_LOG_KAPPA)
     return update
 
 
@@ -85,19 +99,14 @@ def judgements(
 
 @torch.no_grad()
 def measured(
-    backend: LocalBackend, batches: Sequence[Batch], row: Rating | Steps, tokens: Sequence[int]
+    backend: LocalBackend, batches: Sequence[Batch], loss: RatingLoss | StepsLoss
 ) -> tuple[Metrics, list[np.ndarray]]:
     """What training on these batches would report, without it, and the outputs of the model."""
-    if isinstance(row, Steps):
-        found = judgements(backend, batches, tokens)
-        pairs = zip(batches, map(torch.from_numpy, found), strict=True)
-        stats = [steps_objective(row, outputs, batch)[1] for batch, outputs in pairs]
-    else:
-        found = ratings(backend, batches)
-        kappa = head_of(backend).log_scale.exp().cpu()
-        pairs = zip(batches, map(torch.from_numpy, found), strict=True)
-        stats = [rating_objective(row, outputs, kappa, b.keys)[1] for b, outputs in pairs]
-    return to_metrics(stats), found
+    _ready(backend, batches)
+    outputs = [loss.outputs(backend, batch) for batch in batches]
+    pairs = zip(batches, outputs, strict=True)
+    sums = [loss.objective(backend, batch, found)[1] for batch, found in pairs]
+    return to_metrics(sums), [found.float().cpu().numpy() for found in outputs]
 
 
 def _ready(backend: LocalBackend, batches: Sequence[Batch]) -> None:

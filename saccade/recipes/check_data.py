@@ -77,7 +77,7 @@ def _reader(config: Config, command: str, family: Family) -> check.Read:
 
     def used(split: str, sources: Sequence[DataSource], own: Config) -> Dataset:
         if command == "reward-model":
-            return rated.task_of(own, family).load(sources)
+            return rated.rows_of(own, family).load(sources)
         if command == "sft" and split == "train":
             return questions.load_dialogues(own, sources, family)
         asked = questions.load_prompts(own, sources, family)

@@ -8,24 +8,22 @@ What it judges, and how, is read from its folder; nothing is generated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from saccade import statistics
-from saccade.algorithms.rating import Rating, Steps
 from saccade.backends.local import LocalBackend
-from saccade.backends.rating import measured
+from saccade.backends.rating import RatingLoss, StepsLoss, measured
 from saccade.config import Config, load
 from saccade.errors import ConfigError
 from saccade.models.rating import Card
 from saccade.recipes import models
 from saccade.recipes.accuracy import with_interval
 from saccade.recipes.quarantine import Quarantine
-from saccade.recipes.rated import named, task_of
-from saccade.recipes.reward_model import held_out
+from saccade.recipes.rated import held_out, named, rows_of
 from saccade.tracking.console import Console
 from saccade.types import Batch
 
@@ -42,21 +40,21 @@ def compare(
         raise ConfigError("data.val: a reward model judges rows; try data.val=held_out.jsonl")
     config = as_trained(config, card)
     family = models.family_of(config, config.model.path)
-    task = task_of(config, family)
-    sets = held_out(config, task)
+    rows = rows_of(config, family)
+    sets = held_out(config, rows)
     model = models.load_policy(config, family, train="full").model
-    task.attach(model, Path(family.path), next(iter(sets.values())).samples)
+    rows.attach(model, card=card, stored=Path(family.path))
     backend = LocalBackend(model, family)
     quarantine = Quarantine(folder, config.data)
-    summary, rows = Summary(), list[dict[str, Any]]()
+    summary, listed = Summary(), list[dict[str, Any]]()
     for name, dataset in sets.items():
         with console.phase(name):
             samples = quarantine.whole(dataset, family)
-            batches, row = task.prepare(samples)
-            metrics, outputs = measured(backend, batches, row, task.tokens)
+            batches, loss = rows.prepare(samples)
+            metrics, outputs = measured(backend, batches, loss)
         found = named(metrics.means(), name)
         summary[name] = {n.removeprefix(f"{name}/"): value for n, value in found.items()}
-        summary[name] |= intervals(row, batches, outputs)
+        summary[name] |= intervals(loss, batches, outputs)
         left_out = quarantine.left_out(dataset)
         summary[name] |= {"items": len(samples), "left_out": left_out}
         shown = with_interval(summary[name], "accuracy")
@@ -66,31 +64,35 @@ def compare(
             log.info(f"{name}: {dataset.summary}")
             quarantine.record(dataset.aside)
         if card.heads:
-            rows += [{"set": name, **scored} for scored in _scored(card.heads, batches, outputs)]
-    return summary, rows
+            listed += [{"set": name, **scored} for scored in _scored(card.heads, batches, outputs)]
+    return summary, listed
 
 
 def intervals(
-    row: Rating | Steps, batches: Sequence[Batch], outputs: Sequence[np.ndarray]
+    loss: RatingLoss | StepsLoss, batches: Sequence[Batch], outputs: Sequence[np.ndarray]
 ) -> dict[str, float]:
-    """Of the accuracy; of several heads each has its own, and their mean has none."""
+    """The interval of the accuracy; with several heads that of each, and none of their mean."""
     pairs = list(zip(batches, outputs, strict=True))
-    if isinstance(row, Steps):
-        rows = [right for batch, found in pairs for right in _right_steps(row, batch, found)]
+    if isinstance(loss, StepsLoss):
+        labels = loss.steps.labels
+        rows = [right for batch, found in pairs for right in _right_steps(labels, batch, found)]
         return _ends("", _shares(rows))
-    labels = np.concatenate([[row.labels[uid] for uid, _ in b.keys[::2]] for b in batches])
+    row = loss.rating
+    said = np.concatenate([[row.labels[uid] for uid, _ in b.keys[::2]] for b in batches])
     gaps = np.concatenate([found[::2] - found[1::2] for found in outputs])
     ends: dict[str, float] = {}
-    for name, label, gap in zip(row.heads, labels.T, gaps.T, strict=True):
+    for name, label, gap in zip(row.heads, said.T, gaps.T, strict=True):
         decided = np.abs(label) == 1
         right = (label * gap > 0)[decided].astype(float)
         ends |= _ends(f"{name}/" if len(row.heads) > 1 else "", right)
     return ends
 
 
-def _right_steps(row: Steps, batch: Batch, found: np.ndarray) -> list[np.ndarray]:
-    """Of each sequence, which of its steps were judged as labelled."""
-    wanted = [row.labels[uid] for uid, _ in batch.keys]
+def _right_steps(
+    labels: Mapping[str, np.ndarray], batch: Batch, found: np.ndarray
+) -> list[np.ndarray]:
+    """Which steps of each sequence were judged as labelled."""
+    wanted = [labels[uid] for uid, _ in batch.keys]
     right = found.argmax(-1) == np.concatenate(wanted).argmax(-1)
     return np.split(right, np.cumsum([len(labels) for labels in wanted])[:-1])
 

@@ -3,8 +3,7 @@
 The reference is the model that a run starts from. What it thinks of a response is one number, so it
 is computed once for all rows and kept beside the runs, or in every step by a model that stays.
 
-    comparer = Comparer(config=config, family=family, row=row, totals=..., strange={})
-    batches, row = comparer.prepare(samples, backend)
+    batches, loss = PreferenceBatches(family=family, policy=backend, ...).prepare(samples)
 """
 
 from __future__ import annotations
@@ -17,15 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from saccade.algorithms.comparison import (
-    Comparison,
-    comparison_objective,
-    of_step,
-    sides_of,
-)
-from saccade.algorithms.loss_sums import to_metrics
+from saccade.algorithms.comparison import Comparison, of_step
 from saccade.backends import OWN, Reference
 from saccade.backends.local import LocalBackend
+from saccade.backends.losses import PreferenceLoss
 from saccade.config import Config, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
@@ -127,8 +121,8 @@ def is_tie(sample: Sample) -> bool:
     return alike or label_of(sample) == "C"
 
 
-def strangers(samples: Sequence[Sample]) -> dict[str, Sample]:
-    """By id: the question of each sample with a response to another one, the next in the data."""
+def mismatched_pairs(samples: Sequence[Sample]) -> dict[str, Sample]:
+    """By id: the question of each sample with the response to the next other question."""
     found = {}
     for index, sample in enumerate(samples):
         others = (samples[(index + step) % len(samples)] for step in range(1, len(samples)))
@@ -201,7 +195,7 @@ def _score_all(
         for start in range(0, len(keys), BLOCK):
             block = keys[start : start + BLOCK]
             groups = [compared(missing[key], family) for key in block]
-            batches = _packed(groups, config, family)
+            batches = _packed(groups, family, config.train.micro_tokens)
             flat = iter(np.concatenate(scored(reference, batches)).tolist())
             known |= {
                 key: [next(flat) for _ in group.trajectories]
@@ -222,51 +216,38 @@ def _reference_id(config: Config, family: Family) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparer:
-    """Makes rows into what `train_step` takes with a `PreferenceLoss`."""
+class PreferenceBatches:
+    """Makes rows into what `train_step` takes."""
 
-    config: Config
     family: Family
-    row: Comparison
-    totals: Totals | None  # None: the loss looks at no reference
-    strange: Mapping[str, Sample]  # of kto, by id
+    micro_tokens: int
+    policy: LocalBackend
+    options: Comparison
+    totals: Totals | None  # None: the loss has no reference
+    mismatched: Mapping[str, Sample]  # KTO only, by id
 
-    def prepare(
-        self, samples: Sequence[Sample], policy: LocalBackend
-    ) -> tuple[list[Batch], Comparison]:
+    def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], PreferenceLoss]:
         batches = self._batches(samples)
-        z = 0.0 if self.row.paired else self._z(samples, policy)
-        return batches, of_step(self.row, batches, z=z)
-
-    def measure(self, samples: Sequence[Sample], policy: LocalBackend) -> dict[str, float]:
-        """What training on these rows would report, without it."""
-        import torch
-
-        batches, row = self.prepare(samples, policy)
-        stats = []
-        for batch, (new, _) in zip(batches, policy.logprobs(batches, OWN), strict=True):
-            logprobs = torch.from_numpy(new)
-            stats.append(comparison_objective(row, logprobs, sides_of(batch, logprobs))[1])
-        return to_metrics(stats).means()
+        z = 0.0 if self.options.paired else self._z(samples)
+        return batches, PreferenceLoss(of_step(self.options, batches, z=z))
 
     def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
         groups = [compared(sample, self.family) for sample in samples]
-        batches = _packed(groups, self.config, self.family)
+        batches = _packed(groups, self.family, self.micro_tokens)
         if self.totals is None:
             return batches
         found = self.totals(batches, groups)
         return [replace(b, ref_totals=t) for b, t in zip(batches, found, strict=True)]
 
-    def _z(self, samples: Sequence[Sample], policy: LocalBackend) -> float:
+    def _z(self, samples: Sequence[Sample]) -> float:
         """How much likelier than before responses to other questions have become on average."""
-        batches = self._batches([self.strange[sample.id] for sample in samples])
-        now, before = scored(policy, batches), [batch.ref_totals for batch in batches]
+        batches = self._batches([self.mismatched[sample.id] for sample in samples])
+        now, before = scored(self.policy, batches), [batch.ref_totals for batch in batches]
         gaps = np.concatenate(now) - np.concatenate(before)  # type: ignore[arg-type]
         return max(0.0, float(gaps.mean()))
 
 
-def _packed(groups: Sequence[Group], config: Config, family: Family) -> list[Batch]:
-    micro_tokens = config.train.micro_tokens
+def _packed(groups: Sequence[Group], family: Family, micro_tokens: int) -> list[Batch]:
     return pack(groups, positions=family.positions, micro_tokens=micro_tokens, whole=True)
 
 

@@ -1,10 +1,9 @@
-"""Rows that a reward model learns from, made ready: pairs with a label per head, steps with theirs.
+"""The rows that a reward model learns from: pairs with a label per head, steps with theirs.
 
-`Pairs` and `Process` answer the same questions, so that one loop trains both.
+`Pairs` and `Process` have the same methods, so that one loop trains both.
 
-    task = task_of(config, family)
-    batches, row = task.prepare(samples)
-    update = task.train(backend, batches, row, lr=9e-6)
+    rows = rows_of(config, family)
+    batches, loss = rows.prepare(rows.load(config.data.train).samples)
 """
 
 from __future__ import annotations
@@ -20,23 +19,22 @@ import numpy as np
 
 from saccade.algorithms import rating
 from saccade.algorithms.reward_model import FIRST_LOG_KAPPA
-from saccade.backends import Update
-from saccade.backends import rating as rated
-from saccade.backends.local import LocalBackend
+from saccade.backends.rating import RatingLoss, StepsLoss
 from saccade.config import Config, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError, parse_json
 from saccade.data.mappings import number_of
+from saccade.data.sources import set_names
 from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.models.heads import RewardHead, attach_reward, load_reward
 from saccade.models.rating import REWARD_FILE, Card, read_card, stepped, verdict_ids, write_card
-from saccade.recipes import questions
+from saccade.recipes import pairs, questions
 from saccade.recipes.dialogues import compared
 from saccade.recipes.length_cache import cached_lengths
 from saccade.recipes.pairs import is_tie, load_pairs
-from saccade.types import Batch, Group, Message, Metrics, Sample, Trajectory
+from saccade.types import Batch, Group, Message, Sample, Trajectory
 
 SIDES = {"A": 1.0, "B": -1.0, "C": 0.0}  # of labels: the first, the second, a tie
 MAIN = "preference"  # the head that chosen and rejected alone speak of
@@ -50,7 +48,6 @@ class Pairs:
     config: Config
     family: Family
     row: rating.Rating
-    tokens: tuple[int, ...] = ()  # the verdicts of a process; a head has none
 
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
         """Rows that say something about one of the heads."""
@@ -75,10 +72,14 @@ class Pairs:
                 )
             )
 
-    def attach(self, model: Any, stored: Path | None, samples: Sequence[Sample]) -> Card:
-        """Give the model what it lacks, from a checkpoint or anew."""
+    def card(self, stored: Path | None, samples: Sequence[Sample]) -> Card:
+        """That of a checkpoint, else the wanted one; without statistics, which are measured."""
+        found = (read_card(stored) if stored else None) or self._card
+        return replace(found, statistics={}, statistics_step=None)
+
+    def attach(self, model: Any, *, card: Card, stored: Path | None) -> None:
+        """Add the head, from a checkpoint or drawn."""
         own = self.config.reward_model
-        card = (read_card(stored) if stored else None) or self._card
         head = RewardHead(
             like=model,
             card=card,
@@ -92,9 +93,8 @@ class Pairs:
             head.log_scale.data.fill_(FIRST_LOG_KAPPA)
         attach_reward(model, head)
         write_card(model, card)
-        return card
 
-    def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], rating.Rating]:
+    def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], RatingLoss]:
         batches = pack(
             [compared(sample, self.family) for sample in samples],
             positions=self.family.positions,
@@ -104,12 +104,8 @@ class Pairs:
         )
         labels = {sample.id: self._labels(sample) for sample in samples}
         own = {s.id: m for s in samples if (m := margin_of(s)) is not None}
-        return batches, rating.of_pairs(self.row, [s.id for s in samples], labels, own)
-
-    def train(
-        self, backend: LocalBackend, batches: Sequence[Batch], row: Any, *, lr: float
-    ) -> Update:
-        return rated.train_ratings(backend, batches, row, lr=lr)
+        known = rating.of_pairs(self.row, [s.id for s in samples], labels, own)
+        return batches, RatingLoss(known)
 
     def _labels(self, sample: Sample) -> tuple[float, ...]:
         return labels_of(sample, self.row.heads)
@@ -221,27 +217,23 @@ class Process:
         if len({is_chat(sample) for sample in samples}) > 1:
             raise DataError("some rows are chats and some are single texts; train on one kind")
 
-    def attach(self, model: Any, stored: Path | None, samples: Sequence[Sample]) -> Card:
-        own = self.config.reward_model
-        card = Card(
-            kind="process", placeholder=own.placeholder, tokens=own.tokens, chat=is_chat(samples[0])
-        )
-        write_card(model, card)
-        return card
+    def card(self, stored: Path | None, samples: Sequence[Sample]) -> Card:
+        own, chat = self.config.reward_model, is_chat(samples[0])
+        return Card(kind="process", placeholder=own.placeholder, tokens=own.tokens, chat=chat)
 
-    def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], rating.Steps]:
+    def attach(self, model: Any, *, card: Card, stored: Path | None) -> None:
+        """A process is judged by the language head."""
+        write_card(model, card)
+
+    def prepare(self, samples: Sequence[Sample]) -> tuple[list[Batch], StepsLoss]:
         batches = pack(
             [self._group(sample) for sample in samples],
             positions=self.family.positions,
             micro_tokens=self.config.train.micro_tokens,
         )
         labels = {sample.id: self._labels(sample) for sample in samples}
-        return batches, rating.of_steps([sample.id for sample in samples], labels)
-
-    def train(
-        self, backend: LocalBackend, batches: Sequence[Batch], row: Any, *, lr: float
-    ) -> Update:
-        return backend.train_step(batches, rated.StepsLoss(row, self.tokens), lr=lr)
+        known = rating.of_steps([sample.id for sample in samples], labels)
+        return batches, StepsLoss(known, self.tokens)
 
     def _group(self, sample: Sample) -> Group:
         read = self._read(sample.id, sample.messages)
@@ -290,20 +282,23 @@ def is_chat(sample: Sample) -> bool:
 
 # -- either ----------------------------------------------------------------------------------------
 
-Task = Pairs | Process  # a kind of reward model: its rows, its loss, its folder
+Rows = Pairs | Process  # of a kind of reward model
 
 
-def measure(task: Task, backend: LocalBackend, samples: Sequence[Sample]) -> Metrics:
-    """What training on these rows would report, without it."""
-    batches, row = task.prepare(samples)
-    return rated.measured(backend, batches, row, task.tokens)[0]
-
-
-def task_of(config: Config, family: Family) -> Task:
+def rows_of(config: Config, family: Family) -> Rows:
     if config.reward_model.kind == "process":
         tokens = verdict_ids(family, config.reward_model.tokens)
         return Process(config=config, family=family, tokens=tuple(tokens))
     return Pairs(config=config, family=family, row=rating.from_config(config.reward_model))
+
+
+def held_out(config: Config, rows: Rows) -> dict[str, datasets.Dataset]:
+    """Rows of data.val, under ids that no training row has."""
+    val = config.data.val
+    return {
+        name: pairs.held_out(rows.load([source]), name, source.path)
+        for name, source in zip(set_names(val), val, strict=True)
+    }
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -324,9 +319,9 @@ def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
     return values
 
 
-def statistics(found: Mapping[str, float], card: Card, step: int) -> Card:
-    """With mean and deviation of all scores, for whoever wants them on one scale, and the step
-    whose weights gave them: a later checkpoint may keep them.
+def with_statistics(card: Card, found: Mapping[str, float], step: int) -> Card:
+    """With mean and deviation of all scores, for terms that normalise, and the step whose weights
+    gave them: a later checkpoint may keep them.
     """
     pairs = {
         head: (found[f"{head}/mean"], max(0.0, s - found[f"{head}/mean"] ** 2) ** 0.5)

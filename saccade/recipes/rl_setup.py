@@ -123,7 +123,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
         validation=Validation(
             evaluator=evaluator_of(run, engine, family, scorer),
             weights=backend,
-            sets=sets,
+            questions=sets,
             every=config.val.every,
             training_follows=False,
         ),

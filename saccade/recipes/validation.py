@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from saccade.backends.local import LocalBackend
-from saccade.config import Config
 from saccade.data.datasets import Dataset
 from saccade.engines import Engine
 from saccade.models.families import Family
@@ -24,48 +23,66 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Evaluates the validation sets with the weights of this moment."""
+    """Sets of data.val, measured with the weights of this moment: `questions` are answered and the
+    answers scored, `rows` are measured as training measures its own.
+    """
 
-    evaluator: Evaluator | None  # where there are sets
+    evaluator: Evaluator | None  # where there are questions
     weights: LocalBackend
-    sets: dict[str, Dataset]
+    questions: Mapping[str, Dataset]
     every: int
     training_follows: bool  # and wants the memory; else a rollout, with the same weights
+    rows: Mapping[str, Dataset] = field(default_factory=dict)
+    # (set, step, prefix of the names) → metrics
+    measure_rows: Callable[[Dataset, int, str], Mapping[str, float]] | None = None
+    saves: Callable[[int], bool] = lambda step: False  # also due where this holds
+
+    @property
+    def sets(self) -> dict[str, Dataset]:
+        return {**self.rows, **self.questions}
 
     def due(self, step: int, total: int) -> bool:
-        return bool(self.sets and self.every) and (step % self.every == 0 or step == total)
+        if not (self.sets and self.every):
+            return False
+        return step % self.every == 0 or step == total or self.saves(step)
 
     def check_engine(self, version: int) -> dict[str, float]:
         """Whether engine and trainer mean the same model, where no rollout asks that."""
         if self.evaluator is None:
             return {}
         engine, config = self.evaluator.engine, self.evaluator.config
-        samples = [s for dataset in self.sets.values() for s in dataset.samples]
+        samples = [s for dataset in self.questions.values() for s in dataset.samples]
         engine.update_weights(self.weights, version=version)
         found = parity_check.check(config, engine, self.weights, samples, version=version)
         engine.sleep()
         return found
 
     def measure(self, step: int, scores: Sequence[str]) -> Measured:
-        assert self.evaluator is not None
-        engine, scorer, family = (
-            self.evaluator.engine,
-            self.evaluator.scorer,
-            self.evaluator.family,
-        )
+        values = dict[str, float]()
+        # Backwards: the statistics of a reward model are those of its first set.
+        for name, dataset in reversed(list(self.rows.items())):
+            assert self.measure_rows is not None
+            values = {**self.measure_rows(dataset, step, f"val/{name}"), **values}
+        if values:
+            shown = {n: v for n, v in values.items() if n.endswith(("/accuracy", "/margin"))}
+            log.info(f"step {step}  " + "  ".join(f"{n} {v:.3g}" for n, v in shown.items()))
+        if self.evaluator is None or not self.questions:
+            return Measured(metrics=values)
+        evaluator, engine = self.evaluator, self.evaluator.engine
         engine.update_weights(self.weights, version=step)
-        results = [self.evaluator.evaluate(name, data, scores) for name, data in self.sets.items()]
+        results = [evaluator.evaluate(name, data, scores) for name, data in self.questions.items()]
         if self.training_follows:
             engine.sleep()
         advice: dict[str, str] = {}
         for result in results:
             log.info(f"step {step}  {describe(result)}")
-            shown = unread(result.groups, scorer, family)
-            if line := unread_answers(result.metrics.get("parse_rate", 1.0), shown):
+            shown_answers = unread(result.groups, evaluator.scorer, evaluator.family)
+            if line := unread_answers(result.metrics.get("parse_rate", 1.0), shown_answers):
                 advice.setdefault("length/parse_rate", f"{result.name}: {line}")
-        kept = self.evaluator.config.val.log_generations
+        kept = evaluator.config.val.log_generations
+        found = {f"val/{r.name}/{key}": v for r in results for key, v in r.metrics.items()}
         return Measured(
-            metrics={f"val/{r.name}/{key}": v for r in results for key, v in r.metrics.items()},
+            metrics=values | found,
             scores=[source for result in results for source in result.scores],
             stored={f"val/{result.name}": result.groups[:kept] for result in results},
             advice=advice,
@@ -83,29 +100,23 @@ def evaluator_of(run: Run, engine: Engine, family: Family, scorer: Scorer | None
     )
 
 
-def answering(
-    run: Run, config: Config, policy: models.Policy, weights: LocalBackend, sets: dict[str, Dataset]
-) -> Validation:
-    """For training that samples nothing itself: engine and rewards only where there are sets."""
-    evaluator = None
-    if sets:
-        scorer = parts.make_scorer(config)
-        run.close_at_end(scorer)
-        for dataset in sets.values():
-            parts.test_rewards(config, scorer, dataset.samples)
-        parts.warn_of_unused(scorer, sets.values())
-        engine = make_engine(config, policy, logs=run.folder.path)
-        run.close_at_end(engine)
-        evaluator = evaluator_of(run, engine, policy.family, scorer)
-    elif config.reward.given:
-        log.info(
-            "reward scores nothing here, as no set of data.val has questions that are answered "
-            "while this trains"
-        )
-    return Validation(
-        evaluator=evaluator,
-        weights=weights,
-        sets=sets,
-        every=config.val.every,
-        training_follows=True,
-    )
+def make_evaluator(
+    run: Run, policy: models.Policy, sets: Mapping[str, Dataset]
+) -> Evaluator | None:
+    """For training that samples nothing itself: engine and rewards, only where there are sets."""
+    config = run.config
+    if not sets:
+        if config.reward.given:
+            log.info(
+                "reward scores nothing here, as no set of data.val has questions that are answered "
+                "while this trains"
+            )
+        return None
+    scorer = parts.make_scorer(config)
+    run.close_at_end(scorer)
+    for dataset in sets.values():
+        parts.test_rewards(config, scorer, dataset.samples)
+    parts.warn_of_unused(scorer, sets.values())
+    engine = make_engine(config, policy, logs=run.folder.path)
+    run.close_at_end(engine)
+    return evaluator_of(run, engine, policy.family, scorer)

@@ -13,7 +13,7 @@ from saccade.algorithms.rating import Rating, of_pairs
 from saccade.backends import learned
 from saccade.backends.learned import LearnedReward
 from saccade.backends.local import LocalBackend
-from saccade.backends.rating import ratings, train_ratings
+from saccade.backends.rating import RatingLoss, ratings, train_ratings
 from saccade.config import TrainConfig
 from saccade.contents import write_files
 from saccade.forest.packing import pack
@@ -182,7 +182,7 @@ def test_gradients_do_not_depend_on_packing(family, samples, keep_float64) -> No
         backend.take_step = lambda *a, b=backend, s=steps, **o: s.append(  # type: ignore[method-assign]
             {n: g.clone() for n, g in b.optimizer.gradients.items()}
         )
-        train_ratings(backend, packed(samples, family, budget), row, lr=1e-3)
+        train_ratings(backend, packed(samples, family, budget), RatingLoss(row), lr=1e-3)
         found.append(steps[0])
     assert found[0].keys() == found[1].keys() == backend.optimizer.parameters.keys()
     assert {"score.query", "score.inner", "score.gain"} <= found[0].keys()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from saccade.algorithms.rating import Rating, Steps
+from saccade.backends.rating import RatingLoss, StepsLoss
 from saccade.recipes.comparing import intervals
 from saccade.statistics import mean_interval, wilson
 
@@ -24,13 +25,13 @@ def test_each_head_has_the_interval_of_its_decided_pairs() -> None:
     first = np.array([[2, 0], [1, 0], [2, 0], [1, 3]], np.float32)  # a: 2 > 1, b: 2 > 1, 0 < 3
     second = np.array([[1, 1], [1, 0], [1, 2], [0, 3]], np.float32)  # c: tied label, d: 1 > 0
     outputs = [first, second]
-    row = Rating(loss="bt", heads={"x": 1.0, "y": 1.0}, labels=labels)
-    found = intervals(row, batches, outputs)
+    loss = RatingLoss(Rating(loss="bt", heads={"x": 1.0, "y": 1.0}, labels=labels))
+    found = intervals(loss, batches, outputs)
     assert (found["x/ci_low"], found["x/ci_high"]) == wilson(2, 3)  # b is judged the other way
     assert (found["y/ci_low"], found["y/ci_high"]) == wilson(1, 3)
     assert len(found) == 4
     alone = Rating(loss="bt", heads={"x": 1.0}, labels={k: v[:1] for k, v in labels.items()})
-    found = intervals(alone, batches, [scores[:, :1] for scores in outputs])
+    found = intervals(RatingLoss(alone), batches, [scores[:, :1] for scores in outputs])
     assert (found["ci_low"], found["ci_high"]) == wilson(2, 3)
 
 
@@ -38,10 +39,10 @@ def test_rows_of_steps_are_drawn_as_a_whole() -> None:
     good, bad = [1.0, 0.0], [0.0, 1.0]
     labels = {"a": np.array([good, good]), "b": np.array([good, bad]), "c": np.array([bad, bad])}
     outputs = [np.array([good, good, good, good]), np.array([bad, good])]
-    row = Steps(labels=labels, count=6)
-    found = intervals(row, [batch("a", "b"), batch("c")], outputs)
+    loss = StepsLoss(Steps(labels=labels, count=6), tokens=())
+    found = intervals(loss, [batch("a", "b"), batch("c")], outputs)
     assert tuple(found.values()) == pytest.approx(mean_interval([1.0, 0.5, 0.5]))
     labels["c"] = np.array([bad, bad, bad, bad])  # all right: a longer row weighs more
     outputs[1] = np.array([bad] * 4)
-    found = intervals(row, [batch("a", "b"), batch("c")], outputs)
+    found = intervals(loss, [batch("a", "b"), batch("c")], outputs)
     assert found["ci_low"] < 7 / 8 < found["ci_high"] <= 1

@@ -190,10 +190,10 @@ def test_a_stranger_is_the_answer_to_another_question(colours: Path, config: Mak
     resolved = load(config(colours), command="dpo")
     family = load_family(resolved.model.path)
     samples = pairs.load_pairs(resolved, resolved.data.train, family, paired=True).samples
-    strange = pairs.strangers([samples[0], samples[0], samples[1]])
+    strange = pairs.mismatched_pairs([samples[0], samples[0], samples[1]])
     assert strange[samples[0].id].candidates == samples[1].candidates[:1]
     with pytest.raises(DataError, match="all rows ask the same one"):
-        pairs.strangers([samples[0], samples[0]])
+        pairs.mismatched_pairs([samples[0], samples[0]])
 
 
 def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path: Path, config: Make) -> None:

@@ -12,7 +12,7 @@ import torch
 from saccade.backends.learned import LearnedReward
 from saccade.config import load
 from saccade.recipes import models
-from saccade.recipes.rated import task_of
+from saccade.recipes.rated import rows_of
 from saccade.rewards.reward_sample import reward_sample
 from saccade.types import replace
 
@@ -41,7 +41,7 @@ PROCESS = {
 def scores_of(folder: Path, config: dict[str, Any], **options: Any) -> np.ndarray:
     """[pairs, sides] of the training rows."""
     resolved = load(config, command="reward-model")
-    task = task_of(resolved, models.family_of(resolved, resolved.model.path))
+    task = rows_of(resolved, models.family_of(resolved, resolved.model.path))
     samples = task.load(resolved.data.train).samples
     model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
     replies = [

@@ -18,7 +18,7 @@ from saccade.config import load
 from saccade.errors import ConfigError, DataError
 from saccade.models.rating import Card, read_card
 from saccade.recipes import comparing, models, reward_model
-from saccade.recipes.rated import task_of
+from saccade.recipes.rated import rows_of
 from saccade.statistics import wilson
 from saccade.tracking.console import Console
 from tests.recipes.reward_model.judged import DEEP, MARK, PROCESS, Make, Read, scores_of
@@ -280,10 +280,11 @@ def test_a_margin_that_asks_for_no_lead_is_a_bad_row(
     path.write_text("".join(json.dumps(row) + "\n" for row in listed))
     options = config(tmp_path, data__train=str(path), data__max_bad_fraction=0.5)
     resolved = load(options, command="reward-model")
-    task = task_of(resolved, models.family_of(resolved, resolved.model.path))
+    task = rows_of(resolved, models.family_of(resolved, resolved.model.path))
     data = task.load(resolved.data.train)
     assert [(bad.row, "margin" in bad.reason) for bad in data.quarantined] == [(1, True)]
-    _, row = task.prepare(data.samples)
+    _, loss = task.prepare(data.samples)
+    row = loss.rating
     assert list(row.margins.values()) == [0.5]
 
 

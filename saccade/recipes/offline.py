@@ -1,0 +1,150 @@
+"""Training on rows that exist: one set-up and one loop for sft, dpo and reward models.
+
+config, family = resolve(config, "sft")
+with Run(config, "sft", parts.manifest(family, data, config)) as run:
+    job = set_up(run, family, data, questions=sets)
+    return train(job, Task(prepare=prepare, metrics=metrics, train=job.backend.train_step))
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from saccade import checks
+from saccade.algorithms.loss_sums import to_metrics
+from saccade.backends import Loss, Update
+from saccade.backends.local import LocalBackend
+from saccade.config import Config, load
+from saccade.data.datasets import Dataset, Stream
+from saccade.disk import require_writable
+from saccade.models.families import Family
+from saccade.models.load import describe_trained
+from saccade.plan import total_steps
+from saccade.recipes import ema, models, parts
+from saccade.recipes.failures import guard
+from saccade.recipes.run import Run
+from saccade.recipes.validation import Validation, make_evaluator
+from saccade.recipes.work import sft_work
+from saccade.types import Batch, Sample
+
+log = logging.getLogger(__name__)
+
+Found = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A loaded run: what trains, and on which rows."""
+
+    run: Run
+    policy: models.Policy
+    backend: LocalBackend
+    stream: Stream
+    rows: Mapping[str, Dataset]  # of data.val: measured as training measures its own
+    questions: Mapping[str, Dataset]  # of data.val: answered, and the answers scored
+    averages: Mapping[str, ema.Average]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one recipe does with its rows."""
+
+    prepare: Callable[[Sequence[Sample]], tuple[Sequence[Batch], Any]]  # forests and their loss
+    train: Callable[..., Update]  # (forests, loss, lr=): one optimizer step
+    metrics: Callable[[Found, Sequence[Batch], Any], dict[str, float]]  # means of the update → log
+    # (set, step, prefix) → metrics of held-out rows
+    measure: Callable[[Dataset, int, str], Found] = lambda dataset, step, prefix: {}
+    # (rows, means of the update, step), after a step without validation
+    unmeasured: Callable[[Sequence[Sample], Found, int], None] = lambda samples, found, step: None
+    preparing: str = "data"  # the phase of `prepare`
+    measure_saved: bool = False  # also measure the held-out rows before a save
+
+
+def resolve(config: Any, command: str) -> tuple[Config, Family]:
+    """The checked config of a command and the family of its model."""
+    config = load(config, command=command)
+    checks.check(config, command)
+    require_writable(config.run.out, "run.out")
+    models.quiet_libraries()
+    return config, models.family_of(config, models.start_folder(config))
+
+
+def set_up(
+    run: Run,
+    family: Family,
+    data: Dataset,
+    *,
+    rows: Mapping[str, Dataset] | None = None,
+    questions: Mapping[str, Dataset] | None = None,
+    attach: Callable[[Any], None] = lambda model: None,
+) -> Job:
+    """Load the model, from the start or a checkpoint, and begin the run. `attach` adds heads."""
+    config = run.config
+    log.info(data.summary)
+    policy = models.load_policy(config, family, folder=str(run.start) if run.start else None)
+    attach(policy.model)
+    log.info(describe_trained(policy.model, family))
+    backend = models.learner(config, policy)
+    stream = Stream(data, seed=config.run.seed, config=config.data)
+    run.restore(backend, {"stream": stream})
+    sets = {**(rows or {}), **(questions or {})}
+    run.compare_sets(sets)
+    parts.warn_of_rows(config, family, stream, sets.values())
+    return Job(
+        run=run,
+        policy=policy,
+        backend=backend,
+        stream=stream,
+        rows=rows or {},
+        questions=questions or {},
+        averages=ema.follow(config, family, backend, run.start, attach),
+    )
+
+
+def train(job: Job, task: Task) -> dict[str, Any]:
+    """Train until the steps are over; returns the metrics of the last step."""
+    run, backend, stream, options = job.run, job.backend, job.stream, job.run.config.train
+    validation = Validation(
+        evaluator=make_evaluator(run, job.policy, job.questions),
+        weights=backend,
+        questions=job.questions,
+        rows=job.rows,
+        measure_rows=task.measure,
+        every=run.config.val.every,
+        saves=run.checkpointer.due if task.measure_saved else lambda step: False,
+        training_follows=True,
+    )
+    total, sets = total_steps(run.config, stream.rows_per_epoch), validation.sets.values()
+    run.begin(total, backend, backend.family, (stream.dataset, *sets), job.averages)
+    run.log_start(validation.check_engine(run.step))
+    run.validate_start(validation)
+    last: dict[str, Any] = {}
+    for step in run.steps():
+        with run.phase("data"):
+            samples = run.quarantine.take(stream, options.prompts_per_step, backend.family)
+        with run.phase(task.preparing):
+            batches, loss = task.prepare(samples)
+        with run.phase("update"):
+            update = task.train(batches, loss, lr=run.learning_rate())
+            before, folder = run.progress.bad_updates, run.folder.path
+            bad = guard(update, batches, before, options, folder, step=step)
+        progress = replace(run.progress, step=step, stream=stream.state(), bad_updates=bad)
+        found = update.metrics.means()
+        values = task.metrics(found, batches, loss) | {"data/epoch": stream.epoch}
+        if not validation.due(step, total):
+            task.unmeasured(samples, found, step)
+        last = run.finish_step(progress, values | sft_work(backend, batches), validation)
+    return last
+
+
+@torch.no_grad()
+def measure(backend: LocalBackend, batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
+    """What a step on these forests would report, without it."""
+    backend.model.eval()
+    backend.prefetch(batches)
+    return to_metrics([loss.read(backend, batch)()[1] for batch in batches]).means()
