@@ -15,6 +15,7 @@ import pytest
 from saccade.algorithms.distillation import kd
 from saccade.backends.losses import PolicyLoss
 from saccade.config import load
+from saccade.data.datasets import Stream
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.recipes import questions, rl, sft
@@ -59,7 +60,7 @@ def test_the_loss_beside_a_teacher(
 
     resolved = load(config)
     data = questions.load_dialogues(resolved, resolved.data.train, family)
-    order = sft.Stream(data, seed=resolved.run.seed, config=resolved.data).take(4)
+    order = Stream(data, seed=resolved.run.seed, config=resolved.data).take(4)
     auto = getattr(transformers, family.spec.auto_class)
     models = [auto.from_pretrained(path, dtype=torch.float32) for path in (word_model, teacher)]
     total, count = torch.zeros(()), 0
