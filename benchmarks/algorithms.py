@@ -24,7 +24,8 @@ import numpy as np
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig
 from saccade.models import tiny
-from saccade.recipes import quickstart, rl, sft
+from saccade.plugins.quickstart import quickstart
+from saccade.recipes import rl, sft
 from saccade.schema.presets import PRESETS
 from saccade.tracking.loggers import read_metrics
 

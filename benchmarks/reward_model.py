@@ -23,7 +23,7 @@ import numpy as np
 import saccade
 from saccade.data import synthetic
 from saccade.models import tiny
-from saccade.recipes.quickstart import WORDS
+from saccade.plugins.quickstart.quickstart import WORDS
 
 COLOURS = synthetic.TRAINING_COLOURS
 QUESTION = "how many objects ?"  # the words of the tiny model; the demonstrations say what it means

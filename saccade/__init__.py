@@ -48,7 +48,7 @@ def load_config(config: Source, *overrides: str) -> Config:
 
 def rl(config: Source, *overrides: str) -> dict[str, Any]:
     """Train with reinforcement learning; returns the summary of the run."""
-    from saccade.estimate.estimate_command import preflight
+    from saccade.plugins.estimate.estimate_command import preflight
 
     return _recipe("rl").run(load_config(config, *overrides), preflight=preflight)
 

@@ -128,7 +128,7 @@ def quickstart(
     ] = False,
 ) -> None:
     """A tiny vision-language model learns to count, with nothing but a CPU."""
-    import_module("saccade.recipes.quickstart").run(out, seed=seed, quick=quick)
+    import_module("saccade.plugins.quickstart.quickstart").run(out, seed=seed, quick=quick)
 
 
 @command("init", panel="Start", example="saccade init models/Qwen2.5-VL-3B-Instruct train.jsonl")
@@ -138,7 +138,7 @@ def init(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Config to write.")] = Path("run.yaml"),
 ) -> None:
     """Write a commented run.yaml for a model folder and a data file."""
-    from saccade.plugins.planning.init_config import advice, write_config
+    from saccade.plugins.init.init_config import advice, write_config
 
     write_config(model, data, out)
     print(f"wrote {out}; next: {advice(out)}")
@@ -254,7 +254,7 @@ def chat(
         raise ConfigError("--out: has no effect without --batch; /save FILE keeps a conversation")
     config = read_config(as_override("model.path", arguments), "chat")
     check(config, "chat")
-    recipe = import_module("saccade.recipes.chat_command")
+    recipe = import_module("saccade.plugins.serving.chat_command")
     if serve:
         recipe.serve(config, host=host, port=port, token=not no_token, greedy=greedy)
     elif batch is not None:
@@ -275,7 +275,7 @@ def serve_reward(
     Clients are asked for a token, which is printed; the environment variable SACCADE_TOKEN sets
     one. Clients of OpenRLHF and LMM-R1 send none: --no-token serves them on this machine.
     """
-    recipe = import_module("saccade.recipes.serve_reward")
+    recipe = import_module("saccade.plugins.serving.serve_reward")
     recipe.serve(read_config(arguments or []), host=host, port=port, token=not no_token)
 
 
@@ -369,7 +369,7 @@ def estimate(
 
     config = read_config(arguments or [], "rl")
     check(config, "estimate", given(overrides_of(arguments or [])))
-    import_module("saccade.estimate.estimate_command").run(
+    import_module("saccade.plugins.estimate.estimate_command").run(
         config, device=device, prompt_tokens=prompt_tokens, image=image, as_json=as_json
     )
 
@@ -385,7 +385,7 @@ def doctor(
     """What is missing or does not fit: packages, devices, engines, disk, and a model in full."""
     named = [f"model.path={model}"] if model else []
     config = read_config([*(arguments or []), *named])
-    import_module("saccade.doctor").run(config, as_json=as_json)
+    import_module("saccade.plugins.doctor").run(config, as_json=as_json)
 
 
 @command("algorithms", panel="Look", example="saccade algorithms dapo")
@@ -404,9 +404,9 @@ def algorithms(
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an eval.")]) -> None:
     """Write the report of a run or an eval as one HTML file, its episodes included."""
     if (folder / "config.resolved.yaml").is_file():
-        page = import_module("saccade.tracking.report").from_run(folder)
+        page = import_module("saccade.plugins.reports.report").from_run(folder)
     elif (folder / "results.json").is_file():
-        page = import_module("saccade.tracking.eval_report").write_eval_report(folder)
+        page = import_module("saccade.plugins.reports.eval_report").write_eval_report(folder)
     else:
         raise ConfigError(f"{folder} is not a run folder; give one such as runs/NAME")
     print(f"wrote {page}")

@@ -64,12 +64,14 @@ def run_recipe(
         if smoke:  # of an earlier one, so that it can be repeated
             shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
         if name == "rl":  # refuses what does not fit
-            more = {"preflight": import_module("saccade.estimate.estimate_command").preflight}
+            more = {
+                "preflight": import_module("saccade.plugins.estimate.estimate_command").preflight
+            }
         import_module(f"saccade.recipes.{MODULES[name]}").run(config, **(more or {}))
 
 
 def _shrunk(config: Config, name: str, files: Sequence[str], given: Sequence[str]) -> Config:
-    from saccade.smoke import smoke, with_examples
+    from saccade.checks.smoke import smoke, with_examples
 
     for file in files:
         config, replaced = with_examples(config, Path(file), given)
@@ -120,8 +122,8 @@ def _print_plan(config: Config, name: str, *, full: bool) -> None:
     from saccade.algorithms.build import from_config
     from saccade.algorithms.describe import cells, describe
     from saccade.checks import not_counted
+    from saccade.checks.plan import plan
     from saccade.notation import write
-    from saccade.plan import plan
 
     algorithm = from_config(config) if name == "rl" else None
     if config.reward.given:
@@ -146,7 +148,7 @@ def _print_plan(config: Config, name: str, *, full: bool) -> None:
     if others := not_counted(config, name):
         print(others)
     if name == "rl":
-        import_module("saccade.estimate.estimate_command").preview(config)
+        import_module("saccade.plugins.estimate.estimate_command").preview(config)
     print("nothing was run" + ("" if full else "; --full shows every option with its value"))
 
 

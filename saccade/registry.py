@@ -25,7 +25,18 @@ Row = TypeVar("Row")
 
 # table → name → where its row is
 PLUGINS: Mapping[str, Mapping[str, str]] = {
+    "engines": {
+        "vllm": "saccade.plugins.engines.vllm:VllmEngine",
+        "sglang": "saccade.plugins.engines.sglang:SglangEngine",
+    },
     "environments": {"sokoban_step": "saccade.plugins.sokoban.sokoban_environment:KIND"},
+    "families": {
+        "internvl": "saccade.plugins.families.internvl:SPEC",
+        "llava": "saccade.plugins.families.llava:SPEC",
+        "qwen2_audio": "saccade.plugins.families.qwen_audio:SPEC",
+        "qwen2_5_omni": "saccade.plugins.families.qwen_omni:SPEC",
+        "qwen2_5_omni_thinker": "saccade.plugins.families.qwen_omni:SPEC",
+    },
     "mappings": {
         name: f"saccade.plugins.preferences.preference_sets:{name.replace('-', '_')}"
         for name in (
@@ -35,6 +46,7 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         )
     },
     "media_kinds": {"series": "saccade.plugins.series.series_files:KIND"},
+    "reports": {"evaluation": "saccade.plugins.reports.eval_report:EVALUATION"},
     "towers": {"series": "saccade.plugins.series.series_tower:TOWER"},
     "verifiers": {"sokoban": "saccade.plugins.sokoban.sokoban_verifier:VERIFIER"},
 }

@@ -94,7 +94,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def word_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random vision model whose vocabulary is the words of the scenes: answers are short."""
     from saccade.models.tiny import build
-    from saccade.recipes.quickstart import WORDS
+    from saccade.plugins.quickstart.quickstart import WORDS
 
     return build("qwen2_5_vl", tmp_path_factory.mktemp("words"), words=WORDS)
 

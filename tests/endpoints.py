@@ -17,9 +17,9 @@ from typing import Any
 from saccade.config import DataConfig
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.models.families import Family
-from saccade.serving.chat_endpoint import Served, chat_app
-from saccade.serving.engine_hub import Hub
-from saccade.serving.http_server import running
+from saccade.plugins.serving.chat_endpoint import Served, chat_app
+from saccade.plugins.serving.engine_hub import Hub
+from saccade.plugins.serving.http_server import running
 from saccade.types import Sampling
 
 TOKEN = "sesame"

@@ -18,13 +18,13 @@ from typer.testing import CliRunner, Result
 
 import saccade
 from saccade.checks import check
+from saccade.checks.plan import plan, total_steps
+from saccade.checks.smoke import smoke, with_examples
 from saccade.cli import app, main
 from saccade.cli_run import show_error
 from saccade.config import load
 from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
-from saccade.plan import plan, total_steps
-from saccade.plugins.planning.init_config import guess_reward, letters_apart
-from saccade.smoke import smoke, with_examples
+from saccade.plugins.init.init_config import guess_reward, letters_apart
 from saccade.types import Media, Message, Sample
 
 REPOSITORY = Path(__file__).resolve().parent.parent

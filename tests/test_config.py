@@ -26,7 +26,7 @@ from saccade.config import (
 )
 from saccade.errors import ConfigError
 from saccade.notation import ELSEWHERE, NAMES, RENAMED, parse
-from saccade.plugins.planning.init_config import write_config
+from saccade.plugins.init.init_config import write_config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -14,6 +14,7 @@ import pytest
 from saccade.algorithms.build import from_config
 from saccade.backends.schedule import rate
 from saccade.checks import check
+from saccade.checks.smoke import model_type, smoke, with_examples
 from saccade.cli_run import MODULES
 from saccade.config import Config, load
 from saccade.data import datasets
@@ -24,7 +25,6 @@ from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.schema import options
-from saccade.smoke import model_type, smoke, with_examples
 from saccade.types import Sample
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -39,7 +39,7 @@ def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rl_config: Make
 ) -> Any:
     """(config, checkpoint after two steps) of a family; text models count without a picture."""
-    from saccade.recipes.quickstart import WORDS
+    from saccade.plugins.quickstart.quickstart import WORDS
 
     out = tmp_path_factory.mktemp(request.param)
     family = "qwen2_5_vl" if request.param == "untied" else request.param

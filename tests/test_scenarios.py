@@ -364,7 +364,7 @@ def biased_model(folder: Path) -> str:
 
     from saccade.models.families import load_family
     from saccade.models.tiny import build
-    from saccade.recipes.quickstart import WORDS
+    from saccade.plugins.quickstart.quickstart import WORDS
 
     path = build("qwen2_5_vl", folder, words=WORDS, text={"tie_word_embeddings": False})
     banned = np.flatnonzero(load_family(path).banned).tolist()

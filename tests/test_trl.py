@@ -181,7 +181,7 @@ def compare(
 @pytest.mark.parametrize("spread", [0.0, 0.3])
 def test_text(tmp_path: Path, trainer_of: Callable[..., Any], spread: float) -> None:
     from saccade.models.tiny import build
-    from saccade.recipes.quickstart import WORDS
+    from saccade.plugins.quickstart.quickstart import WORDS
 
     path = build("qwen3", tmp_path / "model", words=WORDS)
     trainer, recorded = trainer_of(path)

@@ -7,13 +7,16 @@ Optional engines are imported only when they are built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from saccade.engines import Engine
 from saccade.engines.settings import Settings
 from saccade.errors import ConfigError
 from saccade.models.families import Family
+from saccade.registry import Table
+
+Builder = Callable[[Settings, Family, Any], Engine]
 
 
 def _embedded(settings: Settings, family: Family, model: Any) -> Engine:
@@ -35,23 +38,14 @@ def _embedded(settings: Settings, family: Family, model: Any) -> Engine:
     )
 
 
-def _vllm(settings: Settings, family: Family, model: Any) -> Engine:
-    from saccade.engines.vllm import VllmEngine
-
-    return VllmEngine(settings, family, beside_trainer=model is not None)
-
-
-def _sglang(settings: Settings, family: Family, model: Any) -> Engine:
-    from saccade.engines.sglang import SglangEngine
-
-    return SglangEngine(settings, family, beside_trainer=model is not None)
+def _installed(name: str, engine: Callable[..., Engine]) -> Builder:
+    """A row of a plugin: a class that loads the folder of its settings itself."""
+    return lambda settings, family, model: engine(
+        settings, family, beside_trainer=model is not None
+    )
 
 
-BUILDERS: Mapping[str, Callable[[Settings, Family, Any], Engine]] = {
-    "embedded": _embedded,
-    "vllm": _vllm,
-    "sglang": _sglang,
-}
+BUILDERS: Table[Builder] = Table("engines", {"embedded": _embedded}, _installed)
 
 
 def build(settings: Settings, family: Family, model: Any = None) -> Engine:

@@ -44,9 +44,9 @@ from saccade.rollout.scoring import (
     thinks,
 )
 from saccade.tracking.console import Console, unscored
-from saccade.tracking.eval_report import table_lines, write_eval_report
 from saccade.tracking.folder import QUARANTINE, RESULTS
 from saccade.tracking.metrics import episode_metrics, without_scores
+from saccade.tracking.pages import REPORTS
 from saccade.tracking.trajectories import Decoders, TrajectoryWriter
 from saccade.types import ALWAYS_EXCLUDED, Group
 
@@ -101,7 +101,7 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
             with console.phase(name):
                 results.append(evaluator.evaluate(name, dataset))
             log.info(describe(results[-1]))
-            for line in table_lines(name, results[-1].tables):
+            for line in REPORTS["evaluation"].lines(name, results[-1].tables):
                 log.info(line)
             _store(writer, results[-1], config, family)
             if dataset.overlong or dataset.quarantined:  # a score of the rest is another score
@@ -112,7 +112,7 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
         for dataset in sets.values():
             quarantine.record(dataset.aside)
         writer.flush()
-        write_eval_report(folder)
+        REPORTS["evaluation"].write(folder)
         made = [name for name in FILES if (folder / name).is_file()]
         log.info(f"{', '.join(made)} are in {folder}")
         for result in results:  # only now: no answer is lost

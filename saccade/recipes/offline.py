@@ -19,12 +19,12 @@ from saccade import checks
 from saccade.algorithms.loss_sums import to_metrics
 from saccade.backends import Loss, Update
 from saccade.backends.local import LocalBackend
+from saccade.checks.plan import total_steps
 from saccade.config import Config, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.disk import require_writable
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
-from saccade.plan import total_steps
 from saccade.recipes import ema, models, parts
 from saccade.recipes.failures import guard
 from saccade.recipes.run import Run

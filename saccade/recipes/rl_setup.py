@@ -14,12 +14,12 @@ from typing import Any
 from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.describe import describe
 from saccade.backends import Reference, Scoring
+from saccade.checks.plan import total_steps
 from saccade.config import Config
 from saccade.contents import File
 from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
-from saccade.plan import total_steps
 from saccade.recipes import models, parts, questions
 from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.engines import make_engine, require_support

@@ -2,6 +2,7 @@ import time
 
 import pytest
 
+from saccade.checks.plan import total_rows
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.datasets import keep, load
@@ -9,7 +10,6 @@ from saccade.data.formats import FORMATS
 from saccade.data.records import to_row
 from saccade.data.unread import unread_media
 from saccade.errors import ConfigError, DataError
-from saccade.plan import total_rows
 
 
 def qa(count, **columns):

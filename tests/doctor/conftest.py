@@ -25,7 +25,7 @@ def found() -> Callable[..., dict[str, list[str]]]:
 
     def look(stage: int, path: Path, *overrides: str) -> dict[str, list[str]]:
         from saccade.config import load
-        from saccade.doctor import look_in_turn, model_checks
+        from saccade.plugins.doctor import look_in_turn, model_checks
 
         checks = model_checks(load(None, [f"model.path={path}", *overrides]))[stage]
         by_status: dict[str, list[str]] = {}

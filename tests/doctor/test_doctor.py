@@ -13,10 +13,10 @@ from saccade.backends.local import LocalBackend
 from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
-from saccade.doctor import Finding, examine, look_in_turn, machine, model_checks
-from saccade.doctor.agreement import rows_agree
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError
+from saccade.plugins.doctor import Finding, examine, look_in_turn, machine, model_checks
+from saccade.plugins.doctor.agreement import rows_agree
 from tests.endpoints import Says, scripted
 
 
@@ -131,7 +131,9 @@ def test_ranges_are_read_from_the_source_tree_too(monkeypatch):
 
 
 def test_an_engine_that_is_asked_for_must_be_there(monkeypatch):
-    monkeypatch.setattr("saccade.engines.sglang.sglang_transport.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "saccade.plugins.engines.sglang.sglang_transport.find_spec", lambda name: None
+    )
     assert ("note", "sglang is not installed") in findings("engine")
     asked = findings("engine", "rollout.engine=sglang")
     assert ("failure", "sglang is not installed") in asked

@@ -11,9 +11,9 @@ import torch
 
 from saccade.engines.builders import build
 from saccade.engines.settings import Settings
-from saccade.engines.vllm.vllm_probe import probe
-from saccade.engines.vllm.vllm_weights import Announced, HandOver, Place, sample_for
 from saccade.errors import EnvironmentProblem
+from saccade.plugins.engines.vllm.vllm_probe import probe
+from saccade.plugins.engines.vllm.vllm_weights import Announced, HandOver, Place, sample_for
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")

@@ -3,8 +3,8 @@ from functools import cache
 
 import pytest
 
-from saccade.estimate.model_size import empty_model
 from saccade.models import tiny
+from saccade.plugins.estimate.model_size import empty_model
 from tests.estimate.works import SIZES, VISION
 
 
@@ -21,7 +21,7 @@ def built_once(models, monkeypatch):
         key = (family.path, family.name)
         return models[key] if key in models else models.setdefault(key, empty_model(family))
 
-    monkeypatch.setattr("saccade.estimate.empty_model", known)
+    monkeypatch.setattr("saccade.plugins.estimate.empty_model", known)
 
 
 @pytest.fixture(scope="session")

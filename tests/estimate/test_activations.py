@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from saccade import shapes
-from saccade.estimate import activations
 from saccade.forest.packing import pack
 from saccade.models import fused, tiny
 from saccade.models.families import load_family
 from saccade.models.load import hidden_states, load_model
+from saccade.plugins.estimate import activations
 from saccade.types import MediaSpan, Message
 
 TOKENS, KEYS = 256, 400

@@ -11,9 +11,9 @@ from saccade import devices
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.estimate import element_of, estimate
-from saccade.estimate.estimate_command import parse_size
 from saccade.models import tiny
+from saccade.plugins.estimate import element_of, estimate
+from saccade.plugins.estimate.estimate_command import parse_size
 from tests.estimate.works import H200, W1, planned, sizes
 
 

@@ -7,11 +7,11 @@ import torch
 
 from saccade import devices
 from saccade.config import LoraConfig, load
-from saccade.estimate.memory_items import host_peak
-from saccade.estimate.model_size import empty_model, size_of
 from saccade.models import lora, tiny
 from saccade.models.families import load_family
 from saccade.models.load import freeze, load_model
+from saccade.plugins.estimate.memory_items import host_peak
+from saccade.plugins.estimate.model_size import empty_model, size_of
 from tests.estimate.works import H200, W1, W2, planned, sizes
 
 

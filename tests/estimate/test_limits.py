@@ -9,11 +9,11 @@ import pytest
 from saccade import devices
 from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.estimate import estimate
-from saccade.estimate.advice import ladder
-from saccade.estimate.estimate_command import preflight, refusal
 from saccade.models import tiny
 from saccade.models.families import load_family
+from saccade.plugins.estimate import estimate
+from saccade.plugins.estimate.advice import ladder
+from saccade.plugins.estimate.estimate_command import preflight, refusal
 from saccade.types import Message, Sample
 from tests.estimate.works import A100_40, H200, LIMITED, RTX_4090, W1, W2, loaded, planned, sizes
 
@@ -168,7 +168,7 @@ def test_nothing_helps_only_after_everything_was_tried(large):
 
 
 def test_options_that_save_memory_and_their_values(large, monkeypatch):
-    monkeypatch.setattr("saccade.estimate.advice", lambda plan, fits: ladder(plan))
+    monkeypatch.setattr("saccade.plugins.estimate.advice", lambda plan, fits: ladder(plan))
     config = load({"model.path": large, "model.checkpointing": "off", "rollout.max_tokens": 1024})
     toy = devices.Device(name="toy", memory=2.0)
     values = estimate(config, toy, prompt_tokens=900, image=(900, 900)).advice

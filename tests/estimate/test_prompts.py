@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from saccade import devices
 from saccade.cli import app
 from saccade.config import load
-from saccade.estimate import estimate
+from saccade.plugins.estimate import estimate
 from tests.estimate.works import H200, W1, planned, sizes
 
 

@@ -4,8 +4,8 @@ from functools import cache
 
 from saccade import devices
 from saccade.config import load
-from saccade.estimate import estimate
 from saccade.models.families import load_family
+from saccade.plugins.estimate import estimate
 
 TEXT = {
     "hidden_size": 2048,

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from saccade.doctor import model_files
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media import videos
 from saccade.media.images import crop, open_media
@@ -18,6 +17,7 @@ from saccade.media.kinds import decode
 from saccade.models.families import FAMILIES, load_family
 from saccade.models.load import freeze, load_model, pick_dtype, trainable_table
 from saccade.models.tiny import CONFIGS
+from saccade.plugins.doctor import model_files
 from saccade.types import Message
 
 CPU = torch.device("cpu")

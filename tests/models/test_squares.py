@@ -27,8 +27,8 @@ from saccade.media.images import open_media
 from saccade.media.kinds import decode
 from saccade.models import tiny
 from saccade.models.families import load_family
-from saccade.models.families.internvl import best_grid
 from saccade.models.load import load_model, negated
+from saccade.plugins.families.internvl import best_grid
 from saccade.recipes.parts import environments_of
 from saccade.shapes import shape_of
 from saccade.types import Message, Request, Sampling

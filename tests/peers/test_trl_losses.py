@@ -27,7 +27,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
     from saccade.models.tiny import build
-    from saccade.recipes.quickstart import WORDS
+    from saccade.plugins.quickstart.quickstart import WORDS
 
     path = build("qwen3", tmp_path_factory.mktemp("model"), words=WORDS)
 

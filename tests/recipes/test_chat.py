@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from saccade.cli import app
 from saccade.config import load
-from saccade.recipes import chat_command as chatting
+from saccade.plugins.serving import chat_command as chatting
 from saccade.recipes.engines import room
 from saccade.types import Media, Message, Sampling
 from tests.browser import CHROMIUM, Browser

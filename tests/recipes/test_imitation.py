@@ -29,7 +29,7 @@ Read = Callable[[Path], list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     from saccade.models.tiny import build
-    from saccade.recipes.quickstart import WORDS
+    from saccade.plugins.quickstart.quickstart import WORDS
 
     return build("qwen2_5_vl", tmp_path_factory.mktemp("teacher"), words=WORDS, seed=7)
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from saccade.checks.smoke import model_type, smoke
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models.tiny import build
+from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.recipes import dpo, reward_model, rl, sft
-from saccade.recipes.quickstart import WORDS
-from saccade.smoke import model_type, smoke
 
 Read = Callable[[Path], list[dict[str, Any]]]
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from saccade.checkpoint import complete_steps
 from saccade.cli import app
 from saccade.config import load
-from saccade.recipes import quickstart
+from saccade.plugins.quickstart import quickstart
 from tests.browser import page_data
 
 

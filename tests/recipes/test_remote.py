@@ -12,12 +12,12 @@ import pytest
 
 from saccade.config import DataConfig, load
 from saccade.errors import ConfigError, RewardError
+from saccade.plugins.serving.http_server import running
+from saccade.plugins.serving.reward_service import RewardService, reward_app
 from saccade.recipes import rl
 from saccade.recipes.models import load_learned
 from saccade.rewards.scorer import Scorer
 from saccade.schema import ServeConfig
-from saccade.serving.http_server import running
-from saccade.serving.reward_service import RewardService, reward_app
 from saccade.tracking.loggers import read_metrics
 from tests.endpoints import Says, fair_judge, scripted
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.estimate.model_size import empty_model
 from saccade.export import export
 from saccade.models import tiny
 from saccade.models.files import SERIES_FILE
+from saccade.plugins.estimate.model_size import empty_model
 from saccade.recipes import check_data, dpo, evaluate, models, reward_model, rl, sft
 
 LEADS = 4

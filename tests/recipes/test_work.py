@@ -4,7 +4,7 @@ import pytest
 
 from saccade import devices
 from saccade.config import load
-from saccade.estimate import estimate
+from saccade.plugins.estimate import estimate
 from saccade.recipes import rl, sft, work
 
 

@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import DataConfig, RewardConfig
+from saccade.plugins.serving.http_server import running as running_server
+from saccade.plugins.serving.reward_service import RewardService, reward_app
 from saccade.rewards.remote import Remote
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.schema import RemoteConfig, ServeConfig
-from saccade.serving.http_server import running as running_server
-from saccade.serving.reward_service import RewardService, reward_app
 from saccade.types import Media
 from tests.endpoints import TOKEN, call, fair_judge, scripted
 
@@ -408,7 +408,9 @@ def test_no_token_is_for_this_machine_only() -> None:
 
 
 def test_the_service_does_not_import_torch() -> None:
-    code = "import sys, saccade.recipes.serve_reward, saccade.serving.reward_service\n"
+    code = (
+        "import sys, saccade.plugins.serving.serve_reward, saccade.plugins.serving.reward_service\n"
+    )
     code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

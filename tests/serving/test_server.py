@@ -19,8 +19,8 @@ from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
-from saccade.serving import http_server
-from saccade.serving.chat_endpoint import TEXT
+from saccade.plugins.serving import http_server
+from saccade.plugins.serving.chat_endpoint import TEXT
 from saccade.types import Media, Message, Request, Sampling
 from tests.endpoints import TOKEN, Endpoint, serving
 from tests.endpoints import call as raw

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from saccade.serving.text_stream import TextStream
+from saccade.plugins.serving.text_stream import TextStream
 
 WORDS = "naïve 東京 🦉🦉 a\ufffdb end. ẞ 𐍈"
 

@@ -16,12 +16,10 @@ from pytest import approx
 
 from saccade.config import TrackConfig
 from saccade.errors import ConfigError
-from saccade.tracking.curves import charts_of
-from saccade.tracking.eval_report import write_eval_report
-from saccade.tracking.folder import RunFolder
-from saccade.tracking.loggers import Loggers
-from saccade.tracking.report import before_after, from_run
-from saccade.tracking.report_page import (
+from saccade.plugins.reports.curves import charts_of
+from saccade.plugins.reports.eval_report import write_eval_report
+from saccade.plugins.reports.report import before_after, from_run
+from saccade.plugins.reports.report_page import (
     Chart,
     Curve,
     Episode,
@@ -33,6 +31,8 @@ from saccade.tracking.report_page import (
     View,
     write_report,
 )
+from saccade.tracking.folder import RunFolder
+from saccade.tracking.loggers import Loggers
 from tests.browser import Browser, needs_browser, page_data
 
 EVIL = (

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from saccade.engines import generate
-from saccade.engines.vllm import VllmEngine
-from saccade.engines.vllm.vllm_prompts import params_of
 from saccade.errors import ConfigError, EnvironmentProblem, TrainingError
+from saccade.plugins.engines.vllm import VllmEngine
+from saccade.plugins.engines.vllm.vllm_prompts import params_of
 from saccade.types import Message, Request
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
@@ -189,7 +189,7 @@ def test_a_folder_without_weights_is_refused_before_vllm_starts(
     settings: Any, family: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[Any] = []
-    monkeypatch.setattr("saccade.engines.vllm._build", lambda *a: built.append(a))
+    monkeypatch.setattr("saccade.plugins.engines.vllm._build", lambda *a: built.append(a))
     with pytest.raises(EnvironmentProblem, match="safetensors"):
         VllmEngine(replace(settings, folder=str(tmp_path)), family)
     assert not built

@@ -23,7 +23,8 @@ from saccade.config import SeriesConfig
 from saccade.errors import EnvironmentProblem
 from saccade.media.pixel_cache import ImageCache, in_background
 from saccade.models.chat import Chat, Grid, load_chat
-from saccade.models.families import internvl, llava, qwen_audio, qwen_omni, qwen_vl, text
+from saccade.models.families import qwen_vl, text
+from saccade.registry import Table
 from saccade.types import Media, MediaSpan, Message, Rendered
 
 # Special tokens of other modalities that some text tokenizers carry too.
@@ -100,83 +101,21 @@ _QWEN3_VL = replace(
     media_tokens={"image": "image_token_id"},
     prepare=qwen_vl.prepare_deepstack,
 )
-_QWEN_AUDIO = FamilySpec(
-    auto_class="Qwen2AudioForConditionalGeneration",
-    towers={
-        "projector": ("model.multi_modal_projector.",),
-        "audio": ("model.audio_tower.",),
-        "llm": ("model.language_model.",),
+FAMILIES: Table[FamilySpec] = Table(
+    "families",
+    {
+        "qwen2_vl": _QWEN_VL,
+        "qwen2_5_vl": _QWEN_VL,
+        "qwen3_vl": _QWEN3_VL,
+        "qwen3_vl_moe": _QWEN3_VL,
+        "qwen2": _TEXT,
+        "qwen3": _TEXT,
+        "llama": _TEXT,
+        "mixtral": _MIXTURE,
+        "qwen2_moe": _MIXTURE,
+        "qwen3_moe": _MIXTURE,
     },
-    bind=qwen_audio.bind,
-    placeholders=("audio_token_index",),
-    media_tokens={"audio": "audio_token_index"},
 )
-# Of a whole checkpoint the thinker is loaded: what speaks (talker, token2wav) learns nothing here.
-_QWEN_OMNI = FamilySpec(
-    auto_class="Qwen2_5OmniThinkerForConditionalGeneration",
-    towers={
-        "projector": ("visual.merger.", "audio_tower.proj"),
-        "vision": ("visual.",),
-        "audio": ("audio_tower.",),
-        "llm": ("model.",),
-    },
-    bind=qwen_omni.bind,
-    placeholders=(
-        "image_token_index",
-        "video_token_index",
-        "audio_token_index",
-        "vision_start_token_id",
-        "vision_end_token_id",
-        "audio_start_token_id",
-        "audio_end_token_id",
-    ),
-    media_tokens={
-        "image": "image_token_index",
-        "video": "video_token_index",
-        "audio": "audio_token_index",
-    },
-    prepare=qwen_vl.patch_embedding_as_matrix,
-    section="thinker_config",
-    beside=("talker.", "token2wav."),
-)
-_INTERNVL = FamilySpec(
-    auto_class="AutoModelForImageTextToText",
-    towers={
-        "projector": ("model.multi_modal_projector.",),
-        "vision": ("model.vision_tower.",),
-        "llm": ("model.language_model.",),
-    },
-    bind=internvl.bind,
-    placeholders=("image_token_id",),
-    media_tokens={"image": "image_token_id"},
-    brackets=("<img>", "</img>"),
-    whole=False,
-)
-_LLAVA = replace(
-    _INTERNVL,
-    bind=llava.bind,
-    placeholders=("image_token_index",),
-    media_tokens={"image": "image_token_index"},
-    brackets=None,
-    prepare=llava.skip_unread_layers,
-)
-FAMILIES: Mapping[str, FamilySpec] = {
-    "qwen2_vl": _QWEN_VL,
-    "qwen2_5_vl": _QWEN_VL,
-    "qwen3_vl": _QWEN3_VL,
-    "qwen3_vl_moe": _QWEN3_VL,
-    "internvl": _INTERNVL,
-    "llava": _LLAVA,
-    "qwen2_audio": _QWEN_AUDIO,
-    "qwen2_5_omni": _QWEN_OMNI,
-    "qwen2_5_omni_thinker": _QWEN_OMNI,
-    "qwen2": _TEXT,
-    "qwen3": _TEXT,
-    "llama": _TEXT,
-    "mixtral": _MIXTURE,
-    "qwen2_moe": _MIXTURE,
-    "qwen3_moe": _MIXTURE,
-}
 
 # Published in formats that need code of their own, and in that of transformers.
 CONVERTED = {"internvl_chat": "use its conversion, whose name ends in -hf"}

@@ -41,9 +41,9 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.images import ImageError
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families import Family
-from saccade.models.families.qwen_omni import apart, as_shown
 from saccade.models.files import SERIES_FILE
 from saccade.models.towers import PluggedTower
+from saccade.plugins.families.qwen_omni import apart, as_shown
 from saccade.plugins.series import user_encoder
 from saccade.types import Media, MediaSpan
 

@@ -16,8 +16,8 @@ from saccade.engines import generate, parity
 from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.engines.settings import Settings
-from saccade.engines.sglang import sglang_messages, sglang_transport
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.plugins.engines.sglang import sglang_messages, sglang_transport
 from saccade.types import Message, Request, Sample, Sampling
 from tests.engines.sglang.protocol import Core, engine_class, serve
 

@@ -21,8 +21,8 @@ from saccade.data import datasets
 from saccade.errors import ConfigError
 from saccade.models.rating import read_card
 from saccade.models.tiny import build
+from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.recipes import reward_model
-from saccade.recipes.quickstart import WORDS
 from saccade.rewards.reward_sample import reward_sample
 from saccade.tracking.trajectories import read_trajectories
 from tests.recipes.reward_model.judged import Make, Read

@@ -1,0 +1,315 @@
+"""vLLM in this process, stepped by our loop, with its own copy of the weights.
+
+Adapters come merged into the weights. Between rollouts vLLM frees its memory, where the platform
+can do that, and takes it again in the order weights, hand-over, cache. After a hand-over nothing
+that vLLM cached of prompts and images is used: its caches are emptied, and images are named after
+the version of the weights. Kept ids of truncated sampling are not returned.
+
+    engine = VllmEngine(Settings(engine="vllm", folder="my-model", dtype="bfloat16"), family)
+    generate(engine, [Request(key="a", ids=family.render(messages).ids)])
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from saccade.engines import Capabilities, WeightSource
+from saccade.engines.requests import require_finite, require_room
+from saccade.engines.settings import Settings
+from saccade.engines.weights import folder_shapes, in_memory
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.media.pixel_cache import ImageCache
+from saccade.models import mend
+from saccade.models.families import Family
+from saccade.plugins.engines.vllm.vllm_probe import HOW_TO_INSTALL, Probe, require
+from saccade.plugins.engines.vllm.vllm_prompts import params_of, prompt_of
+from saccade.plugins.engines.vllm.vllm_weights import Announced, HandOver, renaming, sample_for
+from saccade.types import Completion, Request
+
+PICTURES = 256 << 20  # bytes of images at the size that the model sees
+BATCHED_TOKENS = 8192  # of one forward, and never less than the longest sequence
+CPU_CACHE = 1 << 30  # bytes of keys and values
+
+
+class VllmEngine:
+    def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
+        """`beside_trainer`: the source of weights stays readable, so that sleep may forget them."""
+        found = require()
+        self.settings, self.family, self.version = settings, family, 0
+        self._sleeps, self._beside = found.sleeps, beside_trainer
+        shapes = folder_shapes(settings.folder)  # a folder without them is refused at once
+        self._engine = _build(settings, family, found)
+        self._engine.collective_rpc("saccade_ban", args=(np.flatnonzero(family.banned).tolist(),))
+        self._eos = sorted(family.chat.eos_ids)
+        self._pictures = ImageCache(PICTURES, make=family.picture, key=lambda media: media.key)
+        self._running: dict[str, tuple[Request, str]] = {}  # with vLLM's name of it
+        self._aborted: list[Completion] = []
+        self._last: tuple[Any, dict[str, Any]] | None = None  # prompts of a group come in a row
+        self._source: WeightSource | None = None
+        self._handed_over: int | None = None  # the version that came last
+        self._asleep: set[str] = set()
+        self._unusable = ""
+        self._invalidates = True  # tests switch it off, to show what happens without
+        self._learn_names(shapes)
+
+    def _learn_names(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        from vllm.model_executor.model_loader.utils import get_model_architecture
+
+        model = self._engine.vllm_config.model_config
+        self._renamed = renaming(get_model_architecture(model)[0])
+        if model.hf_config.get_text_config().tie_word_embeddings:
+            shapes.pop("lm_head.weight", None)  # some folders hold it twice
+        known = {self._renamed(name): Announced(name, s) for name, s in shapes.items()}
+        self._expected = {name: tensor for name, tensor in known.items() if name}
+        plain = {name: tensor.shape for name, tensor in self._expected.items()}
+        self._places = self._ask("saccade_places", plain)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """The answer of the first worker; each one answers for its part of the tensors."""
+        return self._engine.collective_rpc(method, args=arguments)[0]
+
+    # -- requests --
+
+    def submit(self, request: Request) -> None:
+        if self._unusable:
+            raise EnvironmentProblem(self._unusable)
+        require_room(request, self._engine.vllm_config.model_config.max_model_len)
+        self._require_known(request)
+        assert request.key not in self._running, f"request {request.key} was submitted twice"
+        self.wake()
+        prompt = {**self._prompt(request)}
+        prompt["prompt_token_ids"] = list(prompt["prompt_token_ids"])
+        name = self._engine.add_request(request.key, prompt, params_of(request, self._eos))
+        self._running[request.key] = (request, name)
+
+    def _require_known(self, request: Request) -> None:
+        """Refuse what vLLM was not built for, instead of drawing or showing it differently."""
+        settings = self.settings
+        if request.sampling.first is not None and not settings.first_tokens:
+            raise ConfigError(
+                f"request {request.key}: the engine was built without settings for first tokens; "
+                "build it with Settings(first_tokens=True)"
+            )
+        for media in (span.media for span in request.media):
+            pixels = min(media.max_pixels, media.width * media.height)
+            if pixels > settings.max_pixels:
+                raise ConfigError(
+                    f"request {request.key}: an image has {pixels} pixels, the engine is built for "
+                    f"{settings.max_pixels}; raise data.max_pixels to {pixels}"
+                )
+
+    def _prompt(self, request: Request) -> dict[str, Any]:
+        content = (request.ids.tobytes(), tuple(span.media.key for span in request.media))
+        if self._last is None or self._last[0] != content:
+            named = self.version if self._invalidates else None
+            raw = prompt_of(request, self._pictures.get, named)
+            try:
+                (prompt,) = self._engine.renderer.render_cmpl([raw])
+            except Exception as error:  # such as too many images, as classes of vLLM
+                raise ConfigError(f"request {request.key}: vllm refuses it: {error}") from error
+            theirs = prompt["prompt_token_ids"]
+            if not np.array_equal(theirs, request.ids):
+                raise EnvironmentProblem(
+                    f"request {request.key}: vllm reads {len(theirs)} prompt tokens where we have "
+                    f"{len(request.ids)}: it expands images differently; compare the "
+                    "preprocessor_config.json of the model, or use rollout.engine=embedded"
+                )
+            self._last = (content, prompt)
+        return self._last[1]
+
+    def poll(self) -> list[Completion]:
+        if self._unusable:
+            raise EnvironmentProblem(self._unusable)
+        done, self._aborted = self._aborted, []
+        for output in self._engine.step() if self._running else ():
+            if output.finished:
+                request, _ = self._running.pop(output.request_id)
+                (answer,) = output.outputs
+                if answer.finish_reason not in ("stop", "length"):
+                    raise EnvironmentProblem(
+                        f"request {request.key}: vllm gave up ({answer.finish_reason}); its log "
+                        "may say why, with VLLM_LOGGING_LEVEL=INFO"
+                    )
+                done.append(self._completion(request.key, answer, answer.finish_reason))
+        return done
+
+    def _completion(self, key: str, answer: Any, finish: Any) -> Completion:
+        ids = np.array(answer.token_ids, dtype=np.int64)
+        logprobs = np.array(answer.logprobs.logprobs if len(ids) else (), dtype=np.float32)
+        if self.settings.finite:
+            require_finite(logprobs)
+        versions = np.full(len(ids), self.version, dtype=np.int32)
+        return Completion(key=key, ids=ids, logprobs=logprobs, versions=versions, finish=finish)
+
+    @property
+    def pending(self) -> int:
+        return len(self._running) + len(self._aborted)
+
+    def progress(self, key: str) -> np.ndarray:
+        """Ids that were sampled so far."""
+        return np.array(self._state(key).detokenizer.output_token_ids, dtype=np.int64)
+
+    def _state(self, key: str) -> Any:
+        """What the output processor of vLLM holds of a request."""
+        return self._engine.output_processor.request_states[self._running[key][1]]
+
+    def abort(self, key: str) -> None:
+        if key in self._running:
+            answer = self._state(key)._new_completion_output([], None, None)
+            self._aborted.append(self._completion(key, answer, "aborted"))
+            _, name = self._running.pop(key)
+            self._engine.abort_request([name], internal=True)
+
+    def release(self, episode: str) -> None:
+        pass  # vLLM keeps prefixes by content, not by episode
+
+    # -- weights --
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        assert not self._running, "weights change while sequences are running"
+        if version == self._handed_over:
+            return
+        if "weights" in self._asleep:
+            self._rouse("weights")
+        self._hand_over(source, version)
+        self._source = source if self._beside else None
+
+    def _hand_over(self, source: WeightSource, version: int) -> None:
+        self._unusable = f"vllm: the hand-over of weights {version} did not end"
+        self._handed_over = None
+        hand_over = HandOver(
+            source.weights(),
+            renamed=self._renamed,
+            expected=self._expected,
+            sample=sample_for(self._places, version),
+            dtype=getattr(torch, self.settings.dtype),
+        )
+        loaded, parameters = self._load(hand_over)
+        found = self._ask("saccade_checksums", hand_over.sample)
+        problem = hand_over.problem(loaded, parameters, found)
+        if problem:
+            self._unusable = (
+                f"vllm: weights {version} do not fit the model that it loaded from "
+                f"{self.settings.folder} ({problem}); nothing more is sampled with them. Start "
+                "again from the model.path that is trained, or use rollout.engine=embedded"
+            )
+            raise EnvironmentProblem(self._unusable)
+        if self._invalidates:
+            self._forget()
+        self.version = self._handed_over = version
+        self._unusable = ""
+
+    def _forget(self) -> None:
+        """Drop whatever vLLM computed from prompts and images."""
+        if not self._engine.reset_prefix_cache():
+            self._engine.step()  # a batch was still under way when the last request ended
+            if not self._engine.reset_prefix_cache():
+                raise EnvironmentProblem("vllm: prompts of older weights cannot be forgotten")
+        self._engine.reset_encoder_cache()
+        self._engine.reset_mm_cache()
+        self._last = None
+
+    def _load(self, weights: HandOver) -> tuple[set[str], set[str]]:
+        if self.settings.tensor_parallel == 1:
+            return self._ask("saccade_load", weights)
+        with in_memory(weights) as paths:
+            return self._ask("saccade_load", paths)
+
+    # -- memory --
+
+    def sleep(self) -> None:
+        """Drop weights that a trainer can hand over again; else keep them on the host."""
+        assert not self._running, "sleep while sequences are running"
+        if self._sleeps and not self._asleep:
+            self._engine.sleep(level=2 if self._source is not None else 1)
+            self._asleep = {"weights", "kv_cache"}
+            self._last = None
+
+    def wake(self) -> None:
+        if "weights" in self._asleep:
+            self._rouse("weights")
+            if self._source is not None:
+                self._hand_over(self._source, self.version)
+        if self._asleep:
+            self._rouse("kv_cache")
+
+    def _rouse(self, part: str) -> None:
+        self._engine.wake_up(tags=[part])
+        self._asleep.discard(part)
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(logprobs=True, support=False, shares_weights=False, live_episodes=False)
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
+            self._engine = None
+            cleanup_dist_env_and_memory()
+            gc.collect()
+
+
+def _build(settings: Settings, family: Family, found: Probe) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    device = torch.device(settings.device)
+    if found.device != device.type:
+        raise EnvironmentProblem(
+            f"rollout.engine=vllm: this vllm runs on {found.device}, the run on {device.type}; "
+            f"use run.device={found.device}, or: {HOW_TO_INSTALL}"
+        )
+    if device.index:
+        raise ConfigError(
+            f"run.device={settings.device}: vllm takes the first GPU that it sees; use "
+            f"run.device=cuda with CUDA_VISIBLE_DEVICES={device.index} in front of the command"
+        )
+    longest = min(settings.max_length, family.max_positions)
+    arguments: dict[str, Any] = {
+        "model": settings.folder,
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "trust_remote_code": settings.trust_remote_code,
+        "max_model_len": longest,
+        "max_num_seqs": settings.max_sequences,
+        "max_num_batched_tokens": max(longest, BATCHED_TOKENS),
+        "tensor_parallel_size": settings.tensor_parallel,
+        "gpu_memory_utilization": settings.memory_share,
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": found.sleeps,
+        "generation_config": "vllm",  # every request says how it is drawn
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "saccade.plugins.engines.vllm.vllm_worker.Loader",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if family.spec.image_token:
+        arguments |= {
+            "limit_mm_per_prompt": {"image": settings.max_images, "video": 0},
+            # Images are shown as we made them; vLLM measures its memory with the largest one.
+            "mm_processor_kwargs": {"size": family.untouched(longest, settings.max_pixels)},
+        }
+    if settings.first_tokens:  # costs vLLM the overlap of its steps
+        arguments["logits_processors"] = ["saccade.plugins.engines.vllm.vllm_worker:First"]
+    if device.type == "cpu":
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE}
+    if mend.acted():
+        _inspect_here(settings.folder)
+    return LLMEngine.from_engine_args(EngineArgs(**arguments | dict(settings.args)))
+
+
+def _inspect_here(folder: str) -> None:
+    """Register the class here: vLLM inspects it in a child otherwise, where torchvision crashes."""
+    from vllm import ModelRegistry
+
+    described = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    for name in described.get("architectures") or ():
+        if (known := ModelRegistry.models.get(name)) is not None:
+            ModelRegistry.register_model(name, known.load_model_cls())

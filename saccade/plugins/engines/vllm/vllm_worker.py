@@ -1,0 +1,123 @@
+"""What runs inside vLLM, next to its model: banned ids, first tokens, and the hand-over of weights.
+
+vLLM imports this file by name (`logits_processors`, `worker_extension_cls`); nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from saccade.engines.weights import Mapped, checksum
+from saccade.plugins.engines.vllm.vllm_weights import Place
+
+# Methods whose parameters stay as they were loaded, so that they can be written in place.
+PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+
+
+class First(LogitsProcessor):
+    """Draw the first token of an episode with other settings."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self.rows: dict[int, tuple[float, int, list[int]]] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        process_dict_updates(self.rows, batch_update, _first)
+        self.rows = {row: entry for row, entry in self.rows.items() if not entry[2]}
+
+    def apply(self, logits: Tensor) -> Tensor:
+        for row, (factor, top_k, _) in self.rows.items():
+            if top_k > 0:
+                least = logits[row].topk(top_k).values[-1]
+                logits[row].masked_fill_(logits[row] < least, -torch.inf)
+            logits[row] *= factor
+        return logits
+
+
+def _first(params: Any, prompt: Any, sampled: list[int]) -> tuple[float, int, list[int]] | None:
+    wanted = (params.extra_args or {}).get("first")
+    # Divided by the ordinary temperature later on.
+    return wanted and (params.temperature / wanted[0], wanted[1], sampled)
+
+
+class Loader:
+    """Methods that vLLM adds to its workers, called by name."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def saccade_ban(self, ids: list[int]) -> None:
+        """Never draw these ids, and leave them out of log-probs: their logits are -inf before any
+        sampler sees them. A processor of logits could do the same, but vLLM then waits for the ids
+        of each step before it begins the next one.
+        """
+        model = self.model_runner.get_model()
+        banned = torch.tensor(ids, dtype=torch.long, device=self.model_runner.device)
+        compute = model.compute_logits
+
+        def without(*arguments: Any, **options: Any) -> Tensor | None:
+            logits = compute(*arguments, **options)  # None where another worker has them
+            return None if logits is None else logits.index_fill_(-1, banned, -torch.inf)
+
+        model.compute_logits = without
+
+    @torch.no_grad()
+    def saccade_load(
+        self, weights: Iterable[tuple[str, Tensor]] | tuple[str, ...]
+    ) -> tuple[set, set]:
+        """Write weights. Returns the names of parameters that were written, and of all. `weights`:
+        pairs, or files of them when they come from another process.
+        """
+        model = self.model_runner.get_model()
+        names = {name for name, _ in model.named_parameters()}
+        pairs = Mapped(weights).weights() if isinstance(weights, tuple | list) else weights
+        with set_current_vllm_config(self.vllm_config):
+            if _plain(model):
+                loaded = set(model.load_weights(pairs))
+                torch.cuda.synchronize()  # the engine may compute on another stream
+                return loaded, names
+            # Parameters were packed for the device: load as from a file, layer by layer.
+            initialize_layerwise_reload(model)
+            loaded = set(model.load_weights(pairs))
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            _pack_tied_head(model)
+            return loaded, names
+
+    def saccade_places(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Place]:
+        """Where tensors of these names lie, if they lie there as they are handed over."""
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        return {
+            name: place
+            for name in shapes
+            if (place := Place.find(name, shapes, parameters)) is not None
+        }
+
+    def saccade_checksums(self, places: dict[str, Place]) -> dict[str, int]:
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        return {name: checksum(place.read(parameters)) for name, place in places.items()}
+
+
+def _pack_tied_head(model: nn.Module) -> None:
+    """A head that shares the weight of the embedding is written with it, but packed apart."""
+    for head in model.modules():
+        if isinstance(head, ParallelLMHead):
+            head.quant_method.process_weights_after_loading(head)
+
+
+def _plain(model: nn.Module) -> bool:
+    methods = {type(getattr(m, "quant_method", None)).__name__ for m in model.modules()}
+    return next(model.parameters()).is_cuda and methods <= PLAIN | {"NoneType"}

@@ -1,0 +1,263 @@
+"""A step as a config will train it: prompts as long as those of the data, forests as large, and
+everything else that an estimate reads.
+
+    step = make_step(config.train, config.rollout.max_tokens, algorithm, family, prompts)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isqrt
+from statistics import fmean
+
+import numpy as np
+
+from saccade.algorithms.algorithm import Algorithm
+from saccade.backends.memory import MARGIN
+from saccade.config import (
+    ADAPTED,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from saccade.data.overlong import SHRINK_STEP
+from saccade.devices import CONTEXT_GIB, Device
+from saccade.errors import ConfigError
+from saccade.forest.packing import pack
+from saccade.models.families import Family
+from saccade.plugins.estimate.activations import patches
+from saccade.plugins.estimate.model_size import ModelSize
+from saccade.types import (
+    Batch,
+    Group,
+    Media,
+    MediaSpan,
+    Message,
+    Rendered,
+    Sample,
+    Source,
+    Trajectory,
+)
+
+ROWS = 64  # of the data that are looked at
+GOLDEN = 0.6180339887  # multiples of it, without their whole part, spread evenly
+MICRO_BATCHES = 4  # of which the rest of a step is a multiple
+MEMBERS = 128  # of a group, and more only to fill these; the rest are a multiple, too
+
+Prompts = tuple[list[Rendered], str]  # and how long they are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The groups of a step and their forests, or a share of them that stands for all."""
+
+    groups: list[Group]
+    batches: list[Batch]
+    times: float  # how often the groups fit into a step
+    fold: float  # how often the members of one stand for those that it has
+
+    @property
+    def repeats(self) -> float:
+        """How often members and forests fit into a step."""
+        return self.times * self.fold
+
+    @property
+    def members(self) -> list[Trajectory]:
+        """One of each group."""
+        return [group.trajectories[0] for group in self.groups]
+
+    @property
+    def longest(self) -> int:
+        return max(len(member.ids) for member in self.members)
+
+    @property
+    def mean_length(self) -> float:
+        return fmean(len(member.ids) for member in self.members)
+
+    @property
+    def mean_prompt(self) -> float:
+        return fmean(member.prompt_length for member in self.members)
+
+    @property
+    def mean_patches(self) -> float:
+        return fmean(patches(member.media) for member in self.members)
+
+    @property
+    def pictures(self) -> bool:
+        return any(batch.media for batch in self.batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that memory and seconds are counted from."""
+
+    model: ModelConfig
+    train: TrainConfig
+    rollout: RolloutConfig
+    data: DataConfig
+    reward: RewardConfig
+    algorithm: Algorithm
+    device: Device
+    step: Step
+    policy: ModelSize
+    whole: ModelSize  # without adapters, as reference and critic are
+    element: int  # bytes of a weight
+
+    @property
+    def critic(self) -> ModelSize | None:
+        return self.whole if self.algorithm.needs_critic else None
+
+    @property
+    def learners(self) -> list[ModelSize]:
+        return [learner for learner in (self.policy, self.critic) if learner is not None]
+
+    @property
+    def adapted(self) -> bool:
+        return self.model.train in ADAPTED
+
+    @property
+    def paged(self) -> bool:
+        """Whether the engine has small pages; else a page holds a whole sequence."""
+        return self.device.is_gpu and self.element == 2
+
+    @property
+    def limit(self) -> float:
+        """GiB that can be planned with."""
+        context = CONTEXT_GIB if self.device.is_gpu else 0.0
+        return self.device.memory * (1 - MARGIN) - context
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in the engine at a time, if its cache has room for them."""
+        members = self.algorithm.samples_per_prompt + self.algorithm.estimator.greedy
+        return min(self.rollout.max_sequences, self.train.prompts_per_step * members)
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+
+
+def typical_prompts(
+    data: DataConfig,
+    family: Family,
+    read: Callable[[], Sequence[Sample]] | None,
+    *,
+    prompt_tokens: int | None,
+    image: tuple[int, int] | None,
+) -> Prompts:
+    """As long as `prompt_tokens` says, else those of the rows that `read` gives, else as long as
+    allowed.
+    """
+    source = "as said" if prompt_tokens is not None else "data.max_prompt_tokens"
+    tokens = prompt_tokens or data.max_prompt_tokens
+    if prompt_tokens is None and read is not None:
+        rows = prompts_of(read(), family)
+        if image is None:
+            return rows
+        text = fmean(len(p) - sum(span.length for span in p.media) for p in rows[0])
+        tokens = max(1, round(text)) + _picture(image, data, family).length
+        source = f"the text is that of {len(rows[0])} rows of data.train"
+    if prompt_tokens is None and image is None and family.spec.image_token:
+        image = _largest_picture(data, family)
+    spans = (_picture(image, data, family),) if image else ()
+    if spans and tokens <= spans[0].length:
+        source = f"the picture alone takes {spans[0].length}"
+        tokens = spans[0].length + 1
+    if tokens >= family.max_positions:
+        raise ConfigError(
+            f"a prompt of {tokens} tokens leaves no position for a response: {family.path} has "
+            f"{family.max_positions}; try --prompt-tokens {family.max_positions // 2}"
+        )
+    shown = f", a picture of {image[0]}x{image[1]}" if image else ""
+    nothing = np.zeros(tokens, np.int64)
+    prompt = Rendered(ids=nothing, sources=nothing.astype(np.int8), media=spans)
+    return [prompt], f"{tokens} tokens{shown} ({source})"
+
+
+def prompts_of(samples: Sequence[Sample], family: Family) -> Prompts:
+    """Those of the first rows. The longest comes first, since it may be in any step; then short and
+    long ones in turn, so that as many of them as a step takes stand for all, however the rows are
+    ordered.
+    """
+    if not samples:
+        raise ConfigError("data.train: no usable row; give --prompt-tokens N instead")
+    ordered = sorted((family.render(sample.messages) for sample in samples[:ROWS]), key=len)
+    mean, longest = fmean(map(len, ordered)), ordered.pop()
+    about = (
+        f"{mean:.0f} tokens (mean of {len(ordered) + 1} rows of data.train, the longest "
+        f"{len(longest)})"
+    )
+    places = sorted(range(len(ordered)), key=lambda place: place * GOLDEN % 1)
+    return [longest, *(ordered[place] for place in places)], about
+
+
+def _largest_picture(data: DataConfig, family: Family) -> tuple[int, int] | None:
+    """A square that leaves a prompt room for a word, found as `data.overlong=shrink` finds it."""
+    budget = data.max_pixels
+    while _picture((side := isqrt(budget), side), data, family).length >= data.max_prompt_tokens:
+        if budget <= data.min_pixels:
+            return None
+        budget = max(data.min_pixels, int(budget * SHRINK_STEP))
+    return side, side
+
+
+def _picture(size: tuple[int, int], data: DataConfig, family: Family) -> MediaSpan:
+    media = Media(
+        hash="planned",
+        width=size[0],
+        height=size[1],
+        path="planned",
+        min_pixels=data.min_pixels,
+        max_pixels=data.max_pixels,
+    )
+    grid, length = family.measure(media)
+    return MediaSpan(media=media, start=0, length=length, grid=grid)
+
+
+# -- a step ----------------------------------------------------------------------------------------
+
+
+def make_step(
+    train: TrainConfig,
+    max_tokens: int,
+    algorithm: Algorithm,
+    family: Family,
+    prompts: Sequence[Rendered],
+) -> Step:
+    """Responses have their full length and differ from the first token on."""
+    enough = MICRO_BATCHES * train.micro_tokens
+    members = min(algorithm.samples_per_prompt, max(MEMBERS, -(-enough // max_tokens)))
+    groups: list[Group] = []
+    tokens = 0
+    while len(groups) < train.prompts_per_step and tokens < enough:
+        prompt = prompts[len(groups) % len(prompts)]
+        groups.append(_group(prompt, len(groups), members, max_tokens, algorithm.estimator.greedy))
+        tokens += len(prompt) + members * max_tokens
+    return Step(
+        groups=groups,
+        batches=pack(groups, positions=family.positions, micro_tokens=train.micro_tokens),
+        times=train.prompts_per_step / len(groups),
+        fold=algorithm.samples_per_prompt / members,
+    )
+
+
+def _group(prompt: Rendered, index: int, members: int, new: int, greedy: bool) -> Group:
+    sources = np.concatenate([prompt.sources, np.full(new, Source.POLICY, np.int8)])
+    asked = np.full(len(prompt), index)  # another prompt in each group: each is computed
+    trajectories = tuple(
+        Trajectory(
+            sample_id=f"{index}",
+            repeat=repeat,
+            ids=np.concatenate([asked, np.full(new, repeat + 1)]),
+            sources=sources,
+            logprobs=np.zeros(len(sources), np.float32),
+            versions=np.zeros(len(sources), np.int32),
+            media=prompt.media,
+        )
+        for repeat in range(members)
+    )
+    sample = Sample(id=f"{index}", messages=(Message(role="user", parts=("",)),))
+    baseline = trajectories[0] if greedy else None  # as long as the others
+    return Group(sample=sample, uid=sample.id, trajectories=trajectories, greedy=baseline)

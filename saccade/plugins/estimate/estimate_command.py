@@ -1,0 +1,206 @@
+"""`saccade estimate`: the estimate on the screen or as JSON, and an error where it does not fit;
+also before a run loads its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from tempfile import TemporaryDirectory
+
+from saccade import devices
+from saccade.config import Config, load
+from saccade.devices import Device
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.models.families import FAMILIES, Family
+from saccade.plugins.estimate import Estimate, estimate, not_counted
+from saccade.plugins.estimate.memory_items import host_peak
+from saccade.recipes.models import quiet_libraries
+from saccade.types import Sample
+
+OFF = 1.15  # an estimate may be wrong by that
+PHASES = ("rollout", "update")
+
+
+def run(
+    config: Config,
+    *,
+    device: str | None,
+    prompt_tokens: int | None,
+    image: str | None,
+    as_json: bool,
+) -> None:
+    quiet_libraries()
+    found = estimate(
+        config,
+        find_device(device, config.run.device),
+        prompt_tokens=prompt_tokens,
+        image=None if image is None else parse_size(image),
+    )
+    if as_json:
+        memory = asdict(found.memory) | {"peaks": found.memory.peaks, "fits": found.memory.fits}
+        print(json.dumps(asdict(found) | {"memory": memory}, indent=2))
+    else:
+        show(found)
+        print(in_short(found))
+    if not found.memory.fits:
+        raise ConfigError(refusal(found))
+
+
+def preview(config: Config) -> None:
+    """Beside the batch arithmetic of a dry run, on this machine's device; refuses nothing."""
+    quiet_libraries()
+    with TemporaryDirectory() as scratch:  # of a tiny model; a dry run leaves nothing behind
+        try:
+            device = find_device(None, config.run.device)
+            found = estimate(load(config, [f"run.out={scratch}"], "rl"), device)
+        except EnvironmentProblem as problem:
+            print(f"no estimate: {problem}")
+            return
+    for line in (about(found), *found.notes, in_short(found)):
+        print(line)
+    print("`saccade estimate` shows it by item" if found.memory.fits else refusal(found))
+
+
+def preflight(
+    config: Config, family: Family, samples: Sequence[Sample], *, device: Device | None = None
+) -> list[str]:
+    """Warnings for a run of `saccade rl` that may not fit, before weights are loaded; a run that is
+    too large by far is refused, if its family is in our table. A CPU has room for what a GPU has
+    not, and nothing can be said of a model that cannot be built without its weights.
+    """
+    device = device or devices.unoccupied(config.run.device)
+    if not device.is_gpu or not samples:
+        return []
+    try:
+        found = estimate(config, device, family=family, samples=samples)
+    except EnvironmentProblem:
+        return []
+    if found.memory.fits:
+        return []
+    far = max(found.memory.peaks.values()) > OFF * found.device.memory
+    counted = family.name in FAMILIES and not any(not_counted(config.rollout))
+    if far and counted and not config.run.overcommit:
+        raise ConfigError(f"{refusal(found)}; run.overcommit=true starts all the same")
+    return [f"the run starts, but by `saccade estimate` it {refusal(found)}"]
+
+
+# -- what is asked for -----------------------------------------------------------------------------
+
+
+def find_device(name: str | None, wanted: str) -> Device:
+    """The device of that name, or the one that `run.device` means here."""
+    if name is None:
+        here = devices.present(wanted)
+        if wanted == "cuda" and not here.is_gpu:
+            raise EnvironmentProblem(
+                "run.device=cuda, but torch sees no GPU; name the one to plan for: --device H100"
+            )
+        return here
+    if name.lower() == "cpu":
+        return devices.present("cpu")
+    found = devices.named(name) or devices.only(name)
+    if found is None:
+        names = ", ".join(row[0] for row in devices.TABLE)
+        raise ConfigError(f"--device {name}: not in the table; expected one of {names}, cpu")
+    if devices.says_otherwise(name, found):
+        raise ConfigError(
+            f"--device {name}: the one in the table has {found.memory:.1f} GiB; leave the memory "
+            "out of the name, and plan with less of it by run.gpu_memory_gib=GIB"
+        )
+    return found
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)[xX](\d+)", text)
+    if match is None or not all(map(int, match.groups())):
+        raise ConfigError(f"--image {text}: write width and height in pixels, such as 448x448")
+    return int(match[1]), int(match[2])
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def about(found: Estimate) -> str:
+    return f"{found.device.name}, prompts of {found.prompts}"
+
+
+def in_short(found: Estimate) -> str:
+    memory, seconds = found.memory, found.pace.seconds if found.pace else {}
+    peaks = " and ".join(f"{memory.peaks[phase]:.2f} GiB in the {phase}" for phase in PHASES)
+    return (
+        f"a step of `saccade rl` takes {peaks}, of {memory.limit:.2f} GiB that can "
+        "be planned with" + (f", and about {sum(seconds.values()):.1f} seconds" if seconds else "")
+    )
+
+
+def refusal(found: Estimate) -> str:
+    """The phase that needs most, and what makes it fit."""
+    memory, device = found.memory, found.device
+    phase = max(memory.peaks, key=lambda name: memory.peaks[name])
+    parts = [item for item in memory.items if item.phase in ("always", phase)]
+    largest = max(parts, key=lambda item: item.gib)
+    text = (
+        f"does not fit: the {phase} needs {memory.peaks[phase]:.1f} GiB ({largest.name} "
+        f"{largest.gib:.1f}), and of {device.memory:.1f} GiB on {device.name} "
+        f"{max(0.0, memory.limit):.1f} can be planned with; "
+    )
+    if found.advice:
+        return text + "try " + ", or ".join(found.advice)
+    return text + (
+        "recomputing, smaller batches, responses and pictures, a smaller optimizer and adapters "
+        "do not make it fit, not even together: take a smaller model or another device"
+    )
+
+
+def show(found: Estimate) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True, emoji=False)
+    console.print(about(found), highlight=False)
+    for title, columns, rows in tables(found):
+        table = Table(*columns, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*row, style="bold" if row[0] in ("peak", "step") else "")
+        console.print(table)
+        if title.endswith("memory") or (title == "Memory" and not found.host):
+            for note in found.notes:
+                console.print(note, highlight=False, markup=False)
+
+
+Rows = list[tuple[str, ...]]
+
+
+def tables(found: Estimate) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
+    """(title, columns, rows) of memory, of main memory and of the phases of a step."""
+    memory = found.memory
+    rows: Rows = [
+        (
+            item.name,
+            *(f"{item.gib:.2f}" if item.phase in ("always", phase) else "" for phase in PHASES),
+            item.note,
+        )
+        for item in memory.items
+    ]
+    peaks = [f"{memory.peaks[phase]:.2f}" for phase in PHASES]
+    rows.append(("peak", *peaks, f"of {memory.limit:.2f} that can be planned with"))
+    yield "Memory", ("GiB", *PHASES, ""), rows
+    if found.host:
+        rows = [(item.name, f"{item.gib:.2f}", item.note) for item in found.host]
+        yield "Main memory", ("GiB", "", ""), [*rows, ("peak", f"{host_peak(found.host):.2f}")]
+    if found.pace is None:
+        return
+    seconds, tflop = found.pace.seconds, found.pace.tflop
+    rows = [
+        (phase, f"{count:,.1f}", *([f"{seconds[phase]:.2f}"] if seconds else []))
+        for phase, count in tflop.items()
+    ]
+    if again := found.pace.recomputed:
+        rows.append(("recomputed in the update", f"{again:,.1f}"))
+    if seconds:
+        rows.append(("step", "", f"{sum(seconds.values()):.2f}"))
+    title = "A step (seconds: an estimate)" if seconds else "A step"
+    yield title, ("phase", "TFLOP", *(["seconds"] if seconds else [])), rows

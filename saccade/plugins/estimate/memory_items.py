@@ -1,0 +1,296 @@
+"""Memory of a plan by item, at the heaviest moment of the rollout and of the update; main memory
+beside a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from saccade.backends.features import MAX_BYTES as FEATURE_BYTES
+from saccade.backends.memory import MARGIN
+from saccade.config import RewardConfig
+from saccade.engines.embedded.kv_cache import CPU_CACHE_BYTES, GPU_CACHE_SHARE
+from saccade.engines.embedded.pages import POOL_SHARE
+from saccade.engines.embedded.scheduler import PREFILL_TOKENS
+from saccade.forest.logprobs import CHUNK_ELEMENTS, KERNEL_CHUNK
+from saccade.media.pixel_cache import DECODED
+from saccade.models.families.pixels import CACHE_BYTES
+from saccade.plugins.estimate import activations
+from saccade.plugins.estimate.batch_plan import Plan
+from saccade.plugins.estimate.model_size import ModelSize
+from saccade.rewards.reward_model_term import model_terms
+from saccade.types import Batch
+
+GIB = 2**30
+POOL = "keys and values"
+PROCESS_GIB = 2.0  # main memory of libraries and the context of CUDA, as one H200 showed
+# How items begin that a checkpoint holds beside the weights.
+STATE = ("fp32 masters", "moments", "average")
+SMALLEST_PREFILL = 1024  # tokens: the engine would halve further, and take long
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    name: str
+    gib: float
+    phase: str  # always, rollout or update
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    items: tuple[Item, ...]
+    limit: float  # GiB that can be planned with
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        return {
+            phase: total([item for item in self.items if item.phase in ("always", phase)])
+            for phase in ("rollout", "update")
+        }
+
+    @property
+    def fits(self) -> bool:
+        return max(self.peaks.values()) <= self.limit
+
+    @property
+    def free(self) -> float:
+        """Beside what is always there."""
+        return self.limit - total([item for item in self.items if item.phase == "always"])
+
+    @property
+    def pool(self) -> float:
+        return next(item.gib for item in self.items if item.name == POOL)
+
+
+def total(items: Sequence[Item]) -> float:
+    return sum(item.gib for item in items)
+
+
+def memory_of(plan: Plan) -> Memory:
+    always = _always(plan)
+    free = plan.limit - total(always)
+    update = max((_update(plan, learner, free) for learner in plan.learners), key=total)
+    return Memory(items=(*always, *_rollout(plan, free), *update), limit=plan.limit)
+
+
+# -- what is always there --------------------------------------------------------------------------
+
+
+def _always(plan: Plan) -> list[Item]:
+    """Weights and the state of their optimizer, other copies of the model, features and rewards."""
+    half, sizes = plan.element < 4, dict[str, float]()
+    state = {"fp32 masters": 4 * half, "moments": 8}
+    if plan.train.optimizer == "adamw_bf16":
+        state = {"moments and compensation": 6}
+    for whose, model in (("", plan.policy), (" of the critic", plan.critic)):
+        if model is not None:
+            sizes[f"weights{whose}"] = model.weights
+            sizes |= {f"{name}{whose}": size * model.trained for name, size in state.items()}
+    # A copy that moves by little is kept in fp32 beside its weights.
+    averaged = plan.whole.weights * (3 if half else 1)
+    sizes["average"] = averaged if plan.train.ema else 0.0
+    if plan.algorithm.needs_reference:
+        update = plan.algorithm.kl.update
+        if plan.adapted:  # the reference is the policy without its adapters
+            sizes["reference"] = plan.element * plan.policy.trained if update == "copy" else 0.0
+        else:
+            sizes["reference"] = averaged if update == "ema" else plan.whole.weights
+    if plan.step.pictures and plan.policy.training.towers_frozen:
+        sizes["features of pictures"] = FEATURE_BYTES
+    if not plan.reward.offload:  # else they come when everything else has gone
+        folders = reward_folders(plan.reward)
+        sizes["reward models"] = sum(f.stat().st_size for d in folders for f in weights_in(d))
+    return [
+        Item(
+            name=name, gib=size / GIB, phase="always", note="at most" if "features" in name else ""
+        )
+        for name, size in sizes.items()
+        if size
+    ]
+
+
+def reward_folders(reward: RewardConfig) -> list[str]:
+    """Folders of reward models, each once; a tiny model is built in place and weighs nothing."""
+    paths = {args["path"]: None for args in model_terms(reward)}
+    return [path for path in paths if not path.startswith("tiny:")]
+
+
+def weights_in(folder: str) -> list[Path]:
+    return list(Path(folder).glob("*.safetensors"))
+
+
+# -- rollout ---------------------------------------------------------------------------------------
+
+
+def _rollout(plan: Plan, free: float) -> list[Item]:
+    """The pool of keys and values comes first and takes a share of what is free; prompts that find
+    too little in the rest are computed in smaller pieces.
+    """
+    shape, element, step = plan.policy.shape, plan.element, plan.step
+    per_token = shape.kv_bytes(element) / GIB
+    wanted = plan.sequences * (step.mean_length if plan.paged else step.longest) * per_token
+    drawn = float(plan.sequences * shape.vocabulary * element)
+    whole, least = ((size + drawn) / GIB for size in _prefill(plan))
+    margin = MARGIN * plan.device.memory  # of which the engine knows nothing: it is shared, too
+    if plan.device.is_gpu:
+        share = POOL_SHARE if plan.paged else GPU_CACHE_SHARE
+        room = share * free
+        if least <= (1 - share) * (free + margin):
+            room = min(room, (free - least) * (1 - 1e-9))  # rounding must not exceed the limit
+    else:  # it knows only one size
+        room, least = CPU_CACHE_BYTES / GIB, whole
+    # The pool takes what there is, as long as one sequence finds room.
+    pool = max(min(wanted, room), step.longest * per_token)
+    left = (free - pool) * (1 - 1e-9)
+    beside = max(least, min(whole, left))
+    fitting = min(plan.sequences, int(pool / wanted * plan.sequences))
+    held = f"{fitting} of {plan.sequences} sequences at a time, {step.mean_length:.0f} tokens each"
+    cut = f"prompts in pieces, all at once {whole:.2f}" if whole > left + margin > least else ""
+    return [
+        Item(name=POOL, gib=pool, phase="rollout", note=held),
+        Item(name="prompts and logits", gib=beside, phase="rollout", note=cut),
+    ]
+
+
+def _prefill(plan: Plan) -> tuple[float, float]:
+    """Bytes of one forward over prompts, and of the smallest that the engine halves it to where
+    memory is short: a picture is never cut, without pages no prompt is.
+    """
+    step, cut = plan.step, plan.paged
+    if cut:
+        spans = [span for one in step.members for span in one.media]
+        units = [(span.length, activations.patches([span])) for span in spans]
+    else:
+        units = [(one.prompt_length, activations.patches(one.media)) for one in step.members]
+    tokens, seen = max(units, default=(0, 0))
+    most = max(PREFILL_TOKENS, tokens) if cut else PREFILL_TOKENS + tokens
+    together = min(plan.train.prompts_per_step * step.mean_prompt, most)
+    pictures = max(seen, together / step.mean_prompt * step.mean_patches)
+    sizes = ((together, pictures), (min(together, max(tokens, SMALLEST_PREFILL)), seen))
+    whole, least = (
+        activations.prefill_bytes(plan.policy.shape, int(n), int(m), element=plan.element)
+        for n, m in sizes
+    )
+    return whole, least
+
+
+# -- update ----------------------------------------------------------------------------------------
+
+
+def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
+    """The heaviest moment of the heaviest micro-batch, or that of the optimizer."""
+    sums = Item(name="gradient sums", gib=4 * learner.trained / GIB, phase="update")
+    found = []
+    for batch in plan.step.batches:
+        kept = layers_that_keep(plan, learner, batch, free - sums.gib)
+        layers = learner.shape.text.layers
+        note = f"{batch.tokens} tokens; {layers - kept.text} of {layers} layers recompute"
+        for moment in _moments(plan, learner, batch, kept).values():
+            items = [
+                Item(name=name, gib=size / GIB, phase="update")
+                for name, size in moment.items()
+                if size
+            ]
+            if items:  # a frozen tower has no such moment
+                found.append([replace(items[0], note=note), *items[1:]])
+    if plan.train.optimizer == "adamw_bf16":
+        # It works in fp32 on one tensor after the other, with seven numbers for each of its own.
+        work = 7 * 4 * learner.largest / GIB
+        found.append([Item(name="the optimizer at work", gib=work, phase="update")])
+    return [sums, *max(found, key=total)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetainedLayers:
+    """Layers of decoder and tower that compute nothing again, and bytes that are left then."""
+
+    text: int = 0
+    vision: int = 0
+    spare: float = 0.0
+
+
+def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) -> RetainedLayers:
+    """As many as fit, when the config leaves it open, beside what the first micro-batch of a run
+    needs where every layer recomputes (backends/memory.py measures that).
+    """
+    shape, wanted = learner.shape, plan.model.checkpointing
+    vision = shape.senses.get("vision")
+    tower = vision.stack if vision is not None else None
+    if wanted == "off" or (wanted == "auto" and not plan.device.is_gpu):
+        return RetainedLayers(text=shape.text.layers, vision=tower.layers if tower else 0)
+    if wanted == "on":
+        return RetainedLayers()
+    first = plan.step.batches[0]
+    bare = max(sum(m.values()) for m in _moments(plan, learner, first, RetainedLayers()).values())
+    seen, seen_first = (activations.patches(each.media) for each in (batch, first))
+    bare *= max(1.0, batch.tokens / first.tokens, seen / (seen_first or seen or 1))
+    room, keeping = free * GIB - bare, [0, 0]
+    sizes = ((shape.text, batch.tokens, activations.gathered_keys(batch)), (tower, seen, seen))
+    for index, (stack, count, keys) in enumerate(sizes):
+        if stack is not None and count:
+            adapted = learner.training.mode("llm") == "adapter"
+            cost = activations.layer_bytes(
+                stack, count, keys, element=plan.element, adapted=adapted
+            )
+            cost -= activations.input_bytes(stack, count, element=plan.element)
+            keeping[index] = min(stack.layers, max(0, int(room // cost)))
+            room -= keeping[index] * cost
+    return RetainedLayers(text=keeping[0], vision=keeping[1], spare=max(0.0, room))
+
+
+def _moments(
+    plan: Plan, learner: ModelSize, batch: Batch, kept: RetainedLayers
+) -> activations.Moments:
+    shape, element, kernel = learner.shape, plan.element, plan.device.is_gpu
+    logits = len(batch.reads) * shape.vocabulary
+    if element * logits > kept.spare:  # else they are kept, too
+        logits = min(logits, CHUNK_ELEMENTS * (KERNEL_CHUNK if kernel else 1))
+    # A kernel writes the gradient over the logits; else three copies in fp32 live beside them.
+    logits *= element if kernel else element + 12
+    values = learner is plan.critic
+    gradient = element * shape.head_weights if learner.head_trained and not values else 0
+    return activations.update_moments(
+        shape,
+        batch,
+        element=element,
+        keeping=(kept.text, kept.vision),
+        logits=0.0 if values else float(logits),
+        head_gradient=float(gradient),
+        head_tied=learner.head_tied,
+        training=learner.training,
+    )
+
+
+# -- main memory -----------------------------------------------------------------------------------
+
+
+def host_items(plan: Plan, memory: Memory, *, background: bool) -> tuple[Item, ...]:
+    """Main memory beside a GPU; `phase` is always, start or save. Weights go through it; a
+    checkpoint is copied there, if it fits, and written in the background while training goes on.
+    """
+    if not plan.device.is_gpu:
+        return ()
+    whole = plan.whole.weights / GIB
+    # Merged weights of adapters, and an average in a model folder of its own.
+    saved = whole * (len(plan.learners) + bool(plan.train.ema))
+    kept = (*STATE, "reference") if plan.algorithm.reference_moves else STATE
+    saved += total([item for item in memory.items if item.name.startswith(kept)])
+    waits = "kept for the next one; without room for twice that training waits"
+    pictures = (CACHE_BYTES + DECODED.max_bytes) / GIB if plan.step.pictures else 0.0
+    rows = (
+        ("the process", PROCESS_GIB, "always", ""),
+        ("weights while they load", whole, "start", ""),
+        ("pictures", pictures, "always", "at most"),
+        ("copy of a checkpoint", saved if background else 0.0, "save", waits),
+    )
+    return tuple(
+        Item(name=name, gib=gib, phase=phase, note=note) for name, gib, phase, note in rows if gib
+    )
+
+
+def host_peak(items: Sequence[Item]) -> float:
+    always = total([item for item in items if item.phase == "always"])
+    return always + max((item.gib for item in items if item.phase != "always"), default=0.0)

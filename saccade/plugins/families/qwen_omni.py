@@ -1,0 +1,164 @@
+"""The thinker of Qwen2.5-Omni, which reads: pictures and videos as Qwen2.5-VL does, sounds in
+windows of two seconds, three position axes. A place in time is 40 milliseconds, of a sound (one
+token each) and of a video alike.
+
+The sound inside a video is not heard: give it as a sound of its own. Legend: B mel bins, F mel
+frames of all sounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from saccade.media.pixel_cache import ImageCache
+from saccade.models.families import FamilySpec, qwen_vl
+from saccade.plugins.families import qwen_audio
+from saccade.types import Media, MediaSpan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
+    vision = {"fullatt_block_indexes": (), **config["vision_config"]}  # the newer tower, always
+    seeing = qwen_vl.bind({**config, "vision_config": vision}, processor)
+    frames = int(vision.get("temporal_patch_size", 2))
+    pace = config.get("position_id_per_seconds", 25)
+    window = int(config.get("audio_config", {}).get("n_window", 100))
+    mels = qwen_audio.mel_cache(processor, padded=False)
+
+    def measure(media: Media) -> tuple[tuple[int, int, int], int]:
+        return (qwen_audio.measure if media.kind == "audio" else seeing["measure"])(media)
+
+    def clock(layers: np.ndarray, fps: float) -> np.ndarray:
+        # Rounded as often as transformers does it.
+        return layers.astype(np.float32) * np.float32(frames / fps) * np.float32(pace)
+
+    return {
+        **seeing,
+        "measure": measure,
+        "positions": partial(
+            qwen_vl.positions, merge=int(vision.get("spatial_merge_size", 2)), clock=clock
+        ),
+        "cache": lambda media: mels if media.kind == "audio" else seeing["cache"](media),
+        "media": partial(host_media, see=seeing["media"], mels=mels, window=window),
+        "features": partial(features, see=seeing["features"]),
+        "vision": partial(forward_arguments, see=seeing["vision"], mels=mels),
+    }
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def apart(spans: Sequence[MediaSpan], kind: str) -> tuple[list[MediaSpan], list[MediaSpan]]:
+    """Those of other kinds, and those of this one."""
+    others = [span for span in spans if span.media.kind != kind]
+    return others, [span for span in spans if span.media.kind == kind]
+
+
+def as_shown(spans: Sequence[MediaSpan], kind: str) -> Tensor:
+    """The order of the spans' tokens, for rows in which those of one kind come last."""
+    import torch
+
+    later = np.repeat([s.media.kind == kind for s in spans], [s.length for s in spans])
+    return torch.from_numpy(np.argsort(np.argsort(later, kind="stable")))
+
+
+def host_media(
+    spans: Sequence[MediaSpan], *, see: Any, mels: ImageCache, window: int
+) -> Mapping[str, Any]:
+    """What each tower reads, and the order in which their rows are shown."""
+    seen, heard = apart(spans, "audio")
+    if not heard:
+        return {"seen": see(seen)}
+    sounds = host_sounds(heard, mels, window)
+    if not seen:
+        return {"heard": sounds}
+    return {"seen": see(seen), "heard": sounds, "rows": as_shown(spans, "audio")}
+
+
+def host_sounds(spans: Sequence[MediaSpan], mels: ImageCache, window: int) -> Mapping[str, Any]:
+    """Mel frames cut into windows, and what the tower would otherwise read back from the device to
+    find them.
+    """
+    import torch
+    from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as theirs
+
+    sounds = torch.from_numpy(np.concatenate(mels.get_all([s.media for s in spans]), axis=1))
+    frames = torch.tensor([span.grid[2] for span in spans])
+    windows, lengths = theirs.chunk_and_pad_features(sounds, frames, window)  # of [B, F]
+    segments = theirs.get_audio_cu_seqlens(lengths)
+    return {
+        "padded_feature": windows,
+        "chunk_lengths": lengths,
+        "valid_indices": theirs.get_valid_indices(lengths),
+        "pool_indices": theirs.get_pool_indices(frames),
+        "cu_seqlens": segments,
+        "max_seqlen": int(segments.diff().max()),
+    }
+
+
+def features(model: Any, media: Mapping[str, Any], *, see: Any) -> Tensor:
+    """[media tokens, hidden size] of what `host_media` made, once it is on the model's device."""
+    import torch
+
+    made = []
+    if "seen" in media:
+        made.append(see(model, media["seen"]))
+    if "heard" in media:
+        made.append(model.audio_tower(**media["heard"]).last_hidden_state)
+    return torch.cat(made)[media["rows"]] if "rows" in media else made[0]
+
+
+def forward_arguments(
+    spans: Sequence[MediaSpan],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    see: Any,
+    mels: ImageCache,
+) -> Mapping[str, Any]:
+    """Of transformers' own forward: those of both towers, seconds under another name."""
+    seen, heard = apart(spans, "audio")
+    made = {
+        **see(seen, device, dtype),
+        **qwen_audio.forward_arguments(heard, device, dtype, cache=mels),
+    }
+    if "second_per_grid_ts" in made:
+        made["video_second_per_grid"] = made.pop("second_per_grid_ts")
+    return made
+
+
+# Of a whole checkpoint the thinker is loaded: what speaks (talker, token2wav) learns nothing here.
+SPEC = FamilySpec(
+    auto_class="Qwen2_5OmniThinkerForConditionalGeneration",
+    towers={
+        "projector": ("visual.merger.", "audio_tower.proj"),
+        "vision": ("visual.",),
+        "audio": ("audio_tower.",),
+        "llm": ("model.",),
+    },
+    bind=bind,
+    placeholders=(
+        "image_token_index",
+        "video_token_index",
+        "audio_token_index",
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "audio_start_token_id",
+        "audio_end_token_id",
+    ),
+    media_tokens={
+        "image": "image_token_index",
+        "video": "video_token_index",
+        "audio": "audio_token_index",
+    },
+    prepare=qwen_vl.patch_embedding_as_matrix,
+    section="thinker_config",
+    beside=("talker.", "token2wav."),
+)

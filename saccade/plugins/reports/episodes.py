@@ -1,0 +1,149 @@
+"""Stored rollouts as episodes of a report: what was asked, said, looked at and earned.
+
+Every picture is in the report once. Nothing is picked by its score.
+
+    stored_episodes(Path("runs/first")).items[0].question
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from saccade.plugins.reports.report_page import Episode, Episodes, Turn, View
+from saccade.tracking.folder import TRAJECTORIES
+from saccade.tracking.metrics import RIGHT, WRONG
+from saccade.tracking.trajectories import read_trajectories, stored_steps
+
+Record = Mapping[str, Any]
+
+MOST = 2000  # episodes of one page
+MOST_BYTES = 24 << 20  # of its pictures, and of its texts
+LONGEST = 20_000  # characters of one text
+STRIP = 200  # advantages of one episode that are drawn
+COPIED = ("step", "sample", "outcome", "status", "reward", "parts", "turn_rewards", "tokens")
+CALL = ("name", "ok", "reason", "source", "box", "pixels", "lineage", "observation")
+
+
+def stored_episodes(folder: Path) -> Episodes:
+    """Those of the first and the last stored step of each set and of training, in stored order;
+    answers to one question follow each other.
+    """
+    stored = sorted(stored_steps(folder).items(), key=lambda item: item[0] == "train")
+    steps = [(kind, step) for kind, of in stored for step in sorted({of[0], of[-1]})]
+    most = MOST // max(1, len(steps))
+    cut = False
+    by_question: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for kind, step in steps:
+        records = list(islice(read_trajectories(folder, kind, step), most + 1))
+        cut |= len(records) > most
+        for record in records[:most]:
+            by_question.setdefault((kind, record["id"]), []).append(record)
+    notes = [f"The page holds the first {most:,} episodes of each set and step."] * cut
+    album: dict[str, str] = {}
+    items, size = [], 0
+    for record in chain.from_iterable(by_question.values()):
+        items.append(episode_of(record, folder / TRAJECTORIES, album))
+        size += sum(len(said.get("text", "")) for turn in items[-1].turns for said in turn.said)
+        if size > MOST_BYTES:
+            notes = [f"The page holds the first {len(items):,} episodes: the others are too long."]
+            break
+    if _is_full(album):
+        notes.append("Some pictures are left out: the page would be too large.")
+    return Episodes(items=items, pictures=album, note=" ".join(notes))
+
+
+def episode_of(record: Record, folder: Path, album: dict[str, str]) -> Episode:
+    """A record of `trajectories`; its pictures are read from `folder` into `album`."""
+    images = sorted(record["images"], key=lambda image: image["start"])
+    turns, asked = _turns(record)
+    gold, outcome, extracted = record["gold"], record["outcome"], record["extracted"]
+    judged = outcome is not None and not record.get("outcome_is_score")
+    verdict = "right" if judged and RIGHT <= outcome <= 1 else ""
+    return Episode(
+        set=record["kind"],
+        id=shortened(record["id"]),
+        question=shortened(_question(record)),
+        gold=shortened(" or ".join(gold) if isinstance(gold, list) else str(gold or "")),
+        extracted=None if extracted is None else shortened(extracted),
+        verdict="wrong" if judged and 0 <= outcome <= WRONG else verdict,
+        end=record["end_reason"],
+        advantage=_strip(record["advantage"]),
+        views=[_view(image, folder, album) for image in images],
+        asked=asked,
+        turns=turns,
+        reason=shortened(record["reason"]),
+        **{name: record[name] for name in COPIED},
+    )
+
+
+def shortened(text: str) -> str:
+    rest = len(text) - LONGEST
+    return text if rest <= 0 else f"{text[:LONGEST]} … ({rest:,} more characters)"
+
+
+def _question(record: Record) -> str:
+    """The text before the first words of an assistant."""
+    texts = []
+    for message in record["messages"]:
+        if message["role"] == "assistant":
+            break
+        texts += [part["text"] for part in message["content"] if part["type"] == "text"]
+    return "\n".join(texts).strip()
+
+
+def _turns(record: Record) -> tuple[list[Turn], int]:
+    """Each begins where the policy begins to write; and how many pictures come before the first."""
+    said: list[list[dict[str, Any]]] = [[]]
+    before, view = "", 0
+    for segment in record["segments"]:
+        source = segment["source"]
+        if source == "policy" != before:
+            said.append([])
+        before = source
+        if "image" in segment:
+            said[-1].append({"view": view})
+            view += 1
+        elif source == "policy" or segment["text"].strip():
+            said[-1].append({"source": source, "text": shortened(segment["text"])})
+    calls = record["info"].get("tool_calls") or ()
+    turns = [
+        Turn(
+            said=parts,
+            calls=[{k: call.get(k) for k in CALL} for call in calls if call["turn"] == number],
+        )
+        for number, parts in enumerate(said[1:], 1)
+    ]
+    return turns, sum("view" in part for part in said[0])
+
+
+def _view(image: Record, folder: Path, album: dict[str, str]) -> View:
+    file = image.get("seen_file") or image.get("file")
+    if file and file not in album and not _is_full(album) and (folder / file).is_file():
+        kind = "png" if file.endswith(".png") else "jpeg"
+        data = base64.b64encode((folder / file).read_bytes()).decode()
+        album[file] = f"data:image/{kind};base64,{data}"
+    return View(
+        name=image.get("view") or image["name"][:12],
+        kind=image["kind"],
+        size=image["size"],
+        seen=image.get("seen"),
+        lineage=image.get("lineage") or (),
+        picture=file if file in album else None,
+    )
+
+
+def _is_full(album: Mapping[str, str]) -> bool:
+    return sum(map(len, album.values())) > MOST_BYTES
+
+
+def _strip(advantage: Any) -> Any:
+    """Advantages by token, few enough to draw: of neighbours the one farthest from 0."""
+    if not isinstance(advantage, list):
+        return advantage
+    size = -(-len(advantage) // STRIP)
+    chunks = (advantage[start : start + size] for start in range(0, len(advantage), size))
+    return [max((value or 0.0 for value in chunk), key=abs) for chunk in chunks]

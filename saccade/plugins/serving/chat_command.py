@@ -1,0 +1,381 @@
+"""Talking with a model: in the terminal, over a file of conversations, or as an endpoint.
+
+saccade chat models/Qwen2.5-VL-3B-Instruct
+saccade chat run.yaml --batch conversations.json --out answers.json
+saccade chat models/Qwen2.5-VL-3B-Instruct --serve
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from saccade.config import Config
+from saccade.data.chats import RowError
+from saccade.data.formats import FORMATS, read_row
+from saccade.data.prompts import text_or_file
+from saccade.disk import require_writable
+from saccade.engines import Engine, generate, progress
+from saccade.errors import ConfigError, DataError, SaccadeError, TrainingError
+from saccade.media.images import open_media
+from saccade.media.kinds import KINDS, open_any
+from saccade.models.families import Family
+from saccade.plugins.serving.text_stream import TextStream
+from saccade.recipes import models, parts
+from saccade.recipes.engines import answering_engine, answering_family, model_name, room
+from saccade.rollout.episode import noise_key
+from saccade.types import Completion, Media, Message, Request, Sampling
+
+Say = Callable[[str], None]
+KEY = "chat"
+
+
+@dataclass(kw_only=True)
+class Talk:
+    """A conversation in the terminal and how it is carried on."""
+
+    config: Config
+    family: Family
+    engine: Engine
+    sampling: Sampling
+    greedy: bool
+    messages: list[Message] = field(default_factory=list)
+    pictures: list[Media] = field(default_factory=list)  # for the next message
+    turns: int = 0
+
+
+def talk(config: Config, *, greedy: bool = False, say: Say | None = None) -> None:
+    """Reads lines until `exit` or the end of the input."""
+    say = say or _print
+    with suppress(ImportError):
+        import readline  # noqa: F401  arrow keys in input()
+    with _opened(config) as (family, engine):
+        state = Talk(
+            config=config,
+            family=family,
+            engine=engine,
+            sampling=_sampling(config, greedy=False),
+            greedy=greedy,
+        )
+        _clear(state, "")
+        say(f"{model_name(config, engine)}: {', '.join(COMMANDS)}, exit\n")
+        for line in _lines():
+            command, _, rest = line.partition(" ")
+            try:
+                if command in COMMANDS:
+                    say(COMMANDS[command](state, rest.strip()) + "\n")
+                elif command.startswith("/"):
+                    say(f"{command} is unknown; there are {', '.join(COMMANDS)}, exit\n")
+                else:
+                    _answer(state, line, say)
+            except TrainingError:  # of the weights, whatever the line
+                raise
+            except SaccadeError as error:  # of this line; the conversation goes on
+                say(f"{error}\n")
+
+
+def _lines() -> Iterator[str]:
+    prompt = "\n> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            return
+        if line in ("exit", "quit"):
+            return
+        if line:
+            yield line
+
+
+def _answer(state: Talk, line: str, say: Say) -> None:
+    asked = Message(role="user", parts=(*state.pictures, line))
+    messages = (*state.messages, asked)
+    request = _request(KEY, messages, state.family, _heated(state.sampling, state.greedy))
+    noise = noise_key(state.config.run.seed, KEY, state.turns)
+    text, _ = _stream(state, replace(request, noise=noise), say)
+    say("\n")
+    state.messages = [*messages, Message(role="assistant", parts=(text,))]
+    state.pictures, state.turns = [], state.turns + 1
+
+
+def _stream(state: Talk, request: Request, say: Say) -> tuple[str, Completion]:
+    """Says the answer as it comes; Ctrl-C ends it where it is."""
+    stream, text, engine = TextStream(state.family.decode), "", state.engine
+    done: list[Completion] = []
+    with _interruptible() as pressed:
+        engine.submit(request)
+        while not done:
+            if pressed.is_set():
+                pressed.clear()
+                engine.abort(request.key)
+            done = engine.poll()
+            ids = done[0].ids if done else progress(engine, request.key)
+            piece = stream.finish(ids) if done else stream.add(ids)
+            text += piece
+            say(piece)
+    return text, done[0]
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Tells of Ctrl-C, which would leave caches half written if it struck within an engine's step;
+    a second one strikes all the same.
+    """
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # signals go to another
+        yield pressed
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(*_: Any) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# -- commands of the terminal ----------------------------------------------------------------------
+
+
+def _image(state: Talk, path: str) -> str:
+    media = open_media(_file(path, "/image photo.jpg"), limits=state.config.data)
+    state.pictures.append(media)
+    return f"{media.width}x{media.height}, goes with the next message"
+
+
+def _series(state: Talk, path: str) -> str:
+    file = _file(path, "/series ecg.npy")
+    if state.family.series is None:
+        raise ConfigError("/series: this model has no encoder; try model.series.encoder=patches")
+    media = KINDS["series"].open(file, limits=state.config.data)
+    state.family.measure(media)  # refuses other leads than the encoder reads
+    state.pictures.append(media)
+    return f"{media.height} leads of {media.width} samples, go with the next message"
+
+
+def _clear(state: Talk, _: str) -> str:
+    own = state.config.prompt.system
+    state.messages = [Message(role="system", parts=(text_or_file(own),))] if own else []
+    state.pictures = []
+    return "a new conversation"
+
+
+def _system(state: Talk, text: str) -> str:
+    state.messages = [m for m in state.messages if m.role != "system"]
+    if text:
+        state.messages.insert(0, Message(role="system", parts=(text,)))
+    return "system message set" if text else "no system message"
+
+
+def _greedy(state: Talk, _: str) -> str:
+    state.greedy = not state.greedy
+    return "greedy" if state.greedy else f"temperature {state.sampling.temperature:g}"
+
+
+def _save(state: Talk, path: str) -> str:
+    file = _file(path, "/save chat.json")
+    _require_new(file, "/save")
+    _write([{"messages": _transcript(state.messages)}], file)
+    return f"saved to {path}"
+
+
+def _file(path: str, example: str) -> Path:
+    if not path:
+        raise ConfigError(f"{example.partition(' ')[0]}: give a file, such as {example}")
+    return Path(path).expanduser().absolute()
+
+
+COMMANDS: Mapping[str, Callable[[Talk, str], str]] = {
+    "/image": _image,
+    "/series": _series,
+    "/system": _system,
+    "/greedy": _greedy,
+    "/clear": _clear,
+    "/save": _save,
+}
+
+
+# -- a file of conversations -----------------------------------------------------------------------
+
+
+def answer_file(
+    config: Config, path: Path, out: Path | None = None, *, greedy: bool = False
+) -> list[dict[str, Any]]:
+    """Answers to all conversations of a JSON list; images are files beside it or data URLs."""
+    conversations = [
+        _conversation(item, f"{path}[{i}]", path.absolute().parent, config)
+        for i, item in enumerate(_read(path))
+    ]
+    if out is not None:
+        _require_new(out, "--out")
+    with _opened(config) as (family, engine):
+        sampling = _sampling(config, greedy=greedy)
+        requests = [
+            replace(
+                _request(f"{path}[{i}]", messages, family, sampling),
+                noise=noise_key(config.run.seed, KEY, i),
+            )
+            for i, messages in enumerate(conversations)
+        ]
+        completions = generate(engine, requests)
+        answered = [
+            {
+                "messages": _transcript(
+                    [*messages, Message(role="assistant", parts=(family.decode(c.ids),))]
+                ),
+                "finish": c.finish,
+                "tokens": len(c.ids),
+            }
+            for messages, c in zip(conversations, completions, strict=True)
+        ]
+    _write(answered, out)
+    return answered
+
+
+def _read(path: Path) -> list[Any]:
+    if not path.is_file():
+        raise ConfigError(f"--batch {path}: no such file; give a JSON list of conversations")
+    try:
+        items = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"--batch {path} is not JSON: {error}") from None
+    if not isinstance(items, list) or not items:
+        raise ConfigError(f"--batch {path}: give a list of conversations, such as [[{{...}}]]")
+    return items
+
+
+def _conversation(item: Any, where: str, folder: Path, config: Config) -> tuple[Message, ...]:
+    """A row as those of a data set of messages are; its files lie beside `folder`."""
+
+    def open_image(source: Any, *, kind: str = "image", **options: Any) -> Media:
+        return open_any(kind, source, options, base=folder, limits=config.data)
+
+    row = item if isinstance(item, Mapping) else {"messages": item}
+    try:
+        messages = read_row(row, FORMATS["messages"], config.data, open_image=open_image).messages
+    except (RowError, DataError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if messages[-1].role == "assistant":
+        raise ConfigError(f"{where}: ends with the assistant; end with what it should answer")
+    if config.prompt.system and messages[0].role != "system":
+        system = Message(role="system", parts=(text_or_file(config.prompt.system),))
+        messages = (system, *messages)
+    return messages
+
+
+def _transcript(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def part(item: str | Media) -> dict[str, str]:
+        if isinstance(item, str):
+            return {"type": "text", "text": item}
+        return {"type": item.kind, item.kind: item.path or f"sha256:{item.hash}"}
+
+    return [
+        {"role": m.role, "content": [part(p) for p in m.parts] if m.media else m.text}
+        for m in messages
+    ]
+
+
+def _require_new(path: Path, option: str) -> None:
+    if path.exists():
+        raise ConfigError(f"{option} {path} exists; give a new name, nothing is overwritten")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {path}: its folder does not exist; try {option} {path.name}")
+    require_writable(path, option, file=True)
+
+
+def _write(answered: Sequence[Any], out: Path | None) -> None:
+    text = json.dumps(answered, indent=2, ensure_ascii=False) + "\n"
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text, encoding="utf-8")
+        print(f"wrote {len(answered)} answers to {out}")
+
+
+# -- an endpoint -----------------------------------------------------------------------------------
+
+
+def serve(
+    config: Config,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token: bool = True,
+    greedy: bool = False,
+    say: Say | None = None,
+) -> None:
+    """Serve until it is interrupted. The engine runs in this thread, the server in another."""
+    from saccade.plugins.serving.chat_endpoint import Served, chat_app
+    from saccade.plugins.serving.engine_hub import Hub
+    from saccade.plugins.serving.http_server import make_token, running, shown_token
+
+    say = say or _print
+    secret = make_token(host, wanted=token)
+    with _opened(config) as (family, engine):
+        served = Served(
+            family=family,
+            model=model_name(config, engine),
+            sampling=_sampling(config, greedy=greedy),
+            data=config.data,
+            logprobs=engine.capabilities().logprobs,
+        )
+        hub = Hub(engine)
+        with running(chat_app(hub, served, token=secret), host, port) as address:
+            say(f"{served.model} at {address}/v1\n")
+            shown = shown_token(secret)
+            say(f"page:  {address}/{f'#token={shown}' if secret else ''}\n")
+            if secret:
+                say(f"token: {shown}\n")
+            hub.run()
+
+
+# -- what they share -------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(config: Config) -> Iterator[tuple[Family, Engine]]:
+    models.quiet_libraries()
+    family = answering_family(config)
+    with closing(answering_engine(config, family)) as engine:
+        yield replace(family, max_positions=room(config, family)), engine
+
+
+def _request(key: str, messages: Sequence[Message], family: Family, sampling: Sampling) -> Request:
+    rendered = family.chat.render(messages, family.measure, generation=True)
+    room = family.max_positions - len(rendered)
+    if room < 1:
+        raise ConfigError(
+            f"{key}: {len(rendered)} tokens where prompt and answer have {family.max_positions}; "
+            "/clear begins anew, a lower data.max_pixels shrinks images; with vllm and sglang a "
+            "higher data.max_prompt_tokens makes room, up to env.max_total_tokens"
+        )
+    return Request(
+        key=key,
+        ids=rendered.ids,
+        media=rendered.media,
+        messages=tuple(messages),
+        sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room)),
+    )
+
+
+def _sampling(config: Config, *, greedy: bool) -> Sampling:
+    return _heated(replace(parts.rollout_sampling(config), support=False), greedy)
+
+
+def _heated(sampling: Sampling, greedy: bool) -> Sampling:
+    return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1) if greedy else sampling
+
+
+def _print(text: str) -> None:
+    print(text, end="", flush=True)

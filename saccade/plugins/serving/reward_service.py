@@ -1,0 +1,303 @@
+"""Rewards over HTTP: POST /get_reward, and GET /health, /info and /metrics.
+
+A bounded queue stands before a `Scorer`. A request that comes again under its id, because its first
+reply was lost, waits for the scores of the first. When too many samples wait, clients are told when
+to come back. The rules run in the scorer's processes, so none can hold up the rest.
+
+    service = RewardService(scorer, config.reward.serve, config.data)
+    with running(reward_app(service, token="sesame"), "127.0.0.1", 8400): ...
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import logging
+import tempfile
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import anyio
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
+
+from saccade import __version__
+from saccade.errors import ConfigError, SaccadeError
+from saccade.media.images import open_media
+from saccade.plugins.serving.http_server import BACKLOG, BadRequest, Gate, JsonReply, Room, json_app
+from saccade.rewards.combine import Scored
+from saccade.rewards.reward_sample import RewardSample, image_records
+from saccade.rewards.scorer import Scorer
+from saccade.rewards.service_protocol import PROTOCOL, read_samples, reply_to
+from saccade.schema import DataConfig, ServeConfig
+from saccade.types import Media
+
+PATH = "/get_reward"
+ROOM = 2  # largest requests that fit into memory at once
+KEPT = 512  # finished requests whose scores can still be asked for
+LATENCIES = 2048  # requests that quantiles look back on
+LONGEST_HOLD = 30.0  # seconds that a client is sent away
+LONGEST_ID = 128  # characters
+STATUSES = ("ok", "abstain", "error")
+
+
+def reward_app(service: RewardService, *, token: str) -> FastAPI:
+    """`token` is empty where none is asked for."""
+    largest = service.serve.max_body_mb * 2**20
+    gate = Gate(token=token, largest_body=largest, public=("/health",), room=Room(ROOM * largest))
+    app = json_app(gate, lambda problem: {"error": str(problem)})
+    threads = anyio.CapacityLimiter(BACKLOG)  # they wait for scores
+
+    @app.post(PATH)
+    async def get_reward(request: Request, body: dict[str, Any]) -> Response:
+        digest = hashlib.sha256(await request.body()).hexdigest()
+        answer = partial(service.answer, body, digest=digest)
+        return JsonReply(
+            await anyio.to_thread.run_sync(answer, limiter=threads, abandon_on_cancel=True)
+        )
+
+    @app.get("/info")
+    @app.get(PATH)
+    async def info() -> dict[str, Any]:
+        return service.info()
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JsonReply(service.health(), 503 if service.draining else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+class RewardService:
+    """`answer` from any thread."""
+
+    def __init__(self, scorer: Scorer, serve: ServeConfig, data: DataConfig) -> None:
+        self.scorer, self.serve, self.data = scorer, serve, data
+        self.draining = False
+        self.started = time.time()
+        self._changed = threading.Condition()
+        self._pending = 0  # samples
+        self._requests: OrderedDict[str, Future[list[Scored]]] = OrderedDict()
+        self._rate = 0.0  # samples a second, lately
+        self._counts = dict.fromkeys(("requests", "repeated", "busy", "refused", *STATUSES), 0)
+        self._seconds: deque[float] = deque(maxlen=LATENCIES)
+        self._log: TextIO | None = None
+        if serve.log:
+            Path(serve.log).parent.mkdir(parents=True, exist_ok=True)
+            self._log = open(serve.log, "a", encoding="utf-8")  # noqa: SIM115
+
+    def answer(self, body: Mapping[str, Any], *, digest: str) -> dict[str, Any]:
+        """The reply. `digest` of the request's bytes tells apart what shares an id by mistake."""
+        name = body.get("request_id")
+        if name is not None and (not isinstance(name, str) or len(name) > LONGEST_ID):
+            raise BadRequest("request_id", f"takes a text of at most {LONGEST_ID} characters")
+        scored = self._once(body, f"{name}/{digest}" if name else "")
+        ours = body.get("protocol") == PROTOCOL
+        return reply_to(scored, ours=ours, unscored=self.serve.unscored)
+
+    def info(self) -> dict[str, Any]:
+        recipes = {**self.scorer.recipes, **({"default": d} if (d := self.scorer.default) else {})}
+        return {
+            "protocol": PROTOCOL,
+            "version": __version__,
+            "models": any(term.learned for term in self.scorer.terms),
+            "rewards": {
+                source: {term.name: term.verifier for term in recipe.terms}
+                for source, recipe in recipes.items()
+            },
+        }
+
+    def health(self) -> dict[str, Any]:
+        with self._changed:
+            status = "draining" if self.draining else "ok"
+            return {"status": status, "pending": self._pending, "queue": self.serve.queue}
+
+    def metrics(self) -> str:
+        """In the format that Prometheus reads."""
+        with self._changed:
+            counts, seconds = dict(self._counts), list(self._seconds)
+            gauges: dict[str, float] = {"pending": self._pending, "queue": self.serve.queue}
+        pool = self.scorer.pool
+        if pool is not None:
+            gauges |= {"workers": pool.alive(), "workers_replaced": pool.replaced}
+        gauges |= {"uptime_seconds": time.time() - self.started}
+        lines = [
+            f'saccade_reward_samples_total{{status="{kind}"}} {counts.pop(kind)}'
+            for kind in STATUSES
+        ]
+        lines += [f"saccade_reward_{name}_total {value}" for name, value in counts.items()]
+        lines += [f"saccade_reward_{name} {value:g}" for name, value in gauges.items()]
+        if seconds:
+            lines += [
+                f'saccade_reward_request_seconds{{quantile="{q / 100:g}"}} {value:.6f}'
+                for q, value in zip((50, 95), np.percentile(seconds, [50, 95]), strict=True)
+            ]
+        return "\n".join(lines) + "\n"
+
+    def drain(self, seconds: float) -> bool:
+        """Take no more, and wait for what is there; False when some is left."""
+        with self._changed:
+            self.draining = True
+            return self._changed.wait_for(lambda: not self._pending, seconds)
+
+    def close(self) -> None:
+        self.scorer.close()
+        if self._log is not None:
+            self._log.close()
+
+    # -- one request --
+
+    def _once(self, body: Mapping[str, Any], key: str) -> list[Scored]:
+        with self._changed:
+            self._counts["requests"] += 1
+            first = self._requests.get(key) if key else None
+            self._counts["repeated"] += first is not None
+            mine: Future[list[Scored]] = Future()
+            if first is None and key:
+                self._requests[key] = mine
+        if first is not None:
+            return first.result()
+        try:
+            scored = self._score(body)
+        except BaseException as problem:
+            with self._changed:
+                self._requests.pop(key, None)  # who was sent away may come back
+            mine.set_exception(problem)
+            raise
+        mine.set_result(scored)
+        with self._changed:
+            while len(self._requests) > KEPT and next(iter(self._requests.values())).done():
+                self._requests.popitem(last=False)
+        return scored
+
+    def _score(self, body: Mapping[str, Any]) -> list[Scored]:
+        began = time.monotonic()
+        with self._understood():
+            samples = read_samples(body, response_after=self.serve.response_after)
+            self.scorer.check_sources(sample.data_source for sample in samples)
+        self._admit(len(samples))
+        try:
+            with tempfile.TemporaryDirectory(prefix="saccade-reward-") as folder:
+                if images := body.get("images", body.get("raw_images")):
+                    with self._understood():
+                        samples = _with_images(samples, images, self.data, Path(folder))
+                scored = self.scorer.score(samples)
+        finally:
+            with self._changed:
+                self._pending -= len(samples)
+                self._changed.notify_all()
+        seconds = time.monotonic() - began
+        with self._changed:
+            self._seconds.append(seconds)
+            recent = len(samples) / max(seconds, 1e-3)
+            self._rate = recent if not self._rate else 0.9 * self._rate + 0.1 * recent
+            for each in scored:
+                self._counts[each.status] += 1
+            self._write(samples, scored)
+        return scored
+
+    def _write(self, samples: Sequence[RewardSample], scored: Sequence[Scored]) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.writelines(map(_line, samples, scored))
+            self._log.flush()
+        except OSError as error:  # who waits for these scores has no use for a log
+            logging.getLogger("saccade").warning(
+                "reward.serve.log: %s cannot be written (%s); no more is logged",
+                self.serve.log,
+                error,
+            )
+            with suppress(OSError):  # it tries to write what is left
+                self._log.close()
+            self._log = None
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, ConfigError) as problem:
+            with self._changed:
+                self._counts["refused"] += 1
+            raise BadRequest(None, str(problem)) from None
+
+    def _admit(self, count: int) -> None:
+        if count > self.serve.queue:
+            raise BadRequest(
+                None, f"{count} samples, at most {self.serve.queue} are taken at once", status=413
+            )
+        with self._changed:
+            full = self._pending + count > self.serve.queue
+            if self.draining or full:
+                self._counts["busy"] += 1
+                hold = min(LONGEST_HOLD, max(1.0, self._pending / (self._rate or 1.0)))
+                why = "it is shutting down" if self.draining else f"{self._pending} samples wait"
+                status = 503 if self.draining else 429
+                raise BadRequest(None, f"come back later: {why}", status=status, hold=hold)
+            self._pending += count
+
+
+def _with_images(
+    samples: Sequence[RewardSample], images: Any, limits: DataConfig, folder: Path
+) -> list[RewardSample]:
+    """The samples with their pictures as files in `folder`, where rewards always find them."""
+    if not isinstance(images, list) or len(images) != len(samples):
+        raise ValueError(f"images: not {len(samples)} entries")
+    most, earlier, shown = limits.max_images, dict[str, Media](), list[RewardSample]()
+    for index, (sample, given) in enumerate(zip(samples, images, strict=True)):
+        if not isinstance(given, list) or len(given) > most:
+            raise ValueError(f"images[{index}]: give a list of at most {most} (data.max_images)")
+        media: list[Media] = []
+        for number, image in enumerate(given):
+            where = f"images[{index}][{number}]"
+            if not isinstance(image, dict):
+                media.append(_stored(image, where, limits, folder))
+            elif (ref := str(image.get("ref"))) in earlier:
+                media.append(earlier[ref])
+            else:
+                raise ValueError(
+                    f"{where}: there is no image {ref} before it; give base64, or "
+                    "ref: [sample, image] of an earlier one"
+                )
+            earlier[str([index, number])] = media[-1]
+        # Records know the size before it was shrunk for the way, which answers refer to.
+        known = sample.images if len(sample.images) == len(media) else image_records(media)
+        records = [{**record, "path": m.path} for record, m in zip(known, media, strict=True)]
+        shown.append(replace(sample, media=tuple(media), images=records))
+    return shown
+
+
+def _stored(text: Any, where: str, limits: DataConfig, folder: Path) -> Media:
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: give base64 of a PNG or JPEG")
+    try:
+        data = base64.b64decode(text.split(",", 1)[-1], validate=True)
+        media = open_media(data, limits=limits)
+    except (binascii.Error, SaccadeError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    path = folder / media.hash
+    if not path.exists():
+        path.write_bytes(data)
+    return replace(media, path=str(path), data=None)
+
+
+def _line(sample: RewardSample, scored: Scored) -> str:
+    row = {"time": time.time(), "id": sample.id, "data_source": sample.data_source}
+    row |= {"response": sample.response, "gold": sample.answer}
+    names = ("status", "reward", "parts", "extracted", "reason")
+    return json.dumps(row | {name: getattr(scored, name) for name in names}) + "\n"
