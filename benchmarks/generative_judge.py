@@ -21,7 +21,7 @@ from typing import Any
 from PIL import Image
 
 import saccade
-from saccade.data.judging import ASKED, ENDING
+from saccade.data.pairwise_prompts import ASKED, ENDING
 from saccade.models import tiny
 from saccade.verdicts import VERDICTS
 

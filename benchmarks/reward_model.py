@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 import saccade
-from saccade.data import synthetic
 from saccade.models import tiny
+from saccade.plugins.quickstart import counting
 from saccade.plugins.quickstart.quickstart import WORDS
 
-COLOURS = synthetic.TRAINING_COLOURS
+COLOURS = counting.TRAINING_COLOURS
 QUESTION = "how many objects ?"  # the words of the tiny model; the demonstrations say what it means
 KNOWN = 0.25  # share of demonstrations that do not guess
 BABBLING = 0.3  # share of pairs whose worse side goes on after the right answer
@@ -42,10 +42,10 @@ def write_rows(folder: Path, seed: int) -> None:
     """
     rng = random.Random(seed)
     for split, count in {"train": 768, "held": 128}.items():
-        scenes = synthetic.counting_split(
+        scenes = counting.counting_split(
             count, seed=seed + count, colours=COLOURS, counts=(1, 1), radius=(14, 18)
         )
-        drawn = synthetic.write_jsonl(scenes, folder, name="drawn").read_text().splitlines()
+        drawn = counting.write_jsonl(scenes, folder, name="drawn").read_text().splitlines()
         rows: dict[str, list[dict[str, Any]]] = {"shown": [], "pairs": [], "questions": []}
         for scene in map(json.loads, drawn):
             [right] = scene["colours"]

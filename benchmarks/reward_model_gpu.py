@@ -30,21 +30,21 @@ from saccade.backends.rating import train_ratings
 from saccade.checkpoint import copy_processor
 from saccade.config import Config, load
 from saccade.contents import write_files
-from saccade.data import synthetic
+from saccade.plugins.quickstart import counting
 from saccade.recipes import models
 from saccade.recipes.rated import named, rows_of
 from saccade.rewards.reward_sample import reward_sample
 from saccade.types import Sample
 
-COLOURS = tuple(synthetic.COLOURS)
+COLOURS = tuple(counting.COLOURS)
 
 
 def write_pairs(folder: Path, count: int, *, side: int, reply: int) -> Path:
     """A shape whose colour has a word of its own; the other side names another colour."""
-    shapes = synthetic.counting_split(
+    shapes = counting.counting_split(
         count, seed=0, colours=COLOURS, counts=(1, 1), size=side, radius=(side // 4, side // 3)
     )
-    drawn = synthetic.write_jsonl(shapes, folder, name="drawn").read_text().splitlines()
+    drawn = counting.write_jsonl(shapes, folder, name="drawn").read_text().splitlines()
     rng, rows = np.random.default_rng(0), []
     for line in drawn:
         scene = json.loads(line)

@@ -71,7 +71,7 @@ def draw_data(folder: Path, size: Size) -> dict[str, str]:
     to evaluate; no scene is in two of the first and the last. All seeds share them.
     """
     from saccade.config import load
-    from saccade.recipes import coldstart
+    from saccade.plugins.visual_search import coldstart
 
     def scenes(n: int, name: str) -> Path:
         jobs = os.cpu_count() or 1
@@ -113,7 +113,7 @@ def draw_data(folder: Path, size: Size) -> dict[str, str]:
 
 
 def write_scenes(folder: Path, size: Size, name: str, shard: int, n: int) -> Path:
-    from saccade.data.visual_search import search_split, write_search
+    from saccade.plugins.visual_search.search_scenes import search_split, write_search
 
     rows = search_split(
         n,
@@ -133,9 +133,9 @@ def draw_reading(folder: Path, size: Size, name: str, scenes: Path) -> Path:
     """
     from saccade.config import DataConfig, DataSource
     from saccade.data.datasets import load
-    from saccade.data.dialogues import dialogue_row
-    from saccade.data.search_expert import call, place_boxes
+    from saccade.data.written_chats import dialogue_row
     from saccade.media.images import crop
+    from saccade.plugins.visual_search.search_expert import call, place_boxes
     from saccade.types import Message
 
     most = 1 if name == "read" else max(LIMITS)

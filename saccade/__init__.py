@@ -20,7 +20,7 @@ from saccade.export import export  # light; this way the name is the function, n
 
 if TYPE_CHECKING:
     from saccade.config import Config
-    from saccade.data.check import Report
+    from saccade.data.check_rows import Report
 
     Source = str | Path | Mapping[str, Any] | Config | None
 
@@ -88,7 +88,8 @@ def quickstart(
     out: str | Path = "runs/quickstart", seed: int = 0, quick: bool = False
 ) -> dict[str, Any]:
     """A tiny model learns to count: demonstrations, reinforcement learning, evaluation, report."""
-    return _recipe("quickstart").run(Path(out), seed=seed, quick=quick)
+    recipe = import_module("saccade.plugins.quickstart.quickstart")
+    return recipe.run(Path(out), seed=seed, quick=quick)
 
 
 def check_data(config: Source, *overrides: str, **options: Any) -> Report:

@@ -20,10 +20,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from saccade import __version__
-from saccade.cli_data import data_commands
 from saccade.cli_run import as_override, overrides_of, read_config, run_recipe, show_error
 from saccade.disk import refusal, require_writable
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
+from saccade.plugins.visual_search.data_commands import data_commands
 from saccade.registry import Table
 from saccade.tracking.messages import shown_by
 
@@ -325,7 +325,7 @@ def inspect_data(
 ) -> None:
     """Look at every row and image of a data set and list what is wrong, row by row."""
     from saccade.cli_run import print_report, refuse_data
-    from saccade.data.check import write_fixed
+    from saccade.data.check_rows import write_fixed
     from saccade.recipes.check_data import run
 
     if fix is not None and fix.exists():

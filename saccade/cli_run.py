@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from saccade.config import Config
-    from saccade.data.check import Report
+    from saccade.data.check_rows import Report
 
 LISTED = 20  # bad rows on the screen
 MODULES = {

@@ -35,15 +35,15 @@ CROPS = (
 
 def rows_of(folder: Path) -> None:
     """Scenes to count, with answers, with demonstrations, and as pairs."""
-    from saccade.data import synthetic
+    from saccade.plugins.quickstart import counting
 
-    scenes = synthetic.counting_split(24, seed=24, colours=tuple(COLOURS))
-    synthetic.write_jsonl(scenes, folder, name="train")
-    synthetic.write_jsonl([synthetic.demonstrated(s) for s in scenes], folder, name="shown")
-    single = synthetic.counting_split(
+    scenes = counting.counting_split(24, seed=24, colours=tuple(COLOURS))
+    counting.write_jsonl(scenes, folder, name="train")
+    counting.write_jsonl([counting.demonstrated(s) for s in scenes], folder, name="shown")
+    single = counting.counting_split(
         24, seed=5, colours=tuple(COLOURS), counts=(1, 1), radius=(16, 20)
     )
-    drawn = synthetic.write_jsonl(single, folder, name="single").read_text().splitlines()
+    drawn = counting.write_jsonl(single, folder, name="single").read_text().splitlines()
     pairs = []
     for scene in map(json.loads, drawn):
         right = scene["colours"][0]

@@ -77,16 +77,16 @@ def said() -> Iterator[list[str]]:
 @pytest.fixture(scope="session")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train.jsonl (24 scenes to count), val.jsonl (8), shown.jsonl (24 answered)."""
-    from saccade.data import synthetic
+    from saccade.plugins.quickstart import counting
 
     folder = tmp_path_factory.mktemp("scenes")
     rows = {
-        name: synthetic.counting_split(n, seed=n, colours=("red", "blue"))
+        name: counting.counting_split(n, seed=n, colours=("red", "blue"))
         for name, n in {"train": 24, "val": 8, "shown": 25}.items()
     }
-    rows["shown"] = [synthetic.demonstrated(sample) for sample in rows["shown"][:24]]
+    rows["shown"] = [counting.demonstrated(sample) for sample in rows["shown"][:24]]
     for name, samples in rows.items():
-        synthetic.write_jsonl(samples, folder, name=name)
+        counting.write_jsonl(samples, folder, name=name)
     return folder
 
 

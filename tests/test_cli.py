@@ -23,8 +23,8 @@ from saccade.checks.smoke import smoke, with_examples
 from saccade.cli import app, main
 from saccade.cli_run import show_error
 from saccade.config import load
-from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.plugins.init.init_config import guess_reward, letters_apart
+from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.types import Media, Message, Sample
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -531,7 +531,7 @@ def in_new_process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[st
         "import saccade; saccade.load_config({'train.lr': 1e-6})",
         "from saccade.cli import app; from typer.testing import CliRunner;"
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0",
-        "import saccade.checks, saccade.smoke, saccade.plan, saccade.data.synthetic",
+        "import saccade.checks, saccade.smoke, saccade.plan, saccade.plugins.quickstart.counting",
     ],
 )
 def test_nothing_slow_is_imported(code: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from saccade.recipes import rl
 
 PACKAGE = str(Path(saccade.__file__).parent)
 # Commands of plugins are recipes, too.
-READ_CONFIG = ("config", "schema", "checks", "recipes", "plugins", "cli", "cli_run", "cli_data")
+READ_CONFIG = ("config", "schema", "checks", "recipes", "plugins", "cli", "cli_run")
 # Who else still takes a whole config, and functions with more than eight parameters: both lists
 # only shrink.
 STILL_READ_CONFIG = {"algorithms", "data"}

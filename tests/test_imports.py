@@ -29,7 +29,7 @@ LEVELS = (
     ("recipes", "export", "checks"),
     ("plugins",),
     ("cli_run",),
-    ("cli", "cli_data", "__init__", "__main__"),
+    ("cli", "__init__", "__main__"),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 OPTIONAL = (

@@ -48,7 +48,7 @@ LIMIT = 260  # tokens: sixteen pictures of 16 would be cut at full size, 64 of 1
 @pytest.fixture(scope="module")
 def albums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows with 1 to 64 pictures of 112 x 112."""
-    from saccade.data.synthetic import encode_png
+    from saccade.plugins.quickstart.counting import encode_png
 
     folder = tmp_path_factory.mktemp("albums")
     pixels = np.random.default_rng(0).integers(0, 255, (112, 112, 3), dtype=np.uint8)

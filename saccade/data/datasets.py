@@ -33,13 +33,13 @@ from saccade.data.dataset import (
     too_many,
 )
 from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id, writable
-from saccade.data.judging import judged
 from saccade.data.mappings import apply, load_mapping
-from saccade.data.overlong import POLICIES
+from saccade.data.pairwise_prompts import judged
 from saccade.data.records import content_hash
+from saccade.data.shorten import POLICIES
 from saccade.data.sources import Row, open_source
 from saccade.data.stream import Stream
-from saccade.data.unread import FOR_REWARDS, unread_media
+from saccade.data.unused_media import FOR_REWARDS, unread_media
 from saccade.errors import ConfigError, DataError
 from saccade.media.blob_file import Spill
 from saccade.media.images import ImageError

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.data.chats import PLACEHOLDER, RowError, escape
-from saccade.data.comparisons import OTHER
+from saccade.data.preference_rows import OTHER
 from saccade.data.records import plain
 from saccade.data.sources import Row
 from saccade.errors import ConfigError, SaccadeError

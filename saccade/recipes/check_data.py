@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from saccade import checks
 from saccade.config import Config, DataConfig, DataSource, load
-from saccade.data import check, datasets
+from saccade.data import check_rows, datasets
 from saccade.data.datasets import Dataset
 from saccade.errors import ConfigError
 from saccade.types import Sample
@@ -24,7 +24,7 @@ TRAINING = ("rl", "sft", "dpo", "reward-model")  # that read rows each in its ow
 
 def run(
     config: Any, *, headers_only: bool = False, workers: int = 2, command: str | None = None
-) -> check.Report:
+) -> check_rows.Report:
     """Lengths are counted when the config names a model, rewards are tested when it names some.
     Rows that `command` would refuse are bad, too; what else it would leave out is listed.
     """
@@ -33,7 +33,7 @@ def run(
     if command is not None:
         config = _as_command(config, command)
     read: dict[str, Any] = _with_model(config, command) if config.model.path else {}
-    return check.check_data(
+    return check_rows.check_data(
         config,
         self_test=_self_test(config),
         headers_only=headers_only,
@@ -70,7 +70,7 @@ def _with_model(config: Config, command: str | None) -> dict[str, Any]:
     }
 
 
-def _reader(config: Config, command: str, family: Family) -> check.Read:
+def _reader(config: Config, command: str, family: Family) -> check_rows.Read:
     """The sets as the command reads them, to train and to validate on."""
     from saccade.algorithms.comparison import from_config
     from saccade.recipes import pairs, questions, rated

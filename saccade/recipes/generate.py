@@ -23,9 +23,9 @@ import numpy as np
 
 from saccade import checks
 from saccade.config import Config, load
-from saccade.data.dialogues import dialogue_row
 from saccade.data.prompts import WORDED
 from saccade.data.records import content_hash
+from saccade.data.written_chats import dialogue_row
 from saccade.disk import require_writable
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError

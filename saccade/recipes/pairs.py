@@ -23,7 +23,7 @@ from saccade.backends.losses import PreferenceLoss
 from saccade.config import Config, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
-from saccade.data.comparisons import chosen_first, label_of
+from saccade.data.preference_rows import chosen_first, label_of
 from saccade.data.records import content_hash
 from saccade.errors import DataError
 from saccade.forest.packing import pack

@@ -14,8 +14,8 @@ from typing import Any
 from saccade.config import Config, DataConfig, DataSource
 from saccade.data import datasets, prompts, suites
 from saccade.data.chats import RowError
-from saccade.data.comparisons import chosen_first
 from saccade.data.dataset import POSITIONS, PROMPT_LIMIT
+from saccade.data.preference_rows import chosen_first
 from saccade.data.sources import set_names
 from saccade.environments import KINDS
 from saccade.errors import DataError

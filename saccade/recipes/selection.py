@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from saccade.data.check import convert
+from saccade.data.check_rows import convert
 from saccade.data.prompts import WORDED
 from saccade.types import STATUS_OF_END, Message, Sample, replace
 

@@ -8,7 +8,7 @@ from saccade.data.chats import RowError
 from saccade.data.datasets import keep, load
 from saccade.data.formats import FORMATS
 from saccade.data.records import to_row
-from saccade.data.unread import unread_media
+from saccade.data.unused_media import unread_media
 from saccade.errors import ConfigError, DataError
 
 

@@ -18,10 +18,10 @@ import pytest
 from PIL import Image
 
 from saccade.config import DataConfig, DataSource
-from saccade.data.comparisons import chosen_first, label_of
 from saccade.data.datasets import Dataset, load
 from saccade.data.formats import FORMATS, read_row
 from saccade.data.mappings import MAPPINGS, apply, load_mapping, number_of
+from saccade.data.preference_rows import chosen_first, label_of
 from saccade.data.records import to_row
 from saccade.errors import ConfigError, DataError
 from saccade.media.images import open_media

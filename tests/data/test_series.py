@@ -13,8 +13,8 @@ from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.datasets import load
 from saccade.data.formats import FORMATS, read_row
-from saccade.data.overlong import POLICIES
 from saccade.data.records import to_row
+from saccade.data.shorten import POLICIES
 from saccade.media.images import ImageError
 from saccade.media.kinds import decode
 from saccade.plugins.series.series_files import is_one, open_series

@@ -6,7 +6,7 @@ import pytest
 
 from saccade.config import DataConfig, DataSource
 from saccade.config import load as load_config
-from saccade.data.check import check_data
+from saccade.data.check_rows import check_data
 from saccade.data.datasets import load
 from saccade.errors import DataError
 from saccade.media.images import crop, decode

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from saccade.config import DataConfig, DataSource
-from saccade.data.check import convert
+from saccade.data.check_rows import convert
 from saccade.data.datasets import load
 from saccade.data.records import to_row
 from saccade.errors import EnvironmentProblem

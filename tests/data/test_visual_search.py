@@ -12,16 +12,16 @@ from PIL import Image
 
 from saccade.config import DataConfig, DataSource
 from saccade.data import datasets
-from saccade.data.optotypes import MARGIN, TILE, detail, resized
-from saccade.data.search_expert import demonstration, place_boxes
-from saccade.data.visual_search import (
+from saccade.errors import ConfigError
+from saccade.plugins.visual_search.optotypes import MARGIN, TILE, detail, resized
+from saccade.plugins.visual_search.search_expert import demonstration, place_boxes
+from saccade.plugins.visual_search.search_scenes import (
     KINDS,
     LEVELS,
     readability,
     search_split,
     write_search,
 )
-from saccade.errors import ConfigError
 
 
 def pixels(sample) -> np.ndarray:

@@ -49,11 +49,11 @@ def test_vision_segments_agree_with_a_loop():
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 0.05)])
 def test_engine_and_trainer_agree_on_the_gpu(tmp_path, dtype, limit):
     import saccade
-    from saccade.data import synthetic
+    from saccade.plugins.quickstart import counting
     from saccade.tracking.loggers import read_metrics
 
-    rows = synthetic.counting_split(16, seed=1, colours=synthetic.TRAINING_COLOURS)
-    data = synthetic.write_jsonl(rows, tmp_path / "data")
+    rows = counting.counting_split(16, seed=1, colours=counting.TRAINING_COLOURS)
+    data = counting.write_jsonl(rows, tmp_path / "data")
     saccade.rl(
         {
             "run.name": dtype,

@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import load
-from saccade.data.search_expert import AGAIN, call, demonstration
-from saccade.data.visual_search import search_split, write_search
 from saccade.errors import ConfigError, DataError
 from saccade.models import tiny
 from saccade.models.families import Family, load_family
-from saccade.recipes import coldstart, parts, questions
+from saccade.plugins.visual_search import coldstart
+from saccade.plugins.visual_search.search_expert import AGAIN, call, demonstration
+from saccade.plugins.visual_search.search_scenes import search_split, write_search
+from saccade.recipes import parts, questions
 from saccade.recipes.sft import dialogue
 from saccade.rollout.episode import Limits, episode
 from saccade.types import Completion, Message, Request, Sample, Sampling, Source

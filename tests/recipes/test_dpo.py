@@ -26,14 +26,14 @@ OTHER = {"red": "blue", "blue": "red"}
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One big shape each: the right colour is preferred. Pairs, labels, and questions alone."""
-    from saccade.data import synthetic
+    from saccade.plugins.quickstart import counting
 
     folder = tmp_path_factory.mktemp("colours")
     for split, n in {"train": 32, "held": 12}.items():
-        scenes = synthetic.counting_split(
+        scenes = counting.counting_split(
             n, seed=n, colours=tuple(OTHER), counts=(1, 1), radius=(16, 20)
         )
-        drawn = synthetic.write_jsonl(scenes, folder, name="drawn").read_text().splitlines()
+        drawn = counting.write_jsonl(scenes, folder, name="drawn").read_text().splitlines()
         rows: dict[str, list[dict[str, Any]]] = {"pairs": [], "labels": [], "asked": []}
         for number, line in enumerate(drawn):
             scene = json.loads(line)

@@ -16,15 +16,15 @@ import pytest
 from PIL import Image
 
 from saccade.config import DataConfig, DataSource, load
-from saccade.data.check import check_data
+from saccade.data.check_rows import check_data
 from saccade.data.datasets import load as load_data
 from saccade.data.records import to_row
 from saccade.data.stream import Stream
-from saccade.data.synthetic import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.export import export
 from saccade.media import pixel_cache
 from saccade.models.families import qwen_vl
+from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.recipes import dpo, quarantine, questions, reward_model, rl, rl_rollout, sft
 from saccade.types import Media
 

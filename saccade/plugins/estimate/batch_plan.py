@@ -23,7 +23,7 @@ from saccade.config import (
     RolloutConfig,
     TrainConfig,
 )
-from saccade.data.overlong import SHRINK_STEP
+from saccade.data.shorten import SHRINK_STEP
 from saccade.devices import CONTEXT_GIB, Device
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack

@@ -21,10 +21,10 @@ import numpy as np
 import yaml
 
 from saccade.checkpoint import complete_steps, tensor_shapes
-from saccade.data import synthetic
 from saccade.disk import require_writable
 from saccade.export import export
 from saccade.models import tiny
+from saccade.plugins.quickstart import counting
 from saccade.plugins.reports.curves import charts_of, phase_seconds
 from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report_page import Estimate, Report, Table, write_report
@@ -35,7 +35,7 @@ from saccade.tracking.loggers import read_metrics
 WORDS = (
     *("<think>", "</think>", "<answer>", "</answer>", "user", "assistant", "system"),
     *("how", "many", "objects", "?"),
-    *synthetic.COLOURS,
+    *counting.COLOURS,
     *(str(n) for n in range(1, 10)),
 )
 SIZES = {  # rows of demonstrations, of prompts, of each evaluation set, SFT steps, RL steps
@@ -87,21 +87,21 @@ def draw_data(folder: Path, size: Mapping[str, int], seed: int) -> dict[str, str
     base = 1000 * seed
     rows = {
         "demonstrations": [
-            synthetic.demonstrated(sample)
-            for sample in synthetic.counting_split(
-                size["demonstrations"], seed=base + 1, colours=synthetic.TEACHING_COLOURS
+            counting.demonstrated(sample)
+            for sample in counting.counting_split(
+                size["demonstrations"], seed=base + 1, colours=counting.TEACHING_COLOURS
             )
         ],
-        "train": synthetic.counting_split(
-            size["prompts"], seed=base + 2, colours=synthetic.TRAINING_COLOURS
+        "train": counting.counting_split(
+            size["prompts"], seed=base + 2, colours=counting.TRAINING_COLOURS
         ),
-        "val": synthetic.counting_split(
-            size["evaluation"], seed=base + 3, colours=synthetic.TRAINING_COLOURS
+        "val": counting.counting_split(
+            size["evaluation"], seed=base + 3, colours=counting.TRAINING_COLOURS
         ),
-        "ood": synthetic.unseen_split(size["evaluation"], seed=base + 4),
+        "ood": counting.unseen_split(size["evaluation"], seed=base + 4),
     }
     return {
-        name: str(synthetic.write_jsonl(samples, folder, name=name))
+        name: str(counting.write_jsonl(samples, folder, name=name))
         for name, samples in rows.items()
     }
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import saccade
-from saccade.data import synthetic
+from saccade.plugins.quickstart import counting
 from saccade.recipes import reward_model
 from tests.recipes.reward_model.judged import DEEP, MARK, OTHER, Make
 
@@ -19,10 +19,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One big shape each. Replies, pictures and steps are judged; some heads have few labels."""
     folder = tmp_path_factory.mktemp("judged")
     for split, n in {"train": 32, "held": 12}.items():
-        scenes = synthetic.counting_split(
+        scenes = counting.counting_split(
             n, seed=n, colours=tuple(OTHER), counts=(1, 1), radius=(16, 20)
         )
-        drawn = synthetic.write_jsonl(scenes, folder, name="drawn").read_text().splitlines()
+        drawn = counting.write_jsonl(scenes, folder, name="drawn").read_text().splitlines()
         listed = [json.loads(line) for line in drawn]
         by = {colour: [r for r in listed if r["colours"] == [colour]] for colour in OTHER}
         found: dict[str, list[dict[str, Any]]] = {

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from saccade.config import load as load_config
-from saccade.data.check import check_data, convert, write_fixed
+from saccade.data.check_rows import check_data, convert, write_fixed
 from saccade.data.datasets import load
 from saccade.errors import DataError
 

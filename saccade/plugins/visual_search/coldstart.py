@@ -23,11 +23,11 @@ import numpy as np
 
 from saccade.config import Config, DataSource, load
 from saccade.data import datasets
-from saccade.data.dialogues import dialogue_row
-from saccade.data.search_expert import AGAIN, NUMBERS, call, demonstration
+from saccade.data.written_chats import dialogue_row
 from saccade.disk import require_writable
 from saccade.environments import KINDS, Environment, Step, stop_strings
 from saccade.errors import ConfigError, DataError
+from saccade.plugins.visual_search.search_expert import AGAIN, NUMBERS, call, demonstration
 from saccade.rewards.response_formats import FORMATS
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.verifiers import VERIFIERS

@@ -4,7 +4,7 @@ import pytest
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.datasets import load
-from saccade.data.overlong import drop_turns, shrink, truncate_text
+from saccade.data.shorten import drop_turns, shrink, truncate_text
 from saccade.errors import DataError
 from saccade.media.images import open_media, resized_size
 from saccade.types import Media, Message

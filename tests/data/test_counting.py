@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.data.synthetic import (
+from saccade.plugins.quickstart.counting import (
     COLOURS,
     MID_GREY,
     TEACHING_COLOURS,

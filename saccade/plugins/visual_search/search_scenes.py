@@ -32,7 +32,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from saccade.data.optotypes import (
+from saccade.errors import ConfigError
+from saccade.media.blob_file import encoded
+from saccade.plugins.quickstart.counting import write_rows
+from saccade.plugins.visual_search.optotypes import (
     COLOURS,
     DIGITS,
     FRAME,
@@ -45,9 +48,6 @@ from saccade.data.optotypes import (
     resized,
     tint,
 )
-from saccade.data.synthetic import write_rows
-from saccade.errors import ConfigError
-from saccade.media.blob_file import encoded
 from saccade.types import Media, Message, Sample
 
 Box = tuple[int, int, int, int]

@@ -43,9 +43,9 @@ def data_commands(command: Register, read_config: ReadConfig) -> typer.Typer:
         seed: Annotated[int, typer.Option(help="Other scenes for another seed.")] = 0,
     ) -> None:
         """Scenes with a small target that can be read only after zooming."""
-        from saccade.data.visual_search import search_split, write_search
         from saccade.disk import require_writable
         from saccade.errors import ConfigError
+        from saccade.plugins.visual_search.search_scenes import search_split, write_search
         from saccade.schema.section import is_name
 
         if not is_name(name):
@@ -87,7 +87,7 @@ def data_commands(command: Register, read_config: ReadConfig) -> typer.Typer:
         ] = None,
     ) -> None:
         """Multi-turn conversations for `saccade sft`, as the environment answers in RL."""
-        from saccade.recipes.coldstart import run
+        from saccade.plugins.visual_search.coldstart import run
 
         counts = run(
             read_config(arguments or []),

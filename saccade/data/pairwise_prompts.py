@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from saccade.data.chats import RowError
-from saccade.data.comparisons import OTHER, check_labels, label_of
+from saccade.data.preference_rows import OTHER, check_labels, label_of
 from saccade.types import Media, Message, Sample
 from saccade.verdicts import VERDICTS
 
