@@ -65,7 +65,8 @@ def dpo(config: Source, *overrides: str) -> dict[str, Any]:
 
 def reward_model(config: Source, *overrides: str) -> dict[str, Any]:
     """Train a model that scores; returns the summary of the run."""
-    return _recipe("reward_model").run(load_config(config, *overrides))
+    recipe = import_module("saccade.plugins.reward_models.reward_training")
+    return recipe.run(load_config(config, *overrides))
 
 
 def evaluate(

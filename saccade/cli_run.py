@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 LISTED = 20  # bad rows on the screen
 MODULES = {
-    "rl": "rl",
-    "sft": "sft",
-    "dpo": "dpo",
-    "reward-model": "reward_model",
-    "eval": "evaluate",
-    "generate": "generate",
+    "rl": "recipes.rl",
+    "sft": "recipes.sft",
+    "dpo": "recipes.dpo",
+    "reward-model": "plugins.reward_models.reward_training",
+    "eval": "recipes.evaluate",
+    "generate": "recipes.generate",
 }
 
 
@@ -67,7 +67,7 @@ def run_recipe(
             more = {
                 "preflight": import_module("saccade.plugins.estimate.estimate_command").preflight
             }
-        import_module(f"saccade.recipes.{MODULES[name]}").run(config, **(more or {}))
+        import_module(f"saccade.{MODULES[name]}").run(config, **(more or {}))
 
 
 def _shrunk(config: Config, name: str, files: Sequence[str], given: Sequence[str]) -> Config:

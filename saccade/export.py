@@ -81,7 +81,7 @@ def _convert(source: Path, out: Path, dtype: str) -> None:
     from saccade.models.families import load_family
     from saccade.models.files import SERIES_FILE
     from saccade.models.load import DTYPES, load_model
-    from saccade.models.rating import REWARD_FILE
+    from saccade.models.reward_card import REWARD_FILE
 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not known; use {' or '.join(DTYPES)}")

@@ -47,6 +47,11 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
     },
     "media_kinds": {"series": "saccade.plugins.series.series_files:KIND"},
     "reports": {"evaluation": "saccade.plugins.reports.eval_report:EVALUATION"},
+    "reward_models": {
+        "rows": "saccade.plugins.reward_models.reward_rows:rows_of",
+        "evaluate": "saccade.plugins.reward_models.reward_evaluation:compare",
+        "score": "saccade.plugins.reward_models.learned_reward:LearnedReward",
+    },
     "towers": {"series": "saccade.plugins.series.series_tower:TOWER"},
     "verifiers": {"sokoban": "saccade.plugins.sokoban.sokoban_verifier:VERIFIER"},
 }

@@ -89,7 +89,7 @@ def runs_of(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         "ppo": ("rl", rl | {"algorithm.preset": "ppo"}),
         "sft": ("sft", taught | {"data.train": str(folder / "shown.jsonl")}),
         "dpo": ("dpo", pairs | {"dpo.beta": 0.5}),
-        "reward_model": ("reward_model", pairs),
+        "reward_model": ("reward-model", pairs),
         "crop": ("rl", rl | crops),
     }
 
@@ -129,12 +129,14 @@ def algorithms() -> dict[str, Any]:
 def record() -> dict[str, Any]:
     from importlib import import_module
 
+    from saccade.cli_run import MODULES
+
     found: dict[str, Any] = {"algorithms": algorithms()}
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         rows_of(folder)
         for name, (command, options) in runs_of(folder).items():
-            recipe = import_module(f"saccade.recipes.{command}")
+            recipe = import_module(f"saccade.{MODULES[command]}")
             recipe.run(RUN | options | {"run.out": str(folder / "runs"), "run.name": name})
             found[name] = numbers_of(folder / "runs" / name)
     return found

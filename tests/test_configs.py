@@ -144,7 +144,7 @@ def test_a_recipe_passes_the_checks(name: str, tmp_path: Path) -> None:
 def test_a_recipe_runs(name: str, tmp_path: Path) -> None:
     command = command_of(name)
     config = small(name, command, tmp_path)
-    last = import_module(f"saccade.recipes.{MODULES[command]}").run(config)
+    last = import_module(f"saccade.{MODULES[command]}").run(config)
     if command == "eval":
         assert all(0 <= found["accuracy"] <= 1 for found in last.values())
         return

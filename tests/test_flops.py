@@ -19,7 +19,7 @@ from saccade.forest.attention import paths
 from saccade.forest.packing import pack
 from saccade.media import sounds
 from saccade.models.load import freeze
-from saccade.recipes.dialogues import compared
+from saccade.recipes.to_trajectory import compared
 from saccade.types import Batch, Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava")

@@ -25,7 +25,7 @@ from torch.nn.functional import rms_norm, silu
 
 from saccade.contents import File, on_host, tensor_file
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.models.rating import REWARD_FILE, Card, read_card
+from saccade.models.reward_card import REWARD_FILE, Card, read_card
 
 
 def attach_score(model: nn.Module, *, seed: int) -> None:

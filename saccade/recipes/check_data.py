@@ -73,11 +73,11 @@ def _with_model(config: Config, command: str | None) -> dict[str, Any]:
 def _reader(config: Config, command: str, family: Family) -> check_rows.Read:
     """The sets as the command reads them, to train and to validate on."""
     from saccade.algorithms.comparison import from_config
-    from saccade.recipes import pairs, questions, rated
+    from saccade.recipes import models, pairs, questions
 
     def used(split: str, sources: Sequence[DataSource], own: Config) -> Dataset:
         if command == "reward-model":
-            return rated.rows_of(own, family).load(sources)
+            return models.REWARD_MODELS["rows"](own, family).load(sources)
         if command == "sft" and split == "train":
             return questions.load_dialogues(own, sources, family)
         asked = questions.load_prompts(own, sources, family)

@@ -15,14 +15,14 @@ from saccade.config import Config
 from saccade.data.datasets import Dataset
 from saccade.errors import ConfigError, DataError
 from saccade.models.families import Family
-from saccade.recipes import models, offline, pairs, parts, questions
+from saccade.recipes import models, offline_loop, pairs, parts, questions
 from saccade.recipes.run import Run
 from saccade.types import Batch, Sample
 
 
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
-    config, family = offline.resolve(config, "dpo")
+    config, family = offline_loop.resolve(config, "dpo")
     options = from_config(config.dpo)
     data = pairs.load_pairs(config, config.data.train, family, paired=options.paired)
     questions.require_rows(data, "data.train")
@@ -34,7 +34,7 @@ def run(config: Any) -> dict[str, Any]:
         totals = None
         if options.needs_reference and config.dpo.reference == "precompute":
             totals = pairs.precomputed(this, config, family, [*every, *mismatched.values()])
-        job = offline.set_up(this, family, data, rows=held, questions=asked)
+        job = offline_loop.set_up(this, family, data, rows=held, questions=asked)
         if options.needs_reference and config.dpo.reference == "compute":
             reference = models.load_reference(config, family, None, job.backend)
             totals = partial(pairs.computed, reference)
@@ -49,16 +49,16 @@ def run(config: Any) -> dict[str, Any]:
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
             samples = this.quarantine.whole(dataset, family)
-            return pairs.named(offline.measure(job.backend, *batches.prepare(samples)), prefix)
+            return pairs.named(offline_loop.measure(job.backend, *batches.prepare(samples)), prefix)
 
-        task = offline.Task(
+        task = offline_loop.Task(
             prepare=batches.prepare,
             train=job.backend.train_step,
             metrics=metrics,
             measure=measure,
             preparing="logp_ref",
         )
-        return offline.train(job, task)
+        return offline_loop.train(job, task)
 
 
 def metrics(

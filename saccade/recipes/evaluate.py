@@ -25,9 +25,8 @@ from saccade.engines import Engine
 from saccade.environments import gives_rewards
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families import Family
-from saccade.models.rating import Card, read_card
+from saccade.models.reward_card import Card, read_card
 from saccade.recipes import accuracy, models, parts, questions
-from saccade.recipes.comparing import compare
 from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.recipes.failures import Judged, check_errors, refuse_errors
 from saccade.recipes.quarantine import Quarantine
@@ -250,7 +249,7 @@ def _compare(config: Config, card: Card, folder: Path) -> dict[str, Any]:
             f"{config.model.path} is a reward model: it judges the rows of data.val, worded by "
             f"prompt.format={config.prompt.format}, which should be that of its training"
         )
-        summary, rows = compare(config, card, folder, console)
+        summary, rows = models.REWARD_MODELS["evaluate"](config, card, folder, console)
         write_files(folder, summary, rows)
         log.info(f"{RESULTS}, samples.jsonl are in {folder}")
     return summary

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from saccade.algorithms.algorithm import Algorithm
 from saccade.backends import Reference
-from saccade.backends.learned import LearnedReward
 from saccade.backends.local import LocalBackend
 from saccade.backends.reference import AdapterReference
 from saccade.config import ADAPTED, Config
@@ -26,11 +25,15 @@ from saccade.models.families import Family, load_family
 from saccade.models.files import SERIES_FILE, require_whole
 from saccade.models.heads import attach_score, start_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
-from saccade.models.rating import SECTION, flaw
+from saccade.models.reward_card import SECTION, flaw
 from saccade.models.towers import TOWERS
-from saccade.rewards.reward_model_term import model_terms
+from saccade.registry import Table
+from saccade.rewards.reward_model_term import RewardModel, model_terms
 
 log = logging.getLogger(__name__)
+
+# What other recipes do with a reward model: read its rows, evaluate it, score with it.
+REWARD_MODELS: Table[Any] = Table("reward_models", {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +181,10 @@ def load_teacher(config: Config, family: Family) -> LocalBackend | None:
     return LocalBackend(load_policy(config, theirs, train="full").model, theirs)
 
 
-def load_learned(config: Config, path: str) -> LearnedReward:
+def load_learned(config: Config, path: str) -> RewardModel:
     """A reward model of a term; in this process, beside the policy."""
     device = device_of(config)
-    return LearnedReward.load(
+    return REWARD_MODELS["score"].load(
         model_folder(config, path),
         device=device,
         dtype=pick_dtype(config.model.dtype, device),

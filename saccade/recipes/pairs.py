@@ -30,12 +30,12 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.models.files import stamp
 from saccade.models.load import pick_dtype
-from saccade.models.rating import judged_length, shows_media
+from saccade.models.reward_card import judged_length, shows_media
 from saccade.recipes import models, questions
-from saccade.recipes.dialogues import compared
 from saccade.recipes.length_cache import cached_lengths, renderer
 from saccade.recipes.quarantine import decode_error
 from saccade.recipes.run import Run
+from saccade.recipes.to_trajectory import compared
 from saccade.tracking.folder import write_whole
 from saccade.types import Batch, Group, Message, Sample
 

@@ -19,9 +19,9 @@ from saccade.backends.distil import DistillationLoss
 from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig
 from saccade.forest.packing import pack
-from saccade.recipes import models, offline, parts, questions
-from saccade.recipes.dialogues import dialogue, document
+from saccade.recipes import models, offline_loop, parts, questions
 from saccade.recipes.run import Run
+from saccade.recipes.to_trajectory import dialogue, document
 from saccade.types import Batch, Sample
 
 # -log p of each trained token, all tokens alike: the policy gradient of an advantage of 1.
@@ -40,7 +40,7 @@ LOGGED = (
 
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
-    config, family = offline.resolve(config, "sft")
+    config, family = offline_loop.resolve(config, "sft")
     sft = config.sft
     if sft.mode == "pretrain":
         data = questions.load_documents(config, config.data.train, family)
@@ -58,13 +58,13 @@ def run(config: Any) -> dict[str, Any]:
 
     with Run(config, "sft", parts.manifest(family, data, config)) as this:
         asked = questions.asking_for_the_best(config, data, sets)
-        job = offline.set_up(this, family, data, questions=asked)
+        job = offline_loop.set_up(this, family, data, questions=asked)
         teacher = models.load_teacher(config, family)
         loss: Loss = PolicyLoss(SUPERVISED, OWN)
         if teacher is not None:
             loss = DistillationLoss(teacher, sft.kd_coef)
-        task = offline.Task(prepare=prepare, train=job.backend.train_step, metrics=metrics)
-        return offline.train(job, task)
+        task = offline_loop.Task(prepare=prepare, train=job.backend.train_step, metrics=metrics)
+        return offline_loop.train(job, task)
 
 
 def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: Loss) -> dict[str, float]:

@@ -10,7 +10,9 @@ import torch
 from pytest import approx
 
 from saccade.algorithms.loss_sums import to_metrics
-from saccade.algorithms.rating import (
+from saccade.config import RewardModelConfig
+from saccade.plugins.reward_models.reward_losses import (
+    FIRST_LOG_KAPPA,
     Rating,
     Steps,
     from_config,
@@ -19,8 +21,6 @@ from saccade.algorithms.rating import (
     rating_objective,
     steps_objective,
 )
-from saccade.algorithms.reward_model import FIRST_LOG_KAPPA
-from saccade.config import RewardModelConfig
 from saccade.types import Batch
 
 IDS = ("a", "b", "c")

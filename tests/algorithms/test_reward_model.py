@@ -12,7 +12,7 @@ from pytest import approx
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
-from saccade.algorithms.reward_model import (
+from saccade.plugins.reward_models.reward_losses import (
     FIRST_LOG_KAPPA,
     LARGEST_LOG_KAPPA,
     REWARD_LOSSES,

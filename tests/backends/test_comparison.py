@@ -14,7 +14,7 @@ from saccade.backends.local import LocalBackend
 from saccade.backends.losses import PreferenceLoss
 from saccade.config import TrainConfig
 from saccade.forest.packing import halves, pack
-from saccade.recipes.dialogues import compared
+from saccade.recipes.to_trajectory import compared
 from saccade.types import Batch, Group, Message, Sample
 
 NLL, Z = 0.3, 0.05

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.algorithms.rating import Rating, of_pairs
-from saccade.backends import learned
-from saccade.backends.learned import LearnedReward
 from saccade.backends.local import LocalBackend
-from saccade.backends.rating import RatingLoss, ratings, train_ratings
 from saccade.config import TrainConfig
 from saccade.contents import write_files
 from saccade.forest.packing import pack
 from saccade.models.heads import RewardHead, attach_reward, load_reward, reward_file, without_reward
 from saccade.models.load import hidden_states, load_model
-from saccade.models.rating import Card, judged
-from saccade.recipes.dialogues import compared
+from saccade.models.reward_card import Card, judged
+from saccade.plugins.reward_models import learned_reward
+from saccade.plugins.reward_models.learned_reward import LearnedReward
+from saccade.plugins.reward_models.reward_forward import RatingLoss, ratings, train_ratings
+from saccade.plugins.reward_models.reward_losses import Rating, of_pairs
+from saccade.recipes.to_trajectory import compared
 from saccade.rewards.reward_model_term import Learned
 from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.rewards.service_protocol import read_samples, request_for
@@ -271,7 +271,7 @@ def test_one_bad_sample_costs_its_own_score_and_terms_share_a_forward_pass(
         passes.append(len(batches))
         return ratings(backend, batches)
 
-    monkeypatch.setattr(learned.rating, "ratings", counted)
+    monkeypatch.setattr(learned_reward.reward_forward, "ratings", counted)
     card = Card(kind="scalar", heads=("a", "b"), statistics={"a": (0.5, 2.0)})
     model = LearnedReward(model_of(family), family, card)
     waiting = Learned(lambda path: model)

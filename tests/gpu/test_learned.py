@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 
 def scorer(folder, *, offload):
-    from saccade.backends.learned import LearnedReward
+    from saccade.plugins.reward_models.learned_reward import LearnedReward
 
     return LearnedReward.load(
         folder, device=DEVICE, dtype=torch.bfloat16, offload=offload, untrained=True

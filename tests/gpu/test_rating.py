@@ -14,12 +14,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 from safetensors.torch import load_file  # noqa: E402
 
-from saccade.backends.learned import LearnedReward  # noqa: E402
 from saccade.backends.local import LocalBackend  # noqa: E402
 from saccade.contents import File  # noqa: E402
 from saccade.media.images import open_media  # noqa: E402
-from saccade.models.rating import REWARD_FILE, read_card  # noqa: E402
-from saccade.recipes import reward_model  # noqa: E402
+from saccade.models.reward_card import REWARD_FILE, read_card  # noqa: E402
+from saccade.plugins.reward_models import reward_training  # noqa: E402
+from saccade.plugins.reward_models.learned_reward import LearnedReward  # noqa: E402
 from saccade.rewards.reward_sample import RewardSample  # noqa: E402
 from saccade.types import Message  # noqa: E402
 
@@ -91,7 +91,7 @@ def test_a_deep_head_learns_and_its_folder_scores_alike(
     with monkeypatch.context() as patch:
         patch.setattr(LocalBackend, "model_files", noted)
         patch.setattr(LocalBackend, "take_step", counted)
-        last = reward_model.run(
+        last = reward_training.run(
             {
                 "run.out": str(tmp_path),
                 "run.device": DEVICE.type,

@@ -25,7 +25,7 @@ from saccade.models.heads import (
     without_reward,
 )
 from saccade.models.load import freeze, load_model, trainable_table
-from saccade.models.rating import Card, read_card
+from saccade.models.reward_card import Card, read_card
 from saccade.models.tiny import build
 
 FAMILIES = [

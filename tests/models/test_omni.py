@@ -32,8 +32,8 @@ from saccade.media.kinds import decode
 from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.load import freeze, hidden_states, load_model
-from saccade.recipes.dialogues import compared, dialogue
 from saccade.recipes.sft import SUPERVISED
+from saccade.recipes.to_trajectory import compared, dialogue
 from saccade.types import Media, Message, Request, Sample, Sampling
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from saccade.models.families import Family, load_family
 from saccade.models.load import hidden_states, load_model
 from saccade.recipes import pairs as preferences
 from saccade.recipes import questions
-from saccade.recipes.dialogues import document
+from saccade.recipes.to_trajectory import document
 from saccade.types import Message, Rendered, Sample, Sampling
 from tests.engines.asked import requests
 

@@ -26,8 +26,8 @@ from saccade.models import lora
 from saccade.models.load import freeze, load_model, trainable_table
 from saccade.plugins.series import series_tower
 from saccade.plugins.series.series_files import open_series
-from saccade.recipes.dialogues import compared, dialogue
 from saccade.recipes.sft import SUPERVISED
+from saccade.recipes.to_trajectory import compared, dialogue
 from saccade.types import Group, Media, Message, Request, Sample, Sampling, Source, Trajectory
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from saccade.media.kinds import decode
 from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model
-from saccade.recipes.dialogues import compared, dialogue
+from saccade.recipes.to_trajectory import compared, dialogue
 from saccade.types import Media, Message, Request, Sample, Sampling
 
 CPU = torch.device("cpu")

@@ -99,8 +99,8 @@ def test_loss_and_gradient_are_those_of_trl(
     from saccade.forest.packing import pack
     from saccade.models.families import load_family
     from saccade.models.load import load_model
-    from saccade.recipes.dialogues import compared
     from saccade.recipes.pairs import scored
+    from saccade.recipes.to_trajectory import compared
     from saccade.types import Message, replace
 
     family = load_family(word_model)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from saccade.algorithms.rating import Rating, Steps
-from saccade.backends.rating import RatingLoss, StepsLoss
-from saccade.recipes.comparing import intervals
+from saccade.plugins.reward_models.reward_evaluation import intervals
+from saccade.plugins.reward_models.reward_forward import RatingLoss, StepsLoss
+from saccade.plugins.reward_models.reward_losses import Rating, Steps
 from saccade.statistics import mean_interval, wilson
 
 

@@ -19,7 +19,7 @@ from saccade.data.datasets import Stream
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.recipes import questions, rl, sft
-from saccade.recipes.dialogues import document
+from saccade.recipes.to_trajectory import document
 from saccade.types import Message, Sample
 
 Make = Callable[..., dict[str, Any]]

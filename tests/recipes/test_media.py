@@ -25,12 +25,13 @@ from saccade.export import export
 from saccade.media import pixel_cache
 from saccade.models.families import qwen_vl
 from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl
-from saccade.recipes import dpo, quarantine, questions, reward_model, rl, rl_rollout, sft
+from saccade.plugins.reward_models import reward_training
+from saccade.recipes import dpo, quarantine, questions, rl, rl_rollout, sft
 from saccade.types import Media
 
 TINY = {"video": "tiny:qwen2_5_vl", "audio": "tiny:qwen2_audio", "every": "tiny:qwen2_5_omni"}
 SHOWN = {"sft": "sft/loss", "dpo": "dpo/loss", "rl": "reward/mean", "rm": "rm/loss"}
-RECIPES = {"sft": sft.run, "dpo": dpo.run, "rl": rl.run, "rm": reward_model.run}
+RECIPES = {"sft": sft.run, "dpo": dpo.run, "rl": rl.run, "rm": reward_training.run}
 MEDIA = {
     "video": ("<image>Like <video>", ("videos", "images")),
     "audio": ("<audio>", ("audios",)),

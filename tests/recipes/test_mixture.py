@@ -16,7 +16,8 @@ from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models.tiny import build
 from saccade.plugins.quickstart.quickstart import WORDS
-from saccade.recipes import dpo, reward_model, rl, sft
+from saccade.plugins.reward_models import reward_training
+from saccade.recipes import dpo, rl, sft
 
 Read = Callable[[Path], list[dict[str, Any]]]
 
@@ -85,7 +86,7 @@ def test_a_critic_is_balanced_too(config: Any, tmp_path: Path, numbers: Read) ->
     assert all(row["moe/aux_loss_critic"] > 2 for row in numbers(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("command", [sft, dpo, reward_model])
+@pytest.mark.parametrize("command", [sft, dpo, reward_training])
 def test_learning_from_rows_evens_out_the_experts(
     command: Any, config: Any, tmp_path: Path, numbers: Read
 ) -> None:

@@ -24,7 +24,8 @@ from saccade.checkpoint import complete_steps
 from saccade.config import SaveConfig
 from saccade.errors import EnvironmentProblem, Interrupted
 from saccade.models.files import SERIES_FILE
-from saccade.recipes import dpo, reward_model, rl, sft
+from saccade.plugins.reward_models import reward_training
+from saccade.recipes import dpo, rl, sft
 from saccade.recipes.checkpointer import Checkpointer
 from saccade.tracking.loggers import read_metrics
 
@@ -123,7 +124,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         {"reward_head.safetensors", "state/ema/reward_head.safetensors"},
     ),
 }
-RECIPES: dict[str, Callable[..., Any]] = {"rl": rl.run, "sft": sft.run, "rm": reward_model.run}
+RECIPES: dict[str, Callable[..., Any]] = {"rl": rl.run, "sft": sft.run, "rm": reward_training.run}
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.recipes import dpo, generate, pairs, questions, sft
-from saccade.recipes.dialogues import compared
 from saccade.recipes.selection import write_selected
+from saccade.recipes.to_trajectory import compared
 from saccade.types import Message, Sample
 
 Make = Callable[..., dict[str, Any]]

@@ -17,7 +17,8 @@ from saccade.export import export
 from saccade.models import tiny
 from saccade.models.files import SERIES_FILE
 from saccade.plugins.estimate.model_size import empty_model
-from saccade.recipes import check_data, dpo, evaluate, models, reward_model, rl, sft
+from saccade.plugins.reward_models import reward_training
+from saccade.recipes import check_data, dpo, evaluate, models, rl, sft
 
 LEADS = 4
 
@@ -135,7 +136,7 @@ def test_rl_trains_the_encoder_and_goes_on_exactly(name, tmp_path, same_weights)
 
 def test_preferences_and_reward_models_read_series(tmp_path: Path) -> None:
     rows = write(tmp_path / "pairs.jsonl", 8, seed=4, pairs=True)
-    for recipe in (dpo, reward_model):
+    for recipe in (dpo, reward_training):
         name = recipe.__name__.rpartition(".")[2]
         learned = options(tmp_path, rows, run__name=name, train__epochs=2)
         del learned["rollout.max_tokens"]  # nothing is sampled

@@ -16,7 +16,7 @@ from saccade.config import Config, load
 from saccade.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
-    from saccade.backends.learned import LearnedReward
+    from saccade.rewards.reward_model_term import RewardModel
 
 GLANCE = 0.2  # seconds between two looks at whether to stop
 GRACE = 30.0  # seconds for what is under way when the service is told to stop
@@ -62,7 +62,7 @@ def serve(
         service.close()
 
 
-def _load_model(config: Config, path: str) -> LearnedReward:
+def _load_model(config: Config, path: str) -> RewardModel:
     from saccade.recipes.models import load_learned, quiet_libraries  # torch only where one scores
 
     quiet_libraries()

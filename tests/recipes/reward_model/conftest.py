@@ -10,7 +10,7 @@ import pytest
 
 import saccade
 from saccade.plugins.quickstart import counting
-from saccade.recipes import reward_model
+from saccade.plugins.reward_models import reward_training
 from tests.recipes.reward_model.judged import DEEP, MARK, OTHER, Make
 
 
@@ -101,5 +101,5 @@ def trained(tmp_path_factory: pytest.TempPathFactory, config: Make, rows: Path) 
 def deep(tmp_path_factory: pytest.TempPathFactory, config: Make) -> Path:
     """One whose score is no linear function of the last states."""
     out = tmp_path_factory.mktemp("deep")
-    reward_model.run(config(out, run__max_steps=12) | DEEP)
+    reward_training.run(config(out, run__max_steps=12) | DEEP)
     return out / "run" / "checkpoints" / "step-12"

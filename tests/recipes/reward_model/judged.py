@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from saccade.backends.learned import LearnedReward
 from saccade.config import load
+from saccade.plugins.reward_models.learned_reward import LearnedReward
+from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import models
-from saccade.recipes.rated import rows_of
 from saccade.rewards.reward_sample import reward_sample
 from saccade.types import replace
 

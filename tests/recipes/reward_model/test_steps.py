@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import saccade
-from saccade.backends.learned import LearnedReward
 from saccade.config import load
 from saccade.errors import DataError
 from saccade.models.families import load_family
-from saccade.models.rating import Card, stepped, with_marks
-from saccade.recipes import models, reward_model
-from saccade.recipes.rated import rows_of
+from saccade.models.reward_card import Card, stepped, with_marks
+from saccade.plugins.reward_models import reward_training
+from saccade.plugins.reward_models.learned_reward import LearnedReward
+from saccade.plugins.reward_models.reward_rows import rows_of
+from saccade.recipes import models
 from saccade.rewards.reward_sample import reward_sample
 from saccade.statistics import wilson
 from saccade.types import Message, replace
@@ -56,7 +57,7 @@ def test_soft_labels_are_probabilities(tmp_path: Path, config: Make) -> None:
     row = {"input": f"red {MARK} blue {MARK}", "label": [0.8, 0.3]}
     path.write_text("".join(json.dumps(row | {"id": n}) + "\n" for n in range(8)))
     options = config(tmp_path, data__train=str(path), run__max_steps=40) | PROCESS
-    last = reward_model.run(options)
+    last = reward_training.run(options)
     entropy = -sum(p * np.log(p) + (1 - p) * np.log(1 - p) for p in (0.8, 0.3)) / 2
     assert last["rm/loss"] == pytest.approx(entropy, abs=0.01)
     assert last["rm/good_mean"] == pytest.approx(0.55, abs=0.03)
@@ -77,7 +78,7 @@ def test_rows_of_steps_that_are_set_aside(
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=words):
-        reward_model.run(config(tmp_path, data__train=str(path)) | PROCESS)
+        reward_training.run(config(tmp_path, data__train=str(path)) | PROCESS)
 
 
 def test_a_later_row_whose_placeholder_is_joined_is_set_aside(tmp_path: Path, config: Make) -> None:

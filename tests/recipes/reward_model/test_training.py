@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 import saccade
-from saccade.backends.learned import LearnedReward
 from saccade.config import load
 from saccade.errors import ConfigError, DataError
-from saccade.models.rating import Card, read_card
-from saccade.recipes import comparing, models, reward_model
-from saccade.recipes.rated import rows_of
+from saccade.models.reward_card import Card, read_card
+from saccade.plugins.reward_models import reward_evaluation, reward_training
+from saccade.plugins.reward_models.learned_reward import LearnedReward
+from saccade.plugins.reward_models.reward_rows import rows_of
+from saccade.recipes import models
 from saccade.statistics import wilson
 from saccade.tracking.console import Console
 from tests.recipes.reward_model.judged import DEEP, MARK, PROCESS, Make, Read, scores_of
@@ -72,7 +73,9 @@ def test_eval_of_a_reward_model_judges_the_rows(
         pytest.raises(ConfigError, match=r"judges rows; try data\.val="),
         Console(None, "eval") as c,
     ):
-        comparing.compare(load({"model.path": str(deep)}), card, tmp_path, c)  # suites have none
+        reward_evaluation.compare(
+            load({"model.path": str(deep)}), card, tmp_path, c
+        )  # suites have none
 
 
 def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
@@ -127,7 +130,7 @@ def test_statistics_are_those_of_the_weights_beside_them(deep: Path, config: Mak
 def test_other_losses_and_poolings_learn(
     tmp_path: Path, config: Make, changes: dict[str, Any]
 ) -> None:
-    last = reward_model.run(config(tmp_path, run__max_steps=12) | changes)
+    last = reward_training.run(config(tmp_path, run__max_steps=12) | changes)
     assert last["rm/accuracy"] == 1
     folder = tmp_path / "run" / "checkpoints" / "step-12"
     scores = scores_of(folder, config(tmp_path))
@@ -140,7 +143,7 @@ def test_other_losses_and_poolings_learn(
 def test_candidates_may_be_pictures(tmp_path: Path, config: Make, rows: Path) -> None:
     held = str(rows / "held-media.jsonl")
     options = config(tmp_path, "media", run__max_steps=20, data__val=held, val__every=20)
-    last = reward_model.run(options)
+    last = reward_training.run(options)
     assert last["val/held-media/accuracy"] >= 0.9
     scores = scores_of(tmp_path / "run" / "checkpoints" / "step-20", options)
     assert (scores[:, 0] > scores[:, 1]).mean() >= 0.9
@@ -148,7 +151,9 @@ def test_candidates_may_be_pictures(tmp_path: Path, config: Make, rows: Path) ->
 
 def test_heads_learn_what_their_labels_say(tmp_path: Path, config: Make) -> None:
     both = {"preference": 1.0, "size": 0.5}
-    last = reward_model.run(config(tmp_path, "heads", run__max_steps=15, reward_model__heads=both))
+    last = reward_training.run(
+        config(tmp_path, "heads", run__max_steps=15, reward_model__heads=both)
+    )
     assert last["rm/preference/accuracy"] == 1  # whichever side the better one stands on
     assert {"rm/size/gap", "rm/size/std", "rm/accuracy"} <= last.keys()
     folder = tmp_path / "run" / "checkpoints" / "step-15"
@@ -165,9 +170,9 @@ def test_heads_learn_what_their_labels_say(tmp_path: Path, config: Make) -> None
 
 def test_a_head_without_labels_is_refused(tmp_path: Path, config: Make) -> None:
     with pytest.raises(ConfigError, match="no row says which side is better by coherence"):
-        reward_model.run(config(tmp_path, reward_model__heads=["preference", "coherence"]))
+        reward_training.run(config(tmp_path, reward_model__heads=["preference", "coherence"]))
     with pytest.raises(ConfigError, match=r"better by taste; rows label preference, size"):
-        reward_model.run(config(tmp_path, "heads", reward_model__heads=["taste", "size"]))
+        reward_training.run(config(tmp_path, "heads", reward_model__heads=["taste", "size"]))
 
 
 PAIR = {"prompt": "how many ?", "chosen": "red", "rejected": "blue"}
@@ -191,7 +196,7 @@ def test_rows_that_compare_nothing(
     path = tmp_path / "odd.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises((ConfigError, DataError), match=words):
-        reward_model.run(config(tmp_path, data__train=str(path)))
+        reward_training.run(config(tmp_path, data__train=str(path)))
     assert not (tmp_path / "run").exists()
 
 
@@ -200,7 +205,7 @@ def test_rows_that_are_not_trained_on_are_listed(tmp_path: Path, config: Make) -
     listed = [PAIR, PAIR | {"labels": {"taste": "A"}}, PAIR | {"chosen": "red " * 3000}]
     path.write_text("".join(json.dumps(row) + "\n" for row in listed))
     options = {"run.max_steps": 1, "train.prompts_per_step": 1}
-    reward_model.run(config(tmp_path, data__train=str(path)) | options)
+    reward_training.run(config(tmp_path, data__train=str(path)) | options)
     aside = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()
     reasons = {row["row"]: row["reason"] for row in map(json.loads, aside)}
     assert reasons[2] == "it labels taste, and reward_model.heads are preference"
@@ -208,7 +213,7 @@ def test_rows_that_are_not_trained_on_are_listed(tmp_path: Path, config: Make) -
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps(PAIR | {"margin": "big"}) + "\n")
     with pytest.raises(DataError, match=r"^data.val: 1 of 1 rows are bad"):
-        reward_model.run(config(tmp_path, data__val=str(bad), run__name="val"))
+        reward_training.run(config(tmp_path, data__val=str(bad), run__name="val"))
 
 
 @pytest.mark.parametrize(
@@ -227,9 +232,9 @@ def test_stopped_and_resumed_is_the_same_run(
     changes: dict[str, Any],
 ) -> None:
     options = config(tmp_path, train__prompts_per_step=12, run__max_steps=5) | changes
-    reward_model.run(options | {"run.name": "whole"})  # an epoch ends within the third step
-    reward_model.run(options | {"run.name": "parts", "run.max_steps": 2})
-    reward_model.run(options | {"run.name": "parts", "run.resume": "auto"})
+    reward_training.run(options | {"run.name": "whole"})  # an epoch ends within the third step
+    reward_training.run(options | {"run.name": "parts", "run.max_steps": 2})
+    reward_training.run(options | {"run.name": "parts", "run.resume": "auto"})
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
     ends = [tmp_path / name / "checkpoints" / "step-5" for name in ("whole", "parts")]
     assert same_weights(*ends)
@@ -242,24 +247,24 @@ def test_a_reward_model_is_trained_further_with_its_head(
     tmp_path: Path, config: Make, trained: Path
 ) -> None:
     further = config(tmp_path, model__path=str(trained), run__max_steps=1, train__lr=1e-9)
-    assert reward_model.run(further | {"run.name": "bt"})["rm/accuracy"] == 1
+    assert reward_training.run(further | {"run.name": "bt"})["rm/accuracy"] == 1
     folders = [trained, tmp_path / "bt" / "checkpoints" / "step-1"]
     kept = [load_file(f / "reward_head.safetensors")["score.weight"] for f in folders]
     torch.testing.assert_close(kept[0], kept[1], atol=1e-7, rtol=0)
-    reward_model.run(further | {"run.name": "hps", "reward_model.loss": "hps"})
+    reward_training.run(further | {"run.name": "hps", "reward_model.loss": "hps"})
     stored = load_file(tmp_path / "hps" / "checkpoints" / "step-1" / "reward_head.safetensors")
     assert stored["score.log_scale"].item() == pytest.approx(np.log(1 / 0.07), abs=1e-4)
     steps = config(tmp_path, "steps", model__path=str(trained)) | PROCESS
     for options in (further | {"reward_model.pooling": "mean"}, steps):
         with pytest.raises(ConfigError, match=r"is a trained reward model \((pooling: last|kind)"):
-            reward_model.run(options)
+            reward_training.run(options)
     assert not (tmp_path / "run").exists()
 
 
 def test_the_card_says_whose_scores_it_keeps(tmp_path: Path, config: Make, rows: Path) -> None:
     held = {"data.val": str(rows / "held-pairs.jsonl"), "save.every": 1, "val.every": 2}
-    reward_model.run(config(tmp_path, run__max_steps=3) | held)
-    reward_model.run(config(tmp_path, run__max_steps=2, run__name="bare"))
+    reward_training.run(config(tmp_path, run__max_steps=3) | held)
+    reward_training.run(config(tmp_path, run__max_steps=2, run__name="bare"))
     steps = {}
     for folder in tmp_path.glob("*/checkpoints/step-*"):
         card = read_card(folder)
@@ -289,12 +294,12 @@ def test_a_margin_that_asks_for_no_lead_is_a_bad_row(
 
 
 def test_the_average_is_a_reward_model_of_its_own(tmp_path: Path, config: Make) -> None:
-    reward_model.run(config(tmp_path, train__ema=0.5))
+    reward_training.run(config(tmp_path, train__ema=0.5))
     folder = tmp_path / "run" / "checkpoints" / "step-4"
     mine = scores_of(folder, config(tmp_path))
     average = scores_of(folder / "state" / "ema", config(tmp_path))
     assert not np.allclose(mine, average)
-    reward_model.run(config(tmp_path, train__ema=0.5, run__max_steps=5, run__resume="auto"))
+    reward_training.run(config(tmp_path, train__ema=0.5, run__max_steps=5, run__resume="auto"))
     cards = [read_card(folder.parent / "step-5" / own) for own in ("", "state/ema")]
     assert [card and bool(card.statistics) for card in cards] == [True, False]
 

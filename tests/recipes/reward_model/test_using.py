@@ -14,15 +14,15 @@ import torch
 from typer.testing import CliRunner
 
 import saccade
-from saccade.backends.learned import LearnedReward
 from saccade.cli import app
 from saccade.config import load
 from saccade.data import datasets
 from saccade.errors import ConfigError
-from saccade.models.rating import read_card
+from saccade.models.reward_card import read_card
 from saccade.models.tiny import build
 from saccade.plugins.quickstart.quickstart import WORDS
-from saccade.recipes import reward_model
+from saccade.plugins.reward_models import reward_training
+from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.rewards.reward_sample import reward_sample
 from saccade.tracking.trajectories import read_trajectories
 from tests.recipes.reward_model.judged import Make, Read
@@ -110,7 +110,7 @@ def test_two_reward_models_of_different_families_in_one_run(
     """Each response has the score that each folder gives it alone, and the weights are kept."""
     start = build("qwen2_vl", tmp_path / "model", words=WORDS, seed=7)
     made = {"run.name": "other", "model.path": start}
-    reward_model.run(config(tmp_path, run__max_steps=3) | made)
+    reward_training.run(config(tmp_path, run__max_steps=3) | made)
     folders = {"taste": trained, "other": tmp_path / "other" / "checkpoints" / "step-3"}
     weights = {"taste": 0.25, "other": -2.0}
     terms = [
@@ -234,7 +234,7 @@ def test_what_starts_from_a_reward_model_is_none(
 )
 def test_what_is_refused(config: Make, tmp_path: Path, override: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        reward_model.run(load(config(tmp_path), override.split("; ")))
+        reward_training.run(load(config(tmp_path), override.split("; ")))
     assert words in str(caught.value) and not (tmp_path / "run").exists()
 
 

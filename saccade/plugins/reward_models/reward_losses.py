@@ -1,19 +1,23 @@
-"""The losses of reward models on one micro-batch: pairs of scored sequences, or judged steps.
+"""The losses of reward models: the formulas, and their sums on one micro-batch of scored pairs or
+judged steps.
 
     loss = sum over heads of weight * (sum of the losses of its labelled pairs) / labelled pairs
     loss = sum over steps of the cross-entropy with their labels / steps
 
-`Rating` and `Steps` hold labels and denominators of a whole optimizer step, so micro-losses simply
-add up. A pair is a group of two sequences; its label says for each head whether the first (1), the
-second (-1) or neither (0) is better. NaN: nothing was said, which is no tie. Knows nothing of
-models. Axes: S sequences, P pairs, H heads, R reads, K tokens that name a verdict.
+A formula is `f(chosen, rejected, *, options) -> [P]` on fp32 scores. `Rating` and `Steps` hold the
+labels and denominators of a whole optimizer step, so micro-losses simply add up. A pair is a group
+of two sequences; its label says for each head whether the first (1), the second (-1) or neither (0)
+is better. NaN: nothing was said, which is no tie. Axes: S sequences, P pairs, H heads, R reads, K
+tokens that name a verdict.
 
-    >>> row = of_pairs(Rating(loss="bt", heads={"preference": 1.0}), ids, labels, margins)
-    >>> loss, sums = rating_objective(row, scores, kappa, batch.keys)
+    >>> REWARD_LOSSES["bt"].function(chosen, rejected, margin=0.1)   # [P]
+    >>> rating = of_pairs(Rating(loss="bt", heads={"preference": 1.0}), ids, labels, margins)
+    >>> loss, sums = rating_objective(rating, scores, kappa, batch.keys)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,12 +26,61 @@ import torch
 from torch import Tensor
 
 from saccade.algorithms.loss_sums import LossSums, mean_of
-from saccade.algorithms.reward_model import REWARD_LOSSES, center, reward_metrics, tie
-from saccade.algorithms.table import bound
+from saccade.algorithms.preference import negative_log_sigmoid
+from saccade.algorithms.table import Entry, bound
 from saccade.config import RewardModelConfig
 from saccade.types import Batch
 
 Keys = Sequence[tuple[str, int]]
+
+
+# -- formulas --------------------------------------------------------------------------------------
+
+# Of the scale of hps, which is learned as its logarithm. The trainer clamps the parameter after an
+# update: a clamp inside the loss would stop the gradient, and the scale could never come back.
+FIRST_LOG_KAPPA = math.log(1 / 0.07)
+LARGEST_LOG_KAPPA = math.log(100)
+
+
+def bt(chosen: Tensor, rejected: Tensor, *, margin: float | Tensor = 0.0) -> Tensor:
+    """Bradley-Terry; the margin is one number or one per pair [P]."""
+    return negative_log_sigmoid(chosen - rejected - margin)
+
+
+def logexp(chosen: Tensor, rejected: Tensor) -> Tensor:
+    return bt(chosen, rejected)
+
+
+def hps(chosen: Tensor, rejected: Tensor, *, kappa: float | Tensor) -> Tensor:
+    """Cross-entropy of both scaled scores (arXiv 2306.09341).
+
+    The scale serves training only; a served score has none.
+    """
+    return bt(kappa * chosen, kappa * rejected)
+
+
+def center(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Added with a coefficient (usually 0.01) to keep scores around 0 (arXiv 2312.09244)."""
+    return (chosen + rejected).square()
+
+
+def tie(first: Tensor, second: Tensor) -> Tensor:
+    """For pairs labelled as ties: no side is chosen. With a coefficient (usually 0.01)."""
+    return (first - second).abs()
+
+
+def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """[P] each, to be summed with their counts: a mean of means or a maximum would be wrong."""
+    chosen, rejected = chosen.detach(), rejected.detach()
+    gap = chosen - rejected
+    return {"accuracy": gap > 0, "gap": gap, "chosen_mean": chosen, "rejected_mean": rejected}
+
+
+REWARD_LOSSES: dict[str, Entry] = {
+    "bt": Entry(function=bt, formula="-log sigmoid(chosen - rejected - margin)"),
+    "logexp": Entry(function=logexp, formula="log(1 + exp(rejected - chosen))"),
+    "hps": Entry(function=hps, formula="-log softmax(kappa [chosen, rejected])[0]"),
+}
 
 
 # -- pairs -----------------------------------------------------------------------------------------

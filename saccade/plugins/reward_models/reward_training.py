@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from saccade.backends import Loss
-from saccade.backends.rating import train_ratings
 from saccade.data.datasets import Dataset
-from saccade.models.rating import write_card
-from saccade.recipes import offline, parts, questions
-from saccade.recipes.rated import held_out, named, rows_of, with_statistics
+from saccade.models.reward_card import write_card
+from saccade.plugins.reward_models.reward_forward import train_ratings
+from saccade.plugins.reward_models.reward_rows import held_out, named, rows_of, with_statistics
+from saccade.recipes import offline_loop, parts, questions
 from saccade.recipes.run import Run
 from saccade.types import Batch, Sample
 
@@ -29,14 +29,14 @@ LOGGED = (
 
 def run(config: Any) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
-    config, family = offline.resolve(config, "reward-model")
+    config, family = offline_loop.resolve(config, "reward-model")
     rows = rows_of(config, family)
     data = questions.require_rows(rows.load(config.data.train), "data.train")
     rows.check(data.samples)
     held = held_out(config, rows) if config.val.every else {}
     with Run(config, "reward-model", parts.manifest(family, data, config)) as this:
         card = rows.card(this.start, data.samples)
-        job = offline.set_up(
+        job = offline_loop.set_up(
             this, family, data, rows=held, attach=partial(rows.attach, card=card, stored=this.start)
         )
         backend = job.backend
@@ -47,7 +47,7 @@ def run(config: Any) -> dict[str, Any]:
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
             samples = this.quarantine.whole(dataset, family)
-            found = offline.measure(backend, *rows.prepare(samples))
+            found = offline_loop.measure(backend, *rows.prepare(samples))
             remember(found, step)
             return named(found, prefix)
 
@@ -56,9 +56,9 @@ def run(config: Any) -> dict[str, Any]:
                 remember(found, step - 1)  # it was computed before the update
             elif card.heads:
                 with this.phase("validation"):
-                    remember(offline.measure(backend, *rows.prepare(samples)), step)
+                    remember(offline_loop.measure(backend, *rows.prepare(samples)), step)
 
-        task = offline.Task(
+        task = offline_loop.Task(
             prepare=rows.prepare,
             train=partial(train_ratings, backend),
             metrics=metrics,
@@ -66,7 +66,7 @@ def run(config: Any) -> dict[str, Any]:
             unmeasured=unmeasured,
             measure_saved=True,
         )
-        return offline.train(job, task)
+        return offline_loop.train(job, task)
 
 
 def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: Loss) -> dict[str, float]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from saccade.algorithms.comparison import CHOSEN, REJECTED
 from saccade.models.families import Family
-from saccade.models.rating import from_turn, judged, written
+from saccade.models.reward_card import from_turn, judged, written
 from saccade.types import Group, Rendered, Sample, Source, Trajectory
 
 

@@ -17,9 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from saccade.algorithms import rating
-from saccade.algorithms.reward_model import FIRST_LOG_KAPPA
-from saccade.backends.rating import RatingLoss, StepsLoss
 from saccade.config import Config, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError, parse_json
@@ -29,11 +26,21 @@ from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.models.heads import RewardHead, attach_reward, load_reward
-from saccade.models.rating import REWARD_FILE, Card, read_card, stepped, verdict_ids, write_card
+from saccade.models.reward_card import (
+    REWARD_FILE,
+    Card,
+    read_card,
+    stepped,
+    verdict_ids,
+    write_card,
+)
+from saccade.plugins.reward_models import reward_losses
+from saccade.plugins.reward_models.reward_forward import RatingLoss, StepsLoss
+from saccade.plugins.reward_models.reward_losses import FIRST_LOG_KAPPA
 from saccade.recipes import pairs, questions
-from saccade.recipes.dialogues import compared
 from saccade.recipes.length_cache import cached_lengths
 from saccade.recipes.pairs import is_tie, load_pairs
+from saccade.recipes.to_trajectory import compared
 from saccade.types import Batch, Group, Message, Sample, Trajectory
 
 SIDES = {"A": 1.0, "B": -1.0, "C": 0.0}  # of labels: the first, the second, a tie
@@ -47,7 +54,7 @@ MAIN = "preference"  # the head that chosen and rejected alone speak of
 class Pairs:
     config: Config
     family: Family
-    row: rating.Rating
+    row: reward_losses.Rating
 
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
         """Rows that say something about one of the heads."""
@@ -104,7 +111,7 @@ class Pairs:
         )
         labels = {sample.id: self._labels(sample) for sample in samples}
         own = {s.id: m for s in samples if (m := margin_of(s)) is not None}
-        known = rating.of_pairs(self.row, [s.id for s in samples], labels, own)
+        known = reward_losses.of_pairs(self.row, [s.id for s in samples], labels, own)
         return batches, RatingLoss(known)
 
     def _labels(self, sample: Sample) -> tuple[float, ...]:
@@ -232,7 +239,7 @@ class Process:
             micro_tokens=self.config.train.micro_tokens,
         )
         labels = {sample.id: self._labels(sample) for sample in samples}
-        known = rating.of_steps([sample.id for sample in samples], labels)
+        known = reward_losses.of_steps([sample.id for sample in samples], labels)
         return batches, StepsLoss(known, self.tokens)
 
     def _group(self, sample: Sample) -> Group:
@@ -289,7 +296,7 @@ def rows_of(config: Config, family: Family) -> Rows:
     if config.reward_model.kind == "process":
         tokens = verdict_ids(family, config.reward_model.tokens)
         return Process(config=config, family=family, tokens=tuple(tokens))
-    return Pairs(config=config, family=family, row=rating.from_config(config.reward_model))
+    return Pairs(config=config, family=family, row=reward_losses.from_config(config.reward_model))
 
 
 def held_out(config: Config, rows: Rows) -> dict[str, datasets.Dataset]:

@@ -19,11 +19,16 @@ import torch
 from torch import Tensor
 
 from saccade.algorithms.loss_sums import LossSums, to_metrics
-from saccade.algorithms.rating import Rating, Steps, rating_objective, steps_objective
-from saccade.algorithms.reward_model import LARGEST_LOG_KAPPA
 from saccade.backends import Objective, Reader, Update
 from saccade.backends.local import LocalBackend
 from saccade.models.heads import RewardHead
+from saccade.plugins.reward_models.reward_losses import (
+    LARGEST_LOG_KAPPA,
+    Rating,
+    Steps,
+    rating_objective,
+    steps_objective,
+)
 from saccade.types import Batch, Metrics
 
 

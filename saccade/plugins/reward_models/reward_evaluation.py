@@ -16,14 +16,14 @@ import numpy as np
 
 from saccade import statistics
 from saccade.backends.local import LocalBackend
-from saccade.backends.rating import RatingLoss, StepsLoss, measured
 from saccade.config import Config, load
 from saccade.errors import ConfigError
-from saccade.models.rating import Card
+from saccade.models.reward_card import Card
+from saccade.plugins.reward_models.reward_forward import RatingLoss, StepsLoss, measured
+from saccade.plugins.reward_models.reward_rows import held_out, named, rows_of
 from saccade.recipes import models
 from saccade.recipes.accuracy import with_interval
 from saccade.recipes.quarantine import Quarantine
-from saccade.recipes.rated import held_out, named, rows_of
 from saccade.tracking.console import Console
 from saccade.types import Batch
 

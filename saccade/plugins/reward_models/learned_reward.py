@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.backends import rating
 from saccade.backends.local import LocalBackend
 from saccade.config import SeriesConfig
 from saccade.errors import ConfigError, DataError
@@ -26,7 +25,7 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family, load_family
 from saccade.models.heads import RewardHead, attach_reward, load_reward
 from saccade.models.load import load_model
-from saccade.models.rating import (
+from saccade.models.reward_card import (
     REWARD_FILE,
     Card,
     flaw,
@@ -37,6 +36,7 @@ from saccade.models.rating import (
     with_marks,
 )
 from saccade.models.towers import TOWERS
+from saccade.plugins.reward_models import reward_forward
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Batch, Group, Media, Message, Sample, Trajectory
 
@@ -158,7 +158,7 @@ class LearnedReward:
 
     def _scores(self, groups: Sequence[Group]) -> dict[tuple[str, int], np.ndarray]:
         batches = self._packed(groups, ends=True)
-        found = rating.ratings(self.backend, batches)
+        found = reward_forward.ratings(self.backend, batches)
         return {
             key: row
             for batch, rows in zip(batches, found, strict=True)
@@ -167,7 +167,7 @@ class LearnedReward:
 
     def _steps(self, groups: Sequence[Group]) -> dict[tuple[str, int], np.ndarray]:
         batches = self._packed(groups, ends=False)
-        found = rating.judgements(self.backend, batches, self._tokens)
+        found = reward_forward.judgements(self.backend, batches, self._tokens)
         return {
             key: np.exp(rows[batch.sequence == index, 0])
             for batch, rows in zip(batches, found, strict=True)
