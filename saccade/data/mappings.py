@@ -34,8 +34,9 @@ from saccade.user_code import own_module, raised_at
 
 MAIN = "preference"  # the head that every row labels
 EXAMPLE = (
-    "def NAME(row): return Pair(kind='image', prompt=row['caption'], a=row['left'], b=row['right'],"
-    " labels={'preference': row['winner']}) with from saccade.data.mappings import Pair"
+    "write file.py with `from saccade.data.mappings import Pair` and `def NAME(row): return "
+    "Pair(kind='image', prompt=row['caption'], a=row['left'], b=row['right'], "
+    "labels={'preference': row['winner']})`, then data.mapping=file.py:NAME"
 )
 
 
@@ -83,7 +84,7 @@ def load_mapping(name: str) -> PreferenceMapping:
         return PreferenceMapping(name, MAPPINGS[name])
     where, (path, _, symbol) = f"data.mapping={name}", name.rpartition(":")
     if Path(name.partition(":")[0]).suffix in (".yaml", ".yml"):
-        raise ConfigError(f"{where}: a mapping is a Python function: file.py:NAME with {EXAMPLE}")
+        raise ConfigError(f"{where}: a mapping is a Python function; {EXAMPLE}")
     if Path(path or name).suffix != ".py":
         raise ConfigError(
             f"{where}: expected one of {', '.join(MAPPINGS)}, or file.py:function of your own"
@@ -112,9 +113,8 @@ def apply(
 ) -> Iterator[tuple[int, Row | None]]:
     """Numbered rows of the format `sides`; None stands for a row that the mapping leaves out."""
     groups: dict[str, list[tuple[int, Rated, Mapping[str, Any]]]] = {}
-    arguments = (
-        [folder or Path()] if len(inspect.signature(mapping.function).parameters) > 1 else []
-    )
+    wants_folder = len(inspect.signature(mapping.function).parameters) > 1
+    arguments = [folder or Path()] if wants_folder else []
     for number, row in rows:
         if isinstance(row, RowError):
             yield number, row
@@ -123,12 +123,10 @@ def apply(
             found = mapping.function(row, *arguments)
         except SaccadeError:
             raise
-        except RowError as error:
-            yield number, error
-            continue
         except Exception as error:
-            reason = raised_at(error, mapping.file)
-            yield number, RowError(f"mapping {mapping.name} raised {reason}")
+            id = "" if row.get("id") is None else f", id {row['id']}"
+            reason = f"mapping {mapping.name} raised {raised_at(error, mapping.file)}{id}"
+            yield number, error if isinstance(error, RowError) else RowError(reason)
             continue
         if found is None:
             yield number, None
@@ -140,9 +138,7 @@ def apply(
                 groups.setdefault(repr(one.group), []).append((number, one, row))
     for group in groups.values():
         for (number, first, row), (_, second, other) in combinations(group, 2):
-            labels = {
-                h: better(rating, second.ratings.get(h)) for h, rating in first.ratings.items()
-            }
+            labels = {h: better(value, second.ratings.get(h)) for h, value in first.ratings.items()}
             if labels[MAIN] in ("A", "B"):
                 media = {"a": first.media, "b": second.media}
                 pair = Pair(kind=first.kind, prompt=first.prompt, labels=labels, **media)
@@ -159,15 +155,15 @@ def _checked(found: Any, where: str) -> list[Pair | Rated]:
                 f"{where}: returned {type(one).__name__}; expected Pair(…), Rated(…), a list of "
                 "Rated, or None to leave the row out"
             )
-        heads = one.labels if isinstance(one, Pair) else one.ratings
         name = "labels" if isinstance(one, Pair) else "ratings"
+        heads = getattr(one, name)
         if one.kind not in (*KINDS, "text"):
             raise ConfigError(
                 f"{where}: kind={one.kind!r}; expected one of {', '.join((*KINDS, 'text'))}"
             )
         if not isinstance(heads, Mapping) or MAIN not in heads:
             raise ConfigError(f"{where}: {name}={heads!r} lack the head {MAIN}")
-        if isinstance(one, Pair) and not {*heads.values()} <= {*OTHER, None}:
+        if isinstance(one, Pair) and any(side not in (*OTHER, None) for side in heads.values()):
             raise ConfigError(f"{where}: labels={heads!r}; expected A, B, C or None for each head")
     return every
 
@@ -176,28 +172,17 @@ def _named(
     row: Mapping[str, Any], other: Mapping[str, Any], first: Rated, second: Rated
 ) -> Mapping[str, Any]:
     """The row of the first candidate, with an id for the pair."""
-    names = [one.name for one in (first, second) if one.name is not None]
-    id = row.get("id")
-    if names:
-        return {
-            **row,
-            "models": names,
-            "id": None if id is None else f"{id}:{'-'.join(map(str, names))}",
-        }
-    both = id is not None and other.get("id") is not None
-    return {**row, "id": f"{id}:{other['id']}"} if both else row
+    names, id = [one.name for one in (first, second) if one.name is not None], row.get("id")
+    rest = "-".join(map(str, names)) if names else other.get("id")
+    models = {"models": names} if names else {}
+    return {**row, **models, "id": id if None in (id, rest) else f"{id}:{rest}"}
 
 
 def _compared(name: str, pair: Pair, row: Mapping[str, Any], seed: int) -> Row:
     labels = {head: side for head, side in pair.labels.items() if side is not None}
-    for what, missing in {
-        "prompt": pair.prompt is None,
-        "a": pair.a is None,
-        "b": pair.b is None,
-        "label": not labels,
-    }.items():
-        if missing:
-            return RowError(f"the row has no {what} where mapping {name} looks for it")
+    needed = {"prompt": pair.prompt, "a": pair.a, "b": pair.b, "label": labels or None}
+    if missing := [what for what, value in needed.items() if value is None]:
+        return RowError(f"the row has no {missing[0]} where mapping {name} looks for it")
     shown = pair.a, pair.b
     drawn = (
         hashlib.sha256(json.dumps([seed, plain([pair.prompt, *shown])]).encode()).digest()[0] % 2

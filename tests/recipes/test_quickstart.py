@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import saccade
 from saccade.checkpoint import complete_steps
 from saccade.cli import app
 from saccade.config import load
@@ -71,6 +72,11 @@ def test_no_scene_is_in_two_sets(tmp_path: Path) -> None:
         for name in names
     ]
     assert len(set().union(*seen)) == sum(len(images) for images in seen)
+
+
+def test_python_starts_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quickstart, "run", lambda out, **options: {"out": out, **options})
+    assert saccade.quickstart("x", quick=True) == {"out": Path("x"), "seed": 0, "quick": True}
 
 
 def test_an_earlier_quickstart_is_moved_aside(tmp_path: Path) -> None:
