@@ -531,7 +531,7 @@ def in_new_process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[st
         "import saccade; saccade.load_config({'train.lr': 1e-6})",
         "from saccade.cli import app; from typer.testing import CliRunner;"
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0",
-        "import saccade.checks, saccade.smoke, saccade.plan, saccade.plugins.quickstart.counting",
+        "import saccade.checks.smoke, saccade.checks.plan, saccade.plugins.quickstart.counting",
     ],
 )
 def test_nothing_slow_is_imported(code: str, tmp_path: Path) -> None:
