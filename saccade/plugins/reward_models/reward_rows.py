@@ -26,15 +26,9 @@ from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.models.heads import RewardHead, attach_reward, load_reward
-from saccade.models.reward_card import (
-    REWARD_FILE,
-    Card,
-    read_card,
-    stepped,
-    verdict_ids,
-    write_card,
-)
+from saccade.models.reward_card import REWARD_FILE, Card, read_card, write_card
 from saccade.plugins.reward_models import reward_losses
+from saccade.plugins.reward_models.process_steps import stepped, verdict_ids
 from saccade.plugins.reward_models.reward_forward import RatingLoss, StepsLoss
 from saccade.plugins.reward_models.reward_losses import FIRST_LOG_KAPPA
 from saccade.recipes import pairs, questions
