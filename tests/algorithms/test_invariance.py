@@ -271,7 +271,7 @@ def test_where_engine_and_trainer_agree_no_correction_changes_loss_or_gradient(
     without = algorithm.model_copy(update={"corrections": (), "self_normalise": False})
     config = AlgorithmConfig.model_validate({"correct": [bounded(name)]})
     corrections, weighs = resolve(config, max_tokens=7).corrections, CORRECTIONS[name].weighs
-    corrected = replace(without, corrections=corrections, self_normalise=weighs)
+    corrected = without.model_copy(update={"corrections": corrections, "self_normalise": weighs})
     for one, other in zip(train(corrected, agreeing), train(without, agreeing), strict=True):
         assert torch.equal(one, other)
 

@@ -77,7 +77,7 @@ def test_an_entropy_bonus_reaches_the_gradient(family_of, load, batches, monkeyp
     backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
     flat = [replace(batch, advantages=np.zeros_like(batch.advantages)) for batch in batches]
     without, nothing = gradients(backend, flat, monkeypatch)
-    bonus = replace(ON_POLICY, entropy=replace(ON_POLICY.entropy, coef=0.5))
+    bonus = ON_POLICY.model_copy(update={"entropy_coef": 0.5})
     with_bonus, pushed = gradients(backend, flat, monkeypatch, bonus)
     assert all((gradient == 0).all() for gradient in nothing.values())
     assert torch.stack([gradient.norm() for gradient in pushed.values()]).norm() > 1e-3
