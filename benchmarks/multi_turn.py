@@ -33,7 +33,7 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import Step
 from saccade.environments.texts import said
 from saccade.media.images import crop
-from saccade.recipes import models, questions
+from saccade.recipes import model_setup, questions
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.types import Completion, Group, Message, Request, Sample, Sampling
@@ -193,10 +193,10 @@ def main() -> None:
     data = write_rows(args.out / "data", model, work, steps=1)
     options = {"model.path": model, "data.train": str(data), "prompt.format": "none"}
     config = load(options | {"run.out": str(args.out / "runs")})
-    models.quiet_libraries()
-    family = models.family_of(config, model)
+    model_setup.quiet_libraries()
+    family = model_setup.family_of(config, model)
     samples = questions.load_prompts(config, config.data.train, family).samples
-    policy = models.load_policy(config, family, train="full")
+    policy = model_setup.load_policy(config, family, train="full")
     engine = EmbeddedEngine(policy.model, family, max_sequences=args.max_sequences)
     result = {
         "work": work,

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from model import build
 
-from saccade.backends.local import LocalBackend
 from saccade.checkpoint import copy_processor
 from saccade.config import Config, load
 from saccade.contents import write_files
@@ -32,8 +31,9 @@ from saccade.plugins.quickstart import counting
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_forward import train_ratings
 from saccade.plugins.reward_models.reward_rows import named, rows_of
-from saccade.recipes import models
+from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import reward_sample
+from saccade.trainer.local import LocalBackend
 from saccade.types import Sample
 
 COLOURS = tuple(counting.COLOURS)
@@ -77,11 +77,11 @@ def measured(found: dict[str, Any], name: str) -> Iterator[None]:
 
 def train(config: Config, folder: Path, per_step: int, found: dict[str, Any]) -> Sequence[Sample]:
     """One pass over the rows; the model's folder is what is left of it."""
-    family = models.family_of(config, config.model.path)
+    family = model_setup.family_of(config, config.model.path)
     task = rows_of(config, family)
     data = task.load(config.data.train)
     with measured(found, "load"):
-        model = models.load_policy(config, family).model
+        model = model_setup.load_policy(config, family).model
         task.attach(model, card=task.card(None, data.samples), stored=None)
         backend = LocalBackend(model, family, config.train, checkpointing="auto")
     found["parameters"] = sum(p.numel() for p in model.parameters())
@@ -105,7 +105,7 @@ def train(config: Config, folder: Path, per_step: int, found: dict[str, Any]) ->
 
 
 def score(config: Config, folder: Path, samples: Sequence[Sample], found: dict[str, Any]) -> None:
-    device = models.device_of(config)
+    device = model_setup.device_of(config)
     model = LearnedReward.load(
         folder,
         device=device,
@@ -146,7 +146,7 @@ def main() -> None:
             "prompt.format": "none",
         }
         config = load(load(options), args.overrides, command="reward-model")
-        models.quiet_libraries()
+        model_setup.quiet_libraries()
         (here / "rm").mkdir()
         samples = train(config, here / "rm", args.per_step, found)
         gc.collect()

@@ -28,11 +28,11 @@ from model import SIZES, build
 from works import WORKS, Work, parse, sequences, write_result, write_rows
 
 import saccade
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
 from saccade.models.load import load_model
 from saccade.recipes.run import Run
 from saccade.tracking.loggers import read_metrics
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
 from saccade.types import Batch
 
 __all__ = ["WORKS"]  # other benchmarks read it here

@@ -17,7 +17,7 @@ from works import gpu_peak_gib, parse, write_result
 
 from saccade.config import load
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.recipes import models, parts, questions
+from saccade.recipes import model_setup, parts, questions
 from saccade.rollout.collect import collect
 
 
@@ -34,10 +34,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         settings = config(Path(scratch), args.model, args.data, work, args.steps)
         loaded = load(settings, args.overrides)
-        models.quiet_libraries()
-        family = models.family_of(loaded, args.model)
+        model_setup.quiet_libraries()
+        family = model_setup.family_of(loaded, args.model)
         data = questions.load_prompts(loaded, loaded.data.train, family)
-        model = models.load_policy(loaded, family, train="full").model
+        model = model_setup.load_policy(loaded, family, train="full").model
         engine = EmbeddedEngine(model, family, max_sequences=loaded.rollout.max_sequences)
         for step in range(args.steps):
             began = time.perf_counter()

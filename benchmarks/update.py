@@ -31,9 +31,6 @@ from rl_step import WORKS
 
 from saccade import devices, flops, shapes
 from saccade.algorithms.build import resolve
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.forest import attention
 from saccade.forest.packing import pack
@@ -41,6 +38,9 @@ from saccade.media.images import open_media
 from saccade.models import tiny
 from saccade.models.families import Family, load_family
 from saccade.models.fused import fuse
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
 from saccade.types import Batch, Group, MediaSpan, Message, Sample, Source, Trajectory
 
 PROMPTS, REPEATS = 16, 8

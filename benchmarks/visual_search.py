@@ -75,9 +75,9 @@ class Job:
 
 def run_job(out: Path, size: Size, job: Job, memory: float | None) -> dict[str, Any]:
     """What the job measured; models and rows stay in files."""
-    from saccade.recipes import models
+    from saccade.recipes import model_setup
 
-    models.quiet_libraries()
+    model_setup.quiet_libraries()
     began = time.monotonic()
     before = json.loads((out / f"{job.needs}.json").read_text()) if job.needs else {}
     found = JOBS[job.stage](out, size, job, before, memory)

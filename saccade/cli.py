@@ -294,7 +294,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a stand-alone Hugging Face folder from a checkpoint."""
-    import_module("saccade.recipes.models").quiet_libraries()
+    import_module("saccade.recipes.model_setup").quiet_libraries()
     exporting = import_module("saccade.export")
     folder = exporting.export(checkpoint, out, dtype, verify, adapter_only)
     print(f"wrote {folder}{exporting.pictures(folder)}")

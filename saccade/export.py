@@ -99,11 +99,11 @@ def _compare(source: Path, out: Path, *, exact: bool) -> None:
     import numpy as np
     import torch
 
-    from saccade.backends import Scoring
-    from saccade.backends.local import LocalBackend
     from saccade.forest.packing import pack
     from saccade.models.families import load_family
     from saccade.models.load import load_model
+    from saccade.trainer import Scoring
+    from saccade.trainer.local import LocalBackend
     from saccade.types import Group, Message, Sample, Source, Trajectory
 
     results = []

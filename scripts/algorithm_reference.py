@@ -17,12 +17,12 @@ sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
 from saccade.algorithms.advantage_inputs import AdvantageInputs  # noqa: E402
 from saccade.algorithms.advantages import ADVANTAGES  # noqa: E402
 from saccade.algorithms.aggregation import AGGREGATIONS  # noqa: E402
-from saccade.algorithms.algorithm import Algorithm  # noqa: E402
 from saccade.algorithms.build import resolve  # noqa: E402
 from saccade.algorithms.corrections import CORRECTIONS, Correction, Mismatch  # noqa: E402
 from saccade.algorithms.describe import extras, numbers  # noqa: E402
 from saccade.algorithms.kl import KINDS  # noqa: E402
 from saccade.algorithms.policy_losses import LOSSES, LossInputs  # noqa: E402
+from saccade.algorithms.resolved_algorithm import Algorithm  # noqa: E402
 from saccade.algorithms.table import Entry  # noqa: E402
 from saccade.config import AlgorithmConfig  # noqa: E402
 from saccade.schema.presets import ADD_ONS, PRESETS  # noqa: E402

@@ -283,10 +283,10 @@ def test_best_names_the_checkpoint_of_the_best_validation(
 def saver(word_model: str) -> Callable[..., Path]:
     import torch
 
-    from saccade.backends.local import LocalBackend
     from saccade.config import TrainConfig
     from saccade.models.families import load_family
     from saccade.models.load import load_model
+    from saccade.trainer.local import LocalBackend
 
     family = load_family(word_model)
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from saccade.algorithms.build import from_config
-from saccade.backends.schedule import rate
 from saccade.checks import check
 from saccade.checks.smoke import model_type, smoke, with_examples
 from saccade.cli_run import MODULES
@@ -25,6 +24,7 @@ from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.schema import options
+from saccade.trainer.schedule import rate
 from saccade.types import Sample
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,7 +19,7 @@ from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.models.tiny import build
 from saccade.recipes import evaluate, rl
-from saccade.recipes.models import family_of
+from saccade.recipes.model_setup import family_of
 
 Make = Callable[..., dict[str, Any]]
 FAMILIES = {

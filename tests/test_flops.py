@@ -10,9 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from saccade import flops, shapes
 from saccade.algorithms.build import resolve
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.engines.embedded.decode_state import find_prefix_groups
 from saccade.forest.attention import paths
@@ -20,6 +17,9 @@ from saccade.forest.packing import pack
 from saccade.media import sounds
 from saccade.models.load import freeze
 from saccade.recipes.to_trajectory import compared
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
 from saccade.types import Batch, Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava")

@@ -67,6 +67,11 @@ def test_no_function_has_more_than_eight_parameters() -> None:
     assert found <= STILL_WIDE
 
 
+def test_a_file_name_occurs_once() -> None:
+    names = [path.name for path in Path(PACKAGE).rglob("*.py") if path.name != "__init__.py"]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 def test_the_formula_of_the_loss_is_four_calls_from_the_loop(
     tmp_path: Path, rl_config: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

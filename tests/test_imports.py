@@ -24,7 +24,7 @@ LEVELS = (
         "user_code",
     ),
     ("algorithms", "rewards", "environments", "models", "data"),
-    ("engines", "backends"),
+    ("engines", "trainer"),
     ("rollout", "checkpoint", "tracking"),
     ("recipes", "export", "checks"),
     ("plugins",),

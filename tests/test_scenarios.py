@@ -18,7 +18,7 @@ from saccade import checkpoint
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import TrainingError
-from saccade.recipes import check_data, models, questions, rl, sft
+from saccade.recipes import check_data, model_setup, questions, rl, sft
 
 Make = Callable[..., dict[str, Any]]
 Read = Callable[[Path], list[dict[str, Any]]]
@@ -90,7 +90,7 @@ def test_overlong_rows_are_listed_by_id_and_reason(
 
 def test_shrunk_rows_fit_and_train(album_config: dict[str, Any], tmp_path: Path) -> None:
     config = load(album_config | {"data.overlong": "shrink", "train.prompts_per_step": 7})
-    family = models.family_of(config, models.start_folder(config))
+    family = model_setup.family_of(config, model_setup.start_folder(config))
     data = questions.load_prompts(config, config.data.train, family)
     assert [sample.id for sample in data.samples] == [
         f"n{n}" for n in COUNTS

@@ -106,13 +106,13 @@ def ours(
     from saccade.algorithms.algorithm_state import restore
     from saccade.algorithms.build import resolve
     from saccade.algorithms.loss_sums import to_metrics
-    from saccade.backends import Scoring
-    from saccade.backends.local import LocalBackend
-    from saccade.backends.losses import PolicyLoss
     from saccade.config import AlgorithmConfig, KLConfig, TrainConfig
     from saccade.forest.packing import pack
     from saccade.models.families import load_family
     from saccade.models.load import load_model
+    from saccade.trainer import Scoring
+    from saccade.trainer.local import LocalBackend
+    from saccade.trainer.losses import PolicyLoss
 
     family = load_family(path)
     family = replace(family, banned=np.zeros_like(family.banned))  # TRL bans nothing

@@ -17,10 +17,10 @@ from math import isfinite
 from typing import Any
 
 from saccade.algorithms import domains
-from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.domains import Domains
 from saccade.algorithms.filters import is_excluded
 from saccade.algorithms.moments import Moments
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.errors import ConfigError
 from saccade.types import Group, Metrics
 

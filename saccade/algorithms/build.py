@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from saccade.algorithms.algorithm import AXES, Algorithm, Correct, OldMode
 from saccade.algorithms.checks import find_warnings, refuse_contradictions
 from saccade.algorithms.corrections import CORRECTIONS
 from saccade.algorithms.kl import KINDS
+from saccade.algorithms.resolved_algorithm import AXES, Algorithm, Correct, OldMode
 from saccade.algorithms.table import Entry, canonical, find, parsed, unknown
 from saccade.config import AlgorithmConfig, Config, load
 from saccade.errors import ConfigError

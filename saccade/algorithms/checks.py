@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.algorithm_state import LARGEST_ERROR
 from saccade.algorithms.filters import EXCLUDABLE
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import unknown
 from saccade.errors import ConfigError
 from saccade.schema import AlgorithmConfig

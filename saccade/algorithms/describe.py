@@ -9,8 +9,8 @@ from functools import reduce
 from math import isinf
 from typing import Any
 
-from saccade.algorithms.algorithm import Algorithm, Options
 from saccade.algorithms.build import resolve
+from saccade.algorithms.resolved_algorithm import Algorithm, Options
 from saccade.algorithms.table import Entry
 from saccade.config import AlgorithmConfig, FilterConfig, RolloutConfig, options
 from saccade.schema.presets import ADD_ONS, PRESETS

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from saccade.algorithms import domains
 from saccade.algorithms.advantages import AdvantageInputs
-from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.algorithm_state import AlgorithmState, domain_of, success_of
 from saccade.algorithms.filters import in_baseline, is_excluded
 from saccade.algorithms.kl import KINDS
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import bound
 from saccade.types import Batch, Group, Trajectory
 

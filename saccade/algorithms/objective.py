@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.kl import KINDS
 from saccade.algorithms.loss_sums import LossSums
 from saccade.algorithms.policy_losses import LossInputs, log_ratio
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import bound
 
 LARGEST_EXPONENT = 20.0

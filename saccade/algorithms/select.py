@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.algorithm_state import AlgorithmState, outcomes_of
 from saccade.algorithms.filters import discard_reason, is_constant, is_excluded
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.shaping import shape_rewards
 from saccade.algorithms.table import find
 from saccade.errors import ConfigError

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from saccade.checks import models, offline, rows, steps
+from saccade.checks import model_rules, offline, rows, steps
 from saccade.config import Config, Section
 from saccade.errors import ConfigError
 from saccade.schema.section import ANSWERING, about, chosen, without_effect
@@ -83,16 +83,16 @@ def not_counted(config: Config, command: str) -> str | None:
     return f"`saccade {command}` does not read {', '.join(others)}" if others else None
 
 
-MODEL = (*(models.model, models.patterns, models.own_weights, models.series),)
-CRITIC = (models.critic, models.critic_warmup)
-SAMPLING = (models.lora_dropout, steps.sampling, steps.response_length, steps.batch)
-LOOKING = (rows.pixels, rows.prompt_files, models.judge)
+MODEL = (*(model_rules.model, model_rules.patterns, model_rules.own_weights, model_rules.series),)
+CRITIC = (model_rules.critic, model_rules.critic_warmup)
+SAMPLING = (model_rules.lora_dropout, steps.sampling, steps.response_length, steps.batch)
+LOOKING = (rows.pixels, rows.prompt_files, model_rules.judge)
 READING = (rows.data_files, *LOOKING)
 TRAINING = (
     *(*MODEL, rows.train_data, *READING),
     *(steps.optimizer, steps.validation, steps.before, steps.best, steps.resume),
 )
-ANSWERS = (models.answering_model, models.series, models.trained_series)
+ANSWERS = (model_rules.answering_model, model_rules.series, model_rules.trained_series)
 RULES: dict[str, tuple[Rule, ...]] = {
     "rl": (
         *TRAINING,
@@ -106,7 +106,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *(rows.val_data, rows.val_files, *LOOKING),
         *(steps.response_length, steps.validation, steps.environment),
     ),
-    "rescore": (rows.pixels, models.judge),  # `eval` of answers that are there already
+    "rescore": (rows.pixels, model_rules.judge),  # `eval` of answers that are there already
     "generate": (
         *ANSWERS,
         *(rows.some_data, *READING),
@@ -115,6 +115,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "chat": (*ANSWERS, rows.pixels, rows.prompt_files),
     # those of rl that need neither rows nor rewards
     "estimate": (*MODEL, rows.pixels, steps.optimizer, *CRITIC, *SAMPLING),
-    "check-data": (models.series, rows.some_data, *READING),
-    "serve-reward": (rows.pixels, models.judge, steps.reward),
+    "check-data": (model_rules.series, rows.some_data, *READING),
+    "serve-reward": (rows.pixels, model_rules.judge, steps.reward),
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from saccade import environments
-from saccade.checks.models import frozen
+from saccade.checks.model_rules import frozen
 from saccade.config import ADAPTED, Config
 from saccade.data.sources import set_names
 from saccade.models.files import described, names_experts

@@ -57,10 +57,10 @@ def _as_command(config: Config, command: str) -> Config:
 
 def _with_model(config: Config, command: str | None) -> dict[str, Any]:
     """What a tokenizer and a family of models know about rows."""
-    from saccade.recipes import models, questions
+    from saccade.recipes import model_setup, questions
 
-    models.quiet_libraries()
-    family = models.family_of(config, models.start_folder(config))
+    model_setup.quiet_libraries()
+    family = model_setup.family_of(config, model_setup.start_folder(config))
     ask = questions.prompt_builder(config)
     return {
         "length": lambda sample: len(family.render(ask(sample).messages)),
@@ -73,11 +73,11 @@ def _with_model(config: Config, command: str | None) -> dict[str, Any]:
 def _reader(config: Config, command: str, family: Family) -> check_rows.Read:
     """The sets as the command reads them, to train and to validate on."""
     from saccade.algorithms.comparison import from_config
-    from saccade.recipes import models, pairs, questions
+    from saccade.recipes import model_setup, pairs, questions
 
     def used(split: str, sources: Sequence[DataSource], own: Config) -> Dataset:
         if command == "reward-model":
-            return models.REWARD_MODELS["rows"](own, family).load(sources)
+            return model_setup.REWARD_MODELS["rows"](own, family).load(sources)
         if command == "sft" and split == "train":
             return questions.load_dialogues(own, sources, family)
         asked = questions.load_prompts(own, sources, family)

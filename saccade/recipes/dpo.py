@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 from saccade.algorithms.comparison import Comparison, from_config
-from saccade.backends.losses import PreferenceLoss
 from saccade.config import Config
 from saccade.data.datasets import Dataset
 from saccade.errors import ConfigError, DataError
 from saccade.models.families import Family
-from saccade.recipes import models, offline_loop, pairs, parts, questions
+from saccade.recipes import model_setup, offline_loop, pairs, parts, questions
 from saccade.recipes.run import Run
+from saccade.trainer.losses import PreferenceLoss
 from saccade.types import Batch, Sample
 
 
@@ -36,7 +36,7 @@ def run(config: Any) -> dict[str, Any]:
             totals = pairs.precomputed(this, config, family, [*every, *mismatched.values()])
         job = offline_loop.set_up(this, family, data, rows=held, questions=asked)
         if options.needs_reference and config.dpo.reference == "compute":
-            reference = models.load_reference(config, family, None, job.backend)
+            reference = model_setup.load_reference(config, family, None, job.backend)
             totals = partial(pairs.computed, reference)
         batches = pairs.PreferenceBatches(
             family=family,

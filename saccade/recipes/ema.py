@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from saccade.backends.local import LocalBackend
 from saccade.checkpoint import copy_processor
 from saccade.config import Config
 from saccade.contents import File
 from saccade.models.families import Family
-from saccade.recipes import models
+from saccade.recipes import model_setup
+from saccade.trainer.local import LocalBackend
 
 FOLDER = "ema"
 
@@ -48,7 +48,7 @@ def follow(
     """
     if not config.train.ema:
         return {}
-    model = models.load_policy(config, family).model
+    model = model_setup.load_policy(config, family).model
     attach(model)
     average = LocalBackend(model, family)
     if start is not None:

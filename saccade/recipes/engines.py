@@ -20,8 +20,8 @@ from saccade.models import experts
 from saccade.models.families import Family
 from saccade.models.families.endpoint import endpoint_family
 from saccade.models.load import pick_dtype
-from saccade.recipes import models, parts
-from saccade.recipes.models import Policy
+from saccade.recipes import model_setup, parts
+from saccade.recipes.model_setup import Policy
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.episode import Limits
 
@@ -68,7 +68,7 @@ def answering_family(config: Config) -> Family:
     """Of the model that answers where none is trained."""
     if config.rollout.engine == "http":
         return endpoint_family(config.rollout.http.url)
-    return models.family_of(config, models.start_folder(config))
+    return model_setup.family_of(config, model_setup.start_folder(config))
 
 
 def answering_engine(
@@ -101,7 +101,7 @@ def expenses(engine: Engine, scorer: Scorer | None) -> list[str]:
 
 def settings_of(config: Config, family: Family) -> Settings:
     rollout, template = config.rollout, config.prompt.chat_template
-    device = models.device_of(config)
+    device = model_setup.device_of(config)
     return Settings(
         engine=rollout.engine,
         folder=family.path,

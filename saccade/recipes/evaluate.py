@@ -26,7 +26,7 @@ from saccade.environments import gives_rewards
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families import Family
 from saccade.models.reward_card import Card, read_card
-from saccade.recipes import accuracy, models, parts, questions
+from saccade.recipes import accuracy, model_setup, parts, questions
 from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.recipes.failures import Judged, check_errors, refuse_errors
 from saccade.recipes.quarantine import Quarantine
@@ -45,7 +45,7 @@ from saccade.rollout.scoring import (
 from saccade.tracking.console import Console, unscored
 from saccade.tracking.folder import QUARANTINE, RESULTS
 from saccade.tracking.metrics import episode_metrics, without_scores
-from saccade.tracking.pages import REPORTS
+from saccade.tracking.report_table import REPORTS
 from saccade.tracking.trajectories import Decoders, TrajectoryWriter
 from saccade.types import ALWAYS_EXCLUDED, Group
 
@@ -62,7 +62,7 @@ def run(config: Any, *, out: Path | None = None, rescore: Path | None = None) ->
     config = load(config)
     checks.check(config, "eval" if rescore is None else "rescore")
     config = config.model_copy(update={"reward": with_rewards(config.reward, config.eval)})
-    models.quiet_libraries()
+    model_setup.quiet_libraries()
     folder, answers = places(config, out)
     with kept_if_filled(folder):
         if rescore is not None:
@@ -249,7 +249,7 @@ def _compare(config: Config, card: Card, folder: Path) -> dict[str, Any]:
             f"{config.model.path} is a reward model: it judges the rows of data.val, worded by "
             f"prompt.format={config.prompt.format}, which should be that of its training"
         )
-        summary, rows = models.REWARD_MODELS["evaluate"](config, card, folder, console)
+        summary, rows = model_setup.REWARD_MODELS["evaluate"](config, card, folder, console)
         write_files(folder, summary, rows)
         log.info(f"{RESULTS}, samples.jsonl are in {folder}")
     return summary

@@ -30,7 +30,7 @@ from saccade.disk import require_writable
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.models.files import stamp
-from saccade.recipes import models, parts, questions
+from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import measured, measures, score_terms
 from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.recipes.quarantine import Quarantine
@@ -62,7 +62,7 @@ def run(config: Any) -> dict[str, Any]:
     """`data.train`, or `data.val` when there is none; with rewards, each response is scored too."""
     config = load(config)
     checks.check(config, "generate")
-    models.quiet_libraries()
+    model_setup.quiet_libraries()
     path = Path(config.run.out) / config.run.name / config.generate.output
     require_writable(config.run.out, "run.out")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,19 +17,19 @@ import torch
 
 from saccade import checks
 from saccade.algorithms.loss_sums import to_metrics
-from saccade.backends import Loss, Update
-from saccade.backends.local import LocalBackend
 from saccade.checks.plan import total_steps
 from saccade.config import Config, load
 from saccade.data.datasets import Dataset, Stream
 from saccade.disk import require_writable
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
-from saccade.recipes import ema, models, parts
+from saccade.recipes import ema, model_setup, parts
 from saccade.recipes.failures import guard
 from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation, make_evaluator
 from saccade.recipes.work import sft_work
+from saccade.trainer import Loss, Update
+from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Sample
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Job:
     """A loaded run: what trains, and on which rows."""
 
     run: Run
-    policy: models.Policy
+    policy: model_setup.Policy
     backend: LocalBackend
     stream: Stream
     rows: Mapping[str, Dataset]  # of data.val: measured as training measures its own
@@ -70,8 +70,8 @@ def resolve(config: Any, command: str) -> tuple[Config, Family]:
     config = load(config, command=command)
     checks.check(config, command)
     require_writable(config.run.out, "run.out")
-    models.quiet_libraries()
-    return config, models.family_of(config, models.start_folder(config))
+    model_setup.quiet_libraries()
+    return config, model_setup.family_of(config, model_setup.start_folder(config))
 
 
 def set_up(
@@ -86,10 +86,10 @@ def set_up(
     """Load the model, from the start or a checkpoint, and begin the run. `attach` adds heads."""
     config = run.config
     log.info(data.summary)
-    policy = models.load_policy(config, family, folder=str(run.start) if run.start else None)
+    policy = model_setup.load_policy(config, family, folder=str(run.start) if run.start else None)
     attach(policy.model)
     log.info(describe_trained(policy.model, family))
-    backend = models.learner(config, policy)
+    backend = model_setup.learner(config, policy)
     stream = Stream(data, seed=config.run.seed, config=config.data)
     run.restore(backend, {"stream": stream})
     sets = {**(rows or {}), **(questions or {})}

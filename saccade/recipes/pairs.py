@@ -17,9 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from saccade.algorithms.comparison import Comparison, of_step
-from saccade.backends import OWN, Reference
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PreferenceLoss
 from saccade.config import Config, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
@@ -31,12 +28,15 @@ from saccade.models.families import Family
 from saccade.models.files import stamp
 from saccade.models.load import pick_dtype
 from saccade.models.reward_card import judged_length, shows_media
-from saccade.recipes import models, questions
+from saccade.recipes import model_setup, questions
 from saccade.recipes.length_cache import cached_lengths, renderer
 from saccade.recipes.quarantine import decode_error
 from saccade.recipes.run import Run
 from saccade.recipes.to_trajectory import compared
 from saccade.tracking.folder import write_whole
+from saccade.trainer import OWN, Reference
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PreferenceLoss
 from saccade.types import Batch, Group, Message, Sample
 
 BLOCK = 1024  # rows between two writes of the reference's totals
@@ -189,7 +189,7 @@ def _score_all(
     path: Path,
 ) -> None:
     """In blocks, each written before the next: a run that is killed here goes on where it was."""
-    reference = LocalBackend(models.load_policy(config, family).model, family)
+    reference = LocalBackend(model_setup.load_policy(config, family).model, family)
     keys = list(missing)
     with run.phase("logp_ref"):
         for start in range(0, len(keys), BLOCK):
@@ -207,7 +207,7 @@ def _score_all(
 
 def _reference_id(config: Config, family: Family) -> str:
     """What a total depends on beside the row: weights, how they compute, how rows are rendered."""
-    dtype = pick_dtype(config.model.dtype, models.device_of(config))
+    dtype = pick_dtype(config.model.dtype, model_setup.device_of(config))
     what = [stamp(Path(family.path)), str(dtype), config.model.train == "qlora", renderer(family)]
     return hashlib.blake2b(repr(what).encode(), digest_size=12).hexdigest()
 

@@ -11,12 +11,12 @@ from itertools import islice
 
 import numpy as np
 
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
 from saccade.config import Config
 from saccade.engines import Engine, parity
 from saccade.recipes.parts import rollout_sampling
 from saccade.recipes.quarantine import decode_error
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Sample
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import Config
 from saccade.data import datasets, prompts
 from saccade.data.stream import Stream
@@ -22,7 +22,7 @@ from saccade.environments import Environment, stop_strings, texts_hash
 from saccade.errors import ConfigError
 from saccade.models import files
 from saccade.models.families import Family
-from saccade.recipes.models import load_learned
+from saccade.recipes.model_setup import load_learned
 from saccade.recipes.questions import warning_of_words
 from saccade.rewards.response_formats import FORMATS
 from saccade.rewards.reward_sample import RewardSample

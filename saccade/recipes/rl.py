@@ -17,21 +17,19 @@ import numpy as np
 
 from saccade import checkpoint, checks
 from saccade.algorithms import algorithm_state, annotate, select
-from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.algorithm_state import AlgorithmState
 from saccade.algorithms.annotate import add_advantages, add_corrections
 from saccade.algorithms.build import from_config
 from saccade.algorithms.describe import describe
 from saccade.algorithms.estimator_inputs import ComponentWeights
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
-from saccade.backends import Reference
-from saccade.backends.local import LocalBackend
 from saccade.config import Config, load
 from saccade.disk import require_writable
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
-from saccade.recipes import ema, models, parity_check, parts, questions
+from saccade.recipes import ema, model_setup, parity_check, parts, questions
 from saccade.recipes.rl_rollout import Rollouts, sample_groups
 from saccade.recipes.rl_setup import set_up
 from saccade.recipes.rl_update import Learners, update_models
@@ -39,6 +37,8 @@ from saccade.recipes.run import Run
 from saccade.recipes.work import rl_work
 from saccade.rollout.scoring import unread
 from saccade.tracking.metrics import signal_metrics
+from saccade.trainer import Reference
+from saccade.trainer.local import LocalBackend
 from saccade.types import Group, Metrics, Sample
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,9 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
     algorithm = from_config(config)
     refuse_another_algorithm(config, algorithm)
     require_writable(config.run.out, "run.out")
-    models.quiet_libraries()
-    family = models.family_of(config, models.start_folder(config))
-    models.require_reward_models(config)
+    model_setup.quiet_libraries()
+    family = model_setup.family_of(config, model_setup.start_folder(config))
+    model_setup.require_reward_models(config)
     data = questions.load_prompts(config, config.data.train, family)
     doubts = preflight(config, family, data.samples) if preflight else []
     with Run(config, "rl", parts.manifest(family, data, config)) as this:

@@ -15,7 +15,7 @@ from itertools import count
 import numpy as np
 
 from saccade.algorithms import select
-from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import Config
 from saccade.data.stream import Stream
 from saccade.engines import Engine

@@ -11,16 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.describe import describe
-from saccade.backends import Reference, Scoring
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.checks.plan import total_steps
 from saccade.config import Config
 from saccade.contents import File
 from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
-from saccade.recipes import models, parts, questions
+from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.engines import make_engine, require_support
 from saccade.recipes.rl_rollout import Sampler
@@ -28,6 +27,7 @@ from saccade.recipes.rl_update import Learners, schedule_of
 from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation, evaluator_of
 from saccade.rollout.stored import group_files, load_groups
+from saccade.trainer import Reference, Scoring
 from saccade.types import Group, Sample
 
 log = logging.getLogger(__name__)
@@ -69,9 +69,9 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     run.close_at_end(scorer)
     parts.test_rewards(config, scorer, data.samples)
     parts.check_algorithm(algorithm, scorer, data.samples)
-    policy = models.load_policy(config, family, folder=str(run.start) if run.start else None)
+    policy = model_setup.load_policy(config, family, folder=str(run.start) if run.start else None)
     log.info(describe_trained(policy.model, family))
-    backend = models.learner(config, policy)
+    backend = model_setup.learner(config, policy)
     stream = Stream(data, seed=config.run.seed, config=config.data)
     hot = algorithm.hot_first_token.temperature > 0
     engine = make_engine(config, policy, first_tokens=hot, logs=run.folder.path)
@@ -83,9 +83,9 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     parts.warn_of_rows(config, family, stream, sets.values())
     reference = critic = demonstrations = None
     if algorithm.needs_reference:
-        reference = models.load_reference(config, family, algorithm, backend)
+        reference = model_setup.load_reference(config, family, algorithm, backend)
     if algorithm.needs_critic:
-        critic = models.load_critic(config, family, algorithm)
+        critic = model_setup.load_critic(config, family, algorithm)
     if config.train.sft_coef:
         demonstrations = Demonstrations(
             config, family, run.quarantine, updates=algorithm.updates_per_step

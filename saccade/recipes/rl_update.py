@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from saccade.algorithms import annotate
-from saccade.algorithms.algorithm import Algorithm
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PolicyLoss, ValueLoss
-from saccade.backends.schedule import rate
 from saccade.config import TrainConfig
 from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.failures import check_mismatch, guard
 from saccade.recipes.progress import Progress
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss, ValueLoss
+from saccade.trainer.schedule import rate
 from saccade.types import Batch, Metrics
 
 

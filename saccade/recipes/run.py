@@ -23,8 +23,6 @@ from typing import Any, Protocol
 import torch
 
 from saccade import checkpoint, devices
-from saccade.backends.local import LocalBackend
-from saccade.backends.schedule import rate
 from saccade.checks import not_counted
 from saccade.config import Config, load, to_yaml
 from saccade.data.datasets import Dataset, Stream
@@ -37,6 +35,8 @@ from saccade.recipes.progress import Progress, from_json
 from saccade.recipes.quarantine import Quarantine
 from saccade.tracking.folder import CHOSEN, CONFIG, RunFolder
 from saccade.tracking.loggers import read_metrics
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.schedule import rate
 from saccade.types import Group
 
 log = logging.getLogger(__name__)

@@ -14,14 +14,14 @@ import numpy as np
 
 from saccade.algorithms import select
 from saccade.algorithms.build import resolve
-from saccade.backends import OWN, Loss
-from saccade.backends.distil import DistillationLoss
-from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig
 from saccade.forest.packing import pack
-from saccade.recipes import models, offline_loop, parts, questions
+from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.recipes.run import Run
 from saccade.recipes.to_trajectory import dialogue, document
+from saccade.trainer import OWN, Loss
+from saccade.trainer.distil import DistillationLoss
+from saccade.trainer.losses import PolicyLoss
 from saccade.types import Batch, Sample
 
 # -log p of each trained token, all tokens alike: the policy gradient of an advantage of 1.
@@ -59,7 +59,7 @@ def run(config: Any) -> dict[str, Any]:
     with Run(config, "sft", parts.manifest(family, data, config)) as this:
         asked = questions.asking_for_the_best(config, data, sets)
         job = offline_loop.set_up(this, family, data, questions=asked)
-        teacher = models.load_teacher(config, family)
+        teacher = model_setup.load_teacher(config, family)
         loss: Loss = PolicyLoss(SUPERVISED, OWN)
         if teacher is not None:
             loss = DistillationLoss(teacher, sft.kd_coef)

@@ -6,17 +6,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from saccade.backends.local import LocalBackend
 from saccade.data.datasets import Dataset
 from saccade.engines import Engine
 from saccade.models.families import Family
-from saccade.recipes import models, parity_check, parts
+from saccade.recipes import model_setup, parity_check, parts
 from saccade.recipes.engines import make_engine
 from saccade.recipes.evaluate import Evaluator, describe
 from saccade.recipes.run import Measured, Run
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import unread
 from saccade.tracking.diagnosis import unread_answers
+from saccade.trainer.local import LocalBackend
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def evaluator_of(run: Run, engine: Engine, family: Family, scorer: Scorer | None
 
 
 def make_evaluator(
-    run: Run, policy: models.Policy, sets: Mapping[str, Dataset]
+    run: Run, policy: model_setup.Policy, sets: Mapping[str, Dataset]
 ) -> Evaluator | None:
     """For training that samples nothing itself: engine and rewards, only where there are sets."""
     config = run.config

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from saccade import flops
-from saccade.algorithms.algorithm import Algorithm
-from saccade.backends.local import LocalBackend
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import ADAPTED, Config
 from saccade.devices import Device
 from saccade.engines.embedded.decode_state import members_of
 from saccade.flops import FROZEN, Training, Work
 from saccade.shapes import Shape, shape_of
+from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Group
 
 TERA, GIGA = 1e12, 1e9

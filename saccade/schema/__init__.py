@@ -25,7 +25,7 @@ from saccade.schema.algorithm import (
 from saccade.schema.data import DataConfig, DataSource, PromptConfig
 from saccade.schema.reward import JudgeConfig, RemoteConfig, RewardConfig, RewardTerm, ServeConfig
 from saccade.schema.rollout import EnvConfig, HttpConfig, RolloutConfig
-from saccade.schema.run import (
+from saccade.schema.run_options import (
     ADAPTED,
     LoraConfig,
     ModelConfig,

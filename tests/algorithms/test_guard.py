@@ -18,19 +18,19 @@ from torch import Tensor
 
 from saccade.algorithms import corrections
 from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute
-from saccade.algorithms.algorithm import Algorithm, Correct
 from saccade.algorithms.build import resolve
 from saccade.algorithms.corrections import CORRECTIONS
 from saccade.algorithms.kl import KINDS
 from saccade.algorithms.loss_sums import to_metrics
 from saccade.algorithms.objective import Columns, objective
 from saccade.algorithms.policy_losses import LOSSES
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PolicyLoss
+from saccade.algorithms.resolved_algorithm import Algorithm, Correct
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
 from saccade.types import Batch
 
 SEQUENCE = torch.tensor([0] * 6 + [1] + [2] * 4 + [3] * 5)

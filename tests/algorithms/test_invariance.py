@@ -16,12 +16,12 @@ from torch import Tensor
 from saccade.algorithms.advantage_inputs import PER_MEMBER, PER_TOKEN
 from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute
 from saccade.algorithms.aggregation import AGGREGATIONS
-from saccade.algorithms.algorithm import Algorithm
 from saccade.algorithms.build import resolve
 from saccade.algorithms.corrections import CORRECTIONS, measure
 from saccade.algorithms.loss_sums import to_metrics
 from saccade.algorithms.objective import objective
 from saccade.algorithms.policy_losses import LOSSES
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import AlgorithmConfig
 from tests.algorithms.ragged import (
     EXACT,

@@ -130,7 +130,7 @@ def test_steps_and_rollouts_of_a_tiny_model_do_what_is_asked(tmp_path: Path) -> 
 def test_the_clocks_of_an_update_are_at_methods_that_exist() -> None:
     from update import CLOCKED
 
-    from saccade.backends.local import LocalBackend
+    from saccade.trainer.local import LocalBackend
 
     assert [method for method in CLOCKED if not hasattr(LocalBackend, method)] == []
 

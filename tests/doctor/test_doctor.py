@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from saccade.backends.local import LocalBackend
 from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
@@ -17,6 +16,7 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError
 from saccade.plugins.doctor import Finding, examine, look_in_turn, machine, model_checks
 from saccade.plugins.doctor.agreement import rows_agree
+from saccade.trainer.local import LocalBackend
 from tests.endpoints import Says, scripted
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PolicyLoss
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine, kv_cache
 from saccade.forest.packing import pack
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
 from tests.engines.asked import FREE, NAME, requests, same, trajectories, turn
 
 

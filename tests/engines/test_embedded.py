@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Sampling
 from tests.engines.asked import (
     FREE,

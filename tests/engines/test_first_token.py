@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.forest.packing import pack
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
 from tests.engines.asked import FREE, head, play, requests, same, scripted, support_of, trajectories
 
 HOT = replace(FREE, first=(10.0, 50), support=True)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
 from saccade.config import TrainConfig
 from saccade.engines import parity
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import EnvironmentProblem, TrainingError
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Sample, Sampling
 from tests.engines.copies import CopyEngine, remembering
 

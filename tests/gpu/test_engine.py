@@ -11,8 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-from saccade.backends import Scoring  # noqa: E402
-from saccade.backends.local import LocalBackend  # noqa: E402
 from saccade.config import LoraConfig  # noqa: E402
 from saccade.engines import generate  # noqa: E402
 from saccade.engines.embedded import EmbeddedEngine, kv_cache  # noqa: E402
@@ -21,6 +19,8 @@ from saccade.engines.embedded.sampling import sample  # noqa: E402
 from saccade.forest.packing import pack  # noqa: E402
 from saccade.models import lora  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
+from saccade.trainer import Scoring  # noqa: E402
+from saccade.trainer.local import LocalBackend  # noqa: E402
 from saccade.types import Message, Request, Sampling  # noqa: E402
 from tests.engines.asked import requests as requests_for  # noqa: E402
 from tests.engines.asked import trajectories  # noqa: E402

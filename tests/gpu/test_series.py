@@ -12,15 +12,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-from saccade.backends.local import LocalBackend  # noqa: E402
 from saccade.config import load  # noqa: E402
 from saccade.contents import File  # noqa: E402
 from saccade.engines import generate  # noqa: E402
 from saccade.engines.embedded import EmbeddedEngine  # noqa: E402
 from saccade.models.files import SERIES_FILE  # noqa: E402
 from saccade.plugins.series.series_files import open_series  # noqa: E402
-from saccade.recipes import models, rl  # noqa: E402
+from saccade.recipes import model_setup, rl  # noqa: E402
 from saccade.tracking.loggers import read_metrics  # noqa: E402
+from saccade.trainer.local import LocalBackend  # noqa: E402
 from saccade.types import Message, Request, Sampling  # noqa: E402
 
 LEADS, STEPS, RATE = 4, 2, 1e-3
@@ -104,10 +104,10 @@ def test_two_steps_train_the_encoder_and_its_folder_answers_alike(
 
     folder = tmp_path / "run" / "checkpoints" / f"step-{STEPS}"
     config = load(run)
-    family = models.family_of(config, models.start_folder(config))
-    drawn = models.load_policy(config, family).model.series.state_dict()
+    family = model_setup.family_of(config, model_setup.start_folder(config))
+    drawn = model_setup.load_policy(config, family).model.series.state_dict()
     saved = load(run | {"model.path": str(folder)})
-    again = models.load_policy(saved, models.family_of(saved, str(folder)))
+    again = model_setup.load_policy(saved, model_setup.family_of(saved, str(folder)))
     trained = again.model.series.state_dict()
     assert (folder / SERIES_FILE).is_file() and trained.keys() == drawn.keys()
     for tensor, before in drawn.items():

@@ -35,17 +35,17 @@ def batches(family_of, grow):
 
 
 def backend_of(family, dtype=torch.bfloat16, **options):
-    from saccade.backends.local import LocalBackend
     from saccade.config import TrainConfig
     from saccade.models.load import load_model
+    from saccade.trainer.local import LocalBackend
 
     model = load_model(family, dtype=dtype, device=DEVICE)
     return LocalBackend(model, family, TrainConfig(), **options)
 
 
 def gradients(backend, batches, monkeypatch):
-    from saccade.backends import Scoring
-    from saccade.backends.losses import PolicyLoss
+    from saccade.trainer import Scoring
+    from saccade.trainer.losses import PolicyLoss
 
     seen = {}
     monkeypatch.setattr(
@@ -72,8 +72,8 @@ def test_half_precision_follows_single_precision(family_of, batches, monkeypatch
 
 
 def test_the_micro_batches_never_wait_for_the_gpu(family_of, batches):
-    from saccade.backends import Scoring
-    from saccade.backends.losses import PolicyLoss
+    from saccade.trainer import Scoring
+    from saccade.trainer.losses import PolicyLoss
 
     backend = backend_of(family_of(NAME), checkpointing="auto")
     backend.train_step(batches, PolicyLoss(algorithm(), Scoring()), lr=1e-6)  # kernels are compiled
@@ -86,7 +86,7 @@ def test_the_micro_batches_never_wait_for_the_gpu(family_of, batches):
 
 
 def test_layers_recompute_only_when_memory_is_short(family_of, batches, monkeypatch):
-    from saccade.backends import memory
+    from saccade.trainer import checkpointing
 
     backend = backend_of(family_of(NAME), checkpointing="auto")
     layers = sum(len(kind.layers) for kind in backend.recompute.kinds)
@@ -95,9 +95,9 @@ def test_layers_recompute_only_when_memory_is_short(family_of, batches, monkeypa
     assert backend.recompute.keeping == layers == 4
     costs = {k.of_media: k.cost(1000, 1000) for k in backend.recompute.kinds}
     assert costs.keys() == {False, True} and min(costs.values()) > 1000 * 64 * 2
-    unplanned = backend.recompute.margin * memory.total_bytes(backend.recompute.device)
+    unplanned = backend.recompute.margin * checkpointing.total_bytes(backend.recompute.device)
     monkeypatch.setattr(
-        memory, "free_bytes", lambda *_: unplanned + backend.recompute.overhead[0] * 1.0
+        checkpointing, "free_bytes", lambda *_: unplanned + backend.recompute.overhead[0] * 1.0
     )
     _, again = gradients(backend, batches, monkeypatch)
     assert backend.recompute.keeping == 0
@@ -108,7 +108,7 @@ def test_layers_recompute_only_when_memory_is_short(family_of, batches, monkeypa
     here = sum(span.length for span in last.media)
     room = spent * max(1.0, last.tokens / tokens, here / media_tokens)
     room += 1.5 * text.cost(last.tokens, here)
-    monkeypatch.setattr(memory, "free_bytes", lambda *_: unplanned + room)
+    monkeypatch.setattr(checkpointing, "free_bytes", lambda *_: unplanned + room)
     gradients(backend, [last], monkeypatch)
     assert [layer.gradient_checkpointing for layer in text.layers] == [True, False]
 
@@ -137,11 +137,11 @@ def test_memory_that_runs_out_costs_time_and_changes_nothing(family_of, batches,
 
 
 def test_frozen_towers_look_once_at_an_image(family_of, batches):
-    from saccade.backends import Scoring
-    from saccade.backends.local import LocalBackend
-    from saccade.backends.losses import PolicyLoss
     from saccade.config import TrainConfig
     from saccade.models.load import freeze, load_model
+    from saccade.trainer import Scoring
+    from saccade.trainer.local import LocalBackend
+    from saccade.trainer.losses import PolicyLoss
 
     family = family_of(NAME)
     model = load_model(family, dtype=torch.bfloat16, device=DEVICE)

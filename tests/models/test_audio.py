@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.backends import OWN
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PolicyLoss
 from saccade.config import DataConfig, TrainConfig
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, DataError, EnvironmentProblem
@@ -24,6 +21,9 @@ from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.recipes.to_trajectory import compared, dialogue
+from saccade.trainer import OWN
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
 from saccade.types import Media, Message, Request, Sample, Sampling
 
 CPU = torch.device("cpu")

@@ -10,8 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
 from saccade.config import LoraConfig, TrainConfig
 from saccade.contents import write_files
 from saccade.engines import generate
@@ -21,6 +19,8 @@ from saccade.forest.packing import pack
 from saccade.models import experts, lora
 from saccade.models.load import describe_trained, load_model
 from saccade.models.tiny import build
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Request, Sampling
 
 NAMES = ["mixtral", "qwen2_moe", "qwen3_moe"]

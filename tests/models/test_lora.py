@@ -15,10 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
-from saccade.backends.optimizer import Optimizer
-from saccade.backends.reference import AdapterReference
 from saccade.config import LoraConfig, TrainConfig
 from saccade.contents import write_files
 from saccade.engines import generate
@@ -28,6 +24,10 @@ from saccade.forest.packing import pack
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.load import describe_trained, load_model, trainable_table
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.optimizer import Optimizer
+from saccade.trainer.reference import AdapterReference
 from saccade.types import Batch, Message, Request, Sampling
 
 peft = pytest.importorskip("peft")

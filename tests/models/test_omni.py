@@ -16,9 +16,6 @@ from PIL import Image
 from transformers import Qwen2_5OmniThinkerForConditionalGeneration
 
 from saccade.algorithms import select
-from saccade.backends import OWN
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PolicyLoss
 from saccade.config import LoraConfig, TrainConfig
 from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
@@ -34,6 +31,9 @@ from saccade.models.families import load_family
 from saccade.models.load import freeze, hidden_states, load_model
 from saccade.recipes.sft import SUPERVISED
 from saccade.recipes.to_trajectory import compared, dialogue
+from saccade.trainer import OWN
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
 from saccade.types import Media, Message, Request, Sample, Sampling
 
 CPU = torch.device("cpu")

@@ -11,9 +11,6 @@ import pytest
 import torch
 
 from saccade.algorithms import select
-from saccade.backends import OWN, Scoring
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PolicyLoss
 from saccade.checks import check
 from saccade.config import LoraConfig, SeriesConfig, TrainConfig
 from saccade.config import load as load_config
@@ -28,6 +25,9 @@ from saccade.plugins.series import series_tower
 from saccade.plugins.series.series_files import open_series
 from saccade.recipes.sft import SUPERVISED
 from saccade.recipes.to_trajectory import compared, dialogue
+from saccade.trainer import OWN, Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
 from saccade.types import Group, Media, Message, Request, Sample, Sampling, Source, Trajectory
 
 CPU = torch.device("cpu")

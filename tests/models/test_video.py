@@ -14,8 +14,6 @@ import torch
 from PIL import Image
 
 from saccade import codec
-from saccade.backends import OWN
-from saccade.backends.local import LocalBackend
 from saccade.config import DataConfig
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import DataError, EnvironmentProblem
@@ -28,6 +26,8 @@ from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.recipes.to_trajectory import compared, dialogue
+from saccade.trainer import OWN
+from saccade.trainer.local import LocalBackend
 from saccade.types import Media, Message, Request, Sample, Sampling
 
 CPU = torch.device("cpu")

@@ -92,8 +92,6 @@ def test_loss_and_gradient_are_those_of_trl(
     import torch
 
     from saccade.algorithms.comparison import Comparison, of_step
-    from saccade.backends.local import LocalBackend
-    from saccade.backends.losses import PreferenceLoss
     from saccade.config import DataConfig, DataSource, TrainConfig
     from saccade.data.datasets import load
     from saccade.forest.packing import pack
@@ -101,6 +99,8 @@ def test_loss_and_gradient_are_those_of_trl(
     from saccade.models.load import load_model
     from saccade.recipes.pairs import scored
     from saccade.recipes.to_trajectory import compared
+    from saccade.trainer.local import LocalBackend
+    from saccade.trainer.losses import PreferenceLoss
     from saccade.types import Message, replace
 
     family = load_family(word_model)

@@ -19,7 +19,6 @@ import torch
 from typer.testing import CliRunner
 
 from saccade.algorithms.build import resolve
-from saccade.backends.local import LocalBackend
 from saccade.checkpoint import complete_steps
 from saccade.cli import app
 from saccade.config import AlgorithmConfig, Config, load, to_yaml
@@ -35,6 +34,7 @@ from saccade.recipes import evaluate, generate, rl, sft
 from saccade.recipes.failures import check_errors, check_mismatch
 from saccade.rollout import scoring
 from saccade.tracking.loggers import read_metrics
+from saccade.trainer.local import LocalBackend
 from saccade.types import Group, Metrics, Sample, Trajectory
 
 Make = Callable[..., dict[str, Any]]

@@ -13,7 +13,7 @@ import pytest
 import saccade
 from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.recipes import generate, models, questions
+from saccade.recipes import generate, model_setup, questions
 
 Make = Callable[..., dict[str, Any]]
 
@@ -200,7 +200,7 @@ def test_right_episodes_become_conversations_to_learn_from(
             "prompt.template": str(worded),
         }
     )
-    family = models.family_of(learn, learn.model.path)
+    family = model_setup.family_of(learn, learn.model.path)
     samples = questions.load_dialogues(learn, learn.data.train, family).samples
     assert [sample.messages[-1].role for sample in samples] == ["assistant"] * len(rows)
     for sample in samples:  # no prompt is worded a second time

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from saccade.algorithms.distillation import kd
-from saccade.backends.losses import PolicyLoss
 from saccade.config import load
 from saccade.data.datasets import Stream
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.recipes import questions, rl, sft
 from saccade.recipes.to_trajectory import document
+from saccade.trainer.losses import PolicyLoss
 from saccade.types import Message, Sample
 
 Make = Callable[..., dict[str, Any]]
@@ -50,7 +50,7 @@ def test_the_loss_beside_a_teacher(
     import torch
     import transformers
 
-    from saccade.backends import distil
+    from saccade.trainer import distil
 
     family = load_family(word_model)
     if rows_of_logits:
@@ -221,12 +221,12 @@ def test_the_gradients_of_both_terms_add_up(word_model: str, scenes: Path) -> No
     import torch
 
     from saccade.algorithms import select
-    from saccade.backends import OWN
-    from saccade.backends.local import LocalBackend
     from saccade.config import DataConfig, DataSource, TrainConfig
     from saccade.data.datasets import load as read
     from saccade.forest.packing import pack
     from saccade.models.load import load_model
+    from saccade.trainer import OWN
+    from saccade.trainer.local import LocalBackend
     from saccade.types import replace
 
     family = load_family(word_model)

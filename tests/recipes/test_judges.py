@@ -14,7 +14,7 @@ from benchmarks.generative_judge import PHRASES, SAID, write_rows
 from saccade.config import DataSource, load
 from saccade.errors import DataError
 from saccade.models.tiny import build
-from saccade.recipes import evaluate, models, parts, questions, rl, sft
+from saccade.recipes import evaluate, model_setup, parts, questions, rl, sft
 from saccade.rewards.reward_sample import RewardSample
 
 STEPS = 28
@@ -92,7 +92,7 @@ def test_sft_learns_from_the_better_text_and_sends_media_to_judges(
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in texts))
     config = config_of(rows, start, tmp_path)
-    family = models.family_of(config, models.start_folder(config))
+    family = model_setup.family_of(config, model_setup.start_folder(config))
     plain = load(config, ["data.mapping=null", "data.pair_view=apart"])
     data = questions.load_dialogues(plain, [DataSource(path=str(path))], family)
     assert [sample.messages[-1].text for sample in data.samples] == ["4", "4"]

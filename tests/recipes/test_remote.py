@@ -15,7 +15,7 @@ from saccade.errors import ConfigError, RewardError
 from saccade.plugins.serving.http_server import running
 from saccade.plugins.serving.reward_service import RewardService, reward_app
 from saccade.recipes import rl
-from saccade.recipes.models import load_learned
+from saccade.recipes.model_setup import load_learned
 from saccade.rewards.scorer import Scorer
 from saccade.schema import ServeConfig
 from saccade.tracking.loggers import read_metrics

@@ -18,7 +18,7 @@ from saccade.models import tiny
 from saccade.models.files import SERIES_FILE
 from saccade.plugins.estimate.model_size import empty_model
 from saccade.plugins.reward_models import reward_training
-from saccade.recipes import check_data, dpo, evaluate, models, rl, sft
+from saccade.recipes import check_data, dpo, evaluate, model_setup, rl, sft
 
 LEADS = 4
 
@@ -118,8 +118,8 @@ def test_rl_trains_the_encoder_and_goes_on_exactly(name, tmp_path, same_weights)
     assert all(not torch.equal(early[tensor], late[tensor]) for tensor in early)
 
     config = load(run)
-    family = models.family_of(config, models.start_folder(config))
-    drawn = models.load_policy(config, family).model.series.state_dict()
+    family = model_setup.family_of(config, model_setup.start_folder(config))
+    drawn = model_setup.load_policy(config, family).model.series.state_dict()
     empty = empty_model(family)
     assert sum(p.numel() for p in empty.series.parameters()) == sum(
         map(torch.numel, drawn.values())
@@ -130,7 +130,7 @@ def test_rl_trains_the_encoder_and_goes_on_exactly(name, tmp_path, same_weights)
 
     exported = export(tmp_path / "whole", tmp_path / "out", dtype="bfloat16")
     assert all(torch.equal(t, late[n]) for n, t in encoder_of(exported).items())
-    opened = models.family_of(load({"model.path": str(exported)}), str(exported))
+    opened = model_setup.family_of(load({"model.path": str(exported)}), str(exported))
     assert opened.series is not None and opened.series.patch == 20
 
 

@@ -30,7 +30,7 @@ def family(family_of: Callable[[str], Any], request: pytest.FixtureRequest) -> A
 @pytest.fixture(scope="module")
 def backend(load: Callable[..., Any], family: Any) -> Any:
     """The trainer's side; tests may change its weights, as training does."""
-    from saccade.backends.local import LocalBackend
+    from saccade.trainer.local import LocalBackend
 
     return LocalBackend(load(family.name), family)
 
@@ -88,9 +88,9 @@ def ask(family: Any, image: Callable[..., Any]) -> Callable[..., Request]:
 @pytest.fixture(scope="module")
 def gap(backend: Any, family: Any) -> Callable[..., float]:
     """The largest difference between an engine's log-probs and the trainer's."""
-    from saccade.backends import Scoring
     from saccade.engines.parity import trajectory
     from saccade.forest.packing import pack
+    from saccade.trainer import Scoring
 
     def largest(
         requests: Sequence[Request], answers: Sequence[Completion], temperature: float = 1.0
@@ -119,8 +119,8 @@ def gap(backend: Any, family: Any) -> Callable[..., float]:
 
 @pytest.fixture(scope="module")
 def probe(engine: Any, backend: Any, image: Callable[..., Any]) -> Callable[[], Any]:
-    from saccade.backends import Scoring
     from saccade.engines import parity
+    from saccade.trainer import Scoring
 
     shown = ((image(84, 56, 1),), (image(56, 56, 2), image(56, 56, 3)))
     samples = [

@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import torch
 
-from saccade.backends.local import LocalBackend
 from saccade.engines import generate
 from saccade.engines.builders import build
 from saccade.engines.embedded import EmbeddedEngine
@@ -17,6 +16,7 @@ from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.models.tiny import build as build_model
+from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Request, Sampling
 
 

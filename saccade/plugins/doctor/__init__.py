@@ -132,16 +132,16 @@ def model_checks(config: Config) -> list[list[Check]]:
 
     @cache
     def family() -> Any:
-        from saccade.recipes.models import family_of, quiet_libraries
+        from saccade.recipes.model_setup import family_of, quiet_libraries
 
         quiet_libraries()
         return family_of(config, config.model.path)
 
     @cache
     def loaded() -> tuple[Any, Any, Any]:
-        from saccade.backends.local import LocalBackend
         from saccade.recipes.engines import make_engine
-        from saccade.recipes.models import load_policy
+        from saccade.recipes.model_setup import load_policy
+        from saccade.trainer.local import LocalBackend
 
         policy = load_policy(config, family(), train="full")
         return policy, LocalBackend(policy.model, family()), make_engine(embedded, policy)

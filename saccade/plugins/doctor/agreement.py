@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
 from saccade.engines import Engine, generate, parity
 from saccade.engines.weights import not_finite
 from saccade.forest import attention
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
 from saccade.types import Group, Message, Request, Sample, Sampling, Trajectory
 
 REPEATS = 2  # answers of a prompt, which share it in a forest

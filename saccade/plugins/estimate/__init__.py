@@ -47,7 +47,7 @@ from saccade.plugins.estimate.memory_items import (
 )
 from saccade.plugins.estimate.model_size import ModelSize, empty_model, full_rank, size_of
 from saccade.plugins.estimate.pace import Pace, pace_of
-from saccade.recipes import models, questions
+from saccade.recipes import model_setup, questions
 from saccade.types import Sample
 
 
@@ -74,7 +74,7 @@ def estimate(
     """For prompts as long as said, or else as those of the data. What is loaded already need not
     be loaded again: the family, `samples` of the data.
     """
-    family = known = family or models.family_of(config, models.start_folder(config))
+    family = known = family or model_setup.family_of(config, model_setup.start_folder(config))
     model, data, rollout = config.model, config.data, config.rollout
     notes = [*not_counted(rollout), *missing_rewards(config.reward)]
     if unlimited := no_limit(config.run.gpu_memory_gib, device):

@@ -13,8 +13,7 @@ from statistics import fmean
 
 import numpy as np
 
-from saccade.algorithms.algorithm import Algorithm
-from saccade.backends.memory import MARGIN
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import (
     ADAPTED,
     DataConfig,
@@ -30,6 +29,7 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.plugins.estimate.activations import patches
 from saccade.plugins.estimate.model_size import ModelSize
+from saccade.trainer.checkpointing import MARGIN
 from saccade.types import (
     Batch,
     Group,

@@ -17,7 +17,7 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import FAMILIES, Family
 from saccade.plugins.estimate import Estimate, estimate, not_counted
 from saccade.plugins.estimate.memory_items import host_peak
-from saccade.recipes.models import quiet_libraries
+from saccade.recipes.model_setup import quiet_libraries
 from saccade.types import Sample
 
 OFF = 1.15  # an estimate may be wrong by that

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from saccade.backends.features import MAX_BYTES as FEATURE_BYTES
-from saccade.backends.memory import MARGIN
 from saccade.config import RewardConfig
 from saccade.engines.embedded.kv_cache import CPU_CACHE_BYTES, GPU_CACHE_SHARE
 from saccade.engines.embedded.pages import POOL_SHARE
@@ -21,6 +19,8 @@ from saccade.plugins.estimate import activations
 from saccade.plugins.estimate.batch_plan import Plan
 from saccade.plugins.estimate.model_size import ModelSize
 from saccade.rewards.reward_model_term import model_terms
+from saccade.trainer.checkpointing import MARGIN
+from saccade.trainer.vision_cache import MAX_BYTES as FEATURE_BYTES
 from saccade.types import Batch
 
 GIB = 2**30
@@ -214,7 +214,7 @@ class RetainedLayers:
 
 def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) -> RetainedLayers:
     """As many as fit, when the config leaves it open, beside what the first micro-batch of a run
-    needs where every layer recomputes (backends/memory.py measures that).
+    needs where every layer recomputes (trainer/checkpointing.py measures that).
     """
     shape, wanted = learner.shape, plan.model.checkpointing
     vision = shape.senses.get("vision")

@@ -28,7 +28,7 @@ from saccade.plugins.quickstart import counting
 from saccade.plugins.reports.curves import charts_of, phase_seconds
 from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report_page import Estimate, Report, Table, write_report
-from saccade.recipes import evaluate, models, rl, sft
+from saccade.recipes import evaluate, model_setup, rl, sft
 from saccade.statistics import mean_interval, paired_difference
 from saccade.tracking.loggers import read_metrics
 
@@ -48,7 +48,7 @@ STAGES = {"sft": "after SFT", "rl": "after GRPO", "sft_only": "SFT continued"}
 def run(out: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
     """Data, model, SFT, GRPO, the control, evaluation, export, report. Returns the summary."""
     began = time.monotonic()
-    models.quiet_libraries()
+    model_setup.quiet_libraries()
     out, size = Path(out).resolve(), SIZES["quick" if quick else "full"]
     require_writable(out, "--out")
     _make_room(out)

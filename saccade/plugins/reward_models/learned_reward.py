@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.backends.local import LocalBackend
 from saccade.config import SeriesConfig
 from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
@@ -30,6 +29,7 @@ from saccade.models.towers import TOWERS
 from saccade.plugins.reward_models import reward_forward
 from saccade.plugins.reward_models.process_steps import stepped, verdict_ids, with_marks
 from saccade.rewards.reward_sample import RewardSample
+from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Group, Media, Message, Sample, Trajectory
 
 TOO_LONG = "unscored: longer than the reward model can read"

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 
 from saccade import statistics
-from saccade.backends.local import LocalBackend
 from saccade.config import Config, load
 from saccade.errors import ConfigError
 from saccade.models.reward_card import Card
 from saccade.plugins.reward_models.reward_forward import RatingLoss, StepsLoss, measured
 from saccade.plugins.reward_models.reward_rows import held_out, named, rows_of
-from saccade.recipes import models
+from saccade.recipes import model_setup
 from saccade.recipes.accuracy import with_interval
 from saccade.recipes.quarantine import Quarantine
 from saccade.tracking.console import Console
+from saccade.trainer.local import LocalBackend
 from saccade.types import Batch
 
 log = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ def compare(
     if not config.data.val:
         raise ConfigError("data.val: a reward model judges rows; try data.val=held_out.jsonl")
     config = as_trained(config, card)
-    family = models.family_of(config, config.model.path)
+    family = model_setup.family_of(config, config.model.path)
     rows = rows_of(config, family)
     sets = held_out(config, rows)
-    model = models.load_policy(config, family, train="full").model
+    model = model_setup.load_policy(config, family, train="full").model
     rows.attach(model, card=card, stored=Path(family.path))
     backend = LocalBackend(model, family)
     quarantine = Quarantine(folder, config.data)

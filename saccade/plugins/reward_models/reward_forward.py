@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from saccade.algorithms.loss_sums import LossSums, to_metrics
-from saccade.backends import Objective, Reader, Update
-from saccade.backends.local import LocalBackend
 from saccade.models.heads import RewardHead
 from saccade.plugins.reward_models.reward_losses import (
     LARGEST_LOG_KAPPA,
@@ -29,6 +27,8 @@ from saccade.plugins.reward_models.reward_losses import (
     rating_objective,
     steps_objective,
 )
+from saccade.trainer import Objective, Reader, Update
+from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Metrics
 
 

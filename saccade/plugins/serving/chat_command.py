@@ -28,7 +28,7 @@ from saccade.media.images import open_media
 from saccade.media.kinds import KINDS, open_any
 from saccade.models.families import Family
 from saccade.plugins.serving.text_stream import TextStream
-from saccade.recipes import models, parts
+from saccade.recipes import model_setup, parts
 from saccade.recipes.engines import answering_engine, answering_family, model_name, room
 from saccade.rollout.episode import noise_key
 from saccade.types import Completion, Media, Message, Request, Sampling
@@ -345,7 +345,7 @@ def serve(
 
 @contextmanager
 def _opened(config: Config) -> Iterator[tuple[Family, Engine]]:
-    models.quiet_libraries()
+    model_setup.quiet_libraries()
     family = answering_family(config)
     with closing(answering_engine(config, family)) as engine:
         yield replace(family, max_positions=room(config, family)), engine

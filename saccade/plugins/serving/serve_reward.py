@@ -63,7 +63,10 @@ def serve(
 
 
 def _load_model(config: Config, path: str) -> RewardModel:
-    from saccade.recipes.models import load_learned, quiet_libraries  # torch only where one scores
+    from saccade.recipes.model_setup import (  # torch only where one scores
+        load_learned,
+        quiet_libraries,
+    )
 
     quiet_libraries()
     return load_learned(config, path)

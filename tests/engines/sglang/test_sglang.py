@@ -9,8 +9,6 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
 from saccade.config import TrainConfig
 from saccade.engines import generate, parity
 from saccade.engines.builders import build
@@ -18,6 +16,8 @@ from saccade.engines.embedded import EmbeddedEngine
 from saccade.engines.settings import Settings
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins.engines.sglang import sglang_messages, sglang_transport
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Request, Sample, Sampling
 from tests.engines.sglang.protocol import Core, engine_class, serve
 

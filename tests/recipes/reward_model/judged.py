@@ -12,7 +12,7 @@ import torch
 from saccade.config import load
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_rows import rows_of
-from saccade.recipes import models
+from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import reward_sample
 from saccade.types import replace
 
@@ -41,7 +41,7 @@ PROCESS = {
 def scores_of(folder: Path, config: dict[str, Any], **options: Any) -> np.ndarray:
     """[pairs, sides] of the training rows."""
     resolved = load(config, command="reward-model")
-    task = rows_of(resolved, models.family_of(resolved, resolved.model.path))
+    task = rows_of(resolved, model_setup.family_of(resolved, resolved.model.path))
     samples = task.load(resolved.data.train).samples
     model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
     replies = [

@@ -19,7 +19,7 @@ from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.process_steps import stepped, with_marks
 from saccade.plugins.reward_models.reward_rows import rows_of
-from saccade.recipes import models
+from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import reward_sample
 from saccade.statistics import wilson
 from saccade.types import Message, replace
@@ -38,7 +38,7 @@ def test_steps_are_judged_and_a_response_by_its_steps(
     assert not (folder / "reward_head.safetensors").exists()
     model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
     resolved = load(options, command="reward-model")
-    task = rows_of(resolved, models.family_of(resolved, resolved.model.path))
+    task = rows_of(resolved, model_setup.family_of(resolved, resolved.model.path))
     for sample in task.load(resolved.data.train).samples[:4]:
         asked = replace(sample, messages=sample.messages[:1])
         right = sample.messages[1].text.split()[0 if sample.extra["label"][0] == "1" else 2]
@@ -89,7 +89,7 @@ def test_a_later_row_whose_placeholder_is_joined_is_set_aside(tmp_path: Path, co
     path.write_text("".join(json.dumps(row) + "\n" for row in listed))
     options = config(tmp_path, data__train=str(path), data__max_bad_fraction=0.5) | PROCESS
     resolved = load(options, command="reward-model")
-    task = rows_of(resolved, models.family_of(resolved, resolved.model.path))
+    task = rows_of(resolved, model_setup.family_of(resolved, resolved.model.path))
     for _ in range(2):  # lengths are remembered
         data = task.load(resolved.data.train)
         assert len(data) == 7 and data.quarantined[0].row == 6

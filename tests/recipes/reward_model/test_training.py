@@ -19,7 +19,7 @@ from saccade.models.reward_card import Card, read_card
 from saccade.plugins.reward_models import reward_evaluation, reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_rows import rows_of
-from saccade.recipes import models
+from saccade.recipes import model_setup
 from saccade.statistics import wilson
 from saccade.tracking.console import Console
 from tests.recipes.reward_model.judged import DEEP, MARK, PROCESS, Make, Read, scores_of
@@ -285,7 +285,7 @@ def test_a_margin_that_asks_for_no_lead_is_a_bad_row(
     path.write_text("".join(json.dumps(row) + "\n" for row in listed))
     options = config(tmp_path, data__train=str(path), data__max_bad_fraction=0.5)
     resolved = load(options, command="reward-model")
-    task = rows_of(resolved, models.family_of(resolved, resolved.model.path))
+    task = rows_of(resolved, model_setup.family_of(resolved, resolved.model.path))
     data = task.load(resolved.data.train)
     assert [(bad.row, "margin" in bad.reason) for bad in data.quarantined] == [(1, True)]
     _, loss = task.prepare(data.samples)

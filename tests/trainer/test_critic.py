@@ -9,14 +9,14 @@ import pytest
 import torch
 from pytest import approx
 
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import ValueLoss
 from saccade.config import TrainConfig
 from saccade.contents import write_files
 from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models.heads import attach_score
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import ValueLoss
 from saccade.types import Batch, Group, Message, Sample, Source, Trajectory
 
 NAMES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen3"]

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
 from saccade.contents import File, held, tensor_file
 from saccade.models import lora
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
 from saccade.types import Batch
 
 STATE = "adapters.safetensors"

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.backends.local import LocalBackend
 from saccade.config import TrainConfig
 from saccade.contents import write_files
 from saccade.forest.packing import pack
@@ -24,6 +23,7 @@ from saccade.recipes.to_trajectory import compared
 from saccade.rewards.reward_model_term import Learned
 from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.rewards.service_protocol import read_samples, request_for
+from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Sample
 
 FAMILY = "qwen2_5_vl"

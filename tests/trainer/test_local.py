@@ -10,13 +10,13 @@ import torch
 from pytest import approx
 
 from saccade.algorithms.build import resolve
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.contents import write_files
 from saccade.forest.packing import pack
 from saccade.models.load import freeze
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
 from saccade.types import Batch
 
 ON_POLICY = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=64)
@@ -125,7 +125,7 @@ def test_out_of_memory_in_the_forward_splits_and_changes_nothing(
 def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(
     family_of, load, batches, monkeypatch, large
 ):
-    monkeypatch.setattr("saccade.backends.optimizer.LARGE", large)
+    monkeypatch.setattr("saccade.trainer.optimizer.LARGE", large)
     model = load(NAME)
     backend = LocalBackend(model, family_of(NAME), TrainConfig())
     _, wanted = gradients(backend, batches, monkeypatch)
@@ -145,7 +145,7 @@ def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(
 
 
 def test_a_backend_that_nobody_needs_gives_its_memory_back(family_of, load, batches, monkeypatch):
-    monkeypatch.setattr("saccade.backends.optimizer.LARGE", 1)  # every gradient is added by a hook
+    monkeypatch.setattr("saccade.trainer.optimizer.LARGE", 1)  # every gradient is added by a hook
     backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
     backend.train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4)
     left = [weakref.ref(backend.model), weakref.ref(backend.optimizer)]

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from saccade.algorithms.build import resolve
-from saccade.backends import Scoring
-from saccade.backends.features import FeatureCache
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.forest.packing import pack
 from saccade.models.load import freeze
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
+from saccade.trainer.vision_cache import FeatureCache
 from saccade.types import Media, MediaSpan
 
 NAME = "qwen2_5_vl"

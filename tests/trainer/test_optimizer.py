@@ -7,9 +7,9 @@ import torch
 from pytest import approx
 from torch import nn
 
-from saccade.backends.optimizer import Optimizer
-from saccade.backends.schedule import rate
 from saccade.config import TrainConfig
+from saccade.trainer.optimizer import Optimizer
+from saccade.trainer.schedule import rate
 
 STEPS = 20
 
@@ -121,7 +121,7 @@ def test_gradients_of_micro_batches_add_up_in_fp32():
 @pytest.mark.parametrize("large", [1, 2, 10])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_repeated_micro_batch_adds_only_what_its_first_try_did_not(monkeypatch, dtype, large):
-    monkeypatch.setattr("saccade.backends.optimizer.LARGE", large)
+    monkeypatch.setattr("saccade.trainer.optimizer.LARGE", large)
     p, q = nn.Parameter(torch.zeros(2, 2, dtype=dtype)), nn.Parameter(torch.zeros(1, dtype=dtype))
     optimizer = Optimizer([("p", p), ("q", q)], TrainConfig(), lr_scale=lambda n: 1.0)
     optimizer.begin()

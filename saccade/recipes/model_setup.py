@@ -13,10 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from saccade.algorithms.algorithm import Algorithm
-from saccade.backends import Reference
-from saccade.backends.local import LocalBackend
-from saccade.backends.reference import AdapterReference
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import ADAPTED, Config
 from saccade.devices import limit_memory
 from saccade.errors import ConfigError
@@ -29,6 +26,9 @@ from saccade.models.reward_card import SECTION, flaw
 from saccade.models.towers import TOWERS
 from saccade.registry import Table
 from saccade.rewards.reward_model_term import RewardModel, model_terms
+from saccade.trainer import Reference
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.reference import AdapterReference
 
 log = logging.getLogger(__name__)
 

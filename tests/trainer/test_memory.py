@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from saccade.backends import memory
-from saccade.backends.memory import Recompute
+from saccade.trainer import checkpointing
+from saccade.trainer.checkpointing import Recompute
 
 GIB = 2**30
 
@@ -21,8 +21,8 @@ def plan(load, monkeypatch):
     text.kept, text.tokens = 1 * GIB, 1000
 
     def choose(room: float, tokens: int, media_tokens: int) -> list[bool]:
-        monkeypatch.setattr(memory, "total_bytes", lambda *_: 0)  # no margin
-        monkeypatch.setattr(memory, "free_bytes", lambda *_: room * GIB)
+        monkeypatch.setattr(checkpointing, "total_bytes", lambda *_: 0)  # no margin
+        monkeypatch.setattr(checkpointing, "free_bytes", lambda *_: room * GIB)
         made.choose(tokens, media_tokens)
         return [not layer.gradient_checkpointing for kind in made.kinds for layer in kind.layers]
 
@@ -53,10 +53,10 @@ def test_a_tower_that_does_not_run_is_not_waited_for(plan, monkeypatch):
     made.kinds[0].kept = None
     measured = []
     monkeypatch.setattr(made, "_measure", lambda *sizes: measured.append(sizes))
-    for _ in range(memory.LOOKS):
+    for _ in range(checkpointing.LOOKS):
         choose(10.0, 1000, 1000)
         choose(10.0, 1000, 0)
-    assert measured == [(1000, 1000)] * memory.LOOKS
+    assert measured == [(1000, 1000)] * checkpointing.LOOKS
     assert choose(10.0, 1000, 1000) == [False, False, True, True]  # what is known keeps
 
 
@@ -109,7 +109,7 @@ def test_media_that_need_no_more_than_text_did_are_no_reason_to_recompute(plan, 
 def test_running_out_of_memory_widens_the_margin(plan):
     made, choose = plan
     choose(10.0, 1000, 1000)
-    assert made.failed() and made.margin == pytest.approx(memory.MARGIN + 0.03)
+    assert made.failed() and made.margin == pytest.approx(checkpointing.MARGIN + 0.03)
     made.choose(10, 10, cautious=True)
     assert not made.failed()
 

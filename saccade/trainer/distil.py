@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from saccade.algorithms.distillation import kd
 from saccade.algorithms.imitation import imitation_objective
-from saccade.backends import Objective, Reader
-from saccade.backends.inputs import column
-from saccade.backends.local import LocalBackend
 from saccade.forest.logprobs import CHUNK_ELEMENTS
 from saccade.forest.to_device import to_device
+from saccade.trainer import Objective, Reader
+from saccade.trainer.forward_inputs import column
+from saccade.trainer.local import LocalBackend
 from saccade.types import Batch
 
 Head = Callable[[Tensor], Tensor]

@@ -8,11 +8,11 @@ import torch
 
 from saccade.algorithms.build import resolve
 from saccade.algorithms.objective import Columns, objective
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PolicyLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.forest.packing import pack
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
 from saccade.types import Batch, Group
 
 # Two updates of a step: the ratio is not 1, so values and gradients depend on the log-probs.

@@ -10,11 +10,11 @@ import torch
 
 from saccade.algorithms.comparison import Comparison, of_step
 from saccade.algorithms.preference import PREFERENCES, UNPAIRED, WITHOUT_REFERENCE, Labelled, Pairs
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PreferenceLoss
 from saccade.config import TrainConfig
 from saccade.forest.packing import halves, pack
 from saccade.recipes.to_trajectory import compared
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PreferenceLoss
 from saccade.types import Batch, Group, Message, Sample
 
 NLL, Z = 0.3, 0.05

@@ -21,12 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from saccade.algorithms.loss_sums import LossSums, to_metrics
-from saccade.backends import Loss, Scoring, Update, state
-from saccade.backends.balance import Balance
-from saccade.backends.features import FeatureCache
-from saccade.backends.inputs import Ahead, Inputs, inputs_of
-from saccade.backends.memory import Recompute
-from saccade.backends.optimizer import Optimizer
 from saccade.config import TrainConfig
 from saccade.contents import File, held, tensor_file
 from saccade.forest.logprobs import read_logprobs
@@ -36,6 +30,12 @@ from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.heads import RewardHead, read_scores, without_reward
 from saccade.models.load import banned_mask, hidden_states, media_inputs, negated
+from saccade.trainer import Loss, Scoring, Update, model_state
+from saccade.trainer.checkpointing import Recompute
+from saccade.trainer.forward_inputs import Ahead, Inputs, inputs_of
+from saccade.trainer.moe_loss import Balance
+from saccade.trainer.optimizer import Optimizer
+from saccade.trainer.vision_cache import FeatureCache
 from saccade.types import Batch, Metrics
 
 WEIGHTS, OPTIMIZER, AVERAGE = "weights.safetensors", "optimizer.safetensors", "average/"
@@ -283,7 +283,7 @@ class LocalBackend:
         """
         assert self.optimizer is None, "a model that trains follows its optimizer"
         assert 0 < share <= 1, share
-        state.blend_into(dict(self.weights()), dict(source), share, self.averages)
+        model_state.blend_into(dict(self.weights()), dict(source), share, self.averages)
         self.forget_features()
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
@@ -303,7 +303,7 @@ class LocalBackend:
         """
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
         assert self.optimizer is None or trained == self.optimizer.parameters.keys()
-        return state.model_files(self.model, copy=copy)
+        return model_state.model_files(self.model, copy=copy)
 
     def weight_file(self, *, copy: bool = False) -> File:
         """Weights alone, for a model that no folder could give back."""
@@ -317,7 +317,7 @@ class LocalBackend:
         stored = load_file(folder / WEIGHTS)
         averages = {name: stored.pop(name) for name in list(stored) if name.startswith(AVERAGE)}
         mine = dict(self.weights())
-        state.require_same(str(folder / WEIGHTS), mine, stored)
+        model_state.require_same(str(folder / WEIGHTS), mine, stored)
         for name, weight in mine.items():
             weight.copy_(stored[name])
         self.forget_features()
@@ -332,8 +332,8 @@ class LocalBackend:
             yield self.weight_file(copy=copy)
         if self.optimizer is not None:
             yield OPTIMIZER, tensor_file(held(self.optimizer.state(), copy=copy))
-            if state.draws(self.model):
-                yield RANDOM, tensor_file(state.random_state(self.device))
+            if model_state.draws(self.model):
+                yield RANDOM, tensor_file(model_state.random_state(self.device))
 
     def load_state(self, folder: Path) -> None:
         from safetensors.torch import load_file
@@ -342,8 +342,8 @@ class LocalBackend:
             self.load_weights(folder)
         if self.optimizer is not None:
             self.optimizer.load(load_file(folder / OPTIMIZER))
-            if state.draws(self.model):
-                state.restore_random_state(load_file(folder / RANDOM), self.device)
+            if model_state.draws(self.model):
+                model_state.restore_random_state(load_file(folder / RANDOM), self.device)
 
     @property
     def _weights_are_state(self) -> bool:

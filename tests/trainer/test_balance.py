@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from saccade.algorithms.build import resolve
-from saccade.backends import Scoring
-from saccade.backends.local import LocalBackend
-from saccade.backends.losses import PolicyLoss, ValueLoss
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss, ValueLoss
 
 ALGORITHM = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.0}), max_tokens=64)
 ROUTER = "model.layers.0.mlp.gate.weight"
