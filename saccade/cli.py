@@ -447,7 +447,8 @@ class Outlasting(io.FileIO):
 
 def main() -> None:
     sys.stdout, sys.stderr = map(_outlasting, (sys.stdout, sys.stderr))
-    add_installed_commands()
+    if sys.argv[1:2] not in [[known.name] for known in app.registered_commands]:
+        add_installed_commands()
     with shown_by(print):
         app(prog_name="saccade")
 
