@@ -265,6 +265,8 @@ class EnvironmentCall:
 
 # -- in the host and its forks ---------------------------------------------------------------------
 
+# Seconds in which episodes end with all that they started; one that hangs then dies with its host.
+GRACE = 1.0
 KNOWN: dict[str, Media] = {}  # media of this episode's question
 
 
@@ -289,6 +291,7 @@ def main() -> None:
     while True:  # every byte comes with the socket of a new episode
         mark, sockets, _, _ = socket.recv_fds(channel.link, 1, 1)
         if not mark:
+            time.sleep(GRACE)
             end()
         if os.fork() == 0:
             os.setsid()

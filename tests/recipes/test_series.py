@@ -146,7 +146,7 @@ def test_preferences_and_reward_models_read_series(tmp_path: Path) -> None:
     # A reward model scores the answers of a policy that reads the same series.
     term = {
         "verifier": "model",
-        "args": {"path": str(tmp_path / "reward_model/checkpoints/step-2")},
+        "args": {"path": str(tmp_path / "reward_training/checkpoints/step-2")},
     }
     run = options(tmp_path, write(tmp_path / "rows.jsonl", 8, seed=5), run__name="rated")
     last = rl.run(run | {"reward.terms": [term], "train.samples_per_prompt": 2})
