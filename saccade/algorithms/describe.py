@@ -54,7 +54,7 @@ def cells(algorithm: Algorithm) -> dict[str, Any]:
     scope, found = {"algorithm": algorithm}, dict[str, Any]()
     for name, field in options(AlgorithmConfig):
         value = reduce(getattr, name.split("."), algorithm)
-        counts = all(eval(when.test, dict(scope)) for when in about(field)["when"])
+        counts = all(when.holds(scope) for when in about(field)["when"])
         if value is not None and counts and name not in ("preset", "clip", "correct"):
             section, _, leaf = name.rpartition(".")
             (found.setdefault(section, {}) if section else found)[leaf] = value

@@ -52,6 +52,10 @@ class When(NamedTuple):
     remedy: str
     words: str = ""
 
+    def holds(self, scope: Mapping[str, Any]) -> bool:
+        """Evaluates the test, which is written in our schema and never comes from a user."""
+        return bool(eval(self.test, dict(scope)))
+
 
 def option(
     default: Any,
@@ -105,7 +109,7 @@ def without_effect(part: Section, prefix: str, scope: Mapping[str, Any]) -> Iter
     for name, field, value in chosen(part, prefix):
         for condition in about(field).get("when", ()):
             off = value is False and field.default is False
-            if value is not None and not off and not eval(condition.test, dict(scope)):
+            if value is not None and not off and not condition.holds(scope):
                 yield (
                     f"{name}: has no effect without {condition.words or condition.test}; "
                     f"remove it, or use {condition.remedy}"

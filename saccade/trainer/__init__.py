@@ -80,7 +80,7 @@ class Loss(Protocol):
 
 
 class Reference(Protocol):
-    """What a policy is held near to. As a rule it stands still; it can follow the policy."""
+    """The reference model that a KL term compares with: frozen, unless it follows the policy."""
 
     def logprobs(
         self, batches: Sequence[Batch], scoring: Scoring
