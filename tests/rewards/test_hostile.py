@@ -88,7 +88,8 @@ TIMED = (
 
 
 def test_the_time_for_a_run_of_one_sign_grows_with_its_length() -> None:
-    symbolic.load()
+    for name in TIMED:  # imports what it needs
+        VERIFIERS[name].function(RewardSample(id="a", response="<answer>7x</answer>", answer="5"))
     for sign in SIGNS:
         for end in (" x", "..."):
             for frame in ("<answer>7.{}</answer>", "Answer: B\n{}"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from saccade.media.kinds import MediaKind
 from saccade.media.media_files import DEFAULT_LIMITS, Encoded, read
 from saccade.types import Media
 
+# Python 3.11 parses literals in one thread at a time only: others see a SystemError now and then.
+PARSING = threading.Lock()
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 FILES = (str, bytes, bytearray, Path, Mapping)
 OTHERS = {
@@ -136,7 +139,8 @@ def _npy(data: bytes) -> np.ndarray:
     version = npy.read_magic(file)
     if version not in HEADERS:
         raise ValueError(f"NPY version {version} cannot be read")
-    shape, columns_first, kind = HEADERS[version](file)
+    with PARSING:
+        shape, columns_first, kind = HEADERS[version](file)
     if kind.kind not in "fiu":
         raise ValueError(f"an NPY file of {kind}, which are no numbers")
     values = np.frombuffer(data, kind, offset=file.tell())
