@@ -124,8 +124,7 @@ def _panel(
     wide, high = WIDTH - 22, HEIGHT - 30
     lines = [
         f'<text x="{left}" y="{top - 5}" font-weight="bold" fill="#222">{name}</text>',
-        f'<text x="{left + wide}" y="{top - 5}" text-anchor="end" fill="#222">'
-        f"{found['after']:.0%}</text>",
+        f'<text x="{left + wide}" y="{top - 5}" text-anchor="end" fill="#222">{found["after"]:.0%}</text>',
         f'<rect x="{left}" y="{top}" width="{wide}" height="{high}" fill="#f7f7f7"/>',
     ]
     for share in (0, 0.5, 1):
@@ -140,9 +139,7 @@ def _panel(
             f"{left + wide * x / budget:.1f},{top + high * (1 - y):.1f}"
             for x, y in zip(curve["rollouts"], _smooth(curve["accuracy"]), strict=True)
         )
-        lines.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{stroke}"/>'
-        )
+        lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{stroke}"/>')
     return lines
 
 

@@ -43,12 +43,7 @@ class System:
 
 SYSTEMS: Mapping[str, System] = {
     "saccade": System(title="saccade", program=("rl_step.py",), steps=3),
-    "trl": System(
-        title="TRL",
-        program=("-m", "peers.trl_step"),
-        steps=2,
-        needs=("trl", "datasets", "accelerate"),
-    ),
+    "trl": System(title="TRL", program=("-m", "peers.trl_step"), steps=2, needs=("trl", "datasets", "accelerate")),
     "trl-vllm": System(
         title="TRL + vLLM",
         program=("-m", "peers.trl_step", "--engine", "vllm"),
@@ -127,14 +122,7 @@ def table(parts: Mapping[str, Mapping[str, Any]]) -> str:
         whole, rollout, update = (warm(part, key) for key in ("whole", "rollout", "update"))
         rest = whole - rollout - update if whole is not None else None
         same = (part["work"], part["machine"].get("card"))  # two cards differ by some percent
-        ours = next(
-            (
-                p
-                for p in parts.values()
-                if is_ours(p) and (p["work"], p["machine"].get("card")) == same
-            ),
-            None,
-        )
+        ours = next((p for p in parts.values() if is_ours(p) and (p["work"], p["machine"].get("card")) == same), None)
         ratios = [
             warm(part, key) / warm(ours, key)
             if ours is not None and ours is not part and warm(part, key) and warm(ours, key)
@@ -148,11 +136,7 @@ def table(parts: Mapping[str, Mapping[str, Any]]) -> str:
         cells += [shown(v, "{:.1f}") for v in (warm(part, "peak_gib"), part["gpu_gib"])]
         cells += [shown(ratio, "{:.2f}") for ratio in ratios]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += [
-        f"{name}: {part['status']}, {part['reason']}"
-        for name, part in parts.items()
-        if part["status"] != "ok"
-    ]
+    lines += [f"{name}: {part['status']}, {part['reason']}" for name, part in parts.items() if part["status"] != "ok"]
     cards = {p["machine"].get("card", "unknown") for p in parts.values() if p["status"] == "ok"}
     if len(cards) > 1:
         lines.append(f"These parts ran on {len(cards)} cards; ratios are inside of one.")
@@ -170,21 +154,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--folder", type=Path, default=Path("runs/compare"), help="for all files")
     parser.add_argument("--out", type=Path, help="the JSON file; FOLDER/results.json unless given")
+    parser.add_argument("--model", type=Path, help="model folder; FOLDER/model, built, unless given")
     parser.add_argument(
-        "--model", type=Path, help="model folder; FOLDER/model, built, unless given"
-    )
-    parser.add_argument(
-        "--part",
-        nargs="*",
-        choices=list(PARTS),
-        metavar="PART",
-        help="run these; those without a result unless given",
+        "--part", nargs="*", choices=list(PARTS), metavar="PART", help="run these; those without a result unless given"
     )
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="results of other calls")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and little work")
-    parser.add_argument(
-        "--steps", type=int, help="of each part, the first warms up; 2 or 3 unless given"
-    )
+    parser.add_argument("--steps", type=int, help="of each part, the first warms up; 2 or 3 unless given")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of one part")
     parser.add_argument("--trl-micro", type=int, default=16, help="sequences of a forward of TRL")
     parser.add_argument("--set", nargs="*", default=[], help="options of saccade: key=value")

@@ -38,9 +38,7 @@ def main() -> None:
         parser.error("--rounds 1 and --steps 2 are the least")
     missing = [module for module in SYSTEMS["trl"].needs if find_spec(module) is None]
     if missing:
-        raise SystemExit(
-            f"no module {', '.join(missing)}; pip install -c constraints.txt -e '.[trl,data]'"
-        )
+        raise SystemExit(f"no module {', '.join(missing)}; pip install -c constraints.txt -e '.[trl,data]'")
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "CUDA_VISIBLE_DEVICES": ""}
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,10 +56,7 @@ def main() -> None:
     medians = {
         system: {
             phase: median(
-                step[phase]
-                for part in parts.values()
-                if part["system"] == system
-                for step in part["steps"][1:]
+                step[phase] for part in parts.values() if part["system"] == system for step in part["steps"][1:]
             )
             for phase in PHASES
         }

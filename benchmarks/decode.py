@@ -37,9 +37,7 @@ from saccade.types import Completion, Group, MediaSpan, Request, Sample, Samplin
 REPEATS = 8
 
 
-def requests(
-    family: Family, work: dict[str, int], prompts: int, new: int, **settings: Any
-) -> list[Request]:
+def requests(family: Family, work: dict[str, int], prompts: int, new: int, **settings: Any) -> list[Request]:
     rng = np.random.default_rng(0)
     asked = []
     for index in range(prompts):
@@ -69,9 +67,7 @@ def parse(variant: str) -> tuple[str, int, dict[str, Any]]:
     return name, int(prompts), settings | ({"support": True} if changes else {})
 
 
-def timed(
-    engine: EmbeddedEngine, asked: list[Request]
-) -> tuple[dict[str, Any], dict[str, Completion]]:
+def timed(engine: EmbeddedEngine, asked: list[Request]) -> tuple[dict[str, Any], dict[str, Completion]]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
@@ -100,9 +96,7 @@ def timed(
     return result, done
 
 
-def gap(
-    model: Any, family: Family, asked: list[Request], done: dict[str, Completion]
-) -> dict[str, float]:
+def gap(model: Any, family: Family, asked: list[Request], done: dict[str, Completion]) -> dict[str, float]:
     """Between the engine's log-probs and the trainer's, over one group."""
     members = tuple(
         replace(trajectory(request, done[request.key]), sample_id="g", repeat=repeat)
@@ -112,9 +106,7 @@ def gap(
     batches = pack([group], positions=family.positions, micro_tokens=1 << 20)
     scored = LocalBackend(model, family).logprobs(batches, Scoring())
     apart = np.abs(
-        np.concatenate(
-            [new - batch.rollout_logprobs for batch, (new, _) in zip(batches, scored, strict=True)]
-        )
+        np.concatenate([new - batch.rollout_logprobs for batch, (new, _) in zip(batches, scored, strict=True)])
     )
     return {"gap_mean": float(apart.mean()), "gap_max": float(apart.max())}
 

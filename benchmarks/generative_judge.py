@@ -55,15 +55,11 @@ def write_rows(folder: Path, seed: int, rows: Mapping[str, int] = ROWS) -> None:
             for name, red in zip(names, sorted(reds, reverse=True), strict=True):
                 colour = (red, 255 - red, 30)
                 Image.new("RGB", (SIDE, SIDE), colour).save(folder / name)
-            listed.append(
-                {"prompt": "red", "path1": names[0], "path2": names[1], "confidence": 1.0}
-            )
+            listed.append({"prompt": "red", "path1": names[0], "path2": names[1], "confidence": 1.0})
         (folder / f"{split}.json").write_text(json.dumps(listed))
 
 
-def run(
-    folder: Path, seed: int, steps: Mapping[str, int] = STEPS, rows: Mapping[str, int] = ROWS
-) -> dict[str, float]:
+def run(folder: Path, seed: int, steps: Mapping[str, int] = STEPS, rows: Mapping[str, int] = ROWS) -> dict[str, float]:
     """Held-out accuracy before, after `sft` and after `rl`."""
     write_rows(folder / "rows", seed, rows)
     start = tiny.build("qwen2_vl", folder / "model", phrases=PHRASES, seed=seed)

@@ -139,12 +139,7 @@ def measure(
 
 
 def compare(
-    engine: EmbeddedEngine,
-    family: Any,
-    samples: Sequence[Sample],
-    work: Work,
-    turns: int,
-    repeats: int,
+    engine: EmbeddedEngine, family: Any, samples: Sequence[Sample], work: Work, turns: int, repeats: int
 ) -> dict[str, Any]:
     """Both ways by turns, after one of each that does not count."""
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}

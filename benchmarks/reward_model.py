@@ -42,9 +42,7 @@ def write_rows(folder: Path, seed: int) -> None:
     """
     rng = random.Random(seed)
     for split, count in {"train": 768, "held": 128}.items():
-        scenes = counting.counting_split(
-            count, seed=seed + count, colours=COLOURS, counts=(1, 1), radius=(14, 18)
-        )
+        scenes = counting.counting_split(count, seed=seed + count, colours=COLOURS, counts=(1, 1), radius=(14, 18))
         drawn = counting.write_jsonl(scenes, folder, name="drawn").read_text().splitlines()
         rows: dict[str, list[dict[str, Any]]] = {"shown": [], "pairs": [], "questions": []}
         for scene in map(json.loads, drawn):
@@ -165,24 +163,14 @@ def picture(results: Sequence[Mapping[str, Any]]) -> str:
             'text-anchor="end" fill="#666">guessing</text>'
         )
         for points in curves:
-            body.append(
-                f'<path d="{path(points)}" fill="none" stroke="{COLOUR[stage]}" opacity="0.35"/>'
-            )
-        mean = [
-            (points[0][0], float(np.mean([v for _, v in points])))
-            for points in zip(*curves, strict=True)
-        ]
-        body.append(
-            f'<path d="{path(mean)}" fill="none" stroke="{COLOUR[stage]}" stroke-width="2.5"/>'
-        )
+            body.append(f'<path d="{path(points)}" fill="none" stroke="{COLOUR[stage]}" opacity="0.35"/>')
+        mean = [(points[0][0], float(np.mean([v for _, v in points]))) for points in zip(*curves, strict=True)]
+        body.append(f'<path d="{path(mean)}" fill="none" stroke="{COLOUR[stage]}" stroke-width="2.5"/>')
         for step in (0, last // 2, last):
             body.append(
-                f'<text x="{left + step / last * wide:.1f}" y="{y(0) + 18:.1f}" '
-                f'text-anchor="middle">{step}</text>'
+                f'<text x="{left + step / last * wide:.1f}" y="{y(0) + 18:.1f}" text-anchor="middle">{step}</text>'
             )
-        body.append(
-            f'<text x="{left + wide / 2:.1f}" y="{y(0) + 36:.1f}" text-anchor="middle">steps</text>'
-        )
+        body.append(f'<text x="{left + wide / 2:.1f}" y="{y(0) + 36:.1f}" text-anchor="middle">steps</text>')
     return "\n".join([*body, "</svg>"]) + "\n"
 
 
@@ -196,10 +184,7 @@ def main() -> None:
     for seed in range(args.seeds):
         began = time.perf_counter()
         results.append(run(args.out / f"seed-{seed}", seed))
-        ends = {
-            stage: f"{points[0][1]:.3f} → {points[-1][1]:.3f}"
-            for stage, points in results[-1].items()
-        }
+        ends = {stage: f"{points[0][1]:.3f} → {points[-1][1]:.3f}" for stage, points in results[-1].items()}
         print(f"seed {seed}: {ends}, {time.perf_counter() - began:.0f} s", flush=True)
     (args.out / "curves.json").write_text(json.dumps(results) + "\n")
     if args.picture is not None:

@@ -115,9 +115,7 @@ def score(config: Config, folder: Path, samples: Sequence[Sample], found: dict[s
     )
     if device.type == "cuda":
         found["resting_gib"] = torch.cuda.memory_allocated() / 2**30
-    replies = [
-        reward_sample(sample, side[-1].text) for sample in samples for side in sample.candidates
-    ]
+    replies = [reward_sample(sample, side[-1].text) for sample in samples for side in sample.candidates]
     with measured(found, "score"):
         scores = np.array(model.score(replies)).reshape(-1, 2)
     assert np.isfinite(scores).all(), "a response has no score"

@@ -117,9 +117,7 @@ def alone(running: Running, number: int) -> float:
         return json.loads(reply.read())["rewards"][0]
 
 
-def load(
-    running: Running, count: int, ask: Callable[[int], float], *, kill: bool
-) -> dict[str, Any]:
+def load(running: Running, count: int, ask: Callable[[int], float], *, kill: bool) -> dict[str, Any]:
     """Everything at once, from a thread each; a worker dies when half are back."""
     rewards: list[float | None] = [None] * count
     seconds = [0.0] * count

@@ -28,10 +28,7 @@ def seconds(terms: list[str], samples: list[RewardSample]) -> tuple[float, float
 
 
 def main() -> None:
-    counts = [
-        RewardSample(id=str(n), response=COUNTING.format(n % 10), answer=str(n % 9))
-        for n in range(512)
-    ]
+    counts = [RewardSample(id=str(n), response=COUNTING.format(n % 10), answer=str(n % 9)) for n in range(512)]
     formulas = [
         RewardSample(id=str(n), response=COUNTING.format(f"{a} + {n}" if n > 5 else a), answer=g)
         for n in range(252)

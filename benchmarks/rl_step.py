@@ -67,9 +67,7 @@ def config(folder: Path, model: str, data: Path, work: Work, steps: int) -> dict
     }
 
 
-def run(
-    settings: dict[str, Any], overrides: Sequence[str], *, exact: bool = False
-) -> list[dict[str, Any]]:
+def run(settings: dict[str, Any], overrides: Sequence[str], *, exact: bool = False) -> list[dict[str, Any]]:
     """The metrics of every step, with what it trained on."""
     trained: list[dict[str, Any]] = []
     used: dict[str, float] = {}
@@ -104,16 +102,10 @@ def gaps(trainer: LocalBackend, batch: Batch) -> dict[str, float]:
     """Mean |difference| of log-probs between engine, trainer and float32, before any update."""
     scoring, family = Scoring(temperature=1.0), trainer.family
     model = load_model(family, dtype=torch.float32, device=trainer.device)
-    (whole, _), (own, _) = (
-        backend.logprobs([batch], scoring)[0] for backend in (LocalBackend(model, family), trainer)
-    )
+    (whole, _), (own, _) = (backend.logprobs([batch], scoring)[0] for backend in (LocalBackend(model, family), trainer))
     engine = batch.rollout_logprobs
     assert engine is not None
-    pairs = {
-        "engine_trainer": (engine, own),
-        "engine_exact": (engine, whole),
-        "trainer_exact": (own, whole),
-    }
+    pairs = {"engine_trainer": (engine, own), "engine_exact": (engine, whole), "trainer_exact": (own, whole)}
     return {name: float(np.abs(a - b).mean()) for name, (a, b) in pairs.items()}
 
 
@@ -167,15 +159,11 @@ def table(steps: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=parse, default="W1")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--model", type=Path, help="model folder; built when it is not there")
-    parser.add_argument(
-        "--size", default="3b", choices=["tiny", *SIZES], help="of a model that is built"
-    )
+    parser.add_argument("--size", default="3b", choices=["tiny", *SIZES], help="of a model that is built")
     parser.add_argument("--data", type=Path, help="rows that works.py wrote, instead of new ones")
     parser.add_argument("--out", type=Path, help="file for the metrics of all steps")
     parser.add_argument("--result", type=Path, help="file for the result")

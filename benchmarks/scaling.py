@@ -40,9 +40,7 @@ AXES: Mapping[str, Axis] = {
     "prompt": Axis(title="prompt tokens", key="prompt", values=(256, 512, 1024, 2048, 4096, 8192)),
     "response": Axis(title="response tokens", key="new", values=(128, 512, 2048, 8192)),
     "size": Axis(title="model, all weights", key="size", values=("0.5b", "3b", "7b")),
-    "size-lora": Axis(
-        title="model, LoRA", key="size", values=("0.5b", "3b", "7b"), options=("model.train=lora",)
-    ),
+    "size-lora": Axis(title="model, LoRA", key="size", values=("0.5b", "3b", "7b"), options=("model.train=lora",)),
 }
 TINY_BASE = "T1"
 TINY_AXES = {
@@ -50,9 +48,7 @@ TINY_AXES = {
     "prompt": Axis(title="prompt tokens", key="prompt", values=(24, 96)),
     "response": Axis(title="response tokens", key="new", values=(4, 8)),
     "size": Axis(title="model, all weights", key="size", values=("tiny",)),
-    "size-lora": Axis(
-        title="model, LoRA", key="size", values=("tiny",), options=("model.train=lora",)
-    ),
+    "size-lora": Axis(title="model, LoRA", key="size", values=("tiny",), options=("model.train=lora",)),
 }
 SECONDS = {"whole": "#222222", "rollout": "#1f6fb4", "update": "#c8641e"}
 MEMORY = {"peak": "#2f8f4e"}
@@ -83,9 +79,7 @@ def points(axis: Axis, base: str, size: str) -> list[Point]:
     return found
 
 
-def by_axis(
-    parts: Mapping[str, Any], axes: Mapping[str, Axis], base: str, size: str
-) -> dict[str, Rows]:
+def by_axis(parts: Mapping[str, Any], axes: Mapping[str, Axis], base: str, size: str) -> dict[str, Rows]:
     """Value and result of every point that was run."""
     found = {
         name: [
@@ -157,11 +151,7 @@ def picture(axes: Mapping[str, Rows], titles: Mapping[str, str]) -> str:
 
 
 def _panel(
-    title: str,
-    rows: Sequence[tuple[Any, Mapping[str, float | None]]],
-    lines: Mapping[str, str],
-    left: int,
-    top: int,
+    title: str, rows: Sequence[tuple[Any, Mapping[str, float | None]]], lines: Mapping[str, str], left: int, top: int
 ) -> list[str]:
     body = [
         f'<text x="{left}" y="{top - 6}" font-weight="bold" fill="#222">{title}</text>',
@@ -180,10 +170,7 @@ def _panel(
             f"{share * highest:g}</text>"
         )
     for x, (value, _) in zip(across, rows, strict=True):
-        body.append(
-            f'<text x="{x:.1f}" y="{top + HEIGHT + 13}" text-anchor="middle" fill="#555">'
-            f"{value}</text>"
-        )
+        body.append(f'<text x="{x:.1f}" y="{top + HEIGHT + 13}" text-anchor="middle" fill="#555">{value}</text>')
     for key, colour in lines.items():
         pairs = [
             (x, top + HEIGHT * (1 - n[key] / highest))
@@ -213,9 +200,7 @@ def _plain(base: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--folder", type=Path, default=Path("runs/scaling"), help="for all files")
-    parser.add_argument(
-        "--axis", nargs="+", choices=list(AXES), default=list(AXES), help="vary these"
-    )
+    parser.add_argument("--axis", nargs="+", choices=list(AXES), default=list(AXES), help="vary these")
     parser.add_argument("--ends", action="store_true", help="of long axes only base and ends")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="results of other calls")
     parser.add_argument("--show", action="store_true", help="run nothing, print what is there")

@@ -34,16 +34,11 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, max(0.0, mean - half), min(1.0, mean + half)
 
 
-def summary(
-    jobs: Mapping[str, Mapping[str, Any]], size: Mapping[str, Any], seeds: Sequence[int]
-) -> dict[str, Any]:
+def summary(jobs: Mapping[str, Mapping[str, Any]], size: Mapping[str, Any], seeds: Sequence[int]) -> dict[str, Any]:
     """Accuracy by arm and limit over the seeds, gains that are paired by seed, seconds."""
     found = {arm: [jobs[f"{arm}-{seed}"] for seed in seeds] for arm in ARMS}
     at = {
-        arm: {
-            limit: [job["evaluation"]["accuracy"][str(limit)] for job in found[arm]]
-            for limit in LIMITS
-        }
+        arm: {limit: [job["evaluation"]["accuracy"][str(limit)] for job in found[arm]] for limit in LIMITS}
         for arm in ARMS
     }
     gains = {  # (arm, limit) minus (arm, limit)
@@ -55,14 +50,8 @@ def summary(
     return {
         "size": dict(size),
         "parameters": jobs["base"]["parameters"],
-        "accuracy": {
-            arm: {limit: interval(values) for limit, values in limits.items()}
-            for arm, limits in at.items()
-        },
-        "gains": {
-            name: np.subtract(at[a][m], at[b][n]).tolist()
-            for name, ((a, m), (b, n)) in gains.items()
-        },
+        "accuracy": {arm: {limit: interval(values) for limit, values in limits.items()} for arm, limits in at.items()},
+        "gains": {name: np.subtract(at[a][m], at[b][n]).tolist() for name, ((a, m), (b, n)) in gains.items()},
         "seconds": {name: job["seconds"] for name, job in jobs.items()},
         "curves": {arm: [job["curve"] for job in found[arm]] for arm in ARMS},
         "evaluations": {arm: [job["evaluation"] for job in found[arm]] for arm in ARMS},
@@ -72,9 +61,7 @@ def summary(
 def table(found: Mapping[str, Any]) -> str:
     lines = ["turns    " + "".join(f"{limit:>16}" for limit in LIMITS)]
     for arm, limits in found["accuracy"].items():
-        cells = (
-            f"{100 * m:6.1f} [{100 * lo:3.0f},{100 * hi:4.0f}]" for m, lo, hi in limits.values()
-        )
+        cells = (f"{100 * m:6.1f} [{100 * lo:3.0f},{100 * hi:4.0f}]" for m, lo, hi in limits.values())
         lines.append(f"{arm:<9}" + "".join(f"{cell:>16}" for cell in cells))
     lines += [f"{name}: {np.round(values, 3)}" for name, values in found["gains"].items()]
     lines.append(", ".join(f"{job} {took:.0f} s" for job, took in found["seconds"].items()))
@@ -110,9 +97,7 @@ def picture(found: Mapping[str, Any]) -> str:
             f"{100 * value:g} %</text>"
         )
     for limit in LIMITS:
-        body.append(
-            f'<text x="{x(limit):.1f}" y="{y(0) + 18:.1f}" text-anchor="middle">{limit}</text>'
-        )
+        body.append(f'<text x="{x(limit):.1f}" y="{y(0) + 18:.1f}" text-anchor="middle">{limit}</text>')
     body.append(
         f'<line x1="{x(size["turns"]):.1f}" x2="{x(size["turns"]):.1f}" y1="{y(1)}" y2="{y(0)}" '
         f'stroke="#999" stroke-dasharray="4 3"/><text x="{x(size["turns"]) + 4:.1f}" '

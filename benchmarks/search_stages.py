@@ -54,13 +54,7 @@ class Size:
     baseline: bool = True  # excluded members stay in the group's baseline, as in Mini-o3
 
 
-TINY = Size(
-    chat_steps=200,
-    scenes=1500,
-    items=64,
-    sft_steps=110,
-    rl_steps=50,
-)
+TINY = Size(chat_steps=200, scenes=1500, items=64, sft_steps=110, rl_steps=50)
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -89,19 +83,14 @@ def draw_data(folder: Path, size: Size) -> dict[str, str]:
     }
     shown = scenes(size.demonstrations, "shown")
     config = load({"env": _crop(size)})
-    coldstart.run(
-        config, shown, folder / "cold", turns=size.turns, mistakes=size.mistakes, verifier="exact"
-    )
+    coldstart.run(config, shown, folder / "cold", turns=size.turns, mistakes=size.mistakes, verifier="exact")
     plain = folder / "plain.jsonl"
     with plain.open("w") as file:
         for line in shown.read_text().splitlines():
             row = json.loads(line)
             answer = row["answer"]
             turn = f"<think>It reads {answer}.</think><answer>{answer}</answer>"
-            row["conversations"] = [
-                {"from": "human", "value": row.pop("problem")},
-                {"from": "gpt", "value": turn},
-            ]
+            row["conversations"] = [{"from": "human", "value": row.pop("problem")}, {"from": "gpt", "value": turn}]
             file.write(json.dumps(row) + "\n")
     paths = reading | {
         "cold": folder / "cold" / "train.jsonl",
@@ -236,9 +225,7 @@ def _with(common: Mapping[str, Any], name: str, **sections: Mapping[str, Any]) -
     return {**common, **{key: {**common.get(key, {}), **value} for key, value in sections.items()}}
 
 
-def sft_config(
-    common: Mapping[str, Any], name: str, model: str, rows: str, size: Size
-) -> dict[str, Any]:
+def sft_config(common: Mapping[str, Any], name: str, model: str, rows: str, size: Size) -> dict[str, Any]:
     stage = name.partition("_")[0].partition("-")[0]
     steps = getattr(size, f"{stage}_steps")
     return _with(
@@ -261,12 +248,7 @@ def sft_config(
 
 
 def rl_config(
-    common: Mapping[str, Any],
-    name: str,
-    arm: str,
-    model: str,
-    data: Mapping[str, str],
-    size: Size,
+    common: Mapping[str, Any], name: str, arm: str, model: str, data: Mapping[str, str], size: Size
 ) -> dict[str, Any]:
     algorithm: dict[str, Any] = {"preset": "grpo", "drop_constant": True, "kl": {"coef": 0.0}}
     if arm == "masked":
@@ -293,13 +275,7 @@ def rl_config(
 
 
 def evaluate(
-    out: Path,
-    name: str,
-    arm: str,
-    model: str,
-    data: Mapping[str, str],
-    common: Mapping[str, Any],
-    size: Size,
+    out: Path, name: str, arm: str, model: str, data: Mapping[str, str], common: Mapping[str, Any], size: Size
 ) -> dict[str, Any]:
     """avg@k under every limit of turns, and how the episodes ended."""
     from saccade.recipes import evaluate as recipe

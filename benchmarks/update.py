@@ -54,19 +54,14 @@ def family_and_model(folder: Path) -> tuple[Family, Any]:
     tiny.build("qwen2_5_vl", folder)
     described = json.loads((folder / "config.json").read_text())
     described["text_config"] |= TEXT
-    described["text_config"]["rope_parameters"] |= {
-        "mrope_section": [16, 24, 24],
-        "rope_theta": 1e6,
-    }
+    described["text_config"]["rope_parameters"] |= {"mrope_section": [16, 24, 24], "rope_theta": 1e6}
     described["text_config"]["layer_types"] = ["full_attention"] * TEXT["num_hidden_layers"]
     described["vision_config"] |= VISION
     (folder / "config.json").write_text(json.dumps(described))
     family = load_family(str(folder))
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = AutoModelForImageTextToText.from_config(
-            AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
-        )
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     attention.use_in(model)
     family.spec.prepare(model)
     fuse(model)
@@ -88,8 +83,7 @@ def groups_of(family: Family, work: dict[str, int]) -> list[Group]:
                 sample=Sample(id=f"{index}", messages=(Message(role="user", parts=("x",)),)),
                 uid=f"{index}",
                 trajectories=tuple(
-                    trajectory(rng, f"{index}", repeat, prompt, span, work["new"])
-                    for repeat in range(REPEATS)
+                    trajectory(rng, f"{index}", repeat, prompt, span, work["new"]) for repeat in range(REPEATS)
                 ),
             )
         )
@@ -153,9 +147,7 @@ def measure(family: Family, model: Any, variant: str, args: Any) -> None:
     torch.cuda.set_per_process_memory_fraction(float(limit) * 2**30 / total if limit else 1.0)
     batches = forests(family, groups, int(tokens or 16_384))
     algorithm = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=512)
-    backend = LocalBackend(
-        model, family, TrainConfig(), checkpointing="auto" if mode == "auto" else mode == "on"
-    )
+    backend = LocalBackend(model, family, TrainConfig(), checkpointing="auto" if mode == "auto" else mode == "on")
     clock = Clock()
     for method, name in CLOCKED.items():
         clock.wrap(backend, method, name)
@@ -164,10 +156,7 @@ def measure(family: Family, model: Any, variant: str, args: Any) -> None:
     work = [flops.forward(shape, batch) for batch in batches]
     needed = sum(w.total + flops.backward(w, flops.FULL) for w in work)
     peak = devices.named(torch.cuda.get_device_name())
-    print(
-        f"\n{variant}: {sum(b.tokens for b in batches)} tokens in {len(batches)} "
-        f"forests, {needed / 1e12:.0f} TFLOP"
-    )
+    print(f"\n{variant}: {sum(b.tokens for b in batches)} tokens in {len(batches)} forests, {needed / 1e12:.0f} TFLOP")
     for step in range(args.steps):
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
@@ -229,9 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("variants", nargs="*", default=["W1/auto"], help="WORK/MODE:TOKENS@GIB")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument(
-        "--profile", nargs="*", default=[], help="variants of which to list the kernels"
-    )
+    parser.add_argument("--profile", nargs="*", default=[], help="variants of which to list the kernels")
     parser.add_argument("--waits", action="store_true", help="where the host waits for the GPU")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -28,16 +28,7 @@ from typing import Any
 
 import numpy as np
 from search_curves import picture, summary, table
-from search_stages import (
-    TINY,
-    Size,
-    build_model,
-    common_config,
-    draw_data,
-    evaluate,
-    rl_config,
-    sft_config,
-)
+from search_stages import TINY, Size, build_model, common_config, draw_data, evaluate, rl_config, sft_config
 
 # What each stage starts from. The first two are shared by all seeds, as a pretrained model is.
 STAGES: Mapping[str, str | None] = {
@@ -111,11 +102,7 @@ def _arm(out: Path, size: Size, job: Job, before: Any, memory: float | None) -> 
     if job.stage != "cold":
         rl.run(rl_config(common, job.name, job.stage, model, data, size))
         model, curve = _last_checkpoint(out / job.name), _curve(out / job.name)
-    return {
-        "model": model,
-        "curve": curve,
-        "evaluation": evaluate(out, job.name, job.stage, model, data, common, size),
-    }
+    return {"model": model, "curve": curve, "evaluation": evaluate(out, job.name, job.stage, model, data, common, size)}
 
 
 JOBS: Mapping[str, Callable[..., dict[str, Any]]] = {
@@ -195,9 +182,7 @@ def _start(out: Path, size: Size, job: Job, memory: float | None) -> subprocess.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/visual_search"))
     parser.add_argument("--tiny", action="store_true", help="small enough for two cores")
     parser.add_argument("--seeds", type=int, default=3)

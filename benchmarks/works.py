@@ -69,8 +69,7 @@ def write_rows(folder: Path, model: str, work: Work, steps: int) -> Path:
         noise = (_noise(rng, work["side"]) for _ in range(pictures))
         list(threads.map(save, range(pictures), noise))
     rows = [
-        {"problem": f"<image>{text}", "answer": "1", "images": [f"{index % pictures}.png"]}
-        for index in range(count)
+        {"problem": f"<image>{text}", "answer": "1", "images": [f"{index % pictures}.png"]} for index in range(count)
     ]
     path = folder / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -130,11 +129,7 @@ def machine() -> dict[str, str]:
         device = {"device": torch.cuda.get_device_name(), "card": card}
     else:
         device = {"device": f"CPU, {torch.get_num_threads()} threads"}
-    return {
-        **device,
-        "python": platform.python_version(),
-        **{name: found[name] for name in LIBRARIES if name in found},
-    }
+    return {**device, "python": platform.python_version(), **{name: found[name] for name in LIBRARIES if name in found}}
 
 
 def gpu_peak_gib() -> float | None:

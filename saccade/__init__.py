@@ -69,12 +69,7 @@ def reward_model(config: Source, *overrides: str) -> dict[str, Any]:
     return recipe.run(load_config(config, *overrides))
 
 
-def evaluate(
-    config: Source,
-    *overrides: str,
-    out: str | Path | None = None,
-    rescore: str | Path | None = None,
-) -> Any:
+def evaluate(config: Source, *overrides: str, out: str | Path | None = None, rescore: str | Path | None = None) -> Any:
     """Score the validation sets, or score the saved responses of `rescore` again."""
     folders = {"out": out and Path(out), "rescore": rescore and Path(rescore)}
     return _recipe("evaluate").run(load_config(config, *overrides), **folders)
@@ -85,9 +80,7 @@ def generate(config: Source, *overrides: str) -> Any:
     return _recipe("generate").run(load_config(config, *overrides))
 
 
-def quickstart(
-    out: str | Path = "runs/quickstart", seed: int = 0, quick: bool = False
-) -> dict[str, Any]:
+def quickstart(out: str | Path = "runs/quickstart", seed: int = 0, quick: bool = False) -> dict[str, Any]:
     """A tiny model learns to count: demonstrations, reinforcement learning, evaluation, report."""
     recipe = import_module("saccade.plugins.quickstart.quickstart")
     return recipe.run(Path(out), seed=seed, quick=quick)

@@ -30,9 +30,7 @@ from saccade.models.families import Family
 from saccade.models.files import LISTING, STATE, checksum, damaged, listing
 
 # Files of a model folder that a checkpoint makes anew.
-OWN_FILES = re.compile(
-    r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$"
-)
+OWN_FILES = re.compile(r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$")
 # What reads pictures: a file of its own, or a part of that of the whole processor.
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 HASHED_UP_TO = 64 << 20  # larger files of its state are compared by size
@@ -94,12 +92,7 @@ def saved_bytes(backend: Trained, parts: Mapping[str, Stateful]) -> int:
 
 
 def _collect(
-    backend: Trained,
-    family: Family,
-    progress: Mapping[str, Any],
-    parts: Mapping[str, Stateful],
-    *,
-    copy: bool,
+    backend: Trained, family: Family, progress: Mapping[str, Any], parts: Mapping[str, Stateful], *, copy: bool
 ) -> Iterator[File]:
     yield from backend.model_files(copy=copy)
     yield "", partial(copy_processor, family)
@@ -169,9 +162,7 @@ def _chosen(folder: Path, resume: str) -> Path | None:
     if resume not in ("auto", "best"):
         path = Path(resume)
         if not is_complete(path):
-            raise ConfigError(
-                f"run.resume={resume}: no complete checkpoint there; use run.resume=auto"
-            )
+            raise ConfigError(f"run.resume={resume}: no complete checkpoint there; use run.resume=auto")
         return path
     steps = complete_steps(folder)
     if not steps and resume == "best":
@@ -184,9 +175,7 @@ def _chosen(folder: Path, resume: str) -> Path | None:
     _require_intact(latest)  # it says which one was best
     best = read_progress(latest).get("best_step")
     if best not in steps:
-        raise ConfigError(
-            "run.resume=best: no validation has named a best checkpoint; use run.resume=auto"
-        )
+        raise ConfigError("run.resume=best: no validation has named a best checkpoint; use run.resume=auto")
     return folder / f"step-{best}"
 
 
@@ -246,9 +235,7 @@ def _require_intact(checkpoint: Path) -> None:
         else "no other checkpoint is whole: start again under another run.name"
     )
     names = ", ".join(str(checkpoint / name) for name in changed)
-    raise EnvironmentProblem(
-        f"{names}: damaged, the content is not what the checkpoint wrote; {remedy}"
-    )
+    raise EnvironmentProblem(f"{names}: damaged, the content is not what the checkpoint wrote; {remedy}")
 
 
 def copy_processor(family: Family, folder: Path) -> None:

@@ -45,23 +45,12 @@ Arguments = Annotated[
     ),
 ]
 DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run", help="Print what was chosen, batch arithmetic and memory, then stop."
-    ),
+    bool, typer.Option("--dry-run", help="Print what was chosen, batch arithmetic and memory, then stop.")
 ]
-Full = Annotated[
-    bool, typer.Option("--full", help="With --dry-run: every option with the value it has.")
-]
-Smoke = Annotated[
-    bool,
-    typer.Option("--smoke", help="Two steps with a tiny model of the same family, on any machine."),
-]
+Full = Annotated[bool, typer.Option("--full", help="With --dry-run: every option with the value it has.")]
+Smoke = Annotated[bool, typer.Option("--smoke", help="Two steps with a tiny model of the same family, on any machine.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Same as run.seed=N.", show_default=False)]
-Out = Annotated[
-    str | None,
-    typer.Option("--out", metavar="DIR", help="Same as run.out=DIR.", show_default=False),
-]
+Out = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Same as run.out=DIR.", show_default=False)]
 Port = Annotated[int, typer.Option(help="Its port; 0: any free one.", min=0, max=65535)]
 NoToken = Annotated[bool, typer.Option("--no-token", help="Serve whoever asks on this machine.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
@@ -91,9 +80,7 @@ def command(
                 show_error("interrupted", interrupt)
                 raise typer.Exit(130) from None
 
-        group.command(name, rich_help_panel=panel, epilog=f"Example: [bold]{example}[/bold]")(
-            guarded
-        )
+        group.command(name, rich_help_panel=panel, epilog=f"Example: [bold]{example}[/bold]")(guarded)
         return function
 
     return register
@@ -101,8 +88,7 @@ def command(
 
 @app.callback(invoke_without_command=True)
 def _start(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     """Fine-tune vision-language models with reinforcement learning.
 
@@ -119,13 +105,9 @@ def _start(
 
 @command("quickstart", panel="Start", example="saccade quickstart --out runs/first")
 def quickstart(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")] = Path(
-        "runs/quickstart"
-    ),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")] = Path("runs/quickstart"),
     seed: Annotated[int, typer.Option(help="Seed of data, weights and sampling.")] = 0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A few steps only, to see that it runs.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps only, to see that it runs.")] = False,
 ) -> None:
     """A tiny vision-language model learns to count, with nothing but a CPU."""
     import_module("saccade.plugins.quickstart.quickstart").run(out, seed=seed, quick=quick)
@@ -165,11 +147,7 @@ def recipe(name: str, example: str, does: str, *, panel: str = "Train") -> None:
 
 
 recipe("rl", "run.yaml train.lr=2e-6 run.max_steps=100", "Train with reinforcement learning.")
-recipe(
-    "sft",
-    "run.yaml data.train=demonstrations.jsonl",
-    "Train on demonstrations (supervised fine-tuning).",
-)
+recipe("sft", "run.yaml data.train=demonstrations.jsonl", "Train on demonstrations (supervised fine-tuning).")
 recipe(
     "dpo",
     "run.yaml data.train=pairs.jsonl dpo.beta=0.1",
@@ -186,23 +164,18 @@ recipe(
 
 
 @command(
-    "eval",
-    panel="Use",
-    example="saccade eval run.yaml data.val=test.jsonl model.path=runs/run/checkpoints/step-100",
+    "eval", panel="Use", example="saccade eval run.yaml data.val=test.jsonl model.path=runs/run/checkpoints/step-100"
 )
 def evaluate(
     arguments: Arguments = None,
     rescore: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Score the responses of an earlier samples.jsonl again."),
+        Path | None, typer.Option(metavar="FILE", help="Score the responses of an earlier samples.jsonl again.")
     ] = None,
     dry_run: DryRun = False,
     full: Full = False,
     smoke: Smoke = False,
     seed: Seed = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for results.json and samples.jsonl.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for results.json and samples.jsonl.")] = None,
 ) -> None:
     """Measure a model on the sets of data.val."""
     more = {"out": out, "rescore": rescore}
@@ -224,15 +197,10 @@ def chat(
         bool, typer.Option("--greedy", help="Always the likeliest token; else rollout.temperature.")
     ] = False,
     batch: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Answer a JSON list of conversations, all at once."),
+        Path | None, typer.Option(metavar="FILE", help="Answer a JSON list of conversations, all at once.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where --batch writes; else to the screen.")
-    ] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="An OpenAI-compatible endpoint and a page to chat.")
-    ] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where --batch writes; else to the screen.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="An OpenAI-compatible endpoint and a page to chat.")] = False,
     host: Annotated[str, typer.Option(help="Address that --serve listens on.")] = "127.0.0.1",
     port: Port = 8000,
     no_token: NoToken = False,
@@ -279,9 +247,7 @@ def serve_reward(
     recipe.serve(read_config(arguments or []), host=host, port=port, token=not no_token)
 
 
-@command(
-    "export", panel="Use", example="saccade export runs/run/checkpoints/step-100 --out my-model"
-)
+@command("export", panel="Use", example="saccade export runs/run/checkpoints/step-100 --out my-model")
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
@@ -310,17 +276,10 @@ def inspect_data(
         bool, typer.Option("--headers-only", help="Read image headers instead of all pixels.")
     ] = False,
     workers: Annotated[int, typer.Option(help="Threads that decode images.", min=1)] = 2,
-    fix: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the good rows as canonical JSONL.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the whole report as JSON.")
-    ] = None,
+    fix: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the good rows as canonical JSONL.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the whole report as JSON.")] = None,
     reads: Annotated[
-        str | None,
-        typer.Option(
-            "--for", metavar="COMMAND", help="Also what rl, sft, dpo or reward-model drop."
-        ),
+        str | None, typer.Option("--for", metavar="COMMAND", help="Also what rl, sft, dpo or reward-model drop.")
     ] = None,
 ) -> None:
     """Look at every row and image of a data set and list what is wrong, row by row."""
@@ -352,15 +311,9 @@ def inspect_data(
 @command("estimate", panel="Look", example="saccade estimate run.yaml --device H100")
 def estimate(
     arguments: Arguments = None,
-    device: Annotated[
-        str | None, typer.Option(help="H200, A100, RTX 4090 …; else this machine's.")
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(help="Length of a prompt; else that of the data.", min=1)
-    ] = None,
-    image: Annotated[
-        str | None, typer.Option(metavar="WxH", help="Size of the picture in each prompt.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="H200, A100, RTX 4090 …; else this machine's.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Length of a prompt; else that of the data.", min=1)] = None,
+    image: Annotated[str | None, typer.Option(metavar="WxH", help="Size of the picture in each prompt.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a step of `rl` takes: memory by item, time by phase. Nothing is loaded or trained."""
@@ -377,9 +330,7 @@ def estimate(
 @command("doctor", panel="Look", example="saccade doctor --model models/Qwen2.5-VL-3B-Instruct")
 def doctor(
     arguments: Arguments = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Same as model.path=FOLDER.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="FOLDER", help="Same as model.path=FOLDER.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What is missing or does not fit: packages, devices, engines, disk, and a model in full."""
@@ -390,9 +341,7 @@ def doctor(
 
 @command("algorithms", panel="Look", example="saccade algorithms dapo")
 def algorithms(
-    name: Annotated[
-        str | None, typer.Argument(help="One preset in full.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="One preset in full.", show_default=False)] = None,
 ) -> None:
     """List the algorithm presets, or explain one: its parts, its formula, its paper."""
     from saccade.algorithms.describe import explain

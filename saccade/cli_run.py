@@ -64,9 +64,7 @@ def run_recipe(
         if smoke:  # of an earlier one, so that it can be repeated
             shutil.rmtree(Path(config.run.out) / config.run.name, ignore_errors=True)
         if name == "rl":  # refuses what does not fit
-            more = {
-                "preflight": import_module("saccade.plugins.estimate.estimate_command").preflight
-            }
+            more = {"preflight": import_module("saccade.plugins.estimate.estimate_command").preflight}
         import_module(f"saccade.{MODULES[name]}").run(config, **(more or {}))
 
 
@@ -111,10 +109,7 @@ def config_files(arguments: Sequence[str]) -> list[str]:
 
 def as_override(key: str, arguments: Sequence[str] | None) -> list[str]:
     """`check-data train.jsonl` means `check-data data.train=train.jsonl`."""
-    return [
-        item if "=" in item or item.endswith((".yaml", ".yml")) else f"{key}={item}"
-        for item in arguments or ()
-    ]
+    return [item if "=" in item or item.endswith((".yaml", ".yml")) else f"{key}={item}" for item in arguments or ()]
 
 
 def _print_plan(config: Config, name: str, *, full: bool) -> None:
@@ -130,10 +125,7 @@ def _print_plan(config: Config, name: str, *, full: bool) -> None:
         from saccade.rewards.resolve import resolve_recipes
 
         resolve_recipes(  # refuses unknown verifiers
-            config.reward,
-            prompt_format=config.prompt.format,
-            max_tokens=config.rollout.max_tokens,
-            overlong=None,
+            config.reward, prompt_format=config.prompt.format, max_tokens=config.rollout.max_tokens, overlong=None
         )
     tree = _read_by(name, config.model_dump(mode="json", exclude_unset=not full))
     if full and algorithm is not None:

@@ -48,9 +48,7 @@ def plain(value: Any) -> Any:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def encode(
-    value: Any, arrays: Arrays | None = None, *, known: Container[str] = (), name: str = "0"
-) -> Any:
+def encode(value: Any, arrays: Arrays | None = None, *, known: Container[str] = (), name: str = "0") -> Any:
     """A record, or a tuple of them, as JSON data; `name` begins the names of its arrays. The reader
     has the files of the hashes in `known`, so they are not added; without `arrays` none is.
     """
@@ -117,11 +115,7 @@ Reader = Callable[[Any, _Store], Any]
 
 
 def decode(
-    kind: Any,
-    row: Any,
-    arrays: Mapping[str, np.ndarray] = NO_ARRAYS,
-    *,
-    known: Mapping[str, Media] = NO_MEDIA,
+    kind: Any, row: Any, arrays: Mapping[str, np.ndarray] = NO_ARRAYS, *, known: Mapping[str, Media] = NO_MEDIA
 ) -> Any:
     """The record of this type, or tuple of records. Raises ValueError where the data is not one,
     and `MissingFile`.

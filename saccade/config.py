@@ -30,18 +30,8 @@ from saccade.schema.section import WORDS, about
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "rl": {"train.lr": 1e-6},
-    "sft": {
-        "train.epochs": 2.0,
-        "train.lr": 5e-6,
-        "train.schedule": "cosine_with_min_lr",
-        "train.warmup": 0.03,
-    },
-    "dpo": {
-        "train.lr": 1e-5,
-        "train.schedule": "cosine_with_min_lr",
-        "train.warmup": 0.03,
-        "dpo.max_tokens": 512,
-    },
+    "sft": {"train.epochs": 2.0, "train.lr": 5e-6, "train.schedule": "cosine_with_min_lr", "train.warmup": 0.03},
+    "dpo": {"train.lr": 1e-5, "train.schedule": "cosine_with_min_lr", "train.warmup": 0.03, "dpo.max_tokens": 512},
     "reward-model": {
         "train.lr": 9e-6,
         "train.schedule": "cosine_with_min_lr",
@@ -80,9 +70,7 @@ REPLACES = {
 
 
 def load(
-    source: str | Path | Mapping[str, Any] | Config | None,
-    overrides: Sequence[str] = (),
-    command: str | None = None,
+    source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = (), command: str | None = None
 ) -> Config:
     """YAML file, mapping or config plus `section.key=value` overrides: checked and complete, with
     the defaults of the command and of the preset. `key=` and `key=null` take an option of the file
@@ -169,8 +157,7 @@ def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, A
     if not isinstance(written, dict):
         kind = type(written).__name__
         raise ConfigError(
-            f"{path} must hold sections such as 'model:' and 'data:', not a {kind}; "
-            f"rows are given as data.train={path}"
+            f"{path} must hold sections such as 'model:' and 'data:', not a {kind}; rows are given as data.train={path}"
         )
     return _read(written)
 
@@ -229,9 +216,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     for name in parents:
         child = tree.get(name)
         if not isinstance(child, dict):
-            child = tree[name] = (
-                {} if not isinstance(child, Section) else child.model_dump(exclude_unset=True)
-            )
+            child = tree[name] = {} if not isinstance(child, Section) else child.model_dump(exclude_unset=True)
         tree = child
     tree[leaf] = value
 
@@ -250,9 +235,7 @@ def _full_key(key: str) -> str:
     known = dict(options())
     for name, field in known.items():
         if key.startswith(f"{name}.") and getattr(field.annotation, "__origin__", None) is not dict:
-            raise ConfigError(
-                f"{key}: {name} is set as a whole; write {name}=VALUE{_example(name)}"
-            )
+            raise ConfigError(f"{key}: {name} is set as a whole; write {name}=VALUE{_example(name)}")
     if "." in key or key in Config.model_fields:
         return key
     # Not deeper ones: `lr` is the policy's, whatever else has a learning rate.
@@ -321,11 +304,7 @@ def unknown_key(key: str) -> str:
     entry = _entry(above)
     if entry is not None:
         meant = difflib.get_close_matches(leaf, entry.model_fields, n=1)
-        known = (
-            f"did you mean {meant[0]!r}?"
-            if meant
-            else f"expected one of {', '.join(entry.model_fields)}"
-        )
+        known = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(entry.model_fields)}"
         return f"unknown key {key!r}; {known}"
     if renamed := renamed_to(key):
         return f"unknown key {key!r}; {renamed}"

@@ -66,9 +66,7 @@ def named(name: str) -> Device | None:
     words = _words(name)
     for known, memory, tflops, bandwidth in TABLE:
         if _words(known) <= words and not words & OTHER_CHIPS:
-            return Device(
-                name=name, memory=memory, tflops=float(tflops), bandwidth=float(bandwidth)
-            )
+            return Device(name=name, memory=memory, tflops=float(tflops), bandwidth=float(bandwidth))
     return None
 
 
@@ -126,9 +124,7 @@ GROUPS = (
 )
 
 
-def left_in_groups(
-    own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> Iterator[int]:
+def left_in_groups(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
     """What each limit leaves that a container or a scheduler has set; the machine's own numbers do
     not show it.
     """
@@ -184,9 +180,7 @@ def present(wanted: str = "auto") -> Device:
     import torch
 
     if wanted == "cpu" or not torch.cuda.is_available():
-        return Device(
-            name="CPU", memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        )
+        return Device(name="CPU", memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
     name = torch.cuda.get_device_name()
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     return replace(named(name) or Device(name=name, memory=memory), memory=memory)

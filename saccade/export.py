@@ -18,11 +18,7 @@ ADAPTER = "adapter"  # folder of `models/lora.py`, inside a checkpoint
 
 
 def export(
-    checkpoint: str | Path,
-    out: str | Path,
-    dtype: str | None = None,
-    verify: bool = True,
-    adapter_only: bool = False,
+    checkpoint: str | Path, out: str | Path, dtype: str | None = None, verify: bool = True, adapter_only: bool = False
 ) -> Path:
     """`checkpoint` is a step folder or a run folder (its latest checkpoint). Logits of both are
     compared. Adapters come along as they were trained, or are all that is written.

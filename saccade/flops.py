@@ -118,15 +118,11 @@ def training_of(model: Any, trained: Mapping[str, int], tower_of: Callable[[str]
     )
 
 
-def _reach(
-    tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of: Callable[[str], str]
-) -> float:
+def _reach(tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of: Callable[[str], str]) -> float:
     """Share of the layers of a tower that a gradient passes: from the lowest trained one on, or all
     where something before them is trained.
     """
-    inside, learning = (
-        [name for name in names if tower_of(name) == tower] for names in (matrices, trained)
-    )
+    inside, learning = ([name for name in names if tower_of(name) == tower] for names in (matrices, trained))
     count = max((int(n[1]) for n in map(NUMBERED.search, inside) if n), default=-1) + 1
     lowest = min((int(n[1]) for n in map(NUMBERED.search, learning) if n), default=count)
     before = [name for name in learning if not NUMBERED.search(name)]  # a stem
@@ -138,14 +134,7 @@ def _reach(
 # -- one forward -----------------------------------------------------------------------------------
 
 
-def forward(
-    shape: Shape,
-    batch: Batch,
-    *,
-    head: bool = True,
-    media: bool = True,
-    training: Training = FULL,
-) -> Work:
+def forward(shape: Shape, batch: Batch, *, head: bool = True, media: bool = True, training: Training = FULL) -> Work:
     """A forest, its media and the logits at its reads."""
     return count(
         shape,
@@ -157,18 +146,12 @@ def forward(
 
 
 def count(
-    shape: Shape,
-    *,
-    depths: np.ndarray,
-    reads: int,
-    media: Sequence[MediaSpan] = (),
-    training: Training = FULL,
+    shape: Shape, *, depths: np.ndarray, reads: int, media: Sequence[MediaSpan] = (), training: Training = FULL
 ) -> Work:
     """`depths`: how many tokens each token sees before itself."""
     text, tokens, seen = shape.text, len(depths), depths + 1
     pairs = {
-        window: float((seen if window is None else np.minimum(seen, window)).sum())
-        for window in set(shape.windows)
+        window: float((seen if window is None else np.minimum(seen, window)).sum()) for window in set(shape.windows)
     }
     work = Work(
         {
@@ -200,8 +183,7 @@ def encode(shape: Shape, media: Iterable[MediaSpan], training: Training = FULL) 
                 f"{sense}/layers": 2.0 * tokens * stack.weights,
                 f"{sense}/attention": stack.pair_flops * pairs,
                 f"{sense}/projector": 2.0 * span.length * tower.projector,
-                "adapters": 2.0 * tokens * adapters.get(sense, 0)
-                + 2.0 * span.length * adapters.get("projector", 0),
+                "adapters": 2.0 * tokens * adapters.get(sense, 0) + 2.0 * span.length * adapters.get("projector", 0),
             }
         )
     return work
@@ -256,8 +238,7 @@ def backward(work: Work, training: Training) -> float:
     total = 2.0 * work["adapters"]
     for sense in SENSES:
         inputs, stem, layers, attention, projector = (
-            work[f"{sense}/{part}"]
-            for part in ("inputs", "stem", "layers", "attention", "projector")
+            work[f"{sense}/{part}"] for part in ("inputs", "stem", "layers", "attention", "projector")
         )
         if not frozen[sense]:
             total += training.learns(sense) * (inputs + 2 * stem + layers)
@@ -354,13 +335,7 @@ def generation(
         # Those that go on are the neighbours that read together.
         contexts += start * sum(sorted(steps, reverse=True)[::together])
     none = np.zeros(0, np.int64)
-    prefill = count(
-        shape,
-        depths=np.concatenate([none, *given]),
-        reads=prompts,
-        media=media,
-        training=training,
-    )
+    prefill = count(shape, depths=np.concatenate([none, *given]), reads=prompts, media=media, training=training)
     # The first logits of a member came with the prompt, and were shared.
     later = sum(sampled) - len(drawn)
     decode = count(shape, depths=np.concatenate([none, *drawn]), reads=later, training=training)

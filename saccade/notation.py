@@ -23,11 +23,7 @@ FLOAT = re.compile(
     re.VERBOSE,
 )
 TRUTH = re.compile(r"(?:true|True|TRUE|false|False|FALSE)$")
-OURS = (
-    ("bool", TRUTH, "tTfF"),
-    ("int", INTEGER, "-+0123456789"),
-    ("float", FLOAT, "-+.0123456789"),
-)
+OURS = (("bool", TRUTH, "tTfF"), ("int", INTEGER, "-+0123456789"), ("float", FLOAT, "-+.0123456789"))
 REPLACED = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp")}
 
 
@@ -45,10 +41,7 @@ class Reader(yaml.SafeLoader):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise yaml.constructor.ConstructorError(
-                None,
-                None,
-                f"{', '.join(twice)} is there twice; put all of it in one place",
-                node.start_mark,
+                None, None, f"{', '.join(twice)} is there twice; put all of it in one place", node.start_mark
             )
         return super().construct_mapping(node, deep=deep)
 
@@ -80,8 +73,7 @@ NAMES = {
     "run.name": "experiment_name run_name exp_name",
     "run.out": "output_dir save_path ckpt_path save_checkpoint_path default_local_dir",
     "run.max_steps": "total_training_steps num_steps",
-    "run.resume": "resume_from_checkpoint load_checkpoint_path load_checkpoint resume_mode "
-    "find_last_checkpoint",
+    "run.resume": "resume_from_checkpoint load_checkpoint_path load_checkpoint resume_mode find_last_checkpoint",
     "model.path": "model_name_or_path model_path pretrain model_name",
     "model.dtype": "torch_dtype bf16 param_dtype",
     "model.train": "freeze_vision_tower freeze_vision_modules freeze_prefix freeze load_in_4bit",
@@ -105,8 +97,7 @@ NAMES = {
     "vllm_tensor_parallel_size engine_tp_size",
     "rollout.memory_share": "gpu_memory_utilization vllm_gpu_memory_utilization engine_mem_util",
     "rollout.max_sequences": "max_num_seqs",
-    "rollout.max_tokens": "max_new_tokens max_completion_length max_response_length "
-    "generate_max_len response_length",
+    "rollout.max_tokens": "max_new_tokens max_completion_length max_response_length generate_max_len response_length",
     "env.max_turns": "max_generation_round",
     "env.coordinates": "use_relative_coordinates",
     "reward.terms": "reward_funcs reward_function reward_function_kwargs score_function reward_fn "
@@ -144,8 +135,7 @@ NAMES = {
     "train.weight_decay": "l2",
     "train.prompts_per_step": "batch_size rollout_batch_size data.train_batch_size",
     "train.samples_per_prompt": "num_generations group_size n n_samples_per_prompt num_samples",
-    "train.updates_per_step": "global_batch_size mini_batch_size ppo_mini_batch_size "
-    "train_batch_size",
+    "train.updates_per_step": "global_batch_size mini_batch_size ppo_mini_batch_size train_batch_size",
     "train.epochs_per_batch": "num_iterations ppo_epochs num_ppo_epochs max_epochs",
     "train.epochs": "num_train_epochs total_epochs num_episodes total_episodes num_epochs",
     "train.micro_tokens": "per_device_train_batch_size micro_batch_size micro_train_batch_size "
@@ -154,8 +144,7 @@ NAMES = {
     "ppo_max_token_len_per_gpu log_prob_micro_batch_size_per_gpu",
     "train.aux_coef": "aux_loss_coef router_aux_loss_coef",
     "train.schedule": "lr_scheduler_type lr_scheduler warmup_style",
-    "train.warmup": "warmup_ratio warmup_steps lr_warmup_ratio lr_warmup_steps "
-    "lr_warmup_steps_ratio",
+    "train.warmup": "warmup_ratio warmup_steps lr_warmup_ratio lr_warmup_steps lr_warmup_steps_ratio",
     "train.betas": "adam_beta1 adam_beta2 adam_betas",
     "train.grad_norm": "max_grad_norm max_norm grad_clip",
     "sft.max_tokens": "max_seq_length max_length max_len cutoff_len",

@@ -64,11 +64,7 @@ class Channel:
         self._rest = bytearray()
 
     def send(
-        self,
-        row: Mapping[str, Any],
-        arrays: Mapping[str, np.ndarray] = NO_ARRAYS,
-        *,
-        seconds: float | None = None,
+        self, row: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = NO_ARRAYS, *, seconds: float | None = None
     ) -> None:
         """TimeoutError where the other side does not read; it cannot be used after that."""
         block = pack(row, arrays)
@@ -226,9 +222,7 @@ def show_output(pipe: IO[bytes], who: str) -> threading.Thread:
 @cache
 def _say_enough(who: str) -> None:
     logging.getLogger("saccade").warning(
-        "%s printed more than %d kB; of each of its processes only that much is shown",
-        who,
-        SHOWN >> 10,
+        "%s printed more than %d kB; of each of its processes only that much is shown", who, SHOWN >> 10
     )
 
 

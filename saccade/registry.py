@@ -62,9 +62,7 @@ class Table(MutableMapping[str, Row]):
     makes a row of what a package registered, such as a plain function.
     """
 
-    def __init__(
-        self, name: str, rows: Mapping[str, Row], adapt: Callable[[str, Any], Row] | None = None
-    ) -> None:
+    def __init__(self, name: str, rows: Mapping[str, Row], adapt: Callable[[str, Any], Row] | None = None) -> None:
         self.name, self._rows, self._adapt = name, dict(rows), adapt
 
     def __getitem__(self, key: str) -> Row:
@@ -104,6 +102,5 @@ def _load(table: str, found: EntryPoint) -> Any:
     except Exception as error:
         who = f" of the package {found.dist.name}" if found.dist else ""
         raise EnvironmentProblem(
-            f"{table} {found.name!r}{who}: {found.value} cannot be imported: "
-            f"{type(error).__name__}: {error}"
+            f"{table} {found.name!r}{who}: {found.value} cannot be imported: {type(error).__name__}: {error}"
         ) from error

@@ -108,15 +108,9 @@ def shape_of(model: Any, tower_of: Callable[[str], str]) -> Shape:
             chosen=getattr(text, "num_experts_per_tok", None) or 1,
         ),
         vocabulary=text.vocab_size,
-        windows=tuple(
-            window if kind == "sliding_attention" else None for kind in kinds[: len(layers["llm"])]
-        ),
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds[: len(layers["llm"])]),
         queries_per_key=heads // key_heads,
-        senses={
-            sense: _sense(sense, layers[sense], model, tower_of)
-            for sense in SENSES
-            if sense in layers
-        },
+        senses={sense: _sense(sense, layers[sense], model, tower_of) for sense in SENSES if sense in layers},
     )
 
 
@@ -141,10 +135,7 @@ def _stack(layers: list[Any], hidden: int, **widths: float) -> Stack:
     """The mean of the layers; `widths` are known from the config."""
     rows = [_layer(layer, hidden) for layer in layers]
     # Where some layers have no experts, an expert is still as large as one.
-    mean = {
-        name: (max if name.startswith("expert_") else fmean)(row[name] for row in rows)
-        for name in rows[0]
-    }
+    mean = {name: (max if name.startswith("expert_") else fmean)(row[name] for row in rows) for name in rows[0]}
     chosen = widths.pop("chosen", 0) * fmean(row["experts"] > 0 for row in rows)
     return Stack(layers=len(layers), hidden=hidden, **(mean | widths), chosen=chosen)
 

@@ -59,9 +59,7 @@ def bootstrap_mean(
     rng = np.random.default_rng(seed)
     chunk = max(1, INDICES_AT_ONCE // len(means))
     sizes = [min(chunk, resamples - start) for start in range(0, resamples, chunk)]
-    resampled = [
-        means[rng.integers(len(means), size=(size, len(means)))].mean(axis=1) for size in sizes
-    ]
+    resampled = [means[rng.integers(len(means), size=(size, len(means)))].mean(axis=1) for size in sizes]
     tail = 50 * (1 - _checked(confidence))
     low, high = np.percentile(np.concatenate(resampled), [tail, 100 - tail])
     return Interval(float(low), float(high))
@@ -78,11 +76,7 @@ def mean_interval(values_per_item: Values, confidence: float = 0.95, seed: int =
 
 
 def paired_difference(
-    before: Values,
-    after: Values,
-    resamples: int = 10_000,
-    seed: int = 0,
-    confidence: float = 0.95,
+    before: Values, after: Values, resamples: int = 10_000, seed: int = 0, confidence: float = 0.95
 ) -> Difference:
     """Mean of after - before over the same items, with its bootstrap interval."""
     first, second = item_means(before), item_means(after)
@@ -130,16 +124,14 @@ def avg_at_k(scores_per_item: Values) -> float:
 
 
 def maj_at_k(
-    answers_per_item: Sequence[Sequence[Hashable | None]],
-    scores_per_item: Sequence[Sequence[float]],
+    answers_per_item: Sequence[Sequence[Hashable | None]], scores_per_item: Sequence[Sequence[float]]
 ) -> float:
     """Mean score of the commonest answer; None does not vote. Tied answers share the vote."""
     return float(majority_scores(answers_per_item, scores_per_item).mean())
 
 
 def majority_scores(
-    answers_per_item: Sequence[Sequence[Hashable | None]],
-    scores_per_item: Sequence[Sequence[float]],
+    answers_per_item: Sequence[Sequence[Hashable | None]], scores_per_item: Sequence[Sequence[float]]
 ) -> np.ndarray:
     """Score of the commonest answer of each item, for an interval around maj@k."""
     pairs = zip(answers_per_item, scores_per_item, strict=True)
@@ -165,9 +157,7 @@ def _majority_score(answers: Sequence[Hashable | None], scores: Sequence[float])
     if not votes:
         return 0.0
     most = max(votes.values())
-    winning = [
-        score for answer, score in zip(answers, scores, strict=True) if votes.get(answer) == most
-    ]
+    winning = [score for answer, score in zip(answers, scores, strict=True) if votes.get(answer) == most]
     return float(np.mean(winning))
 
 

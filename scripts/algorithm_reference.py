@@ -87,8 +87,7 @@ def entries(table: Mapping[str, Entry], heading: str) -> Iterator[str]:
     yield "|---|---|---|"
     for name, entry in table.items():
         options = ", ".join(
-            f"`{option}`" + ("" if value is None else f" {shown(value)}")
-            for option, value in entry.options.items()
+            f"`{option}`" + ("" if value is None else f" {shown(value)}") for option, value in entry.options.items()
         )
         yield cells(f"`{name}`", entry.formula, options)
 

@@ -27,10 +27,7 @@ UNEQUAL = ("time", "mem/", "perf/", "host", "group/live_frac", "group/rollouts_p
 UNEQUAL += ("group/side_signal_frac",)
 RUN = {"run.max_steps": 5, "run.device": "cpu", "run.seed": 7, "track.tensorboard": False}
 COLOURS = {"red": "blue", "blue": "red"}
-CROPS = (
-    "[0, 0, 0.5, 0.5], 'source': 'original_image'",
-    "[0, 0, 1, 0.5], 'source': 'observation_1'",
-)
+CROPS = ("[0, 0, 0.5, 0.5], 'source': 'original_image'", "[0, 0, 1, 0.5], 'source': 'observation_1'")
 
 
 def rows_of(folder: Path) -> None:
@@ -40,9 +37,7 @@ def rows_of(folder: Path) -> None:
     scenes = counting.counting_split(24, seed=24, colours=tuple(COLOURS))
     counting.write_jsonl(scenes, folder, name="train")
     counting.write_jsonl([counting.demonstrated(s) for s in scenes], folder, name="shown")
-    single = counting.counting_split(
-        24, seed=5, colours=tuple(COLOURS), counts=(1, 1), radius=(16, 20)
-    )
+    single = counting.counting_split(24, seed=5, colours=tuple(COLOURS), counts=(1, 1), radius=(16, 20))
     drawn = counting.write_jsonl(single, folder, name="single").read_text().splitlines()
     pairs = []
     for scene in map(json.loads, drawn):
@@ -120,10 +115,7 @@ def algorithms() -> dict[str, Any]:
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         if path.read_text(encoding="utf-8").startswith("# saccade rl "):
             sources[f"configs/{path.name}"] = path
-    return {
-        name: from_config(load(source, command="rl")).model_dump(mode="json")
-        for name, source in sources.items()
-    }
+    return {name: from_config(load(source, command="rl")).model_dump(mode="json") for name, source in sources.items()}
 
 
 def record() -> dict[str, Any]:

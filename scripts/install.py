@@ -21,9 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-SITE = Path(
-    sysconfig.get_path("purelib", "posix_prefix", {"base": str(VENV), "platbase": str(VENV)})
-)
+SITE = Path(sysconfig.get_path("purelib", "posix_prefix", {"base": str(VENV), "platbase": str(VENV)}))
 LENT = SITE / "lent-packages.pth"
 SOURCE = SITE / "saccade-source.pth"
 FOUNDATION = {"torch", "transformers"}
@@ -70,9 +68,7 @@ def install(extras):
         pip("-c", str(lent_constraints()), *map(str, missing))
     SOURCE.write_text(f"{ROOT}\n")
     script = VENV / "bin" / "saccade"
-    script.write_text(
-        f"#!{PYTHON}\nfrom saccade.cli import main\n\nif __name__ == '__main__':\n    main()\n"
-    )
+    script.write_text(f"#!{PYTHON}\nfrom saccade.cli import main\n\nif __name__ == '__main__':\n    main()\n")
     script.chmod(0o755)
 
 

@@ -113,9 +113,7 @@ def rl_config(scenes: Path, word_model: str) -> Callable[..., dict[str, Any]]:
             "prompt.format": "direct",
             "prompt.instruction": "",
             "rollout.max_tokens": 6,
-            "reward.terms": [
-                {"verifier": "count", "args": {"order": ["last_number"], "tolerance": 1}}
-            ],
+            "reward.terms": [{"verifier": "count", "args": {"order": ["last_number"], "tolerance": 1}}],
             "train.prompts_per_step": 4,
             "train.samples_per_prompt": 4,
             "train.lr": 5e-3,
@@ -247,9 +245,7 @@ def stock(family_of: Callable[[str], Family]) -> Callable[..., Any]:
 
         family = family_of(name)
         auto = getattr(transformers, family.spec.auto_class)
-        model = auto.from_pretrained(
-            family.path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        )
+        model = auto.from_pretrained(family.path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         return model.eval()
 
     return loaded
@@ -309,21 +305,14 @@ def grow(image: Callable[..., Media]) -> Callable[..., Group]:
         for _ in range(depth):
             shown = pictures(1) if images and leaf_images and rng.random() < 0.5 else []
             pool = [
-                [*piece(Source.POLICY, ()), *piece(Source.OBSERVATION, shown)]
-                for _ in range(int(rng.integers(1, 3)))
+                [*piece(Source.POLICY, ()), *piece(Source.OBSERVATION, shown)] for _ in range(int(rng.integers(1, 3)))
             ]
             if shown:  # equal ids, another picture
                 other = image(shown[0].width, shown[0].height, 7)
                 pool.append([(i, s, other if m else None) for i, s, m in pool[0]])
-            members = [
-                m if rng.random() < 0.2 else [*m, *pool[int(rng.integers(len(pool)))]]
-                for m in members
-            ]
+            members = [m if rng.random() < 0.2 else [*m, *pool[int(rng.integers(len(pool)))]] for m in members]
         members = [[*m, *piece(Source.POLICY, ())] if rng.random() < 0.8 else m for m in members]
-        members = [
-            m if any(s == Source.POLICY for _, s, _ in m) else [*m, *piece(Source.POLICY, ())]
-            for m in members
-        ]
+        members = [m if any(s == Source.POLICY for _, s, _ in m) else [*m, *piece(Source.POLICY, ())] for m in members]
         if size > 2:
             members[1] = members[0]  # an exact duplicate
             members[2] = [*members[0], *piece(Source.POLICY, ())]  # one that goes on where it ends
@@ -337,9 +326,7 @@ def grow(image: Callable[..., Media]) -> Callable[..., Group]:
 Pieces = list[tuple[int, int, "Media | None"]]  # id, source, the picture that starts here
 
 
-def text(
-    family: Family, rng: np.random.Generator, length: int, source: int, pictures: Sequence[Media]
-) -> Pieces:
+def text(family: Family, rng: np.random.Generator, length: int, source: int, pictures: Sequence[Media]) -> Pieces:
     pieces: Pieces = [(int(i), source, None) for i in rng.integers(0, 200, length)]
     for picture in pictures:
         _, tokens = family.measure(picture)
@@ -350,9 +337,7 @@ def text(
     return pieces
 
 
-def to_trajectory(
-    family: Family, pieces: Pieces, uid: str, repeat: int, rng: np.random.Generator
-) -> Trajectory:
+def to_trajectory(family: Family, pieces: Pieces, uid: str, repeat: int, rng: np.random.Generator) -> Trajectory:
     sources = np.array([s for _, s, _ in pieces], np.int8)
     policy = sources == Source.POLICY
     spans = []

@@ -44,13 +44,7 @@ def serving(model: Any, family: Family, *, token: str = TOKEN) -> Iterator[Endpo
         return ask(requests, stream=stream)
 
     hub.ask = counted  # type: ignore[method-assign]
-    served = Served(
-        family=family,
-        model="tiny",
-        sampling=Sampling(max_tokens=64),
-        data=DataConfig(),
-        logprobs=True,
-    )
+    served = Served(family=family, model="tiny", sampling=Sampling(max_tokens=64), data=DataConfig(), logprobs=True)
     driver = threading.Thread(target=hub.run)
     driver.start()
     with running(chat_app(hub, served, token=token), "127.0.0.1", 0) as address:
@@ -62,9 +56,7 @@ def serving(model: Any, family: Family, *, token: str = TOKEN) -> Iterator[Endpo
             driver.join()
 
 
-def call(
-    address: str, method: str, path: str, body: Any = None, **headers: str
-) -> tuple[int, Message, bytes]:
+def call(address: str, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Message, bytes]:
     """Status, headers and body of a reply. Headers are written with _ for -; an empty one is left
     out."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
@@ -93,15 +85,9 @@ def chat_answer(text: str, **more: Any) -> Says:
 
 
 @contextmanager
-def scripted(
-    script: Sequence[Says] | Callable[[dict[str, Any]], Says], *, port: int = 0
-) -> Iterator[Endpoint]:
+def scripted(script: Sequence[Says] | Callable[[dict[str, Any]], Says], *, port: int = 0) -> Iterator[Endpoint]:
     """Answers request after request from the script, or by a function of its body."""
-    endpoint, lines, lock = (
-        Endpoint(url=""),
-        iter(() if callable(script) else script),
-        threading.Lock(),
-    )
+    endpoint, lines, lock = (Endpoint(url=""), iter(() if callable(script) else script), threading.Lock())
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -147,8 +133,7 @@ def shown_to_judge(body: dict[str, Any]) -> tuple[str, str]:
     content = body["messages"][0]["content"]
     text = content if isinstance(content, str) else content[-1]["text"]
     return tuple(  # type: ignore[return-value]
-        text.partition(f"<{tag}>\n")[2].partition(f"\n</{tag}>")[0]
-        for tag in ("reference", "answer-to-grade")
+        text.partition(f"<{tag}>\n")[2].partition(f"\n</{tag}>")[0] for tag in ("reference", "answer-to-grade")
     )
 
 

@@ -27,9 +27,7 @@ def random_forest(rng: np.random.Generator, trees: int = 3) -> tuple[np.ndarray,
 def qkv(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     shapes = [(tokens, heads, size), (tokens, key_heads, size), (tokens, key_heads, size)]
-    return [
-        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
-    ]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
 
 
 def naive(starts, parents, q, k, v, scale: float, window: int | None) -> torch.Tensor:
@@ -74,9 +72,7 @@ def test_trees_below_and_above_the_limit_go_together(monkeypatch):
     inputs = qkv(15)
     plan = forest_plan(starts, parents, CPU, torch.float64)
     assert len(plan.nodes) == 2 and [b.index.shape for b in plan.buckets] == [(1, 6)]
-    assert (
-        plan(0, *inputs, 0.3, None) - naive(starts, parents, *inputs, 0.3, None)
-    ).abs().max() < 1e-13
+    assert (plan(0, *inputs, 0.3, None) - naive(starts, parents, *inputs, 0.3, None)).abs().max() < 1e-13
 
 
 def test_a_long_tree_does_not_pad_the_short_ones():
@@ -105,9 +101,7 @@ def forward(model: torch.nn.Module) -> torch.Tensor:
     plan = forest_plan(np.array([0, 2, 5]), np.array([-1, -1]), CPU, torch.float32)
     ids = torch.tensor([[1, 2, 1, 2, 3]])
     places = torch.tensor([[0, 1, 0, 1, 2]])
-    output = model.base_model(
-        input_ids=ids, position_ids=places, use_cache=False, attention_plan=plan
-    )
+    output = model.base_model(input_ids=ids, position_ids=places, use_cache=False, attention_plan=plan)
     return output.last_hidden_state[0]
 
 

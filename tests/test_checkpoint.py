@@ -52,11 +52,7 @@ RECIPES: dict[str, tuple[Any, str, dict[str, Any]]] = {
         {"algorithm.preset": "dapo", "algorithm.overlong.buffer": 0, "train.updates_per_step": 2},
     ),
     # Step 2 ends with the last row of an epoch; step 3 begins the next one.
-    "the end of an epoch": (
-        rl.run,
-        "rl",
-        {"train.prompts_per_step": 12, "train.samples_per_prompt": 2},
-    ),
+    "the end of an epoch": (rl.run, "rl", {"train.prompts_per_step": 12, "train.samples_per_prompt": 2}),
     "sft": (sft.run, "sft", {}),
     "sft over the end of an epoch": (sft.run, "sft", {"train.prompts_per_step": 10}),
 }
@@ -114,9 +110,7 @@ def flip_one_byte(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state/optimizer.safetensors"])
 @pytest.mark.parametrize("resume", ["auto", "path"])
-def test_a_flipped_byte_is_found_before_going_on(
-    copied: dict[str, Any], name: str, resume: str
-) -> None:
+def test_a_flipped_byte_is_found_before_going_on(copied: dict[str, Any], name: str, resume: str) -> None:
     folder = Path(copied["run.out"]) / "run" / "checkpoints"
     newest, older = folder / "step-2", folder / "step-1"
     flip_one_byte(newest / name)
@@ -154,9 +148,7 @@ def test_damaged_weights_are_refused_wherever_they_are_loaded(copied: dict[str, 
     files.require_intact(folder)
 
 
-def test_a_large_file_has_the_hash_of_the_hashes_of_its_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_has_the_hash_of_the_hashes_of_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import hashlib
 
     data, path = np.random.default_rng(0).bytes(2500), tmp_path / "weights"
@@ -192,10 +184,7 @@ def test_an_existing_folder_is_refused(begun: dict[str, Any]) -> None:
 def test_a_changed_option_is_refused_a_longer_run_is_not(copied: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"train\.lr: 0\.005 in the folder, 0\.001 now"):
         rl.run(copied | {"run.resume": "auto", "train.lr": 1e-3})
-    rl.run(
-        copied
-        | {"run.resume": "auto", "run.max_steps": 3, "save.keep": 9, "track.trajectories_every": 3}
-    )
+    rl.run(copied | {"run.resume": "auto", "run.max_steps": 3, "save.keep": 9, "track.trajectories_every": 3})
     assert steps_of(Path(copied["run.out"]) / "run") == [1, 2, 3]
 
 
@@ -250,9 +239,7 @@ def test_going_back_to_a_path_leaves_one_history(copied: dict[str, Any], numbers
     assert steps_of(folder) == [2, 3]  # step-4 belonged to the history that was left
 
 
-def test_a_start_from_a_checkpoint_that_is_not_whole(
-    copied: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_start_from_a_checkpoint_that_is_not_whole(copied: dict[str, Any], tmp_path: Path) -> None:
     broken = Path(copied["run.out"]) / "run" / "checkpoints" / "step-2"
     (broken / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="no complete checkpoint there"):
@@ -261,9 +248,7 @@ def test_a_start_from_a_checkpoint_that_is_not_whole(
     assert steps_of(tmp_path / "run") == [1, 2]
 
 
-def test_best_names_the_checkpoint_of_the_best_validation(
-    tmp_path: Path, rl_config: Make, scenes: Path
-) -> None:
+def test_best_names_the_checkpoint_of_the_best_validation(tmp_path: Path, rl_config: Make, scenes: Path) -> None:
     config = rl_config(tmp_path, run__max_steps=3, val__every=1, save__every=1, save__keep=1)
     config |= {"data.val": str(scenes / "val.jsonl"), "algorithm.kl.coef": 0.0}
     with pytest.raises(ConfigError, match="no validation has named a best checkpoint"):
@@ -306,9 +291,7 @@ def test_newest_and_best_are_kept(tmp_path: Path, saver: Callable[..., Path]) ->
     assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-4", "step-5"}
 
 
-def test_what_a_kill_left_behind_is_ignored_and_cleaned(
-    tmp_path: Path, saver: Callable[..., Path]
-) -> None:
+def test_what_a_kill_left_behind_is_ignored_and_cleaned(tmp_path: Path, saver: Callable[..., Path]) -> None:
     whole = saver(tmp_path, 1)
     half = tmp_path / ".step-2.4711"
     shutil.copytree(whole, half)
@@ -327,19 +310,12 @@ def test_what_a_kill_left_behind_is_ignored_and_cleaned(
     assert not half.exists() and checkpoint.complete_steps(tmp_path) == [1, 2]
 
 
-def test_a_checkpoint_lists_its_files_with_their_hashes(
-    tmp_path: Path, saver: Callable[..., Path]
-) -> None:
+def test_a_checkpoint_lists_its_files_with_their_hashes(tmp_path: Path, saver: Callable[..., Path]) -> None:
     import hashlib
 
     folder = saver(tmp_path, 7)
     listed = json.loads((folder / "state" / "files.json").read_text())
-    assert {
-        "model.safetensors",
-        "config.json",
-        "tokenizer.json",
-        "state/progress.json",
-    } <= listed.keys()
+    assert {"model.safetensors", "config.json", "tokenizer.json", "state/progress.json"} <= listed.keys()
     for name, entry in listed.items():
         assert entry["sha256"] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
@@ -415,11 +391,7 @@ def test_killed_at_any_moment_and_resumed(
 
 
 def test_a_request_to_stop_during_a_rollout_saves_the_last_whole_step(
-    tmp_path: Path,
-    rl_config: Make,
-    same_weights: Callable[..., bool],
-    word_model: str,
-    numbers: Read,
+    tmp_path: Path, rl_config: Make, same_weights: Callable[..., bool], word_model: str, numbers: Read
 ) -> None:
     """An environment sends the signal while the first step still samples."""
     world = tmp_path / "world.py"

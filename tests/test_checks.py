@@ -30,9 +30,7 @@ def test_a_plain_config_passes(rows: Path, command: str) -> None:
 
 
 def test_targets_of_adapters_that_are_no_expression(rows: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"model\.lora\.targets: 're:self_attn\.\(q' is no regular"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets: 're:self_attn\.\(q' is no regular"):
         check(config(rows, "model.train=lora", "model.lora.targets=re:self_attn.(q"), "rl")
 
 
@@ -44,10 +42,7 @@ def test_the_model_around_an_adapter_is_named(rows: Path, tmp_path: Path) -> Non
         check(config(rows, f"model.path={adapter}"), "rl")
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["model.lora.targets=llm,", "model.lora.exclude=,"],
-)
+@pytest.mark.parametrize("override", ["model.lora.targets=llm,", "model.lora.exclude=,"])
 def test_a_name_that_is_empty_is_not_every_name(rows: Path, override: str) -> None:
     name, _, _ = override.partition("=")
     with pytest.raises(ConfigError, match=f"{re.escape(name)}: nothing stands beside a comma"):
@@ -132,12 +127,9 @@ def test_sft_refuses_what_it_does_not_read(rows: Path, override: str) -> None:
 
 @pytest.mark.parametrize("command", ["sft", "dpo", "reward-model"])
 @pytest.mark.parametrize(
-    "override",
-    ["run.overcommit=true", "track.trajectories_every=5", "rollout.http.url=http://127.0.0.1/v1"],
+    "override", ["run.overcommit=true", "track.trajectories_every=5", "rollout.http.url=http://127.0.0.1/v1"]
 )
-def test_supervised_commands_refuse_what_only_others_read(
-    rows: Path, override: str, command: str
-) -> None:
+def test_supervised_commands_refuse_what_only_others_read(rows: Path, override: str, command: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(config(rows, override, reward=False), command, given([override]))
     (line,) = str(caught.value).splitlines()
@@ -166,9 +158,7 @@ def test_a_reward_model_asks_for_no_answers(rows: Path, override: str, reason: s
 
 
 def test_what_a_command_does_not_read_is_told_in_a_line(rows: Path) -> None:
-    several = config(
-        rows, "algorithm.kl.coef=0.1", "algorithm.preset=rloo", "train.lr=1", "eval={}"
-    )
+    several = config(rows, "algorithm.kl.coef=0.1", "algorithm.preset=rloo", "train.lr=1", "eval={}")
     assert not_counted(several, "sft") == "`saccade sft` does not read algorithm"
     assert not_counted(several, "rl") is None
     line = "`saccade reward-model` does not read reward, algorithm"
@@ -206,9 +196,7 @@ def test_the_remedies_work(rows: Path, overrides: list[str]) -> None:
         (["model.train=lora", "model.lora.targets=llm,vision"], "model.lora.exclude=vision"),
     ],
 )
-def test_a_tower_that_learns_nothing_is_frozen_by_its_option(
-    rows: Path, overrides: list[str], remedy: str
-) -> None:
+def test_a_tower_that_learns_nothing_is_frozen_by_its_option(rows: Path, overrides: list[str], remedy: str) -> None:
     for command in ("rl", "sft", "dpo", "reward-model"):
         with pytest.raises(ConfigError, match=f"; {re.escape(remedy)} spares both"):
             check(config(rows, "train.lr_scale.vision=0", *overrides), command)

@@ -190,9 +190,7 @@ def test_dry_run_refuses_rewards_that_nobody_knows(command: str, counting: Path)
 
 
 def test_arithmetic_of_an_uneven_step() -> None:
-    config = load(
-        {"train": {"prompts_per_step": 10, "samples_per_prompt": 4, "updates_per_step": 3}}
-    )
+    config = load({"train": {"prompts_per_step": 10, "samples_per_prompt": 4, "updates_per_step": 3}})
     rows = dict(plan(config, "rl"))
     assert rows["samples per step"] == "40 = 10 x 4"
     assert rows["prompts per update"] == "3 or 4"
@@ -203,9 +201,7 @@ def test_arithmetic_of_an_uneven_step() -> None:
     ("epochs", "rows", "prompts", "steps"),
     [(1, 24, 6, 4), (1, 25, 6, 5), (2, 25, 10, 5), (0.1, 30, 3, 1), (1, 3, 8, 1), (0.5, 25, 6, 3)],
 )
-def test_the_last_step_of_a_run_is_a_whole_one(
-    epochs: float, rows: int, prompts: int, steps: int
-) -> None:
+def test_the_last_step_of_a_run_is_a_whole_one(epochs: float, rows: int, prompts: int, steps: int) -> None:
     config = load({"train.epochs": epochs, "train.prompts_per_step": prompts})
     assert total_steps(config, rows) == steps
     assert total_steps(load(config, ["run.max_steps=7"]), rows) == 7
@@ -225,9 +221,7 @@ def test_the_plan_counts_the_steps_of_the_run(counting: Path) -> None:
         ("sft", {"lr": 5e-6, "epochs": 2.0, "schedule": "cosine_with_min_lr", "warmup": 0.03}),
     ],
 )
-def test_dry_run_shows_the_defaults_of_its_command(
-    command: str, expected: dict[str, object], counting: Path
-) -> None:
+def test_dry_run_shows_the_defaults_of_its_command(command: str, expected: dict[str, object], counting: Path) -> None:
     reward = ["reward.terms=count"] if command == "rl" else []
     options = ["model.path=tiny:qwen2_5_vl", f"data.train={counting}", *reward]
     result = run(command, *options, "train.prompts_per_step=5", "--dry-run", "--full")
@@ -297,9 +291,7 @@ def test_smoke_takes_the_place_of_nothing_but_an_earlier_one(tmp_path: Path, com
 def test_a_folder_of_a_run_is_no_config(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: {name: a}\n")
     result = run("rl", str(tmp_path))
-    assert result.exit_code == 2 and f"give {tmp_path / 'config.yaml'}" in result.stderr.replace(
-        "\n", ""
-    )
+    assert result.exit_code == 2 and f"give {tmp_path / 'config.yaml'}" in result.stderr.replace("\n", "")
 
 
 def test_example_rows_stand_in_for_data_that_are_not_here(tmp_path: Path, counting: Path) -> None:
@@ -516,12 +508,7 @@ def test_algorithms_lists_and_explains() -> None:
 def in_new_process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160"}
     return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env=environment,
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=cwd, env=environment
     )
 
 

@@ -15,17 +15,7 @@ from saccade.media.images import crop
 from saccade.media.kinds import decode as pixels
 from saccade.recipes import rescore
 from saccade.rewards.reward_sample import image_records
-from saccade.types import (
-    Completion,
-    Media,
-    MediaSpan,
-    Message,
-    Request,
-    Sample,
-    Sampling,
-    Score,
-    Trajectory,
-)
+from saccade.types import Completion, Media, MediaSpan, Message, Request, Sample, Sampling, Score, Trajectory
 
 IDS, LOGPROBS, VERSIONS = np.arange(6)[::2], np.float32([-1, np.nan, 0]), np.int32([4, -1, 4])
 KEPT = (np.array([1, 5]), np.array([], np.int64), np.array([2]))
@@ -37,10 +27,7 @@ def records(image, on_disk, tmp_path) -> dict[str, Any]:
     place.write_bytes(whole.data)
     part = crop(crop(whole, (0, 0, 84, 84)), (0, 0, 56, 56))
     film = videos.open_video(np.arange(3 * 56 * 56 * 3, dtype=np.uint8).reshape(3, 56, 56, 3))
-    spilled, file = (
-        on_disk(image(56, 84, 3)),
-        replace(whole, data=None, path=str(place)),
-    )
+    spilled, file = (on_disk(image(56, 84, 3)), replace(whole, data=None, path=str(place)))
     message = Message(role="user", parts=("ä", whole, part, film, spilled, file))
     sampling = Sampling(temperature=0.7, top_k=5, stop=("</a>", "ä"), first=(2.0, 3), support=True)
     span = MediaSpan(media=part, start=1, length=2, grid=(1, 2, 3))
@@ -59,9 +46,7 @@ def records(image, on_disk, tmp_path) -> dict[str, Any]:
         "plain": Sample(id="s", messages=(), answer="a"),
         "request": Request(key="r", ids=IDS, media=(span,), sampling=sampling, noise=2**62 + 1),
         "completion": Completion(key="c", finish="stop", support=KEPT, **columns),
-        "aborted": Completion(
-            key="c", finish="aborted", support=(), **{name: a[:0] for name, a in columns.items()}
-        ),
+        "aborted": Completion(key="c", finish="aborted", support=(), **{name: a[:0] for name, a in columns.items()}),
         "score": Score(kind="value", value=0.5, parts={"a": 1.0}, info={"x": None}),
         "trajectory": Trajectory(
             sample_id="s",
@@ -99,8 +84,7 @@ def same(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["message", "sample", "plain", "request", "completion", "aborted", "score", "trajectory"],
+    "name", ["message", "sample", "plain", "request", "completion", "aborted", "score", "trajectory"]
 )
 def test_records_come_back_as_they_were(records, name):
     record, arrays = records[name], {}

@@ -89,12 +89,7 @@ def test_an_override_replaces_what_it_contradicts_in_the_file(tmp_path: Path) ->
         ("data.keys.answer=7", "data", "keys", {"answer": "7"}),
         ("data.keys.answer=", "data", "keys", {"answer": ""}),
         ("train.lr_scale.vision=1e-1", "train", "lr_scale", {"vision": 0.1}),
-        (
-            "reward.by_source.geo={verifier: math}",
-            "reward",
-            "by_source",
-            {"geo": {"verifier": "math"}},
-        ),
+        ("reward.by_source.geo={verifier: math}", "reward", "by_source", {"geo": {"verifier": "math"}}),
         ("data.train=", "data", "train", ()),
         ("train.eps=1.5E-7", "train", "eps", 1.5e-7),
         ("data.max_pixels=1_000_000", "data", "max_pixels", 1_000_000),
@@ -102,15 +97,12 @@ def test_an_override_replaces_what_it_contradicts_in_the_file(tmp_path: Path) ->
         ("reward.terms=my #1.py:f", "reward", "terms", (RewardTerm(verifier="my #1.py:f"),)),
     ],
 )
-def test_an_override_is_read_as_its_type(
-    override: str, section: str, name: str, value: object
-) -> None:
+def test_an_override_is_read_as_its_type(override: str, section: str, name: str, value: object) -> None:
     assert getattr(getattr(load(None, [override]), section), name) == value
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["my set #1/rows.jsonl", "a: b.jsonl", "a,b.jsonl", "[1] a.jsonl", "{x}.jsonl", "it's.jsonl"],
+    "name", ["my set #1/rows.jsonl", "a: b.jsonl", "a,b.jsonl", "[1] a.jsonl", "{x}.jsonl", "it's.jsonl"]
 )
 def test_all_behind_the_sign_is_the_name_of_a_file(name: str, tmp_path: Path) -> None:
     config = load(None, [f"data.train={name}", f"data.val='{name.replace(chr(39), chr(39) * 2)}'"])
@@ -141,9 +133,7 @@ def test_an_option_of_the_file_is_taken_back(nothing: str, tmp_path: Path) -> No
     config = load(path, [f"{name}={nothing}" for name in names])
     assert config == load(None) and list(chosen(config)) == []
     assert given([f"{name}={nothing}" for name in names]) == []
-    assert given(["sft={mode: plain}", "lr=1", "prompt.instruction="]) == [
-        *("sft", "train.lr", "prompt.instruction")
-    ]
+    assert given(["sft={mode: plain}", "lr=1", "prompt.instruction="]) == [*("sft", "train.lr", "prompt.instruction")]
     assert "did you mean 'train.lr'" in refusal(path, f"train.lrr={nothing}")
 
 
@@ -154,11 +144,7 @@ def test_a_file_is_read_like_overrides(tmp_path: Path) -> None:
         "train: {lr: 1e-6}\nval.before: false\n"
     )
     config = load(path)
-    assert (config.run.name, config.model.checkpointing, config.reward.self_test) == (
-        "2024",
-        "off",
-        "off",
-    )
+    assert (config.run.name, config.model.checkpointing, config.reward.self_test) == ("2024", "off", "off")
     assert config.train.lr == 1e-6 and config.val.before is False
 
 
@@ -258,9 +244,7 @@ def test_an_entry_of_a_list_has_names_of_its_own() -> None:
     said = refusal(None, "data.train=[{path: a.jsonl, wieght: 2}]")
     assert said == "unknown key 'data.train.0.wieght'; did you mean 'weight'?"
     said = refusal(None, "reward.terms=[{verifier: math, zzz: 2}]")
-    assert (
-        said.startswith("unknown key 'reward.terms.0.zzz'; expected one of ") and "verifier" in said
-    )
+    assert said.startswith("unknown key 'reward.terms.0.zzz'; expected one of ") and "verifier" in said
 
 
 @pytest.mark.parametrize(
@@ -286,14 +270,10 @@ def test_a_bad_value_is_refused_with_field_and_reason(override: str, words: list
 @pytest.mark.parametrize("name", ["../escape", "/tmp/x", "", ".", "..", "a/b", "a\\b", "a\0b"])
 def test_a_run_stays_inside_of_its_folder(name: str) -> None:
     """What is there may be removed: a smoke test takes the place of the last one."""
-    with pytest.raises(
-        ConfigError, match=r"run\.name: wants one folder name such as geo-1; run\.out"
-    ):
+    with pytest.raises(ConfigError, match=r"run\.name: wants one folder name such as geo-1; run\.out"):
         load({"run.name": name})
     if name != "a/b":
-        with pytest.raises(
-            ConfigError, match=r"generate\.output: wants a file inside the run fold"
-        ):
+        with pytest.raises(ConfigError, match=r"generate\.output: wants a file inside the run fold"):
             load({"generate.output": name})
 
 
@@ -331,9 +311,7 @@ def test_keys_of_the_docs_lead_to_the_options_beside_them() -> None:
     known, seen = dict(options()), 0
     for theirs, ours in re.findall(r"^\| (.+) \| (.+) \|$", page.partition("\n## ")[2], re.M):
         keys = [key.lstrip("-.") for key in re.findall(r"`(--\w+|[\w.]*\.\w+)[^`]*`", theirs)]
-        wanted = [
-            name for name in re.findall(r"`([\w.]+)`", ours) if name in known or ".args." in name
-        ]
+        wanted = [name for name in re.findall(r"`([\w.]+)`", ours) if name in known or ".args." in name]
         found = [meant_by(key) for key in keys]
         # In the same order where there is one for each.
         right = found == wanted if len(keys) == len(wanted) else set(found) <= set(wanted)
@@ -411,12 +389,8 @@ trainer.save_checkpoint_path run.out
 def test_every_key_of_a_foreign_file_is_answered(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(FOREIGN_FILE)
     said = refusal(tmp_path / "theirs.yaml")
-    found = re.findall(
-        r"^unknown key '(.+)'; .*?(?:mean '(.+)'\?|(remove it)|(`saccade eval`))$", said, re.M
-    )
-    answers = [
-        f"{key} {option or ('-' if removed else 'saccade')}" for key, option, removed, _ in found
-    ]
+    found = re.findall(r"^unknown key '(.+)'; .*?(?:mean '(.+)'\?|(remove it)|(`saccade eval`))$", said, re.M)
+    answers = [f"{key} {option or ('-' if removed else 'saccade')}" for key, option, removed, _ in found]
     assert sorted(answers) == sorted(ANSWERS.strip().splitlines())
     assert len(said.splitlines()) == len(answers) == 41
 
@@ -478,9 +452,7 @@ def test_defaults_are_valid() -> None:
 @pytest.mark.parametrize("name", ["config_reference.py", "algorithm_reference.py"])
 def test_the_reference_pages_are_current(name: str) -> None:
     script = REPOSITORY / "scripts" / name
-    done = subprocess.run(
-        [sys.executable, str(script), "--check"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -492,9 +464,7 @@ def test_a_section_that_stands_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_word_stands_for_a_list_of_one():
-    assert load(None, ["algorithm.exclude_status=overturn"]).algorithm.exclude_status == (
-        "overturn",
-    )
+    assert load(None, ["algorithm.exclude_status=overturn"]).algorithm.exclude_status == ("overturn",)
     assert load({"rollout": {"stop": "</answer>"}}).rollout.stop == ("</answer>",)
 
 

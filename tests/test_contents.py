@@ -12,16 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from saccade import contents
-from saccade.contents import (
-    LEAST_KEPT,
-    held,
-    kept_bytes,
-    on_host,
-    pretrained,
-    tensor_file,
-    text_file,
-    write_files,
-)
+from saccade.contents import LEAST_KEPT, held, kept_bytes, on_host, pretrained, tensor_file, text_file, write_files
 
 
 def test_copies_stand_still_and_tied_ones_stay_one() -> None:
@@ -38,9 +29,7 @@ def test_copies_stand_still_and_tied_ones_stay_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.uint8])
-def test_the_memory_of_a_copy_is_used_again(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_of_a_copy_is_used_again(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contents, "_KEPT", defaultdict(list))
     large = (torch.arange(LEAST_KEPT + 4096).reshape(2, -1).T % 7).to(dtype)
     first, second = on_host(large, copy=True), on_host(large, copy=True)

@@ -31,16 +31,12 @@ def test_known_devices(name, tflops, bandwidth):
     assert (found.tflops, found.bandwidth) == (tflops, bandwidth)
 
 
-@pytest.mark.parametrize(
-    "name", ["NVIDIA H201", "Tesla T4", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", ""]
-)
+@pytest.mark.parametrize("name", ["NVIDIA H201", "Tesla T4", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", ""])
 def test_an_unknown_device_has_no_peak(name):
     assert devices.named(name) is None
 
 
-@pytest.mark.parametrize(
-    "name", ["A100 40 GB", "a100-40g", "A100 40GB", "A100 40 GiB", "NVIDIA A100-PCIE-40GB"]
-)
+@pytest.mark.parametrize("name", ["A100 40 GB", "a100-40g", "A100 40GB", "A100 40 GiB", "NVIDIA A100-PCIE-40GB"])
 def test_the_memory_in_a_name_chooses_the_row(name):
     found = devices.named(name)
     assert found.memory == 39.4 and not devices.says_otherwise(name, found)
@@ -76,9 +72,7 @@ def test_a_cpu_has_memory_and_no_peak():
 def test_a_limit_that_limits_nothing():
     gpu = devices.Device(name="GPU", memory=120.0)
     assert devices.no_limit(None, gpu) is None and devices.no_limit(80.0, gpu) is None
-    assert devices.no_limit(121.0, gpu) == (
-        "run.gpu_memory_gib=121 has no effect: GPU has 120.0 GiB to give"
-    )
+    assert devices.no_limit(121.0, gpu) == ("run.gpu_memory_gib=121 has no effect: GPU has 120.0 GiB to give")
 
 
 @pytest.mark.parametrize("command", ["rl", "sft", "dpo", "reward-model"])

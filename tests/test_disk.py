@@ -58,9 +58,7 @@ def test_what_a_file_system_refuses_is_said_and_nothing_else() -> None:
     barred = OSError(errno.EROFS, os.strerror(errno.EROFS), "runs/a")
     assert str(disk.refusal(barred)).startswith("runs/a: Read-only file system; ")
     secret = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "train.jsonl")  # to read
-    assert disk.refusal(secret) == (
-        "train.jsonl: Permission denied; change its permissions, or give another path"
-    )
+    assert disk.refusal(secret) == ("train.jsonl: Permission denied; change its permissions, or give another path")
     folder = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), "train")
     assert disk.refusal(folder) == "train: Is a directory; give a file"
     assert disk.refusal(BrokenPipeError(errno.EPIPE, "")) is None

@@ -35,9 +35,7 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def saved(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rl_config: Make
-) -> Any:
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> Any:
     """(config, checkpoint after two steps) of a family; text models count without a picture."""
     from saccade.plugins.quickstart.quickstart import WORDS
 
@@ -65,9 +63,7 @@ def loaded(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     return getattr(transformers, kind).from_pretrained(folder, output_loading_info=True, **options)
 
 
-def test_transformers_finds_every_tensor_once(
-    saved: Any, tensors: Callable[..., dict[str, Any]]
-) -> None:
+def test_transformers_finds_every_tensor_once(saved: Any, tensors: Callable[..., dict[str, Any]]) -> None:
     _, folder = saved
     model, info = loaded(folder)
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
@@ -94,9 +90,7 @@ def test_greedy_outputs_are_those_of_the_engine(saved: Any, tmp_path: Path) -> N
     config, folder = saved
     config = config | {"model.path": str(folder), "rollout.max_tokens": 8}
     evaluate.run(config, out=tmp_path / "eval")
-    rows = [
-        json.loads(x) for x in (tmp_path / "eval" / "samples.jsonl").read_bytes().split(b"\n") if x
-    ]
+    rows = [json.loads(x) for x in (tmp_path / "eval" / "samples.jsonl").read_bytes().split(b"\n") if x]
     family = load_family(str(folder))
     model, _ = loaded(folder, dtype=torch.float32)
     model.eval()
@@ -120,9 +114,7 @@ def test_greedy_outputs_are_those_of_the_engine(saved: Any, tmp_path: Path) -> N
         assert family.decode(made[0, ids.shape[1] :].numpy()) == row["response"]
 
 
-def test_export_copies_and_verifies(
-    saved: Any, tmp_path: Path, same_weights: Callable[..., bool]
-) -> None:
+def test_export_copies_and_verifies(saved: Any, tmp_path: Path, same_weights: Callable[..., bool]) -> None:
     _, folder = saved
     out = export(folder.parent.parent, tmp_path / "out")  # a run folder means its last checkpoint
     assert same_weights(folder, out) and not (out / "state").exists()
@@ -136,16 +128,12 @@ def test_export_casts(saved: Any, tmp_path: Path, tensors: Callable[..., dict[st
 
     _, folder = saved
     out = tmp_path / "half"
-    done = CliRunner().invoke(
-        app, ["export", str(folder), "--out", str(out), "--dtype", "bfloat16"]
-    )
+    done = CliRunner().invoke(app, ["export", str(folder), "--out", str(out), "--dtype", "bfloat16"])
     assert done.exit_code == 0, done.output
     exact, cast = tensors(folder), tensors(out)
     assert exact.keys() == cast.keys()
     for name, tensor in cast.items():
-        assert tensor.dtype == torch.bfloat16 and torch.equal(
-            tensor, exact[name].to(torch.bfloat16)
-        ), name
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, exact[name].to(torch.bfloat16)), name
     assert not any(loaded(out)[1][f"{kind}_keys"] for kind in ("missing", "unexpected"))
 
 
@@ -167,9 +155,7 @@ def test_a_folder_that_differs_is_seen(tmp_path: Path, word_model: str) -> None:
     ("source", "dtype", "words"),
     [("nothing", None, "holds no checkpoint"), ("model", "float8", "dtype 'float8' is not known")],
 )
-def test_what_cannot_be_exported(
-    tmp_path: Path, word_model: str, source: str, dtype: str | None, words: str
-) -> None:
+def test_what_cannot_be_exported(tmp_path: Path, word_model: str, source: str, dtype: str | None, words: str) -> None:
     path = Path(word_model) if source == "model" else tmp_path / source
     with pytest.raises(ConfigError, match=words):
         export(path, tmp_path / "out", dtype=dtype)

@@ -54,8 +54,7 @@ class TokenByToken:
 @pytest.fixture
 def exact_attention(monkeypatch):
     monkeypatch.setattr(
-        "saccade.forest.attention._dense_plan",
-        lambda starts, parents, *_: TokenByToken(starts, parents),
+        "saccade.forest.attention._dense_plan", lambda starts, parents, *_: TokenByToken(starts, parents)
     )
 
 
@@ -93,9 +92,7 @@ def dialogue_about(family, *media: Media) -> Batch:
     sample = Sample(id="s", messages=asked, candidates=tuple(replies))
     (batch,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
     reads = len(batch.reads)
-    return replace(
-        batch, scales=np.full(reads, 0.01, np.float32), advantages=np.ones(reads, np.float32)
-    )
+    return replace(batch, scales=np.full(reads, 0.01, np.float32), advantages=np.ones(reads, np.float32))
 
 
 def heard_and_seen(name: str, family, image) -> Batch:
@@ -178,9 +175,7 @@ def test_layers_that_differ_are_averaged():
         config = AutoConfig.for_model("qwen3_moe", mlp_only_layers=[0, 1], **sizes)
         model = AutoModelForCausalLM.from_config(config)
     text = shapes.shape_of(model, lambda name: "llm").text
-    own, others = (
-        sum(p.numel() for p in model.model.layers.parameters() if p.ndim == n) for n in (3, 2)
-    )
+    own, others = (sum(p.numel() for p in model.model.layers.parameters() if p.ndim == n) for n in (3, 2))
     assert text.weights == others + own / 2 and text.layers * text.expert_weights == own
     assert (text.wide, text.chosen) == (48, 1)
 
@@ -225,8 +220,7 @@ def test_of_a_sound_counts_what_is_heard(family_of, shape_for):
 def test_a_series_is_no_picture(shape_for, image):
     shape, picture = shape_for("qwen2_5_vl"), image()
     spans = [
-        MediaSpan(media=replace(picture, kind=kind), start=0, length=4, grid=(1, 4, 4))
-        for kind in ("series", "image")
+        MediaSpan(media=replace(picture, kind=kind), start=0, length=4, grid=(1, 4, 4)) for kind in ("series", "image")
     ]
     assert flops.encode(shape, spans) == flops.encode(shape, spans[1:])
     assert flops.encode(shape, spans[:1]).total == 0
@@ -238,8 +232,7 @@ def test_the_measuring_attention_is_the_real_one(family_of, load, grow, monkeypa
     backend = LocalBackend(model, family)
     (real,) = backend.logprobs([batch], SCORING)
     monkeypatch.setattr(
-        "saccade.forest.attention._dense_plan",
-        lambda starts, parents, *_: TokenByToken(starts, parents),
+        "saccade.forest.attention._dense_plan", lambda starts, parents, *_: TokenByToken(starts, parents)
     )
     (exact,) = backend.logprobs([batch], SCORING)
     assert real[0] == pytest.approx(exact[0], abs=1e-4)
@@ -281,9 +274,7 @@ def test_a_training_step(name, train, family_of, load, grow, exact_attention):
     assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "train", ["full", "freeze:vision", "freeze:audio,llm", "freeze:vision,audio,projector"]
-)
+@pytest.mark.parametrize("train", ["full", "freeze:vision", "freeze:audio,llm", "freeze:vision,audio,projector"])
 def test_a_training_step_of_sounds(train, family_of, load, image, exact_attention):
     name = "qwen2_5_omni"
     family, model = family_of(name), load(name)
@@ -295,9 +286,7 @@ def test_a_training_step_of_sounds(train, family_of, load, image, exact_attentio
     assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.01)
 
 
-def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(
-    family_of, load, grow, exact_attention
-):
+def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(family_of, load, grow, exact_attention):
     pytest.importorskip("peft")
     from saccade.config import LoraConfig
     from saccade.models import lora
@@ -317,18 +306,13 @@ def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "mixtral", "qwen2_5_omni"])
 def test_recomputation_is_counted_apart(name, family_of, load, grow, image, exact_attention):
     family, counted = family_of(name), {}
-    if name in HEARING:
-        batch = heard_and_seen(name, family, image)
-    else:
-        batch = forest(family, grow, images=name.endswith("vl"))
+    batch = heard_and_seen(name, family, image) if name in HEARING else forest(family, grow, images=name.endswith("vl"))
     for checkpointing in (False, True):
         model = load(name)
         model.set_experts_implementation("eager")
         backend = backend_of(model, family, checkpointing=checkpointing)
         counted[checkpointing] = measured(
-            lambda backend=backend: backend.train_step(
-                [batch], PolicyLoss(ALGORITHM, SCORING), lr=0.0
-            )
+            lambda backend=backend: backend.train_step([batch], PolicyLoss(ALGORITHM, SCORING), lr=0.0)
         )
     shape = shapes.shape_of(model, family.tower_of)
     again = flops.recomputed(shape, flops.forward(shape, batch), flops.FULL)
@@ -357,9 +341,7 @@ def test_a_sliding_window_limits_the_keys():
 
 
 def test_windows_of_a_picture_that_they_do_not_tile(image):
-    vision = shapes.Sense(
-        stack=tiny_shape().text, inputs=12, merge=2, projector=128**2, window=4, full_layers=1
-    )
+    vision = shapes.Sense(stack=tiny_shape().text, inputs=12, merge=2, projector=128**2, window=4, full_layers=1)
     # 6 x 5 merged patches: windows of 4+2 rows and 4+1 columns; each merged patch is 4 patches.
     squares = sum((4 * a * b) ** 2 for a in (4, 2) for b in (4, 1))
     work = flops.count(
@@ -446,9 +428,7 @@ def test_bytes_of_packed_weights_and_of_adapters():
     members, shape = group(rollout(0, prompt=4, new=3)), tiny_shape()
     adapters = flops.Training(modes={"llm": "adapter"}, adapters={"llm": 500})
     plain, packed = (
-        flops.generation(
-            shape, [members], element=2, together=8, training=adapters, four_bit=four_bit
-        ).weight_bytes(1)
+        flops.generation(shape, [members], element=2, together=8, training=adapters, four_bit=four_bit).weight_bytes(1)
         for four_bit in (False, True)
     )
     assert plain == 2 * (shape.text.weights + shape.head_weights + 500)
@@ -459,8 +439,6 @@ def test_what_an_environment_says_is_read_not_sampled():
     t = rollout(0, prompt=4, new=8)
     sources = t.sources.copy()
     sources[6:9] = Source.OBSERVATION
-    work = flops.generation(
-        tiny_shape(), [group(replace(t, sources=sources))], element=2, together=8
-    )
+    work = flops.generation(tiny_shape(), [group(replace(t, sources=sources))], element=2, together=8)
     assert work.prefill["llm/layers"] == 2 * (4 + 3) * tiny_shape().text.weights
     assert work.decode["llm/layers"] == 2 * (2 + 2) * tiny_shape().text.weights

@@ -125,11 +125,7 @@ def test_any_subset_of_sequences_keeps_its_reads(grow, family, seed, ends):
     groups = random_groups(grow, family, seed)
     rng = np.random.default_rng(seed)
     (batch,) = pack(groups, positions=family.positions, micro_tokens=10_000, ends=ends)
-    batch = replace(
-        batch,
-        support=tuple(np.array([t]) for t in batch.targets),
-        last_values=np.arange(len(batch.keys)),
-    )
+    batch = replace(batch, support=tuple(np.array([t]) for t in batch.targets), last_values=np.arange(len(batch.keys)))
     everything = select(batch, range(len(batch.keys)))
     assert everything.ids.tolist() == batch.ids.tolist()
     assert everything.parents.tolist() == batch.parents.tolist()
@@ -254,11 +250,7 @@ def test_a_group_may_branch_more_often_than_calls_may_nest():
 
 
 def test_members_that_do_not_train_or_said_nothing_are_left_out():
-    members = [
-        plain("g", 0, [1, 2], [3]),
-        plain("g", 1, [1, 2], [4], trained=False),
-        plain("g", 2, [1, 2], []),
-    ]
+    members = [plain("g", 0, [1, 2], [3]), plain("g", 1, [1, 2], [4], trained=False), plain("g", 2, [1, 2], [])]
     (batch,) = pack([group(*members)], positions=counting, micro_tokens=100)
     assert batch.keys == (("g", 0),) and batch.advantages is None
     assert pack([group(*members[1:])], positions=counting, micro_tokens=100) == []

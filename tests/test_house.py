@@ -51,8 +51,7 @@ def test_only_the_border_sees_a_whole_config() -> None:
         file.split("/")[0].removesuffix(".py")
         for file, _, node in functions()
         for one in parameters(node)
-        if one.annotation is not None
-        and "Config" in ast.unparse(one.annotation).strip("'").split(" | ")
+        if one.annotation is not None and "Config" in ast.unparse(one.annotation).strip("'").split(" | ")
     }
     assert found - set(READ_CONFIG) <= STILL_READ_CONFIG
 
@@ -86,7 +85,4 @@ def test_the_formula_of_the_loss_is_four_calls_from_the_loop(
     monkeypatch.setitem(LOSSES, "clip", replace(entry, function=clip))  # type: ignore[arg-type]
     rl.run(rl_config(tmp_path, run__max_steps=1))
     between = stacks[0][stacks[0].index("rl.run") + 1 :]
-    assert between == [
-        *("rl_update.update_models", "local.train_step", "local.sum_gradients"),
-        "objective.objective",
-    ]
+    assert between == [*("rl_update.update_models", "local.train_step", "local.sum_gradients"), "objective.objective"]

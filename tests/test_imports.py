@@ -84,9 +84,7 @@ def test_imports_point_to_lower_levels_or_stay_at_home():
                 continue
             top = LEVEL_OF[here] == len(LEVELS) - 1
             files = LEVEL_OF[here] in (0, 1, 5)  # single files of one level may lean on each other
-            if LEVEL_OF[target] > LEVEL_OF[here] or (
-                LEVEL_OF[target] == LEVEL_OF[here] and not (top or files)
-            ):
+            if LEVEL_OF[target] > LEVEL_OF[here] or (LEVEL_OF[target] == LEVEL_OF[here] and not (top or files)):
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert wrong == []
 
@@ -94,9 +92,7 @@ def test_imports_point_to_lower_levels_or_stay_at_home():
 def edges() -> dict[str, set[str]]:
     """Which modules of the package each one imports, those for type checkers included."""
     trees = dict(modules())
-    names = {
-        path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in trees
-    }
+    names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in trees}
     names = {path: name.removesuffix(".__init__") for path, name in names.items()}
     found: dict[str, set[str]] = {name: set() for name in names.values()}
     for path, tree in trees.items():
@@ -154,11 +150,7 @@ def private_members(tree: ast.Module) -> set[str]:
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     inside = [node for cls in classes for node in ast.walk(cls)]
     named = {node.name for node in inside if isinstance(node, ast.FunctionDef)}
-    named |= {
-        node.attr
-        for node in inside
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-    }
+    named |= {node.attr for node in inside if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     return {name for name in named if name.startswith("_") and not name.startswith("__")}
 
 
@@ -192,9 +184,7 @@ def test_optional_libraries_are_never_imported_at_the_top_of_a_module():
 
 def test_importing_saccade_does_not_import_torch():
     code = "import sys, saccade, saccade.cli; print('torch' in sys.modules)"
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"
 
 

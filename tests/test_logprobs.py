@@ -56,9 +56,7 @@ def test_the_logits_of_a_chunk_are_not_kept_for_backward(monkeypatch):
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 20)
     shapes = []
     hidden = torch.randn(6, 4, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: shapes.append(t.shape) or t, lambda t: t
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
         new, _ = read(hidden, TARGETS, torch.nn.Linear(4, 10), vocabulary=10)
     assert all(shape[-1] != 10 for shape in shapes if len(shape) == 2)
     new.sum().backward()

@@ -36,9 +36,7 @@ def saccade(*arguments, installed, folder):
     )
 
 
-def test_an_installed_package_adds_a_command_a_verifier_a_preset_and_an_environment(
-    installed, tmp_path
-):
+def test_an_installed_package_adds_a_command_a_verifier_a_preset_and_an_environment(installed, tmp_path):
     said = saccade("riddles", "riddles.jsonl", "--rows", "4", installed=installed, folder=tmp_path)
     assert said.stdout == "wrote 4 rows to riddles.jsonl\n", said.stderr
     shared = ["model.path=tiny:qwen2", "data.train=riddles.jsonl", "run.device=cpu"]

@@ -54,12 +54,7 @@ def albums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pixels = np.random.default_rng(0).integers(0, 255, (112, 112, 3), dtype=np.uint8)
     (folder / "a.png").write_bytes(encode_png(pixels))
     rows = [
-        {
-            "id": f"n{n}",
-            "images": ["a.png"] * n,
-            "problem": "<image>" * n + "how many ?",
-            "answer": str(n % 9),
-        }
+        {"id": f"n{n}", "images": ["a.png"] * n, "problem": "<image>" * n + "how many ?", "answer": str(n % 9)}
         for n in COUNTS
     ]
     path = folder / "albums.jsonl"
@@ -70,15 +65,10 @@ def albums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def album_config(albums: Path, rl_config: Make, tmp_path: Path) -> dict[str, Any]:
     limits = {"data.max_prompt_tokens": LIMIT, "data.min_pixels": 28 * 28}
-    return (
-        rl_config(tmp_path, data__train=str(albums), run__max_steps=2, train__samples_per_prompt=2)
-        | limits
-    )
+    return rl_config(tmp_path, data__train=str(albums), run__max_steps=2, train__samples_per_prompt=2) | limits
 
 
-def test_overlong_rows_are_listed_by_id_and_reason(
-    album_config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_overlong_rows_are_listed_by_id_and_reason(album_config: dict[str, Any], tmp_path: Path) -> None:
     rl.run(album_config)
     listed = rows_of(tmp_path / "run" / "quarantine.jsonl")
     assert [row["id"] for row in listed] == ["n16", "n32", "n64"]
@@ -92,9 +82,7 @@ def test_shrunk_rows_fit_and_train(album_config: dict[str, Any], tmp_path: Path)
     config = load(album_config | {"data.overlong": "shrink", "train.prompts_per_step": 7})
     family = model_setup.family_of(config, model_setup.start_folder(config))
     data = questions.load_prompts(config, config.data.train, family)
-    assert [sample.id for sample in data.samples] == [
-        f"n{n}" for n in COUNTS
-    ] and data.shortened == 3
+    assert [sample.id for sample in data.samples] == [f"n{n}" for n in COUNTS] and data.shortened == 3
     for sample, count in zip(data.samples, COUNTS, strict=True):
         rendered = family.render(sample.messages)
         assert len(rendered) <= LIMIT and len(rendered.media) == count
@@ -103,9 +91,7 @@ def test_shrunk_rows_fit_and_train(album_config: dict[str, Any], tmp_path: Path)
         assert spans == sum(int(np.prod(span.grid)) // 4 for span in rendered.media)
     row = rl.run(config)
     assert row["turns/images_per_sample"] == pytest.approx(np.mean(COUNTS))
-    assert (
-        row["mismatch/logp_gap_max"] < 1e-5 and not (tmp_path / "run" / "quarantine.jsonl").exists()
-    )
+    assert row["mismatch/logp_gap_max"] < 1e-5 and not (tmp_path / "run" / "quarantine.jsonl").exists()
 
 
 # -- bad rewards -----------------------------------------------------------------------------------
@@ -140,14 +126,8 @@ def reward_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_rewards_that_misbehave_cost_their_sample_only(
-    tmp_path: Path, rl_config: Make, reward_file: Path
-) -> None:
-    mine = {
-        "reward.terms": [f"{reward_file}:moody"],
-        "reward.deadline": 1,
-        "reward.max_error_rate": 1,
-    }
+def test_rewards_that_misbehave_cost_their_sample_only(tmp_path: Path, rl_config: Make, reward_file: Path) -> None:
+    mine = {"reward.terms": [f"{reward_file}:moody"], "reward.deadline": 1, "reward.max_error_rate": 1}
     sizes = {"train.prompts_per_step": 6, "track.trajectories_groups": 6, "run.max_steps": 1}
     began = time.monotonic()
     row = rl.run(rl_config(tmp_path) | mine | sizes)
@@ -164,14 +144,8 @@ def test_rewards_that_misbehave_cost_their_sample_only(
     assert row["guard/nonfinite"] == 0
 
 
-def test_too_many_failures_end_the_run_with_4(
-    tmp_path: Path, rl_config: Make, reward_file: Path
-) -> None:
-    mine = {
-        "reward.terms": [f"{reward_file}:moody"],
-        "reward.deadline": 1,
-        "train.prompts_per_step": 6,
-    }
+def test_too_many_failures_end_the_run_with_4(tmp_path: Path, rl_config: Make, reward_file: Path) -> None:
+    mine = {"reward.terms": [f"{reward_file}:moody"], "reward.deadline": 1, "train.prompts_per_step": 6}
     done = command("rl", rl_config(tmp_path) | mine, tmp_path)
     assert done.exit_code == 4
     assert "of 24 samples could not be scored" in done.stderr
@@ -181,9 +155,7 @@ def test_too_many_failures_end_the_run_with_4(
 def test_a_reward_that_likes_silence_is_refused_before_step_1(
     tmp_path: Path, rl_config: Make, reward_file: Path
 ) -> None:
-    done = command(
-        "rl", rl_config(tmp_path) | {"reward.terms": [f"{reward_file}:generous"]}, tmp_path
-    )
+    done = command("rl", rl_config(tmp_path) | {"reward.terms": [f"{reward_file}:generous"]}, tmp_path)
     assert done.exit_code == 2
     assert "empty response '' scored 1, expected 0" in done.stderr
     assert not (tmp_path / "run").exists()
@@ -224,9 +196,7 @@ def test_updates_that_are_not_finite_are_skipped_then_stop_the_run(
         config["algorithm.preset"] = kind
     if kind == "remax":
         config["train.samples_per_prompt"] = 1
-    with pytest.raises(
-        TrainingError, match=r"3 (critic )?updates in a row were not finite .*lower train\.lr"
-    ):
+    with pytest.raises(TrainingError, match=r"3 (critic )?updates in a row were not finite .*lower train\.lr"):
         recipe(config)
     assert [row["guard/nonfinite"] for row in numbers(tmp_path / "run")] == [1, 1]
     assert [row["policy/update_skipped"] for row in numbers(tmp_path / "run")] == [1, 1]
@@ -236,9 +206,7 @@ def test_updates_that_are_not_finite_are_skipped_then_stop_the_run(
     steps = (1, 2) if kind == "ppo" else (1, 2, 3)  # the third of its critic ends the run
     assert [path.name for path in saved] == [f"step-{n}-{n}.npz" for n in steps]
     batch = np.load(saved[0])
-    assert {"0/ids", "0/advantages", "0/keys", "0/media"} <= set(batch.files) and len(
-        batch["0/ids"]
-    ) > 20
+    assert {"0/ids", "0/advantages", "0/keys", "0/media"} <= set(batch.files) and len(batch["0/ids"]) > 20
 
 
 LOSS = '''
@@ -340,9 +308,7 @@ BAD = {  # override: (what is named, a value that works)
 
 
 @pytest.mark.parametrize("override", BAD)
-def test_a_config_that_cannot_run_is_refused_at_once(
-    tmp_path: Path, rl_config: Make, override: str
-) -> None:
+def test_a_config_that_cannot_run_is_refused_at_once(tmp_path: Path, rl_config: Make, override: str) -> None:
     config = rl_config(tmp_path) | {"prompt.format": "think_answer"}
     began = time.monotonic()
     done = command("rl", config, tmp_path, override)
@@ -372,10 +338,7 @@ def biased_model(folder: Path) -> str:
     for name, tensor in weights.items():
         if name.endswith("embed_tokens.weight"):
             tensor[:, 0] = 3.0
-        elif (
-            name.endswith(("merger.mlp.2.weight", "o_proj.weight", "down_proj.weight"))
-            and "blocks" not in name
-        ):
+        elif name.endswith(("merger.mlp.2.weight", "o_proj.weight", "down_proj.weight")) and "blocks" not in name:
             tensor[0] = 0.0
         elif name.endswith("merger.mlp.2.bias"):
             tensor[0] = 3.0
@@ -386,9 +349,7 @@ def biased_model(folder: Path) -> str:
     return path
 
 
-def test_a_policy_that_loves_placeholders_never_writes_one(
-    tmp_path: Path, rl_config: Make, numbers: Read
-) -> None:
+def test_a_policy_that_loves_placeholders_never_writes_one(tmp_path: Path, rl_config: Make, numbers: Read) -> None:
     import torch
     import transformers
 

@@ -19,9 +19,7 @@ QUESTIONS = ("how many red ?", "how many objects objects ?", "many ?")
 
 
 @pytest.fixture(scope="module")
-def trainer_of(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], tuple[Any, list[list[float]]]]:
+def trainer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, list[list[float]]]]:
     """A GRPOTrainer around a tiny model folder, and the list that its rewards are recorded in."""
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -61,9 +59,7 @@ def trainer_of(
     return make
 
 
-def groups_of(
-    inputs: dict[str, Any], rewards: list[float], media: tuple[Any, ...] = ()
-) -> list[Any]:
+def groups_of(inputs: dict[str, Any], rewards: list[float], media: tuple[Any, ...] = ()) -> list[Any]:
     """Their padded rows as our groups."""
     from saccade.types import Group, Message, Sample, Source, Trajectory
 
@@ -74,9 +70,7 @@ def groups_of(
             row = start + repeat
             prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].numpy()
             answer = inputs["completion_ids"][row][inputs["completion_mask"][row].bool()].numpy()
-            sources = np.repeat(
-                np.array([Source.PROMPT, Source.POLICY], np.int8), [len(prompt), len(answer)]
-            )
+            sources = np.repeat(np.array([Source.PROMPT, Source.POLICY], np.int8), [len(prompt), len(answer)])
             policy = sources == Source.POLICY
             members.append(
                 Trajectory(
@@ -96,9 +90,7 @@ def groups_of(
     return groups
 
 
-def ours(
-    path: str, groups: list[Any], old: np.ndarray | None
-) -> tuple[float, dict[str, Any], np.ndarray]:
+def ours(path: str, groups: list[Any], old: np.ndarray | None) -> tuple[float, dict[str, Any], np.ndarray]:
     """Loss, gradient by name and advantages, through the packed forests that training uses."""
     import torch
 
@@ -119,10 +111,7 @@ def ours(
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
     backend = LocalBackend(model, family, TrainConfig())
     row = AlgorithmConfig(
-        preset="grpo",
-        std_eps=1e-4,
-        kl=KLConfig(coef=0.0),
-        old="recompute" if old is not None else "detach",
+        preset="grpo", std_eps=1e-4, kl=KLConfig(coef=0.0), old="recompute" if old is not None else "detach"
     )
     algorithm = resolve(row, max_tokens=LIMIT, samples_per_prompt=SIZE)
     groups = select.mark_members(groups, algorithm)[0]
@@ -140,9 +129,7 @@ def ours(
     return loss, dict(backend.optimizer.gradients), advantages
 
 
-def compare(
-    trainer: Any, inputs: dict[str, Any], path: str, groups: list[Any], spread: float
-) -> None:
+def compare(trainer: Any, inputs: dict[str, Any], path: str, groups: list[Any], spread: float) -> None:
     import torch
 
     mask = inputs["completion_mask"].bool()
@@ -159,9 +146,7 @@ def compare(
             now, *_ = trainer._get_per_token_logps_and_entropies(
                 trainer.model, together, attended, inputs["completion_ids"].shape[1], **vision
             )
-        noise = torch.from_numpy(
-            np.random.default_rng(0).normal(0, spread, tuple(now.shape))
-        ).float()
+        noise = torch.from_numpy(np.random.default_rng(0).normal(0, spread, tuple(now.shape))).float()
         inputs = inputs | {"old_per_token_logps": now.detach() + noise}
         old = inputs["old_per_token_logps"][mask].numpy()
     trainer.model.zero_grad()
@@ -193,9 +178,7 @@ def test_text(tmp_path: Path, trainer_of: Callable[..., Any], spread: float) -> 
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3])
-def test_pictures(
-    scenes: Path, word_model: str, trainer_of: Callable[..., Any], spread: float
-) -> None:
+def test_pictures(scenes: Path, word_model: str, trainer_of: Callable[..., Any], spread: float) -> None:
     """Their loss on prompts with a picture each; the tensors are those of our processor."""
     import torch
 
@@ -205,9 +188,7 @@ def test_pictures(
 
     trainer, _ = trainer_of(word_model)
     family = load_family(word_model)
-    samples = load([DataSource(path=str(scenes / "val.jsonl"))], DataConfig()).samples[
-        : len(QUESTIONS)
-    ]
+    samples = load([DataSource(path=str(scenes / "val.jsonl"))], DataConfig()).samples[: len(QUESTIONS)]
     prompts = [family.render(sample.messages) for sample in samples]
     random = np.random.default_rng(1)
     lengths = random.integers(2, LIMIT + 1, SIZE * len(prompts))

@@ -17,9 +17,7 @@ def main() -> None:
     args = arguments(__doc__)
     work, gpu = args.work, torch.cuda.is_available()
     made = processor(args.model)
-    model = AutoModelForImageTextToText.from_pretrained(
-        args.model, dtype=torch.bfloat16 if gpu else torch.float32
-    )
+    model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=torch.bfloat16 if gpu else torch.float32)
     model = model.to("cuda" if gpu else "cpu").eval()
     steps = []
     for step in range(args.steps):

@@ -34,9 +34,7 @@ def processor(folder: str) -> Any:
         made = AutoProcessor.from_pretrained(folder)
     else:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        made = PictureProcessor(
-            AutoImageProcessor.from_pretrained(folder), tokenizer, tokenizer.chat_template
-        )
+        made = PictureProcessor(AutoImageProcessor.from_pretrained(folder), tokenizer, tokenizer.chat_template)
     made.tokenizer.padding_side = "left"
     return made
 
@@ -46,9 +44,7 @@ def placeholder_ids(folder: str) -> list[int]:
     that counts pictures against them, so none may sample them.
     """
     config = json.loads((Path(folder) / "config.json").read_text())
-    return sorted(
-        config[f"{name}_token_id"] for name in ("image", "video", "vision_start", "vision_end")
-    )
+    return sorted(config[f"{name}_token_id"] for name in ("image", "video", "vision_start", "vision_end"))
 
 
 def conversation(text: str, image: Any = None) -> list[dict[str, Any]]:
@@ -60,8 +56,7 @@ def step_inputs(data: Path, work: Work, step: int, made: Any) -> tuple[list[str]
     """Rendered prompts with one placeholder each, and their images."""
     rows = read_rows(data, work, step)
     prompts = [
-        made.apply_chat_template(conversation(text), add_generation_prompt=True, tokenize=False)
-        for text, _ in rows
+        made.apply_chat_template(conversation(text), add_generation_prompt=True, tokenize=False) for text, _ in rows
     ]
     return prompts, [Image.open(path).convert("RGB") for _, path in rows]
 

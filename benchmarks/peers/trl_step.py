@@ -48,9 +48,7 @@ def score(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 def generation(engine: str, work: Work, banned: list[int], memory: float) -> dict[str, Any]:
     """Exactly `new` tokens each, and no placeholder among them."""
     if engine == "transformers":
-        return {
-            "generation_kwargs": {"min_new_tokens": work["new"], "suppress_tokens": banned},
-        }
+        return {"generation_kwargs": {"min_new_tokens": work["new"], "suppress_tokens": banned}}
     return {
         "use_vllm": True,
         "vllm_mode": "colocate",
@@ -158,10 +156,7 @@ def main() -> None:
             optim="adamw_torch_fused",
             gradient_checkpointing=gpu,
             gradient_checkpointing_kwargs={"use_reentrant": False},
-            model_init_kwargs={
-                "dtype": "bfloat16" if gpu else "float32",
-                "attn_implementation": "sdpa",
-            },
+            model_init_kwargs={"dtype": "bfloat16" if gpu else "float32", "attn_implementation": "sdpa"},
             **generation(args.engine, work, banned, args.memory),
         )
         trainer = GRPOTrainer(

@@ -35,12 +35,7 @@ def main() -> None:
         **(ON_GPU | {"gpu_memory_utilization": args.memory} if gpu else ON_CPU),
     )
     sampling = SamplingParams(
-        n=work["samples"],
-        temperature=1.0,
-        max_tokens=work["new"],
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=False,
+        n=work["samples"], temperature=1.0, max_tokens=work["new"], ignore_eos=True, logprobs=0, detokenize=False
     )
     made, steps = processor(args.model), []
     for step in range(args.steps):

@@ -83,9 +83,7 @@ def max_rl(inputs: AdvantageInputs) -> Tensor:
     return inputs.per_token((inputs.centred / mean).where(mean > 0, 0.0))
 
 
-def grpo_passk(
-    inputs: AdvantageInputs, *, std_eps: float = 1e-6, divide_by_std: bool = True
-) -> Tensor:
+def grpo_passk(inputs: AdvantageInputs, *, std_eps: float = 1e-6, divide_by_std: bool = True) -> Tensor:
     """Only the best member of a group, by its lead over the second (arXiv 2503.19595)."""
     scores, order = inputs.scores, inputs.scores.new_ones(len(inputs.scores)).cumsum(0)
     leads = scores == inputs.group_max(scores)
@@ -96,10 +94,7 @@ def grpo_passk(
 
 
 def cpgd(
-    inputs: AdvantageInputs,
-    *,
-    cpgd_weight: Literal["std", "clip_filter", "none"] = "std",
-    std_eps: float = 1e-6,
+    inputs: AdvantageInputs, *, cpgd_weight: Literal["std", "clip_filter", "none"] = "std", std_eps: float = 1e-6
 ) -> Tensor:
     """arXiv 2505.12504; `clip_filter` makes up for groups without a signal, at most threefold."""
     if cpgd_weight == "std":
@@ -111,12 +106,7 @@ def cpgd(
     return inputs.per_token(inputs.centred * min(groups / max(differing, 1), 3.0))
 
 
-def gdpo(
-    inputs: AdvantageInputs,
-    *,
-    std_eps: float = 1e-6,
-    gdpo_whiten: Literal["seq", "token"] = "seq",
-) -> Tensor:
+def gdpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6, gdpo_whiten: Literal["seq", "token"] = "seq") -> Tensor:
     """Each term of the reward on its own scale (arXiv 2601.05242); a KL belongs in the loss."""
     assert inputs.components is not None and inputs.component_weights is not None
     total = inputs.scores.new_zeros(len(inputs.scores))
@@ -192,31 +182,18 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: Share = 0.95) -> Te
 ADVANTAGES: dict[str, Entry] = {
     "grpo": Entry(function=grpo, formula="(R - mean_g) / (std_g + std_eps)", group=True),
     "no_std": Entry(function=no_std, formula="R - mean_g", group=True),
-    "batch_std": Entry(
-        function=batch_std, formula="(R - mean_g) / (std of the step + std_eps)", group=True
-    ),
+    "batch_std": Entry(function=batch_std, formula="(R - mean_g) / (std of the step + std_eps)", group=True),
     "rloo": Entry(function=rloo, formula="R - mean of the other members", group=True),
     "opo": Entry(function=opo, formula="R - length-weighted mean_g", group=True),
     "gpg": Entry(
-        function=gpg,
-        formula="alpha (R - mean_g), alpha = live members / those in groups that differ",
-        group=True,
+        function=gpg, formula="alpha (R - mean_g), alpha = live members / those in groups that differ", group=True
     ),
-    "max_rl": Entry(
-        function=max_rl,
-        formula="(R - mean_g) / mean_g, 0 where mean_g <= 0",
-        group=True,
-        positive=True,
-    ),
+    "max_rl": Entry(function=max_rl, formula="(R - mean_g) / mean_g, 0 where mean_g <= 0", group=True, positive=True),
     "grpo_passk": Entry(
-        function=grpo_passk,
-        formula="best member: (R_1 - R_2) / (std_g + std_eps); others 0",
-        group=True,
+        function=grpo_passk, formula="best member: (R_1 - R_2) / (std_g + std_eps); others 0", group=True
     ),
     "cpgd": Entry(
-        function=cpgd,
-        formula="(R - mean_g) / (std_g + std_eps), or times groups / groups that differ",
-        group=True,
+        function=cpgd, formula="(R - mean_g) / (std_g + std_eps), or times groups / groups that differ", group=True
     ),
     "gdpo": Entry(
         function=gdpo,
@@ -225,22 +202,14 @@ ADVANTAGES: dict[str, Entry] = {
         components=True,
     ),
     "drpo": Entry(
-        function=drpo,
-        formula="w_domain (R - mean_g) / (std_g + std_eps) / std of the step",
-        group=True,
-        domains=True,
+        function=drpo, formula="w_domain (R - mean_g) / (std_g + std_eps) / std of the step", group=True, domains=True
     ),
     "reinforce": Entry(function=returns, formula="discounted return from t on", whiten=False),
     "reinforce_pp": Entry(
-        function=returns,
-        formula="discounted return from t on, whitened over the tokens of the step",
-        whiten=True,
+        function=returns, formula="discounted return from t on, whitened over the tokens of the step", whiten=True
     ),
     "reinforce_pp_baseline": Entry(
-        function=no_std,
-        formula="R - mean_g, whitened over the tokens of the step",
-        group=True,
-        whiten=True,
+        function=no_std, formula="R - mean_g, whitened over the tokens of the step", group=True, whiten=True
     ),
     "remax": Entry(function=remax, formula="return from t on - R of a greedy rollout", greedy=True),
     "gae": Entry(

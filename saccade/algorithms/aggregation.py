@@ -74,9 +74,7 @@ AGGREGATIONS: dict[str, Entry] = {
     "seq_mean": Entry(function=seq_mean, formula="mean over sequences of sum(l) / n_i"),
     "seq_sum": Entry(function=seq_sum, formula="mean over sequences of sum(l)"),
     "fixed": Entry(function=fixed, formula="sum(l) / (S * fixed_length)"),
-    "sample_mean": Entry(
-        function=sample_mean, formula="mean over trajectories of their token mean"
-    ),
+    "sample_mean": Entry(function=sample_mean, formula="mean over trajectories of their token mean"),
     "group_mean": Entry(function=group_mean, formula="mean over groups of their token mean"),
     "token_sum": Entry(function=token_sum, formula="sum(l)"),
 }

@@ -123,9 +123,7 @@ def after_step(state: AlgorithmState, algorithm: Algorithm, metrics: Metrics) ->
     return state
 
 
-def next_kl_coef(
-    coef: float, *, measured: float, sequences: int, target: float, horizon: float
-) -> float:
+def next_kl_coef(coef: float, *, measured: float, sequences: int, target: float, horizon: float) -> float:
     """Up while the KL of live `sequences` is above the target, else down (arXiv 1909.08593)."""
     if sequences == 0:
         return coef
@@ -139,9 +137,7 @@ def next_kl_coef(
     return coef * (1 + error * sequences / horizon)
 
 
-def next_entropy_coef(
-    coef: float, *, measured: float, target: float, step: float, low: float, high: float
-) -> float:
+def next_entropy_coef(coef: float, *, measured: float, target: float, step: float, low: float, high: float) -> float:
     """One `step` up while the entropy is below the target, down while above, in [low, high]."""
     assert isfinite(measured), measured
     moved = coef + step * ((measured < target) - (measured > target))

@@ -86,9 +86,7 @@ def add_advantages(
     updates = _written(updates, columns)
     reads = iter(sequence.split([len(batch.reads) for batch in flat]))
     scaled = [
-        _scaled(
-            batches, torch.cat([next(reads) for _ in batches]), result, inputs, algorithm, metrics
-        )
+        _scaled(batches, torch.cat([next(reads) for _ in batches]), result, inputs, algorithm, metrics)
         for batches in updates
     ]
     return scaled, metrics
@@ -315,9 +313,7 @@ def for_critic(batches: Sequence[Batch]) -> list[Batch]:
 # -- flat and back ---------------------------------------------------------------------------------
 
 
-def with_scores(
-    updates: Updates, columns: Sequence[str], scored: Iterable[Sequence[np.ndarray]]
-) -> Updates:
+def with_scores(updates: Updates, columns: Sequence[str], scored: Iterable[Sequence[np.ndarray]]) -> Updates:
     """What a backend computed for each forest, in their order, under these names."""
     rows = iter(scored)
 
@@ -338,10 +334,7 @@ def show_advantages(groups: Sequence[Group], updates: Updates) -> list[Group]:
         for index, key in enumerate(batch.keys)
     }
     return [
-        replace(
-            g, trajectories=tuple(replace(t, advantages=values.get(t.key)) for t in g.trajectories)
-        )
-        for g in groups
+        replace(g, trajectories=tuple(replace(t, advantages=values.get(t.key)) for t in g.trajectories)) for g in groups
     ]
 
 

@@ -32,11 +32,7 @@ OF_FUNCTIONS = {  # fields that are options of a function on one of the axes
 
 def resolve(config: AlgorithmConfig, *, max_tokens: int, **train: int | None) -> Algorithm:
     """The algorithm of a section alone; `train`: what is given of that section."""
-    tree = {
-        "algorithm": config.model_dump(exclude_unset=True),
-        "rollout": {"max_tokens": max_tokens},
-        "train": train,
-    }
+    tree = {"algorithm": config.model_dump(exclude_unset=True), "rollout": {"max_tokens": max_tokens}, "train": train}
     return from_config(load(tree))
 
 
@@ -160,8 +156,7 @@ def _correction(cells: CorrectionConfig, args: Mapping[str, Any]) -> Correct:
     for key in bounds:
         if not entry.reads(key):
             raise ConfigError(
-                f"algorithm.correct: {cells.name} has no {key}; it reads "
-                f"{', '.join(entry.options) or 'no option'}"
+                f"algorithm.correct: {cells.name} has no {key}; it reads {', '.join(entry.options) or 'no option'}"
             )
     options = {**entry.options, **parsed(entry, args), **bounds}
     missing = [key for key in entry.required if options[key] is None]
@@ -171,8 +166,7 @@ def _correction(cells: CorrectionConfig, args: Mapping[str, Any]) -> Correct:
         others = ", ".join(f"{key}: 1" for key in missing if key not in EXAMPLES)
         raise ConfigError(
             f"algorithm.correct: {cells.name} needs {' and '.join(missing)}; for example "
-            f"algorithm.correct=[{{name: {cells.name}{shown}}}]"
-            + (f" algorithm.args={{{others}}}" if others else "")
+            f"algorithm.correct=[{{name: {cells.name}{shown}}}]" + (f" algorithm.args={{{others}}}" if others else "")
         )
     return Correct(name=name, options=options)
 

@@ -104,8 +104,7 @@ def _bounds(algorithm: Algorithm) -> str | None:
     floor, cap = (algorithm.loss_options.get(f"weight_{name}", 0) for name in ("floor", "cap"))
     if floor and floor >= cap:
         return (
-            f"algorithm.args.weight_floor={floor:g} is not below weight_cap={cap:g}; use "
-            "algorithm.args.weight_floor=0"
+            f"algorithm.args.weight_floor={floor:g} is not below weight_cap={cap:g}; use algorithm.args.weight_floor=0"
         )
     if dual_clip and delta:
         return (
@@ -152,10 +151,7 @@ def _negative_rewards(algorithm: Algorithm) -> str | None:
         return None
     causes = {
         "algorithm.kl.place=reward": (algorithm.kl_in_reward, "algorithm.kl.place=loss"),
-        "reward.running_norm=mean_std": (
-            algorithm.reward_normalise == "mean_std",
-            "reward.running_norm=std",
-        ),
+        "reward.running_norm=mean_std": (algorithm.reward_normalise == "mean_std", "reward.running_norm=std"),
         "algorithm.overlong": (algorithm.overlong.buffer > 0, "algorithm.overlong.buffer=0"),
     }
     for cause, (present, remedy) in causes.items():

@@ -24,13 +24,7 @@ import torch
 from torch import Tensor
 
 from saccade.algorithms.loss_sums import LossSums, mean_of
-from saccade.algorithms.preference import (
-    PREFERENCES,
-    UNPAIRED,
-    WITHOUT_REFERENCE,
-    Labelled,
-    Pairs,
-)
+from saccade.algorithms.preference import PREFERENCES, UNPAIRED, WITHOUT_REFERENCE, Labelled, Pairs
 from saccade.algorithms.table import bound, parsed
 from saccade.config import DpoConfig
 from saccade.types import Batch
@@ -113,9 +107,7 @@ def comparison_objective(row: Comparison, new: Tensor, sides: Sides) -> tuple[Te
         losses, found = bound(function, row.options)(pairs)
     else:
         assert sides.ref is not None, "this loss needs a reference"
-        judged = Labelled(
-            logprobs=totals, ref=sides.ref, desirable=chosen, z=totals.new_tensor(row.z)
-        )
+        judged = Labelled(logprobs=totals, ref=sides.ref, desirable=chosen, z=totals.new_tensor(row.z))
         losses, found = bound(function, row.options)(judged)
     nll = -totals[chosen].sum()
     loss = losses.sum() / row.count

@@ -88,8 +88,7 @@ def apply(chosen: Sequence[tuple[Entry, Mapping[str, Any]]], mismatch: Mismatch)
     if len(weights) > 1:
         raise ConfigError("algorithm.correct: two of them weigh tokens for the same gap; keep one")
     return Correction(
-        weights=weights[0] if weights else None,
-        keep=reduce(lambda one, other: one & other, masks) if masks else None,
+        weights=weights[0] if weights else None, keep=reduce(lambda one, other: one & other, masks) if masks else None
     )
 
 
@@ -210,9 +209,7 @@ DISTANCES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "k3": (k3, "exp(delta) - 1 - delta"),
 }
 CORRECTIONS: dict[str, Entry] = {
-    "tis.token": Entry(
-        function=_truncated(token), formula="w = clip(exp(delta), low, high)", weighs=True
-    ),
+    "tis.token": Entry(function=_truncated(token), formula="w = clip(exp(delta), low, high)", weighs=True),
     "tis.sequence": Entry(
         function=_truncated(Mismatch.total),
         formula="w = clip(exp(sum of delta), low, high)",
@@ -225,21 +222,13 @@ CORRECTIONS: dict[str, Entry] = {
         weighs=True,
         by_sequence=True,
     ),
-    "icepop": Entry(
-        function=icepop, formula="w = exp(delta), 0 outside of [low, high]", weighs=True
-    ),
-    "seq_mask": Entry(
-        function=seq_mask, formula="sequences with low <= exp(mean of delta) <= high"
-    ),
+    "icepop": Entry(function=icepop, formula="w = exp(delta), 0 outside of [low, high]", weighs=True),
+    "seq_mask": Entry(function=seq_mask, formula="sequences with low <= exp(mean of delta) <= high"),
     "seq_mask_tis": Entry(
-        function=seq_mask_tis,
-        formula="w = exp(delta), sequences with low <= exp(mean of delta) <= high",
-        weighs=True,
+        function=seq_mask_tis, formula="w = exp(delta), sequences with low <= exp(mean of delta) <= high", weighs=True
     ),
     **{
-        f"reject.{level}.k1": Entry(
-            function=_reject_ratio(statistic), formula=f"low <= exp(delta by {level}) <= high"
-        )
+        f"reject.{level}.k1": Entry(function=_reject_ratio(statistic), formula=f"low <= exp(delta by {level}) <= high")
         for level, statistic in STATISTICS.items()
         if level != "seq_max"  # one extreme says nothing about a band
     },
@@ -251,8 +240,6 @@ CORRECTIONS: dict[str, Entry] = {
         for kind, (distance, text) in DISTANCES.items()
     },
     "opsm": Entry(
-        function=opsm,
-        formula="no sequence with A < 0 and mean of rollout - new > threshold",
-        each_update=True,
+        function=opsm, formula="no sequence with A < 0 and mean of rollout - new > threshold", each_update=True
     ),
 }

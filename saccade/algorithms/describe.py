@@ -22,12 +22,8 @@ def explain(preset: str | None = None) -> str:
     if preset is None:
         rows = [f"{name:<22} {row['about']}" for name, row in PRESETS.items()]
         extras = [f"{name:<22} {row['about']}" for name, row in ADD_ONS.items()]
-        return "\n".join(
-            [*rows, "", "to be added to any of them, as in algorithm.preset=[dapo, tis]:", *extras]
-        )
-    return describe(
-        resolve(AlgorithmConfig(preset=(preset,)), max_tokens=RolloutConfig().max_tokens)
-    )
+        return "\n".join([*rows, "", "to be added to any of them, as in algorithm.preset=[dapo, tis]:", *extras])
+    return describe(resolve(AlgorithmConfig(preset=(preset,)), max_tokens=RolloutConfig().max_tokens))
 
 
 def describe(algorithm: Algorithm) -> str:
@@ -135,30 +131,16 @@ def extras(algorithm: Algorithm) -> dict[str, str]:
             f"normalised by running moments ({algorithm.reward_normalise})",
         ),
         (algorithm.reward_clip, "clip of R", f"{bounds[0]:g} to {bounds[1]:g}"),
-        (
-            coef or target,
-            "entropy bonus",
-            f"{coef:g}" + (f", steered to {target:g}" if target else ""),
-        ),
-        (
-            top,
-            "entropy filter",
-            f"policy loss on the top {top:g} of each {algorithm.entropy_scope}",
-        ),
+        (coef or target, "entropy bonus", f"{coef:g}" + (f", steered to {target:g}" if target else "")),
+        (top, "entropy filter", f"policy loss on the top {top:g} of each {algorithm.entropy_scope}"),
         (
             algorithm.corrections,
             "corrections",
-            "; ".join(
-                f"{c.name}: {c.entry.formula}{_shown(c.options)}" for c in algorithm.corrections
-            )
+            "; ".join(f"{c.name}: {c.entry.formula}{_shown(c.options)}" for c in algorithm.corrections)
             + (", self-normalised" if algorithm.self_normalise else ""),
         ),
         (algorithm.denominator == "kept", "denominator", "tokens that filters kept"),
-        (
-            algorithm.drop_constant,
-            "constant",
-            "groups without a difference are left out of the update",
-        ),
+        (algorithm.drop_constant, "constant", "groups without a difference are left out of the update"),
         (algorithm.exclude_status, "excluded", ", ".join(algorithm.exclude_status) + kept),
         (
             filters.dynamic,
@@ -170,8 +152,7 @@ def extras(algorithm: Algorithm) -> dict[str, str]:
         (
             overlong.buffer,
             "overlong",
-            f"0 to -{overlong.factor:g} over the last {overlong.buffer} of "
-            f"{algorithm.max_tokens} tokens",
+            f"0 to -{overlong.factor:g} over the last {overlong.buffer} of {algorithm.max_tokens} tokens",
         ),
         (
             fire.temperature,

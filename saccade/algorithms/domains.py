@@ -83,10 +83,7 @@ def to_json(domains: Mapping[str, Bins]) -> dict[str, Any]:
 
 
 def from_json(saved: Mapping[str, Any]) -> Domains:
-    return {
-        name: Bins(counts=tuple(bins["counts"]), sums=tuple(bins["sums"]))
-        for name, bins in saved.items()
-    }
+    return {name: Bins(counts=tuple(bins["counts"]), sums=tuple(bins["sums"])) for name, bins in saved.items()}
 
 
 def _bin(y: float) -> int:

@@ -42,8 +42,7 @@ def estimator_inputs(
         live=torch.tensor([t.trained and t.response_length > 0 for t in members]),
         baseline=torch.tensor(
             [
-                t.reward is not None
-                and in_baseline(t.status, algorithm.exclude_status, algorithm.excluded_in_baseline)
+                t.reward is not None and in_baseline(t.status, algorithm.exclude_status, algorithm.excluded_in_baseline)
                 for t in members
             ]
         ),
@@ -91,15 +90,11 @@ def _components(
     names = sorted({name for weights in by_source.values() for name in weights})
     # What an environment gave on the way is a term of its own.
     values = [[sum(t.turn_rewards), *(t.parts.get(name, 0.0) for name in names)] for t in members]
-    weights = [
-        [1.0, *(by_source[g.sample.data_source].get(name, 0.0) for name in names)] for g in owners
-    ]
+    weights = [[1.0, *(by_source[g.sample.data_source].get(name, 0.0) for name in names)] for g in owners]
     return _numbers(values), _numbers(weights)
 
 
-def _final_values(
-    members: Sequence[Trajectory], batches: Sequence[Batch], algorithm: Algorithm
-) -> Tensor | None:
+def _final_values(members: Sequence[Trajectory], batches: Sequence[Batch], algorithm: Algorithm) -> Tensor | None:
     """The critic's view after a truncated response; an episode that ended is worth nothing more."""
     if not algorithm.critic.bootstrap_truncated:
         return None

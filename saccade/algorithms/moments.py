@@ -49,9 +49,7 @@ def merge(moments: Moments, values: Sequence[float] | np.ndarray) -> Moments:
     )
 
 
-def normalise(
-    values: Sequence[float] | np.ndarray, moments: Moments, kind: Literal["std", "mean_std"]
-) -> np.ndarray:
+def normalise(values: Sequence[float] | np.ndarray, moments: Moments, kind: Literal["std", "mean_std"]) -> np.ndarray:
     """R / std, or (R - mean) / std."""
     shift = {"std": 0.0, "mean_std": moments.mean}[kind]
     return (np.asarray(values, np.float64) - shift) / moments.divisor

@@ -46,9 +46,7 @@ class Columns:
     images: Tensor | None = None  # bool: the sequence has an image; None: nobody asks
 
 
-def objective(
-    algorithm: Algorithm, new: Tensor, entropy: Tensor | None, columns: Columns
-) -> tuple[Tensor, LossSums]:
+def objective(algorithm: Algorithm, new: Tensor, entropy: Tensor | None, columns: Columns) -> tuple[Tensor, LossSums]:
     live = columns.scales > 0
     new, advantages = new.where(live, 0.0), columns.advantages.where(live, 0.0)
     old = _old(algorithm, new, columns).where(live, 0.0)
@@ -89,18 +87,14 @@ def objective(
     terms["policy/loss"] = loss
     # Where the engine's log-probs are taken for old ones, the trainer's view is the current one.
     trainer = new.detach() if algorithm.old == "rollout" else old
-    return loss, _sums(
-        terms, indicators | dropped, inputs, new.detach(), trainer, entropy, distance, columns
-    )
+    return loss, _sums(terms, indicators | dropped, inputs, new.detach(), trainer, entropy, distance, columns)
 
 
 def _inside(column: Tensor | None, live: Tensor) -> Tensor | None:
     return None if column is None else column.where(live, 0.0)
 
 
-def _dropped_now(
-    algorithm: Algorithm, new: Tensor, columns: Columns, inputs: LossInputs
-) -> dict[str, Tensor]:
+def _dropped_now(algorithm: Algorithm, new: Tensor, columns: Columns, inputs: LossInputs) -> dict[str, Tensor]:
     """What corrections drop that look at the current log-probs."""
     dropped = {}
     for correction in algorithm.each_update:
@@ -136,11 +130,7 @@ def _sums(
     live = inputs.live
     gap = log_ratio(new, inputs.old)
     ratio = gap.exp()
-    per_token = {
-        "policy/ratio_mean": ratio,
-        "policy/kl_old": gap.expm1() - gap,
-        "policy/kl_old_k1": -gap,
-    }
+    per_token = {"policy/ratio_mean": ratio, "policy/kl_old": gap.expm1() - gap, "policy/kl_old_k1": -gap}
     for name, flags in indicators.items():
         per_token[f"policy/{name.replace('clip_', 'clip_frac_')}"] = flags
     if entropy is not None:
@@ -168,10 +158,7 @@ def _sums(
         maxima["mismatch/logp_gap_max"] = _largest(gaps, scored)
         if columns.images is not None:
             kinds = {"image": scored & columns.images, "text": scored & ~columns.images}
-            maxima |= {
-                f"mismatch/logp_gap_max/{kind}": _largest(gaps, mask)
-                for kind, mask in kinds.items()
-            }
+            maxima |= {f"mismatch/logp_gap_max/{kind}": _largest(gaps, mask) for kind, mask in kinds.items()}
             per_kind = {
                 f"{name}/{kind}": (_total(values, mask), mask.sum())
                 for name, values in per_scored.items()

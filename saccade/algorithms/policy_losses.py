@@ -71,24 +71,18 @@ def pg(new: Tensor, inputs: LossInputs) -> Losses:
     return -inputs.advantages * new, {}
 
 
-def gspo(
-    new: Tensor, inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4
-) -> Losses:
+def gspo(new: Tensor, inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Losses:
     """One ratio per sequence (arXiv 2507.18071)."""
     return clipped(sequence_ratio(new, inputs), inputs.advantages, clip_low, clip_high)
 
 
-def gspo_token(
-    new: Tensor, inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4
-) -> Losses:
+def gspo_token(new: Tensor, inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Losses:
     """The value of gspo with the gradient of each token, for advantages that differ by token."""
     ratio = sequence_ratio(new, inputs).detach() * (new - new.detach()).exp()
     return clipped(ratio, inputs.advantages, clip_low, clip_high)
 
 
-def gmpo(
-    new: Tensor, inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4
-) -> Losses:
+def gmpo(new: Tensor, inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Losses:
     """Geometric mean of token ratios, each clipped in log space (arXiv 2507.20673)."""
     gap, positive = log_ratio(new, inputs.old), inputs.advantages > 0
     inside = gap.clamp(-clip_low, clip_high)
@@ -97,22 +91,14 @@ def gmpo(
     return -inputs.advantages * ratio, _beyond(gap, inputs.advantages, -clip_low, clip_high)
 
 
-def cispo(
-    new: Tensor,
-    inputs: LossInputs,
-    *,
-    weight_floor: NotNegative = 0.0,
-    weight_cap: Positive = 5.0,
-) -> Losses:
+def cispo(new: Tensor, inputs: LossInputs, *, weight_floor: NotNegative = 0.0, weight_cap: Positive = 5.0) -> Losses:
     """The ratio is clipped as a weight, so no token loses its gradient (arXiv 2506.13585)."""
     ratio = log_ratio(new, inputs.old).exp().detach()
     loss = -inputs.advantages * new * ratio.clamp(weight_floor, weight_cap)
     return loss, {"clip_low": ratio < weight_floor, "clip_high": ratio > weight_cap}
 
 
-def sapo(
-    new: Tensor, inputs: LossInputs, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05
-) -> Losses:
+def sapo(new: Tensor, inputs: LossInputs, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Losses:
     """A soft gate instead of a clip (arXiv 2511.20347)."""
     ratio = log_ratio(new, inputs.old).exp()
     tau = _either(inputs.advantages > 0, tau_positive, tau_negative, like=ratio)
@@ -152,18 +138,14 @@ def kl_cov(new: Tensor, inputs: LossInputs, *, cov_coef: NotNegative = 1.0) -> L
     return penalty - inputs.advantages * gap.exp(), {"selected": inputs.selected}
 
 
-def clip_cov(
-    new: Tensor, inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2
-) -> Losses:
+def clip_cov(new: Tensor, inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Losses:
     """The clip loss without some of those tokens (arXiv 2505.22617)."""
     assert inputs.selected is not None, "clip_cov needs its selection"
     loss, indicators = clip(new, inputs, clip_low=clip_low, clip_high=clip_high)
     return loss.where(~inputs.selected, 0.0), indicators | {"selected": inputs.selected}
 
 
-def topr(
-    new: Tensor, inputs: LossInputs, *, topr_split: Literal["reward", "advantage"] = "reward"
-) -> Losses:
+def topr(new: Tensor, inputs: LossInputs, *, topr_split: Literal["reward", "advantage"] = "reward") -> Losses:
     """Bad samples weigh at most their ratio, good ones fully (arXiv 2503.14286)."""
     sign = inputs.rewards if topr_split == "reward" else inputs.advantages
     assert sign is not None, "topr by reward needs rewards"
@@ -173,11 +155,7 @@ def topr(
 
 
 def kimi(
-    new: Tensor,
-    inputs: LossInputs,
-    *,
-    kimi_tau: NotNegative = 0.1,
-    kimi_level: Literal["token", "sequence"] = "token",
+    new: Tensor, inputs: LossInputs, *, kimi_tau: NotNegative = 0.1, kimi_level: Literal["token", "sequence"] = "token"
 ) -> Losses:
     """Policy gradient with a squared log-ratio (arXiv 2501.12599; by token: 2405.19107).
 
@@ -189,17 +167,13 @@ def kimi(
     return kimi_tau / 2 * square - inputs.advantages * new, {}
 
 
-def inside_tv(
-    new: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
+def inside_tv(new: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Whether the probability has not yet moved too far the way the advantage pushes it."""
     change = new.exp() - old.exp()
     return (change <= clip_high).where(advantages > 0, change >= -clip_low)
 
 
-def inside_kl(
-    new: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
+def inside_kl(new: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """The same by the KL between "this token or another" before and now."""
     positive = advantages > 0
     rest_old, rest_new = ((-x.clamp(max=0).expm1()).clamp(min=SMALLEST_WEIGHT) for x in (old, new))
@@ -212,20 +186,12 @@ def _dppo(inside: Callable[..., Tensor]) -> Callable[..., Losses]:
     """A trust region on probabilities instead of ratios (arXiv 2602.04879)."""
 
     def loss(
-        new: Tensor,
-        inputs: LossInputs,
-        *,
-        clip_low: float = 0.2,
-        clip_high: float = 0.2,
-        weight_cap: Positive = 20.0,
+        new: Tensor, inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, weight_cap: Positive = 20.0
     ) -> Losses:
         advantages = inputs.advantages
         trusted = inside(new.detach(), inputs.old, advantages, clip_low, clip_high)
         weight = log_ratio(new, inputs.old).exp().detach().clamp(max=weight_cap).where(trusted, 0.0)
-        stopped = {
-            "clip_low": ~trusted & (advantages < 0),
-            "clip_high": ~trusted & (advantages > 0),
-        }
+        stopped = {"clip_low": ~trusted & (advantages < 0), "clip_high": ~trusted & (advantages > 0)}
         return -advantages * new * weight, stopped
 
     return loss
@@ -242,9 +208,7 @@ def vespo(
     gap = log_ratio(new, inputs.old).detach()
     if inputs.weights is not None:
         gap = gap + inputs.weights.clamp(min=SMALLEST_WEIGHT).log()
-    log_weight = inputs.sequence_total(gap).clamp(
-        math.log(SMALLEST_SEQUENCE_WEIGHT), LARGEST_LOG_RATIO
-    )
+    log_weight = inputs.sequence_total(gap).clamp(math.log(SMALLEST_SEQUENCE_WEIGHT), LARGEST_LOG_RATIO)
     positive = inputs.advantages >= 0
     k = _either(positive, vespo_positive[0], vespo_negative[0], like=gap)
     rate = _either(positive, vespo_positive[1], vespo_negative[1], like=gap)
@@ -265,12 +229,7 @@ def sequence_ratio(new: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def clipped(
-    ratio: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float = 0.0,
-    delta: float = 0.0,
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0, delta: float = 0.0
 ) -> Losses:
     """The worse of clipped and unclipped; `dual_clip` and `delta` bound negative ones (0: off)."""
     low, high = 1 - clip_low, 1 + clip_high
@@ -287,10 +246,7 @@ def clipped(
 
 def _beyond(values: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Tensor]:
     """Where a bound stops what the advantage asks for."""
-    return {
-        "clip_low": (advantages < 0) & (values < low),
-        "clip_high": (advantages > 0) & (values > high),
-    }
+    return {"clip_low": (advantages < 0) & (values < low), "clip_high": (advantages > 0) & (values > high)}
 
 
 def _either(mask: Tensor, yes: float, no: float, *, like: Tensor) -> Tensor:
@@ -298,15 +254,10 @@ def _either(mask: Tensor, yes: float, no: float, *, like: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Entry] = {
-    "clip": Entry(
-        function=clip,
-        formula="max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(new - old)",
-    ),
+    "clip": Entry(function=clip, formula="max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(new - old)"),
     "pg": Entry(function=pg, formula="-A new"),
     "gspo": Entry(
-        function=gspo,
-        formula="clip loss with r = exp(mean over the sequence of new - old)",
-        own_aggregation="seq_mean",
+        function=gspo, formula="clip loss with r = exp(mean over the sequence of new - old)", own_aggregation="seq_mean"
     ),
     "gspo_token": Entry(
         function=gspo_token,
@@ -323,36 +274,24 @@ LOSSES: dict[str, Entry] = {
         formula="-A exp(mean over the sequence of new - old, clipped to [-clip_low, clip_high])",
         own_aggregation="seq_mean",
     ),
-    "cispo": Entry(
-        function=cispo,
-        formula="-A new sg[clip(r, weight_floor, weight_cap)]",
-    ),
+    "cispo": Entry(function=cispo, formula="-A new sg[clip(r, weight_floor, weight_cap)]"),
     "sapo": Entry(function=sapo, formula="-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A"),
     "cpgd": Entry(
-        function=cpgd,
-        formula="max(-A d, -A clip(d, ln(1 - clip_low), ln(1 + clip_high))) + drift, d = new - old",
+        function=cpgd, formula="max(-A d, -A clip(d, ln(1 - clip_low), ln(1 + clip_high))) + drift, d = new - old"
     ),
     "kl_cov": Entry(
-        function=kl_cov,
-        formula="-A r, plus |new - old| on the tokens of largest covariance",
-        select=most_covariant,
+        function=kl_cov, formula="-A r, plus |new - old| on the tokens of largest covariance", select=most_covariant
     ),
     "clip_cov": Entry(
-        function=clip_cov,
-        formula="clip loss, 0 on some tokens of large covariance",
-        select=some_covariant,
+        function=clip_cov, formula="clip loss, 0 on some tokens of large covariance", select=some_covariant
     ),
     "topr": Entry(function=topr, formula="-A new, times sg[min(r, 1)] on bad samples"),
     "kimi": Entry(function=kimi, formula="-A new + tau / 2 (new - old)^2"),
     "dro": Entry(function=kimi, formula="-A new + tau / 2 (new - old)^2"),
     "dppo_tv": Entry(
-        function=_dppo(inside_tv),
-        formula="-A new sg[min(r, cap)], 0 where the probability moved too far",
+        function=_dppo(inside_tv), formula="-A new sg[min(r, cap)], 0 where the probability moved too far"
     ),
-    "dppo_kl": Entry(
-        function=_dppo(inside_kl),
-        formula="-A new sg[min(r, cap)], 0 where the binary KL is too large",
-    ),
+    "dppo_kl": Entry(function=_dppo(inside_kl), formula="-A new sg[min(r, cap)], 0 where the binary KL is too large"),
     "vespo": Entry(
         function=vespo,
         formula="-A new sg[W^k exp(lambda (1 - W))], W = product of r w over the sequence",

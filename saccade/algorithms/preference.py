@@ -74,8 +74,7 @@ def robust(pairs: Pairs, *, beta: float = 0.1, label_smoothing: Smoothing = 0.1)
     """In expectation dpo on clean labels, if that share is flipped (arXiv 2403.00409)."""
     if not 0 <= label_smoothing < 0.5:
         raise ConfigError(
-            f"robust: label_smoothing={label_smoothing:g} must be at least 0 and less than 0.5, "
-            "for example 0.1"
+            f"robust: label_smoothing={label_smoothing:g} must be at least 0 and less than 0.5, for example 0.1"
         )
     margin, metrics = _compared(pairs.ratios(), beta)
     right, wrong = negative_log_sigmoid(margin), negative_log_sigmoid(-margin)
@@ -116,11 +115,7 @@ def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: NotNegative = 1.0) -> Losse
 
 
 def kto(
-    labelled: Labelled,
-    *,
-    beta: float = 0.1,
-    desirable_weight: NotNegative = 1.0,
-    undesirable_weight: NotNegative = 1.0,
+    labelled: Labelled, *, beta: float = 0.1, desirable_weight: NotNegative = 1.0, undesirable_weight: NotNegative = 1.0
 ) -> Losses:
     """Good or bad on its own, against a neutral log-ratio z (arXiv 2402.01306).
 
@@ -152,14 +147,10 @@ def _compared(sides: Sides, beta: float) -> Losses:
 
 PREFERENCES: dict[str, Entry] = {
     "dpo": Entry(function=dpo, formula="-log sigmoid(beta h)"),
-    "cdpo": Entry(
-        function=cdpo,
-        formula="-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e = label_smoothing",
-    ),
+    "cdpo": Entry(function=cdpo, formula="-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e = label_smoothing"),
     "robust": Entry(
         function=robust,
-        formula="(-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e), "
-        "e = label_smoothing",
+        formula="(-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e), e = label_smoothing",
     ),
     "ipo": Entry(function=ipo, formula="(h_mean - 1 / (2 beta))^2"),
     "ipo_sum": Entry(function=ipo_sum, formula="(h - 1 / (2 beta))^2"),
@@ -169,8 +160,7 @@ PREFERENCES: dict[str, Entry] = {
     ),
     "hinge": Entry(function=hinge, formula="max(0, 1 - beta h)"),
     "simpo": Entry(
-        function=simpo,
-        formula="-log sigmoid(beta h_mean - gamma), h_mean of log-probs without a reference",
+        function=simpo, formula="-log sigmoid(beta h_mean - gamma), h_mean of log-probs without a reference"
     ),
     "kto": Entry(
         function=kto,

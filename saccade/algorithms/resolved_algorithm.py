@@ -20,11 +20,7 @@ from saccade.algorithms.policy_losses import LOSSES
 from saccade.algorithms.table import Entry, find
 from saccade.schema import AlgorithmConfig
 
-AXES: Mapping[str, Mapping[str, Entry]] = {
-    "advantage": ADVANTAGES,
-    "policy_loss": LOSSES,
-    "aggregation": AGGREGATIONS,
-}
+AXES: Mapping[str, Mapping[str, Entry]] = {"advantage": ADVANTAGES, "policy_loss": LOSSES, "aggregation": AGGREGATIONS}
 OldMode = Literal["detach", "recompute", "rollout"]
 Options = Mapping[str, Any]
 

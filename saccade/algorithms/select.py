@@ -25,9 +25,7 @@ from saccade.types import Batch, Group, Metrics, Trajectory
 Updates = list[list[Batch]]  # one list of forests per optimizer step
 
 
-def keep_informative(
-    groups: Sequence[Group], algorithm: Algorithm
-) -> tuple[list[Group], Counter[str]]:
+def keep_informative(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Group], Counter[str]]:
     """Dynamic sampling: the groups worth training on by their raw outcome, and why the others were
     dropped.
     """
@@ -89,10 +87,7 @@ def mark_members(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Gr
     """
     chosen, low, high, metrics = [], 0, 0, Metrics()
     for group in groups:
-        live = [
-            t.trained and not is_excluded(t.status, algorithm.exclude_status)
-            for t in group.trajectories
-        ]
+        live = [t.trained and not is_excluded(t.status, algorithm.exclude_status) for t in group.trajectories]
         alive = [t for t, lives in zip(group.trajectories, live, strict=True) if lives]
         if algorithm.drops_early and len(alive) > 1 and _is_constant(alive, algorithm):
             low, high = low + (_reward(alive[0]) < 0.5), high + (_reward(alive[0]) >= 0.5)
@@ -125,11 +120,7 @@ def split_updates(groups: Sequence[Group], updates: int, *, seed: int) -> list[l
     trains are left out.
     """
     useful = [g for g in groups if any(t.trained and t.response_length for t in g.trajectories)]
-    order = (
-        np.random.default_rng(seed).permutation(len(useful))
-        if updates > 1
-        else np.arange(len(useful))
-    )
+    order = np.random.default_rng(seed).permutation(len(useful)) if updates > 1 else np.arange(len(useful))
     parts = np.array_split(order, min(updates, max(1, len(useful))))
     return [[useful[i] for i in sorted(part)] for part in parts if len(part)]
 

@@ -154,9 +154,7 @@ def unknown(field_name: str, name: str, known: Iterable[str]) -> ConfigError:
         return ConfigError(f"{field_name}={name}: no such function; write file.py:name")
     near = difflib.get_close_matches(name.lower().replace(" ", ""), names, n=1, cutoff=0.5)
     guess = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError(
-        f"{field_name}={name}: no such name; {guess}Expected one of {', '.join(names)}"
-    )
+    return ConfigError(f"{field_name}={name}: no such name; {guess}Expected one of {', '.join(names)}")
 
 
 @cache
@@ -169,9 +167,7 @@ def load_symbol(field_name: str, path: str, symbol: str) -> Any:
     try:
         module = own_module(path)
     except Exception as error:
-        raise ConfigError(
-            f"{field_name}: {path} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"{field_name}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, symbol, None)
     if found is None:
         raise unknown(field_name, symbol, [n for n in vars(module) if not n.startswith("_")])

@@ -22,10 +22,7 @@ from saccade.schema.section import ANSWERING, about, chosen, without_effect
 Rule = Callable[[Config], Iterator[str]]
 
 # Commands that refuse options of other commands, and as which of them they read.
-READERS = {
-    **{command: command for command in ("rl", "sft", "dpo", "reward-model")},
-    "estimate": "rl",
-}
+READERS = {**{command: command for command in ("rl", "sft", "dpo", "reward-model")}, "estimate": "rl"}
 
 
 def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
@@ -94,10 +91,7 @@ TRAINING = (
 )
 ANSWERS = (model_rules.answering_model, model_rules.series, model_rules.trained_series)
 RULES: dict[str, tuple[Rule, ...]] = {
-    "rl": (
-        *TRAINING,
-        *(*CRITIC, offline.demonstrations, *SAMPLING, steps.reward, steps.environment),
-    ),
+    "rl": (*TRAINING, *(*CRITIC, offline.demonstrations, *SAMPLING, steps.reward, steps.environment)),
     "sft": (*TRAINING, offline.imitation),
     "dpo": (*TRAINING, offline.preferences),
     "reward-model": (*TRAINING, offline.rating),

@@ -25,9 +25,7 @@ EXAMPLES = {
 def model(config: Config) -> Iterator[str]:
     path, train = config.model.path, config.model.train
     if not path:
-        yield (
-            "model.path: no model; give a Hugging Face model folder, or model.path=tiny:qwen2_5_vl"
-        )
+        yield ("model.path: no model; give a Hugging Face model folder, or model.path=tiny:qwen2_5_vl")
     else:
         yield from offline.folder("model.path", path)
     frozen = train.removeprefix("freeze:")
@@ -88,10 +86,7 @@ def endpoint(config: Config) -> Iterator[str]:
 def _address(section: str, http: HttpConfig) -> Iterator[str]:
     address = urlsplit(http.url)
     if http.url and (address.scheme not in ("http", "https") or not address.hostname):
-        yield (
-            f"{section}.url: {http.url} is no address of an endpoint; "
-            f"try {section}.url=http://127.0.0.1:8000/v1"
-        )
+        yield (f"{section}.url: {http.url} is no address of an endpoint; try {section}.url=http://127.0.0.1:8000/v1")
     if address.username or address.password or address.query:
         yield (
             f"{section}.url: an address with a password or a query would be logged; put the "
@@ -127,18 +122,14 @@ def series(config: Config) -> Iterator[str]:
     encoder = model.series.encoder
     if encoder is None and not held:
         for name, _, _ in chosen(model.series):
-            yield (
-                f"model.series.{name}: has no effect without an encoder; "
-                "try model.series.encoder=patches"
-            )
+            yield (f"model.series.{name}: has no effect without an encoder; try model.series.encoder=patches")
         return
     file, _, function = (encoder or "").rpartition(":")
     if file.endswith(".py") and function and not Path(file).is_file():
         yield f"model.series.encoder: {file} does not exist (looked in {Path.cwd()})"
     elif encoder not in (None, "patches") and not (file.endswith(".py") and function):
         yield (
-            f"model.series.encoder: {encoder} is neither patches nor FILE.py:FUNCTION; "
-            "try model.series.encoder=patches"
+            f"model.series.encoder: {encoder} is neither patches nor FILE.py:FUNCTION; try model.series.encoder=patches"
         )
     if rollout.engine != "embedded" or rollout.replicas:
         name = "replicas" if rollout.engine == "embedded" else "engine"
@@ -171,8 +162,7 @@ def frozen(train: str) -> list[str]:
 def lora_dropout(config: Config) -> Iterator[str]:
     if config.model.lora.dropout:
         yield (
-            "model.lora.dropout: with it the policy that learns is not the one that answered; "
-            "try model.lora.dropout=0"
+            "model.lora.dropout: with it the policy that learns is not the one that answered; try model.lora.dropout=0"
         )
 
 

@@ -32,8 +32,7 @@ def imitation(config: Config) -> Iterator[str]:
         yield from folder("sft.teacher", sft.teacher)
     if sft.reward_tag is not None and not _shows_reward(sft.reward_tag):
         yield (
-            f"sft.reward_tag: {sft.reward_tag!r} does not show a reward; "
-            "try sft.reward_tag='<reward {reward:.1f}>'"
+            f"sft.reward_tag: {sft.reward_tag!r} does not show a reward; try sft.reward_tag='<reward {{reward:.1f}}>'"
         )
 
 

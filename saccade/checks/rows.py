@@ -52,10 +52,7 @@ def _missing_files(config: Config, *names: str) -> Iterator[str]:
 def pixels(config: Config) -> Iterator[str]:
     low, high = config.data.min_pixels, config.data.max_pixels
     if low > high:
-        yield (
-            f"data.min_pixels: {low} is above data.max_pixels={high}; "
-            f"try data.min_pixels={min(3136, high)}"
-        )
+        yield (f"data.min_pixels: {low} is above data.max_pixels={high}; try data.min_pixels={min(3136, high)}")
 
 
 def prompt_files(config: Config) -> Iterator[str]:

@@ -68,9 +68,7 @@ def smoke(config: Config, command: str) -> Config:
         "data.max_frames": min(data.max_frames, FRAMES),
         "data.min_frames": min(data.min_frames, FRAMES),
         "data.max_samples": min(data.max_samples or ROWS, ROWS),
-        "data.val": [
-            {**source.model_dump(exclude_unset=True), "max_samples": 2} for source in data.val
-        ],
+        "data.val": [{**source.model_dump(exclude_unset=True), "max_samples": 2} for source in data.val],
         "data.max_prompt_tokens": min(data.max_prompt_tokens, PROMPT_TOKENS),
         "rollout.engine": "embedded",
         "rollout.replicas": 0,
@@ -111,9 +109,7 @@ def smoke(config: Config, command: str) -> Config:
     return load(tree, _options(read), command)
 
 
-def with_examples(
-    config: Config, file: Path, given: Collection[str] = ()
-) -> tuple[Config, list[str]]:
+def with_examples(config: Config, file: Path, given: Collection[str] = ()) -> tuple[Config, list[str]]:
     """Example rows instead of data that are not on this disk, and what they stand in for. `given`
     options were named beside the config's file: those stay.
     """
@@ -125,11 +121,7 @@ def with_examples(
         if missing and f"data.{name}" not in given:
             changes[f"data.{name}"] = [
                 source.model_dump(exclude_unset=True)
-                | (
-                    {"path": str(rows), "split": None, "offset": 0}
-                    if source.path in missing
-                    else {}
-                )
+                | ({"path": str(rows), "split": None, "offset": 0} if source.path in missing else {})
                 for source in sources
             ]
             replaced.append(f"{rows} stands in for data.{name}: {', '.join(missing)}")

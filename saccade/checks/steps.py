@@ -21,10 +21,7 @@ def sampling(config: Config) -> Iterator[str]:
     if "" in rollout.stop:
         yield "rollout.stop: an empty text ends every response at once; try rollout.stop=[]"
     if rollout.truncated_sampling == "refuse":
-        for name, truncates, off in (
-            ("top_p", rollout.top_p < 1, 1),
-            ("top_k", rollout.top_k > 0, -1),
-        ):
+        for name, truncates, off in (("top_p", rollout.top_p < 1, 1), ("top_k", rollout.top_k > 0, -1)):
             if truncates:
                 yield (
                     f"rollout.{name}: truncated sampling biases every ratio unless the kept ids "
@@ -108,9 +105,7 @@ def optimizer(config: Config) -> Iterator[str]:
 def _rest(config: Config) -> str:
     """The option that freezes the towers whose learning rate is 0, beside what it says now."""
     model, scales = config.model, config.train.lr_scale
-    still = [
-        name for name, factor in scales.items() if factor == 0 and name not in _resting(config)
-    ]
+    still = [name for name, factor in scales.items() if factor == 0 and name not in _resting(config)]
     if model.train in ADAPTED:
         return f"model.lora.exclude={','.join(filter(None, [model.lora.exclude, *still]))}"
     return f"model.train=freeze:{','.join([*frozen(model.train), *still])}"
@@ -144,9 +139,7 @@ def environment(config: Config) -> Iterator[str]:
 def validation(config: Config) -> Iterator[str]:
     val = config.val
     if val.n > 1 and val.temperature == 0:
-        yield (
-            f"val.n: {val.n} greedy responses are all the same; try val.temperature=1 or val.n=1"
-        )
+        yield (f"val.n: {val.n} greedy responses are all the same; try val.temperature=1 or val.n=1")
     yield from environments.sweep_problems(config.env, val.turns)
 
 

@@ -51,17 +51,13 @@ class Picture:
     def of(source: Any, item: Mapping[str, Any] | None = None, kind: str = "image") -> Picture:
         said = item if item is not None else source if isinstance(source, Mapping) else {}
         if said.get("use_audio_in_video"):
-            raise RowError(
-                "use_audio_in_video: sound inside a video is not heard; add it as an audio item"
-            )
+            raise RowError("use_audio_in_video: sound inside a video is not heard; add it as an audio item")
         given = {name: said[name] for name in KINDS[kind].options if said.get(name) is not None}
         for name, value in given.items():
             if name == "frames":
                 good = isinstance(value, list) and bool(value) and all(_counts(v, 0) for v in value)
             else:
-                good = _counts(value, 1) or (
-                    name == "fps" and isinstance(value, float) and value > 0
-                )
+                good = _counts(value, 1) or (name == "fps" and isinstance(value, float) and value > 0)
             if not good:
                 what = "a list of numbers" if name == "frames" else "a positive integer"
                 raise RowError(f"{name} of {KINDS[kind].article} must be {what}, not {value!r}")
@@ -151,9 +147,7 @@ def _piece(item: Any) -> Piece:
     if medium is None:
         raise RowError(f"content of type {kind!r} cannot be read: text, {', '.join(KINDS)} can")
     source = next((item[key] for key in keys[medium] if item.get(key) is not None), None)
-    if isinstance(source, Mapping) and (
-        "url" in source or (medium == "audio" and "data" in source)
-    ):
+    if isinstance(source, Mapping) and ("url" in source or (medium == "audio" and "data" in source)):
         source = source.get("url") or source["data"]
     return Slot(kind=medium) if source is None else Picture.of(source, item, medium)
 
@@ -166,9 +160,7 @@ def _short(value: Any) -> str:
 # -- arranging -------------------------------------------------------------------------------------
 
 
-def arrange(
-    turns: Turns, pictures: Sequence[Picture], *, prepend: bool, columns: Collection[str] = ()
-) -> Turns:
+def arrange(turns: Turns, pictures: Sequence[Picture], *, prepend: bool, columns: Collection[str] = ()) -> Turns:
     """Placeholders become the row's media; without any, they open the first user turn. `columns`:
     kinds of media that the row has a column for, be it empty.
     """
@@ -187,16 +179,11 @@ def arrange(
         if shown and not places and prepend:
             first += shown
         elif shown and not places:
-            raise RowError(
-                f"{_count(shown, kind)} but no <{kind}> in the text, and data.placeholder is strict"
-            )
+            raise RowError(f"{_count(shown, kind)} but no <{kind}> in the text, and data.placeholder is strict")
         elif len(places) != len(shown):
             raise RowError(f"{len(places)} <{kind}> placeholder(s) but {_count(shown, kind)}")
         filled[kind] = iter(_ordered(places, shown, kind))
-    turns = [
-        (role, [next(filled[p.kind]) if isinstance(p, Slot) else p for p in pieces])
-        for role, pieces in turns
-    ]
+    turns = [(role, [next(filled[p.kind]) if isinstance(p, Slot) else p for p in pieces]) for role, pieces in turns]
     if first:
         asked = next(index for index, (role, _) in enumerate(turns) if role == "user")
         turns[asked] = ("user", [*first, *turns[asked][1]])
@@ -232,9 +219,7 @@ def _ordered(slots: Sequence[Slot], pictures: Sequence[Picture], kind: str) -> l
         return list(pictures)
     if sorted(numbers) != list(range(1, len(pictures) + 1)):
         names = ", ".join(f"<{kind}{number or ''}>" for number in numbers)
-        raise RowError(
-            f"placeholders {names} must name each of {_count(pictures, kind)} once, from <{kind}1>"
-        )
+        raise RowError(f"placeholders {names} must name each of {_count(pictures, kind)} once, from <{kind}1>")
     return [pictures[number - 1] for number in numbers]
 
 

@@ -61,9 +61,7 @@ class Report:
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> str:
-        named = {
-            item.name: getattr(self, item.name) for item in fields(self) if item.name != "samples"
-        }
+        named = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "samples"}
         for name in ("bad", "overlong", "left_out"):
             named[name] = [vars(row) for row in named[name]]
         return json.dumps(plain(named), indent=2, ensure_ascii=False)
@@ -85,17 +83,11 @@ def check_data(
     `unknown` says which words a model does not know.
     """
     wanted = [("train", config.data.train), *(("val", [source]) for source in config.data.val)]
-    sets = [
-        (split, _load(split, listed, config.data, length, read, marks))
-        for split, listed in wanted
-        if listed
-    ]
+    sets = [(split, _load(split, listed, config.data, length, read, marks)) for split, listed in wanted if listed]
     if not sets:
         raise DataError("no data to check: set data.train or data.val")
     every = [data for _, data in sets]
-    every_image = {
-        media.key[:2]: media for data in every for s in data.samples for media in s.every_media
-    }
+    every_image = {media.key[:2]: media for data in every for s in data.samples for media in s.every_media}
     broken = {} if headers_only else _broken(every_image, workers)
     good: dict[str, tuple[Sample, ...]] = {}
     contents: dict[str, frozenset[str]] = {}
@@ -123,8 +115,7 @@ def check_data(
         media_kinds=dict(sum((Counter(data.media_kinds) for data in every), Counter())),
         images=len(every_image),
         decoded=not headers_only,
-        gold_rate=sum(sample.answer not in (None, "", ()) for sample in samples)
-        / max(1, len(samples)),
+        gold_rate=sum(sample.answer not in (None, "", ()) for sample in samples) / max(1, len(samples)),
         answerless=sum(bool(s.candidates) or "level" in s.extra for s in samples),
         lengths=_statistics(tokens),
         histogram=_histogram(tokens),
@@ -222,11 +213,7 @@ def write_fixed(report: Report, path: Path) -> list[Path]:
     """The good rows as canonical JSONL; train and val together give NAME.train.jsonl …."""
     paths = []
     for split, samples in report.samples.items():
-        target = (
-            path
-            if len(report.samples) == 1
-            else path.with_name(f"{path.stem}.{split}{path.suffix}")
-        )
+        target = path if len(report.samples) == 1 else path.with_name(f"{path.stem}.{split}{path.suffix}")
         convert(samples, target)
         paths.append(target)
     return paths

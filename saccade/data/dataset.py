@@ -95,9 +95,7 @@ class Dataset:
 
     @property
     def summary(self) -> str:
-        lines = [
-            f"{p.name}: {p.stop - p.start} of {p.rows} rows, format {p.format}" for p in self.parts
-        ]
+        lines = [f"{p.name}: {p.stop - p.start} of {p.rows} rows, format {p.format}" for p in self.parts]
         counts = {
             "bad {} set aside": len(self.quarantined),
             f"{{}} over {self.limit} left out": len(self.overlong),
@@ -143,13 +141,7 @@ def refuse_first(row: BadRow, config: DataConfig) -> None:
 
 
 def too_many(
-    bad: Sequence[BadRow],
-    rows: int,
-    paths: Sequence[str],
-    config: DataConfig,
-    *,
-    checked: bool,
-    none_left: bool,
+    bad: Sequence[BadRow], rows: int, paths: Sequence[str], config: DataConfig, *, checked: bool, none_left: bool
 ) -> str:
     """`paths`: where they are from. `checked`: `check-data` refuses the same rows."""
     splits = ((TRAIN, config.train), ("data.val: ", config.val))
@@ -160,10 +152,7 @@ def too_many(
     if none_left:
         advice = "No row is left to go on with." + " `saccade check-data` lists all." * checked
     elif checked:
-        advice = (
-            "`saccade check-data` lists all of them, its --fix writes a copy without them; "
-            f"{lifted}."
-        )
+        advice = f"`saccade check-data` lists all of them, its --fix writes a copy without them; {lifted}."
     else:
         listed = ", and quarantine.jsonl of the run lists all of them" * (where == TRAIN)
         advice = f"{lifted} without them{listed}."

@@ -22,16 +22,7 @@ from typing import Any
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
-from saccade.data.dataset import (
-    POSITIONS,
-    PROMPT_LIMIT,
-    BadRow,
-    Dataset,
-    Part,
-    keep,
-    refuse_first,
-    too_many,
-)
+from saccade.data.dataset import POSITIONS, PROMPT_LIMIT, BadRow, Dataset, Part, keep, refuse_first, too_many
 from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id, writable
 from saccade.data.mappings import apply, load_mapping
 from saccade.data.pairwise_prompts import judged
@@ -105,20 +96,14 @@ def load(
 
 def _check(sources: Sequence[DataSource], config: DataConfig) -> None:
     if config.min_pixels > config.max_pixels:
-        raise ConfigError(
-            f"data.min_pixels={config.min_pixels} is above data.max_pixels={config.max_pixels}"
-        )
+        raise ConfigError(f"data.min_pixels={config.min_pixels} is above data.max_pixels={config.max_pixels}")
     weighted = [source.weight is not None for source in sources]
     if any(weighted) and not all(weighted):
         without = sources[weighted.index(False)].path
-        raise ConfigError(
-            f"data: {without} has no weight but others have; give all of them one, or none"
-        )
+        raise ConfigError(f"data: {without} has no weight but others have; give all of them one, or none")
 
 
-def _limit(
-    source: DataSource, sources: Sequence[DataSource], config: DataConfig, *, rows: int
-) -> int | None:
+def _limit(source: DataSource, sources: Sequence[DataSource], config: DataConfig, *, rows: int) -> int | None:
     """How many rows to read: its own limit and its share in that of the whole mixture."""
     limits = [] if source.max_samples is None else [source.max_samples]
     if config.max_samples is not None and source.weight is None:
@@ -246,12 +231,7 @@ class _Reader:
             return error
 
     def _format(
-        self,
-        source: DataSource,
-        folder: Path | None,
-        rows: _Counted,
-        columns: set[str],
-        name: str,
+        self, source: DataSource, folder: Path | None, rows: _Counted, columns: set[str], name: str
     ) -> tuple[Format, Iterator[tuple[int, Row | None]]]:
         """How the rows are read, and the rows: as they are, or as a mapping makes them."""
         wanted = self._mapping(source)
@@ -264,9 +244,7 @@ class _Reader:
         """Opens media of one source, each file once."""
         known: dict[Any, Media] = {}
 
-        def open_image(
-            source: Any, *, min_pixels: int | None, max_pixels: int | None, **more: Any
-        ) -> Media:
+        def open_image(source: Any, *, min_pixels: int | None, max_pixels: int | None, **more: Any) -> Media:
             kind = more.pop("kind", "image")
             self.kinds[source_kind(source, folder) if kind == "image" else kind] += 1
             named = isinstance(source, str) and len(source) < LONGEST_NAME

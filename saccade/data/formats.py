@@ -87,9 +87,7 @@ FORMATS: Mapping[str, Format] = {
         ),
         Format(
             name="r1v",
-            matches=lambda columns: (
-                {"problem", "solution"} <= set(columns) and "images" not in columns
-            ),
+            matches=lambda columns: {"problem", "solution"} <= set(columns) and "images" not in columns,
             prompt=("problem",),
             answer=("solution",),
             gold=inside_answer_tag,
@@ -97,9 +95,7 @@ FORMATS: Mapping[str, Format] = {
         ),
         Format(
             name="easyr1",
-            matches=lambda columns: (
-                "problem" in columns and ("answer" in columns or "solution" not in columns)
-            ),
+            matches=lambda columns: "problem" in columns and ("answer" in columns or "solution" not in columns),
             prompt=("problem",),
             answer=("answer",),
         ),
@@ -139,18 +135,14 @@ FORMATS: Mapping[str, Format] = {
         ),
         Format(
             name="sides",
-            matches=lambda columns: (
-                {"a", "b"} <= set(columns) and ("labels" in columns or "extra" in columns)
-            ),
+            matches=lambda columns: {"a", "b"} <= set(columns) and ("labels" in columns or "extra" in columns),
             prompt=("prompt", "question", "messages"),
             answer=("answer",),
             candidates={"a": ("a",), "b": ("b",)},
         ),
         Format(
             name="labels",
-            matches=lambda columns: (
-                "label" in columns and ("output" in columns or "completion" in columns)
-            ),
+            matches=lambda columns: "label" in columns and ("output" in columns or "completion" in columns),
             prompt=("input", "prompt", "question", "problem", "messages", "conversations"),
             answer=("answer", "solution"),
             candidates={"output": ("output", "completion")},
@@ -158,9 +150,7 @@ FORMATS: Mapping[str, Format] = {
         ),
         Format(  # `label`, one entry per step, stays in `extra`
             name="steps",
-            matches=lambda columns: (
-                {"input", "label"} <= set(columns) and not {"output", "completion"} & set(columns)
-            ),
+            matches=lambda columns: {"input", "label"} <= set(columns) and not {"output", "completion"} & set(columns),
             prompt=("input", "prompt", "messages", "conversations"),
             answer=("answer", "solution"),
         ),
@@ -202,9 +192,7 @@ def detect(columns: Collection[str], config: DataConfig, name: str = "data") -> 
             raise DataError(f"{name}: data.keys.{role}={column} is no column; there are {listed}")
     if config.format != "auto":
         if config.format not in FORMATS:
-            raise ConfigError(
-                f"data.format={config.format}: unknown; choose auto, {', '.join(FORMATS)}"
-            )
+            raise ConfigError(f"data.format={config.format}: unknown; choose auto, {', '.join(FORMATS)}")
         return FORMATS[config.format]
     named = {role for role in COMPARED if config.keys.get(role)}
     found = [format for format in FORMATS.values() if format.matches({*columns, *named})]
@@ -243,17 +231,12 @@ def read_row(
 ) -> Sample:
     """One row as a sample. Placeholders of `marks`, kinds of media, are never plain text."""
     columns = columns_of(format, config.keys)
-    fields = {
-        role: _field(row, names, str if role == "data_source" else object)
-        for role, names in columns.items()
-    }
+    fields = {role: _field(row, names, str if role == "data_source" else object) for role, names in columns.items()}
     values = {role: value for role, (_, value) in fields.items()}
     if values["prompt"] is None and not format.candidates:
         raise RowError(f"no prompt in column {' or '.join(columns['prompt'])}")
     pictures = [
-        picture
-        for role, kind in MEDIA_ROLES.items()
-        for picture in _pictures(row, values[role], fields[role][0], kind)
+        picture for role, kind in MEDIA_ROLES.items() for picture in _pictures(row, values[role], fields[role][0], kind)
     ]
     asked, candidates = _turns(values, format)
     turns = [*asked, *(turn for candidate in candidates for turn in candidate)]
@@ -338,9 +321,7 @@ def _filled(value: Any) -> bool:
 def _pictures(row: Mapping[str, Any], value: Any, column: str, kind: str) -> list[Picture]:
     other = {f"{kind}s": kind, kind: f"{kind}s"}.get(column, "")
     if _filled(value) and _filled(row.get(other)):
-        raise RowError(
-            f"columns '{kind}' and '{kind}s' are both filled; choose with data.keys.{kind}s={kind}s"
-        )
+        raise RowError(f"columns '{kind}' and '{kind}s' are both filled; choose with data.keys.{kind}s={kind}s")
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_json(value, f"column {column!r}")
     if not _filled(value):
@@ -379,9 +360,7 @@ def _worked(thinking: Any, solution: Any) -> str:
 
 
 def _message(role: Any, pieces: list[Any], open_image: OpenImage) -> Message:
-    parts = tuple(
-        _open(piece, open_image) if isinstance(piece, Picture) else piece for piece in pieces
-    )
+    parts = tuple(_open(piece, open_image) if isinstance(piece, Picture) else piece for piece in pieces)
     return Message(role=role, parts=parts)
 
 
@@ -403,9 +382,7 @@ def _choices(value: Any) -> tuple[str, ...]:
     return tuple(str(choice) for choice in value)
 
 
-def _gold(
-    value: Any, gold: Callable[[str], str], choices: tuple[str, ...]
-) -> str | tuple[str, ...] | None:
+def _gold(value: Any, gold: Callable[[str], str], choices: tuple[str, ...]) -> str | tuple[str, ...] | None:
     if isinstance(value, list | tuple) and value and all(isinstance(item, str) for item in value):
         return tuple(gold(item) for item in value)
     if value is None or isinstance(value, str):

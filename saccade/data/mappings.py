@@ -86,9 +86,7 @@ def load_mapping(name: str) -> PreferenceMapping:
     if Path(name.partition(":")[0]).suffix in (".yaml", ".yml"):
         raise ConfigError(f"{where}: a mapping is a Python function; {EXAMPLE}")
     if Path(path or name).suffix != ".py":
-        raise ConfigError(
-            f"{where}: expected one of {', '.join(MAPPINGS)}, or file.py:function of your own"
-        )
+        raise ConfigError(f"{where}: expected one of {', '.join(MAPPINGS)}, or file.py:function of your own")
     if not Path(path or name).is_file():
         raise ConfigError(f"{where}: the file does not exist; expected file.py:function")
     try:
@@ -98,18 +96,12 @@ def load_mapping(name: str) -> PreferenceMapping:
     function = getattr(module, symbol, None) if path else None
     if not callable(function):
         found = [n for n, v in vars(module).items() if inspect.isfunction(v)]
-        raise ConfigError(
-            f"{where}: expected file.py:function; the file has {', '.join(found) or 'none'}"
-        )
+        raise ConfigError(f"{where}: expected file.py:function; the file has {', '.join(found) or 'none'}")
     return PreferenceMapping(name, function, path)
 
 
 def apply(
-    mapping: PreferenceMapping,
-    rows: Iterable[tuple[int, Row]],
-    *,
-    folder: Path | None = None,
-    seed: int = 0,
+    mapping: PreferenceMapping, rows: Iterable[tuple[int, Row]], *, folder: Path | None = None, seed: int = 0
 ) -> Iterator[tuple[int, Row | None]]:
     """Numbered rows of the format `sides`; None stands for a row that the mapping leaves out."""
     groups: dict[str, list[tuple[int, Rated, Mapping[str, Any]]]] = {}
@@ -158,9 +150,7 @@ def _checked(found: Any, where: str) -> list[Pair | Rated]:
         name = "labels" if isinstance(one, Pair) else "ratings"
         heads = getattr(one, name)
         if one.kind not in (*KINDS, "text"):
-            raise ConfigError(
-                f"{where}: kind={one.kind!r}; expected one of {', '.join((*KINDS, 'text'))}"
-            )
+            raise ConfigError(f"{where}: kind={one.kind!r}; expected one of {', '.join((*KINDS, 'text'))}")
         if not isinstance(heads, Mapping) or MAIN not in heads:
             raise ConfigError(f"{where}: {name}={heads!r} lack the head {MAIN}")
         if isinstance(one, Pair) and any(side not in (*OTHER, None) for side in heads.values()):
@@ -168,9 +158,7 @@ def _checked(found: Any, where: str) -> list[Pair | Rated]:
     return every
 
 
-def _named(
-    row: Mapping[str, Any], other: Mapping[str, Any], first: Rated, second: Rated
-) -> Mapping[str, Any]:
+def _named(row: Mapping[str, Any], other: Mapping[str, Any], first: Rated, second: Rated) -> Mapping[str, Any]:
     """The row of the first candidate, with an id for the pair."""
     names, id = [one.name for one in (first, second) if one.name is not None], row.get("id")
     rest = "-".join(map(str, names)) if names else other.get("id")
@@ -184,9 +172,7 @@ def _compared(name: str, pair: Pair, row: Mapping[str, Any], seed: int) -> Row:
     if missing := [what for what, value in needed.items() if value is None]:
         return RowError(f"the row has no {missing[0]} where mapping {name} looks for it")
     shown = pair.a, pair.b
-    drawn = (
-        hashlib.sha256(json.dumps([seed, plain([pair.prompt, *shown])]).encode()).digest()[0] % 2
-    )
+    drawn = hashlib.sha256(json.dumps([seed, plain([pair.prompt, *shown])]).encode()).digest()[0] % 2
     swapped = bool(drawn) and pair.critique is None  # a critique names the sides as they were given
     extra = {n: v for n, v in row.items() if n != "id" and not _raw(v)}
     if swapped:

@@ -44,11 +44,7 @@ def judged(sample: Sample, *, seed: int) -> Sample:
         parts += [f"\n\n{medium.capitalize()} {number}:\n", *side]
     parts.append("" if critique else ENDING.format(said=said))
     shown = str(critique) if critique else f"<answer>{verdict}</answer>"
-    messages = (
-        *earlier,
-        replace(question, parts=_joined(parts)),
-        Message(role="assistant", parts=(shown,)),
-    )
+    messages = (*earlier, replace(question, parts=_joined(parts)), Message(role="assistant", parts=(shown,)))
     return replace(sample, messages=messages, candidates=(), answer=label)
 
 

@@ -57,9 +57,7 @@ def check_labels(labels: Any) -> None:
     sides = [*labels.values()] if isinstance(labels, Mapping) else []
     good = sides and all(isinstance(side, str) and side in OTHER for side in sides)
     if not good:
-        raise RowError(
-            f'labels must say A, B or C for each head, not {labels!r}; write {{"preference": "A"}}'
-        )
+        raise RowError(f'labels must say A, B or C for each head, not {labels!r}; write {{"preference": "A"}}')
 
 
 def label_of(sample: Sample, head: str = "preference") -> str | None:
@@ -84,9 +82,7 @@ def _spoken(reply: Any) -> Turns:
         return read_reply(reply)
     _, *pieces = SPEAKER.split(reply)
     roles = {"Human": "user", "Assistant": "assistant"}
-    return [
-        (roles[who], [text.strip()]) for who, text in zip(pieces[::2], pieces[1::2], strict=True)
-    ]
+    return [(roles[who], [text.strip()]) for who, text in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
 def _shared(sides: Sequence[Turns]) -> Turns:

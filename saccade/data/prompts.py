@@ -57,9 +57,7 @@ def _texts() -> dict[str, str]:
 # -- applying --------------------------------------------------------------------------------------
 
 
-def apply(
-    sample: Sample, config: PromptConfig, *, instruction: str, choices_seed: int = 0
-) -> Sample:
+def apply(sample: Sample, config: PromptConfig, *, instruction: str, choices_seed: int = 0) -> Sample:
     """The sample with all that the config adds to its prompt; `choices_seed` draws the order of
     options where it wants them permuted.
     """
@@ -69,23 +67,16 @@ def apply(
         sample = permute_choices(sample, choices_seed)
     first = next(index for index, message in enumerate(sample.messages) if message.role == "user")
     messages = list(sample.messages)
-    messages[first] = replace(
-        messages[first], parts=_question(sample, messages[first], config, instruction)
-    )
+    messages[first] = replace(messages[first], parts=_question(sample, messages[first], config, instruction))
     if config.system and not any(message.role == "system" for message in messages):
         system = text_or_file(config.system)
         messages.insert(0, Message(role="system", parts=(system,)))
     return replace(sample, messages=tuple(messages))
 
 
-def _question(
-    sample: Sample, message: Message, config: PromptConfig, instruction: str
-) -> tuple[str | Media, ...]:
+def _question(sample: Sample, message: Message, config: PromptConfig, instruction: str) -> tuple[str | Media, ...]:
     lines = [f"({LETTERS[index]}) {choice}" for index, choice in enumerate(sample.choices)]
-    text = "".join(
-        part if isinstance(part, str) else f"\0{index}\0"
-        for index, part in enumerate(message.parts)
-    )
+    text = "".join(part if isinstance(part, str) else f"\0{index}\0" for index, part in enumerate(message.parts))
     uses: frozenset[str] = frozenset()
     if config.template:
         template, uses = _compiled(_file(config.template, "prompt.template"))
@@ -174,9 +165,7 @@ def permute_choices(sample: Sample, seed: int) -> Sample:
     if len(sample.choices) < 2 or _are_letters(sample.choices) or _are_written(sample):
         return sample
     digest = hashlib.sha256(f"{seed}:{sample.id}".encode()).digest()
-    order = np.random.default_rng(int.from_bytes(digest[:8], "big")).permutation(
-        len(sample.choices)
-    )
+    order = np.random.default_rng(int.from_bytes(digest[:8], "big")).permutation(len(sample.choices))
     moved = {LETTERS[old]: LETTERS[new] for new, old in enumerate(order)}
     choices = tuple(sample.choices[old] for old in order)
 

@@ -57,10 +57,7 @@ def to_row(sample: Sample) -> dict[str, Any]:
 
 
 def _items(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    return [
-        {"role": message.role, "content": [_item(part) for part in message.parts]}
-        for message in messages
-    ]
+    return [{"role": message.role, "content": [_item(part) for part in message.parts]} for message in messages]
 
 
 def _item(part: str | Media) -> dict[str, Any]:

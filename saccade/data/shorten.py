@@ -58,9 +58,7 @@ def drop_turns(sample: Sample, length: Length, limit: int) -> Sample | None:
     users = [index for index, message in enumerate(sample.messages) if message.role == "user"]
     for start in users[1:]:
         kept = tuple(
-            message
-            for index, message in enumerate(sample.messages)
-            if index >= start or message.role == "system"
+            message for index, message in enumerate(sample.messages) if index >= start or message.role == "system"
         )
         shorter = replace(sample, messages=kept)
         if length(shorter) <= limit:
@@ -70,9 +68,7 @@ def drop_turns(sample: Sample, length: Length, limit: int) -> Sample | None:
 
 def truncate_text(sample: Sample, length: Length, limit: int) -> Sample | None:
     """Remove text from the front (the question tends to stand last); system and media stay."""
-    total = sum(
-        len(part) for message in _spoken(sample) for part in message.parts if isinstance(part, str)
-    )
+    total = sum(len(part) for message in _spoken(sample) for part in message.parts if isinstance(part, str))
     low, high = 0, total  # fits when `high` characters go, if at all
     while high - low > 1:
         middle = (low + high) // 2

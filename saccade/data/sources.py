@@ -61,9 +61,7 @@ def open_source(source: DataSource, *, allow_network: bool = False) -> Container
     address = parse_address(source.path)
     if source.split is not None:
         if address.split not in (None, source.split):
-            raise DataError(
-                f"{source.path}: the path names split {address.split}, the option {source.split}"
-            )
+            raise DataError(f"{source.path}: the path names split {address.split}, the option {source.split}")
         address = address._replace(split=source.split)
     path = Path(address.path)
     if path.is_file():
@@ -152,11 +150,7 @@ def _json_line(text: bytes) -> Row:
 
 
 def _record(value: Any) -> Row:
-    return (
-        value
-        if isinstance(value, dict)
-        else RowError(f"a row must be a record, not {type(value).__name__}")
-    )
+    return value if isinstance(value, dict) else RowError(f"a row must be a record, not {type(value).__name__}")
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
@@ -257,9 +251,7 @@ FILES: dict[str, Callable[[Path], Iterator[Row]]] = {
 def _folder_rows(path: Path, address: Address) -> tuple[Iterator[Row], Path]:
     """A `save_to_disk` folder, an image folder with metadata, or data files named by split."""
     if address.config is not None:
-        raise DataError(
-            f"{path} is a folder and has no config {address.config!r}; name a subfolder with #DIR"
-        )
+        raise DataError(f"{path} is a folder and has no config {address.config!r}; name a subfolder with #DIR")
     folder = path / address.data_dir if address.data_dir else path
     if not folder.is_dir():
         raise DataError(f"folder {folder} does not exist")
@@ -300,9 +292,7 @@ def _split_files(folder: Path, split: str | None) -> list[Path]:
     names = [name for name in parts if split and split in re.split(r"[-_.]", name)]
     if len(names) != 1:
         asked = f"split {split!r}" if split else "a split (write PATH@SPLIT)"
-        raise DataError(
-            f"folder {folder} needs {asked} that fits exactly one of: {', '.join(sorted(parts))}"
-        )
+        raise DataError(f"folder {folder} needs {asked} that fits exactly one of: {', '.join(sorted(parts))}")
     return parts[names[0]]
 
 

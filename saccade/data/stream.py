@@ -48,22 +48,13 @@ class Stream:
         return [self.dataset.samples[i] for i in self._order[self._cursor :][:count]]
 
     def state(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "cursor": self._cursor,
-            "data": self.dataset.hash,
-        }
+        return {"seed": self.seed, "epoch": self.epoch, "cursor": self._cursor, "data": self.dataset.hash}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         if state["data"] != self.dataset.hash:
-            raise DataError(
-                "the data changed since this state was saved; use the old data or start a new run"
-            )
+            raise DataError("the data changed since this state was saved; use the old data or start a new run")
         if state["seed"] != self.seed:
-            raise ConfigError(
-                f"the state was saved with run.seed={state['seed']}, now it is {self.seed}"
-            )
+            raise ConfigError(f"the state was saved with run.seed={state['seed']}, now it is {self.seed}")
         self.epoch, self._order = state["epoch"], self.order(state["epoch"])
         self._move_to(state["epoch"], state["cursor"])
 
@@ -82,12 +73,7 @@ class Stream:
             return self._pass(0, len(self.dataset.samples), [epoch])
         weights = np.array([part.weight for part in parts], dtype=np.float64)
         sizes = [part.stop - part.start for part in parts]
-        picks = _picks(
-            weights / weights.sum(),
-            sizes,
-            [self.seed, epoch],
-            first=self._mixing == "first_exhausted",
-        )
+        picks = _picks(weights / weights.sum(), sizes, [self.seed, epoch], first=self._mixing == "first_exhausted")
         order = np.empty(len(picks), dtype=np.int64)
         for index, part in enumerate(parts):
             places = np.flatnonzero(picks == index)
@@ -101,14 +87,10 @@ class Stream:
         if self._shuffle:
             return start + np.random.default_rng([self.seed, *key]).permutation(stop - start)
         rows = range(start, stop)
-        return np.array(
-            rows if self._keys is None else sorted(rows, key=self._keys.__getitem__), dtype=np.int64
-        )
+        return np.array(rows if self._keys is None else sorted(rows, key=self._keys.__getitem__), dtype=np.int64)
 
 
-def _picks(
-    shares: np.ndarray, sizes: Sequence[int], seed: Sequence[int], *, first: bool
-) -> np.ndarray:
+def _picks(shares: np.ndarray, sizes: Sequence[int], seed: Sequence[int], *, first: bool) -> np.ndarray:
     """Which source each draw takes, until the first or every source has been drawn in full."""
     random = np.random.default_rng([*seed, len(sizes)])
     picks = np.empty(0, dtype=np.int64)
@@ -116,9 +98,7 @@ def _picks(
         more = random.choice(len(sizes), size=max(sum(sizes), len(picks)), p=shares)
         picks = np.concatenate([picks, more])
         places = [np.flatnonzero(picks == index) for index in range(len(sizes))]
-        ends = [
-            where[size - 1] for where, size in zip(places, sizes, strict=True) if len(where) >= size
-        ]
+        ends = [where[size - 1] for where, size in zip(places, sizes, strict=True) if len(where) >= size]
         if ends and (first or len(ends) == len(sizes)):
             return picks[: (min(ends) if first else max(ends)) + 1]
 
@@ -128,9 +108,7 @@ def _sort_keys(dataset: Dataset, order: str) -> list[Any] | None:
         return None
     if order == "length":
         if not dataset.lengths:
-            raise ConfigError(
-                "data.order=length needs token lengths; load the data with a length function"
-            )
+            raise ConfigError("data.order=length needs token lengths; load the data with a length function")
         return list(dataset.lengths)
     kind, _, column = order.partition(":")
     if kind != "column" or not column:
@@ -138,9 +116,7 @@ def _sort_keys(dataset: Dataset, order: str) -> list[Any] | None:
     missing = next((sample for sample in dataset.samples if sample.extra.get(column) is None), None)
     if missing is not None:
         known = ", ".join(sorted(missing.extra)) or "none"
-        raise ConfigError(
-            f"data.order={order}: row {missing.id} has no such column; it has {known}"
-        )
+        raise ConfigError(f"data.order={order}: row {missing.id} has no such column; it has {known}")
     return _comparable([sample.extra[column] for sample in dataset.samples], order)
 
 

@@ -95,9 +95,7 @@ def _hr(size: str) -> Suite:
 
 
 SUITES: Mapping[str, Suite] = {
-    "vstar": Suite(
-        hub="craigwu/vstar_bench", file="test_questions.jsonl", row=_vstar, verifier="choice"
-    ),
+    "vstar": Suite(hub="craigwu/vstar_bench", file="test_questions.jsonl", row=_vstar, verifier="choice"),
     "visualprobe_easy": _probe("Easy"),
     "visualprobe_medium": _probe("Medium"),
     "visualprobe_hard": _probe("Hard"),
@@ -129,7 +127,6 @@ def suite_source(name: str, config: EvalConfig) -> DataSource:
 def with_rewards(reward: RewardConfig, config: EvalConfig) -> RewardConfig:
     """Suites are scored as their authors score them, unless reward.by_source names them."""
     own = {
-        name: "hybrid" if SUITES[name].judged and reward.judge.url else SUITES[name].verifier
-        for name in config.suites
+        name: "hybrid" if SUITES[name].judged and reward.judge.url else SUITES[name].verifier for name in config.suites
     }
     return reward.model_copy(update={"by_source": own | reward.by_source}) if own else reward

@@ -18,9 +18,7 @@ from saccade.data.formats import Format, columns_of
 
 # By role: how a file begins, and how the name of one ends.
 BEGINNINGS = {
-    "images": re.compile(
-        rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP|BM|II\*\0|MM\0\*|.{4}ftypavif", re.DOTALL
-    ),
+    "images": re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP|BM|II\*\0|MM\0\*|.{4}ftypavif", re.DOTALL),
     "videos": re.compile(rb"RIFF.{4}AVI |\x1aE\xdf\xa3|.{4}ftyp(?!avi|hei|mif|M4A)", re.DOTALL),
     "audios": re.compile(rb"RIFF.{4}WAVE|fLaC|OggS|ID3|.{4}ftypM4A", re.DOTALL),
 }
@@ -36,9 +34,7 @@ FOR_REWARDS = ("segmentation_path", "mask", "level")  # may name a file that a r
 REST = "extra"  # other columns of a row that saccade wrote: what they hold was decided then
 
 
-def unread_media(
-    rows: Iterable[Mapping[str, Any]], format: Format, keys: Mapping[str, str]
-) -> tuple[str, str] | None:
+def unread_media(rows: Iterable[Mapping[str, Any]], format: Format, keys: Mapping[str, str]) -> tuple[str, str] | None:
     """The first such column and the role that would read it. A role that `keys` names, if only as
     empty, is decided.
     """

@@ -30,10 +30,7 @@ def dialogue_row(sample: Sample, folder: Path) -> dict[str, Any]:
     return {
         "id": sample.id,
         "data_source": sample.data_source,
-        "conversations": [
-            {"from": SPEAKERS[message.role], "value": _value(message)}
-            for message in sample.messages
-        ],
+        "conversations": [{"from": SPEAKERS[message.role], "value": _value(message)} for message in sample.messages],
         "images": [_stored(media, folder) for media in sample.media],
         "answer": sample.answer,
         **sample.extra,

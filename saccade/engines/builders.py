@@ -33,16 +33,12 @@ def _embedded(settings: Settings, family: Family, model: Any) -> Engine:
             device=torch.device(settings.device),
             trust_remote_code=settings.trust_remote_code,
         )
-    return EmbeddedEngine(
-        model, family, max_sequences=settings.max_sequences, finite=settings.finite
-    )
+    return EmbeddedEngine(model, family, max_sequences=settings.max_sequences, finite=settings.finite)
 
 
 def _installed(name: str, engine: Callable[..., Engine]) -> Builder:
     """A row of a plugin: a class that loads the folder of its settings itself."""
-    return lambda settings, family, model: engine(
-        settings, family, beside_trainer=model is not None
-    )
+    return lambda settings, family, model: engine(settings, family, beside_trainer=model is not None)
 
 
 BUILDERS: Table[Builder] = Table("engines", {"embedded": _embedded}, _installed)

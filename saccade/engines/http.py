@@ -42,8 +42,7 @@ class HttpEngine:
         self._closed = False
         # Daemons: what still waits must not keep an interrupted run alive.
         self._workers = [
-            threading.Thread(target=self._work, name=f"http-{i}", daemon=True)
-            for i in range(client.http.concurrency)
+            threading.Thread(target=self._work, name=f"http-{i}", daemon=True) for i in range(client.http.concurrency)
         ]
         for worker in self._workers:
             worker.start()
@@ -101,8 +100,7 @@ class HttpEngine:
 
     def update_weights(self, source: Any, version: int) -> None:
         raise ConfigError(
-            "rollout.engine: an endpoint takes no weights, so http only evaluates; "
-            "try rollout.engine=embedded"
+            "rollout.engine: an endpoint takes no weights, so http only evaluates; try rollout.engine=embedded"
         )
 
     def sleep(self) -> None:
@@ -112,9 +110,7 @@ class HttpEngine:
         pass
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            logprobs=False, support=False, shares_weights=False, live_episodes=False
-        )
+        return Capabilities(logprobs=False, support=False, shares_weights=False, live_episodes=False)
 
     def close(self) -> None:
         """Sends nothing more, but waits for answers under way: they are paid for and are cached."""
@@ -127,9 +123,7 @@ class HttpEngine:
             worker.join(self.client.http.timeout)
 
 
-def _completion(
-    key: str, ids: np.ndarray, finish: Literal["stop", "length", "aborted"]
-) -> Completion:
+def _completion(key: str, ids: np.ndarray, finish: Literal["stop", "length", "aborted"]) -> Completion:
     return Completion(
         key=key,
         ids=ids,

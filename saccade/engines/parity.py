@@ -25,18 +25,7 @@ from saccade.media.pixel_cache import DECODED
 from saccade.media.sounds import open_sound
 from saccade.media.videos import open_video
 from saccade.models.families import Family
-from saccade.types import (
-    Batch,
-    Completion,
-    Group,
-    Media,
-    Rendered,
-    Request,
-    Sample,
-    Sampling,
-    Source,
-    Trajectory,
-)
+from saccade.types import Batch, Completion, Group, Media, Rendered, Request, Sample, Sampling, Source, Trajectory
 
 PROMPTS, NEW_TOKENS = 2, 16
 LIMITS = {"float32": 1e-4, "bfloat16": 0.05}  # mean |gap| by the type that computes
@@ -105,14 +94,7 @@ def probe(
     seen = [prompt for prompt in prompts if prompt.media]
     length = min(NEW_TOKENS, sampling.max_tokens)
     sampling = replace(sampling, max_tokens=length, stop=(), ignore_eos=True, first=None)
-    bench = _Bench(
-        engine=engine,
-        trainer=trainer,
-        family=family,
-        sampling=sampling,
-        limit=limit,
-        replicas=copies,
-    )
+    bench = _Bench(engine=engine, trainer=trainer, family=family, sampling=sampling, limit=limit, replicas=copies)
 
     answers = bench.ask(prompts)
     others = bench.ask([_with_pictures(prompt, ANOTHER) for prompt in seen])
@@ -132,9 +114,7 @@ def probe(
         f"the gap was {gap:.2g} and is {restored:.2g}",
         NO_CACHE,
     )
-    return Parity(
-        gap=gap, restored=restored, by_weight=by_weight, by_picture=by_picture, limit=limit
-    )
+    return Parity(gap=gap, restored=restored, by_weight=by_weight, by_picture=by_picture, limit=limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +152,7 @@ class _Bench:
             batches += pack([group], positions=self.family.positions, micro_tokens=size)
         return self.trainer.score(batches, temperature or self.sampling.temperature, ban)
 
-    def gap(
-        self, answers: Sequence[Trajectory], temperature: float | None = None, ban: bool = True
-    ) -> float:
+    def gap(self, answers: Sequence[Trajectory], temperature: float | None = None, ban: bool = True) -> float:
         engine = [answer.logprobs[answer.policy_mask] for answer in answers]
         return _apart(engine, self.score(answers, temperature, ban))
 
@@ -213,9 +191,7 @@ class _Bench:
 
     def judge_picture(self, answers: Sequence[Trajectory], others: Sequence[Trajectory]) -> float:
         """Another picture moves both, the engine as far as the trainer."""
-        before = [
-            replace(other, media=one.media) for one, other in zip(answers, others, strict=False)
-        ]
+        before = [replace(other, media=one.media) for one, other in zip(answers, others, strict=False)]
         gap, kept = self.gap(others), self.gap(before)
         moved = _apart(self.score(others), self.score(before))
         facts = f"the trainer moves by {moved:.2g}, gap {gap:.2g}, to the first picture {kept:.2g}"
@@ -226,10 +202,7 @@ class _Bench:
             "look at the vision tower of model.path: its output may be zero",
         )
         self.require(
-            gap <= kept,
-            "the engine answers a second picture with what it kept of the first one",
-            facts,
-            NO_CACHE,
+            gap <= kept, "the engine answers a second picture with what it kept of the first one", facts, NO_CACHE
         )
         self.require(
             gap <= self.limit,
@@ -272,8 +245,7 @@ class _Bench:
             False,
             f"wrong weights: {how} what was handed over arrived in the engine",
             facts,
-            "names of weights may have drifted apart: use rollout.engine=embedded, or another "
-            "release of the engine",
+            "names of weights may have drifted apart: use rollout.engine=embedded, or another release of the engine",
         )
         return moved
 

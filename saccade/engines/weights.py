@@ -180,16 +180,13 @@ def load_by_name(model: nn.Module, source: WeightSource) -> None:
     """Copy every weight, after comparing names and shapes both ways."""
     mine = dict(model.named_parameters())
     require_same(
-        {name: tuple(p.shape) for name, p in mine.items()},
-        {name: tuple(t.shape) for name, t in source.weights()},
+        {name: tuple(p.shape) for name, p in mine.items()}, {name: tuple(t.shape) for name, t in source.weights()}
     )
     for name, tensor in source.weights():
         mine[name].copy_(tensor)
 
 
-def require_same(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
-) -> None:
+def require_same(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse names and shapes of the trainer (`found`) that are not those of the engine."""
     sides = {
         "missing": wanted.keys() - found.keys(),

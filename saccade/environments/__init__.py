@@ -17,15 +17,7 @@ from saccade.config import EnvConfig
 from saccade.environments import calls
 from saccade.environments.protocol import Environment, Setting, SingleTurn, Step
 from saccade.environments.texts import texts_hash, words
-from saccade.environments.tools import (
-    Tool,
-    ToolEnvironment,
-    calculate_tool,
-    describe,
-    explain,
-    own_tool,
-    zoom_tool,
-)
+from saccade.environments.tools import Tool, ToolEnvironment, calculate_tool, describe, explain, own_tool, zoom_tool
 from saccade.errors import ConfigError
 from saccade.registry import Table
 from saccade.types import Sample

@@ -78,12 +78,7 @@ def read(text: str | None) -> dict[str, Any]:
     if len(text) > LONGEST or len(text.encode(errors="replace")) > LONGEST:
         raise CallError("too_long", longest=LONGEST)
     try:
-        value = json.loads(
-            " ".join(_tokens(text)),
-            parse_int=_number,
-            parse_float=_number,
-            object_pairs_hook=_object,
-        )
+        value = json.loads(" ".join(_tokens(text)), parse_int=_number, parse_float=_number, object_pairs_hook=_object)
         json.dumps(value, ensure_ascii=False).encode()  # half a character could not be stored
     except (json.JSONDecodeError, UnicodeEncodeError):
         raise CallError("json") from None

@@ -59,9 +59,7 @@ class Views:
         return self.shown
 
 
-def zoom(
-    arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int
-) -> tuple[Media, dict[str, Any]]:
+def zoom(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> tuple[Media, dict[str, Any]]:
     """The crop, and what there is to say about it. `unit`: the side of what the model sees as one
     token, for absolute coordinates.
     """
@@ -112,11 +110,7 @@ def _pixels(box: Sequence[float], media: Media) -> tuple[int, int, int, int]:
 
 def _seen(media: Media, unit: int) -> tuple[float, float]:
     height, width = resized_size(
-        media.width,
-        media.height,
-        unit=unit,
-        min_pixels=media.min_pixels,
-        max_pixels=media.max_pixels,
+        media.width, media.height, unit=unit, min_pixels=media.min_pixels, max_pixels=media.max_pixels
     )
     return width, height
 

@@ -99,9 +99,10 @@ def _typed(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-PLAIN: Mapping[Any, tuple[type, ...]] = {
-    kind: (kind,) for kind in (str, int, bool, list, dict, type(None))
-} | {float: (float, int), None: (type(None),)}
+PLAIN: Mapping[Any, tuple[type, ...]] = {kind: (kind,) for kind in (str, int, bool, list, dict, type(None))} | {
+    float: (float, int),
+    None: (type(None),),
+}
 
 
 def _fits(value: Any, annotation: Any) -> bool:
@@ -140,9 +141,7 @@ def explain(env: EnvConfig, names: Sequence[str], own: Mapping[str, str]) -> str
 
 def describe(name: str, function: Callable[..., Any]) -> str:
     """A line about a function of the user, from its signature and the first line of its text."""
-    parameters = [
-        str(p) for p in inspect.signature(function).parameters.values() if p.name != "images"
-    ]
+    parameters = [str(p) for p in inspect.signature(function).parameters.values() if p.name != "images"]
     lines = (inspect.getdoc(function) or "").strip().splitlines()
     what = lines[0].rstrip(".") if lines else "has no description"
     return f"{name}: {what}; arguments {', '.join(parameters) or 'none'}."
@@ -206,11 +205,7 @@ class ToolEnvironment:
         source = shown.facts.get("source")
         place = self.views.add(shown.content, source)
         name = f"observation_{place}"
-        noted |= {
-            "observation": place,
-            "media": shown.content.hash,
-            "lineage": list(self.views.lineage[name]),
-        }
+        noted |= {"observation": place, "media": shown.content.hash, "lineage": list(self.views.lineage[name])}
         return said("observation", k=number, name=name, image=shown.content)
 
     def _read(self, written: Written) -> tuple[str, Mapping[str, Any]]:

@@ -53,9 +53,7 @@ LARGEST_DENSE_TREE = 4096
 
 
 class AttentionPlan(Protocol):
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """q [T, H, D], k and v [T, G, D] of one layer → [T, H, D]."""
         ...
 
@@ -119,8 +117,7 @@ def _refuse_unknown(module: torch.nn.Module, options: dict[str, Any]) -> None:
             continue
         raise EnvironmentProblem(
             f"{type(module).__name__} passes {name}= to its attention, which would be computed "
-            "without it; use another model"
-            + (", or set its attention_dropout to 0" if name == "dropout" else "")
+            "without it; use another model" + (", or set its attention_dropout to 0" if name == "dropout" else "")
         )
 
 
@@ -153,9 +150,7 @@ def segment_attention(
 # -- forests ---------------------------------------------------------------------------------------
 
 
-def forest_plan(
-    starts: np.ndarray, parents: np.ndarray, device: torch.device, dtype: torch.dtype
-) -> AttentionPlan:
+def forest_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, dtype: torch.dtype) -> AttentionPlan:
     """The fastest plan for the device: one variable-length flash call, or dense masks over padded
     trees.
     """
@@ -182,23 +177,10 @@ class _VarlenPlan:
     max_q: int
     max_k: int
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         back = self.keys, self.places, self.offsets
         k, v = _GatherRows.apply(k, *back), _GatherRows.apply(v, *back)
-        return varlen(
-            q,
-            k,
-            v,
-            self.cu_q,
-            self.cu_k,
-            self.max_q,
-            self.max_k,
-            scale=scale,
-            causal=True,
-            window=window,
-        )
+        return varlen(q, k, v, self.cu_q, self.cu_k, self.max_q, self.max_k, scale=scale, causal=True, window=window)
 
 
 def _varlen_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) -> AttentionPlan:
@@ -259,9 +241,7 @@ class _DensePlan:
     buckets: tuple[_Bucket, ...]
     nodes: tuple[tuple[slice, Tensor], ...]  # of large trees: (queries, keys)
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         out = torch.zeros_like(q)
         shared = k.shape[1] != q.shape[1]
         for bucket in self.buckets:
@@ -326,10 +306,7 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device) -
 
 
 def _pad_trees(
-    trees: Sequence[np.ndarray],
-    spans: Sequence[np.ndarray],
-    node_paths: Sequence[list[int]],
-    sizes: np.ndarray,
+    trees: Sequence[np.ndarray], spans: Sequence[np.ndarray], node_paths: Sequence[list[int]], sizes: np.ndarray
 ) -> dict[str, np.ndarray]:
     longest = max(int(sizes[nodes].sum()) for nodes in trees)
     index = np.zeros((len(trees), longest), dtype=np.int64)

@@ -135,9 +135,7 @@ def _kernels() -> Any:
     return logits
 
 
-def _scores(
-    logits: Tensor, temperature: float, banned: Tensor | None, kept: Tensor | None
-) -> Tensor:
+def _scores(logits: Tensor, temperature: float, banned: Tensor | None, kept: Tensor | None) -> Tensor:
     scores = sampling_logits(logits, temperature, banned)
     return scores if kept is None else scores.masked_fill(~kept, -torch.inf)
 

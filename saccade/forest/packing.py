@@ -45,12 +45,7 @@ class _Tree:
 
 
 def pack(
-    groups: Sequence[Group],
-    *,
-    positions: Positions,
-    micro_tokens: int,
-    ends: bool = False,
-    whole: bool = False,
+    groups: Sequence[Group], *, positions: Positions, micro_tokens: int, ends: bool = False, whole: bool = False
 ) -> list[Batch]:
     """Forests of at most `micro_tokens` tokens, whole groups where they fit, in the order of the
     groups.
@@ -103,11 +98,7 @@ def select(batch: Batch, sequences: Sequence[int]) -> Batch:
         sequence=new_sequence[batch.sequence[reads]],
         keys=tuple(key for key, keep in zip(batch.keys, wanted, strict=True) if keep),
         groups=batch.groups[wanted],
-        media=tuple(
-            replace(span, start=int(new_token[span.start]))
-            for span in batch.media
-            if tokens[span.start]
-        ),
+        media=tuple(replace(span, start=int(new_token[span.start])) for span in batch.media if tokens[span.start]),
         support=None
         if batch.support is None
         else tuple(ids for ids, keep in zip(batch.support, reads, strict=True) if keep),
@@ -163,9 +154,7 @@ def _trees(groups: Sequence[Group], budget: int | None, ends: bool) -> Iterator[
             members = members[taken:]
 
 
-def _fitting(
-    members: Sequence[Trajectory], group: int, ends: bool, budget: int, *, guess: int
-) -> _Tree:
+def _fitting(members: Sequence[Trajectory], group: int, ends: bool, budget: int, *, guess: int) -> _Tree:
     """The tree of as many members, from the first on, as fit the budget, and of one at least.
 
     Looks further and further from the guess, then halves what is left: a tree costs as much as it
@@ -264,9 +253,7 @@ def _batch(trees: Sequence[_Tree], positions: Positions, with_ends: bool) -> Bat
             parents.append(node.parent + first_node if node.parent >= 0 else -1)
             starts.append(starts[-1] + node.end - node.start)
         for member, path in zip(tree.members, tree.paths, strict=True):
-            where = np.concatenate(
-                [np.arange(starts[first_node + n], starts[first_node + n + 1]) for n in path]
-            )
+            where = np.concatenate([np.arange(starts[first_node + n], starts[first_node + n + 1]) for n in path])
             policy = np.flatnonzero(member.policy_mask)
             reads.append(where[policy - 1])
             targets.append(member.ids[policy])

@@ -85,10 +85,7 @@ def _chat_body(messages: Sequence[Message], picture: Picture) -> Body:
         kind, data = picture(item)
         return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
-    written = [
-        {"role": m.role, "content": [part(p) for p in m.parts] if m.media else m.text}
-        for m in messages
-    ]
+    written = [{"role": m.role, "content": [part(p) for p in m.parts] if m.media else m.text} for m in messages]
     return {"messages": written}
 
 
@@ -96,19 +93,12 @@ def _completions_body(messages: Sequence[Message], picture: Picture) -> Body:
     """As a folder without a chat template is asked."""
     if any(message.media for message in messages):
         raise ConfigError(
-            "rollout.http.api: completions take text only, and a row holds an image; "
-            "try rollout.http.api=chat"
+            "rollout.http.api: completions take text only, and a row holds an image; try rollout.http.api=chat"
         )
     return {"prompt": "".join(f"{m.role}: {m.text}\n" for m in messages) + "assistant:"}
 
 
 APIS: Mapping[str, Api] = {
-    "chat": Api(
-        path="/chat/completions",
-        body=_chat_body,
-        text=lambda choice: choice["message"]["content"],
-    ),
-    "completions": Api(
-        path="/completions", body=_completions_body, text=lambda choice: choice["text"]
-    ),
+    "chat": Api(path="/chat/completions", body=_chat_body, text=lambda choice: choice["message"]["content"]),
+    "completions": Api(path="/completions", body=_completions_body, text=lambda choice: choice["text"]),
 }

@@ -48,11 +48,7 @@ class Counters:
 
 class ChatClient:
     def __init__(
-        self,
-        http: HttpConfig,
-        *,
-        fields: Mapping[str, Any] | None = None,
-        section: str = "rollout.http",
+        self, http: HttpConfig, *, fields: Mapping[str, Any] | None = None, section: str = "rollout.http"
     ) -> None:
         """`fields` go into every request as they are, null removes one; `section` is where errors
         say that the options stand.
@@ -70,22 +66,12 @@ class ChatClient:
             timeout=http.timeout,
             per_minute=http.per_minute,
             key=key_from(http.key, f"{section}.key", example="OPENAI_API_KEY"),
-            options={
-                "model": f"{section}.model",
-                "max_tokens": f"{LIMITED_BY.get(section, section)}.max_tokens",
-            },
+            options={"model": f"{section}.model", "max_tokens": f"{LIMITED_BY.get(section, section)}.max_tokens"},
         )
         self._sender = Sender(target, lambda again: self._count(sent=1, repeated=int(again)))
         self.model = http.model or self._only_model()
 
-    def ask(
-        self,
-        messages: Sequence[Message],
-        sampling: Sampling,
-        seed: int,
-        *,
-        until: float = math.inf,
-    ) -> Answer:
+    def ask(self, messages: Sequence[Message], sampling: Sampling, seed: int, *, until: float = math.inf) -> Answer:
         """`until` is when all attempts and pauses must be over, on the monotonic clock."""
         asked = self._body(messages, sampling, seed, _named)
         asked = {"url": self.http.url, "api": self.http.api, "seed": seed, "body": asked}
@@ -96,18 +82,10 @@ class ChatClient:
             return answer
         body = self._body(messages, sampling, seed, self._pictures)
         answer = self._sender.send(
-            "POST",
-            self._api.path,
-            body,
-            lambda reply: read_answer(self._api, reply, sampling),
-            until,
+            "POST", self._api.path, body, lambda reply: read_answer(self._api, reply, sampling), until
         )
         usage = answer.usage
-        self._count(
-            prompt_tokens=usage.prompt,
-            response_tokens=usage.response,
-            estimated=int(usage.estimated),
-        )
+        self._count(prompt_tokens=usage.prompt, response_tokens=usage.response, estimated=int(usage.estimated))
         if self._cache:
             self._cache.put(key, asked, answer)
         return answer
@@ -116,9 +94,7 @@ class ChatClient:
         """Whoever waits for a turn or for another attempt gives up."""
         self._sender.stop()
 
-    def _body(
-        self, messages: Sequence[Message], sampling: Sampling, seed: int, picture: Picture
-    ) -> dict[str, Any]:
+    def _body(self, messages: Sequence[Message], sampling: Sampling, seed: int, picture: Picture) -> dict[str, Any]:
         body = {"model": self.model, **self._api.body(messages, picture)}
         body |= settings(sampling, seed) | self._fields
         return {name: value for name, value in body.items() if value is not None}
@@ -130,8 +106,7 @@ class ChatClient:
         names = self.models()
         if len(names) != 1:
             raise ConfigError(
-                f"{self.section}.model: {self.http.url} has {', '.join(names) or 'no model'}; "
-                "name one of them"
+                f"{self.section}.model: {self.http.url} has {', '.join(names) or 'no model'}; name one of them"
             )
         return names[0]
 

@@ -42,9 +42,7 @@ class Pictures:
 
 def encode(media: Media) -> tuple[str, str]:
     if media.kind != "image":
-        raise ImageError(
-            f"{media.path or media.hash}: endpoints are sent images, and no {media.kind}"
-        )
+        raise ImageError(f"{media.path or media.hash}: endpoints are sent images, and no {media.kind}")
     small = media.width * media.height <= media.max_pixels
     data = encoded(media)
     with Image.open(io.BytesIO(data)) as image:

@@ -80,9 +80,7 @@ def http_client(url: str, key: str = "") -> httpx2.Client:
 
 
 class Sender:
-    def __init__(
-        self, target: Target, on_send: Callable[[bool], None] = lambda again: None
-    ) -> None:
+    def __init__(self, target: Target, on_send: Callable[[bool], None] = lambda again: None) -> None:
         """`on_send` hears of every request, and whether it was sent before."""
         self.target, self._on_send = target, on_send
         self._gap = 60 / target.per_minute if target.per_minute else 0.0
@@ -152,8 +150,7 @@ class Sender:
         where = self.target.options.get(named, f"{self.target.section}.{option}")
         about = f" about {named!r}" if named else ""
         return ConfigError(
-            f"{where}: {url} refuses the request with status "
-            f"{reply.status}{about}: {self._quoted(words)}; {hint}"
+            f"{where}: {url} refuses the request with status {reply.status}{about}: {self._quoted(words)}; {hint}"
         )
 
     def _silence(self, url: str, problem: str, reply: Reply) -> EnvironmentProblem:
@@ -175,9 +172,7 @@ class Sender:
             self._under_way[url] += 1
         return url
 
-    def _exchange(
-        self, method: str, url: str, path: str, data: bytes | None, until: float
-    ) -> Reply:
+    def _exchange(self, method: str, url: str, path: str, data: bytes | None, until: float) -> Reply:
         import httpx2
 
         now = time.monotonic()
@@ -215,8 +210,7 @@ class Sender:
         section = self.target.section
         if time.monotonic() + seconds >= until:
             raise EnvironmentProblem(
-                f"{section}.url: {url} gave no answer in time; see that it runs, or "
-                f"raise {section}.deadline"
+                f"{section}.url: {url} gave no answer in time; see that it runs, or raise {section}.deadline"
             )
         if self._stopped.wait(max(0.0, seconds)):
             raise EnvironmentProblem(f"{section}.url: stopped before it was asked")

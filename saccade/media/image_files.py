@@ -30,9 +30,7 @@ OTHER_MEDIA = {
     "a sound, which belongs into audios": re.compile(
         rb"RIFF.{4}WAVE|fLaC|OggS|ID3|\xff[\xf2-\xfb]|.{4}ftypM4A", re.DOTALL
     ),
-    "a video, which belongs into videos": re.compile(
-        rb"RIFF.{4}AVI |\x1aE\xdf\xa3|.{4}ftyp(?!avi|hei|mif)", re.DOTALL
-    ),
+    "a video, which belongs into videos": re.compile(rb"RIFF.{4}AVI |\x1aE\xdf\xa3|.{4}ftyp(?!avi|hei|mif)", re.DOTALL),
 }
 
 PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"IDAT", b"fdAT")
@@ -64,9 +62,7 @@ def opened(data: bytes, name: str) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=_readable())
     except UnidentifiedImageError:
-        other = next(
-            (f" but {what}" for what, start in OTHER_MEDIA.items() if start.match(data)), ""
-        )
+        other = next((f" but {what}" for what, start in OTHER_MEDIA.items() if start.match(data)), "")
         hint = other or f"; readable are {', '.join(_readable())}"
         raise ImageError(f"{name}: not an image{hint}") from None
     except Exception as error:  # broken files make Pillow raise almost anything

@@ -22,15 +22,7 @@ from PIL import Image
 
 from saccade.config import DataConfig
 from saccade.media.blob_file import encoded, root_hash
-from saccade.media.image_files import (
-    ImageError,
-    damaged_chunk,
-    ends,
-    opened,
-    orientation,
-    upright_rgb,
-    upright_size,
-)
+from saccade.media.image_files import ImageError, damaged_chunk, ends, opened, orientation, upright_rgb, upright_size
 from saccade.media.media_files import DEFAULT_LIMITS, read
 from saccade.types import Media
 
@@ -58,9 +50,7 @@ def open_media(
         complete = ends(image, data)
     size = _padded_size(width, height)
     if size != (width, height) and limits.aspect == "reject":
-        raise ImageError(
-            f"{name}: {width}x{height} is longer than {MAX_ASPECT}:1; data.aspect=pad accepts it"
-        )
+        raise ImageError(f"{name}: {width}x{height} is longer than {MAX_ASPECT}:1; data.aspect=pad accepts it")
     media = Media(
         hash=hashlib.sha256(data).hexdigest(),
         width=size[0],
@@ -71,9 +61,7 @@ def open_media(
         max_pixels=max_pixels or limits.max_pixels,
     )
     if media.min_pixels > media.max_pixels:
-        raise ImageError(
-            f"{name}: min_pixels {media.min_pixels} is above max_pixels {media.max_pixels}"
-        )
+        raise ImageError(f"{name}: min_pixels {media.min_pixels} is above max_pixels {media.max_pixels}")
     if not complete:  # No end mark: rare, so let the decoder say whether pixels are missing.
         decode(media)
     return media
@@ -105,9 +93,7 @@ def crop(media: Media, box: tuple[int, int, int, int]) -> Media:
     """A reference to the part inside `box`: x0, y0, x1, y1 in pixels of `media`."""
     x0, y0, x1, y1 = (int(value) for value in box)
     if not (0 <= x0 < x1 <= media.width and 0 <= y0 < y1 <= media.height):
-        raise ImageError(
-            f"box {(x0, y0, x1, y1)} is empty or leaves the image of {media.width}x{media.height}"
-        )
+        raise ImageError(f"box {(x0, y0, x1, y1)} is empty or leaves the image of {media.width}x{media.height}")
     width, height = x1 - x0, y1 - y0
     if _padded_size(width, height) != (width, height):
         raise ImageError(f"box {(x0, y0, x1, y1)} has an aspect ratio above {MAX_ASPECT}")
@@ -117,16 +103,12 @@ def crop(media: Media, box: tuple[int, int, int, int]) -> Media:
     return replace(media, hash=name, width=width, height=height, box=inside, parent=media.hash)
 
 
-def resized_size(
-    width: int, height: int, *, unit: int, min_pixels: int, max_pixels: int
-) -> tuple[int, int]:
+def resized_size(width: int, height: int, *, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """(height, width) that the model sees: multiples of `unit` within the pixel budget."""
     rows, columns = (max(unit, round(side / unit) * unit) for side in (height, width))
     if rows * columns > max_pixels:
         shrink = math.sqrt(width * height / max_pixels)
-        rows, columns = (
-            max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width)
-        )
+        rows, columns = (max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width))
     elif rows * columns < min_pixels:
         grow = math.sqrt(min_pixels / (width * height))
         rows, columns = (math.ceil(side * grow / unit) * unit for side in (height, width))

@@ -65,9 +65,7 @@ KINDS: Table[MediaKind] = Table(
 )
 
 
-def open_any(
-    kind: str, source: Any, options: Mapping[str, Any], *, base: Path | None, limits: DataConfig
-) -> Media:
+def open_any(kind: str, source: Any, options: Mapping[str, Any], *, base: Path | None, limits: DataConfig) -> Media:
     """A reference to the medium in `source`. Options that its kind does not have are left out."""
     read = {name: value for name, value in options.items() if name in KINDS[kind].options}
     return KINDS[kind].open(source, base=base, limits=limits, **read)

@@ -49,9 +49,7 @@ def source_kind(source: Any, base: Path | None = None) -> str:
     for types, kind in KINDS:
         if isinstance(source, types):
             return kind
-    raise ImageError(
-        f"an image cannot be made from {type(source).__name__}; give a path, bytes or an array"
-    )
+    raise ImageError(f"an image cannot be made from {type(source).__name__}; give a path, bytes or an array")
 
 
 def _is_base64(text: str, base: Path | None) -> bool:
@@ -99,9 +97,7 @@ def from_file(path: Path, name: str) -> Encoded:
 def _from_file_uri(source: str, base: Path | None, limits: DataConfig) -> Encoded:
     found = re.fullmatch(r"file://(?:localhost)?(/[^?#]*).*", source, re.DOTALL)
     if found is None:
-        raise ImageError(
-            f"{source}: a file URI holds an absolute path, for example file:///data/a.png"
-        )
+        raise ImageError(f"{source}: a file URI holds an absolute path, for example file:///data/a.png")
     return from_file(located(url2pathname(found[1]), base, limits), source)
 
 
@@ -129,18 +125,14 @@ def _from_data_uri(source: str, base: Path | None, limits: DataConfig) -> Encode
     return Encoded(f"{head},...", unquote_to_bytes(body))
 
 
-def _from_base64(
-    text: str, base: Path | None, limits: DataConfig, name: str = "base64 text"
-) -> Encoded:
+def _from_base64(text: str, base: Path | None, limits: DataConfig, name: str = "base64 text") -> Encoded:
     try:
         return Encoded(name, base64.b64decode("".join(text.split()), validate=True))
     except ValueError as error:  # also of letters that are not ASCII
         raise ImageError(f"{name}: not base64: {error}") from None
 
 
-def _from_bytes(
-    source: bytes | bytearray | memoryview, base: Path | None, limits: DataConfig
-) -> Encoded:
+def _from_bytes(source: bytes | bytearray | memoryview, base: Path | None, limits: DataConfig) -> Encoded:
     return Encoded(f"image of {len(source)} bytes", bytes(source))
 
 
@@ -148,9 +140,7 @@ def _from_mapping(source: Mapping[str, Any], base: Path | None, limits: DataConf
     data, path = source.get("bytes"), source.get("path")
     data = None if isinstance(data, str | bytes | bytearray) and not data else data
     if data is None and not path:
-        raise ImageError(
-            f"image {{{', '.join(map(str, source))}}}: needs a value for 'bytes' or 'path'"
-        )
+        raise ImageError(f"image {{{', '.join(map(str, source))}}}: needs a value for 'bytes' or 'path'")
     if data is None:
         return read(path, base, limits)
     encoded = read(data, base, limits)
@@ -172,10 +162,7 @@ def _from_array(source: np.ndarray, base: Path | None, limits: DataConfig) -> En
     shape = source.shape
     grey_or_colour = source.ndim == 2 or (source.ndim == 3 and shape[2] in (1, 3, 4))
     if source.dtype != np.uint8 or not grey_or_colour or 0 in shape:
-        raise ImageError(
-            f"array of {source.dtype} {list(shape)}: give uint8 [height, width] "
-            "or [height, width, 1|3|4]"
-        )
+        raise ImageError(f"array of {source.dtype} {list(shape)}: give uint8 [height, width] or [height, width, 1|3|4]")
     pixels = source[:, :, 0] if source.ndim == 3 and shape[2] == 1 else source
     return _from_pil(Image.fromarray(np.ascontiguousarray(pixels)), base, limits)
 

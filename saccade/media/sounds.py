@@ -41,9 +41,7 @@ class Header(NamedTuple):
     rate: int
 
 
-def open_sound(
-    source: Any, *, base: Path | None = None, limits: DataConfig = DEFAULT_LIMITS
-) -> Media:
+def open_sound(source: Any, *, base: Path | None = None, limits: DataConfig = DEFAULT_LIMITS) -> Media:
     """A reference to the sound in `source`; of a long one the first 30 seconds."""
     name, data, path = _encoded(source, base, limits)
     header = probe(data, name)
@@ -51,19 +49,10 @@ def open_sound(
     if length < SHORTEST:
         raise ImageError(f"{name}: {length / RATE:.3f} seconds of sound are too short")
     if length > LONGEST and limits.long_audio == "reject":
-        raise ImageError(
-            f"{name}: {length / RATE:.1f} seconds; data.long_audio=truncate keeps the first 30"
-        )
+        raise ImageError(f"{name}: {length / RATE:.1f} seconds; data.long_audio=truncate keeps the first 30")
     kept = min(length, LONGEST)
     content = hashlib.sha256(data).hexdigest()
-    media = Media(
-        kind="audio",
-        hash=content,
-        width=kept,
-        height=1,
-        path=path,
-        data=data if path is None else None,
-    )
+    media = Media(kind="audio", hash=content, width=kept, height=1, path=path, data=data if path is None else None)
     return replace(media, hash=named(media, content))
 
 
@@ -172,8 +161,7 @@ def _soundfile(data: bytes, name: str) -> Any:
         raise ImageError(f"{name}: a WAV file with a damaged header")
     if importlib.util.find_spec("soundfile") is None:
         raise EnvironmentProblem(
-            f"{name}: only WAV files of whole numbers are read without the package soundfile: "
-            "pip install soundfile"
+            f"{name}: only WAV files of whole numbers are read without the package soundfile: pip install soundfile"
         )
     import soundfile
 

@@ -72,16 +72,11 @@ def open_video(
     film = probe(data, path, name)
     if film.width * film.height > limits.max_megapixels * 1e6:
         raise ImageError(
-            f"{name}: frames of {film.width}x{film.height}, data.max_megapixels is "
-            f"{limits.max_megapixels:g}"
+            f"{name}: frames of {film.width}x{film.height}, data.max_megapixels is {limits.max_megapixels:g}"
         )
-    chosen = tuple(
-        frames or sampled(film.frames, rate=film.rate, fps=wanted, least=least, most=most)
-    )
+    chosen = tuple(frames or sampled(film.frames, rate=film.rate, fps=wanted, least=least, most=most))
     if max(chosen) >= film.frames or len(chosen) % PAIR:
-        raise ImageError(
-            f"{name}: frames must be an even number of indices below {film.frames}, not {chosen}"
-        )
+        raise ImageError(f"{name}: frames must be an even number of indices below {film.frames}, not {chosen}")
     shown = len(chosen) / film.frames * film.rate
     content = hashlib.sha256(data).hexdigest()
     media = Media(
@@ -129,12 +124,7 @@ def _pictures(source: Any, base: Path | None, limits: DataConfig) -> list[Any] |
 
 
 def _from_pictures(
-    listed: Sequence[Any],
-    fps: float,
-    most: int,
-    limits: DataConfig,
-    base: Path | None,
-    budget: Mapping[str, Any],
+    listed: Sequence[Any], fps: float, most: int, limits: DataConfig, base: Path | None, budget: Mapping[str, Any]
 ) -> Media:
     if not listed:
         raise ImageError("a video without a frame")
@@ -247,9 +237,7 @@ def _probe_film(data: bytes, path: str | None, name: str) -> Film:
     return film
 
 
-def _film_frames(
-    data: bytes, path: str | None, name: str, wanted: frozenset[int]
-) -> Iterator[tuple[int, np.ndarray]]:
+def _film_frames(data: bytes, path: str | None, name: str, wanted: frozenset[int]) -> Iterator[tuple[int, np.ndarray]]:
     with _captured(data, path, name) as (_, capture):
         for index in range(max(wanted) + 1):
             if not capture.grab():

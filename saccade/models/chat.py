@@ -47,9 +47,7 @@ SHOWN = {
 # Which model takes them, the rarest first.
 SUITED = {"audio": "an audio model", "video": "a model that sees videos, such as Qwen2.5-VL"}
 Grid = tuple[int, int, int]
-Measure = Callable[
-    [Media], tuple[Grid, int]
-]  # a medium → its grid and its number of placeholder tokens
+Measure = Callable[[Media], tuple[Grid, int]]  # a medium → its grid and its number of placeholder tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +80,7 @@ class Chat:
     def is_text(self, ids: np.ndarray) -> np.ndarray:
         return ~np.isin(ids, list(self.placeholders.values()))
 
-    def render(
-        self, messages: Sequence[Message], measure: Measure, *, generation: bool
-    ) -> Rendered:
+    def render(self, messages: Sequence[Message], measure: Measure, *, generation: bool) -> Rendered:
         """A prompt: every token has the source PROMPT."""
         ids = self._opening(messages, generation)
         return self._expand(ids, np.full(len(ids), Source.PROMPT, np.int8), messages, measure)
@@ -111,13 +107,8 @@ class Chat:
             written = self._encode_after(self._written(messages[turn], frame))
             ids += [context, written, np.array(end, np.int64)]
             kind = Source.OBSERVATION if number else Source.PROMPT
-            sources += [
-                np.full(len(context), kind, np.int8),
-                np.full(len(written) + len(end), Source.POLICY, np.int8),
-            ]
-        return self._expand(
-            np.concatenate(ids), np.concatenate(sources), messages[: turns[-1] + 1], measure
-        )
+            sources += [np.full(len(context), kind, np.int8), np.full(len(written) + len(end), Source.POLICY, np.int8)]
+        return self._expand(np.concatenate(ids), np.concatenate(sources), messages[: turns[-1] + 1], measure)
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text by itself; special tokens in it are prose."""
@@ -130,9 +121,7 @@ class Chat:
         ends = [] if end is None else [end]
         return np.concatenate([self.encode(text), np.array(ends, np.int64)])
 
-    def render_continuation(
-        self, messages: Sequence[Message], measure: Measure, *, last_id: int
-    ) -> Rendered:
+    def render_continuation(self, messages: Sequence[Message], measure: Measure, *, last_id: int) -> Rendered:
         """Only the new ids: what the template puts between a sampled turn and the next generation.
 
         An end of turn that the policy did not sample is added as TEMPLATE.
@@ -200,10 +189,7 @@ class Chat:
         and what the generation prompt has opened is not opened again.
         """
         if message.media:
-            raise ConfigError(
-                "an assistant turn holds an image or another medium; only a user or a tool shows "
-                "one"
-            )
+            raise ConfigError("an assistant turn holds an image or another medium; only a user or a tool shows one")
         lead, tail, opened = frame
         text = self._guard(message.text)
         shown = self.text_of((_QUESTION, message), generation=False)
@@ -233,10 +219,7 @@ class Chat:
         plain = [self._plain(message) for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
-                plain,
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=generation,
+                plain, chat_template=self.template, tokenize=False, add_generation_prompt=generation
             )
         except (TemplateError, TypeError) as error:  # a TypeError: text where it expects a list
             raise ConfigError(
@@ -303,17 +286,13 @@ class Chat:
         line, alone, behind = (self._encode(t).tolist() for t in ("\n", "a", "\na"))
         return behind[: len(line)] == line and behind[len(line) :] != alone
 
-    def _expand(
-        self, ids: np.ndarray, sources: np.ndarray, messages: Sequence[Message], measure: Measure
-    ) -> Rendered:
+    def _expand(self, ids: np.ndarray, sources: np.ndarray, messages: Sequence[Message], measure: Measure) -> Rendered:
         media = [m for message in messages for m in message.media]
         places = np.flatnonzero(~self.is_text(ids))
         if ids[places].tolist() != [self.placeholders.get(m.kind) for m in media]:
             kinds = " and ".join(sorted({f"{m.kind}s" for m in media})) or "images"
             shown = {m.kind for m in media}
-            wanted = next(
-                (model for kind, model in SUITED.items() if kind in shown), "a vision model"
-            )
+            wanted = next((model for kind, model in SUITED.items() if kind in shown), "a vision model")
             raise ConfigError(
                 f"the chat template shows {len(places)} of {len(media)} {kinds}; this model or "
                 f"template cannot take them all: use {wanted}, or prompt.chat_template=FILE"
@@ -354,9 +333,7 @@ def load_chat(
 
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     template = template or tokenizer.chat_template or PLAIN_TEMPLATE
-    reserved = tuple(
-        token for token in tokenizer.get_added_vocab() if _is_special(tokenizer, token)
-    )
+    reserved = tuple(token for token in tokenizer.get_added_vocab() if _is_special(tokenizer, token))
     probe = Chat(
         tokenizer=tokenizer,
         template=template,

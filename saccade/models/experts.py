@@ -26,8 +26,7 @@ def routers(model: nn.Module) -> list[Any]:
     return [
         module
         for module in model.modules()
-        if isinstance(getattr(module, "top_k", None), int)
-        and isinstance(getattr(module, "weight", None), nn.Parameter)
+        if isinstance(getattr(module, "top_k", None), int) and isinstance(getattr(module, "weight", None), nn.Parameter)
     ]
 
 

@@ -54,9 +54,7 @@ def _applies(x: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _agrees(
-    module: nn.Module, forward: Callable[[Any, Tensor], Tensor], width: int, model: Any
-) -> bool:
+def _agrees(module: nn.Module, forward: Callable[[Any, Tensor], Tensor], width: int, model: Any) -> bool:
     x = _random((4, width), model)
     return _near(forward(module, x), module(x))
 
@@ -104,11 +102,7 @@ def _gated(self: Any, x: Tensor) -> Tensor:
     if not missing:
         return _GatedLinear.apply(gate(x), up(x), down.weight, down.bias)
     halves = [
-        linear(
-            x,
-            pad(h.weight, (0, 0, 0, missing)),
-            None if h.bias is None else pad(h.bias, (0, missing)),
-        )
+        linear(x, pad(h.weight, (0, 0, 0, missing)), None if h.bias is None else pad(h.bias, (0, missing)))
         for h in (gate, up)
     ]
     return _GatedLinear.apply(*halves, pad(down.weight, (0, missing)), down.bias)
@@ -166,17 +160,13 @@ def _fuse_rotary(model: Any) -> list[str]:
                 continue
             arguments = [_random(shape, model) for shape in shapes]
             if all(map(_near, fused(plain, *arguments), plain(*arguments))):
-                setattr(
-                    file, name, functools.update_wrapper(functools.partial(fused, plain), plain)
-                )
+                setattr(file, name, functools.update_wrapper(functools.partial(fused, plain), plain))
                 getattr(file, name).plain = plain
                 found.append(f"{file.__name__}.{name}")
     return found
 
 
-def _rotary(
-    plain: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any
-) -> Any:
+def _rotary(plain: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
     """q and k [1, H, T, D], cos and sin [1, T, D]."""
     usual = not more and not options and q.ndim == 4 and cos.shape == (1, q.shape[2], q.shape[3])
     if not usual or not _applies(q):

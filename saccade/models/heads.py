@@ -65,9 +65,7 @@ def read_scores(score: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
 class RewardHead(nn.Module):
     """Pools the hidden states of each sequence and gives it a number per head."""
 
-    def __init__(
-        self, *, like: nn.Module, card: Card, seed: int, first_log_scale: float = 0.0
-    ) -> None:
+    def __init__(self, *, like: nn.Module, card: Card, seed: int, first_log_scale: float = 0.0) -> None:
         """`first_log_scale` starts a scale that some losses learn beside the scores."""
         super().__init__()
         self.card = card

@@ -69,26 +69,16 @@ def load_model(
     require_intact(Path(family.path))
     auto = getattr(transformers, family.spec.auto_class)
     model, info = auto.from_pretrained(
-        family.path,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-        **(options or {}),
+        family.path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **(options or {})
     )
     problems = {
         kind: sorted(str(name) for name in info.get(f"{kind}_keys", ()))
         for kind in ("missing", "unexpected", "mismatched")
     }
-    problems["unexpected"] = [
-        name for name in problems["unexpected"] if not name.startswith(family.spec.beside)
-    ]
+    problems["unexpected"] = [name for name in problems["unexpected"] if not name.startswith(family.spec.beside)]
     if any(problems.values()):
-        listed = "; ".join(
-            f"{kind}: {', '.join(names[:5])}" for kind, names in problems.items() if names
-        )
-        raise EnvironmentProblem(
-            f"{family.path}: the weights do not fit the architecture ({listed})"
-        )
+        listed = "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in problems.items() if names)
+        raise EnvironmentProblem(f"{family.path}: the weights do not fit the architecture ({listed})")
     attention.use_in(model)
     family.spec.prepare(model)
     model = model.to(device).train()
@@ -167,9 +157,7 @@ def hidden_states(
     return output.last_hidden_state.squeeze(0)
 
 
-def media_inputs(
-    family: Family, media: Sequence[MediaSpan], device: torch.device
-) -> dict[str, Any]:
+def media_inputs(family: Family, media: Sequence[MediaSpan], device: torch.device) -> dict[str, Any]:
     """What `family.features` reads, on the device."""
     return _moved(family.media(media), device)
 

@@ -32,14 +32,7 @@ NAME = "default"  # peft's name of an adapter that was given none
 HEAD = "lm_head"
 
 
-def add(
-    model: nn.Module,
-    family: Family,
-    config: LoraConfig,
-    *,
-    seed: int,
-    stored: Path | None = None,
-) -> None:
+def add(model: nn.Module, family: Family, config: LoraConfig, *, seed: int, stored: Path | None = None) -> None:
     """Give the targets an adapter that changes nothing yet, or the one `stored` in a folder. All
     other weights are frozen.
     """
@@ -76,8 +69,7 @@ def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[s
     linear.remove(HEAD)  # it may be tied to the embedding, and log-probs are read from its weight
     if config.vision and "vision" not in family.spec.towers:
         raise ConfigError(
-            f"model.lora.vision: a {family.name} has no vision tower; remove it, or give a "
-            "vision model as model.path"
+            f"model.lora.vision: a {family.name} has no vision tower; remove it, or give a vision model as model.path"
         )
     if config.targets == "all-linear":
         towers = ("llm", "vision", "projector") if config.vision else ("llm",)
@@ -88,9 +80,7 @@ def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[s
         dropped = set(_matching("exclude", config.exclude, chosen, family))
         chosen = [name for name in chosen if name not in dropped]
     if not chosen:
-        raise ConfigError(
-            f"model.lora.exclude={config.exclude} leaves no layer to adapt; try model.lora.exclude="
-        )
+        raise ConfigError(f"model.lora.exclude={config.exclude} leaves no layer to adapt; try model.lora.exclude=")
     return chosen
 
 
@@ -250,11 +240,7 @@ def files(model: Any, *, copy: bool = False) -> list[File]:
     model.
     """
     buffers = dict(model.named_buffers())
-    state = {
-        name: on_host(buffer, copy=copy)
-        for name, buffer in model.state_dict().items()
-        if name in buffers
-    }
+    state = {name: on_host(buffer, copy=copy) for name, buffer in model.state_dict().items() if name in buffers}
     state |= {name: on_host(weight, copy=copy) for name, weight in merged(model)}
     tensors = {name: on_host(p, copy=copy) for name, p in adapters(model).items()}
     return [

@@ -18,9 +18,7 @@ _DECLARED: list[Any] = []  # gone as soon as nobody holds them
 class _BeforeTorchvision:
     """Stands in front of the import machinery, and finds nothing itself."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         if name == "torchvision":
             sys.meta_path.remove(self)
             _declare()

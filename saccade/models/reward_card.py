@@ -101,9 +101,7 @@ def judged_length(asked: Sequence[Message], reply: Sequence[Message], family: Fa
     return len(_judged(asked, reply, family)[0])
 
 
-def _judged(
-    asked: Sequence[Message], reply: Sequence[Message], family: Family
-) -> tuple[Rendered, np.ndarray]:
+def _judged(asked: Sequence[Message], reply: Sequence[Message], family: Family) -> tuple[Rendered, np.ndarray]:
     if not shows_media(reply):
         rendered = family.render_dialogue((*asked, *reply))
         earlier = sum(message.role == "assistant" for message in asked)
@@ -127,11 +125,7 @@ def from_turn(sources: np.ndarray, first: int) -> np.ndarray:
 
 
 def written(
-    sample_id: str,
-    repeat: int,
-    rendered: Rendered,
-    sources: np.ndarray,
-    messages: tuple[Message, ...],
+    sample_id: str, repeat: int, rendered: Rendered, sources: np.ndarray, messages: tuple[Message, ...]
 ) -> Trajectory:
     """As if somebody else had sampled it."""
     return Trajectory(

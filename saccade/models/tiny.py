@@ -15,16 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import ConfigError
-from saccade.models.tiny_families import (
-    CONFIGS,
-    PLAIN,
-    SPECIAL,
-    TEMPLATE,
-    TEXT,
-    Names,
-    processor_files,
-    settings_of,
-)
+from saccade.models.tiny_families import CONFIGS, PLAIN, SPECIAL, TEMPLATE, TEXT, Names, processor_files, settings_of
 
 __all__ = ["CONFIGS", "SPECIAL", "TEMPLATE", "TEXT", "build", "make_tokenizer"]
 
@@ -84,15 +75,7 @@ def make_tokenizer(
     """Word-level for a closed vocabulary, else byte-level; both with the chat template inside.
     `begin` is a token that the tokenizer puts before every text.
     """
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        pre_tokenizers,
-        processors,
-    )
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     if words is None:
@@ -106,10 +89,7 @@ def make_tokenizer(
         backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[unk]"))
         # Tags and punctuation are words of their own even without a blank before them.
         backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.WhitespaceSplit(),
-                pre_tokenizers.Split(Regex(r"</?\w+>|\w+|[^\w\s]"), behavior="isolated"),
-            ]
+            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(r"</?\w+>|\w+|[^\w\s]"), behavior="isolated")]
         )
     for token, (name, _) in names.items():
         template = template.replace(token, name)

@@ -93,10 +93,7 @@ AUDIO = {
     "initializer_range": 0.1,
 }
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
-BOUNDS = {
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
+BOUNDS = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
 SEEN = BOUNDS | {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
 SEEN_AND_HEARD = BOUNDS | {
     "image_token_index": "<|image_pad|>",
@@ -116,10 +113,7 @@ EXTRACTOR = {
     "padding_value": 0.0,
     "return_attention_mask": True,
 }
-CLIP = {
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2_5_VLProcessor",
@@ -178,14 +172,10 @@ OMNI_THINKER = QWEN2_VL._replace(
     processor=SPEAKING,
 )
 CONFIGS: Mapping[str, Tiny] = {
-    "qwen2_vl": QWEN2_VL._replace(
-        vision=PATCHES | {"embed_dim": 64, "mlp_ratio": 2}, width="hidden_size"
-    ),
+    "qwen2_vl": QWEN2_VL._replace(vision=PATCHES | {"embed_dim": 64, "mlp_ratio": 2}, width="hidden_size"),
     "qwen2_5_vl": QWEN2_VL._replace(vision=WINDOWS),
     "qwen3_vl": QWEN3_VL,
-    "qwen3_vl_moe": QWEN3_VL._replace(
-        text={**QWEN3_VL.text, **EXPERTS}, vision=DEEP | {"depth": 1}
-    ),
+    "qwen3_vl_moe": QWEN3_VL._replace(text={**QWEN3_VL.text, **EXPERTS}, vision=DEEP | {"depth": 1}),
     "internvl": Tiny(
         text={"model_type": "qwen2"},
         vision=SQUARE | {"attention_bias": True, "layer_scale_init_value": 1.0},
@@ -196,8 +186,7 @@ CONFIGS: Mapping[str, Tiny] = {
     ),
     "llava": Tiny(  # features come from the layer before the last
         text={"model_type": "llama"},
-        vision=SQUARE
-        | {"model_type": "clip_vision_model", "projection_dim": 64, "num_hidden_layers": 3},
+        vision=SQUARE | {"model_type": "clip_vision_model", "projection_dim": 64, "num_hidden_layers": 3},
         tokens={"image_token_index": "<image>"},
         merge=1,
         names={"<image>": ("<image>", "image_token")},
@@ -230,12 +219,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """What `AutoConfig.for_model` takes; `sizes` and `vision` win over the table."""
     row, end = CONFIGS[family], ids["<|endoftext|>"]
-    text: dict[str, Any] = {
-        **TEXT,
-        "bos_token_id": None,
-        "eos_token_id": ids["<|im_end|>"],
-        "pad_token_id": end,
-    }
+    text: dict[str, Any] = {**TEXT, "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": end}
     text |= {**row.text, **sizes}
     rope = {"rope_type": "default", "rope_theta": 1e4, **row.text.get("rope_parameters", {})}
     if not row.head_dim:
@@ -309,7 +293,4 @@ def _square_files(family: str, vision: Mapping[str, Any], tokens: int) -> dict[s
             "image_token": "<image>",
         }
     images |= {"resample": 3, "do_convert_rgb": True, "processor_class": kind}
-    return {
-        "preprocessor_config.json": images,
-        "processor_config.json": more | {"processor_class": kind},
-    }
+    return {"preprocessor_config.json": images, "processor_config.json": more | {"processor_class": kind}}

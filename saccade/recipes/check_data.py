@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 TRAINING = ("rl", "sft", "dpo", "reward-model")  # that read rows each in its own way
 
 
-def run(
-    config: Any, *, headers_only: bool = False, workers: int = 2, command: str | None = None
-) -> check_rows.Report:
+def run(config: Any, *, headers_only: bool = False, workers: int = 2, command: str | None = None) -> check_rows.Report:
     """Lengths are counted when the config names a model, rewards are tested when it names some.
     Rows that `command` would refuse are bad, too; what else it would leave out is listed.
     """
@@ -34,19 +32,13 @@ def run(
         config = _as_command(config, command)
     read: dict[str, Any] = _with_model(config, command) if config.model.path else {}
     return check_rows.check_data(
-        config,
-        self_test=_self_test(config),
-        headers_only=headers_only,
-        workers=workers,
-        **read,
+        config, self_test=_self_test(config), headers_only=headers_only, workers=workers, **read
     )
 
 
 def _as_command(config: Config, command: str) -> Config:
     if command not in TRAINING:
-        raise ConfigError(
-            f"--for {command}: is no command that trains; known are {', '.join(TRAINING)}"
-        )
+        raise ConfigError(f"--for {command}: is no command that trains; known are {', '.join(TRAINING)}")
     if not config.model.path:
         raise ConfigError(
             f"--for {command}: reads rows with the tokenizer of a model; "
@@ -87,9 +79,7 @@ def _reader(config: Config, command: str, family: Family) -> check_rows.Read:
             return pairs.load_pairs(own, sources, family, paired=paired)
         return asked
 
-    def read(
-        split: str, sources: Sequence[DataSource], data: DataConfig
-    ) -> tuple[Dataset, Dataset]:
+    def read(split: str, sources: Sequence[DataSource], data: DataConfig) -> tuple[Dataset, Dataset]:
         own = config.model_copy(update={"data": data})
         if command == "sft" and own.sft.mode == "pretrain" and split == "train":
             documents = questions.load_documents(own, sources, family)

@@ -24,9 +24,7 @@ from saccade.types import Batch
 
 
 class Demonstrations:
-    def __init__(
-        self, config: Config, family: Family, quarantine: Quarantine, *, updates: int
-    ) -> None:
+    def __init__(self, config: Config, family: Family, quarantine: Quarantine, *, updates: int) -> None:
         self.config, self.family, self.quarantine = config, family, quarantine
         self.rows = math.ceil(config.train.prompts_per_step / updates)
         data = questions.load_dialogues(config, config.data.demonstrations, family)

@@ -119,9 +119,7 @@ class Display:
             log.info(line)
             self._noted[about] = step
 
-    def store(
-        self, groups: Sequence[Group], *, step: int, scores: Sequence[str], kind: str = "train"
-    ) -> None:
+    def store(self, groups: Sequence[Group], *, step: int, scores: Sequence[str], kind: str = "train") -> None:
         """Write rollouts to disk; `scores`: data sources whose outcome is a score."""
         family = self._family
         self.trajectories.write(

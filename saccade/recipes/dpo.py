@@ -61,9 +61,7 @@ def run(config: Any) -> dict[str, Any]:
         return offline_loop.train(job, task)
 
 
-def metrics(
-    found: Mapping[str, float], batches: Sequence[Batch], loss: PreferenceLoss
-) -> dict[str, float]:
+def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: PreferenceLoss) -> dict[str, float]:
     z = {} if loss.comparison.paired else {"dpo/z": loss.comparison.z}
     return {**found, **pairs.named(found, "dpo"), **z}
 

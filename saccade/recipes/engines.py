@@ -28,9 +28,7 @@ from saccade.rollout.episode import Limits
 log = logging.getLogger(__name__)
 
 
-def make_engine(
-    config: Config, policy: Policy, *, first_tokens: bool = False, logs: Path | None = None
-) -> Engine:
+def make_engine(config: Config, policy: Policy, *, first_tokens: bool = False, logs: Path | None = None) -> Engine:
     """In this process, or replicas of it in their own: they log into the folder `logs`.
     `first_tokens`: some are drawn with settings of their own.
     """
@@ -44,21 +42,12 @@ def make_engine(
         if slow := why_no_kernels(shape_of(policy.model)):
             log.info(f"generation waits for the GPU after every token, because {slow}")
         elif not experts.capturable(policy.model):
-            log.info(
-                "generation runs without CUDA graphs: on this GPU experts ask the host for sizes"
-            )
+            log.info("generation runs without CUDA graphs: on this GPU experts ask the host for sizes")
     settings = replace(settings_of(config, policy.family), first_tokens=first_tokens)
     return _make(config, settings, policy.family, policy.model, logs=logs)
 
 
-def _make(
-    config: Config,
-    settings: Settings,
-    family: Family,
-    model: Any = None,
-    *,
-    logs: Path | None = None,
-) -> Engine:
+def _make(config: Config, settings: Settings, family: Family, model: Any = None, *, logs: Path | None = None) -> Engine:
     if config.rollout.replicas:
         return start_replicas(settings, config.rollout.replicas, logs=logs)
     return build(settings, family, model)
@@ -125,12 +114,8 @@ def settings_of(config: Config, family: Family) -> Settings:
 def longest_sequence(config: Config) -> int:
     """Tokens of an episode, prompt included, in training or validation."""
     limits = _limits(config)
-    turns, total = (
-        max(getattr(one, n) for one in limits) for n in ("max_turns", "max_total_tokens")
-    )
-    once = config.data.max_prompt_tokens + max(
-        config.rollout.max_tokens, config.val.max_tokens or 0
-    )
+    turns, total = (max(getattr(one, n) for one in limits) for n in ("max_turns", "max_total_tokens"))
+    once = config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.val.max_tokens or 0)
     return total if turns > 1 else min(total, once)
 
 

@@ -35,13 +35,7 @@ from saccade.recipes.results import Result, kept_if_filled, places, write_files,
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
-from saccade.rollout.scoring import (
-    RewardStream,
-    free_memory_for_rewards,
-    parsed,
-    report_slow_rewards,
-    thinks,
-)
+from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
 from saccade.tracking.console import Console, unscored
 from saccade.tracking.folder import QUARANTINE, RESULTS
 from saccade.tracking.metrics import episode_metrics, without_scores
@@ -88,12 +82,7 @@ def _evaluate(config: Config, folder: Path, answers: Path) -> dict[str, Any]:
             parts.test_rewards(config, scorer, dataset.samples)
         parts.warn_of_unused(scorer, sets.values(), shared=False)
         evaluator = Evaluator(
-            engine=engine,
-            family=family,
-            scorer=scorer,
-            config=config,
-            quarantine=quarantine,
-            progress=console.progress,
+            engine=engine, family=family, scorer=scorer, config=config, quarantine=quarantine, progress=console.progress
         )
         results = []
         for name, dataset in sets.items():
@@ -164,9 +153,7 @@ class Evaluator:
         free_memory_for_rewards(self.engine, scorer)
         judged = scorer is not None or gives_rewards(config.env)
         if judged:
-            groups = stream.attach(
-                groups, report_slow_rewards(self.progress, scorer, config.reward)
-            )
+            groups = stream.attach(groups, report_slow_rewards(self.progress, scorer, config.reward))
         scores = accuracy.score_terms(scorer, accuracy.outcomes_by_source(groups), known)
         if judged:
             tables = _tables(groups, cuts, limits, scores)
@@ -175,24 +162,17 @@ class Evaluator:
         for limit, row in tables.get("by_limit", {}).items():
             if "accuracy" in row:
                 metrics[f"accuracy_within_{limit}_turns"] = row["accuracy"]
-        return Result(
-            name=name, groups=tuple(groups), metrics=metrics, tables=tables, scores=scores
-        )
+        return Result(name=name, groups=tuple(groups), metrics=metrics, tables=tables, scores=scores)
 
 
 def _tables(
     groups: Sequence[Group], cuts: accuracy.Cuts, limits: Limits, scores: accuracy.Scores
 ) -> dict[str, accuracy.Table]:
-    tables = {
-        "by_category": accuracy.by_category(groups, scores),
-        "by_source": accuracy.by_source(groups, scores),
-    }
+    tables = {"by_category": accuracy.by_category(groups, scores), "by_source": accuracy.by_source(groups, scores)}
     if limits.max_turns > 1:
         tables["by_turns"] = accuracy.by_turns(groups, scores)
     if limits.marks:
-        tables["by_limit"] = accuracy.by_limit(
-            {**cuts.attach(groups), limits.max_turns: groups}, scores
-        )
+        tables["by_limit"] = accuracy.by_limit({**cuts.attach(groups), limits.max_turns: groups}, scores)
     return {name: table for name, table in tables.items() if table}
 
 
@@ -235,9 +215,7 @@ def describe(result: Result) -> str:
         if "parse_rate" in m
         else "nothing scored, for want of reward.terms"
     ]
-    beside = [
-        f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac") if key in m
-    ]
+    beside = [f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac") if key in m]
     left_out = [f"rows left out {m['left_out']:.0f}"] if m.get("left_out") else []
     items = f"items {m['items']:.0f}"
     return f"{result.name}: " + "  ".join([*found, *lost, *beside, items, *left_out])

@@ -53,8 +53,7 @@ PACE = {"concurrency", "retries", "timeout", "deadline", "max_error_rate", "self
 PACE |= {"batch", "key", "token", "per_minute", "cache", "price", "serve", "offload"}
 
 NONE_SELECTED = (
-    "no prompt has responses that are complete, reach generate.threshold and, as best and worst, "
-    "differ in reward"
+    "no prompt has responses that are complete, reach generate.threshold and, as best and worst, differ in reward"
 )
 
 
@@ -70,10 +69,7 @@ def run(config: Any) -> dict[str, Any]:
     data = questions.load_prompts(config, config.data.train or config.data.val, family)
     taught = path.parent / "coldstart" / "train.jsonl"
     made_of = _made_of(config, family.path)
-    made_by = {
-        "model": made_of["model.path"],
-        "settings": _digest(json.dumps(made_of, sort_keys=True).encode()),
-    }
+    made_by = {"model": made_of["model.path"], "settings": _digest(json.dumps(made_of, sort_keys=True).encode())}
     contents = {s.id: content_hash(s, everything=True)[:16] for s in data.samples}
     done, again = _done(path, made_of, made_by, contents)
     todo = [sample for sample in data.samples if sample.id not in done]
@@ -131,9 +127,7 @@ def run(config: Any) -> dict[str, Any]:
         lines += [f"{count} of {len(done) * chosen.n} episodes were right, to train on in {taught}"]
         result |= {"selected": str(taught), "selected_rows": count}
     if chosen.select in SELECT:
-        selected, count = write_selected(
-            path, data.samples, select=chosen.select, threshold=chosen.threshold
-        )
+        selected, count = write_selected(path, data.samples, select=chosen.select, threshold=chosen.threshold)
         lines += [f"{count} rows to train on in {selected}{'' if count else f': {NONE_SELECTED}'}"]
         result |= {"selected": str(selected), "selected_rows": count}
     print(*lines, sep="\n")
@@ -162,10 +156,7 @@ def _teach(path: Path, groups: Sequence[Group], done: Set[str]) -> None:
     rows += [
         dialogue_row(
             replace(
-                g.sample,
-                id=f"{g.sample.id}/{t.repeat}",
-                messages=t.messages,
-                extra={**g.sample.extra, WORDED: True},
+                g.sample, id=f"{g.sample.id}/{t.repeat}", messages=t.messages, extra={**g.sample.extra, WORDED: True}
             ),
             path.parent,
         )
@@ -256,10 +247,7 @@ def _digest(data: bytes) -> str:
 
 
 def _done(
-    path: Path,
-    made_of: Mapping[str, Any],
-    made_by: Mapping[str, str],
-    contents: Mapping[str, str],
+    path: Path, made_of: Mapping[str, Any], made_by: Mapping[str, str], contents: Mapping[str, str]
 ) -> tuple[set[str], list[str]]:
     """Ids of whole lines, and of rows that have other contents than those that were answered. Lines
     of these are removed, and one that a kill cut off, so they are made again. What the lines were

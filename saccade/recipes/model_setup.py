@@ -90,16 +90,13 @@ def device_of(config: Config) -> torch.device:
     return device
 
 
-def load_policy(
-    config: Config, family: Family, *, folder: str | None = None, train: str | None = None
-) -> Policy:
+def load_policy(config: Config, family: Family, *, folder: str | None = None, train: str | None = None) -> Policy:
     """Weights from `folder` (a checkpoint) or from the family's own; `train` instead of
     `model.train`. Adapters always lie over the family's own: a checkpoint has them merged in.
     """
     if strange := sorted(set(config.train.lr_scale) - set(family.spec.towers)):
         raise ConfigError(
-            f"train.lr_scale: the model has no tower {strange[0]!r}; it has "
-            f"{', '.join(family.spec.towers)}"
+            f"train.lr_scale: the model has no tower {strange[0]!r}; it has {', '.join(family.spec.towers)}"
         )
     train = train or config.model.train
     adapted = train in ADAPTED
@@ -131,9 +128,7 @@ def learner(config: Config, policy: Policy) -> LocalBackend:
     return LocalBackend(policy.model, policy.family, config.train, checkpointing=checkpointing)
 
 
-def load_reference(
-    config: Config, family: Family, algorithm: Algorithm | None, policy: LocalBackend
-) -> Reference:
+def load_reference(config: Config, family: Family, algorithm: Algorithm | None, policy: LocalBackend) -> Reference:
     """The model that the policy started from: another copy, or the policy without its adapters."""
     if config.model.train not in ADAPTED:
         return LocalBackend(load_policy(config, family).model, family)

@@ -84,29 +84,19 @@ def load_pairs(
         def longest(sample: Sample) -> int:
             return max(side(sample, c) for c in word(sample).candidates)
 
-        data = datasets.load(
-            sources,
-            limits,
-            length=longest,
-            limit=limit,
-            marks=questions.marks_of(family),
-        )
+        data = datasets.load(sources, limits, length=longest, limit=limit, marks=questions.marks_of(family))
     data = questions.map_samples(data, word)
     return data if judge else datasets.keep(data, _undecided)
 
 
 def _uncomparable(sample: Sample, *, judged: bool) -> str:
     if sample.candidates:
-        instead = (
-            "rows need chosen and rejected" if judged else "dpo.loss=kto learns from such rows"
-        )
+        instead = "rows need chosen and rejected" if judged else "dpo.loss=kto learns from such rows"
         return f"one labelled response; {instead}"
     if not judged:
         return "nothing to compare; rows need chosen and rejected, or output and label"
     return "nothing to compare; rows need chosen and rejected" + (
-        "; reward_model.kind=process learns from a list of labels of steps"
-        if "label" in sample.extra
-        else ""
+        "; reward_model.kind=process learns from a list of labels of steps" if "label" in sample.extra else ""
     )
 
 
@@ -126,17 +116,12 @@ def mismatched_pairs(samples: Sequence[Sample]) -> dict[str, Sample]:
     found = {}
     for index, sample in enumerate(samples):
         others = (samples[(index + step) % len(samples)] for step in range(1, len(samples)))
-        other = next(
-            (o for o in others if o.messages != sample.messages and not decode_error(o)), None
-        )
+        other = next((o for o in others if o.messages != sample.messages and not decode_error(o)), None)
         if other is None:
             raise DataError(
-                "dpo.loss=kto compares with responses to other questions, and all rows ask the "
-                "same one; add rows"
+                "dpo.loss=kto compares with responses to other questions, and all rows ask the same one; add rows"
             )
-        found[sample.id] = replace(
-            sample, id=f"{sample.id}~", candidates=other.candidates[:1], desirable=True
-        )
+        found[sample.id] = replace(sample, id=f"{sample.id}~", candidates=other.candidates[:1], desirable=True)
     return found
 
 
@@ -152,9 +137,7 @@ def scored(model: Reference, batches: Sequence[Batch]) -> list[np.ndarray]:
     ]
 
 
-def computed(
-    reference: Reference, batches: Sequence[Batch], groups: Sequence[Group]
-) -> list[np.ndarray]:
+def computed(reference: Reference, batches: Sequence[Batch], groups: Sequence[Group]) -> list[np.ndarray]:
     return scored(reference, batches)
 
 
@@ -171,9 +154,7 @@ def precomputed(run: Run, config: Config, family: Family, samples: Iterable[Samp
         found = {
             member.key: total
             for group in groups
-            for member, total in zip(
-                group.trajectories, known[content_hash(group.sample)], strict=True
-            )
+            for member, total in zip(group.trajectories, known[content_hash(group.sample)], strict=True)
         }
         return [np.array([found[key] for key in batch.keys]) for batch in batches]
 
@@ -181,12 +162,7 @@ def precomputed(run: Run, config: Config, family: Family, samples: Iterable[Samp
 
 
 def _score_all(
-    run: Run,
-    config: Config,
-    family: Family,
-    missing: Mapping[str, Sample],
-    known: dict[str, list[float]],
-    path: Path,
+    run: Run, config: Config, family: Family, missing: Mapping[str, Sample], known: dict[str, list[float]], path: Path
 ) -> None:
     """In blocks, each written before the next: a run that is killed here goes on where it was."""
     reference = LocalBackend(model_setup.load_policy(config, family).model, family)
@@ -197,10 +173,7 @@ def _score_all(
             groups = [compared(missing[key], family) for key in block]
             batches = _packed(groups, family, config.train.micro_tokens)
             flat = iter(np.concatenate(scored(reference, batches)).tolist())
-            known |= {
-                key: [next(flat) for _ in group.trajectories]
-                for key, group in zip(block, groups, strict=True)
-            }
+            known |= {key: [next(flat) for _ in group.trajectories] for key, group in zip(block, groups, strict=True)}
             write_whole(path, json.dumps(known))
             run.display.console.progress(min(start + BLOCK, len(keys)), len(keys))
 

@@ -77,9 +77,7 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
     scorer.metrics()  # those of the test belong to no step
 
 
-def warn_of_unused(
-    scorer: Scorer | None, sets: Iterable[datasets.Dataset], *, shared: bool = True
-) -> None:
+def warn_of_unused(scorer: Scorer | None, sets: Iterable[datasets.Dataset], *, shared: bool = True) -> None:
     samples = [sample for data in sets for sample in data.samples]
     for warning in warnings_of(scorer, samples, shared=shared) if scorer is not None else ():
         log.warning(warning)
@@ -110,9 +108,7 @@ def unanswered(scorer: Scorer, samples: Sequence[Sample]) -> str:
     )
 
 
-def warn_of_rows(
-    config: Config, family: Family, stream: Stream, held: Iterable[datasets.Dataset]
-) -> None:
+def warn_of_rows(config: Config, family: Family, stream: Stream, held: Iterable[datasets.Dataset]) -> None:
     """What is likely a mistake about the rows as a whole, and nothing to stop for."""
     rows, wanted = stream.rows_per_epoch, config.train.prompts_per_step
     if wanted > rows:
@@ -145,9 +141,7 @@ def check_algorithm(algorithm: Algorithm, scorer: Scorer | None, samples: Sequen
             )
         for source in sorted({sample.data_source for sample in samples}):
             scorer.component_weights(source)
-    if algorithm.estimator.domains and all(
-        sample.extra.get("domain") is None for sample in samples
-    ):
+    if algorithm.estimator.domains and all(sample.extra.get("domain") is None for sample in samples):
         log.info("no row has a `domain`: all of them are one, and only difficulty weighs")
 
 

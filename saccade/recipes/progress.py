@@ -43,9 +43,7 @@ class Progress:
             now = replace(now, best_score=None, best_step=None)
         return now, changed
 
-    def with_best(
-        self, metrics: Mapping[str, float], step: int, wanted: str | None
-    ) -> tuple[Progress, str]:
+    def with_best(self, metrics: Mapping[str, float], step: int, wanted: str | None) -> tuple[Progress, str]:
         """With the best step so far by the metric `wanted`, and a warning where that was not
         measured. The metric of a set that is measured elsewhere is not missed.
         """

@@ -90,14 +90,10 @@ class Quarantine:
         bad, none_left = [*found, *dataset.quarantined], len(found) == len(dataset)
         if none_left or len(bad) > self._config.max_bad_fraction * dataset.rows:
             paths = [part.path for part in dataset.parts]
-            raise DataError(
-                too_many(bad, dataset.rows, paths, self._config, checked=True, none_left=none_left)
-            )
+            raise DataError(too_many(bad, dataset.rows, paths, self._config, checked=True, none_left=none_left))
 
 
-def decode_error(
-    sample: Sample, cache: Callable[[Media], ImageCache] = lambda media: DECODED
-) -> str | None:
+def decode_error(sample: Sample, cache: Callable[[Media], ImageCache] = lambda media: DECODED) -> str | None:
     """Why a picture of the row, or another medium, cannot be shown."""
     for media in sample.every_media:
         try:

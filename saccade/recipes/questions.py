@@ -51,9 +51,7 @@ def prompt_builder(config: Config) -> Callable[[Sample], Sample]:
         while len(messages) > 1 and messages[-1].role == "assistant":
             messages = messages[:-1]
         asked = replace(sample, messages=messages)
-        return prompts.apply(
-            asked, config.prompt, instruction=instruction, choices_seed=config.run.seed
-        )
+        return prompts.apply(asked, config.prompt, instruction=instruction, choices_seed=config.run.seed)
 
     return ask
 
@@ -88,15 +86,11 @@ def load_prompts(
     ask, longest = prompt_builder(config), config.data.max_prompt_tokens
     limits, limit = row_limit(config.data, family, longest, PROMPT_LIMIT, answer=1)
     with cached_lengths(config, family, "prompt", ask, family.render) as length:
-        data = datasets.load(
-            sources, limits, length=length, change=change, limit=limit, marks=marks_of(family)
-        )
+        data = datasets.load(sources, limits, length=length, change=change, limit=limit, marks=marks_of(family))
     return map_samples(data, ask)
 
 
-def row_limit(
-    data: DataConfig, family: Family, tokens: int, option: str, *, answer: int = 0
-) -> tuple[DataConfig, str]:
+def row_limit(data: DataConfig, family: Family, tokens: int, option: str, *, answer: int = 0) -> tuple[DataConfig, str]:
     """Rows of at most `tokens`, or of as many as the model has positions for beside those of an
     `answer`; and the name of the limit.
     """
@@ -105,9 +99,7 @@ def row_limit(
     return data.model_copy(update={"max_prompt_tokens": min(room, tokens)}), limit
 
 
-def load_dialogues(
-    config: Config, sources: Sequence[DataSource], family: Family
-) -> datasets.Dataset:
+def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family) -> datasets.Dataset:
     """Conversations to learn from, the question worded as in RL; of candidates the best one."""
     instruction, tag = instruction_of(config), config.sft.reward_tag
 
@@ -130,9 +122,7 @@ def load_dialogues(
     return map_samples(data, word)
 
 
-def load_documents(
-    config: Config, sources: Sequence[DataSource], family: Family
-) -> datasets.Dataset:
+def load_documents(config: Config, sources: Sequence[DataSource], family: Family) -> datasets.Dataset:
     """Plain texts to learn from, as they are; their length counts characters."""
 
     def length(sample: Sample) -> int:

@@ -28,26 +28,13 @@ from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Media
 log = logging.getLogger(__name__)
 
 # Of a stored row, what a reward reads under the same name.
-NEEDED = [
-    "id",
-    "response",
-    "data_source",
-    "prompt",
-    "choices",
-    "extra",
-    "end_reason",
-    "think_prefilled",
-]
+NEEDED = ["id", "response", "data_source", "prompt", "choices", "extra", "end_reason", "think_prefilled"]
 
 
-def rescored(
-    config: Config, samples: Path
-) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+def rescored(config: Config, samples: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
     """The rows with their new scores, and the metrics of each set."""
     if not samples.is_file():
-        raise ConfigError(
-            f"--rescore {samples}: no such file; give the samples.jsonl of an evaluation"
-        )
+        raise ConfigError(f"--rescore {samples}: no such file; give the samples.jsonl of an evaluation")
     rows = _stored(samples)
     scorer = parts.make_scorer(config)
     if scorer is None:
@@ -100,11 +87,7 @@ def _rescored(rows: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float
             items.setdefault((row["data_source"], row["id"]), []).append(row["score"])
             outcomes.setdefault(row["data_source"], []).append(row["score"])
     judged = [(source, np.array(values)) for (source, _), values in items.items()]
-    read = [
-        parsed(row["extracted"], row["reason"])
-        for row in rows
-        if row["status"] not in ALWAYS_EXCLUDED
-    ]
+    read = [parsed(row["extracted"], row["reason"]) for row in rows if row["status"] not in ALWAYS_EXCLUDED]
     metrics = measured(judged, score_terms(scorer, outcomes)) | {
         **({"parse_rate": float(np.mean(read))} if read else {}),
         "error_rate": float(np.mean([row["status"] == "error" for row in rows])),

@@ -75,18 +75,13 @@ def kept_if_filled(folder: Path) -> Iterator[None]:
 def write_results(folder: Path, results: Sequence[Result], family: Family) -> dict[str, Any]:
     summary = {result.name: {**result.metrics, **result.tables} for result in results}
     rows = [
-        _row(result.name, group, t, family)
-        for result in results
-        for group in result.groups
-        for t in group.trajectories
+        _row(result.name, group, t, family) for result in results for group in result.groups for t in group.trajectories
     ]
     write_files(folder, summary, rows)
     return summary
 
 
-def write_files(
-    folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
-) -> None:
+def write_files(folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     (folder / "samples.jsonl").write_text(text, encoding="utf-8")
     (folder / RESULTS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -116,8 +111,7 @@ def _row(name: str, group: Group, trajectory: Trajectory, family: Family) -> dic
         "status": trajectory.status,
         "reason": trajectory.reason,
         "media": [
-            facts | encode(media)
-            for media, facts in zip(sample.media, image_records(sample.media), strict=True)
+            facts | encode(media) for media, facts in zip(sample.media, image_records(sample.media), strict=True)
         ],
         "extra": dict(sample.extra),
     }

@@ -85,9 +85,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 updates = pack_updates(groups, algorithm, family, config.train.micro_tokens, seed)
             updates = score_forests(updates, algorithm, learners, reference, this.phase)
             with this.phase("advantage"):
-                updates, weighed = add_advantages(
-                    updates, groups, steered, state, weights, version=engine.version
-                )
+                updates, weighed = add_advantages(updates, groups, steered, state, weights, version=engine.version)
                 updates, corrected = add_corrections(updates, steered)
             with this.phase("update"):
                 progress, learned = update_models(updates, steered, learners, this.progress, step)
@@ -105,9 +103,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 algorithm_state=algorithm_state.to_json(state),
             )
             if every and (step % every == 0 or step in (1, this.total)):
-                shown = annotate.show_advantages(
-                    groups[: config.track.trajectories_groups], updates
-                )
+                shown = annotate.show_advantages(groups[: config.track.trajectories_groups], updates)
                 this.display.store(shown, step=step, scores=progress.scores)
             sampled, critic = rollouts.scored, learners.critic
             work = rl_work(policy, critic, sampled, updates, config, algorithm, step)
@@ -121,9 +117,7 @@ def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
     if config.run.resume in ("none", "auto", "best"):
         return  # the folder of the run compares its whole config
     path, now = Path(config.run.resume), describe(algorithm).splitlines()
-    before = (
-        checkpoint.read_progress(path).get("algorithm") if checkpoint.is_complete(path) else None
-    )
+    before = checkpoint.read_progress(path).get("algorithm") if checkpoint.is_complete(path) else None
     if before and before != now:
         changed = next(pair for pair in zip_longest(before, now) if pair[0] != pair[1])
         raise ConfigError(
@@ -137,10 +131,7 @@ def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
 
 
 def select_members(
-    rollouts: Rollouts,
-    algorithm: Algorithm,
-    state: AlgorithmState,
-    weights: ComponentWeights | None,
+    rollouts: Rollouts, algorithm: Algorithm, state: AlgorithmState, weights: ComponentWeights | None
 ) -> tuple[list[Group], AlgorithmState, Metrics]:
     """The groups with marks on who trains, and the rewards they train with."""
     state = algorithm_state.observe(state, rollouts.scored, algorithm)
@@ -154,11 +145,7 @@ def select_members(
 
 
 def pack_updates(
-    groups: Sequence[Group],
-    algorithm: Algorithm,
-    family: Family,
-    micro_tokens: int,
-    seed: tuple[int, int],
+    groups: Sequence[Group], algorithm: Algorithm, family: Family, micro_tokens: int, seed: tuple[int, int]
 ) -> Updates:
     """The forests of each optimizer step; `seed` (of run and step) shuffles groups into them."""
     drawn = int(np.random.SeedSequence(seed).generate_state(1)[0])
@@ -174,11 +161,7 @@ def pack_updates(
 
 
 def score_forests(
-    updates: Updates,
-    algorithm: Algorithm,
-    learners: Learners,
-    reference: Reference | None,
-    phase: Phase,
+    updates: Updates, algorithm: Algorithm, learners: Learners, reference: Reference | None, phase: Phase
 ) -> Updates:
     """The forests with old and reference log-probs and values, as far as they are needed."""
     batches = [batch for part in updates for batch in part]
@@ -197,9 +180,7 @@ def score_forests(
     return updates
 
 
-def refresh_reference(
-    reference: Reference | None, policy: LocalBackend, algorithm: Algorithm, step: int
-) -> None:
+def refresh_reference(reference: Reference | None, policy: LocalBackend, algorithm: Algorithm, step: int) -> None:
     kl = algorithm.kl
     if reference is not None and kl.update != "none" and step % kl.update_every == 0:
         share = {"copy": 1.0, "ema": kl.ema}[kl.update]

@@ -29,13 +29,7 @@ from saccade.recipes.failures import check_errors
 from saccade.recipes.quarantine import Quarantine
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
-from saccade.rollout.scoring import (
-    RewardStream,
-    free_memory_for_rewards,
-    parsed,
-    report_slow_rewards,
-    thinks,
-)
+from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
 from saccade.tracking.metrics import group_metrics
 from saccade.types import ALWAYS_EXCLUDED, Group, Metrics
 
@@ -119,18 +113,14 @@ def prefetch_prompts(stream: Stream, prompts: int, family: Family) -> None:
         in_background(family.render, sample.messages)
 
 
-def sample_groups(
-    sampler: Sampler, carried: Sequence[Group], scores: Sequence[str], *, step: int
-) -> Rollouts:
+def sample_groups(sampler: Sampler, carried: Sequence[Group], scores: Sequence[str], *, step: int) -> Rollouts:
     """The groups of a step. Dynamic sampling draws round after round until the step is full; groups
     may be `carried` over from the last step. `scores`: sources whose outcome was a score by then.
     """
     algorithm, wanted = sampler.algorithm, sampler.config.train.prompts_per_step
     kept, dropped, scored = list(carried), Counter[str](), list[Group]()
     rounds = 0
-    while len(kept) < wanted and rounds < (
-        algorithm.filter.max_rounds if algorithm.filter.dynamic else 1
-    ):
+    while len(kept) < wanted and rounds < (algorithm.filter.max_rounds if algorithm.filter.dynamic else 1):
         rounds += 1
         groups = sampler.draw(step, rounds)
         scored += groups
@@ -167,11 +157,7 @@ def sample_groups(
 
 
 def rollout_metrics(
-    groups: Sequence[Group],
-    algorithm: Algorithm,
-    scorer: Scorer | None,
-    family: Family,
-    scores: Scores,
+    groups: Sequence[Group], algorithm: Algorithm, scorer: Scorer | None, family: Family, scores: Scores
 ) -> Metrics:
     """Metrics of all groups that were sampled in a step; `scores`: sources whose outcome is one."""
     metrics = Metrics()
@@ -189,9 +175,7 @@ def rollout_metrics(
     metrics.add("count/samples", len(trajectories) + len(greedy))
     metrics.add("count/rollout_tokens", sum(t.response_length for t in [*trajectories, *greedy]))
     for name, flags in {
-        "length/parse_rate": [
-            parsed(t.extracted, t.reason) for t in trajectories if t.status not in ALWAYS_EXCLUDED
-        ],
+        "length/parse_rate": [parsed(t.extracted, t.reason) for t in trajectories if t.status not in ALWAYS_EXCLUDED],
         "length/think_rate": [thinks(t, family) for t in trajectories],
     }.items():
         metrics.add(name, sum(flags), len(flags))

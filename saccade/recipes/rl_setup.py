@@ -87,9 +87,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     if algorithm.needs_critic:
         critic = model_setup.load_critic(config, family, algorithm)
     if config.train.sft_coef:
-        demonstrations = Demonstrations(
-            config, family, run.quarantine, updates=algorithm.updates_per_step
-        )
+        demonstrations = Demonstrations(config, family, run.quarantine, updates=algorithm.updates_per_step)
     surplus = CarriedGroups(sample_of=data.sample)
     moving = reference if algorithm.reference_moves else None
     carried = surplus if algorithm.filter.keep_surplus else None

@@ -115,9 +115,7 @@ def _teaches(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners)
     return any(b.advantages is not None and b.advantages.any() for b in batches)
 
 
-def _select_tokens(
-    batches: Sequence[Batch], algorithm: Algorithm, learners: Learners, seed: str
-) -> list[Batch]:
+def _select_tokens(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners, seed: str) -> list[Batch]:
     """For losses that treat some tokens of an optimizer step apart. The old log-probs are the
     current ones only in the first update.
     """

@@ -96,9 +96,7 @@ class Run:
         """Take the folder, find the checkpoint to resume from, open the display."""
         config = self.config
         with ExitStack() as stack:
-            self.folder = stack.enter_context(
-                open_folder(config, command=self.command, manifest=self.manifest)
-            )
+            self.folder = stack.enter_context(open_folder(config, command=self.command, manifest=self.manifest))
             saved = self.folder.checkpoints
             self.start = checkpoint.find(saved, config.run.resume)
             if self.start is not None:
@@ -190,10 +188,7 @@ class Run:
     # -- before the first step --
 
     def restore(
-        self,
-        backend: LocalBackend,
-        streams: Mapping[str, Stream],
-        parts: Mapping[str, Any] | None = None,
+        self, backend: LocalBackend, streams: Mapping[str, Stream], parts: Mapping[str, Any] | None = None
     ) -> None:
         """From a checkpoint, all of these continue where they were; streams and parts by the names
         that it has for them.
@@ -295,20 +290,11 @@ class Run:
         """Of the step under way, where a step is one update."""
         train = self.config.train
         return rate(
-            self.step,
-            total=self.total,
-            lr=train.lr,
-            schedule=train.schedule,
-            warmup=train.warmup,
-            min_lr=train.min_lr,
+            self.step, total=self.total, lr=train.lr, schedule=train.schedule, warmup=train.warmup, min_lr=train.min_lr
         )
 
     def finish_step(
-        self,
-        progress: Progress,
-        metrics: Mapping[str, float],
-        validation: Validates,
-        unread: str = "",
+        self, progress: Progress, metrics: Mapping[str, float], validation: Validates, unread: str = ""
     ) -> dict[str, Any]:
         """The step is made: `progress` holds. Validate, log, give advice when little is being
         learned, save when it is time; returns the row that is logged. An error in a validation ends
@@ -376,6 +362,4 @@ class Run:
         a step, never between.
         """
         self.save(last=True)
-        raise Interrupted(
-            f"stopped after step {self.step}; continue with run.resume=auto ({self.folder.path})"
-        )
+        raise Interrupted(f"stopped after step {self.step}; continue with run.resume=auto ({self.folder.path})")

@@ -56,9 +56,7 @@ def _best(sample: Sample, good: Sequence[Response], whole: Sequence[Response]) -
     return [_demonstration(sample, good[0])]
 
 
-def _best_worst(
-    sample: Sample, good: Sequence[Response], whole: Sequence[Response]
-) -> list[Sample]:
+def _best_worst(sample: Sample, good: Sequence[Response], whole: Sequence[Response]) -> list[Sample]:
     best, worst = good[0], whole[-1]
     if best["reward"] == worst["reward"]:
         return []
@@ -83,8 +81,4 @@ def _turn(response: Response) -> Message:
     return Message(role="assistant", parts=(response["text"],))
 
 
-SELECT: dict[str, Callable[..., list[Sample]]] = {
-    "best": _best,
-    "best_worst": _best_worst,
-    "threshold": _all_good,
-}
+SELECT: dict[str, Callable[..., list[Sample]]] = {"best": _best, "best_worst": _best_worst, "threshold": _all_good}

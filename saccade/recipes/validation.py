@@ -100,16 +100,13 @@ def evaluator_of(run: Run, engine: Engine, family: Family, scorer: Scorer | None
     )
 
 
-def make_evaluator(
-    run: Run, policy: model_setup.Policy, sets: Mapping[str, Dataset]
-) -> Evaluator | None:
+def make_evaluator(run: Run, policy: model_setup.Policy, sets: Mapping[str, Dataset]) -> Evaluator | None:
     """For training that samples nothing itself: engine and rewards, only where there are sets."""
     config = run.config
     if not sets:
         if config.reward.given:
             log.info(
-                "reward scores nothing here, as no set of data.val has questions that are answered "
-                "while this trains"
+                "reward scores nothing here, as no set of data.val has questions that are answered while this trains"
             )
         return None
     scorer = parts.make_scorer(config)

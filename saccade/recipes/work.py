@@ -39,9 +39,7 @@ class Meter:
         every = media and not self.training.towers_frozen
         work = Work()
         for batch in batches:
-            work += flops.forward(
-                self.shape, batch, head=self.head, media=every, training=self.training
-            )
+            work += flops.forward(self.shape, batch, head=self.head, media=every, training=self.training)
         if media and self.training.towers_frozen:
             once = {span.media.key: span for batch in batches for span in batch.media}
             work += flops.encode(self.shape, once.values())

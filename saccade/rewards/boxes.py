@@ -160,9 +160,7 @@ def _body(text: str) -> str:
     return (text if inside is None else inside).strip()[:LONGEST]
 
 
-def _boxes(
-    value: Any, label: str | None = None, score: float | None = None, levels: int = 4
-) -> Iterator[Found]:
+def _boxes(value: Any, label: str | None = None, score: float | None = None, levels: int = 4) -> Iterator[Found]:
     if _numbers(value, 4):
         yield Found(tuple(map(float, value)), label, score)  # type: ignore[arg-type]
     elif isinstance(value, list):

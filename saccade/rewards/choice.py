@@ -24,9 +24,7 @@ LONGEST = 100_000  # characters; a longer text names no option
 UNLISTED = "ABCDEFGHIJ"  # options of a row that does not list them
 
 ALONE = re.compile(r"\(?([A-Za-z])\s*[.):]?")
-LETTERED = re.compile(
-    r"\(?([A-Za-z])(?:(\s*[.):,;]\)?|\s+[-\u2013\u2014]|(?=\s*\())\s*|\s+)(.+)", re.DOTALL
-)
+LETTERED = re.compile(r"\(?([A-Za-z])(?:(\s*[.):,;]\)?|\s+[-\u2013\u2014]|(?=\s*\())\s*|\s+)(.+)", re.DOTALL)
 CHOSEN = re.compile(
     r"(?:i\s+(?:choose|chose|pick|select)\s+)?(?:(?:the\s+)?(?:option|choice)\b\s*:?\s*)?(.+?)"
     r"(?:\s+is\s+(?:the\s+)?(?:correct|right|answer)(?:\s+(?:answer|option|choice|one))?)?",
@@ -35,9 +33,7 @@ CHOSEN = re.compile(
 ARTICLE = re.compile(r"\b(?i:it|this|that)(?:\s+is|['\u2019]s)\s+a\W*\Z")  # its noun is missing
 BRACKETED = re.compile(r"(?:\((?=[^()]+\)\Z)|\[(?=[^][]+\]\Z)|\{(?=[^{}]+\}\Z))(.+).", re.DOTALL)
 # A further option that `NAMED` does not count: (B), then option c; (B), then C
-FURTHER = re.compile(
-    r"\b(?:option|choice|answer)\s+[a-z]\b|(?<![\w.])[b-hj][.):](?=\s|\Z)|\s[A-Z][.!]?\Z"
-)
+FURTHER = re.compile(r"\b(?:option|choice|answer)\s+[a-z]\b|(?<![\w.])[b-hj][.):](?=\s|\Z)|\s[A-Z][.!]?\Z")
 REFUSED = re.compile(
     r"\b(?:can['\u2019]?t|cannot|unable\s+to)\s+(?:help|assist|answer|determine|tell|say)\b"
     r"|\bsorry,?\s+(?:but\s+)?(?:i\s+)?(?:do\s+not|don['\u2019]t|no)\b"
@@ -72,9 +68,7 @@ DENIED = re.compile(
     r"|(?:不是|不选|排除|除了)\s*\(?[A-Z]\)?"
 )
 # Not after the period of `B. cat`, and not before a word that takes back.
-SENTENCE = re.compile(
-    rf"(?<=[.;!?])(?<!\b[A-Z]\.)(?:\s+(?!(?i:or|no|not|but|wait)\b)|(?=[{CJK}]))|\n"
-)
+SENTENCE = re.compile(rf"(?<=[.;!?])(?<!\b[A-Z]\.)(?:\s+(?!(?i:or|no|not|but|wait)\b)|(?=[{CJK}]))|\n")
 CORRECTING = re.compile(r"(?:no|actually|sorry|rather|wait)\b", re.IGNORECASE)
 ANYWHERE = r"(?<!\w)%s(?!\w)"  # the words of an option
 BETWEEN = r"[\s.:,()$]*(?:[-\u2013]\s+)?"  # a letter and the words of its option
@@ -166,8 +160,7 @@ def _by_words(text: str, choices: Sequence[str]) -> str | None:
         hits = [
             letter
             for letter, option in options
-            if plain(wanted)
-            in (plain(_words(option)), plain(_words(_without_letter(option, letter))))
+            if plain(wanted) in (plain(_words(option)), plain(_words(_without_letter(option, letter))))
         ]
         if wanted and len(hits) == 1:
             return hits[0]
@@ -181,9 +174,7 @@ def _lettered(text: str, choices: Sequence[str]) -> str | None:
         return None
     letter = match[1].upper()
     if not choices and (match[2] or "").strip(" -\u2013\u2014") == "" and match[2] is not None:
-        other = unsettled(match[3]) or re.search(
-            r"\b[A-Z]\b", match[3]
-        )  # the words of no known option
+        other = unsettled(match[3]) or re.search(r"\b[A-Z]\b", match[3])  # the words of no known option
         return None if other else letter
     return letter if _by_words(peel(match[3]), choices) == letter else None
 

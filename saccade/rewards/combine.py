@@ -64,8 +64,7 @@ class RewardRecipe:
     def knows_limit(self) -> bool:
         """Whether a term may look at the token limit of the episode."""
         return any(
-            term.kind == "shaping" or term.function is None or term.judged or term.learned
-            for term in self.terms
+            term.kind == "shaping" or term.function is None or term.judged or term.learned for term in self.terms
         )
 
 
@@ -120,12 +119,7 @@ def combine(recipe: RewardRecipe, scores: Sequence[Score]) -> Scored:
             return Scored(status="abstain", outcome=raw, parts=parts, reason=abstention)
     assert reward is not None
     return Scored(
-        status="ok",
-        reward=reward,
-        outcome=raw,
-        parts=parts,
-        extracted=outcome.extracted,
-        reason=outcome.reason,
+        status="ok", reward=reward, outcome=raw, parts=parts, extracted=outcome.extracted, reason=outcome.reason
     )
 
 
@@ -166,9 +160,7 @@ def _renormalised(recipe: RewardRecipe, pairs: Pairs) -> float | None:
     if not rest:
         return None
     scaled = [
-        (replace(term, weight=term.weight * whole / rest), score)
-        if term.kind != "shaping"
-        else (term, score)
+        (replace(term, weight=term.weight * whole / rest), score) if term.kind != "shaping" else (term, score)
         for term, score in left
     ]
     return _reward(replace(recipe, gate=gate), scaled)

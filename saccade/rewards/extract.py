@@ -171,11 +171,7 @@ def _last_number(text: str, choices: Sequence[str]) -> str | None:
     return hits[-1] if hits else None
 
 
-MARKS: dict[str, Callable[[str], Marked | None]] = {
-    "answer_tag": _tag,
-    "boxed": _box,
-    "answer_line": _line,
-}
+MARKS: dict[str, Callable[[str], Marked | None]] = {"answer_tag": _tag, "boxed": _box, "answer_line": _line}
 UNMARKED: dict[str, Callable[[str, Sequence[str]], str | None]] = {
     "hash": _hash,
     "fenced": lambda text, choices: fenced(text),

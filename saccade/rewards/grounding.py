@@ -19,17 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from saccade.rewards.boxes import (
-    Box,
-    Found,
-    Frame,
-    Space,
-    from_pixels,
-    read_boxes,
-    read_points,
-    space_of,
-    to_pixels,
-)
+from saccade.rewards.boxes import Box, Found, Frame, Space, from_pixels, read_boxes, read_points, space_of, to_pixels
 from saccade.rewards.extract import Scope, written
 from saccade.rewards.overlap import MODES, Compare, covered, overlap
 from saccade.rewards.reward_sample import RewardSample, graded, no_gold

@@ -36,9 +36,7 @@ RULES: Mapping[str, Callable[..., Score]] = {
 DEFINITE = ("choice", "number", "count", "gsm8k")  # what these call wrong is wrong
 
 
-def judge(
-    sample: RewardSample, *, order: Sequence[str] = MATH_ORDER, scope: Scope = "after_think"
-) -> Score:
+def judge(sample: RewardSample, *, order: Sequence[str] = MATH_ORDER, scope: Scope = "after_think") -> Score:
     """Whatever answer there is goes to the judge; none at all is wrong."""
     if not any(sample.golds):
         return no_gold(sample)

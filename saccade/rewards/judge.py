@@ -24,14 +24,7 @@ from saccade.http_client.answer_cache import AnswerCache, key_of
 from saccade.http_client.chat_client import ChatClient
 from saccade.rewards.combine import DROP_GROUP, Pending
 from saccade.rewards.hybrid import ASK
-from saccade.rewards.judge_prompt import (
-    Case,
-    case_of,
-    compiled,
-    question_of,
-    read_verdict,
-    template_text,
-)
+from saccade.rewards.judge_prompt import Case, case_of, compiled, question_of, read_verdict, template_text
 from saccade.rewards.request_queue import RequestQueue
 from saccade.rewards.reward_sample import RewardSample
 from saccade.schema import JudgeConfig
@@ -76,9 +69,7 @@ class Judge:
         text = template_text(config.template)
         self._template = compiled(text)
         # Verdicts are cached here, and not every reply there: one without a verdict is no answer.
-        self._client = ChatClient(
-            config.model_copy(update={"cache": None}), fields=config.fields, section=SECTION
-        )
+        self._client = ChatClient(config.model_copy(update={"cache": None}), fields=config.fields, section=SECTION)
         self._cache = AnswerCache(config.cache) if config.cache else None
         self._about: dict[str, Any] = {
             "model": self._client.model,
@@ -178,9 +169,7 @@ class Judge:
             return Verdict(value=value, words=stored.text, stored=True)
         messages = (question_of(case, self._template, self.config.scale),)
         for attempt in range(self.config.retries + 1):
-            sampling = Sampling(
-                temperature=min(1.0, WARMER * attempt), max_tokens=self.config.max_tokens
-            )
+            sampling = Sampling(temperature=min(1.0, WARMER * attempt), max_tokens=self.config.max_tokens)
             answer = self._client.ask(messages, sampling, attempt, until=until)
             self._alive = time.monotonic()
             value = read_verdict(answer.text, self.config.scale)

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).with_name("judge.jinja")
 LONGEST_ANSWER = 2000  # characters of an answer that the judge sees
 NEEDED = ("question", "references", "prediction")  # variables of a template
-VERDICT = re.compile(
-    r"[*_`\s]*score[*_`\s]*[:=][*_`\s]*(\d{1,6})(?:\.0+)?[*_`\s]*\.?", re.IGNORECASE
-)
+VERDICT = re.compile(r"[*_`\s]*score[*_`\s]*[:=][*_`\s]*(\d{1,6})(?:\.0+)?[*_`\s]*\.?", re.IGNORECASE)
 MARK = re.compile(r"<(?=\S)|\[(?=/?[A-Z_]{3,}\])")  # <|im_end|>, </s>, [INST]
 
 
@@ -66,9 +64,7 @@ def _harmless(answer: str) -> str:
 
 
 def question_of(case: Case, template: Template, scale: int) -> Message:
-    text = template.render(
-        question=case.question, references=case.references, prediction=case.prediction, scale=scale
-    )
+    text = template.render(question=case.question, references=case.references, prediction=case.prediction, scale=scale)
     return Message(role="user", parts=(*case.media, text))
 
 
@@ -80,9 +76,7 @@ def compiled(source: str) -> Template:
     from jinja2 import StrictUndefined, TemplateSyntaxError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     try:
         used = meta.find_undeclared_variables(environment.parse(source))
         template = environment.from_string(source)

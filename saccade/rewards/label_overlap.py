@@ -86,9 +86,7 @@ def _tokens(
     if text is None:
         return graded(None, False)
     found = _words(text)
-    return _part(
-        text, max(value((found & gold).total(), found.total(), gold.total()) for gold in golds)
-    )
+    return _part(text, max(value((found & gold).total(), found.total(), gold.total()) for gold in golds))
 
 
 def _words(text: str) -> Counter[str]:

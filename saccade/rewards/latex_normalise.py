@@ -77,9 +77,7 @@ REWRITES = [
 REPEATING = re.compile(  # 0.1666... repeats its 6
     r"(?<![\d.])(\d{0,40}\.\d{0,40}?)(?:(\d)\2{2,40}|(\d{2,6}?)\3{1,20})(?:\.{3}|\\[lc]?dots)\s*\Z"
 )
-TEXT = re.compile(
-    r"\\(?:text|mbox|textrm|textbf|textit|mathrm|mathbf|mathit|operatorname|rm)\s*\{([^{}]*)\}"
-)
+TEXT = re.compile(r"\\(?:text|mbox|textrm|textbf|textit|mathrm|mathbf|mathit|operatorname|rm)\s*\{([^{}]*)\}")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 
 

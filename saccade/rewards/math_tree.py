@@ -31,9 +31,7 @@ class Node:
         if self.kind != "=":
             return None
         left = self.items[0]
-        names = [
-            NAME.fullmatch(item.text) for item in (left.items if left.kind == "()" else [left])
-        ]
+        names = [NAME.fullmatch(item.text) for item in (left.items if left.kind == "()" else [left])]
         return ",".join(match[1] for match in names if match) if all(names) else None
 
     def leaves(self) -> Iterator[str]:
@@ -47,9 +45,7 @@ MOST_TOKENS = 300
 DEEPEST = 10  # nested brackets; parsers need more time for each
 MOST_DIGITS, LONGEST_EXPONENT = 1000, 4
 PLAIN = r"(?:\d+\.?\d*|\.\d+)"
-RATIONAL = re.compile(
-    rf"([-+]?)\s*(?:(\d+)\s+(?=\S+/))?([-+]?{PLAIN}(?:[eE]([-+]?\d+))?)(?:\s*/\s*([-+]?{PLAIN}))?"
-)
+RATIONAL = re.compile(rf"([-+]?)\s*(?:(\d+)\s+(?=\S+/))?([-+]?{PLAIN}(?:[eE]([-+]?\d+))?)(?:\s*/\s*([-+]?{PLAIN}))?")
 FRACTION = re.compile(r"\\frac\{\s*([^{}]*?)\s*\}\{\s*([^{}]*?)\s*\}")
 TEN = re.compile(r"(?:\s*(?:\\times|\\cdot|\*)|(?<=\d)\s*x)\s*10\s*\^\{\s*([^{}]*?)\s*\}")
 REPEATING = re.compile(r"([-+]?\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}")

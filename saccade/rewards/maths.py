@@ -21,15 +21,7 @@ from typing import Literal
 from saccade.rewards import symbolic
 from saccade.rewards.extract import Scope, answer_of, unboxed
 from saccade.rewards.hedging import STRUCK
-from saccade.rewards.latex_normalise import (
-    LONGEST,
-    TooLarge,
-    Unparseable,
-    compact,
-    normalise,
-    tidy,
-    unwrap_text,
-)
+from saccade.rewards.latex_normalise import LONGEST, TooLarge, Unparseable, compact, normalise, tidy, unwrap_text
 from saccade.rewards.math_tree import Node, near, rational, read
 from saccade.rewards.peel import peel_number
 from saccade.rewards.reward_sample import RewardSample, graded, no_gold

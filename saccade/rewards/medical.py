@@ -88,10 +88,7 @@ def json_quality(response: str) -> float:
     value: Any = read_json(response if inside is None else inside)
     marked = inside is not None and re.search(r"```json\s", response) is not None
     items = value if isinstance(value, list) else []
-    good = [
-        isinstance(i, dict) and "label" in i and len(read_boxes(json.dumps(i)) or ()) == 1
-        for i in items
-    ]
+    good = [isinstance(i, dict) and "label" in i and len(read_boxes(json.dumps(i)) or ()) == 1 for i in items]
     share = sum(good) / len(good) if good else 0.0
     return (
         0.2 * (inside is not None)

@@ -48,8 +48,7 @@ BEHIND = re.compile(
     re.IGNORECASE,
 )
 CONTRAST = re.compile(  # 7, not 8
-    rf"(?<=\w),\s{{0,9}}(?:and\s+)?not\s+(?:{NUMBER.pattern}|{NUMERAL})(?=\s{{0,9}}(?:[.!]\s{{0,9}})?\Z)",
-    re.IGNORECASE,
+    rf"(?<=\w),\s{{0,9}}(?:and\s+)?not\s+(?:{NUMBER.pattern}|{NUMERAL})(?=\s{{0,9}}(?:[.!]\s{{0,9}})?\Z)", re.IGNORECASE
 )
 NEAR = 40  # characters before a number that are looked at
 LONGEST_NUMBER = 64  # characters; what is longer is no answer
@@ -59,11 +58,7 @@ Number = int | Fraction
 
 
 def count(
-    sample: RewardSample,
-    *,
-    tolerance: float = 0,
-    order: Sequence[str] = NUMBER_ORDER,
-    scope: Scope = "after_think",
+    sample: RewardSample, *, tolerance: float = 0, order: Sequence[str] = NUMBER_ORDER, scope: Scope = "after_think"
 ) -> Score:
     """One integer in the answer, at most `tolerance` away from the gold."""
 
@@ -92,20 +87,13 @@ def number(
 
 
 def relaxed(
-    sample: RewardSample,
-    *,
-    rel_tol: float = 0.05,
-    order: Sequence[str] = NUMBER_ORDER,
-    scope: Scope = "after_think",
+    sample: RewardSample, *, rel_tol: float = 0.05, order: Sequence[str] = NUMBER_ORDER, scope: Scope = "after_think"
 ) -> Score:
     """ChartQA's score: within `rel_tol` of a gold that is a number, else the same text as it."""
     found = answer_of(sample, order, scope)
     value, text = _reading(found or ""), plain_text(found or "")
     golds = [(_reading(gold), plain_text(gold)) for gold in sample.golds]
-    right = any(
-        text == words if value is None or gold is None else near(value, gold, rel_tol)
-        for gold, words in golds
-    )
+    right = any(text == words if value is None or gold is None else near(value, gold, rel_tol) for gold, words in golds)
     return graded(found, right)
 
 
@@ -184,11 +172,7 @@ def _reading(text: str) -> Number | None:
 
 
 def _judge(
-    sample: RewardSample,
-    found: str | None,
-    right: Callable[[Number, Number], bool],
-    *,
-    percent: bool = True,
+    sample: RewardSample, found: str | None, right: Callable[[Number, Number], bool], *, percent: bool = True
 ) -> Score:
     """`percent`: p% also stands for p."""
     golds = _golds(sample.golds)
@@ -201,9 +185,7 @@ def _judge(
         return graded(found, False)
     unit = _unit(found or "")
     fitting = [
-        gold
-        for gold, its in golds
-        if unit == its or (None in (unit, its) and (percent or PERCENT not in (unit, its)))
+        gold for gold, its in golds if unit == its or (None in (unit, its) and (percent or PERCENT not in (unit, its)))
     ]
     return graded(found, any(right(value, gold) for gold in fitting))
 

@@ -124,9 +124,7 @@ MODES: dict[str, Compare] = {
 }
 
 
-def covered(
-    boxes: Sequence[Box], mask: np.ndarray, size: tuple[float, float] | None = None
-) -> float:
+def covered(boxes: Sequence[Box], mask: np.ndarray, size: tuple[float, float] | None = None) -> float:
     """IoU of the union of boxes and a mask, whose picture may be of another `size`."""
     rows, columns = mask.shape
     width, height = size or (columns, rows)

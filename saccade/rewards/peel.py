@@ -53,15 +53,9 @@ ONES = (
 TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 HAN = "零一二三四五六七八九"
 NUMERALS = {word: n for n, word in enumerate(ONES)} | {sign: n for n, sign in enumerate(HAN)}
+NUMERALS |= {f"{word} {ONES[n]}" if n else word: 10 * ten + n for ten, word in enumerate(TENS, 2) for n in range(10)}
 NUMERALS |= {
-    f"{word} {ONES[n]}" if n else word: 10 * ten + n
-    for ten, word in enumerate(TENS, 2)
-    for n in range(10)
-}
-NUMERALS |= {
-    f"{HAN[ten] if ten > 1 else ''}十{HAN[n] if n else ''}": 10 * ten + n
-    for ten in range(1, 10)
-    for n in range(10)
+    f"{HAN[ten] if ten > 1 else ''}十{HAN[n] if n else ''}": 10 * ten + n for ten in range(1, 10) for n in range(10)
 }
 # For the inside of a pattern. A Chinese numeral among other signs may be a part of a word.
 NUMERAL = (
@@ -76,8 +70,7 @@ ABOUT = re.compile(
     re.IGNORECASE,
 )
 GLOSS = re.compile(
-    rf"(?:(?<![\d.,])({FIGURE})\s*\(\s*({NUMERAL})\s*\)|({NUMERAL})\s*\(\s*({FIGURE})\s*\))(?![\w(])",
-    re.IGNORECASE,
+    rf"(?:(?<![\d.,])({FIGURE})\s*\(\s*({NUMERAL})\s*\)|({NUMERAL})\s*\(\s*({FIGURE})\s*\))(?![\w(])", re.IGNORECASE
 )
 MINUS = re.compile(r"(?:minus|negative)\s+", re.IGNORECASE)
 SPACED = re.compile(r"[-+\u2212]?\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?:\.\d+)?")

@@ -68,8 +68,7 @@ class WorkerPool:
         self._apart: set[_Call] = set()  # take lists and fail on them, but not on one sample
         self.replaced = 0  # processes that hung or died
         self._threads = [
-            threading.Thread(target=self._serve, name=f"reward-worker-{index}", daemon=True)
-            for index in range(workers)
+            threading.Thread(target=self._serve, name=f"reward-worker-{index}", daemon=True) for index in range(workers)
         ]
         for thread in self._threads:
             thread.start()
@@ -81,9 +80,7 @@ class WorkerPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def submit(
-        self, verifier: str, sample: RewardSample, args: Mapping[str, Any] | None = None
-    ) -> Future[Score]:
+    def submit(self, verifier: str, sample: RewardSample, args: Mapping[str, Any] | None = None) -> Future[Score]:
         brief = verifier in VERIFIERS and VERIFIERS[verifier].isolated
         return self._enqueue(verifier, args or {}, to_json(sample, brief=brief))
 

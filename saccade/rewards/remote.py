@@ -55,9 +55,7 @@ def open_remote(reward: RewardConfig, args: Mapping[str, Any]) -> Remote:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         fields = ", ".join(RemoteConfig.model_fields)
-        raise ConfigError(
-            f"reward.terms: remote: {name}: {first['msg']}; arguments are {fields}"
-        ) from None
+        raise ConfigError(f"reward.terms: remote: {name}: {first['msg']}; arguments are {fields}") from None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,8 +70,7 @@ class Remote:
     def __init__(self, config: RemoteConfig) -> None:
         if not config.url:
             raise ConfigError(
-                f"{SECTION}.url: remote asks a service, and none is named; "
-                f"try {SECTION}.url=http://127.0.0.1:8400"
+                f"{SECTION}.url: remote asks a service, and none is named; try {SECTION}.url=http://127.0.0.1:8400"
             )
         for url in map(urlsplit, config.url):
             if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query:

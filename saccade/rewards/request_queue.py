@@ -23,14 +23,7 @@ class RequestQueue(Generic[Job]):
     `gather` seconds for more jobs.
     """
 
-    def __init__(
-        self,
-        send: Callable[[list[Job]], None],
-        *,
-        threads: int,
-        batch: int = 1,
-        gather: float = 0.0,
-    ) -> None:
+    def __init__(self, send: Callable[[list[Job]], None], *, threads: int, batch: int = 1, gather: float = 0.0) -> None:
         self._send, self._most, self._batch, self._gather = send, threads, batch, gather
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -94,9 +87,7 @@ class RequestQueue(Generic[Job]):
             self._idle += 1
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._gather:
-                self._changed.wait_for(
-                    lambda: len(self._waiting) >= self._batch or self._closed, self._gather
-                )
+                self._changed.wait_for(lambda: len(self._waiting) >= self._batch or self._closed, self._gather)
             self._idle -= 1
             count = min(self._batch, len(self._waiting))
             return [self._waiting.popleft() for _ in range(count)]

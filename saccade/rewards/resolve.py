@@ -28,11 +28,7 @@ from saccade.rewards.verifiers import VERIFIERS, Verifier
 
 
 def resolve_recipes(
-    config: RewardConfig,
-    *,
-    prompt_format: str,
-    max_tokens: int,
-    overlong: tuple[int, float, int] | None,
+    config: RewardConfig, *, prompt_format: str, max_tokens: int, overlong: tuple[int, float, int] | None
 ) -> tuple[dict[str, RewardRecipe], RewardRecipe | None]:
     """Recipes by data source, and the one for all other sources, if there is one."""
     if prompt_format not in FORMATS:
@@ -52,9 +48,7 @@ def resolve_recipes(
     default = recipes.pop("default", None)
     if not config.terms and config.preset is None:
         if not config.by_source:
-            raise ConfigError(
-                "reward.terms is empty; for example reward.terms=[math] or reward.preset=r1v"
-            )
+            raise ConfigError("reward.terms is empty; for example reward.terms=[math] or reward.preset=r1v")
         return recipes, default
     if config.terms and config.preset is not None:
         raise ConfigError("reward.terms and reward.preset are both set; keep one of them")
@@ -95,14 +89,9 @@ def _rows(where: str, value: Any) -> list[RewardTerm]:
         value = PRESETS.get(value, [value])
     rows = [value] if isinstance(value, Mapping) else value
     try:
-        return [
-            RewardTerm.model_validate({"verifier": row} if isinstance(row, str) else row)
-            for row in rows
-        ]
+        return [RewardTerm.model_validate({"verifier": row} if isinstance(row, str) else row) for row in rows]
     except (ValidationError, TypeError) as error:
-        raise ConfigError(
-            f"{where}: write a preset, a verifier or a list of terms; {error}"
-        ) from None
+        raise ConfigError(f"{where}: write a preset, a verifier or a list of terms; {error}") from None
 
 
 # -- terms -----------------------------------------------------------------------------------------
@@ -144,9 +133,7 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
     )
 
 
-def _arguments(
-    where: str, row: RewardTerm, verifier: Verifier, prompt_format: str, max_tokens: int
-) -> dict[str, Any]:
+def _arguments(where: str, row: RewardTerm, verifier: Verifier, prompt_format: str, max_tokens: int) -> dict[str, Any]:
     parameters = list(inspect.signature(verifier.function).parameters.values())[1:]
     names = [parameter.name for parameter in parameters]
     for name in row.args:
@@ -168,14 +155,10 @@ def _search_order(verifier: Sequence[str], shape: Sequence[str]) -> tuple[str, .
     return tuple(sorted(places, key=lambda place: place == "whole"))
 
 
-def _try(
-    where: str, name: str, verifier: Verifier, args: Mapping[str, Any], max_tokens: int
-) -> None:
+def _try(where: str, name: str, verifier: Verifier, args: Mapping[str, Any], max_tokens: int) -> None:
     """Bad values of arguments show on any response."""
     for response in ("", "<think>a</think><answer>1</answer>"):
-        sample = RewardSample(
-            id="probe", response=response, answer="1", length=1, max_tokens=max_tokens
-        )
+        sample = RewardSample(id="probe", response=response, answer="1", length=1, max_tokens=max_tokens)
         try:
             verifier.function(sample, **args)
         except (ValueError, TypeError) as error:
@@ -221,10 +204,7 @@ def _outcome(where: str, name: str | None, terms: Sequence[Term]) -> int:
     rules = [index for index in judging if not terms[index].learned]
     if judging:
         return (rules or judging)[0]
-    raise ConfigError(
-        f"{where}: no term judges the answer; set reward.accuracy_term={terms[0].name} to count "
-        "that one"
-    )
+    raise ConfigError(f"{where}: no term judges the answer; set reward.accuracy_term={terms[0].name} to count that one")
 
 
 def _index(where: str, name: str, terms: Sequence[Term]) -> int:

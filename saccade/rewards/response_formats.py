@@ -15,13 +15,7 @@ from typing import Literal
 
 from saccade.rewards.boxes import read_boxes
 from saccade.rewards.choice import single_letter
-from saccade.rewards.extract import (
-    ANSWER_LINE,
-    ANSWER_LINE_WINDOW,
-    NUMBER,
-    answer_scope,
-    last_boxed,
-)
+from saccade.rewards.extract import ANSWER_LINE, ANSWER_LINE_WINDOW, NUMBER, answer_scope, last_boxed
 from saccade.rewards.reward_sample import RewardSample
 
 
@@ -41,10 +35,7 @@ def check_think_answer(sample: RewardSample, *, gap: Literal["space", "none"] = 
 
 def check_grounding(sample: RewardSample) -> bool:
     """Every turn thinks, then calls once; the last one answers."""
-    turns = [
-        f"<think>{turn}" if sample.think_prefilled else turn
-        for turn in sample.turns or (sample.response,)
-    ]
+    turns = [f"<think>{turn}" if sample.think_prefilled else turn for turn in sample.turns or (sample.response,)]
     return _thought_then("answer", turns[-1]) and all(
         _thought_then("grounding", turn) and "answer>" not in turn for turn in turns[:-1]
     )
@@ -125,43 +116,30 @@ THOUGHT = "<think>The answer is known.</think>"
 
 FORMATS: dict[str, ResponseFormat] = {
     "think_answer": ResponseFormat(
-        order=("answer_tag",),
-        check=check_think_answer,
-        render=lambda gold: f"{THOUGHT}\n<answer>{gold}</answer>",
+        order=("answer_tag",), check=check_think_answer, render=lambda gold: f"{THOUGHT}\n<answer>{gold}</answer>"
     ),
     "think_boxed": ResponseFormat(
-        order=("boxed",),
-        check=check_think_boxed,
-        render=lambda gold: f"{THOUGHT} \\boxed{{{gold}}}",
+        order=("boxed",), check=check_think_boxed, render=lambda gold: f"{THOUGHT} \\boxed{{{gold}}}"
     ),
-    "boxed": ResponseFormat(
-        order=("boxed",), check=check_boxed, render=lambda gold: f"So it is \\boxed{{{gold}}}."
-    ),
+    "boxed": ResponseFormat(order=("boxed",), check=check_boxed, render=lambda gold: f"So it is \\boxed{{{gold}}}."),
     "answer_line": ResponseFormat(
         order=("answer_line",), check=check_answer_line, render=lambda gold: f"Answer: {gold}"
     ),
     "hash": ResponseFormat(order=("hash",), check=check_hash, render=lambda gold: f"#### {gold}"),
-    "letter": ResponseFormat(
-        order=("answer_tag", "letter"), check=check_letter, render=lambda gold: gold
-    ),
+    "letter": ResponseFormat(order=("answer_tag", "letter"), check=check_letter, render=lambda gold: gold),
     # The words that ask for a call are those of the environment.
     "grounding": ResponseFormat(
-        order=("answer_tag",),
-        check=check_grounding,
-        render=lambda gold: f"{THOUGHT}\n<answer>{gold}</answer>",
+        order=("answer_tag",), check=check_grounding, render=lambda gold: f"{THOUGHT}\n<answer>{gold}</answer>"
     ),
     "boxes_json": ResponseFormat(
         order=("boxed",),
         check=check_boxes_json,
-        render=lambda gold: (
-            f"```json\n{gold if read_boxes(gold) else []}\n```\n{THOUGHT} \\boxed{{{gold}}}"
-        ),
+        render=lambda gold: f"```json\n{gold if read_boxes(gold) else []}\n```\n{THOUGHT} \\boxed{{{gold}}}",
     ),
     "direct": ResponseFormat(order=("whole",), render=lambda gold: gold),
     # The instruction is the user's own, so every common place is searched.
     "none": ResponseFormat(
-        order=("answer_tag", "boxed", "answer_line", "whole"),
-        render=lambda gold: f"<answer>{gold}</answer>",
+        order=("answer_tag", "boxed", "answer_line", "whole"), render=lambda gold: f"<answer>{gold}</answer>"
     ),
 }
 FORMATS["counting"] = FORMATS["think_answer"]  # in other words

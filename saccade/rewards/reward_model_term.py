@@ -30,19 +30,12 @@ class RewardModel(Protocol):
         ...
 
     def value(
-        self,
-        numbers: np.ndarray,
-        *,
-        head: str | None = None,
-        normalise: bool = False,
-        steps: str = "mean",
+        self, numbers: np.ndarray, *, head: str | None = None, normalise: bool = False, steps: str = "mean"
     ) -> float:
         """What a term makes of the numbers of a sample."""
         ...
 
-    def check(
-        self, *, head: str | None = None, normalise: bool = False, steps: str | None = None
-    ) -> None:
+    def check(self, *, head: str | None = None, normalise: bool = False, steps: str | None = None) -> None:
         """Refuse, with a ConfigError, what this model cannot give."""
         ...
 
@@ -52,12 +45,7 @@ class RewardModel(Protocol):
 
 
 def model(
-    sample: RewardSample,
-    *,
-    path: str,
-    head: str | None = None,
-    normalise: bool = False,
-    steps: str = "mean",
+    sample: RewardSample, *, path: str, head: str | None = None, normalise: bool = False, steps: str = "mean"
 ) -> Score:
     """The score of a reward model's folder. `head` names one of several, `normalise` takes off the
     mean of its scores and divides by their deviation, `steps` sums up those of a process.

@@ -10,10 +10,7 @@ from typing import Any
 
 
 def _math_and(shape: str, accuracy: float, form: float, **args: Any) -> tuple[dict[str, Any], ...]:
-    return (
-        {"verifier": "math", "weight": accuracy},
-        {"verifier": f"format:{shape}", "weight": form, "args": args},
-    )
+    return ({"verifier": "math", "weight": accuracy}, {"verifier": f"format:{shape}", "weight": form, "args": args})
 
 
 PRESETS: dict[str, tuple[dict[str, Any], ...]] = {

@@ -91,9 +91,7 @@ def no_gold(sample: RewardSample) -> Score:
     return Score(kind="abstain", reason=f"gold_unparseable: {sample.answer!r}")
 
 
-_BULKY = frozenset(
-    {"prompt", "messages", "turns", "token_ids", "observations", "roles", "images", "extra"}
-)
+_BULKY = frozenset({"prompt", "messages", "turns", "token_ids", "observations", "roles", "images", "extra"})
 _HERE = ("media", "asked", "replied", "unreadable")  # what never leaves this process
 _FIELDS = tuple(field.name for field in fields(RewardSample) if field.name not in _HERE)
 _BRIEF_FIELDS = tuple(name for name in _FIELDS if name not in _BULKY)
@@ -131,9 +129,7 @@ def _asked(sample: RewardSample) -> tuple[Message, ...]:
     if not any(message["content"] for message in messages):
         raise ValueError("no question came with it; send prompts")
     if not sample.messages and (mark := CHAT_MARK.search(sample.prompt)):
-        raise ValueError(
-            f"the prompt is text of a chat template ({mark[0]}); send its messages as JSON"
-        )
+        raise ValueError(f"the prompt is text of a chat template ({mark[0]}); send its messages as JSON")
     pieces = [MEDIA.split(str(message["content"])) for message in messages]  # every second: a kind
     kinds = [kind for split in pieces for kind in split[1::2]]
     other = next((kind for kind in kinds if kind != "image"), None)
@@ -151,9 +147,7 @@ def _asked(sample: RewardSample) -> tuple[Message, ...]:
     return tuple(
         Message(
             role=message["role"],
-            parts=tuple(
-                next(media) if n % 2 else text for n, text in enumerate(split) if n % 2 or text
-            ),
+            parts=tuple(next(media) if n % 2 else text for n, text in enumerate(split) if n % 2 or text),
         )
         for message, split in zip(messages, pieces, strict=True)
     )
@@ -165,9 +159,7 @@ def _replied(sample: RewardSample) -> tuple[Message, ...]:
     roles = sample.roles or (["assistant", "user"] * len(turns))[: len(turns) + len(seen)]
     said = sum(role == "assistant" for role in roles)
     if (said, len(roles) - said) != (len(turns), len(seen)):
-        raise ValueError(
-            f"{len(turns)} turns and {len(seen)} observations; send roles, which give their order"
-        )
+        raise ValueError(f"{len(turns)} turns and {len(seen)} observations; send roles, which give their order")
     hidden = next((found[0] for text in seen if (found := MEDIA.search(text))), None)
     if hidden is not None:
         raise ValueError(f"an observation shows a medium ({hidden}) that no request can carry")

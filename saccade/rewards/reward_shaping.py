@@ -15,14 +15,10 @@ from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 
 # Scripts written without spaces: a character is a word.
-WORD = re.compile(
-    r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+"
-)
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
 
 
-def overlong(
-    sample: RewardSample, *, buffer: int, factor: float = 1.0, limit: int | None = None
-) -> Score:
+def overlong(sample: RewardSample, *, buffer: int, factor: float = 1.0, limit: int | None = None) -> Score:
     """f·max(-1, min(0, (M - b - L)/b)): grows over the last `buffer` tokens before the limit M."""
     limit = limit or sample.max_tokens
     if not 0 < buffer < limit:
@@ -41,9 +37,7 @@ def repetition(sample: RewardSample, *, n: int = 4, max_penalty: float = 1.0) ->
     return Score(kind="value", value=-max_penalty * share)
 
 
-def length(
-    sample: RewardSample, *, target: int | None = None, band: Sequence[int] | None = None
-) -> Score:
+def length(sample: RewardSample, *, target: int | None = None, band: Sequence[int] | None = None) -> Score:
     """min(1, tokens/target), or 1 inside the band [low, high] and 0 outside."""
     if (target is None) == (band is None):
         raise ValueError("length needs either target, such as 512, or band, such as [64, 512]")
@@ -68,8 +62,6 @@ def tool_use(
     if mode not in ("once", "per_call"):
         raise ValueError(f"mode is once or per_call, not {mode!r}")
     calls = len(sample.tool_calls)
-    succeeded = any(
-        call.get("ok", True) if isinstance(call, Mapping) else True for call in sample.tool_calls
-    )
+    succeeded = any(call.get("ok", True) if isinstance(call, Mapping) else True for call in sample.tool_calls)
     value = bonus * succeeded - penalty * (min(calls, 1) if mode == "once" else calls)
     return Score(kind="value", value=value, info={TIMES_OUTCOME: True} if only_if_correct else {})

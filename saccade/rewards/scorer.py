@@ -239,9 +239,7 @@ class Scorer:
         return self.judge
 
 
-def _in_place(
-    function: Callable[..., Score], args: Mapping[str, Any], sample: RewardSample
-) -> Score:
+def _in_place(function: Callable[..., Score], args: Mapping[str, Any], sample: RewardSample) -> Score:
     try:
         return function(sample, **args)
     except Exception as error:  # one odd response must not end a run
@@ -249,9 +247,7 @@ def _in_place(
 
 
 def _then(
-    first: Callable[[RewardSample], Pending],
-    second: Callable[[RewardSample, Score], Pending],
-    sample: RewardSample,
+    first: Callable[[RewardSample], Pending], second: Callable[[RewardSample, Score], Pending], sample: RewardSample
 ) -> Pending:
     """What the second makes of the score of the first."""
     begun = first(sample)

@@ -83,9 +83,7 @@ class SelfTest:
 Pairs = Sequence[tuple[Case, Scored]]
 
 
-def self_test(
-    scorer: Scorer, samples: Sequence[Sample], *, format: str, count: int = 32
-) -> SelfTest:
+def self_test(scorer: Scorer, samples: Sequence[Sample], *, format: str, count: int = 32) -> SelfTest:
     """Test the outcome term on up to `count` rows of each data source. Where the user's words ask
     for an answer (prompt.format=none), a function of theirs may read the bare one, or tags.
     """
@@ -137,9 +135,7 @@ def _advice(result: SelfTest, shown: str, broken: bool) -> str:
 # -- known answers ---------------------------------------------------------------------------------
 
 
-def _test(
-    scorer: Scorer, samples: Sequence[Sample], format: str, count: int, *, tagged: Set[str]
-) -> SelfTest:
+def _test(scorer: Scorer, samples: Sequence[Sample], format: str, count: int, *, tagged: Set[str]) -> SelfTest:
     cases: list[Case] = []
     skipped: list[str] = []
     for source in dict.fromkeys(sample.data_source for sample in samples):
@@ -166,9 +162,7 @@ def _test(
     )
 
 
-def _cases(
-    row: Sample, others: Sequence[Sample], recipe: RewardRecipe, render: Callable[[str], str]
-) -> list[Case]:
+def _cases(row: Sample, others: Sequence[Sample], recipe: RewardRecipe, render: Callable[[str], str]) -> list[Case]:
     term = recipe.terms[recipe.outcome]
     gold = _gold(row, term)
     responses: dict[Kind, str] = {"gold": render(gold), "empty": ""}
@@ -176,10 +170,7 @@ def _cases(
     foreign = [
         text
         for text in (_gold(other, term) for other in others)
-        if not any(
-            text.casefold() == own.casefold() or equivalent(text, own, formulas=False)
-            for own in golds
-        )
+        if not any(text.casefold() == own.casefold() or equivalent(text, own, formulas=False) for own in golds)
     ]
     if foreign:  # the one far away: some verifiers have a tolerance
         responses["foreign"] = render(max(foreign, key=lambda text: _distance(text, gold)))
@@ -234,13 +225,9 @@ def _scored(scorer: Scorer, cases: Sequence[Case]) -> tuple[list[Case], list[Sco
 
 def _hangs(cases: Sequence[Case], scored: Sequence[Scored]) -> bool:
     """Whether several in a row did, of all responses or of one kind."""
-    hung = [
-        (case.kind, "01"[s.reason_kind in ("timeout", CRASHED)])
-        for case, s in zip(cases, scored, strict=False)
-    ]
+    hung = [(case.kind, "01"[s.reason_kind in ("timeout", CRASHED)]) for case, s in zip(cases, scored, strict=False)]
     return any(
-        "1" * HANGS in "".join(bad for each, bad in hung if kind in (None, each))
-        for kind in (None, *get_args(Kind))
+        "1" * HANGS in "".join(bad for each, bad in hung if kind in (None, each)) for kind in (None, *get_args(Kind))
     )
 
 
@@ -293,9 +280,7 @@ def _broken(pairs: Pairs) -> list[Failure]:
             f"{_called(verifier)}{does}{detail}, on {hit} of {len(rows[verifier])} rows, first on "
             f"the {case} to row {case.sample.id}"
         )
-        failures.append(
-            Failure(verifier=verifier, case=case, text=text, cases=len(some), broken=True)
-        )
+        failures.append(Failure(verifier=verifier, case=case, text=text, cases=len(some), broken=True))
     return failures
 
 
@@ -352,10 +337,7 @@ def _misjudged(verifier: str, pairs: Pairs, format: str) -> list[Failure]:
             continue
         reason = f" ({scored.reason})" if scored.reason else ""
         how = f" (as prompt.format={format} has it)" if case.kind == "gold" else ""
-        text = (
-            f"row {case.sample.id}: {case}{how} scored {scored.outcome:g}{reason}, "
-            f"expected {wanted:g}"
-        )
+        text = f"row {case.sample.id}: {case}{how} scored {scored.outcome:g}{reason}, expected {wanted:g}"
         failures[case.kind].append(Failure(verifier=verifier, case=case, text=text))
     asked = Counter(case.kind for case, _ in pairs)
     kept = []

@@ -28,22 +28,14 @@ END = re.compile(rf"(?:{CHAT_MARK.pattern}|<eos>)\Z")
 # How a `query` is written for services that find the response by the marks of a chat template: a
 # turn, the beginning and the end of the response.
 MARKS: Mapping[str, tuple[str, str, str]] = {
-    "chatml": (
-        "<|im_start|>{role}\n{content}<|im_end|>\n",
-        "<|im_start|>assistant\n",
-        "<|im_end|>",
-    ),
+    "chatml": ("<|im_start|>{role}\n{content}<|im_end|>\n", "<|im_start|>assistant\n", "<|im_end|>"),
     "llama3": (
         "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
         "<|eot_id|>",
     ),
     "deepseek": ("<｜User｜>{content}", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),  # noqa: RUF001
-    "gemma": (
-        "<start_of_turn>{role}\n{content}<end_of_turn>\n",
-        "<start_of_turn>model\n",
-        "<end_of_turn>",
-    ),
+    "gemma": ("<start_of_turn>{role}\n{content}<end_of_turn>\n", "<start_of_turn>model\n", "<end_of_turn>"),
     "mistral": ("[INST]{content}", "[/INST]", "</s>"),
     "base": ("User: {content}", "\n\nAssistant: ", ""),
 }
@@ -94,9 +86,7 @@ ALIASES = {"queries": "query", "datasources": "data_sources", "raw_images": "ima
 # -- requests --------------------------------------------------------------------------------------
 
 
-def request_for(
-    samples: Sequence[RewardSample], *, request_id: str, template: str = "chatml"
-) -> dict[str, Any]:
+def request_for(samples: Sequence[RewardSample], *, request_id: str, template: str = "chatml") -> dict[str, Any]:
     """What a service is sent; the same `request_id` is scored once, however often it arrives."""
     return {
         "protocol": PROTOCOL,
@@ -106,10 +96,7 @@ def request_for(
         "labels": ["" if s.answer is None else _listed(s.answer) for s in samples],
         "answered": [sample.answer is not None for sample in samples],
         "responses": [sample.response for sample in samples],
-        **{
-            column: [_listed(getattr(sample, field)) for sample in samples]
-            for column, (field, _) in COLUMNS.items()
-        },
+        **{column: [_listed(getattr(sample, field)) for sample in samples] for column, (field, _) in COLUMNS.items()},
     }
 
 
@@ -140,8 +127,7 @@ def read_samples(body: Mapping[str, Any], *, response_after: str = "") -> list[R
     prompts = _column(body, "prompts", _is(object), count) or [None] * count
     told = _column(body, "responses", _text, count)
     found = [(text, "") for text in told] or [
-        _found(query, prompt, response_after)
-        for query, prompt in zip(queries, prompts, strict=True)
+        _found(query, prompt, response_after) for query, prompt in zip(queries, prompts, strict=True)
     ]
     gold = "labels" if body.get("labels") is not None else "references"
     labels = _column(body, gold, _answer, count) or [None] * count
@@ -157,12 +143,7 @@ def read_samples(body: Mapping[str, Any], *, response_after: str = "") -> list[R
         text, messages = _prompt(prompts[index])
         label = labels[index] if answered[index] else None
         label = str(label) if _number(label) else label
-        base: dict[str, Any] = {
-            "id": str(index),
-            "turns": [response],
-            "prompt": text,
-            "messages": messages,
-        }
+        base: dict[str, Any] = {"id": str(index), "turns": [response], "prompt": text, "messages": messages}
         base |= {**own, "response": response, "answer": label, "unreadable": problem}
         samples.append(RewardSample(**base))
     return samples
@@ -212,10 +193,7 @@ def _content(content: Any) -> str:
     """Parts of a message as its text, with a mark for each medium."""
     if not isinstance(content, list):
         return str(content)
-    return "".join(
-        str(part.get("text", f"<{part.get('type')}>")) if _record(part) else str(part)
-        for part in content
-    )
+    return "".join(str(part.get("text", f"<{part.get('type')}>")) if _record(part) else str(part) for part in content)
 
 
 def _found(query: str, prompt: Any, response_after: str) -> tuple[str, str]:
@@ -299,9 +277,7 @@ def read_reply(reply: Any, count: int) -> list[Score]:
     ]
 
 
-def _score(
-    value: float | None, parts: Mapping[str, float], *, failed: Any, reason: str, extracted: Any
-) -> Score:
+def _score(value: float | None, parts: Mapping[str, float], *, failed: Any, reason: str, extracted: Any) -> Score:
     if failed is not None:
         return Score(kind="error", reason=str(failed))
     odd = [number for number in (value or 0.0, *parts.values()) if not math.isfinite(number)]

@@ -31,6 +31,4 @@ class Service(Protocol):
         """Whoever still waits gets an error."""
 
 
-SERVICES: dict[str, Callable[[RewardConfig, Mapping[str, Any]], Service]] = {
-    "remote": open_remote,
-}
+SERVICES: dict[str, Callable[[RewardConfig, Mapping[str, Any]], Service]] = {"remote": open_remote}

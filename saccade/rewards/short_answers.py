@@ -33,9 +33,7 @@ ALONE = re.compile(r"(?<![\d.-])\d(?!\.?\d)")  # a digit that is no part of a nu
 SIDES = {"a": 0, "1": 0, "b": 1, "2": 1, "c": 2, "0": 2, "tie": 2, "equal": 2, "both": 2}
 
 
-def choice(
-    sample: RewardSample, *, order: Sequence[str] = CHOICE_ORDER, scope: Scope = "after_think"
-) -> Score:
+def choice(sample: RewardSample, *, order: Sequence[str] = CHOICE_ORDER, scope: Scope = "after_think") -> Score:
     """1 when exactly the gold options are named; a gold of several letters is compared as a set."""
     gold = _gold_letters(sample.golds, tuple(sample.choices))
     if not gold:
@@ -91,9 +89,7 @@ def avqa(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
     return _two(sample, found, found is not None and _option(found, sample.choices) in gold)
 
 
-def verdict(
-    sample: RewardSample, *, order: Sequence[str] = SHORT_ORDER, scope: Scope = "after_think"
-) -> Score:
+def verdict(sample: RewardSample, *, order: Sequence[str] = SHORT_ORDER, scope: Scope = "after_think") -> Score:
     """1 for naming the better of two items, or a tie, in words of `VERDICTS` and no others but a
     reason behind them; 1 for the shape.
     """

@@ -31,9 +31,7 @@ ROUNDING = 0.01  # how far apart, relatively, what is called nearly equal may be
 
 FUNCTIONS = r"\\(?:(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|ln|log)"
 UNKNOWN = re.compile(r"\s*(?:[A-DF-Za-df-hj-z]|\\(?!pi\b)[a-z]+)?\s*")  # or nothing
-PROSE = frozenset(
-    ["is", "if", "no", "yes", "the", "not", "are", "to", "of", "in", "at", "by", "be", "it", "so"]
-)
+PROSE = frozenset(["is", "if", "no", "yes", "the", "not", "are", "to", "of", "in", "at", "by", "be", "it", "so"])
 # What the parser takes for something else: x' for x, `2 3` for 5, 2^2^3 for (2^2)^3; a word for a
 # product of letters, equal to its anagrams; and functions that it evaluates while it reads.
 MISREAD = re.compile(

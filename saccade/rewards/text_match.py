@@ -20,11 +20,7 @@ SHORTEST = 2  # characters; a shorter gold is found in almost any text
 
 
 def exact(
-    sample: RewardSample,
-    *,
-    order: Sequence[str] = TEXT_ORDER,
-    scope: Scope = "after_think",
-    ignore_case: bool = True,
+    sample: RewardSample, *, order: Sequence[str] = TEXT_ORDER, scope: Scope = "after_think", ignore_case: bool = True
 ) -> Score:
     """The same text as the gold, up to case, white space and what `peel` takes off."""
     golds = {plain_text(gold, ignore_case) for gold in sample.golds}
@@ -33,11 +29,7 @@ def exact(
 
 
 def contains_one_of(
-    sample: RewardSample,
-    *,
-    order: Sequence[str] = TEXT_ORDER,
-    scope: Scope = "after_think",
-    ignore_case: bool = True,
+    sample: RewardSample, *, order: Sequence[str] = TEXT_ORDER, scope: Scope = "after_think", ignore_case: bool = True
 ) -> Score:
     """The answer holds one of the golds, not as a part of a longer word or number."""
     golds = [plain_text(gold, ignore_case) for gold in sample.golds]
@@ -49,11 +41,7 @@ def contains_one_of(
 
 
 def regex(
-    sample: RewardSample,
-    *,
-    pattern: str,
-    order: Sequence[str] = TEXT_ORDER,
-    scope: Scope = "after_think",
+    sample: RewardSample, *, pattern: str, order: Sequence[str] = TEXT_ORDER, scope: Scope = "after_think"
 ) -> Score:
     """The pattern is found in the answer."""
     try:

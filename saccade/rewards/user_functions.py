@@ -66,11 +66,7 @@ _loaded = cache(own_module)
 
 
 def _reward_input(sample: RewardSample) -> dict[str, Any]:
-    return {
-        "response": sample.response,
-        "response_length": sample.length,
-        "ground_truth": sample.answer,
-    }
+    return {"response": sample.response, "response_length": sample.length, "ground_truth": sample.answer}
 
 
 def _columns(samples: Sequence[RewardSample]) -> Mapping[str, Any]:
@@ -131,10 +127,7 @@ FORMS = (
     Form(known_by=("solution_str",), arguments=_solution),
     # EasyR1, newest first
     Form(
-        known_by=("reward_inputs",),
-        first=True,
-        batch=True,
-        arguments=lambda samples: list(map(_reward_input, samples)),
+        known_by=("reward_inputs",), first=True, batch=True, arguments=lambda samples: list(map(_reward_input, samples))
     ),
     Form(known_by=("reward_input",), first=True, arguments=_reward_input),
     Form(known_by=("predicts", "ground_truths"), batch=True, arguments=_predictions),
@@ -221,9 +214,7 @@ def to_score(result: Any) -> Score:
         return _error("bad_type", f"a dict needs one of {TOTALS}, this one has {found}")
     value = _finite(result[key])
     parts = {
-        "accuracy" if name == "acc" else name: entry
-        for name, entry in result.items()
-        if name not in (key, "parts")
+        "accuracy" if name == "acc" else name: entry for name, entry in result.items() if name not in (key, "parts")
     }
     parts |= result.get("parts") or {}
     scores = {str(name): _finite(part) for name, part in parts.items() if _is_number(part)}
@@ -242,9 +233,7 @@ def _finite(value: Any) -> Score:
     if value is None:
         return _error("none", "the function returned None")
     if not _is_number(value):
-        return _error(
-            "bad_type", f"a reward is a number, a dict or a Score, not {type(value).__name__}"
-        )
+        return _error("bad_type", f"a reward is a number, a dict or a Score, not {type(value).__name__}")
     number = float(value)
     if not isfinite(number):
         return _error("nan" if number != number else "infinite", f"the function returned {number}")

@@ -79,9 +79,7 @@ def _format(check: Callable[..., bool]) -> Verifier:
 
 
 def _mathematics(function: Callable[..., Score], **more: Any) -> Verifier:
-    return Verifier(
-        function=function, isolated=True, deadline=MATH_DEADLINE, prepare=symbolic.load, **more
-    )
+    return Verifier(function=function, isolated=True, deadline=MATH_DEADLINE, prepare=symbolic.load, **more)
 
 
 def has_gold(verifier: Verifier, sample: RewardSample, args: Mapping[str, Any]) -> bool:
@@ -156,6 +154,4 @@ def _adapted(name: str, found: Verifier | Callable[..., Score | float]) -> Verif
     return _with_gold(Verifier(function=verify, isolated=True))
 
 
-VERIFIERS: Table[Verifier] = Table(
-    "verifiers", {name: _with_gold(row) for name, row in _TABLE.items()}, _adapted
-)
+VERIFIERS: Table[Verifier] = Table("verifiers", {name: _with_gold(row) for name, row in _TABLE.items()}, _adapted)

@@ -61,12 +61,7 @@ def serve(request: Mapping[str, Any], emit: Emit) -> None:
         deadline = request["deadline"]
         asyncio.run(_concurrently(function, form, samples, args, deadline, emit, failure))
     else:
-        _one_by_one(
-            lambda sample: custom.to_score(custom.call(function, form, sample, args)),
-            samples,
-            emit,
-            failure,
-        )
+        _one_by_one(lambda sample: custom.to_score(custom.call(function, form, sample, args)), samples, emit, failure)
 
 
 def _function(verifier: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any], custom.Form]:
@@ -87,10 +82,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _one_by_one(
-    score: Callable[[RewardSample], Score],
-    samples: Sequence[RewardSample],
-    emit: Emit,
-    failure: Failure,
+    score: Callable[[RewardSample], Score], samples: Sequence[RewardSample], emit: Emit, failure: Failure
 ) -> None:
     for index, sample in enumerate(samples):
         try:

@@ -49,9 +49,7 @@ def collect(
     """
     settings = dict.fromkeys(range(repeats), sampling)
     if greedy:
-        settings[GREEDY] = replace(
-            sampling, temperature=0.0, top_p=1.0, top_k=-1, first=None, support=False
-        )
+        settings[GREEDY] = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, first=None, support=False)
     occurrence: Counter[str] = Counter()
     owners: dict[str, tuple[int, int]] = {}
     episodes: dict[str, Episode] = {}
@@ -100,10 +98,7 @@ def collect(
 
 
 def _drive(
-    engine: Engine,
-    episodes: dict[str, Episode],
-    finished: Callable[[str, Trajectory], None],
-    tick: Callable[[], None],
+    engine: Engine, episodes: dict[str, Episode], finished: Callable[[str, Trajectory], None], tick: Callable[[], None]
 ) -> None:
     calls: dict[str, EnvironmentCall] = {}
 

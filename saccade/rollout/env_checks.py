@@ -14,9 +14,7 @@ from typing import Any
 from saccade.environments import Step
 from saccade.types import STATUS_OF_END, Message
 
-CHARACTERS = (
-    16  # of a token, at most: longer text could not fit, and making tokens of it takes long
-)
+CHARACTERS = 16  # of a token, at most: longer text could not fit, and making tokens of it takes long
 CONVERSATION = ("system", "user", "assistant", "tool")
 OBSERVATION = ("user", "tool")
 ENDS = tuple(end for end in STATUS_OF_END if end not in ("token_budget_pending", "aborted"))
@@ -30,9 +28,7 @@ def _is(*types: type) -> Check:
 
 def _list_of(check: Check, length: int | None = None) -> Check:
     return lambda value: (
-        isinstance(value, list | tuple)
-        and length in (None, len(value))
-        and all(check(item) for item in value)
+        isinstance(value, list | tuple) and length in (None, len(value)) and all(check(item) for item in value)
     )
 
 
@@ -68,8 +64,7 @@ def _counts(value: Any) -> bool:
 RESERVED: Mapping[str, tuple[Check, str]] = {
     "tool_calls": (
         _list_of(_call),
-        'a list with {"turn": 1, "ok": True, "reason": ""} for each call; a crop has all of '
-        f"{', '.join(CROP)} too",
+        f'a list with {{"turn": 1, "ok": True, "reason": ""}} for each call; a crop has all of {", ".join(CROP)} too',
     ),
     "tool_counts": (_counts, 'numbers by name, such as {"calls": 2, "failed": 1, "noop": 0}'),
 }
@@ -83,10 +78,7 @@ def messages_flaw(messages: Iterable[Message], roles: Collection[str], *, longes
             return f"a message has the role {message.role!r}; use {' or '.join(roles)}"
     length = sum(len(message.text) for message in messages)
     if length > longest:
-        return (
-            f"its messages have {length} characters, and {longest} are the most under "
-            "env.max_total_tokens"
-        )
+        return f"its messages have {length} characters, and {longest} are the most under env.max_total_tokens"
     return ""
 
 

@@ -32,31 +32,11 @@ from typing import Any
 
 from saccade.codec import Arrays, decode, encode, files_of
 from saccade.config import EnvConfig
-from saccade.environments import (
-    Environment,
-    Own,
-    Setting,
-    Step,
-    build,
-    instruction,
-    is_own,
-    load_own,
-    problems,
-)
+from saccade.environments import Environment, Own, Setting, Step, build, instruction, is_own, load_own, problems
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.blob_file import encoded, root_hash
 from saccade.media.images import decode as pixels
-from saccade.process import (
-    LARGEST,
-    Block,
-    Channel,
-    Child,
-    Ended,
-    connect,
-    end,
-    end_with_parent,
-    listen,
-)
+from saccade.process import LARGEST, Block, Channel, Child, Ended, connect, end, end_with_parent, listen
 from saccade.rewards.extract import extract
 from saccade.types import Media, Message, Sample
 
@@ -68,12 +48,7 @@ class Failed(Exception):
 
 
 def environments(
-    env: EnvConfig,
-    *,
-    order: Sequence[str],
-    think_prefilled: bool = False,
-    role: str = "user",
-    unit: int = 28,
+    env: EnvConfig, *, order: Sequence[str], think_prefilled: bool = False, role: str = "user", unit: int = 28
 ) -> Callable[[], Environment]:
     """What makes an environment for each episode. `order`: where answers are looked for; `role`: in
     which the model reads what a tool says; `unit`: pixels of a side that it sees as one token.
@@ -144,9 +119,7 @@ class Host:
                 socket.send_fds(self.child.channel.link, [b"+"], [theirs.fileno()])
             except OSError:
                 code = self.child.popen.wait()
-                raise EnvironmentProblem(
-                    f"the process that hosts {self.env.name} ended with code {code}"
-                ) from None
+                raise EnvironmentProblem(f"the process that hosts {self.env.name} ended with code {code}") from None
         return Channel(mine, largest=LARGEST)
 
     def close(self) -> None:
@@ -220,9 +193,7 @@ class Hosted:
 class EnvironmentCall:
     """A call under way. `seconds` may be set until it begins."""
 
-    def __init__(
-        self, hosted: Hosted, method: str, request: Block, read: Callable[[Block], Any]
-    ) -> None:
+    def __init__(self, hosted: Hosted, method: str, request: Block, read: Callable[[Block], Any]) -> None:
         self.hosted, self.method, self.read = hosted, method, read
         self.request = request
         self.seconds = 60.0
@@ -362,10 +333,7 @@ def _said(messages: Any) -> Block:
     if not all(isinstance(message, Message) for message in messages):
         raise TypeError("an environment speaks in saccade.types.Message")
     arrays: Arrays = {}
-    whole = tuple(
-        replace(m, parts=tuple(p if isinstance(p, str) else _whole(p) for p in m.parts))
-        for m in messages
-    )
+    whole = tuple(replace(m, parts=tuple(p if isinstance(p, str) else _whole(p) for p in m.parts)) for m in messages)
     return Block({"messages": encode(whole, arrays, known=KNOWN)}, arrays)
 
 

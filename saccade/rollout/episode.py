@@ -77,16 +77,12 @@ class _World:
             self.spent += pending.took
         return outcome
 
-    def begin(
-        self, sample: Sample, noise: int
-    ) -> Generator[EnvironmentCall, Any, tuple[list[Message], str]]:
+    def begin(self, sample: Sample, noise: int) -> Generator[EnvironmentCall, Any, tuple[list[Message], str]]:
         """The conversation to go on with, and the reason to end where there is none."""
         start = yield from self.ask(lambda: self.environment.reset(sample, noise))
         asked = sum(len(message.text) for message in sample.messages)
         most = CHARACTERS * self.limits.max_total_tokens + asked
-        if not isinstance(start, BaseException) and (
-            flaw := messages_flaw(start, CONVERSATION, longest=most)
-        ):
+        if not isinstance(start, BaseException) and (flaw := messages_flaw(start, CONVERSATION, longest=most)):
             start = Failed(flaw)
         reason = self.failure(start)
         return list(sample.messages if reason else start), reason
@@ -115,9 +111,7 @@ class _Tape:
     def read(self, rendered: Rendered) -> None:
         n = len(rendered)
         self.media += [span.moved(self.length) for span in rendered.media]
-        self._append(
-            rendered.ids, rendered.sources, np.full(n, np.nan, np.float32), np.full(n, -1, np.int32)
-        )
+        self._append(rendered.ids, rendered.sources, np.full(n, np.nan, np.float32), np.full(n, -1, np.int32))
 
     def write(self, completion: Completion) -> None:
         sources = np.full(len(completion.ids), Source.POLICY, np.int8)
@@ -140,9 +134,7 @@ class _Tape:
             "support": tuple(self.support) or None,
         }
 
-    def _append(
-        self, ids: np.ndarray, sources: np.ndarray, logprobs: np.ndarray, versions: np.ndarray
-    ) -> None:
+    def _append(self, ids: np.ndarray, sources: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
         self.ids.append(ids)
         self.sources.append(sources)
         self.logprobs.append(logprobs)
@@ -196,9 +188,7 @@ def episode(
             ids=tape.ids[0] if turn == 1 else np.concatenate(tape.ids),
             media=tuple(tape.media),
             messages=tuple(messages),
-            sampling=sampling
-            if allowed == sampling.max_tokens
-            else replace(sampling, max_tokens=allowed),
+            sampling=sampling if allowed == sampling.max_tokens else replace(sampling, max_tokens=allowed),
             noise=noise,
             first_index=tape.sampled,
             episode=key if limits.max_turns > 1 else None,

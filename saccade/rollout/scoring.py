@@ -59,11 +59,7 @@ class RewardStream:
             self._pending[trajectory.key] = self.scorer.submit(seen)
 
     def attach(
-        self,
-        groups: Sequence[Group],
-        progress: Progress | None = None,
-        *,
-        tolerated: float = 1.0,
+        self, groups: Sequence[Group], progress: Progress | None = None, *, tolerated: float = 1.0
     ) -> list[Group]:
         """Waits for the rewards that are still out; `progress` hears of it and may raise. When more
         than the `tolerated` share of all members has failed, the others are not waited for.
@@ -104,13 +100,9 @@ class RewardStream:
             return replace(trajectory, reward=earned, outcome=earned)
         scored = pending.result()
         if scored.status != "ok":
-            return replace(
-                trajectory, status=scored.status, parts=scored.parts, reason=scored.reason
-            )
+            return replace(trajectory, status=scored.status, parts=scored.parts, reason=scored.reason)
         assert scored.reward is not None, "status ok means that there is a value"
-        unanswered = (
-            not parsed(scored.extracted, scored.reason) and trajectory.end_reason == "answered"
-        )
+        unanswered = not parsed(scored.extracted, scored.reason) and trajectory.end_reason == "answered"
         return replace(
             trajectory,
             reward=scored.reward + earned,
@@ -123,9 +115,7 @@ class RewardStream:
         )
 
 
-def report_slow_rewards(
-    progress: Progress, scorer: Scorer | None, reward: RewardConfig
-) -> Progress:
+def report_slow_rewards(progress: Progress, scorer: Scorer | None, reward: RewardConfig) -> Progress:
     """Shows progress; when rewards take long, also says in words what is waited for."""
     begun, patience = time.monotonic(), PATIENCE
 
@@ -136,8 +126,7 @@ def report_slow_rewards(
             return
         patience = 2 * waited
         limits = (
-            f"; a sample has reward.deadline={reward.deadline:g} seconds, {reward.workers} at once "
-            "(reward.workers)"
+            f"; a sample has reward.deadline={reward.deadline:g} seconds, {reward.workers} at once (reward.workers)"
         )
         log.info(
             f"waiting for rewards ({', '.join(scorer.awaited)}): {done} of {total} after "
@@ -183,8 +172,7 @@ def unread(groups: Sequence[Group], scorer: Scorer | None, family: Family) -> st
         (group.sample.data_source, trajectory)
         for group in groups
         for trajectory in group.trajectories
-        if trajectory.status not in ALWAYS_EXCLUDED
-        and not parsed(trajectory.extracted, trajectory.reason)
+        if trajectory.status not in ALWAYS_EXCLUDED and not parsed(trajectory.extracted, trajectory.reason)
     )
     source, trajectory = next(found, ("", None))
     if scorer is None or trajectory is None:

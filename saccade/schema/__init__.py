@@ -93,9 +93,7 @@ class Config(Section):
     rollout: RolloutConfig = section(RolloutConfig, "Engine and sampling.", commands=ANSWERING)
     env: EnvConfig = section(EnvConfig, "What the policy talks to.")
     reward: RewardConfig = section(RewardConfig, "What a response is worth.", commands=ANSWERING)
-    algorithm: AlgorithmConfig = section(
-        AlgorithmConfig, "How rewards become an update.", commands=("rl",)
-    )
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "How rewards become an update.", commands=("rl",))
     train: TrainConfig = section(TrainConfig, "Batch arithmetic and optimizer.")
     sft: SftConfig = section(SftConfig, "Supervised fine-tuning only.", commands=("sft",))
     dpo: DpoConfig = section(DpoConfig, "Preference training only.", commands=("dpo",))
@@ -103,19 +101,13 @@ class Config(Section):
         RewardModelConfig, "`saccade reward-model` only.", commands=("reward-model",)
     )
     val: ValConfig = section(ValConfig, "Validation during training, and eval.")
-    eval: EvalConfig = section(
-        EvalConfig, "What eval measures on besides data.val.", commands=("eval",)
-    )
-    generate: GenerateConfig = section(
-        GenerateConfig, "Batch inference only.", commands=("generate",)
-    )
+    eval: EvalConfig = section(EvalConfig, "What eval measures on besides data.val.", commands=("eval",))
+    generate: GenerateConfig = section(GenerateConfig, "Batch inference only.", commands=("generate",))
     save: SaveConfig = section(SaveConfig, "Checkpoints.")
     track: TrackConfig = section(TrackConfig, "Loggers and stored rollouts.")
 
 
-def options(
-    kind: type[Section] = Config, prefix: str = "", *, keys: bool = True
-) -> Iterator[tuple[str, Any]]:
+def options(kind: type[Section] = Config, prefix: str = "", *, keys: bool = True) -> Iterator[tuple[str, Any]]:
     """(dotted name, field) of every option, in order; a mapping gives its keys or, without `keys`,
     itself.
     """

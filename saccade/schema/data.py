@@ -9,36 +9,22 @@ from pydantic import field_validator
 from saccade.schema.section import ANSWERING, Section, When, entries, option
 
 IMITATING = When("train.sft_coef > 0", "train.sft_coef=0.05")
-WEIGHTED = When(
-    "any(source.weight is not None for source in data.train)",
-    "data.train[].weight",
-    "weights of the sets",
-)
+WEIGHTED = When("any(source.weight is not None for source in data.train)", "data.train[].weight", "weights of the sets")
 
 
 class DataSource(Section):
     path: str = option(..., "File, folder or hub id: PATH[:CONFIG][@SPLIT][#DATA_DIR].", path=True)
     name: str | None = option(None, "Name of the set in metrics; empty: the file stem.")
-    weight: float | None = option(
-        None, "Share in the mixture; empty everywhere: concatenation.", gt=0
-    )
-    data_source: str | None = option(
-        None, "Overrides the data_source of every row (chooses reward.by_source)."
-    )
+    weight: float | None = option(None, "Share in the mixture; empty everywhere: concatenation.", gt=0)
+    data_source: str | None = option(None, "Overrides the data_source of every row (chooses reward.by_source).")
     split: str | None = option(None, "Split of a data set that has several.")
-    offset: int = option(
-        0, "Rows to leave out at the beginning; max_samples counts from there.", ge=0
-    )
+    offset: int = option(0, "Rows to leave out at the beginning; max_samples counts from there.", ge=0)
     max_samples: int | None = option(None, "Use only the first rows.", ge=1)
     image_dir: str | None = option(
-        None,
-        "Folder that relative media paths start from; empty: the file's own folder.",
-        path=True,
+        None, "Folder that relative media paths start from; empty: the file's own folder.", path=True
     )
     mapping: str | None = option(
-        None,
-        "Mapping of this set's preference rows; empty: data.mapping; none: as they are.",
-        path=True,
+        None, "Mapping of this set's preference rows; empty: data.mapping; none: as they are.", path=True
     )
 
 
@@ -46,10 +32,7 @@ class DataConfig(Section):
     train: tuple[DataSource, ...] = option((), "Training sets; a plain path also works.")
     val: tuple[DataSource, ...] = option((), "Validation sets, each reported under its name.")
     demonstrations: tuple[DataSource, ...] = option(
-        (),
-        "Conversations that rl also learns from, by train.sft_coef.",
-        commands=("rl",),
-        when=IMITATING,
+        (), "Conversations that rl also learns from, by train.sft_coef.", commands=("rl",), when=IMITATING
     )
     keys: dict[str, str] = option(
         {},
@@ -76,14 +59,11 @@ class DataConfig(Section):
         0, "Draws for each compared pair which candidate is shown first; stored in the record."
     )
     placeholder: Literal["strict", "prepend"] = option(
-        "prepend",
-        "Media but no <image> in the text: prepend puts them first, strict refuses the row.",
+        "prepend", "Media but no <image> in the text: prepend puts them first, strict refuses the row."
     )
     min_pixels: int = option(3136, "Images below are scaled up.", ge=1)
     max_pixels: int = option(1_003_520, "Images above are scaled down.", ge=1)
-    max_images: int = option(
-        64, "Most images and other media in one prompt; rows with more are bad rows.", ge=0
-    )
+    max_images: int = option(64, "Most images and other media in one prompt; rows with more are bad rows.", ge=0)
     fps: float = option(2.0, "Frames per second that are taken from a video.", gt=0)
     min_frames: int = option(4, "Fewest frames of a video, where it has as many.", ge=2)
     max_frames: int = option(768, "Most frames of a video; their number is always even.", ge=2)
@@ -95,19 +75,13 @@ class DataConfig(Section):
     long_series: Literal["reject", "truncate"] = option(
         "reject", "A longer series: a bad row, or keep its first samples."
     )
-    max_prompt_tokens: int = option(
-        4096, "Longest prompt, media tokens included.", ge=1, commands=ANSWERING
-    )
+    max_prompt_tokens: int = option(4096, "Longest prompt, media tokens included.", ge=1, commands=ANSWERING)
     overlong: Literal["drop", "shrink", "drop_turns", "truncate_text", "error"] = option(
         "drop", "What happens to a longer prompt. No policy ever cuts inside a media span."
     )
     max_megapixels: float = option(200, "Larger images are refused from their header.", gt=0)
-    aspect: Literal["pad", "reject"] = option(
-        "pad", "What happens to an image with an aspect ratio above 200."
-    )
-    on_bad_row: Literal["quarantine", "error"] = option(
-        "quarantine", "Set bad rows aside with a reason, or stop."
-    )
+    aspect: Literal["pad", "reject"] = option("pad", "What happens to an image with an aspect ratio above 200.")
+    on_bad_row: Literal["quarantine", "error"] = option("quarantine", "Set bad rows aside with a reason, or stop.")
     max_bad_fraction: float = option(0.01, "Stop when more rows than this are bad.", ge=0, le=1)
     order: str = option("shuffle", "shuffle | sequential | length | column:NAME.")
     mixing: Literal["all_exhausted", "first_exhausted"] = option(
@@ -133,17 +107,11 @@ class PromptConfig(Section):
         "How the model answers: think_answer | think_boxed | boxed | answer_line | hash | letter | "
         "counting | grounding | boxes_json | direct | none.",
     )
-    instruction: str | None = option(
-        None, "Replaces the format's instruction; an empty string adds none."
-    )
-    position: Literal["before", "after"] = option(
-        "after", "Where the instruction stands in the first user message."
-    )
+    instruction: str | None = option(None, "Replaces the format's instruction; an empty string adds none.")
+    position: Literal["before", "after"] = option("after", "Where the instruction stands in the first user message.")
     system: str | None = option(None, "System message: text, or a file that holds it.")
     template: str | None = option(
-        None,
-        "Jinja file around the question; variables: content, choices, row, instruction.",
-        path=True,
+        None, "Jinja file around the question; variables: content, choices, row, instruction.", path=True
     )
     chat_template: str | None = option(
         None, "Jinja file that replaces the model's chat template everywhere.", path=True

@@ -64,10 +64,7 @@ def cells_of(given: Row) -> dict[str, dict[str, Any]]:
         if name not in NOT_OPTIONS and in_place:
             cells[name] = value
     cells |= row["always"]
-    if isinstance(kl := cells.get("kl"), Mapping) and given.get("kl", {}).get("place") not in (
-        None,
-        kl.get("place"),
-    ):
+    if isinstance(kl := cells.get("kl"), Mapping) and given.get("kl", {}).get("place") not in (None, kl.get("place")):
         cells["kl"] = {name: value for name, value in kl.items() if name != "kind"}
     if given.get("clip") is not None:
         cells |= dict.fromkeys(("clip_low", "clip_high"), given["clip"])
@@ -81,14 +78,11 @@ def cells_of(given: Row) -> dict[str, dict[str, Any]]:
 def _unknown(name: str, known: Iterable[str]) -> ConfigError:
     if "+" in name:
         return ConfigError(
-            f"algorithm.preset={name}: add-ons are a list now; write "
-            f"algorithm.preset=[{name.replace('+', ', ')}]"
+            f"algorithm.preset={name}: add-ons are a list now; write algorithm.preset=[{name.replace('+', ', ')}]"
         )
     near = get_close_matches(name.lower().replace(" ", ""), [*known], n=1, cutoff=0.5)
     guess = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError(
-        f"algorithm.preset={name}: no such name; {guess}Expected one of {', '.join(known)}"
-    )
+    return ConfigError(f"algorithm.preset={name}: no such name; {guess}Expected one of {', '.join(known)}")
 
 
 # Every row says `about` (what it is, when to use it) and `paper` (arXiv ids, empty for folklore).
@@ -353,11 +347,7 @@ ADD_ONS: dict[str, Row] = {
         "paper": "2506.01939",
         "entropy_top": 0.2,
     },
-    "dual_clip": {
-        "about": "Bounds the loss of bad tokens.",
-        "paper": "1912.09729",
-        "dual_clip": 3.0,
-    },
+    "dual_clip": {"about": "Bounds the loss of bad tokens.", "paper": "1912.09729", "dual_clip": 3.0},
     "delta": {
         "about": "Bounds the free ratio.",
         "paper": "2505.07291",

@@ -17,9 +17,7 @@ OTHER_WEIGHTS = When(
 
 
 class HttpConfig(Section):
-    url: str = option(
-        "", "Address of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1."
-    )
+    url: str = option("", "Address of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1.")
     api: Literal["chat", "completions"] = option("chat", "How the endpoint is asked.")
     model: str = option("", "Name of the model there; empty: the only one that it lists.")
     key: str = option("", "Environment variable that holds the key; empty: none is sent.")
@@ -28,9 +26,7 @@ class HttpConfig(Section):
     retries: int = option(5, "Further attempts after an error that may pass.", ge=0)
     timeout: float = option(120.0, "Seconds before an attempt is given up.", gt=0)
     cache: str | None = option(
-        None,
-        "Folder of answers that are not asked for again; empty: beside the results; off: none.",
-        path=True,
+        None, "Folder of answers that are not asked for again; empty: beside the results; off: none.", path=True
     )
     price: tuple[float, float] | None = option(
         None, "Cost of a million prompt and of a million response tokens, to be summed up."
@@ -39,24 +35,15 @@ class HttpConfig(Section):
 
 class RolloutConfig(Section):
     engine: Literal["embedded", "vllm", "sglang", "http"] = option(
-        "embedded",
-        "What generates: embedded uses the trainer's own weights; http only evaluates.",
+        "embedded", "What generates: embedded uses the trainer's own weights; http only evaluates."
     )
-    replicas: int = option(
-        0, "Engine processes of their own behind one queue; 0: one engine in this process.", ge=0
-    )
+    replicas: int = option(0, "Engine processes of their own behind one queue; 0: one engine in this process.", ge=0)
     tensor_parallel: int = option(1, "GPUs of one engine (vllm, sglang).", ge=1, when=OTHER_ENGINE)
     memory_share: float = option(
-        0.6,
-        "Share of the GPU's memory that vllm or sglang may hold.",
-        gt=0,
-        le=1,
-        when=OTHER_ENGINE,
+        0.6, "Share of the GPU's memory that vllm or sglang may hold.", gt=0, le=1, when=OTHER_ENGINE
     )
     engine_args: dict[str, Any] = option(
-        {},
-        "Further arguments for vllm or sglang, or fields of an http request, as they are.",
-        when=OTHER_ENGINE,
+        {}, "Further arguments for vllm or sglang, or fields of an http request, as they are.", when=OTHER_ENGINE
     )
     parity_max: float | None = option(
         None,
@@ -65,18 +52,10 @@ class RolloutConfig(Section):
         gt=0,
         when=OTHER_WEIGHTS,
     )
-    http: HttpConfig = mapping(
-        HttpConfig, "The endpoint of engine=http.", commands=("eval", "generate", "chat")
-    )
-    temperature: float = option(
-        1.0, "Sampling temperature; the trainer scores at the same one.", gt=0
-    )
-    top_p: float = option(
-        1.0, "Nucleus sampling; below 1 the kept ids are replayed in training.", gt=0, le=1
-    )
-    top_k: int = option(
-        -1, "Keep only the k likeliest tokens; -1 keeps all. Replayed in training.", ge=-1
-    )
+    http: HttpConfig = mapping(HttpConfig, "The endpoint of engine=http.", commands=("eval", "generate", "chat"))
+    temperature: float = option(1.0, "Sampling temperature; the trainer scores at the same one.", gt=0)
+    top_p: float = option(1.0, "Nucleus sampling; below 1 the kept ids are replayed in training.", gt=0, le=1)
+    top_k: int = option(-1, "Keep only the k likeliest tokens; -1 keeps all. Replayed in training.", ge=-1)
     truncated_sampling: Literal["refuse", "replay"] = option(
         "refuse", "Truncated sampling in training: refuse it, or replay kept ids."
     )
@@ -105,63 +84,40 @@ class EnvConfig(Section):
     )
     args: dict[str, Any] = option({}, "Arguments of your own environment's class.")
     tools: tuple[str, ...] = option(
-        (),
-        "Functions of your own, file.py:name, that the policy may call beside built-in tools.",
-        path=True,
+        (), "Functions of your own, file.py:name, that the policy may call beside built-in tools.", path=True
     )
     call: Literal["grounding", "tool_call", "action"] | None = option(
         None,
         "How a call is written: <grounding>, <tool_call> with a name, or moves in the answer tag; "
         "empty: as the environment likes it.",
     )
-    parallel_calls: int = option(
-        1, "Calls of one turn that are answered; above 1 only with tool_call.", ge=1
-    )
-    instruction: str | None = option(
-        None, "Replaces the text that explains the tools; an empty string adds none."
-    )
+    parallel_calls: int = option(1, "Calls of one turn that are answered; above 1 only with tool_call.", ge=1)
+    instruction: str | None = option(None, "Replaces the text that explains the tools; an empty string adds none.")
     coordinates: Literal["relative", "milli", "absolute"] = option(
-        "relative",
-        "Boxes of crops: fractions of their source, thousandths, or pixels as the model sees it.",
+        "relative", "Boxes of crops: fractions of their source, thousandths, or pixels as the model sees it."
     )
     min_crop_px: int = option(4, "Crops with a shorter side are refused.", ge=1)
     min_pixels: int = option(40_000, "Pictures that a tool shows: those below are scaled up.", ge=1)
     max_pixels: int = option(2_000_000, "Pictures that a tool shows: above, scaled down.", ge=1)
-    invalid_call_penalty: float = option(
-        0.0, "Taken off the reward for every call that failed.", ge=0
-    )
-    max_turns: int | None = option(
-        None, "Assistant turns of one episode; empty: 1 with single_turn, else 6.", ge=1
-    )
+    invalid_call_penalty: float = option(0.0, "Taken off the reward for every call that failed.", ge=0)
+    max_turns: int | None = option(None, "Assistant turns of one episode; empty: 1 with single_turn, else 6.", ge=1)
     max_images: int | None = option(
-        None,
-        "Images of one episode, prompt included; empty: 64 with single_turn, else 12.",
-        ge=0,
+        None, "Images of one episode, prompt included; empty: 64 with single_turn, else 12.", ge=0
     )
     max_turn_tokens: int | None = option(
         None, "Longest turn; empty: rollout.max_tokens, in evaluation val.max_tokens.", ge=1
     )
-    max_total_tokens: int = option(
-        32_768, "Prompt, policy and observation tokens of one episode.", ge=1
-    )
+    max_total_tokens: int = option(32_768, "Prompt, policy and observation tokens of one episode.", ge=1)
     min_turn_tokens: int | None = option(
         None,
         "An observation must leave this many tokens for the next turn; empty: 2000, at most a "
         "sixteenth of max_total_tokens.",
         ge=1,
     )
-    max_tool_errors: int | None = option(
-        None, "Failed calls before an episode ends; empty: any number.", ge=0
-    )
-    timeout: float = option(
-        600.0, "Seconds that the environment of one episode may take in all.", gt=0
-    )
-    step_timeout: float = option(
-        60.0, "Seconds for one step of your own environment; then its process is ended.", gt=0
-    )
-    processes: int = option(
-        128, "Environments of your own that live at once, each in a process; others wait.", ge=1
-    )
+    max_tool_errors: int | None = option(None, "Failed calls before an episode ends; empty: any number.", ge=0)
+    timeout: float = option(600.0, "Seconds that the environment of one episode may take in all.", gt=0)
+    step_timeout: float = option(60.0, "Seconds for one step of your own environment; then its process is ended.", gt=0)
+    processes: int = option(128, "Environments of your own that live at once, each in a process; others wait.", ge=1)
     eval: dict[str, int] = option(
         {},
         "Limits that differ in validation and eval, such as {max_turns: 12}: max_turns (12 unless "

@@ -283,11 +283,7 @@ class Console:
 
 
 def _cells(columns: Columns, metrics: Row) -> list[tuple[str, str]]:
-    return [
-        (label, show(value))
-        for label, name, show in columns
-        if (value := _number(metrics, name)) is not None
-    ]
+    return [(label, show(value)) for label, name, show in columns if (value := _number(metrics, name)) is not None]
 
 
 def _bottleneck(metrics: Row) -> list[tuple[str, str]]:

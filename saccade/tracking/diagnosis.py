@@ -36,15 +36,13 @@ class Cause(NamedTuple):
 
 
 UNREAD = (
-    "check prompt.format, the verifier's `order` and rollout.max_tokens, or teach the format first "
-    "with `saccade sft`"
+    "check prompt.format, the verifier's `order` and rollout.max_tokens, or teach the format first with `saccade sft`"
 )
 # In order: what explains the rest comes first, and only the first is said.
 CAUSES = (
     Cause(
         *("stops", "policy/update_skipped", MOST, 1.0),
-        "{share} of the updates are skipped as non-finite; lower train.lr and look at the saved "
-        "batches",
+        "{share} of the updates are skipped as non-finite; lower train.lr and look at the saved batches",
         steps=WINDOW,
     ),
     Cause(
@@ -54,13 +52,11 @@ CAUSES = (
     ),
     Cause(
         *("dead", "reward/error_rate", MOST, 1.0),
-        "{share} of the rewards failed; look at `reason` in trajectories/ and try "
-        "`saccade check-data`",
+        "{share} of the rewards failed; look at `reason` in trajectories/ and try `saccade check-data`",
     ),
     Cause(
         *("dead", "reward/abstain_rate", MOST, 1.0),
-        "the reward judges {rest} of the responses; check that rows have an answer the verifier "
-        "can read",
+        "the reward judges {rest} of the responses; check that rows have an answer the verifier can read",
     ),
     Cause(
         *("dead", "length/truncated_frac", MOST, 1.0),
@@ -77,13 +73,11 @@ CAUSES = (
     ),
     Cause(
         *("dead", "turns/void_frac", MOST, 1.0),
-        "{share} of the episodes end without an answer; check prompt.format, or teach it with "
-        "`saccade sft`",
+        "{share} of the episodes end without an answer; check prompt.format, or teach it with `saccade sft`",
     ),
     Cause(
         *("dead", "reward/format", 0.0, 1 - MOST),
-        "{rest} of the responses miss the format; check prompt.format, or teach it first with "
-        "`saccade sft`",
+        "{rest} of the responses miss the format; check prompt.format, or teach it first with `saccade sft`",
     ),
     Cause(
         *("dead", "group/all_wrong_frac", MOST, 1.0),
@@ -106,8 +100,7 @@ CAUSES = (
     ),
     Cause(
         *("stops", "policy/grad_norm", 0.0, 0.0),
-        "rewards differ but the gradient is 0; check model.train (is anything trainable?) and "
-        "algorithm.exclude_status",
+        "rewards differ but the gradient is 0; check model.train (is anything trainable?) and algorithm.exclude_status",
         steps=WINDOW,
     ),
 )

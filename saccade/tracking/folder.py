@@ -69,12 +69,7 @@ class RunFolder:
 
     @classmethod
     def open(
-        cls,
-        options: Mapping[str, Any],
-        texts: Mapping[str, str],
-        *,
-        command: str,
-        manifest: Mapping[str, Any],
+        cls, options: Mapping[str, Any], texts: Mapping[str, str], *, command: str, manifest: Mapping[str, Any]
     ) -> RunFolder:
         """Create OUT/NAME and write its config and manifest, or take up the run that is there.
         `options` are all of them as a tree, `texts` the files that hold them.
@@ -132,9 +127,7 @@ class RunFolder:
             self._remove_if_nothing_happened()
         self.close()
 
-    def _write_start(
-        self, options: Mapping[str, Any], texts: Mapping[str, str], manifest: Mapping[str, Any]
-    ) -> None:
+    def _write_start(self, options: Mapping[str, Any], texts: Mapping[str, str], manifest: Mapping[str, Any]) -> None:
         for folder in (self.trajectories, self.checkpoints):
             folder.mkdir(exist_ok=True)
         for file in (self.metrics, self.log):
@@ -143,12 +136,7 @@ class RunFolder:
         functions = _function_files(options)
         known = before.get("functions", {})
         self.changed = [f for f, digest in functions.items() if known.get(f, digest) != digest]
-        start = {
-            "time": _now(),
-            "command": manifest["command"],
-            "argv": sys.argv,
-            "pid": os.getpid(),
-        }
+        start = {"time": _now(), "command": manifest["command"], "argv": sys.argv, "pid": os.getpid()}
         facts = {
             **manifest,
             "seed": options["run"]["seed"],
@@ -187,22 +175,13 @@ def _take_up(path: Path, options: Mapping[str, Any], manifest: Mapping[str, Any]
     """Whether a run is there to go on with; refuses what cannot be continued."""
     if options["run"]["resume"] == "none":
         raise ConfigError(
-            f"{path} exists: write run.resume=auto to continue that run, "
-            f"or choose another run.name=… or --out DIR"
+            f"{path} exists: write run.resume=auto to continue that run, or choose another run.name=… or --out DIR"
         )
     stored = path / CONFIG
     if not stored.exists():
-        if {entry.name for entry in path.iterdir()} <= {
-            LOCK,
-            TRAJECTORIES,
-            CHECKPOINTS,
-            METRICS,
-            LOG,
-        }:
+        if {entry.name for entry in path.iterdir()} <= {LOCK, TRAJECTORIES, CHECKPOINTS, METRICS, LOG}:
             return False  # killed before its first file was complete
-        raise ConfigError(
-            f"{path} holds other files and no run; choose another run.name=… or --out DIR"
-        )
+        raise ConfigError(f"{path} holds other files and no run; choose another run.name=… or --out DIR")
     before = configs.load(stored).model_dump(mode="json")
     changes = _config_changes(before, options) + _manifest_changes(_read_manifest(path), manifest)
     if changes:
@@ -249,9 +228,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     """Options that are not the same in two trees, by their whole names."""
     old, new = dict(leaves(before)), dict(leaves(now))
     return {
-        key: (old.get(key), new.get(key))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
+        key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     }
 
 
@@ -291,9 +268,7 @@ def _acquire(path: Path) -> int:
     except BlockingIOError:
         holder = os.pread(lock, 100, 0).decode(errors="replace").strip() or "unknown"
         os.close(lock)
-        raise ConfigError(
-            f"{path} is in use by process {holder}; wait for it, or choose another run.name=…"
-        ) from None
+        raise ConfigError(f"{path} is in use by process {holder}; wait for it, or choose another run.name=…") from None
     except OSError as error:
         os.close(lock)
         raise EnvironmentProblem(

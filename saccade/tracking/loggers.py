@@ -82,9 +82,7 @@ class Loggers:
             append_whole(self._folder.metrics, "".join(self._unwritten).encode())
         except OSError as error:
             if first_failure:
-                log.warning(
-                    f"{self._folder.metrics} cannot be written ({error}); rows are kept for later"
-                )
+                log.warning(f"{self._folder.metrics} cannot be written ({error}); rows are kept for later")
         else:
             self._unwritten.clear()
 
@@ -193,7 +191,4 @@ def _wandb(folder: RunFolder, first_step: int | None) -> Sink:
     return Sink(lambda row, step: run.log(_numbers(row), step=step), run.finish)
 
 
-SINKS: Mapping[str, Callable[[RunFolder, int | None], Sink]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-}
+SINKS: Mapping[str, Callable[[RunFolder, int | None], Sink]] = {"tensorboard": _tensorboard, "wandb": _wandb}

@@ -50,15 +50,11 @@ def group_metrics(
     everyone = [t for group in members for t in group]
     if not everyone:
         return {}
-    live = [
-        [t for t in group if t.status not in excluded and t.reward is not None] for group in members
-    ]
+    live = [[t for t in group if t.status not in excluded and t.reward is not None] for group in members]
     compared = live
     if excluded_in_baseline:  # who is excluded still says how good the others are
         compared = [
-            [t for t in group if t.status not in ALWAYS_EXCLUDED and t.reward is not None]
-            if alive
-            else []
+            [t for t in group if t.status not in ALWAYS_EXCLUDED and t.reward is not None] if alive else []
             for group, alive in zip(members, live, strict=True)
         ]
     sources = [group.sample.data_source for group in groups]
@@ -115,9 +111,7 @@ def _members(group: Group) -> list[Trajectory]:
     return [t for t in group.trajectories if t.trained] or list(group.trajectories)
 
 
-def _reward_metrics(
-    everyone: list[Trajectory], live: list[list[Trajectory]], sources: list[str]
-) -> dict[str, float]:
+def _reward_metrics(everyone: list[Trajectory], live: list[list[Trajectory]], sources: list[str]) -> dict[str, float]:
     scored = [t for group in live for t in group]
     metrics = _score_metrics(scored)
     if scored:
@@ -125,9 +119,7 @@ def _reward_metrics(
     metrics["reward/abstain_rate"] = _share(t.status == "abstain" for t in everyone)
     metrics["reward/error_rate"] = _share(t.status == "error" for t in everyone)
     for source in sorted(set(sources)):
-        of_source = [
-            t for group, s in zip(live, sources, strict=True) if s == source for t in group
-        ]
+        of_source = [t for group, s in zip(live, sources, strict=True) if s == source for t in group]
         means = _score_metrics(of_source)
         if of_source:
             means["reward/mean"] = fmean(float(t.reward or 0.0) for t in of_source)
@@ -154,18 +146,14 @@ def _score_metrics(scored: list[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _group_metrics(
-    live: list[list[Trajectory]], compared: list[list[Trajectory]]
-) -> dict[str, float]:
+def _group_metrics(live: list[list[Trajectory]], compared: list[list[Trajectory]]) -> dict[str, float]:
     # Plain floats: an array of eight costs more to make than to loop over.
     rewards = [[float(t.reward or 0.0) for t in group] for group in live]
     outcomes = [[t.outcome for t in group if t.outcome is not None] for group in live]
     spreads = [_std(values) for values in rewards if len(values) > 1]
     metrics = {}
     if compared:
-        metrics["group/dead_frac"] = _share(
-            _is_dead([float(t.reward or 0.0) for t in group]) for group in compared
-        )
+        metrics["group/dead_frac"] = _share(_is_dead([float(t.reward or 0.0) for t in group]) for group in compared)
     if any(outcomes):
         metrics["group/all_right_frac"] = _share(bool(v) and min(v) >= RIGHT for v in outcomes)
         metrics["group/all_wrong_frac"] = _share(bool(v) and max(v) <= WRONG for v in outcomes)
@@ -188,10 +176,7 @@ def _std(values: list[float]) -> float:
 def _length_metrics(everyone: list[Trajectory]) -> dict[str, float]:
     masks = [t.sources == POLICY for t in everyone]
     responses = np.array([np.count_nonzero(mask) for mask in masks], float)
-    prompts = [
-        int(mask.argmax()) if response else len(mask)
-        for mask, response in zip(masks, responses, strict=True)
-    ]
+    prompts = [int(mask.argmax()) if response else len(mask) for mask, response in zip(masks, responses, strict=True)]
     p50, p95 = np.percentile(responses, [50, 95])
     vision = [sum(span.length for span in t.media) for t in everyone]
     return {
@@ -268,9 +253,7 @@ def _outcomes_by_call(using: Sequence[Trajectory]) -> dict[str, float]:
 
 def _advantage_metrics(everyone: list[Trajectory], excluded: Collection[str]) -> dict[str, float]:
     """Over tokens, as the loss sees them."""
-    columns = [
-        t.advantages for t in everyone if t.advantages is not None and t.status not in excluded
-    ]
+    columns = [t.advantages for t in everyone if t.advantages is not None and t.status not in excluded]
     tokens = np.concatenate(columns) if columns else np.empty(0)
     return _spread("adv", tokens) if tokens.size else {}
 

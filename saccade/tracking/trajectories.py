@@ -145,9 +145,7 @@ class TrajectoryWriter:
             files["seen_file"] = self._stored(media, decoders, (width, height))
         return files
 
-    def _stored(
-        self, media: Media, decoders: Decoders, size: tuple[int, int] | None = None
-    ) -> str | None:
+    def _stored(self, media: Media, decoders: Decoders, size: tuple[int, int] | None = None) -> str | None:
         """File of a picture relative to trajectories/, made on first sight; None when it cannot be
         made.
         """
@@ -200,9 +198,7 @@ def _safe(name: str) -> str:
 # -- records ---------------------------------------------------------------------------------------
 
 
-def record_of(
-    group: Group, trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str]
-) -> dict[str, Any]:
+def record_of(group: Group, trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """All of a trajectory that is known without its pictures, ready for JSON."""
     sample, status = group.sample, trajectory.status
     prompt = trajectory.ids[: trajectory.prompt_length]
@@ -238,9 +234,7 @@ def record_of(
     }
 
 
-def _segments(
-    trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str]
-) -> Iterator[dict[str, Any]]:
+def _segments(trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str]) -> Iterator[dict[str, Any]]:
     """Runs of one source, cut around pictures; the placeholders of a picture are one entry."""
     spans = {span.start: span for span in trajectory.media}
     inside = np.zeros(len(trajectory.ids), bool)
@@ -264,9 +258,7 @@ def _segments(
 
 def _message(message: Message) -> dict[str, Any]:
     content = [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": part.kind, part.kind: picture_name(part)}
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind, part.kind: picture_name(part)}
         for part in message.parts
     ]
     return {"role": message.role, "content": content}
@@ -338,9 +330,7 @@ def views_of(trajectory: Trajectory) -> list[dict[str, Any]]:
     return views
 
 
-def _store_picture(
-    root: Path, name: str, pixels: np.ndarray, size: tuple[int, int] | None = None
-) -> str:
+def _store_picture(root: Path, name: str, pixels: np.ndarray, size: tuple[int, int] | None = None) -> str:
     for suffix in (".png", ".jpg"):
         if (root / IMAGES / (name + suffix)).exists():
             return f"{IMAGES}/{name}{suffix}"

@@ -50,9 +50,7 @@ class Reader(Protocol):
     family: Family
     device: torch.device
 
-    def read(
-        self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]: ...
+    def read(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]: ...
 
     def read_values(self, batch: Batch, places: np.ndarray) -> Tensor: ...
 
@@ -82,9 +80,7 @@ class Loss(Protocol):
 class Reference(Protocol):
     """The reference model that a KL term compares with: frozen, unless it follows the policy."""
 
-    def logprobs(
-        self, batches: Sequence[Batch], scoring: Scoring
-    ) -> list[tuple[np.ndarray, np.ndarray]]: ...
+    def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]: ...
 
     def blend(self, source: Iterable[tuple[str, Any]], share: float) -> None: ...
 

@@ -57,14 +57,7 @@ class DistillationLoss:
 
 
 def read_taught(
-    hidden: Tensor,
-    head: Head,
-    taught: Tensor,
-    teacher_head: Head,
-    targets: Tensor,
-    *,
-    kd_coef: float,
-    vocabulary: int,
+    hidden: Tensor, head: Head, taught: Tensor, teacher_head: Head, targets: Tensor, *, kd_coef: float, vocabulary: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """hidden, taught [R, E] → losses [R] and their terms; the logits of a chunk are computed again
     in backward.

@@ -36,9 +36,7 @@ class Inputs:
     media: Mapping[str, Any] | None  # what the family's features are made of, where asked for
 
 
-def inputs_of(
-    batch: Batch, family: Family, device: torch.device, dtype: torch.dtype, *, pixels: bool
-) -> Inputs:
+def inputs_of(batch: Batch, family: Family, device: torch.device, dtype: torch.dtype, *, pixels: bool) -> Inputs:
     spans = [np.arange(span.start, span.end) for span in batch.media]
     return Inputs(
         ids=to_device(batch.ids, device),

@@ -81,9 +81,7 @@ class LocalBackend:
     # -- scoring --
 
     @torch.no_grad()
-    def logprobs(
-        self, batches: Sequence[Batch], scoring: Scoring
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
+    def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]:
         """Log-probs and entropies of every read, per batch."""
         self.model.eval()
         self.prefetch(batches)
@@ -106,9 +104,7 @@ class LocalBackend:
             results.append((found[: len(reads)], after))
         return results
 
-    def read(
-        self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the reads; in training their logits are kept where they fit
         into the memory that is left.
         """
@@ -152,10 +148,7 @@ class LocalBackend:
         if inputs.media is not None:
             return self.family.features(self.model, inputs.media)
         return self._seen.read(
-            batch.media,
-            lambda spans: self.family.features(
-                self.model, media_inputs(self.family, spans, self.device)
-            ),
+            batch.media, lambda spans: self.family.features(self.model, media_inputs(self.family, spans, self.device))
         )
 
     def forget_features(self) -> None:
@@ -172,9 +165,7 @@ class LocalBackend:
 
     # -- training --
 
-    def train_step(
-        self, batches: Sequence[Batch], loss: Loss, *, lr: float, moves: bool = True
-    ) -> Update:
+    def train_step(self, batches: Sequence[Batch], loss: Loss, *, lr: float, moves: bool = True) -> Update:
         """One optimizer step on all batches together; their scales already hold the denominators
         of the step. Without `moves` all is measured, and weights and optimizer stay as they are.
         """
@@ -321,10 +312,7 @@ class LocalBackend:
         for name, weight in mine.items():
             weight.copy_(stored[name])
         self.forget_features()
-        self.averages = {
-            name.removeprefix(AVERAGE): average.to(self.device)
-            for name, average in averages.items()
-        }
+        self.averages = {name.removeprefix(AVERAGE): average.to(self.device) for name, average in averages.items()}
 
     def state_files(self, *, copy: bool = False) -> Iterator[File]:
         """The optimizer; of a critic its weights, too."""

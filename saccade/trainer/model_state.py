@@ -22,15 +22,11 @@ def require_same(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Ten
     problems = {
         "missing": mine.keys() - theirs.keys(),
         "unexpected": theirs.keys() - mine.keys(),
-        "of another shape": {
-            n for n in mine.keys() & theirs.keys() if mine[n].shape != theirs[n].shape
-        },
+        "of another shape": {n for n in mine.keys() & theirs.keys() if mine[n].shape != theirs[n].shape},
     }
     if any(problems.values()):
         listed = (f"{k}: {', '.join(sorted(names)[:3])}" for k, names in problems.items() if names)
-        raise EnvironmentProblem(
-            f"{what}: not those of this model ({'; '.join(listed)}); use the same model.path"
-        )
+        raise EnvironmentProblem(f"{what}: not those of this model ({'; '.join(listed)}); use the same model.path")
 
 
 def model_files(model: nn.Module, *, copy: bool) -> list[File]:
@@ -49,10 +45,7 @@ def model_files(model: nn.Module, *, copy: bool) -> list[File]:
 
 
 def blend_into(
-    mine: Mapping[str, Tensor],
-    theirs: Mapping[str, Tensor],
-    share: float,
-    averages: dict[str, Tensor],
+    mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], share: float, averages: dict[str, Tensor]
 ) -> None:
     """mine = share * theirs + (1 - share) * mine. `averages` keeps in fp32 what is stored with
     less: rounded to bf16 at every step, an average would stand still. A copy (1) needs none.

@@ -31,8 +31,7 @@ class Balance:
         self.routers = experts.routers(model) if coef else []
         if coef and not self.routers:
             raise ConfigError(
-                f"train.aux_coef={coef:g}: {type(model).__name__} has no experts to balance; "
-                "try train.aux_coef=0"
+                f"train.aux_coef={coef:g}: {type(model).__name__} has no experts to balance; try train.aux_coef=0"
             )
 
     def watched(self) -> AbstractContextManager[list[Tensor]]:

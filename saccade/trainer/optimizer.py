@@ -27,11 +27,7 @@ LARGE = 8_000_000
 
 class Optimizer:
     def __init__(
-        self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
-        config: TrainConfig,
-        *,
-        lr_scale: Callable[[str], float],
+        self, parameters: Iterable[tuple[str, nn.Parameter]], config: TrainConfig, *, lr_scale: Callable[[str], float]
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.config = config
@@ -46,13 +42,9 @@ class Optimizer:
                 parameter.register_post_accumulate_grad_hook(functools.partial(_hook, myself, name))
         self.lr_scale = {name: lr_scale(name) for name in self.parameters}
         # Biases and norms are vectors; decay would only shrink what they have learned.
-        self.decay = {
-            name: config.weight_decay * (p.ndim > 1) for name, p in self.parameters.items()
-        }
+        self.decay = {name: config.weight_decay * (p.ndim > 1) for name, p in self.parameters.items()}
         kind: Any = {"adamw": _MasterAdamW, "adamw_bf16": _KahanAdamW}[config.optimizer]
-        self._rule: _MasterAdamW | _KahanAdamW = kind(
-            self.parameters, config, self.lr_scale, self.decay
-        )
+        self._rule: _MasterAdamW | _KahanAdamW = kind(self.parameters, config, self.lr_scale, self.decay)
 
     def begin(self) -> None:
         """Room for the sums, taken in one go: between activations they would leave gaps."""
@@ -141,8 +133,7 @@ class _MasterAdamW:
     ) -> None:
         self.parameters = parameters
         self.masters = {
-            name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
-            for name, p in parameters.items()
+            name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for name, p in parameters.items()
         }
         groups: dict[tuple[float, float], list[str]] = {}
         for name in parameters:
@@ -174,9 +165,7 @@ class _MasterAdamW:
         for master in self.masters.values():
             master.grad = None
         with torch.no_grad():
-            pairs = [
-                (p, self.masters[n]) for n, p in self.parameters.items() if p is not self.masters[n]
-            ]
+            pairs = [(p, self.masters[n]) for n, p in self.parameters.items() if p is not self.masters[n]]
             if pairs:
                 torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
@@ -225,12 +214,7 @@ class _KahanAdamW:
         for name, gradient in gradients.items():
             parameter, state = self.parameters[name], self.moments[name]
             mean = state["exp_avg"].float().lerp_(gradient, 1 - first)
-            square = (
-                state["exp_avg_sq"]
-                .float()
-                .mul_(second)
-                .addcmul_(gradient, gradient, value=1 - second)
-            )
+            square = state["exp_avg_sq"].float().mul_(second).addcmul_(gradient, gradient, value=1 - second)
             state["exp_avg"].copy_(mean)
             state["exp_avg_sq"].copy_(square)
             direction = (mean / bias1) / ((square / bias2).sqrt_() + self.config.eps)

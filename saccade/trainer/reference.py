@@ -27,9 +27,7 @@ class AdapterReference:
         self.policy = policy
         self.held: dict[str, Tensor] = {}  # adapters of an earlier step; empty: none
 
-    def logprobs(
-        self, batches: Sequence[Batch], scoring: Scoring
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
+    def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]:
         model = self.policy.model
         with lora.exchanged(model, self.held) if self.held else lora.switched_off(model):
             return self.policy.logprobs(batches, scoring)

@@ -18,9 +18,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
 DEFAULT_FLOOR = {"cosine_with_min_lr": 0.1}
 
 
-def rate(
-    update: int, *, total: int, lr: float, schedule: str, warmup: float, min_lr: float
-) -> float:
+def rate(update: int, *, total: int, lr: float, schedule: str, warmup: float, min_lr: float) -> float:
     """`warmup` counts updates, or is a share of `total` when below 1. The first update already
     moves.
     """

@@ -25,9 +25,7 @@ class FeatureCache:
         self._kept: OrderedDict[Any, Tensor] = OrderedDict()
         self._bytes = 0
 
-    def read(
-        self, media: Sequence[MediaSpan], compute: Callable[[Sequence[MediaSpan]], Tensor]
-    ) -> Tensor:
+    def read(self, media: Sequence[MediaSpan], compute: Callable[[Sequence[MediaSpan]], Tensor]) -> Tensor:
         """[media tokens, hidden] in the order of the spans; what is not known is computed in one
         call.
         """

@@ -64,9 +64,7 @@ class Golden:
         )
         return replace(inputs, **changes)
 
-    def scales(
-        self, aggregation: str, *, fixed_length: int = 6, counted: Tensor | None = None
-    ) -> Tensor:
+    def scales(self, aggregation: str, *, fixed_length: int = 6, counted: Tensor | None = None) -> Tensor:
         return token_scales(
             AGGREGATIONS[aggregation].function,
             self.sequence,
@@ -80,16 +78,11 @@ class Golden:
         if select is None:
             return None
         inputs = SelectionInputs(
-            new=new.detach(),
-            old=self.old,
-            advantages=self.advantages,
-            noise=(torch.arange(len(new)) * 7919) % 101,
+            new=new.detach(), old=self.old, advantages=self.advantages, noise=(torch.arange(len(new)) * 7919) % 101
         )
         return bound(select, options)(inputs)
 
-    def losses(
-        self, name: str, new: Tensor, *, weights: Tensor | None = None, **options: Any
-    ) -> Tensor:
+    def losses(self, name: str, new: Tensor, *, weights: Tensor | None = None, **options: Any) -> Tensor:
         """[T] with its correction weights; options that the loss does not have are ignored."""
         selected = self.selected(name, new, options)
         inputs = self.inputs(weights=weights, selected=selected)
@@ -206,13 +199,9 @@ class Records:
         return replace(trajectory, **fields)
 
     @classmethod
-    def group(
-        cls, uid: str, rewards: Sequence[float | None], tokens: Sequence[int] = (), **sample: Any
-    ) -> Group:
+    def group(cls, uid: str, rewards: Sequence[float | None], tokens: Sequence[int] = (), **sample: Any) -> Group:
         lengths = tokens or [2] * len(rewards)
-        members = [
-            cls.member(uid, i, r, n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))
-        ]
+        members = [cls.member(uid, i, r, n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
         message = Message(role="user", parts=("x",))
         asked = Sample(id=uid, messages=(message,), **sample)
         return Group(sample=asked, uid=uid, trajectories=tuple(members))
@@ -227,15 +216,11 @@ class Records:
         return replace(group, trajectories=tuple(members))
 
     @staticmethod
-    def packed(
-        parts: Sequence[Sequence[Group]], micro_tokens: int = 1000, ends: bool = False
-    ) -> Updates:
+    def packed(parts: Sequence[Sequence[Group]], micro_tokens: int = 1000, ends: bool = False) -> Updates:
         def positions(length: int, media: object) -> np.ndarray:
             return np.arange(length)[None]
 
-        return [
-            pack(part, positions=positions, micro_tokens=micro_tokens, ends=ends) for part in parts
-        ]
+        return [pack(part, positions=positions, micro_tokens=micro_tokens, ends=ends) for part in parts]
 
     @staticmethod
     def filled(updates: Updates, **columns: Rows) -> Updates:
@@ -272,10 +257,7 @@ def written(records, golden):
     """
 
     def write(row, *, budget=1000, flip=False, updates=1, measured=False):
-        groups = [
-            records.group("a", [2.0, 0.0], LENGTHS[:2]),
-            records.group("b", [0.5, 2.0], LENGTHS[2:]),
-        ]
+        groups = [records.group("a", [2.0, 0.0], LENGTHS[:2]), records.group("b", [0.5, 2.0], LENGTHS[2:])]
         groups = groups[::-1] if flip else groups
         parts = [groups] if updates == 1 else [[group] for group in groups]
         packed = records.filled(

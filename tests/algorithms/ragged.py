@@ -52,8 +52,7 @@ def steps(draw: st.DrawFn, rewards: Sequence[float] = ROUNDED) -> Step:
     lengths = torch.tensor(draw(st.lists(st.integers(1, 6), min_size=members, max_size=members)))
     grid = st.sampled_from(rewards)
     scores, other = (
-        torch.tensor(draw(st.lists(grid, min_size=members, max_size=members)), dtype=torch.float64)
-        for _ in range(2)
+        torch.tensor(draw(st.lists(grid, min_size=members, max_size=members)), dtype=torch.float64) for _ in range(2)
     )
     groups = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     noise = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -172,9 +171,7 @@ def columns_of(algorithm: Algorithm, step: Step) -> Columns:
     keep = live if found.keep is None else live & found.keep
     if algorithm.entropy_top:
         scope = algorithm.entropy_scope
-        keep = keep & high_entropy(
-            step.entropy, live, sequence, fraction=algorithm.entropy_top, scope=scope
-        )
+        keep = keep & high_entropy(step.entropy, live, sequence, fraction=algorithm.entropy_top, scope=scope)
     factor = keep.double()
     if algorithm.denominator == "kept":
         factor = (scales_over(keep) / scales).where(keep, 0.0)
@@ -184,10 +181,7 @@ def columns_of(algorithm: Algorithm, step: Step) -> Columns:
     selected = None
     if algorithm.loss.select is not None and live.any():
         inputs = SelectionInputs(
-            new=step.new[live],
-            old=step.old[live],
-            advantages=result.values[live],
-            noise=step.noise[live],
+            new=step.new[live], old=step.old[live], advantages=result.values[live], noise=step.noise[live]
         )
         picked = bound(algorithm.loss.select, algorithm.loss_options)(inputs)
         selected = torch.zeros_like(live).masked_scatter(live, picked)
@@ -215,9 +209,7 @@ def train(algorithm: Algorithm, step: Step, parts: Sequence[Tensor] | None = Non
     total = torch.zeros((), dtype=torch.float64)
     for part in parts or [torch.arange(len(step.members.rewards))]:
         batch, tokens = chosen(part, step.members)
-        cut: dict[str, Any] = {
-            name: value[tokens] for name, value in vars(known).items() if isinstance(value, Tensor)
-        }
+        cut: dict[str, Any] = {name: value[tokens] for name, value in vars(known).items() if isinstance(value, Tensor)}
         cut |= {"sequence": batch.sequence, "sequences": len(part)}
         columns = replace(known, **cut)
         loss, _ = objective(algorithm, new[tokens], entropy[tokens], columns)

@@ -110,9 +110,7 @@ def test_gpg_and_cpgd_make_up_for_dead_groups(golden):
 
 def test_cpgd_makes_up_for_dead_groups_at_most_threefold():
     rewards, groups = float64(0, 1, *[1] * 8), torch.arange(5).repeat_interleave(2)
-    result = compute(
-        ADVANTAGES["cpgd"], one_token_each(rewards, groups), {"cpgd_weight": "clip_filter"}
-    )
+    result = compute(ADVANTAGES["cpgd"], one_token_each(rewards, groups), {"cpgd_weight": "clip_filter"})
     assert result.values.tolist() == [-1.5, 1.5, *[0] * 8]
     assert (result.constant_low, result.constant_high) == (0, 4)
 
@@ -160,9 +158,7 @@ def test_kl_in_the_reward_enters_outcomes_before_the_baseline(golden):
     assert first_tokens(golden, "no_std", token_penalties=penalties) == pytest.approx(
         (0.4, -0.4, -0.85, 0.85), abs=1e-12
     )
-    assert first_tokens(golden, "remax", token_penalties=penalties) == pytest.approx(
-        (0.2, -0.6, -0.7, 1.0), abs=1e-12
-    )
+    assert first_tokens(golden, "remax", token_penalties=penalties) == pytest.approx((0.2, -0.6, -0.7, 1.0), abs=1e-12)
 
 
 def test_discount_counts_sampled_tokens(golden):
@@ -189,9 +185,7 @@ def test_gae(golden):
         assert result.returns[golden.sequence == 0].tolist() == pytest.approx(
             (0.730667, 0.774049, 0.825209, 0.882625, 0.941904, 1.0), abs=PRINTED
         )
-        assert result.returns[golden.sequence == 3].tolist() == pytest.approx(
-            (1.767166, 1.882404, 2.0), abs=PRINTED
-        )
+        assert result.returns[golden.sequence == 3].tolist() == pytest.approx((1.767166, 1.882404, 2.0), abs=PRINTED)
 
 
 def test_gae_across_a_tool_call():
@@ -217,9 +211,7 @@ def test_values_of_members_that_do_not_train_reach_nobody(golden):
     excluded = torch.tensor([True, False, True, True])
     inputs = with_everything(golden, live=excluded, baseline=excluded)
     poisoned = replace(
-        inputs,
-        values=inputs.values.where(golden.sequence != 1, NAN),
-        final_values=float64(0, NAN, 0, 0),
+        inputs, values=inputs.values.where(golden.sequence != 1, NAN), final_values=float64(0, NAN, 0, 0)
     )
     clean, same = (compute(ADVANTAGES["gae"], one) for one in (inputs, poisoned))
     assert torch.equal(clean.values, same.values)
@@ -229,9 +221,7 @@ def test_values_of_members_that_do_not_train_reach_nobody(golden):
 
 
 def test_without_a_greedy_reward_a_group_does_not_train(golden):
-    result = compute(
-        ADVANTAGES["remax"], with_everything(golden, greedy=float64(NAN, NAN, 0.7, 0.7))
-    )
+    result = compute(ADVANTAGES["remax"], with_everything(golden, greedy=float64(NAN, NAN, 0.7, 0.7)))
     assert result.live.tolist() == [False, False, True, True]
     assert result.no_baseline == 1
     assert result.values[golden.position == 0].tolist() == pytest.approx((0, 0, -0.2, 1.3))
@@ -249,10 +239,7 @@ TERMS = {
 
 @pytest.mark.parametrize(
     ("whitening", "expected"),
-    [
-        ("seq", (1.095275, -1.095275, 0.547638, -0.547638)),
-        ("token", (1.013198, -1.418477, 0.405279, -0.810558)),
-    ],
+    [("seq", (1.095275, -1.095275, 0.547638, -0.547638)), ("token", (1.013198, -1.418477, 0.405279, -0.810558))],
 )
 def test_gdpo_puts_every_term_on_its_own_scale(golden, whitening, expected):
     values = first_tokens(golden, "gdpo", {"gdpo_whiten": whitening}, **TERMS)
@@ -275,9 +262,7 @@ def test_a_constant_term_is_silent_and_only_constant_terms_make_a_constant_group
     assert first_tokens(golden, "gdpo", **changes)[:2] == pytest.approx((0, 0), abs=1e-12)
     alone = {"components": terms[:, :1].where(torch.tensor([[0], [0], [1], [1]]) > 0, 0)}
     alone |= {"component_weights": float64(1), "rewards": (0, 0, 1, 0)}
-    assert first_tokens(golden, "gdpo", **changes) == pytest.approx(
-        first_tokens(golden, "gdpo", **alone), abs=1e-12
-    )
+    assert first_tokens(golden, "gdpo", **changes) == pytest.approx(first_tokens(golden, "gdpo", **alone), abs=1e-12)
     assert compute(ADVANTAGES["gdpo"], with_everything(golden, **alone)).constant_low == 1
 
 
@@ -320,9 +305,7 @@ def test_drpo_damps_members_far_from_the_reference(golden):
     plain = float64(*first_tokens(golden, "drpo", **equal))
     damped = float64(*first_tokens(golden, "drpo", {"drpo_kl_damp": 0.75}, **equal))
     # All |A| are equal (up to 1e-6) and cancel: the quantile is at a drift of 2.25.
-    assert (damped / plain).tolist() == pytest.approx(
-        (1, 2.25 / 3.25, 2.25 / 4.25, 2.25 / 5.25), abs=1e-6
-    )
+    assert (damped / plain).tolist() == pytest.approx((1, 2.25 / 3.25, 2.25 / 4.25, 2.25 / 5.25), abs=1e-6)
     nowhere = equal | {"drift": float64(0, 0, 0, 3)}
     kept = first_tokens(golden, "drpo", {"drpo_kl_damp": 0.5}, **nowhere)
     assert kept == plain.tolist()
@@ -366,14 +349,10 @@ def test_an_excluded_member_is_in_no_statistic(golden, value):
         "live": torch.tensor([True, True, False, True]),
         "baseline": torch.tensor([True, True, False, True]),
     }
-    assert first_tokens(golden, "grpo", **excluded) == pytest.approx(
-        (0.577349, -1.154699, 0, 0.577349), abs=PRINTED
-    )
+    assert first_tokens(golden, "grpo", **excluded) == pytest.approx((0.577349, -1.154699, 0, 0.577349), abs=PRINTED)
     assert first_tokens(golden, "rloo", **excluded) == [0.5, -1, 0, 0.5]
     returned = excluded | {"rewards": (1, 0, 0, 1), "baseline": torch.ones(4, dtype=torch.bool)}
-    assert first_tokens(golden, "grpo", **returned) == pytest.approx(
-        (0.866024, -0.866024, 0, 0.866024), abs=PRINTED
-    )
+    assert first_tokens(golden, "grpo", **returned) == pytest.approx((0.866024, -0.866024, 0, 0.866024), abs=PRINTED)
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ADVANTAGES.items() if entry.group])
@@ -411,9 +390,7 @@ def test_without_groups_one_member_trains(golden):
 @pytest.mark.parametrize("name", list(ADVANTAGES))
 def test_a_lone_member_with_a_biased_baseline_is_not_blown_up(golden, name):
     """Three excluded members in its baseline: no spread over live members to divide by."""
-    inputs = with_everything(
-        golden, groups=ONE_GROUP, live=torch.tensor([True, False, False, False])
-    )
+    inputs = with_everything(golden, groups=ONE_GROUP, live=torch.tensor([True, False, False, False]))
     options = {"drpo_kl_damp": 0.75}
     assert compute(ADVANTAGES[name], inputs, options).values.abs().max() < 10
 

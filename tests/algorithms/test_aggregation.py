@@ -40,8 +40,7 @@ def test_scale_of_each_sequence(name, per_sequence):
 
 def test_one_sequence_per_sample_makes_sample_mean_the_sequence_mean():
     one, other = (
-        token_scales(AGGREGATIONS[name].function, SEQUENCE, live=LIVE).values
-        for name in ("sample_mean", "seq_mean")
+        token_scales(AGGREGATIONS[name].function, SEQUENCE, live=LIVE).values for name in ("sample_mean", "seq_mean")
     )
     assert torch.equal(one, other)
 

@@ -29,17 +29,11 @@ def test_advantages_leave_out_who_was_not_scored(algorithm, records):
 def test_who_is_excluded_by_status_may_stay_in_the_baseline(algorithm, records):
     group = records.changed(records.group("a", [1.0, 0.0, 0.0]), status=["ok", "ok", "overturn"])
     for option, mean in (("false", 1 / 2), ("true", 1 / 3)):
-        row = algorithm(
-            "advantage=no_std", "exclude_status=[overturn]", f"excluded_in_baseline={option}"
-        )
+        row = algorithm("advantage=no_std", "exclude_status=[overturn]", f"excluded_in_baseline={option}")
         groups = select.mark_members([group], row)[0]
-        updates = annotate.add_advantages(
-            records.packed([groups]), groups, row, algorithm_state.restore(row, None)
-        )[0]
+        updates = annotate.add_advantages(records.packed([groups]), groups, row, algorithm_state.restore(row, None))[0]
         values = records.column(updates, "advantages")
-        assert {key: v[0] for key, v in values.items()} == exact(
-            {("a", 0): 1 - mean, ("a", 1): -mean}
-        )
+        assert {key: v[0] for key, v in values.items()} == exact({("a", 0): 1 - mean, ("a", 1): -mean})
         assert records.column(updates, "scales")["a", 0] == exact([1 / 4] * 2)  # S is 2, n is 2
 
 
@@ -62,9 +56,7 @@ def test_scales_of_an_update_add_up_to_one_however_it_is_packed(algorithm, recor
     row = algorithm("preset=dapo", updates_per_step=2)
     parts = select.split_updates(groups, 2, seed=0)
     wide, narrow = (
-        annotate.add_advantages(
-            records.packed(parts, budget), groups, row, algorithm_state.restore(row, None)
-        )[0]
+        annotate.add_advantages(records.packed(parts, budget), groups, row, algorithm_state.restore(row, None))[0]
         for budget in (1000, 8)
     )
     assert len(narrow[0]) > len(wide[0]) == 1
@@ -78,9 +70,7 @@ def test_scales_of_an_update_add_up_to_one_however_it_is_packed(algorithm, recor
 
 def test_a_mean_over_sequences_weighs_them_alike(algorithm, records):
     groups, row = [records.group("a", [0.0, 1.0, 0.0, 1.0], [1, 2, 4, 8])], algorithm()
-    updates = annotate.add_advantages(
-        records.packed([groups]), groups, row, algorithm_state.restore(row, None)
-    )[0]
+    updates = annotate.add_advantages(records.packed([groups]), groups, row, algorithm_state.restore(row, None))[0]
     scales = records.column(updates, "scales")
     assert [sum(scales["a", i]) for i in range(4)] == exact([0.25] * 4)
 
@@ -113,11 +103,7 @@ def test_a_failed_greedy_rollout_excludes_its_group(algorithm, records):
     updates, metrics = annotate.add_advantages(
         records.packed([groups]), groups, row, algorithm_state.restore(row, None)
     )
-    assert records.column(updates, "scales") == {
-        ("a", 0): [0.5, 0.5],
-        ("b", 0): [0, 0],
-        ("c", 0): [0, 0],
-    }
+    assert records.column(updates, "scales") == {("a", 0): [0.5, 0.5], ("b", 0): [0, 0], ("c", 0): [0, 0]}
     assert records.column(updates, "advantages")["a", 0] == [0.75, 0.75]
     assert records.column(updates, "advantages")["b", 0] == [0, 0]
     assert metrics.means()["group/no_baseline"] == 2
@@ -126,18 +112,12 @@ def test_a_failed_greedy_rollout_excludes_its_group(algorithm, records):
 @pytest.mark.parametrize("bootstrap", ["false", "true"])
 def test_only_a_truncated_response_is_worth_what_the_critic_says(algorithm, records, bootstrap):
     row = algorithm(
-        *("preset=ppo", "kl.coef=0", "args.lam=1", "whiten=false"),
-        f"critic.bootstrap_truncated={bootstrap}",
+        *("preset=ppo", "kl.coef=0", "args.lam=1", "whiten=false"), f"critic.bootstrap_truncated={bootstrap}"
     )
-    groups = [
-        records.changed(records.group("a", [1.0, 1.0, 1.0]), status=["ok", "truncated", "void"])
-    ]
+    groups = [records.changed(records.group("a", [1.0, 1.0, 1.0]), status=["ok", "truncated", "void"])]
     updates = records.packed([groups], micro_tokens=6, ends=True)
     assert len(updates[0]) > 1
-    scored = [
-        (np.full(len(b.reads), 0.25), np.array([0.5 + key[1] for key in b.keys]))
-        for b in updates[0]
-    ]
+    scored = [(np.full(len(b.reads), 0.25), np.array([0.5 + key[1] for key in b.keys])) for b in updates[0]]
     updates = annotate.with_scores(updates, ("values", "last_values"), scored)
     updates = annotate.add_advantages(updates, groups, row, algorithm_state.restore(row, None))[0]
     returns = {key: values[0] for key, values in records.column(updates, "returns").items()}
@@ -163,10 +143,7 @@ def test_domains_weigh_the_groups(algorithm, records):
 def test_members_far_from_the_reference_are_damped(algorithm, written, records, golden):
     before, after = (
         records.column(
-            written(
-                algorithm("preset=drpo", "reward_range=[0,2]", f"args.drpo_kl_damp={quantile}")
-            ),
-            "advantages",
+            written(algorithm("preset=drpo", "reward_range=[0,2]", f"args.drpo_kl_damp={quantile}")), "advantages"
         )
         for quantile in (0, 0.75)
     )
@@ -203,9 +180,7 @@ def test_terms_are_compared_one_by_one(algorithm, records):
         records.changed(records.group("b", [0.0, 0.0]), parts=parts[2:]),
     ]
     found = of_terms(algorithm, records, groups, lambda source: {"acc": 1.0, "fmt": 0.5})
-    assert [found[key] for key in KEYS] == pytest.approx(
-        [1.095275, -1.095275, 0.547638, -0.547638], abs=1e-6
-    )
+    assert [found[key] for key in KEYS] == pytest.approx([1.095275, -1.095275, 0.547638, -0.547638], abs=1e-6)
 
 
 def test_each_source_has_its_own_weights_and_lacks_terms_without_harm(algorithm, records):
@@ -222,9 +197,7 @@ def test_each_source_has_its_own_weights_and_lacks_terms_without_harm(algorithm,
     ]
     weights = {"x": {"acc": 1.0, "fmt": 0.5}, "y": {"acc": 2.0, "speed": -1.0}}
     found = of_terms(algorithm, records, groups, weights.__getitem__)
-    total = np.concatenate(
-        [standard(accuracy) + 0.5 * standard(form), 2 * standard(accuracy) - standard(speed)]
-    )
+    total = np.concatenate([standard(accuracy) + 0.5 * standard(form), 2 * standard(accuracy) - standard(speed)])
     expected = (total - total.mean()) / (total.std(ddof=1) + 1e-4)
     assert list(found.values()) == exact(expected.tolist(), 1e-5)
 
@@ -232,9 +205,7 @@ def test_each_source_has_its_own_weights_and_lacks_terms_without_harm(algorithm,
 def test_what_an_environment_gave_is_a_term_too(algorithm, records):
     groups = [
         records.changed(
-            records.group("a", [0.0] * 3),
-            parts=[{"acc": 1.0}] * 3,
-            turn_rewards=[(0.5, 0.5), (), (0.1, 0.2)],
+            records.group("a", [0.0] * 3), parts=[{"acc": 1.0}] * 3, turn_rewards=[(0.5, 0.5), (), (0.1, 0.2)]
         )
     ]
     found = of_terms(algorithm, records, groups, lambda source: {"acc": 1.0})
@@ -251,8 +222,7 @@ def test_tokens_of_older_weights_are_marked_and_in_no_mismatch(algorithm, record
     versions = [np.array([-1, -1, -1, 3, 3, 4]), np.array([-1, -1, -1, 4, 4])]
     group = records.changed(group, versions=versions)
     updates = records.filled(
-        records.packed([[group]], micro_tokens=5),
-        old_logprobs={("a", 0): [-1.0, -9.0, -1.5], ("a", 1): [-1.0, -1.25]},
+        records.packed([[group]], micro_tokens=5), old_logprobs={("a", 0): [-1.0, -9.0, -1.5], ("a", 1): [-1.0, -1.25]}
     )
     known = algorithm_state.restore(row, None)
     marked = annotate.add_advantages(updates, [group], row, known, version=4)[0]
@@ -270,9 +240,7 @@ def test_tokens_of_older_weights_are_marked_and_in_no_mismatch(algorithm, record
 
 
 @pytest.mark.parametrize("loss", ["kl_cov", "clip_cov"])
-def test_neither_batching_nor_order_changes_the_selection(
-    algorithm, written, records, golden, loss
-):
+def test_neither_batching_nor_order_changes_the_selection(algorithm, written, records, golden, loss):
     band = ["args.cov_low=-10", "args.cov_high=10"] if loss == "clip_cov" else []
     row = algorithm(f"preset={loss}", "args.cov_fraction=0.2", *band)
     new, found = rows(golden.new), []
@@ -299,10 +267,7 @@ def test_the_selection_of_the_reference(algorithm, written, golden):
 
 def test_dead_tokens_are_never_selected(algorithm, written, records, golden):
     row = algorithm(
-        "preset=kl_cov",
-        "args.cov_fraction=0.9",
-        "hot_first_token.temperature=2",
-        "hot_first_token.first_token=mask",
+        "preset=kl_cov", "args.cov_fraction=0.9", "hot_first_token.temperature=2", "hot_first_token.first_token=mask"
     )
     (batches,) = written(row)
     new = golden.new.clone()
@@ -324,10 +289,7 @@ def test_old_log_probs_must_have_been_computed(algorithm, written, golden):
 
 def test_the_critic_has_a_mean_over_live_tokens(algorithm, written, records):
     row = algorithm(
-        "aggregation=seq_mean",
-        "advantage=no_std",
-        "hot_first_token.temperature=2",
-        "hot_first_token.first_token=mask",
+        "aggregation=seq_mean", "advantage=no_std", "hot_first_token.temperature=2", "hot_first_token.first_token=mask"
     )
     updates = written(row, budget=8)
     seen = [annotate.for_critic(batches) for batches in updates]
@@ -340,9 +302,7 @@ def test_the_critic_has_a_mean_over_live_tokens(algorithm, written, records):
 def test_advantages_are_shown_on_the_members(algorithm, records):
     row = algorithm()
     groups = select.mark_members([records.group("a", [1.0, None, 0.0])], row)[0]
-    updates = annotate.add_advantages(
-        records.packed([groups]), groups, row, algorithm_state.restore(row, None)
-    )[0]
+    updates = annotate.add_advantages(records.packed([groups]), groups, row, algorithm_state.restore(row, None))[0]
     (shown,) = annotate.show_advantages(groups, updates)
     right, lost, wrong = (t.advantages for t in shown.trajectories)
     assert lost is None and right is not None and wrong is not None
@@ -354,9 +314,7 @@ def test_scores_go_to_the_forest_they_came_from(records):
     groups = [records.group(str(i), [0.0, 1.0]) for i in range(4)]
     updates = records.packed(select.split_updates(groups, 2, seed=0), micro_tokens=8)
     flat = [batch for batches in updates for batch in batches]
-    scored = [
-        (np.full(len(b.reads), i, np.float32), np.zeros(len(b.reads))) for i, b in enumerate(flat)
-    ]
+    scored = [(np.full(len(b.reads), i, np.float32), np.zeros(len(b.reads))) for i, b in enumerate(flat)]
     written = annotate.with_scores(updates, ("old_logprobs",), scored)
     assert [len(batches) for batches in written] == [len(batches) for batches in updates]
     found = annotate.old_logprobs([batch for batches in written for batch in batches])

@@ -48,9 +48,7 @@ def test_seven_of_eighteen_tokens_are_kept_and_counted(algorithm, written, recor
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean", "seq_sum", "group_mean"])
-def test_over_what_was_kept_the_factors_make_up_for_the_rest(
-    algorithm, written, records, aggregation
-):
+def test_over_what_was_kept_the_factors_make_up_for_the_rest(algorithm, written, records, aggregation):
     """With a mean the factors of the kept tokens add up to 1; the KL keeps its denominator."""
     row = algorithm(
         *NO_KL[1:3],
@@ -61,9 +59,7 @@ def test_over_what_was_kept_the_factors_make_up_for_the_rest(
     before = written(row)
     updates = annotate.add_corrections(before, row)[0]
     assert records.column(updates, "scales") == records.column(before, "scales")
-    scales, keep = (
-        np.concatenate(list(records.column(updates, name).values())) for name in ("scales", "keep")
-    )
+    scales, keep = (np.concatenate(list(records.column(updates, name).values())) for name in ("scales", "keep"))
     kept = np.array([sum(np.array(k) > 0) for k in records.column(updates, "keep").values()])
     total = kept.sum() / (kept > 0).sum() if aggregation == "seq_sum" else 1.0
     assert (scales * keep).sum() == exact(total)
@@ -83,15 +79,10 @@ def test_the_kl_ignores_what_a_filter_drops(algorithm, written, golden):
 def test_weights_average_to_one_in_each_update(algorithm, written, records, golden):
     row = algorithm(*NO_KL, "correct=[tis.token]", "self_normalise=true", updates_per_step=2)
     plain = row.model_copy(update={"self_normalise": False})
-    before, after = (
-        annotate.add_corrections(written(row, updates=2, budget=8), one)[0] for one in (plain, row)
-    )
+    before, after = (annotate.add_corrections(written(row, updates=2, budget=8), one)[0] for one in (plain, row))
     assert [len(batches) for batches in after] == [2, 2]
     for raw, normal in zip(before, after, strict=True):
-        one, other = (
-            np.concatenate(list(records.column([batches], "weights").values()))
-            for batches in (raw, normal)
-        )
+        one, other = (np.concatenate(list(records.column([batches], "weights").values())) for batches in (raw, normal))
         assert other.mean() == exact(1.0)
         assert other.tolist() == exact((one / one.mean()).tolist())
 
@@ -136,9 +127,7 @@ def test_a_hot_first_token_is_weighed_by_its_own_gap(algorithm, written, records
 
 
 def test_corrections_do_not_see_the_gap_of_a_hot_first_token(algorithm, written, records, golden):
-    row = algorithm(
-        *NO_KL, "preset=[grpo,fire]", "hot_first_token.cap=1.02", "correct=[tis.sequence]"
-    )
+    row = algorithm(*NO_KL, "preset=[grpo,fire]", "hot_first_token.cap=1.02", "correct=[tis.sequence]")
     updates = annotate.add_corrections(written(row), row)[0]
     weights = records.column(updates, "weights")
     gaps = rows(golden.old - golden.rollout)
@@ -158,19 +147,10 @@ def test_a_hot_first_token_without_a_log_prob_weighs_one(algorithm, written, rec
 
 @pytest.mark.parametrize(
     ("aggregation", "scale"),
-    [
-        ("token_mean", [1 / 14] * 4),
-        ("seq_mean", [1 / (4 * n) for n in (5, 3, 4, 2)]),
-        ("seq_sum", [1 / 4] * 4),
-    ],
+    [("token_mean", [1 / 14] * 4), ("seq_mean", [1 / (4 * n) for n in (5, 3, 4, 2)]), ("seq_sum", [1 / 4] * 4)],
 )
 def test_a_masked_first_token_is_in_no_denominator(algorithm, written, records, aggregation, scale):
-    row = algorithm(
-        *NO_KL[:3],
-        f"aggregation={aggregation}",
-        "preset=[grpo,fire]",
-        "hot_first_token.first_token=mask",
-    )
+    row = algorithm(*NO_KL[:3], f"aggregation={aggregation}", "preset=[grpo,fire]", "hot_first_token.first_token=mask")
     updates, metrics = written(row, measured=True)
     for key, value in zip(KEYS, scale, strict=True):
         found = records.column(updates, "scales")[key]
@@ -202,8 +182,7 @@ def test_lengths_are_without_a_masked_first_token(algorithm, written, records):
 
 def test_the_ratio_of_a_sequence_is_without_a_masked_first_token(algorithm, written, golden):
     row = algorithm(
-        *("preset=[gspo,fire]", "hot_first_token.first_token=mask", "advantage=no_std", "clip=50"),
-        "old=recompute",
+        *("preset=[gspo,fire]", "hot_first_token.first_token=mask", "advantage=no_std", "clip=50"), "old=recompute"
     )
     (batches,) = written(row)
     loss, _ = loss_of(row, batches, rows(golden.new))

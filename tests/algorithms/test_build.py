@@ -76,9 +76,7 @@ def test_options_of_several_functions_are_fields_and_those_of_one_are_args():
 def test_values_in_args_are_held_against_the_function(algorithm, refused):
     row = algorithm("preset=gpg", "args={gpg_divisor: std, gpg_alpha_max: 2}")
     assert row.advantage_options["gpg_divisor"] == "std"
-    assert algorithm("policy_loss=vespo", "args.vespo_positive=[1,2]").loss_options[
-        "vespo_positive"
-    ] == (1, 2)
+    assert algorithm("policy_loss=vespo", "args.vespo_positive=[1,2]").loss_options["vespo_positive"] == (1, 2)
     for given, says in (
         ("gpg_divisor=stdd", "algorithm.args.gpg_divisor: Input should be 'one' or 'std'"),
         ("gpg_alpha_max=0", "algorithm.args.gpg_alpha_max: Input should be greater than 0, got 0"),
@@ -156,9 +154,7 @@ def test_old_log_probs_that_would_be_wrong_are_refused(refused):
         with pytest.raises(ConfigError, match=r"use 1 and 1, or algorithm\.old=recompute"):
             old_mode("detach", updates, epochs)
     for old in ("detach", "rollout"):
-        assert "algorithm.kl.place=reward needs old log-probs" in refused(
-            "preset=rloo", f"old={old}"
-        )
+        assert "algorithm.kl.place=reward needs old log-probs" in refused("preset=rloo", f"old={old}")
 
 
 # -- functions of your own -------------------------------------------------------------------------
@@ -219,20 +215,13 @@ def test_an_advantage_of_your_own(algorithm, refused, golden):
     constant = compute(row.estimator, golden.members(rewards=(1, 1, 0, 1)))
     assert constant.values[golden.sequence < 2].abs().sum() == 0
     assert "R - median_g" in describe(row)
-    assert "compares the members of a group" in refused(
-        f"advantage={path}:median", samples_per_prompt=1
-    )
+    assert "compares the members of a group" in refused(f"advantage={path}:median", samples_per_prompt=1)
     assert "did you mean 'median'" in refused(f"advantage={path}:medain")
 
 
 def test_a_bare_function_has_its_own_keyword_parameters_as_options(algorithm, mine, monkeypatch):
     monkeypatch.chdir(mine.parent)
-    row = algorithm(
-        "policy_loss=mine.py:squared",
-        "aggregation=mine.py:halves",
-        "clip_low=0.3",
-        "args.fixed_length=2",
-    )
+    row = algorithm("policy_loss=mine.py:squared", "aggregation=mine.py:halves", "clip_low=0.3", "args.fixed_length=2")
     monkeypatch.chdir(mine.parent.parent)  # found again from any folder
     assert row.loss_options == {"clip_low": 0.3, "sharpness": 2.0}
     assert row.loss.formula == "|new - old|^sharpness"
@@ -318,8 +307,7 @@ def test_the_listing_names_every_row_and_add_on():
 
 def test_resolving_and_describing_import_no_torch():
     code = (
-        "import sys; from saccade.algorithms.describe import explain; explain('dapo');"
-        "sys.exit('torch' in sys.modules)"
+        "import sys; from saccade.algorithms.describe import explain; explain('dapo');sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

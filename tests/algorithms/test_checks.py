@@ -19,22 +19,14 @@ MISSPELT = [  # field, wrong, right
 ]
 # What is written, what the refusal says of it, and what it says to write instead.
 CONTRADICTIONS = [
-    (
-        ["train.samples_per_prompt=1"],
-        "train.samples_per_prompt=1: advantage grpo",
-        ["train.samples_per_prompt=8"],
-    ),
+    (["train.samples_per_prompt=1"], "train.samples_per_prompt=1: advantage grpo", ["train.samples_per_prompt=8"]),
     (["train.samples_per_prompt=1"], "advantage grpo", ["algorithm.preset=reinforce_pp"]),
     (
         ["preset=reinforce", "filter.dynamic=true"],
         "algorithm.filter.dynamic would keep no group",
         ["train.samples_per_prompt=8"],
     ),
-    (
-        ["preset=reinforce", "filter.dynamic=true"],
-        "train.samples_per_prompt=1",
-        ["algorithm.filter.dynamic=false"],
-    ),
+    (["preset=reinforce", "filter.dynamic=true"], "train.samples_per_prompt=1", ["algorithm.filter.dynamic=false"]),
     (["kl.kind=k1"], "algorithm.kl.kind=k1", ["algorithm.kl.kind=k1+"]),
     (["kl.kind=abs"], "algorithm.kl.kind=abs", ["algorithm.kl.place=reward"]),
     (
@@ -56,26 +48,14 @@ CONTRADICTIONS = [
     (["dual_clip=0.5"], "algorithm.dual_clip=0.5", ["algorithm.dual_clip=3"]),
     (["dual_clip=1"], "algorithm.dual_clip=1", ["algorithm.dual_clip=3"]),
     (["delta=1"], "algorithm.delta=1", ["algorithm.delta=3"]),
-    (
-        ["dual_clip=3", "delta=4"],
-        "algorithm.delta=4",
-        ["algorithm.dual_clip=3", "algorithm.delta=0"],
-    ),
+    (["dual_clip=3", "delta=4"], "algorithm.delta=4", ["algorithm.dual_clip=3", "algorithm.delta=0"]),
     (
         ["entropy_target=0.2", "entropy_range=[0.1,0.1]"],
         "algorithm.entropy_range",
         ["algorithm.entropy_range=[0,0.05]"],
     ),
-    (
-        ["preset=drpo", "reward_range=[1,0]"],
-        "algorithm.reward_range",
-        ["algorithm.reward_range=[0,1]"],
-    ),
-    (
-        ["correct=[tis.token,icepop]"],
-        "algorithm.correct: tis.token and icepop",
-        ["algorithm.correct=[tis.token]"],
-    ),
+    (["preset=drpo", "reward_range=[1,0]"], "algorithm.reward_range", ["algorithm.reward_range=[0,1]"]),
+    (["correct=[tis.token,icepop]"], "algorithm.correct: tis.token and icepop", ["algorithm.correct=[tis.token]"]),
     (
         ["correct=[{name: icepop, low: 2, high: 1}]"],
         "algorithm.correct: icepop has low=2",
@@ -91,21 +71,13 @@ CONTRADICTIONS = [
         "algorithm.correct: policy loss vespo",
         ["algorithm.correct=[tis.token]"],
     ),
-    (
-        ["preset=drpo", "kl.coef=0", "args.drpo_kl_damp=0.75"],
-        "algorithm.args.drpo_kl_damp",
-        ["algorithm.kl.coef=1e-4"],
-    ),
+    (["preset=drpo", "kl.coef=0", "args.drpo_kl_damp=0.75"], "algorithm.args.drpo_kl_damp", ["algorithm.kl.coef=1e-4"]),
     (
         ["preset=drpo", "kl.coef=0", "args.drpo_kl_damp=0.75"],
         "algorithm.args.drpo_kl_damp",
         ["algorithm.args.drpo_kl_damp=0"],
     ),
-    (
-        ["preset=gdpo", "kl.coef=0.01", "kl.place=reward"],
-        "algorithm.kl.place=reward",
-        ["algorithm.kl.place=loss"],
-    ),
+    (["preset=gdpo", "kl.coef=0.01", "kl.place=reward"], "algorithm.kl.place=reward", ["algorithm.kl.place=loss"]),
     # corrections and their bounds
     (
         ["correct=[reject.token.k1]"],
@@ -130,19 +102,11 @@ CONTRADICTIONS = [
     # old log-probs
     (["preset=rloo", "old=detach"], "algorithm.old=detach", ["algorithm.old=recompute"]),
     (["preset=rloo", "old=rollout"], "algorithm.old=rollout", ["algorithm.old=recompute"]),
-    (
-        ["old=detach", "train.updates_per_step=4"],
-        "train.updates_per_step=4",
-        ["algorithm.old=recompute"],
-    ),
+    (["old=detach", "train.updates_per_step=4"], "train.updates_per_step=4", ["algorithm.old=recompute"]),
     # options that the functions of the row do not read
     (["policy_loss=pg", "clip_low=0.1"], "algorithm.clip_low", ["algorithm.policy_loss=clip"]),
     (["preset=rloo", "std_eps=1e-4"], "algorithm.std_eps", ["algorithm.advantage=grpo"]),
-    (
-        ["args.fixed_length=9"],
-        "algorithm.args.fixed_length: has no effect",
-        ["algorithm.aggregation=fixed"],
-    ),
+    (["args.fixed_length=9"], "algorithm.args.fixed_length: has no effect", ["algorithm.aggregation=fixed"]),
     (
         ["policy_loss=cispo", "args={weight_floor: 2, weight_cap: 1}"],
         "algorithm.args.weight_floor=2 is not below weight_cap=1",
@@ -163,16 +127,8 @@ UNUSED = [
     (["preset=dapo", "kl.clamp=zero"], "kl.clamp", ["algorithm.kl.coef=0.01"]),
     (["preset=dapo", "kl.controller=adaptive"], "kl.controller", ["algorithm.kl.coef=0.01"]),
     (["preset=dapo", "kl.update=copy"], "kl.update", ["algorithm.kl.coef=0.01"]),
-    (
-        ["kl.kind=k2", "kl.clamp=zero"],
-        "kl.clamp",
-        ["algorithm.kl.kind=k3", "algorithm.kl.place=loss"],
-    ),
-    (
-        ["preset=rloo", "kl.clamp=zero"],
-        "kl.clamp",
-        ["algorithm.kl.kind=k3", "algorithm.kl.place=loss"],
-    ),
+    (["kl.kind=k2", "kl.clamp=zero"], "kl.clamp", ["algorithm.kl.kind=k3", "algorithm.kl.place=loss"]),
+    (["preset=rloo", "kl.clamp=zero"], "kl.clamp", ["algorithm.kl.kind=k3", "algorithm.kl.place=loss"]),
     (
         ["preset=rloo", "kl.ratio_correct=true"],
         "kl.ratio_correct",
@@ -198,49 +154,21 @@ UNUSED = [
         "excluded_in_baseline",
         ["algorithm.advantage=grpo", "train.samples_per_prompt=8"],
     ),
-    (
-        ["excluded_in_baseline=true"],
-        "excluded_in_baseline",
-        ["algorithm.exclude_status=[overturn]"],
-    ),
+    (["excluded_in_baseline=true"], "excluded_in_baseline", ["algorithm.exclude_status=[overturn]"]),
     (["whiten=true"], "whiten", ["algorithm.advantage=reinforce_pp"]),
-    (
-        ["preset=reinforce", "whiten_std=false"],
-        "whiten_std",
-        ["algorithm.advantage=reinforce_pp"],
-    ),
-    (
-        ["preset=reinforce_pp", "whiten=false", "whiten_std=false"],
-        "whiten_std",
-        ["algorithm.whiten=true"],
-    ),
+    (["preset=reinforce", "whiten_std=false"], "whiten_std", ["algorithm.advantage=reinforce_pp"]),
+    (["preset=reinforce_pp", "whiten=false", "whiten_std=false"], "whiten_std", ["algorithm.whiten=true"]),
     (["policy_loss=sapo", "clip=0.1"], "clip", ["algorithm.policy_loss=clip"]),
     (["reward_range=[0,2]"], "reward_range", ["algorithm.advantage=drpo"]),
     (["entropy_step=0.01"], "entropy_step", ["algorithm.entropy_target=0.2"]),
     (["entropy_range=[0,0.1]"], "entropy_range", ["algorithm.entropy_target=0.2"]),
     (["entropy_scope=sequence"], "entropy_scope", ["algorithm.entropy_top=0.2"]),
     (["self_normalise=true"], "self_normalise", ["algorithm.correct=[tis.token]"]),
-    (
-        ["self_normalise=true", "correct=[seq_mask]"],
-        "self_normalise",
-        ["algorithm.correct=[tis.token]"],
-    ),
+    (["self_normalise=true", "correct=[seq_mask]"], "self_normalise", ["algorithm.correct=[tis.token]"]),
     (["denominator=kept"], "denominator", ["algorithm.entropy_top=0.2"]),
-    (
-        ["hot_first_token.top_k=5"],
-        "hot_first_token.top_k",
-        ["algorithm.hot_first_token.temperature=10"],
-    ),
-    (
-        ["hot_first_token.first_token=mask"],
-        "hot_first_token.first_token",
-        ["algorithm.hot_first_token.temperature=10"],
-    ),
-    (
-        ["hot_first_token.cap=3"],
-        "hot_first_token.cap",
-        ["algorithm.hot_first_token.temperature=10"],
-    ),
+    (["hot_first_token.top_k=5"], "hot_first_token.top_k", ["algorithm.hot_first_token.temperature=10"]),
+    (["hot_first_token.first_token=mask"], "hot_first_token.first_token", ["algorithm.hot_first_token.temperature=10"]),
+    (["hot_first_token.cap=3"], "hot_first_token.cap", ["algorithm.hot_first_token.temperature=10"]),
     (
         ["preset=[grpo,fire]", "hot_first_token.first_token=mask", "hot_first_token.cap=3"],
         "hot_first_token.cap",
@@ -249,11 +177,7 @@ UNUSED = [
     (["critic.lr=1e-5"], "critic.lr", ["algorithm.advantage=gae"]),
     (["critic.clip=0.5"], "critic.clip", ["algorithm.advantage=gae"]),
     (["critic.warmup_steps=5"], "critic.warmup_steps", ["algorithm.advantage=gae"]),
-    (
-        ["critic.bootstrap_truncated=true"],
-        "critic.bootstrap_truncated",
-        ["algorithm.advantage=gae"],
-    ),
+    (["critic.bootstrap_truncated=true"], "critic.bootstrap_truncated", ["algorithm.advantage=gae"]),
     (["critic.path=somewhere"], "critic.path", ["algorithm.advantage=gae"]),
 ]
 
@@ -269,8 +193,7 @@ def test_each_condition_is_among_the_refusals():
 
 @pytest.mark.parametrize(
     ("overrides", "says", "works"),
-    CONTRADICTIONS
-    + [(given, f"algorithm.{name}: has no effect", works) for given, name, works in UNUSED],
+    CONTRADICTIONS + [(given, f"algorithm.{name}: has no effect", works) for given, name, works in UNUSED],
 )
 def test_a_refusal_names_the_field_and_what_works(algorithm, refused, overrides, says, works):
     message = refused(*overrides)

@@ -5,14 +5,7 @@ import math
 import pytest
 import torch
 
-from saccade.algorithms.corrections import (
-    CORRECTIONS,
-    apply,
-    effective_sample_size,
-    measure,
-    opsm,
-    self_normalise,
-)
+from saccade.algorithms.corrections import CORRECTIONS, apply, effective_sample_size, measure, opsm, self_normalise
 from saccade.algorithms.table import bound
 from saccade.errors import ConfigError
 
@@ -30,9 +23,7 @@ def gaps(rows: list[list[float]]):
 
 def test_names():
     rejections = {
-        f"reject.{level}.{kind}"
-        for level in ("token", "seq_sum", "seq_mean", "seq_max")
-        for kind in ("k1", "k2", "k3")
+        f"reject.{level}.{kind}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for kind in ("k1", "k2", "k3")
     } - {"reject.seq_max.k1"}
     others = {"tis.token", "tis.sequence", "tis.geometric", "icepop", "seq_mask", "seq_mask_tis"}
     assert set(CORRECTIONS) == rejections | others | {"opsm"}

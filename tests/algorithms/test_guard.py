@@ -81,10 +81,7 @@ def assert_finite(algorithm: Algorithm, flat: Columns) -> None:
 
 @pytest.mark.parametrize(
     "kl",
-    [
-        *({"kind": kind, "ratio_correct": r} for kind in IN_LOSS for r in (False, True)),
-        {"kind": "k3", "clamp": "zero"},
-    ],
+    [*({"kind": kind, "ratio_correct": r} for kind in IN_LOSS for r in (False, True)), {"kind": "k3", "clamp": "zero"}],
     ids=lambda kl: " ".join(map(str, kl.values())),
 )
 @pytest.mark.parametrize("loss", LOSSES)
@@ -95,9 +92,7 @@ def test_a_gap_of_80_is_finite(loss: str, kl: dict[str, Any]) -> None:
         every = {"old": far, "ref": far, "rollout": far}
         for changes in ({"ref": far}, {"old": far}, {"rollout": far}, every):
             assert_finite(algorithm, columns(**changes))
-        assert_finite(
-            algorithm.model_copy(update={"old": "rollout"}), columns(rollout=far, old=None)
-        )
+        assert_finite(algorithm.model_copy(update={"old": "rollout"}), columns(rollout=far, old=None))
 
 
 @pytest.mark.parametrize("gap", GAPS)
@@ -184,9 +179,7 @@ def shared(family_of: Callable[..., Any], load: Callable[..., Any]) -> LocalBack
 def backend(shared: LocalBackend, batch: Batch) -> Iterator[LocalBackend]:
     """After one update, so that there is a state; what a test changes is undone."""
     if not any(tensor.any() for tensor in snapshot(shared)[1].values()):
-        assert not shared.train_step(
-            [batch], PolicyLoss(algorithm_of("pg"), Scoring()), lr=1e-4
-        ).skipped
+        assert not shared.train_step([batch], PolicyLoss(algorithm_of("pg"), Scoring()), lr=1e-4).skipped
     weights, state = snapshot(shared)
     yield shared
     assert shared.optimizer is not None
@@ -228,15 +221,11 @@ def batch(shared: LocalBackend, grow: Callable[..., Any]) -> Batch:
 
 @pytest.mark.parametrize("column", ["ref_logprobs", "old_logprobs", "rollout_logprobs"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_an_update_with_a_gap_of_80(
-    backend: LocalBackend, batch: Batch, loss: str, column: str
-) -> None:
+def test_an_update_with_a_gap_of_80(backend: LocalBackend, batch: Batch, loss: str, column: str) -> None:
     for gap in (80.0, -80.0):
         far: dict[str, Any] = {column: getattr(batch, column) + np.float32(gap)}
         algorithm = algorithm_of(loss)
-        update = backend.train_step(
-            [replace(batch, **far)], PolicyLoss(algorithm, Scoring()), lr=1e-4
-        )
+        update = backend.train_step([replace(batch, **far)], PolicyLoss(algorithm, Scoring()), lr=1e-4)
         means = update.metrics.means()
         assert not update.skipped and means["guard/nonfinite"] == 0
         assert np.isfinite(list(means.values())).all()
@@ -247,11 +236,7 @@ def test_an_update_with_a_gap_of_80(
 @pytest.mark.parametrize("logit", ["row of the head", torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_an_infinite_logit_is_no_update(
-    backend: LocalBackend,
-    batch: Batch,
-    monkeypatch: pytest.MonkeyPatch,
-    loss: str,
-    logit: float | str,
+    backend: LocalBackend, batch: Batch, monkeypatch: pytest.MonkeyPatch, loss: str, logit: float | str
 ) -> None:
     head: Any = backend.model.lm_head
     token = torch.tensor([int(batch.targets[0])])
@@ -262,9 +247,7 @@ def test_an_infinite_logit_is_no_update(
         with torch.no_grad():
             head.weight[token] = torch.inf
     before = snapshot(backend)
-    update = backend.train_step(
-        [batch], PolicyLoss(algorithm_of(loss, coef=0.0), Scoring()), lr=1e-4
-    )
+    update = backend.train_step([batch], PolicyLoss(algorithm_of(loss, coef=0.0), Scoring()), lr=1e-4)
     means = update.metrics.means()
     assert update.skipped and means["guard/nonfinite"] == means["policy/update_skipped"] == 1
     assert all(map(same, before, snapshot(backend)))

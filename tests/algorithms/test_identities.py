@@ -71,14 +71,9 @@ def test_on_one_token_the_sequence_ratio_is_that_of_the_token(step, aggregation)
 @given(steps())
 def test_gspo_and_its_token_form_agree_on_sequence_advantages(step):
     scales, values = scales_of("seq_mean", step.members), advantages("no_std", step.members)
-    for width, names in (
-        (3e-4, ("gspo", "gspo_token")),
-        (0.2, ("gspo", "gspo_token")),
-        (50.0, ("gspo", "gmpo")),
-    ):
+    for width, names in ((3e-4, ("gspo", "gspo_token")), (0.2, ("gspo", "gspo_token")), (50.0, ("gspo", "gmpo"))):
         one, other = (
-            loss_and_gradient(name, step, scales, values, step.old, clip_low=width, clip_high=width)
-            for name in names
+            loss_and_gradient(name, step, scales, values, step.old, clip_low=width, clip_high=width) for name in names
         )
         assert same(one[0], other[0]) and same(one[1], other[1])
 
@@ -172,9 +167,7 @@ def test_gdpo_of_one_term_is_whitened_grpo(step):
 def test_gae_without_values_or_discount_is_the_return(step):
     members = replace(step.members, token_penalties=0.1 * (step.old - step.ref))
     zero = {"values": torch.zeros_like(step.old), "final_values": None}
-    gae = compute(
-        ADVANTAGES["gae"], replace(members, **zero), {"gamma": 1.0, "lam": 1.0}, whiten=False
-    )
+    gae = compute(ADVANTAGES["gae"], replace(members, **zero), {"gamma": 1.0, "lam": 1.0}, whiten=False)
     assert same(gae.values, advantages("reinforce", members))
     assert gae.returns is not None and same(gae.returns, gae.values)
 

@@ -76,9 +76,7 @@ def algorithms(draw: st.DrawFn, loss: str) -> Algorithm:
             "adv_clip": draw(st.sampled_from([None, 0.5])),
             "drop_constant": draw(st.booleans()) if entry.group else None,
             "correct": [bounded(name) for name in correct],
-            "self_normalise": draw(st.booleans())
-            if any(CORRECTIONS[name].weighs for name in correct)
-            else None,
+            "self_normalise": draw(st.booleans()) if any(CORRECTIONS[name].weighs for name in correct) else None,
             "entropy_top": top,
             "entropy_scope": draw(st.sampled_from(["step", "sequence"])) if top else None,
             "denominator": draw(st.sampled_from(["original", "kept"])) if filters else None,
@@ -195,11 +193,7 @@ def test_an_excluded_member_changes_no_loss_and_no_gradient(loss, data, step, gr
 
 @pytest.mark.parametrize("loss", LOSSES)
 @settings(max_examples=6, deadline=None)
-@given(
-    data=st.data(),
-    step=steps(rewards=EXACT),
-    poison=st.sampled_from([float("nan"), float("-inf"), float("inf")]),
-)
+@given(data=st.data(), step=steps(rewards=EXACT), poison=st.sampled_from([float("nan"), float("-inf"), float("inf")]))
 def test_nothing_at_a_dead_position_reaches_loss_gradient_or_metrics(loss, data, step, poison):
     """Any token may be dead: its scale is 0."""
     algorithm = data.draw(algorithms(loss))
@@ -207,19 +201,11 @@ def test_nothing_at_a_dead_position_reaches_loss_gradient_or_metrics(loss, data,
     columns = replace(columns, scales=columns.scales.where(step.noise % 3 > 0, 0.0))
     live = columns.scales > 0
     floats = ("advantages", "old", "rollout", "ref", "keep", "weights", "rewards")
-    dirty = {
-        name: getattr(columns, name).where(live, poison)
-        for name in floats
-        if getattr(columns, name) is not None
-    }
+    dirty = {name: getattr(columns, name).where(live, poison) for name in floats if getattr(columns, name) is not None}
     results = []
     for known, new, entropy in (
         (columns, step.new, step.entropy),
-        (
-            replace(columns, **dirty),
-            step.new.where(live, poison),
-            step.entropy.where(live, poison),
-        ),
+        (replace(columns, **dirty), step.new.where(live, poison), step.entropy.where(live, poison)),
     ):
         new, entropy = new.clone().requires_grad_(), entropy.clone().requires_grad_()
         total, stats = objective(algorithm, new, entropy, known)
@@ -263,9 +249,7 @@ def test_no_correction_acts_where_engine_and_trainer_agree(step, unscored):
 @pytest.mark.parametrize("loss", LOSSES)
 @settings(max_examples=5, deadline=None)
 @given(data=st.data(), step=steps(rewards=EXACT), name=st.sampled_from(ONCE))
-def test_where_engine_and_trainer_agree_no_correction_changes_loss_or_gradient(
-    loss, data, step, name
-):
+def test_where_engine_and_trainer_agree_no_correction_changes_loss_or_gradient(loss, data, step, name):
     algorithm = data.draw(algorithms(loss))
     agreeing = replace(step, rollout=step.old)
     without = algorithm.model_copy(update={"corrections": (), "self_normalise": False})

@@ -90,9 +90,7 @@ def test_weights_multiply_the_policy_term(golden):
     assert weights.mean().item() == pytest.approx(0.99365108, abs=1e-7)
     loss, _ = objective(NO_KL, golden.new, None, columns(golden, weights=weights))
     assert loss.item() == pytest.approx(-0.01421687, abs=1e-7)
-    sums = torch.zeros(4, dtype=torch.float64).index_add(
-        0, golden.sequence, golden.old - golden.rollout
-    )
+    sums = torch.zeros(4, dtype=torch.float64).index_add(0, golden.sequence, golden.old - golden.rollout)
     by_sequence = sums.exp().clamp(0, 2)[golden.sequence]
     loss, _ = objective(NO_KL, golden.new, None, columns(golden, weights=by_sequence))
     assert loss.item() == pytest.approx(-0.01688046, abs=1e-7)
@@ -225,8 +223,7 @@ def test_micro_batches_add_up_to_the_step(golden):
         inside = torch.isin(golden.sequence, torch.tensor(rows, dtype=torch.int64))
         part = columns(golden, "seq_mean")
         cut = {
-            name: getattr(part, name)[inside]
-            for name in ("advantages", "scales", "sequence", "old", "rollout", "ref")
+            name: getattr(part, name)[inside] for name in ("advantages", "scales", "sequence", "old", "rollout", "ref")
         }
         loss, stats = objective(GRPO, golden.new[inside], None, replace(part, **cut))
         total += loss.item()
@@ -252,10 +249,7 @@ def test_nothing_about_dead_tokens_reaches_loss_or_metrics(golden):
     for poison in (float("nan"), float("-inf")):
         dirty = {name: getattr(clean, name).where(live, poison) for name in names}
         results = []
-        for new, flat in (
-            (golden.new, clean),
-            (golden.new.where(live, poison), replace(clean, **dirty)),
-        ):
+        for new, flat in ((golden.new, clean), (golden.new.where(live, poison), replace(clean, **dirty))):
             new = new.clone().requires_grad_()
             loss, stats = objective(GRPO, new, new.detach(), flat)
             loss.backward()

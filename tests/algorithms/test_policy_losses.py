@@ -8,14 +8,7 @@ import torch
 
 from saccade.algorithms.corrections import CORRECTIONS, opsm
 from saccade.algorithms.kl import k3
-from saccade.algorithms.policy_losses import (
-    LOSSES,
-    clip,
-    cpgd,
-    inside_kl,
-    inside_tv,
-    log_ratio,
-)
+from saccade.algorithms.policy_losses import LOSSES, clip, cpgd, inside_kl, inside_tv, log_ratio
 from saccade.algorithms.table import bound
 
 WIDER = {"clip_low": 0.2, "clip_high": 0.28}
@@ -166,8 +159,7 @@ def test_clip_with_corrections(golden, correction, band, options, value):
 def test_sequence_losses_on_one_token_are_the_clip_loss(golden):
     first = golden.position == 0
     single = replace(
-        golden,
-        **{name: getattr(golden, name)[first] for name in ("old", "new", "advantages", "sequence")},
+        golden, **{name: getattr(golden, name)[first] for name in ("old", "new", "advantages", "sequence")}
     )
     expected = single.loss("clip", "seq_mean", **WIDER)
     assert expected[0] == pytest.approx(0.05459771, abs=1e-7)
@@ -293,10 +285,7 @@ def test_a_gap_of_80_stays_finite(golden, name, dtype):
 def test_sequence_statistics_see_live_tokens_only(golden, name):
     live = golden.position < 2
     options = SEQUENCE if name == "kimi" else {}
-    short = replace(
-        golden,
-        **{n: getattr(golden, n)[live] for n in ("old", "new", "advantages", "sequence")},
-    )
+    short = replace(golden, **{n: getattr(golden, n)[live] for n in ("old", "new", "advantages", "sequence")})
     expected, _ = LOSSES[name].function(short.new, short.inputs(rewards=None), **options)
     found, _ = LOSSES[name].function(golden.new, golden.inputs(live=live), **options)
     assert torch.allclose(found[live], expected, rtol=1e-12)

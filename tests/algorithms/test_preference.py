@@ -14,13 +14,7 @@ from torch import Tensor
 
 from saccade.algorithms.comparison import Comparison, Sides, comparison_objective
 from saccade.algorithms.distillation import kd
-from saccade.algorithms.preference import (
-    PREFERENCES,
-    UNPAIRED,
-    WITHOUT_REFERENCE,
-    Labelled,
-    Pairs,
-)
+from saccade.algorithms.preference import PREFERENCES, UNPAIRED, WITHOUT_REFERENCE, Labelled, Pairs
 from saccade.errors import ConfigError
 
 FAST = settings(max_examples=50, deadline=None)
@@ -55,12 +49,7 @@ def simple(chosen: Tensor, rejected: Tensor) -> Pairs:
     ones = torch.ones(len(chosen), dtype=torch.int64)
     zeros = torch.zeros_like(chosen)
     return Pairs(
-        chosen=chosen,
-        rejected=rejected,
-        ref_chosen=zeros,
-        ref_rejected=zeros,
-        chosen_length=ones,
-        rejected_length=ones,
+        chosen=chosen, rejected=rejected, ref_chosen=zeros, ref_rejected=zeros, chosen_length=ones, rejected_length=ones
     )
 
 
@@ -231,9 +220,7 @@ def test_kto_by_label():
         desirable=torch.tensor([True, True, False, False, False]),
         z=z[0],
     )
-    losses, metrics = PREFERENCES["kto"].function(
-        labelled, beta=1.0, desirable_weight=2.0, undesirable_weight=3.0
-    )
+    losses, metrics = PREFERENCES["kto"].function(labelled, beta=1.0, desirable_weight=2.0, undesirable_weight=3.0)
     assert losses.tolist() == approx([0.0, 2.0, 3.0, 0.0, 1.5])
     assert metrics["chosen"].tolist() == [80.0, -80.0]
     assert metrics["rejected"].tolist() == [80.0, -80.0, 0.5]

@@ -24,12 +24,7 @@ BAND = {"clip_low": 0.2, "clip_high": 0.2, "cov_low": 1.0, "cov_high": 5.0}
 WEIGHED = {"weight_floor": 0.0, "weight_cap": 5.0}
 DRIFT = {"clip_low": 0.2, "clip_high": 0.2, "drift_coef": 1e-3, "drift_cap": 2.0}
 DRPO = {"std_eps": 1e-6, "drpo_renorm": "std", "drpo_kl_damp": 0.0}
-GPG = {
-    "gpg_alpha": "nonconstant",
-    "gpg_alpha_max": float("inf"),
-    "gpg_divisor": "one",
-    "std_eps": 1e-6,
-}
+GPG = {"gpg_alpha": "nonconstant", "gpg_alpha_max": float("inf"), "gpg_divisor": "one", "std_eps": 1e-6}
 
 # preset, n, updates, advantage, policy loss, aggregation, KL (coefficient, kind, place)
 ROWS = [
@@ -40,45 +35,24 @@ ROWS = [
     ("gspo", 8, 1, GRPO, ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}), "seq_mean", NONE),
     ("gmpo", 8, 1, GRPO, ("gmpo", {"clip_low": 0.4, "clip_high": 0.4}), "seq_mean", NONE),
     ("cispo", 16, 1, GRPO, ("cispo", WEIGHED), "token_mean", NONE),
-    (
-        *("sapo", 8, 1, GRPO),
-        *(("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}), "seq_mean", NONE),
-    ),
-    (
-        *("cpgd", 8, 1, ("cpgd", {"cpgd_weight": "std", "std_eps": 1e-6})),
-        *(("cpgd", DRIFT), "token_mean", NONE),
-    ),
+    (*("sapo", 8, 1, GRPO), *(("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}), "seq_mean", NONE)),
+    (*("cpgd", 8, 1, ("cpgd", {"cpgd_weight": "std", "std_eps": 1e-6})), *(("cpgd", DRIFT), "token_mean", NONE)),
     ("rloo", 4, 1, ("rloo", {}), clip(), "token_mean", (0.01, "k1", "reward")),
     ("remax", 1, 1, ("remax", {}), ("pg", {}), "seq_sum", (0.01, "k1", "reward")),
     ("reinforce", 1, 1, ("reinforce", {"gamma": 1.0}), ("pg", {}), "token_mean", NONE),
-    (
-        *("reinforce_pp", 1, 1, ("reinforce_pp", {"gamma": 1.0})),
-        *(clip(), "token_mean", (1e-3, "k1", "reward")),
-    ),
-    (
-        *("reinforce_pp_baseline", 8, 1, ("reinforce_pp_baseline", {})),
-        *(clip(), "token_mean", (1e-3, "k2", "loss")),
-    ),
-    (
-        *("grpo_passk", 8, 1, ("grpo_passk", {"std_eps": 1e-6, "divide_by_std": True})),
-        *(clip(), "token_mean", NONE),
-    ),
+    (*("reinforce_pp", 1, 1, ("reinforce_pp", {"gamma": 1.0})), *(clip(), "token_mean", (1e-3, "k1", "reward"))),
+    (*("reinforce_pp_baseline", 8, 1, ("reinforce_pp_baseline", {})), *(clip(), "token_mean", (1e-3, "k2", "loss"))),
+    (*("grpo_passk", 8, 1, ("grpo_passk", {"std_eps": 1e-6, "divide_by_std": True})), *(clip(), "token_mean", NONE)),
     ("gpg", 8, 1, ("gpg", GPG), ("pg", {}), "token_mean", NONE),
     ("opo", 8, 1, ("opo", {}), ("pg", {}), "token_mean", NONE),
     ("drpo", 5, 1, ("drpo", DRPO), clip(0.2, 0.3, 3), "token_mean", (1e-4, "k3", "loss")),
     ("max_rl", 8, 1, ("max_rl", {}), clip(), "token_mean", NONE),
-    (
-        *("gdpo", 8, 1, ("gdpo", {"std_eps": 1e-6, "gdpo_whiten": "seq"})),
-        *(clip(), "token_mean", NONE),
-    ),
+    (*("gdpo", 8, 1, ("gdpo", {"std_eps": 1e-6, "gdpo_whiten": "seq"})), *(clip(), "token_mean", NONE)),
     ("clip_cov", 8, 1, GRPO, ("clip_cov", BAND | COV), "token_mean", NONE),
     ("kl_cov", 8, 1, GRPO, ("kl_cov", COV | {"cov_coef": 1.0}), "token_mean", NONE),
     ("dapo_forking", 16, 1, GRPO, clip(high=0.28), "token_mean", NONE),
     ("topr", 8, 1, ("no_std", {}), ("topr", {"topr_split": "reward"}), "token_mean", NONE),
-    (
-        *("kimi", 8, 1, ("no_std", {})),
-        *(("kimi", {"kimi_tau": 0.1, "kimi_level": "token"}), "token_mean", NONE),
-    ),
+    (*("kimi", 8, 1, ("no_std", {})), *(("kimi", {"kimi_tau": 0.1, "kimi_level": "token"}), "token_mean", NONE)),
     (
         *("dppo_tv", 8, 1, ("no_std", {})),
         ("dppo_tv", {"clip_low": 0.2, "clip_high": 0.2, "weight_cap": 20.0}),
@@ -86,10 +60,7 @@ ROWS = [
     ),
     # other systems
     ("easyr1", 5, 4, GRPO, clip(0.2, 0.3, 3), "token_mean", (1e-2, "k3", "loss")),
-    (
-        *("lmm_r1", 16, 1, ("gae", {"gamma": 1.0, "lam": 1.0})),
-        *(clip(), "token_mean", (0.01, "k1", "reward")),
-    ),
+    (*("lmm_r1", 16, 1, ("gae", {"gamma": 1.0, "lam": 1.0})), *(clip(), "token_mean", (0.01, "k1", "reward"))),
     ("r1v", 8, 1, ("grpo", {"std_eps": 1e-4}), clip(), "seq_mean", (0.04, "k3", "loss")),
     ("mini_o3", 16, 8, GRPO, clip(0.2, 0.3), "seq_mean", NONE),
     ("lightrft", 8, 1, ("grpo", {"std_eps": 1e-9}), clip(), "seq_mean", (0.01, "k3", "loss")),

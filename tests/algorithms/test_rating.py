@@ -94,10 +94,7 @@ def test_heads_are_weighed_and_counted_apart() -> None:
 def test_micro_batches_add_up() -> None:
     whole = of_pairs(row(center_coef=0.01), IDS, FIRST, {})
     one = torch.tensor(1.0)
-    parts = [
-        rating_objective(whole, SCORES[i : i + 2], one, KEYS[i : i + 2])[0].item()
-        for i in (0, 2, 4)
-    ]
+    parts = [rating_objective(whole, SCORES[i : i + 2], one, KEYS[i : i + 2])[0].item() for i in (0, 2, 4)]
     assert sum(parts) == approx(rating_objective(whole, SCORES, one, KEYS)[0].item(), abs=1e-12)
 
 

@@ -30,9 +30,7 @@ def test_constant_groups_are_dropped_only_when_asked_and_when_rewards_decide(alg
 
 
 def test_without_groups_nothing_is_constant(algorithm, records):
-    (chosen,), _ = select.mark_members(
-        [records.group("a", [1.0, 1.0])], algorithm("preset=reinforce")
-    )
+    (chosen,), _ = select.mark_members([records.group("a", [1.0, 1.0])], algorithm("preset=reinforce"))
     assert all(t.trained for t in chosen.trajectories)
 
 
@@ -40,12 +38,8 @@ def test_where_terms_are_compared_all_of_them_must_be_constant(algorithm, record
     same, parts = [1.0, 1.0], [{"acc": 1.0, "fmt": 0.0}, {"acc": 0.0, "fmt": 1.0}]
     groups = [
         records.changed(records.group("parts", same), parts=parts),
-        records.changed(
-            records.group("turns", same), parts=[parts[0]] * 2, turn_rewards=[(0.5,), (0.2, 0.1)]
-        ),
-        records.changed(
-            records.group("same", same), parts=[parts[0]] * 2, turn_rewards=[(0.5,), (0.5,)]
-        ),
+        records.changed(records.group("turns", same), parts=[parts[0]] * 2, turn_rewards=[(0.5,), (0.2, 0.1)]),
+        records.changed(records.group("same", same), parts=[parts[0]] * 2, turn_rewards=[(0.5,), (0.5,)]),
     ]
     row = algorithm("preset=gdpo", "drop_constant=true")
     chosen = select.mark_members(groups, row)[0]
@@ -55,9 +49,7 @@ def test_where_terms_are_compared_all_of_them_must_be_constant(algorithm, record
 def test_who_does_not_train(algorithm, records):
     (chosen,) = select.mark_members([records.group("a", [1.0, None, 0.0])], algorithm())[0]
     assert [t.trained for t in chosen.trajectories] == [True, False, True]
-    cut = records.changed(
-        records.group("a", [1.0, 0.0, 0.0]), status=["ok", "overturn", "truncated"]
-    )
+    cut = records.changed(records.group("a", [1.0, 0.0, 0.0]), status=["ok", "overturn", "truncated"])
     row = algorithm("exclude_status=[overturn]")
     (chosen,) = select.mark_members([cut], row)[0]
     assert [t.trained for t in chosen.trajectories] == [True, False, True]
@@ -111,9 +103,7 @@ def test_the_limits_of_a_row_hold_before_group_statistics(algorithm, records):
 def test_moments_are_remembered_and_only_live_members_move_them(algorithm, records):
     row = algorithm("exclude_status=[overturn]", "train.updates_per_step=1")
     row = row.model_copy(update={"reward_normalise": "mean_std"})
-    cut = records.changed(
-        records.group("a", [1.0, 3.0, 9.0, None]), status=["ok", "ok", "overturn", "error"]
-    )
+    cut = records.changed(records.group("a", [1.0, 3.0, 9.0, None]), status=["ok", "ok", "overturn", "error"])
     start = restore(row, None)
     (group,), known, _ = select.shape([cut], row, start)
     assert known.moments == {"": Moments(count=2, mean=2.0, squares=2.0)}
@@ -164,6 +154,4 @@ def test_supervision_weighs_every_token_alike(records):
     assert len(written) == 2
     for batch in written:
         assert batch.advantages is not None and set(batch.advantages.tolist()) == {1.0}
-        assert batch.scales is not None and batch.scales.tolist() == pytest.approx(
-            [1 / 8] * len(batch.reads)
-        )
+        assert batch.scales is not None and batch.scales.tolist() == pytest.approx([1 / 8] * len(batch.reads))

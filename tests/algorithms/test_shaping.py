@@ -44,12 +44,7 @@ def live(t: Trajectory) -> bool:
 
 def shape(groups, *, normalise="off", clip=None, moments=None, components=()):
     return shape_rewards(
-        groups,
-        normalise=normalise,
-        clip=clip,
-        moments=moments or {},
-        live=live,
-        components=components,
+        groups, normalise=normalise, clip=clip, moments=moments or {}, live=live, components=components
     )
 
 
@@ -72,9 +67,7 @@ def test_limits_alone_keep_no_moments():
     ("normalise", "shift", "high", "clipped"),
     [("std", 0.0, 2.1, 1), ("mean_std", 0.875, 1.4, 0)],  # 2.0 becomes 2.34 and 1.32
 )
-def test_the_step_enters_the_moments_before_they_are_used_and_limits_come_last(
-    normalise, shift, high, clipped
-):
+def test_the_step_enters_the_moments_before_they_are_used_and_limits_come_last(normalise, shift, high, clipped):
     std = np.std([1.0, 0.0, 0.5, 2.0], ddof=1)
     scaled = [(r - shift) / std for r in (1.0, 0.0, 0.5, 2.0)]
     groups, moments, metrics = shape([FOUR], normalise=normalise)

@@ -7,11 +7,7 @@ import torch
 from pytest import approx
 
 from saccade.algorithms.loss_sums import to_metrics
-from saccade.algorithms.value import (
-    explained_variance,
-    value_loss,
-    value_objective,
-)
+from saccade.algorithms.value import explained_variance, value_loss, value_objective
 
 
 def tensor(*numbers: float) -> torch.Tensor:
@@ -69,17 +65,13 @@ def test_rounding_is_not_a_clip():
 def test_what_is_not_live_reaches_nothing(clip):
     nan = float("nan")
     new = tensor(1.0, nan, 3.0).requires_grad_()
-    loss, stats = value_objective(
-        new, tensor(1.0, nan, 0.0), tensor(0.0, nan, 4.0), tensor(0.5, 0, 0.5), clip=clip
-    )
+    loss, stats = value_objective(new, tensor(1.0, nan, 0.0), tensor(0.0, nan, 4.0), tensor(0.5, 0, 0.5), clip=clip)
     means = to_metrics([stats]).means()
     wanted = 0.25 * (1 + (1 if clip == 0 else 3.8**2))
     assert loss.item() == approx(wanted) and means["critic/loss"] == approx(wanted)
     assert means["critic/value_mean"] == 2.0 and means["critic/clip_frac"] == (0.5 if clip else 0)
     loss.backward()
-    assert new.grad is not None and new.grad.tolist() == approx(
-        [0.5, 0.0, -0.5 if clip == 0 else 0.0]
-    )
+    assert new.grad is not None and new.grad.tolist() == approx([0.5, 0.0, -0.5 if clip == 0 else 0.0])
 
 
 def test_micro_batches_add_up():
@@ -88,8 +80,7 @@ def test_micro_batches_add_up():
     columns = (new, old, returns, scales)
     whole = to_metrics([value_objective(*columns, clip=0.2)[1]]).means()
     parts = [
-        value_objective(*(c[part] for c in columns), clip=0.2)[1]
-        for part in (slice(0, 5), slice(5, 6), slice(6, 18))
+        value_objective(*(c[part] for c in columns), clip=0.2)[1] for part in (slice(0, 5), slice(5, 6), slice(6, 18))
     ]
     assert to_metrics(parts).means() == approx(whole)
     assert whole["critic/loss"] == approx(0.43915905, abs=1e-7)

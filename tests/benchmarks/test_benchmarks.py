@@ -177,9 +177,7 @@ def test_curves_of_the_visual_search() -> None:
     assert over_seeds["accuracy"]["masked"][32] == (0.5, 0.5, 0.5)
     assert picture(over_seeds).count("<path") == 8
 
-    text = (
-        '<think>Not here.</think><grounding>{"bbox_2d": [0, 0.5, 1, 1], "source": "x"}</grounding>'
-    )
+    text = '<think>Not here.</think><grounding>{"bbox_2d": [0, 0.5, 1, 1], "source": "x"}</grounding>'
     assert set(phrases([text])) == {
         *("<think>", "Not here.", "</think>", "<grounding>", '{"bbox_2d": ', "[0, 0.5, 1, 1]"),
         *(', "source": "x"}', "</grounding>", "user\n", "assistant\n"),
@@ -199,9 +197,7 @@ def test_turns_are_the_same_with_and_without_the_cache_of_those_before(tmp_path:
     from saccade.types import Message, Sample
 
     family = load_family(build(tmp_path / "model", "tiny"))
-    engine = EmbeddedEngine(
-        load_model(family, dtype=torch.float32, device=torch.device("cpu")), family
-    )
+    engine = EmbeddedEngine(load_model(family, dtype=torch.float32, device=torch.device("cpu")), family)
     noise = np.random.default_rng(0).integers(0, 255, (112, 112, 3), dtype=np.uint8)
     asked = Message(role="user", parts=(open_media(noise), "How many"))
     work = parse("T2,prompts=1,samples=2,new=8")

@@ -50,14 +50,10 @@ def test_a_report_lists_what_is_wrong(mixed):
 def test_questions_without_words_are_good_rows_that_are_noted(jsonl, picture):
     picture()
     asked = ["<image>How many?", "<image>", "<image> \n"]
-    rows = [
-        {"id": n, "images": ["a.png"], "problem": q, "answer": "1"} for n, q in enumerate(asked)
-    ]
+    rows = [{"id": n, "images": ["a.png"], "problem": q, "answer": "1"} for n, q in enumerate(asked)]
     report = check_data(load_config({"data": {"train": jsonl(rows)}}))
     assert report.good == 3 and not report.bad
-    assert report.notes == (
-        "2 good rows ask nothing in words, first 1: the question is empty or only <image>",
-    )
+    assert report.notes == ("2 good rows ask nothing in words, first 1: the question is empty or only <image>",)
 
 
 def test_headers_only_does_not_look_at_pixels(mixed):

@@ -75,9 +75,7 @@ def test_a_row_is_a_question_about_one_picture() -> None:
     assert media.data is not None and media.hash == hashlib.sha256(media.data).hexdigest()
     assert row.answer == str(len(row.extra["colours"]))
     listed = " ".join(row.extra["colours"])
-    assert row.extra["demonstration"] == (
-        f"<think> {listed} </think><answer> {row.answer} </answer>"
-    )
+    assert row.extra["demonstration"] == (f"<think> {listed} </think><answer> {row.answer} </answer>")
     assert demonstrated(row).messages[1].text == row.extra["demonstration"]
 
 

@@ -24,10 +24,7 @@ def test_sources_follow_each_other_in_file_order(jsonl):
     first, second = jsonl(qa(3), "a.jsonl"), jsonl([{"problem": "p", "answer": "9"}], "b.jsonl")
     data = load([source(first), source(second, name="bee", data_source="other")], DataConfig())
     assert [sample.answer for sample in data.samples] == ["0", "1", "2", "9"]
-    assert [(p.name, p.format, p.start, p.stop) for p in data.parts] == [
-        ("a", "qa", 0, 3),
-        ("bee", "easyr1", 3, 4),
-    ]
+    assert [(p.name, p.format, p.start, p.stop) for p in data.parts] == [("a", "qa", 0, 3), ("bee", "easyr1", 3, 4)]
     assert [sample.data_source for sample in data.samples] == ["a", "a", "a", "other"]
     assert "a: 3 of 3 rows, format qa" in data.summary
 
@@ -36,9 +33,7 @@ def test_limits_per_source_and_overall(jsonl):
     paths = [jsonl(qa(10), "a.jsonl"), jsonl(qa(10), "b.jsonl")]
     data = load([source(paths[0], max_samples=4), source(paths[1])], DataConfig(max_samples=6))
     assert [part.stop - part.start for part in data.parts] == [4, 2]
-    data = load(
-        [source(p, weight=w) for p, w in zip(paths, (3, 1), strict=True)], DataConfig(max_samples=8)
-    )
+    data = load([source(p, weight=w) for p, w in zip(paths, (3, 1), strict=True)], DataConfig(max_samples=8))
     assert [part.stop - part.start for part in data.parts] == [6, 2]
 
 
@@ -100,10 +95,7 @@ def test_rows_of_text_between_those_with_pictures_hide_none(nothing):
 def test_what_was_written_without_its_pictures_needs_no_key(jsonl):
     data = load([source(jsonl(qa(2, path="a.png")))], DataConfig(keys={"images": ""}))
     written = jsonl([to_row(sample) for sample in data.samples], "new.jsonl")
-    assert [s.extra for s in load([source(written)], DataConfig()).samples] == [
-        {"path": "a.png"},
-        {"path": "a.png"},
-    ]
+    assert [s.extra for s in load([source(written)], DataConfig()).samples] == [{"path": "a.png"}, {"path": "a.png"}]
 
 
 @pytest.mark.parametrize("offset", [10, 11])
@@ -122,9 +114,7 @@ def test_files_for_rewards_lie_beside_the_rows(jsonl, tmp_path):
         {"segmentation_path": "elsewhere/0.png", "mask": [[0, 1]]},
         {"segmentation_path": "../0.png"},
     ]
-    data = load(
-        [source(jsonl([{**qa(1)[0], **row} for row in rows]))], DataConfig(max_bad_fraction=1)
-    )
+    data = load([source(jsonl([{**qa(1)[0], **row} for row in rows]))], DataConfig(max_bad_fraction=1))
     found, missing = (sample.extra for sample in data.samples)
     assert found == {"segmentation_path": str(tmp_path / "masks" / "0.png"), "level": level}
     assert missing == rows[1]
@@ -182,9 +172,7 @@ def test_a_row_that_a_template_refuses_is_bad_unless_it_refuses_all(jsonl):
 
     rows = [{"id": n, "question": "q", "answer": str(n)} for n in (1, 2)]
     data = load([source(jsonl(rows))], DataConfig(max_bad_fraction=0.5), length=length)
-    assert [(row.id, row.reason[:25]) for row in data.quarantined] == [
-        ("1", "the chat template refuses")
-    ]
+    assert [(row.id, row.reason[:25]) for row in data.quarantined] == [("1", "the chat template refuses")]
     with pytest.raises(ConfigError, match=r"refuses the roles .* \(1, row 1 of rows\)"):
         load([source(jsonl(rows[:1]))], DataConfig(max_bad_fraction=0.5), length=length)
 
@@ -205,12 +193,7 @@ def test_too_many_bad_rows_stop_with_the_first_five(jsonl):
 @pytest.mark.parametrize(
     ("bad", "split", "limit", "advice"),
     [
-        (
-            2,
-            "train",
-            "dpo.max_tokens",
-            "=0.5 goes on without them, and quarantine.jsonl of the run",
-        ),
+        (2, "train", "dpo.max_tokens", "=0.5 goes on without them, and quarantine.jsonl of the run"),
         (2, "val", "dpo.max_tokens", "=0.5 goes on without them."),
         (4, "val", "dpo.max_tokens", "No row is left to go on with."),
         (4, "train", "data.max_prompt_tokens", "go on with. `saccade check-data` lists all."),
@@ -286,10 +269,7 @@ def test_contradictions_of_the_config_are_refused(jsonl):
 def test_ten_thousand_rows_load_in_seconds(jsonl, picture):
     for index in range(50):
         picture(f"{index}.png", (index, 0, 0))
-    rows = [
-        {"problem": f"<image>{n}?", "answer": "1", "images": [f"{n % 50}.png"]}
-        for n in range(10_000)
-    ]
+    rows = [{"problem": f"<image>{n}?", "answer": "1", "images": [f"{n % 50}.png"]} for n in range(10_000)]
     path = jsonl(rows)
     start = time.process_time()  # of this process: other work on the machine does not count
     assert len(load([source(path)], DataConfig())) == 10_000

@@ -29,9 +29,7 @@ def read(tmp_path):
 
     def call(row, **options):
         config = DataConfig(**options)
-        return read_row(
-            row, detect(set(row), config), config, open_image=open_image, default_source="file"
-        )
+        return read_row(row, detect(set(row), config), config, open_image=open_image, default_source="file")
 
     call.open_image = open_image
     return call
@@ -39,10 +37,7 @@ def read(tmp_path):
 
 def shape(sample):
     """Roles and parts, an image written as *."""
-    return [
-        (m.role, "|".join("*" if isinstance(p, Media) else p for p in m.parts))
-        for m in sample.messages
-    ]
+    return [(m.role, "|".join("*" if isinstance(p, Media) else p for p in m.parts)) for m in sample.messages]
 
 
 ROWS = {
@@ -173,13 +168,7 @@ def test_unknown_columns_formats_and_roles_are_refused():
 
 def test_columns_can_be_renamed(read):
     row = {"text": "<image>?", "gold": 7, "pics": "a.png", "key": 12, "set": "x", "image": "no.png"}
-    keys = {
-        "prompt": "text",
-        "answer": "gold",
-        "images": "pics",
-        "id": "key",
-        "data_source": "set",
-    }
+    keys = {"prompt": "text", "answer": "gold", "images": "pics", "id": "key", "data_source": "set"}
     sample = read(row, keys=keys)
     assert (sample.id, sample.answer, sample.data_source) == ("12", "7", "x")
     assert shape(sample) == [("user", "*|?")] and sample.extra == {"image": "no.png"}
@@ -210,9 +199,7 @@ def test_numbered_placeholders_choose_images(read):
 
 
 def test_escaped_placeholders_are_text(read):
-    assert shape(read(row(r"<image>Type \<image> or \<image2>.", "1"))) == [
-        ("user", "*|Type <image> or <image2>.")
-    ]
+    assert shape(read(row(r"<image>Type \<image> or \<image2>.", "1"))) == [("user", "*|Type <image> or <image2>.")]
 
 
 @pytest.mark.parametrize("images", [["1"], ["1", "2", "3"], []])
@@ -292,10 +279,7 @@ def test_all_turns_and_the_system_message_are_kept(read):
         ([{"role": "assistant", "content": "x"}], "no user message"),
         ([{"role": "user", "content": [{"type": "smell", "smell": "a.sm"}]}], "'smell'"),
         ([{"role": "user", "content": [{"type": "video", "video": "a", "fps": 0}]}], "fps of a v"),
-        (
-            [{"role": "user", "content": [{"video": "a.mp4", "use_audio_in_video": True}]}],
-            "add it as an audio item",
-        ),
+        ([{"role": "user", "content": [{"video": "a.mp4", "use_audio_in_video": True}]}], "add it as an audio item"),
         ([{"role": "user", "content": [{"type": "text", "text": None}]}], "without text"),
         (["x"], "a record with role and content"),
         ([{"role": "user", "content": ""}], "empty"),
@@ -328,10 +312,7 @@ JSON_VALUES = st.recursive(
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    format=st.sampled_from(list(FORMATS.values())),
-    values=st.lists(JSON_VALUES, min_size=9, max_size=9),
-)
+@given(format=st.sampled_from(list(FORMATS.values())), values=st.lists(JSON_VALUES, min_size=9, max_size=9))
 def test_any_row_is_a_sample_or_a_reason(format, values):
     names = [format.prompt[0], format.answer[0], "images", "id", "data_source", "choices", "system"]
     names += [*format.thinking, *(columns[0] for columns in format.candidates.values())]
@@ -359,14 +340,9 @@ def test_golds(read):
 
 def test_the_sft_variant_of_r1v_gets_an_assistant_turn(read):
     sample = read({"problem": "?", "thinking": "Two and two.", "solution": "4", "image": "a.png"})
-    assert shape(sample) == [
-        ("user", "*|?"),
-        ("assistant", "<think>Two and two.</think><answer>4</answer>"),
-    ]
+    assert shape(sample) == [("user", "*|?"), ("assistant", "<think>Two and two.</think><answer>4</answer>")]
     tagged = {"thinking": "<think>t</think>", "solution": "<answer>4</answer>"}
-    assert (
-        read({"problem": "?", **tagged}).messages[-1].text == "<think>t</think><answer>4</answer>"
-    )
+    assert read({"problem": "?", **tagged}).messages[-1].text == "<think>t</think><answer>4</answer>"
 
 
 def test_choices(read):

@@ -103,8 +103,7 @@ def test_refused_sources_say_why(source, reason, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("allowed", "by_two_dots", "in_full"),
-    [("absolute", False, True), (True, True, True), (False, False, False)],
+    ("allowed", "by_two_dots", "in_full"), [("absolute", False, True), (True, True, True), (False, False, False)]
 )
 def test_files_outside_of_the_folder(picture, tmp_path, allowed, by_two_dots, in_full):
     picture("up.png"), picture("inner/a.png")

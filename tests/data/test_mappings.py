@@ -173,10 +173,7 @@ def test_imagegen_cot_is_labelled_by_its_answer_alone(tmp_path: Path) -> None:
         f"{thought}I cannot say.",
     ]
     rows = [
-        {
-            "conversations": [{"value": f"Compare for: {n}"}, {"value": text}],
-            "images": ["a.png", "b.png"],
-        }
+        {"conversations": [{"value": f"Compare for: {n}"}, {"value": text}], "images": ["a.png", "b.png"]}
         for n, text in enumerate(said)
     ]
     path = write_json(tmp_path / "data.json", rows)
@@ -294,12 +291,7 @@ def test_videogen_rewardbench_names_the_side_for_each_head(tmp_path: Path) -> No
     data = read(path, "videogen_rewardbench")
     (sample,) = data.samples
     heads = {head: better(sample, head) for head in sample.extra["labels"]}
-    assert heads == {
-        "preference": 90,
-        "visual_quality": 10,
-        "motion_quality": None,
-        "alignment": 90,
-    }
+    assert heads == {"preference": 90, "visual_quality": 10, "motion_quality": None, "alignment": 90}
     assert data.filtered == 1
 
 
@@ -421,15 +413,10 @@ def test_unknown_names_are_refused_with_those_that_work(name: str, message: str)
 def test_a_file_or_function_that_raises_is_named_with_its_line(own: tuple[Path, str]) -> None:
     path = Path(own[1])
     path.write_text("\n\ndef f(row):\n    return row['nothing']\n")
-    reason = re.escape(
-        f"row-1 (row 1 of r): mapping {path}:f raised KeyError: 'nothing' (own.py:4)"
-    )
+    reason = re.escape(f"row-1 (row 1 of r): mapping {path}:f raised KeyError: 'nothing' (own.py:4)")
     with pytest.raises(DataError, match=reason):
         read(own[0], f"{path}:f")
-    for text, message in {
-        "1 / 0": "ZeroDivisionError: division by zero",
-        "(": "SyntaxError",
-    }.items():
+    for text, message in {"1 / 0": "ZeroDivisionError: division by zero", "(": "SyntaxError"}.items():
         path.write_text(f"\n{text}\n")
         with pytest.raises(ConfigError, match=rf"the file raised {message}.* \(own.py:2\)"):
             load_mapping(f"{path}:f")
@@ -443,14 +430,7 @@ def test_rows_that_lack_something_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("value", "number"),
-    [
-        (" -2.5 ", -2.5),
-        ("1e-3", 0.001),
-        ([4, "5"], 4.5),
-        ("x", None),
-        ([], None),
-        ([1, None], None),
-    ],
+    [(" -2.5 ", -2.5), ("1e-3", 0.001), ([4, "5"], 4.5), ("x", None), ([], None), ([1, None], None)],
 )
 def test_texts_and_lists_count_as_numbers(value: Any, number: float | None) -> None:
     assert number_of(value) == number

@@ -29,19 +29,14 @@ def compared(first, second, label: str | None = "B", **extra) -> Sample:
     labels = {} if label is None else {"labels": {"preference": label}, **drawn}
     return Sample(
         id="s",
-        messages=(
-            Message(role="system", parts=("Be fair.",)),
-            Message(role="user", parts=("a red cat",)),
-        ),
+        messages=(Message(role="system", parts=("Be fair.",)), Message(role="user", parts=("a red cat",))),
         candidates=(shown(first), shown(second)),
         extra={**labels, **extra},
     )
 
 
 def text_of(message: Message) -> str:
-    return "".join(
-        part if isinstance(part, str) else f"[{part.hash[:4]}]" for part in message.parts
-    )
+    return "".join(part if isinstance(part, str) else f"[{part.hash[:4]}]" for part in message.parts)
 
 
 def test_both_pictures_stand_in_one_prompt_under_their_numbers():
@@ -111,9 +106,7 @@ def test_what_has_no_verdict_is_refused_or_left_alone():
 
 
 def test_the_option_of_the_data_makes_such_prompts(tmp_path: Path):
-    rows = [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}] * 2 + [
-        {"question": "x", "answer": 1}
-    ]
+    rows = [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}] * 2 + [{"question": "x", "answer": 1}]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row | {"id": str(n)}) + "\n" for n, row in enumerate(rows)))
     config = DataConfig(pair_view="verdict", max_bad_fraction=1.0)

@@ -37,9 +37,7 @@ def read(row, **options) -> Sample:
 
 
 def shape(messages):
-    return [
-        (m.role, "|".join("*" if isinstance(p, Media) else p for p in m.parts)) for m in messages
-    ]
+    return [(m.role, "|".join("*" if isinstance(p, Media) else p for p in m.parts)) for m in messages]
 
 
 @pytest.mark.parametrize(
@@ -50,11 +48,7 @@ def shape(messages):
         (None, [ASKED, ANSWER], [ASKED, said("assistant", "a dog")]),
         ("how many?", [ASKED, ANSWER], [ASKED, said("assistant", "a dog")]),
         ("how many?", json.dumps([ASKED, ANSWER]), [ASKED, said("assistant", "a dog")]),
-        (
-            None,
-            "\n\nHuman: how many?\n\nAssistant: three",
-            "\n\nHuman: how many?\n\nAssistant: a dog",
-        ),
+        (None, "\n\nHuman: how many?\n\nAssistant: three", "\n\nHuman: how many?\n\nAssistant: a dog"),
         ([{"from": "human", "value": "how many?"}], {"from": "gpt", "value": "three"}, ["a dog"]),
     ],
 )
@@ -66,15 +60,12 @@ def test_the_ways_to_write_a_pair(prompt, chosen, rejected):
 
 def test_what_conversations_share_is_the_prompt():
     first = [SYSTEM, ASKED, ANSWER, LOOK]
-    asked, sides = read_candidates(
-        None, [[*first, said("assistant", "four")], [*first, said("assistant", "five")]]
-    )
+    asked, sides = read_candidates(None, [[*first, said("assistant", "four")], [*first, said("assistant", "five")]])
     assert [role for role, _ in asked] == ["system", "user", "assistant", "user"]
     assert [side[0][1] for side in sides] == [["four"], ["five"]]
     # From the first reply on that differs, all of it is compared.
     asked, sides = read_candidates(
-        "how many?",
-        [[ASKED, ANSWER, LOOK, said("assistant", "four")], [ASKED, said("assistant", "a dog")]],
+        "how many?", [[ASKED, ANSWER, LOOK, said("assistant", "four")], [ASKED, said("assistant", "a dog")]]
     )
     assert len(asked) == 1 and [len(side) for side in sides] == [3, 1]
     same, ties = read_candidates(None, [[ASKED, ANSWER], [ASKED, ANSWER]])
@@ -108,10 +99,7 @@ def test_images_are_placed_over_prompt_chosen_and_rejected():
         }
     )
     assert shape(sample.messages) == [("user", "*|how many?")]
-    assert [shape(side)[1] for side in sample.candidates] == [
-        ("user", "*|look"),
-        ("user", "*|there"),
-    ]
+    assert [shape(side)[1] for side in sample.candidates] == [("user", "*|look"), ("user", "*|there")]
     assert [m.width for m in sample.every_media] == [101, 102, 103] and len(sample.media) == 1
     smaller = shrink(sample, lambda s: max(m.max_pixels for m in s.every_media), 5000)
     assert smaller is not None and {m.max_pixels for m in smaller.every_media} == {4344}

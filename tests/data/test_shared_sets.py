@@ -117,9 +117,5 @@ def test_check_data_agrees_about_the_awkward_rows():
     path = SETS / "nasty" / "nasty.jsonl"
     config = load_config({"data.train": str(path), "data.max_megapixels": 100})
     report = check_data(config)
-    assert (report.rows, report.good, len(report.bad)) == (
-        26,
-        16,
-        10,
-    )  # a limit of 100 hits both bombs
+    assert (report.rows, report.good, len(report.bad)) == (26, 16, 10)  # a limit of 100 hits both bombs
     assert not report.acceptable

@@ -12,11 +12,7 @@ from saccade.types import Media, Message
 
 def tokens_of(media: Media) -> int:
     rows, columns = resized_size(
-        media.width,
-        media.height,
-        unit=28,
-        min_pixels=media.min_pixels,
-        max_pixels=media.max_pixels,
+        media.width, media.height, unit=28, min_pixels=media.min_pixels, max_pixels=media.max_pixels
     )
     return rows * columns // 784
 
@@ -69,11 +65,7 @@ def test_truncate_text_leaves_media_and_the_end_of_the_question(ask, picture):
     media = open_media(str(picture()))
     sample = ask("0" * 100, media, "1" * 50 + "?")
     fixed = tokens_of(media)
-    assert truncate_text(sample, length, fixed + 71).messages[0].parts == (
-        "0" * 20,
-        media,
-        "1" * 50 + "?",
-    )
+    assert truncate_text(sample, length, fixed + 71).messages[0].parts == ("0" * 20, media, "1" * 50 + "?")
     assert truncate_text(sample, length, fixed + 11).messages[0].parts == (media, "1" * 10 + "?")
     assert truncate_text(sample, length, fixed) is None
 

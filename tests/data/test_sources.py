@@ -95,10 +95,7 @@ def test_tables_are_read_in_parts(tmp_path, monkeypatch, name):
         feather.write_feather(table, path, compression="lz4", chunksize=20)
     else:
         packed = pyarrow.ipc.IpcWriteOptions(compression="lz4")
-        with (
-            pyarrow.OSFile(path, "wb") as sink,
-            pyarrow.ipc.new_stream(sink, table.schema, options=packed) as writer,
-        ):
+        with pyarrow.OSFile(path, "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema, options=packed) as writer:
             writer.write_table(table, max_chunksize=20)
     del table
     before, held = pyarrow.total_allocated_bytes(), []
@@ -117,16 +114,12 @@ def test_a_python_file_gets_the_split(tmp_path):
         rows(tmp_path / "b.py")
     for text, line in {"def load(split):\n    yield {}\n    1 / 0": 3, "\n1 / 0": 2}.items():
         (tmp_path / "b.py").write_text(text)
-        with pytest.raises(
-            DataError, match=rf"b.py: raised ZeroDivisionError: .* \(b.py:{line}\)$"
-        ):
+        with pytest.raises(DataError, match=rf"b.py: raised ZeroDivisionError: .* \(b.py:{line}\)$"):
             rows(tmp_path / "b.py")
 
 
 def test_a_broken_line_is_one_bad_row(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(
-        b'{"question": "1"}\n{"quest\n[1]\n"\xff"\n{"question": "2"}\n'
-    )
+    (tmp_path / "a.jsonl").write_bytes(b'{"question": "1"}\n{"quest\n[1]\n"\xff"\n{"question": "2"}\n')
     found = rows(tmp_path / "a.jsonl")
     assert [isinstance(row, RowError) for row in found] == [False, True, True, True, False]
 
@@ -210,11 +203,7 @@ def test_a_folder_written_by_datasets(tmp_path, picture):
     datasets = pytest.importorskip("datasets")
     columns = {"problem": ["<image>?"], "answer": ["1"], "images": [[str(picture())]]}
     features = datasets.Features(
-        {
-            "problem": datasets.Value("string"),
-            "answer": datasets.Value("string"),
-            "images": [datasets.Image()],
-        }
+        {"problem": datasets.Value("string"), "answer": datasets.Value("string"), "images": [datasets.Image()]}
     )
     table = datasets.Dataset.from_dict(columns, features=features)
     table.to_parquet(str(tmp_path / "a.parquet"))

@@ -100,9 +100,7 @@ def write(path, media):
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def test_rows_are_let_go_of_when_they_are_read_and_when_they_are_written(
-    jsonl, on_disk, noise, tmp_path
-):
+def test_rows_are_let_go_of_when_they_are_read_and_when_they_are_written(jsonl, on_disk, noise, tmp_path):
     file = noise().read_bytes()  # of 14 kB; 9 MB in all
     large = [file + number.to_bytes(4, "big") for number in range(600)]
     path = rows_of(jsonl, large)

@@ -18,16 +18,7 @@ def dataset(*sizes, weights=None, hash="h", lengths=(), **columns):
             message = Message(role="user", parts=(str(n),))
             samples.append(Sample(id=f"{'abc'[index]}{n}", messages=(message,), extra=extra))
         weight = weights[index] if weights else None
-        parts.append(
-            Part(
-                name="abc"[index],
-                format="qa",
-                start=start,
-                stop=start + size,
-                rows=size,
-                weight=weight,
-            )
-        )
+        parts.append(Part(name="abc"[index], format="qa", start=start, stop=start + size, rows=size, weight=weight))
     return Dataset(samples=tuple(samples), parts=tuple(parts), lengths=lengths, hash=hash)
 
 

@@ -33,10 +33,7 @@ def test_vstar(folder: Path) -> None:
     assert first.messages[0].text == "What is the material of the glove?"
     assert first.choices == ("rubber", "cotton") and first.answer == "B"
     assert (first.id, first.data_source) == ("0", "vstar")
-    assert [s.extra["category"] for s in (first, second)] == [
-        "direct_attributes",
-        "relative_position",
-    ]
+    assert [s.extra["category"] for s in (first, second)] == ["direct_attributes", "relative_position"]
     assert (first.media[0].width, first.media[0].height) == (200, 100)
     assert decode(second.media[0]).shape == (100, 200, 3)
 

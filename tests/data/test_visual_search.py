@@ -15,13 +15,7 @@ from saccade.data import datasets
 from saccade.errors import ConfigError
 from saccade.plugins.visual_search.optotypes import MARGIN, TILE, detail, resized
 from saccade.plugins.visual_search.search_expert import demonstration, place_boxes
-from saccade.plugins.visual_search.search_scenes import (
-    KINDS,
-    LEVELS,
-    readability,
-    search_split,
-    write_search,
-)
+from saccade.plugins.visual_search.search_scenes import KINDS, LEVELS, readability, search_split, write_search
 
 
 def pixels(sample) -> np.ndarray:
@@ -46,9 +40,7 @@ def test_nothing_of_an_object_survives_shrinking(name: str, shrink: int) -> None
         ("hard", "letter", "quarter"),
     ],
 )
-def test_a_target_is_read_after_zooming_and_by_chance_before(
-    level: str, kind: str, zoom: str
-) -> None:
+def test_a_target_is_read_after_zooming_and_by_chance_before(level: str, kind: str, zoom: str) -> None:
     """Although the matcher is told where the target is; 3 deviations above p are no guess."""
     rows = search_split(40, seed=5, level=level, kind=kind, view=56)
     found = readability(rows)
@@ -91,9 +83,7 @@ def test_written_rows_are_read_back(tmp_path: Path) -> None:
     path = write_search(rows, tmp_path)
     read = datasets.load([DataSource(path=str(path))], DataConfig()).samples
     for before, after in zip(rows, read, strict=True):
-        assert (after.id, after.answer, after.data_source) == (
-            *(before.id, before.answer, before.data_source),
-        )
+        assert (after.id, after.answer, after.data_source) == (*(before.id, before.answer, before.data_source),)
         assert after.media == before.media and after.extra == before.extra
         assert after.messages[0].text == before.messages[0].text
 

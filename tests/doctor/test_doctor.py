@@ -31,9 +31,7 @@ def test_without_a_model_the_machine_alone_is_looked_at():
     assert result.exit_code == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen3"]
-)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen3"])
 def test_a_healthy_model_passes_to_its_end(family_of, name):
     result = run("--model", family_of(name).path, "run.device=cpu", "--json")
     assert result.exit_code == 0, result.output
@@ -109,12 +107,7 @@ def found_by(name: str, *overrides: str) -> list[Finding]:
 
 
 def test_packages_against_their_ranges(monkeypatch):
-    wanted = [
-        "numpy<1",
-        "no-such-package>=2",
-        "pytest<1; extra == 'test'",
-        "numpy; python_version<'3'",
-    ]
+    wanted = ["numpy<1", "no-such-package>=2", "pytest<1; extra == 'test'", "numpy; python_version<'3'"]
     monkeypatch.setattr(machine, "requirements", lambda: [*wanted, "pillow>=1"])
     found = findings("packages")
     assert [status for status, _ in found] == ["failure", "failure", "warning", "ok"]
@@ -131,9 +124,7 @@ def test_ranges_are_read_from_the_source_tree_too(monkeypatch):
 
 
 def test_an_engine_that_is_asked_for_must_be_there(monkeypatch):
-    monkeypatch.setattr(
-        "saccade.plugins.engines.sglang.sglang_transport.find_spec", lambda name: None
-    )
+    monkeypatch.setattr("saccade.plugins.engines.sglang.sglang_transport.find_spec", lambda name: None)
     assert ("note", "sglang is not installed") in findings("engine")
     asked = findings("engine", "rollout.engine=sglang")
     assert ("failure", "sglang is not installed") in asked

@@ -38,24 +38,15 @@ def test_a_healthy_folder_in_shards(found, folder):
 
 
 BROKEN = {
-    "a missing shard": (
-        lambda f: (shards(f), (f / "model-2.safetensors").unlink()),
-        "model-2.safetensors: is missing",
-    ),
+    "a missing shard": (lambda f: (shards(f), (f / "model-2.safetensors").unlink()), "model-2.safetensors: is missing"),
     "a tensor that is in no shard": (
         lambda f: (
             shards(f),
-            change(
-                f / "model.safetensors.index.json",
-                weight_map={"lost.weight": "model-1.safetensors"},
-            ),
+            change(f / "model.safetensors.index.json", weight_map={"lost.weight": "model-1.safetensors"}),
         ),
         "model-1.safetensors: model.safetensors.index.json places lost.weight there",
     ),
-    "no weights": (
-        lambda f: (f / "model.safetensors").unlink(),
-        "model.safetensors: is missing",
-    ),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors: is missing"),
     "weights cut short": (
         lambda f: cut(f / "model.safetensors", 100_000),
         "model.safetensors: has 100,000 bytes, its header asks for ",
@@ -65,9 +56,7 @@ BROKEN = {
         "model.safetensors: is cut short in its header (100 bytes)",
     ),
     "a Git LFS pointer": (
-        lambda f: (f / "model.safetensors").write_text(
-            "version https://git-lfs.github.com/spec/v1\n"
-        ),
+        lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
         "model.safetensors: is a Git LFS pointer instead of weights (run `git lfs pull`",
     ),
     "an empty file": (lambda f: cut(f / "model.safetensors", 0), "is cut short in its header (0"),
@@ -84,8 +73,7 @@ BROKEN = {
     "weights of another vocabulary": (
         lambda f: change(
             f / "config.json",
-            text_config=json.loads((f / "config.json").read_text())["text_config"]
-            | {"vocab_size": 300},
+            text_config=json.loads((f / "config.json").read_text())["text_config"] | {"vocab_size": 300},
         ),
         "config.json has vocab_size 300, the embedding 272 rows",
     ),

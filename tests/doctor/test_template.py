@@ -11,19 +11,15 @@ TEXT_ONLY = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 DEFAULT_SYSTEM = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n"
-    "You are a helpful assistant.<|im_end|>\n{% endif %}"
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
 )
 FORGETS = TEMPLATE.replace(
     "{{ m['content'] }}",
-    "{{ m['content'].split('</think>')[-1] if m['role'] == 'assistant' and not loop.last "
-    "else m['content'] }}",
+    "{{ m['content'].split('</think>')[-1] if m['role'] == 'assistant' and not loop.last else m['content'] }}",
     1,
 )
 OPENS = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-REFUSES_SYSTEM = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-)
+REFUSES_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 SKIPS_TOOLS = TEMPLATE.replace("in messages %}", "in messages if m['role'] != 'tool' %}", 1)
 BLIND_TOOLS = TEMPLATE.replace(
     "{% if c['type'] == 'image' %}", "{% if c['type'] == 'image' and m['role'] == 'user' %}", 1

@@ -17,13 +17,7 @@ FREE = Sampling(temperature=1.0, max_tokens=8, ignore_eos=True)
 
 def requests(prompts, sampling: Sampling = FREE, repeats: int = 1) -> list[Request]:
     return [
-        Request(
-            key=f"{i}/{r}",
-            ids=prompt.ids,
-            media=prompt.media,
-            sampling=sampling,
-            noise=1000 * i + r,
-        )
+        Request(key=f"{i}/{r}", ids=prompt.ids, media=prompt.media, sampling=sampling, noise=1000 * i + r)
         for i, prompt in enumerate(prompts)
         for r in range(repeats)
     ]
@@ -93,9 +87,7 @@ def support_of(completion: Completion) -> list[list[int]] | None:
 
 def turn(request: Request, answer: Completion, family, parts) -> Request:
     """The request of the next turn, after the environment said `parts`."""
-    added = family.render_continuation(
-        [Message(role="user", parts=parts)], last_id=int(answer.ids[-1])
-    )
+    added = family.render_continuation([Message(role="user", parts=parts)], last_id=int(answer.ids[-1]))
     before = np.concatenate([request.ids, answer.ids])
     return replace(
         request,

@@ -29,10 +29,7 @@ def family(family_of):
 def prompts(family, image):
     """Rendered prompts with 0, 1, 2 and 3 images of several sizes."""
     pictures = [image(56, 56, 1), image(140, 84, 2), image(84, 56, 3)]
-    return [
-        family.render([Message(role="user", parts=(*pictures[:n], f"What are these {n}?"))])
-        for n in range(4)
-    ]
+    return [family.render([Message(role="user", parts=(*pictures[:n], f"What are these {n}?"))]) for n in range(4)]
 
 
 @pytest.fixture

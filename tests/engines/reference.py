@@ -48,9 +48,7 @@ def check_prefix_groups(table: Tensor, shared: Tensor, prefix_groups: Tensor, pa
     assert torch.equal(told, shared)
 
 
-def decode_attention(
-    q, k, v, *, bases, layer, table, lengths, shared, prefix_groups, page, scale, splits
-) -> Tensor:
+def decode_attention(q, k, v, *, bases, layer, table, lengths, shared, prefix_groups, page, scale, splits) -> Tensor:
     check_prefix_groups(table, shared, prefix_groups, page)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     tokens = (int(table.max()) + 1) * page
@@ -114,18 +112,13 @@ def draw(logits, *, temperature, keys, index, banned, rows=None, floors=None):
     return ids, logprobs
 
 
-def keep(
-    logits, ids, *, floors, wanted, lengths, banned, step_index, cursor, kept, out_spans
-) -> None:
+def keep(logits, ids, *, floors, wanted, lengths, banned, step_index, cursor, kept, out_spans) -> None:
     masks = within(logits, floors, banned)
     for row in ((wanted != 0) & (lengths >= 0)).nonzero().flatten().tolist():
         found = masks[row].nonzero().flatten()
         first = cursor.item()
         cursor += len(found)
-        out_spans[step_index.item(), 0, row], out_spans[step_index.item(), 1, row] = (
-            first,
-            len(found),
-        )
+        out_spans[step_index.item(), 0, row], out_spans[step_index.item(), 1, row] = (first, len(found))
         if first + len(found) > len(kept):
             ids[row] = -1
         else:

@@ -74,9 +74,7 @@ def test_weights_are_the_trainers_own(load, family, prompts):
 
 def test_the_memory_limit_makes_requests_wait(model, family, prompts, monkeypatch):
     engine = EmbeddedEngine(model, family)
-    monkeypatch.setattr(
-        kv_cache, "CPU_CACHE_BYTES", 2 * 128 * engine.cache.shape.bytes_per_token + 1
-    )
+    monkeypatch.setattr(kv_cache, "CPU_CACHE_BYTES", 2 * 128 * engine.cache.shape.bytes_per_token + 1)
     asked = requests(prompts, repeats=2)
     got = generate(engine, asked)
     assert engine.cache.pages.count == 2
@@ -96,20 +94,13 @@ def test_pages_that_grow_in_steps_stay_inside_the_memory_limit(model, family, mo
     assert _bytes(cache) <= budget
 
 
-def test_longer_requests_find_fewer_pages_when_those_before_have_ended(
-    model, family, prompts, monkeypatch
-):
+def test_longer_requests_find_fewer_pages_when_those_before_have_ended(model, family, prompts, monkeypatch):
     engine = EmbeddedEngine(model, family)
     budget = 6 * 128 * engine.cache.shape.bytes_per_token
     monkeypatch.setattr(kv_cache, "CPU_CACHE_BYTES", budget)
     new = 128 - max(map(len, prompts))
-    short = [
-        replace(r, episode=r.key)
-        for r in requests(prompts, replace(FREE, max_tokens=new), repeats=2)
-    ]
-    long = [
-        replace(r, key=f"9/{r.key}", sampling=replace(FREE, max_tokens=new + 150)) for r in short
-    ]
+    short = [replace(r, episode=r.key) for r in requests(prompts, replace(FREE, max_tokens=new), repeats=2)]
+    long = [replace(r, key=f"9/{r.key}", sampling=replace(FREE, max_tokens=new + 150)) for r in short]
     for request in short:
         engine.submit(request)
     done = engine.poll()

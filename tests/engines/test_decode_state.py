@@ -7,9 +7,7 @@ from saccade.engines.embedded import decode_state
 
 def test_batch_sizes_are_few_and_pad_little():
     sizes = {decode_state.bucket(n) for n in range(1, 513)}
-    assert len(sizes) == len(decode_state.BUCKETS) and all(
-        decode_state.bucket(n) >= n for n in range(1, 2000)
-    )
+    assert len(sizes) == len(decode_state.BUCKETS) and all(decode_state.bucket(n) >= n for n in range(1, 2000))
     assert all(decode_state.bucket(n) <= 1.5 * n for n in range(48, 2000))
     assert decode_state.bucket(513) == 640 and all(size % 8 == 0 for size in sizes)
 

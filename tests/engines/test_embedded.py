@@ -13,16 +13,7 @@ from saccade.forest.packing import pack
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Sampling
-from tests.engines.asked import (
-    FREE,
-    counted,
-    head,
-    requests,
-    same,
-    scripted,
-    support_of,
-    trajectories,
-)
+from tests.engines.asked import FREE, counted, head, requests, same, scripted, support_of, trajectories
 
 # -- against others ------------------------------------------------------------------------------
 
@@ -48,9 +39,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(name, family_of, load,
     family, reference = family_of(name), stock(name)
     pictures = [image(56, 56, 1), image(140, 84, 2), image(84, 56, 3)]
     counts = (0, 1, 2, 3) if family.spec.image_token else (0,)
-    asked = [
-        [Message(role="user", parts=(*pictures[:n], text))] for n in counts for text in ("a", "why")
-    ]
+    asked = [[Message(role="user", parts=(*pictures[:n], text))] for n in counts for text in ("a", "why")]
     rendered = [family.render(messages) for messages in asked]
     sampling = Sampling(temperature=0.0, max_tokens=12)
     ours = generate(EmbeddedEngine(load(name), family), requests(rendered, sampling))
@@ -71,9 +60,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(name, family_of, load,
         assert completion.ids.tolist() == theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}]
-)
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}])
 def test_log_probs_are_those_of_the_trainer(model, family, prompts, changes):
     sampling = replace(FREE, support=True, **changes)
     asked = requests(prompts, sampling, repeats=3)
@@ -88,9 +75,7 @@ def test_log_probs_are_those_of_the_trainer(model, family, prompts, changes):
         assert (batch.support is not None) == sampling.truncated
 
 
-@pytest.mark.parametrize(
-    "changes", [{"temperature": 1.0}, {"top_k": 7}, {"top_p": 0.9, "temperature": 0.8}]
-)
+@pytest.mark.parametrize("changes", [{"temperature": 1.0}, {"top_k": 7}, {"top_p": 0.9, "temperature": 0.8}])
 def test_sampling_does_not_depend_on_batching(model, family, prompts, changes):
     asked = requests(prompts, replace(FREE, support=True, **changes), repeats=3)
     wanted = generate(EmbeddedEngine(model, family), asked)
@@ -125,10 +110,7 @@ def test_noise_continues_where_the_last_turn_stopped(model, family, prompts):
     (request,) = requests(prompts[:1])
     (whole,) = generate(EmbeddedEngine(model, family), [request])
     rest = replace(
-        request,
-        ids=np.concatenate([request.ids, whole.ids[:3]]),
-        first_index=3,
-        sampling=replace(FREE, max_tokens=5),
+        request, ids=np.concatenate([request.ids, whole.ids[:3]]), first_index=3, sampling=replace(FREE, max_tokens=5)
     )
     (tail,) = generate(EmbeddedEngine(model, family), [rest])
     assert tail.ids.tolist() == whole.ids[3:].tolist()
@@ -196,16 +178,12 @@ def test_end_of_turn_ends_the_response_unless_ignored(model, family, prompts):
 
 
 def test_one_token_is_enough(model, family, prompts):
-    answers = generate(
-        EmbeddedEngine(model, family), requests(prompts, replace(FREE, max_tokens=1))
-    )
+    answers = generate(EmbeddedEngine(model, family), requests(prompts, replace(FREE, max_tokens=1)))
     assert [len(a.ids) for a in answers] == [1] * 4 and {a.finish for a in answers} == {"length"}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_placeholders_and_ids_past_the_tokenizer_are_never_sampled(
-    model, family, prompts, temperature
-):
+def test_placeholders_and_ids_past_the_tokenizer_are_never_sampled(model, family, prompts, temperature):
     banned = torch.from_numpy(family.banned)
     known = len(family.chat.tokenizer)
     assert family.vocabulary > known and banned[known:].all()
@@ -216,9 +194,7 @@ def test_placeholders_and_ids_past_the_tokenizer_are_never_sampled(
         answers = generate(EmbeddedEngine(model, family), asked)
         assert not any(family.banned[a.ids].any() for a in answers)
         if temperature:  # the trainer's softmax has the same mask
-            (batch,) = pack(
-                [trajectories(asked, answers)], positions=family.positions, micro_tokens=9999
-            )
+            (batch,) = pack([trajectories(asked, answers)], positions=family.positions, micro_tokens=9999)
             ((new, _),) = LocalBackend(model, family).logprobs([batch], Scoring())
             assert np.abs(new - batch.rollout_logprobs).max() < 1e-5
 

@@ -78,8 +78,7 @@ def test_the_trainer_agrees_on_all_but_the_hot_token(model, family, prompts):
 def test_an_end_of_turn_as_the_hot_token_ends_the_sample(model, family, prompts):
     with scripted(model, [family.chat.end_of_turn]):
         (answer,) = generate(
-            EmbeddedEngine(model, family),
-            requests(prompts[:1], replace(HOT, top_k=5, ignore_eos=False)),
+            EmbeddedEngine(model, family), requests(prompts[:1], replace(HOT, top_k=5, ignore_eos=False))
         )
     assert answer.ids.tolist() == [family.chat.end_of_turn] and answer.finish == "stop"
     assert support_of(answer) == [[]]

@@ -7,12 +7,7 @@ import torch
 from saccade.config import LoraConfig
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine, kv_cache
-from saccade.engines.embedded.fused_decode import (
-    NAMES,
-    Projections,
-    fused_forwards,
-    swapped_forwards,
-)
+from saccade.engines.embedded.fused_decode import NAMES, Projections, fused_forwards, swapped_forwards
 from saccade.forest.attention import forest_plan
 from saccade.models import lora
 from saccade.models.load import hidden_states
@@ -20,8 +15,7 @@ from saccade.types import Message, Request, Sampling
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["qwen2_5_vl", "qwen3_vl", "internvl", "llava", "qwen3", "llama", "mixtral", "qwen2_moe"],
+    "name", ["qwen2_5_vl", "qwen3_vl", "internvl", "llava", "qwen3", "llama", "mixtral", "qwen2_moe"]
 )
 def test_joined_products_are_the_separate_ones(load, name):
     model = load(name)
@@ -89,9 +83,7 @@ def test_adapters_are_added_in_larger_products(load, family_of):
                 assert (a - b).abs().max() < 1e-4 < 0.1 < (a - base).abs().max()
 
 
-@pytest.mark.parametrize(
-    "targets", ["all-linear", r"re:self_attn\.(q|v)_proj$", "vision,projector"]
-)
+@pytest.mark.parametrize("targets", ["all-linear", r"re:self_attn\.(q|v)_proj$", "vision,projector"])
 def test_the_paged_engine_follows_adapters_that_learn(load, family_of, image, paged, targets):
     """All layers of an input, some of them, or none of the language model."""
     pytest.importorskip("peft")
@@ -99,10 +91,7 @@ def test_the_paged_engine_follows_adapters_that_learn(load, family_of, image, pa
     lora.add(model, family, LoraConfig(rank=4, targets=targets), seed=0)
     prompt = family.render([Message(role="user", parts=(image(56, 56, 1), "What is this?"))])
     sampling = Sampling(temperature=1.0, max_tokens=20, ignore_eos=True)
-    asked = [
-        Request(key=f"{n}", ids=prompt.ids, media=prompt.media, sampling=sampling, noise=n)
-        for n in range(3)
-    ]
+    asked = [Request(key=f"{n}", ids=prompt.ids, media=prompt.media, sampling=sampling, noise=n) for n in range(3)]
     engine, answers = EmbeddedEngine(model, family), []
     for version in (1, 2):
         generator = torch.Generator().manual_seed(version)
@@ -171,9 +160,7 @@ def test_a_changed_state_is_normed_again(load, family_of):
         assert not torch.equal(states(model, family), own)
 
 
-@pytest.mark.parametrize(
-    "change", ["order", "part", "experts", "call", "attention", "norm", "mixed"]
-)
+@pytest.mark.parametrize("change", ["order", "part", "experts", "call", "attention", "norm", "mixed"])
 def test_layers_of_another_build_keep_their_forward(load, change, monkeypatch):
     model = load("mixtral" if change == "experts" else "llama")
     layer = model.model.layers[0]

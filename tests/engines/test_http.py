@@ -63,9 +63,7 @@ def talks(image: Callable[..., Media]) -> list[tuple[Message, ...]]:
 
 
 def asked(messages: tuple[Message, ...], sampling: Sampling, key: str, noise: int = 0) -> Request:
-    return Request(
-        key=key, ids=np.zeros(0, np.int64), messages=messages, sampling=sampling, noise=noise
-    )
+    return Request(key=key, ids=np.zeros(0, np.int64), messages=messages, sampling=sampling, noise=noise)
 
 
 def texts(engine: HttpEngine, completions: list[Completion]) -> list[str]:
@@ -78,10 +76,7 @@ def test_greedy_answers_are_those_of_the_embedded_engine(
     engine = connect(endpoint, concurrency=4)
     there = generate(engine, [asked(t, GREEDY, str(i)) for i, t in enumerate(talks)])
     rendered = [family.render(talk) for talk in talks]
-    requests = [
-        Request(key=str(i), ids=r.ids, media=r.media, sampling=GREEDY)
-        for i, r in enumerate(rendered)
-    ]
+    requests = [Request(key=str(i), ids=r.ids, media=r.media, sampling=GREEDY) for i, r in enumerate(rendered)]
     here = generate(EmbeddedEngine(model, family), requests)
     assert texts(engine, there) == [family.decode(c.ids) for c in here]
     assert [(len(c.ids), c.finish) for c in there] == [(len(c.ids), c.finish) for c in here]
@@ -114,9 +109,7 @@ def test_completions(endpoint: Endpoint, connect: Any, talks: Any, model: Any, f
     engine = connect(endpoint, api="completions")
     (done,) = generate(engine, [asked(talks[0], GREEDY, "a")])
     ids = family.chat.tokenizer.encode("user: What are these 0?\nassistant:")
-    (here,) = generate(
-        EmbeddedEngine(model, family), [Request(key="a", ids=np.array(ids), sampling=GREEDY)]
-    )
+    (here,) = generate(EmbeddedEngine(model, family), [Request(key="a", ids=np.array(ids), sampling=GREEDY)])
     assert texts(engine, [done]) == [family.decode(here.ids)]
 
 
@@ -136,9 +129,7 @@ def test_as_many_requests_are_under_way_as_allowed() -> None:
     assert [completion.key for completion in done] == [str(i) for i in range(16)]
 
 
-def test_what_was_aborted_comes_back_empty_and_once(
-    endpoint: Endpoint, connect: Any, talks: Any
-) -> None:
+def test_what_was_aborted_comes_back_empty_and_once(endpoint: Endpoint, connect: Any, talks: Any) -> None:
     engine = connect(endpoint, concurrency=1)
     for i in range(4):
         engine.submit(asked(talks[0], GREEDY, str(i)))
@@ -219,9 +210,7 @@ def test_a_key_that_is_used_again_gets_its_own_answer(connect: Any) -> None:
     assert [seen["body"]["messages"][0]["content"] for seen in endpoint.asked] == ["old", "new"]
 
 
-def test_an_endpoint_takes_no_weights_and_gives_no_log_probs(
-    endpoint: Endpoint, connect: Any
-) -> None:
+def test_an_endpoint_takes_no_weights_and_gives_no_log_probs(endpoint: Endpoint, connect: Any) -> None:
     engine = connect(endpoint)
     assert not engine.capabilities().logprobs
     with pytest.raises(ConfigError, match=r"rollout\.engine=embedded"):

@@ -18,10 +18,7 @@ FREE = Sampling(temperature=1.0, max_tokens=20, ignore_eos=True)
 @pytest.fixture(scope="module")
 def prompts(family, image):
     pictures = [image(56, 56, 1), image(140, 84, 2), image(84, 56, 3)]
-    return [
-        family.render([Message(role="user", parts=(*pictures[:n], f"What are these {n}?" * n))])
-        for n in range(4)
-    ]
+    return [family.render([Message(role="user", parts=(*pictures[:n], f"What are these {n}?" * n))]) for n in range(4)]
 
 
 def requests(prompts, sampling: Sampling = FREE, repeats: int = 3) -> list[Request]:
@@ -65,11 +62,7 @@ def empty(engine: EmbeddedEngine) -> bool:
     """Every page and every slot is free again."""
     pages, scheduler = engine.cache.pages, engine.scheduler
     slots = len(engine.cache.free_slots) == engine.cache.slots
-    return (
-        pages.free == pages.count > 0
-        and slots
-        and not (scheduler.prefix_cache.wanted or scheduler.jobs)
-    )
+    return pages.free == pages.count > 0 and slots and not (scheduler.prefix_cache.wanted or scheduler.jobs)
 
 
 def passes(model) -> tuple[list[int], list[int]]:
@@ -77,8 +70,7 @@ def passes(model) -> tuple[list[int], list[int]]:
     tokens: list[int] = []
     images: list[int] = []
     model.get_decoder().register_forward_pre_hook(
-        lambda module, args, kwargs: tokens.append(kwargs["position_ids"].shape[-1]),
-        with_kwargs=True,
+        lambda module, args, kwargs: tokens.append(kwargs["position_ids"].shape[-1]), with_kwargs=True
     )
     model.model.visual.register_forward_pre_hook(
         lambda module, args, kwargs: images.append(len(kwargs["grid_thw"])), with_kwargs=True
@@ -115,16 +107,12 @@ def test_settings_mix_in_one_batch(model, family, prompts, paged, plain):
     kinds = [FREE, replace(FREE, temperature=0.0), replace(FREE, top_k=2, max_tokens=5)]
     kinds += [replace(FREE, top_p=0.6, support=True), replace(FREE, temperature=0.0, top_k=4)]
     asked = [
-        replace(r, sampling=kind, key=f"{r.key}/{i}")
-        for i, kind in enumerate(kinds)
-        for r in requests(prompts[:2])
+        replace(r, sampling=kind, key=f"{r.key}/{i}") for i, kind in enumerate(kinds) for r in requests(prompts[:2])
     ]
     same(generate(EmbeddedEngine(model, family), asked), plain(asked))
 
 
-def test_a_sequence_without_room_for_what_it_keeps_goes_on_later(
-    model, family, prompts, paged, plain, monkeypatch
-):
+def test_a_sequence_without_room_for_what_it_keeps_goes_on_later(model, family, prompts, paged, plain, monkeypatch):
     from saccade.engines.embedded import graphs
 
     monkeypatch.setattr(graphs, "KEPT", 1)  # as many as one sequence needs, then
@@ -163,9 +151,7 @@ def test_a_step_at_rest_touches_no_page(model, family, prompts, paged):
     pools = [tensor.clone() for tensor in (*engine.cache.keys, *engine.cache.values)]
     engine.graphs._rest()
     engine.graphs._step(8, False)
-    assert (
-        not engine.graphs.prefix_groups.any() and not engine.graphs.state[decode_state.SHARED].any()
-    )
+    assert not engine.graphs.prefix_groups.any() and not engine.graphs.state[decode_state.SHARED].any()
     for before, now in zip(pools, (*engine.cache.keys, *engine.cache.values), strict=True):
         assert torch.equal(before.view(torch.int32), now.view(torch.int32))  # NaN, too
     assert (engine.graphs.ids[0, :8] == -1).all()
@@ -187,9 +173,7 @@ def test_the_host_looks_every_few_steps(load, family, prompts, paged):
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_log_probs_that_are_no_numbers_end_it_where_nobody_trains(
-    load, family, prompts, paged, kernels, monkeypatch
-):
+def test_log_probs_that_are_no_numbers_end_it_where_nobody_trains(load, family, prompts, paged, kernels, monkeypatch):
     monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: kernels)
     model = load("qwen2_5_vl")
     named = model.named_parameters()
@@ -220,9 +204,7 @@ def test_a_prompt_is_computed_once_however_late_its_members_come(load, family, p
 
 
 @pytest.mark.parametrize("budget", [7, 25])
-def test_long_prompts_are_computed_in_pieces(
-    load, family, prompts, paged, plain, monkeypatch, budget
-):
+def test_long_prompts_are_computed_in_pieces(load, family, prompts, paged, plain, monkeypatch, budget):
     asked = requests(prompts)
     wanted = plain(asked)
     monkeypatch.setattr(scheduler, "PREFILL_TOKENS", budget)
@@ -259,9 +241,7 @@ def test_prompts_that_memory_is_too_short_for_are_halved(load, family, prompts, 
 
 
 @pytest.mark.parametrize("running, most_waits", [(8, 0), (3, scheduler.PATIENCE)])
-def test_decoding_goes_on_between_the_pieces(
-    model, family, prompts, paged, monkeypatch, running, most_waits
-):
+def test_decoding_goes_on_between_the_pieces(model, family, prompts, paged, monkeypatch, running, most_waits):
     """Few that decode wait for one that comes, but not until the end of a long prompt."""
     engine = EmbeddedEngine(model, family)
     for request in requests(prompts[:1], replace(FREE, max_tokens=1000), repeats=running):
@@ -280,9 +260,7 @@ def test_decoding_goes_on_between_the_pieces(
     assert turns == [n % (most_waits + 1) == most_waits for n in range(len(turns))]
 
 
-def test_a_request_after_new_weights_shares_nothing_with_those_before(
-    load, family, prompts, paged, monkeypatch
-):
+def test_a_request_after_new_weights_shares_nothing_with_those_before(load, family, prompts, paged, monkeypatch):
     monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 16)
     model = load("qwen2_5_vl")
     (asked,) = requests(prompts[3:], replace(FREE, temperature=0.0), repeats=1)
@@ -306,9 +284,7 @@ def test_a_request_after_new_weights_shares_nothing_with_those_before(
 
 
 @pytest.mark.parametrize("pages", [11, 16, 24])
-def test_sequences_that_lose_their_pages_go_on_with_the_same_tokens(
-    model, family, prompts, paged, plain, pages
-):
+def test_sequences_that_lose_their_pages_go_on_with_the_same_tokens(model, family, prompts, paged, plain, pages):
     asked = requests(prompts, replace(FREE, max_tokens=40))
     wanted = plain(asked)
     engine = EmbeddedEngine(model, family)
@@ -335,9 +311,7 @@ def test_a_request_larger_than_the_memory_is_refused_alone(model, family, prompt
     engine.submit(small)
     engine.submit(replace(large, sampling=replace(FREE, max_tokens=60)))
     engine.submit(other)
-    with pytest.raises(
-        ConfigError, match=r"room for the keys and values of 48.*max_tokens"
-    ) as told:
+    with pytest.raises(ConfigError, match=r"room for the keys and values of 48.*max_tokens") as told:
         engine.poll()
     assert told.value.request == large.key
     done = []
@@ -357,11 +331,7 @@ def test_turns_continue_from_their_pages(load, family, prompts, paged, plain):
         answers = generate(engine, states)
         same(answers, wanted)
         states = [
-            replace(
-                r,
-                ids=np.concatenate([r.ids, a.ids, [7, 8, 9]]),
-                first_index=r.first_index + len(a.ids),
-            )
+            replace(r, ids=np.concatenate([r.ids, a.ids, [7, 8, 9]]), first_index=r.first_index + len(a.ids))
             for r, a in zip(states, answers, strict=True)
         ]
     assert not images  # of the third turn: they are in the pages
@@ -452,17 +422,13 @@ def test_sleep_frees_the_pool(model, family, prompts, paged, plain, monkeypatch,
     same(generate(engine, asked), wanted)
     assert engine.cache.keys and engine.scheduler.prefix_cache.turns
     engine.sleep()
-    assert not (
-        engine.cache.keys or engine.scheduler.prefix_cache.turns or engine.outputs.tokens.size
-    )
+    assert not (engine.cache.keys or engine.scheduler.prefix_cache.turns or engine.outputs.tokens.size)
     engine.wake()
     same(generate(engine, asked), wanted)
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_the_pool_grows_while_sequences_run(
-    model, family, prompts, paged, plain, monkeypatch, kernels
-):
+def test_the_pool_grows_while_sequences_run(model, family, prompts, paged, plain, monkeypatch, kernels):
     monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: kernels)
     monkeypatch.setattr(kv_cache, "POOL_STEP", 1)
     short, *others = requests(prompts)

@@ -40,9 +40,7 @@ def test_the_mode_of_the_modules_is_set_once(model, family, prompts, monkeypatch
     assert walks == [1] and not model.training
 
 
-def test_live_and_fresh_requests_are_admitted_together_and_computed_apart(
-    model, family, prompts, image
-):
+def test_live_and_fresh_requests_are_admitted_together_and_computed_apart(model, family, prompts, image):
     engine = EmbeddedEngine(model, family)
     asked = [replace(r, episode=f"e{i}") for i, r in enumerate(requests(prompts[:3]))]
     answers = generate(engine, asked)
@@ -54,10 +52,7 @@ def test_live_and_fresh_requests_are_admitted_together_and_computed_apart(
     mixed = [replace(request, key=f"m{i}") for i, request in enumerate(mixed)]
     with counted(model) as calls:
         got = generate(engine, mixed)
-    new = [
-        len(b.ids) - len(a.ids) - FREE.max_tokens + 1
-        for a, b in zip(asked[:2], second[:2], strict=True)
-    ]
+    new = [len(b.ids) - len(a.ids) - FREE.max_tokens + 1 for a, b in zip(asked[:2], second[:2], strict=True)]
     assert calls[:3] == [(len(mixed[2].ids), 3), (sum(new), 2), (3, 0)]
     for request, answer in zip(mixed, got, strict=True):
         (fresh,) = generate(EmbeddedEngine(model, family), [replace(request, episode=None)])

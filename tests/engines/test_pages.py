@@ -139,9 +139,7 @@ def test_whatever_happens_every_page_is_counted_and_has_one_writer(steps):
 
         owners = [(pages.of(s), n) for s, n in lengths.items()] + parked
         holders = [numbers for numbers, _ in owners + kept]
-        counted = np.bincount(
-            np.concatenate([*holders, np.zeros(0, np.int32)]).astype(int), minlength=pages.count
-        )
+        counted = np.bincount(np.concatenate([*holders, np.zeros(0, np.int32)]).astype(int), minlength=pages.count)
         assert (counted == pages.references).all()
         assert pages.free == int((pages.references == 0).sum())
         free = pages._stack[: pages.free]

@@ -134,9 +134,7 @@ def test_sorting_few_rows_at_a_time_changes_nothing(load, family_of, monkeypatch
     ids = family.render([Message(role="user", parts=("Why?",))]).ids
     cut = Sampling(top_k=4, support=True, max_tokens=3, ignore_eos=True)
     asked = [
-        Request(
-            key=str(i), ids=ids[: 3 + i % 2], sampling=cut if i else replace(cut, top_k=9), noise=i
-        )
+        Request(key=str(i), ids=ids[: 3 + i % 2], sampling=cut if i else replace(cut, top_k=9), noise=i)
         for i in range(6)
     ]
     whole = generate(EmbeddedEngine(model, family, max_sequences=6), asked)

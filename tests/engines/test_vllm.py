@@ -20,9 +20,7 @@ from saccade.plugins.engines.vllm.vllm_weights import Announced, HandOver, Place
 def test_without_vllm_the_install_line_is_named(family_of: Callable[[str], Any]) -> None:
     family = family_of("qwen2_5_vl")
     assert "pip install" in probe().problem and not probe().version
-    with pytest.raises(
-        EnvironmentProblem, match=r"not installed; run: pip install .*saccade\[vllm"
-    ):
+    with pytest.raises(EnvironmentProblem, match=r"not installed; run: pip install .*saccade\[vllm"):
         build(Settings(engine="vllm", folder=family.path, dtype="float32"), family)
 
 
@@ -68,11 +66,7 @@ def hand_over(weights: dict[str, torch.Tensor]) -> HandOver:
     expected = {f"x.{n}": Announced(n, s) for n, s in {"a": (2,), "b": (3,)}.items()}
     sample = {"x.a": Place(parameter="x.a", start=0, rows=2)}
     return HandOver(
-        iter(weights.items()),
-        renamed=lambda name: f"x.{name}",
-        expected=expected,
-        sample=sample,
-        dtype=torch.float32,
+        iter(weights.items()), renamed=lambda name: f"x.{name}", expected=expected, sample=sample, dtype=torch.float32
     )
 
 

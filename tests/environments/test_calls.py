@@ -83,9 +83,7 @@ def test_stop_strings_follow_from_the_syntax():
     assert calls.stop_strings("tool_call", 3) == calls.stop_strings("action", 1) == ()
 
 
-@pytest.mark.parametrize(
-    "piece", ["</grounding>", "<grounding>", "<grounding>{}</grounding>", "\\'{[\""]
-)
+@pytest.mark.parametrize("piece", ["</grounding>", "<grounding>", "<grounding>{}</grounding>", "\\'{[\""])
 def test_megabytes_of_calls_are_read_in_one_pass(piece):
     """A reader that looks back would still be at it tomorrow."""
     found = find(piece * 400_000, "grounding", 10**9)

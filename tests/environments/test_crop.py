@@ -60,24 +60,10 @@ def test_crops_of_crops_stay_raw_and_know_where_they_come_from():
 
 def test_names_of_pictures():
     one = Views([picture(50, 50)])
-    assert {one.find(n) for n in ("original_image", "original_image_1", "image_1")} == {
-        "original_image"
-    }
+    assert {one.find(n) for n in ("original_image", "original_image_1", "image_1")} == {"original_image"}
     two = Views([picture(50, 50), picture(80, 50, 1)])
-    assert two.find("image_2") == "original_image_2" and two.find("original_image") == (
-        "original_image_1"
-    )
-    for name in (
-        "observation_1",
-        "observation_0",
-        "original_image_3",
-        "",
-        "../x",
-        None,
-        7,
-        [1],
-        {},
-    ):
+    assert two.find("image_2") == "original_image_2" and two.find("original_image") == ("original_image_1")
+    for name in ("observation_1", "observation_0", "original_image_3", "", "../x", None, 7, [1], {}):
         assert refused(two, [0, 0, 1, 1], name) == "source"
     assert refused(Views([]), [0, 0, 1, 1]) == "source"
 
@@ -86,11 +72,7 @@ def test_three_ways_to_write_the_same_box():
     root = picture(2000, 1000)
     height, width = resized_size(2000, 1000, unit=28, min_pixels=3136, max_pixels=1_003_520)
     assert (width, height) == (1400, 700)
-    boxes = {
-        "relative": [0.25, 0.5, 0.75, 0.6],
-        "milli": [250, 500, 750, 600],
-        "absolute": [350, 350, 1050, 420],
-    }
+    boxes = {"relative": [0.25, 0.5, 0.75, 0.6], "milli": [250, 500, 750, 600], "absolute": [350, 350, 1050, 420]}
     for coordinates, box in boxes.items():
         env = EnvConfig(name="crop", coordinates=coordinates)
         media, facts = look(Views([root]), box, env=env)
@@ -113,16 +95,7 @@ def test_corners_are_sorted_edges_clamped_and_every_touched_pixel_kept():
 
 def test_boxes_that_cannot_be_shown():
     views = Views([picture(1000, 100)])
-    for box in (
-        None,
-        3,
-        [0, 0, 1],
-        [0, 0, 1, 1, 1],
-        ["0", 0, 1, 1],
-        [True, 0, 1, 1],
-        {},
-        [[0], 0, 1, 1],
-    ):
+    for box in (None, 3, [0, 0, 1], [0, 0, 1, 1, 1], ["0", 0, 1, 1], [True, 0, 1, 1], {}, [[0], 0, 1, 1]):
         assert refused(views, box) == "box"
     assert refused(views, [0, 0, 1.06, 1]) == refused(views, [-0.06, 0, 1, 1]) == "outside"
     assert refused(views, [1e300, 0, 1, 1]) == "outside"
@@ -139,9 +112,7 @@ EDGE = st.floats(-0.05, 1.05)
 def test_any_box_inside_gives_a_crop_that_covers_it(x0, y0, x1, y1, width, height):
     media = Media(hash="a", width=width, height=height, path="a")
     try:
-        made, _ = zoom(
-            {"bbox_2d": [x0, y0, x1, y1], "source": "original_image"}, Views([media]), ENV, 28
-        )
+        made, _ = zoom({"bbox_2d": [x0, y0, x1, y1], "source": "original_image"}, Views([media]), ENV, 28)
     except CallError as error:
         assert error.reason in ("too_small", "aspect")
         return
@@ -170,9 +141,7 @@ def test_crops_of_receipts_show_the_lines_of_their_answers(shared):
         direct, _ = look(Views([root]), relative)
         assert direct.box == (x0, y0, x1, y1) and (DECODED.get(direct) == raw).all()
 
-        rows_seen, columns_seen = resized_size(
-            root.width, root.height, unit=28, min_pixels=3136, max_pixels=1_003_520
-        )
+        rows_seen, columns_seen = resized_size(root.width, root.height, unit=28, min_pixels=3136, max_pixels=1_003_520)
         env = EnvConfig(name="crop", coordinates="absolute")
         seen = [x0, y0, x1, y1] * np.array([columns_seen / root.width, rows_seen / root.height] * 2)
         assert look(Views([root]), seen.tolist(), env=env)[0].box == (x0, y0, x1, y1)
@@ -182,9 +151,7 @@ def test_crops_of_receipts_show_the_lines_of_their_answers(shared):
         right, bottom = min(root.width, x1 + 300), min(root.height, y1 + 300)
         corners = np.array([left, top, right, bottom]) / ([root.width, root.height] * 2)
         look(views, corners.tolist())
-        inside = (np.array([x0, y0, x1, y1]) - ([left, top] * 2)) / (
-            [right - left, bottom - top] * 2
-        )
+        inside = (np.array([x0, y0, x1, y1]) - ([left, top] * 2)) / ([right - left, bottom - top] * 2)
         line, _ = look(views, inside.tolist(), "observation_1")
         assert line.box == (x0, y0, x1, y1) and (DECODED.get(line) == raw).all()
         assert raw.std() > 10  # there is ink

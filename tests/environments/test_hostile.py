@@ -42,9 +42,7 @@ def seen(audited) -> Iterator[list[str]]:
 def played(text: str, seen: list[str], image, **options):
     environment = build(EnvConfig(**{"name": "crop"} | options), SETTING)
     picture = image(200, 100, 3)
-    sample = Sample(
-        id="s", messages=(Message(role="user", parts=(picture, "?")),), extra={"level": "@$."}
-    )
+    sample = Sample(id="s", messages=(Message(role="user", parts=(picture, "?")),), extra={"level": "@$."})
     environment.reset(sample, 0)
     words("json")  # reads the texts
     watching.append(seen)
@@ -67,24 +65,12 @@ HOSTILE = {
     "a format string": (grounding(f'{{"bbox_2d": "{{0.__class__}}", {ORIGINAL}}}'), "box"),
     "ten million digits": (grounding(f'{{"bbox_2d": [{"9" * 10**7}], {ORIGINAL}}}'), "too_long"),
     "four thousand digits": (grounding(f'{{"bbox_2d": [{"9" * 4000}], {ORIGINAL}}}'), "number"),
-    "an exponent of 10^9": (
-        grounding(f'{{"bbox_2d": [1e999999999, 0, 1, 1], {ORIGINAL}}}'),
-        "number",
-    ),
-    "tiny exponents": (
-        grounding(f'{{"bbox_2d": [0, 0, 1e-999999999, 1], {ORIGINAL}}}'),
-        "too_small",
-    ),
+    "an exponent of 10^9": (grounding(f'{{"bbox_2d": [1e999999999, 0, 1, 1], {ORIGINAL}}}'), "number"),
+    "tiny exponents": (grounding(f'{{"bbox_2d": [0, 0, 1e-999999999, 1], {ORIGINAL}}}'), "too_small"),
     "a path as source": (grounding('{"bbox_2d": [0, 0, 1, 1], "source": "/etc/passwd"}'), "source"),
-    "an address as source": (
-        grounding('{"bbox_2d": [0, 0, 1, 1], "source": "http://127.0.0.1/"}'),
-        "source",
-    ),
+    "an address as source": (grounding('{"bbox_2d": [0, 0, 1, 1], "source": "http://127.0.0.1/"}'), "source"),
     "a list as source": (grounding('{"bbox_2d": [0, 0, 1, 1], "source": [["x"]]}'), "source"),
-    "an observation to come": (
-        grounding('{"bbox_2d": [0, 0, 1, 1], "source": "observation_999999999999"}'),
-        "source",
-    ),
+    "an observation to come": (grounding('{"bbox_2d": [0, 0, 1, 1], "source": "observation_999999999999"}'), "source"),
     "brackets in brackets": (grounding("[" * 10**6), "too_long"),
     "a million openings": ("<grounding>" * 10**6 + "</grounding>", "json"),
     "nothing closed": ("<grounding>" + "{" * 10**6, "unclosed"),
@@ -114,8 +100,7 @@ def test_ten_thousand_calls_in_one_turn(allowed, answered, seen, image):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [f'{{"expression": "{CODE}"}}', '{"expression": "9^9^9^9^9"}', '{"expression": "((((1"}', "7"],
+    "arguments", [f'{{"expression": "{CODE}"}}', '{"expression": "9^9^9^9^9"}', '{"expression": "((((1"}', "7"]
 )
 def test_a_calculator_calculates_and_nothing_else(arguments, seen, image):
     text = f'<tool_call>{{"name": "calculate", "arguments": {arguments}}}</tool_call>'

@@ -83,9 +83,7 @@ def start():
     def begun(level, **options):
         setting = Setting(answer=lambda text: extract(text, ["answer_tag"]) or None)
         environment = build(EnvConfig(name="sokoban_step", **options), setting)
-        sample = Sample(
-            id="s", messages=(Message(role="user", parts=("Push.",)),), extra={"level": level}
-        )
+        sample = Sample(id="s", messages=(Message(role="user", parts=("Push.",)),), extra={"level": level})
         return environment, environment.reset(sample, 0)
 
     return begun
@@ -105,9 +103,7 @@ def test_turn_by_turn(start):
     assert (decode(first.messages[0].media[0]) == draw(state)).all()
     wrong = turn(environment, "left, jump")
     assert "jump is no move" in wrong.messages[0].text and not wrong.messages[0].media
-    assert (
-        turn(environment, ", ".join(["up"] * 51)).info["tool_calls"][-1]["reason"] == "many_moves"
-    )
+    assert turn(environment, ", ".join(["up"] * 51)).info["tool_calls"][-1]["reason"] == "many_moves"
     assert wrong.info["moves"] == 2 and wrong.info["tool_counts"]["failed"] == 1
     end = environment.step(Message(role="assistant", parts=("I give up",)))
     assert end.done and end.info["end_reason"] == "eos_no_answer"

@@ -118,9 +118,7 @@ def test_several_calls_in_a_turn(begin):
     two = named("zoom", source="observation_1", bbox_2d=[0, 0, 0.5, 1])
     first_only = begin(call="tool_call").step(said(one + two))
     assert len(first_only.messages[0].media) == 1
-    three = begin(call="tool_call", parallel_calls=3).step(
-        said(one + two + "<tool_call>{}</tool_call>" + two)
-    )
+    three = begin(call="tool_call", parallel_calls=3).step(said(one + two + "<tool_call>{}</tool_call>" + two))
     (message,) = three.messages
     assert [m.box for m in message.media] == [(0, 0, 100, 100), (0, 0, 50, 100)]
     assert [c["ok"] for c in three.info["tool_calls"]] == [True, True, False]
@@ -158,10 +156,7 @@ def test_a_calculator(begin):
     }.items():
         step = environment.step(said(named("calculate", expression=expression)))
         assert step.messages[0].text == f"<tool_response>\n{shown}\n</tool_response>"
-    assert (
-        environment.step(said(named("calculate", expression=7))).info["tool_calls"][-1]["reason"]
-        == "arguments"
-    )
+    assert environment.step(said(named("calculate", expression=7))).info["tool_calls"][-1]["reason"] == "arguments"
 
 
 @pytest.mark.parametrize(
@@ -178,9 +173,7 @@ def test_a_calculator(begin):
     ],
 )
 def test_numbers_that_a_calculator_reads(expression, value, begin):
-    step = begin(name="calculator", pictures=0).step(
-        said(named("calculate", expression=expression))
-    )
+    step = begin(name="calculator", pictures=0).step(said(named("calculate", expression=expression)))
     assert f": {value}" in step.messages[0].text
 
 
@@ -266,11 +259,7 @@ def test_what_the_policy_is_told():
     assert '<grounding>{"bbox_2d": [x0, y0, x1, y1], "source": "original_image"}' in crop
     assert "thousandths" in crop and "{coordinates}" not in crop
     assert "calculate: evaluates" in instruction(EnvConfig(name="calculator"), {})
-    assert (
-        instruction(EnvConfig(), {})
-        == instruction(EnvConfig(name="crop", instruction=""), {})
-        == ""
-    )
+    assert instruction(EnvConfig(), {}) == instruction(EnvConfig(name="crop", instruction=""), {}) == ""
     assert instruction(EnvConfig(name="crop", instruction="Zoom!"), {}) == "Zoom!"
 
 
@@ -304,15 +293,11 @@ def test_limits_of_training_and_evaluation():
     }
     assert crop.limits(evaluation=True)["max_turns"] == 12
     assert EnvConfig(name="crop", max_turns=4).limits(evaluation=True)["max_turns"] == 4
-    own = EnvConfig(
-        name="crop", max_total_tokens=1600, eval={"max_turns": 32, "max_tool_errors": 3}
-    )
+    own = EnvConfig(name="crop", max_total_tokens=1600, eval={"max_turns": 32, "max_tool_errors": 3})
     assert own.limits()["min_turn_tokens"] == 100 and own.limits()["max_tool_errors"] is None
     assert own.limits(evaluation=True)["max_turns"] == 32
     assert own.limits(evaluation=True)["max_tool_errors"] == 3
-    assert (
-        EnvConfig().limits()["max_turns"] == EnvConfig().limits(evaluation=True)["max_turns"] == 1
-    )
+    assert EnvConfig().limits()["max_turns"] == EnvConfig().limits(evaluation=True)["max_turns"] == 1
 
 
 def test_pictures_of_the_prompt_have_numbers(begin):

@@ -84,17 +84,13 @@ def model_of(name, folder):
     return family, load_model(family, dtype=torch.bfloat16, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", "qwen3_vl", "internvl", "qwen3", "llama", "mixtral", "qwen2_moe"]
-)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "internvl", "qwen3", "llama", "mixtral", "qwen2_moe"])
 def test_a_layer_of_a_decoder(name, tmp_path, as_on_a_gpu):
     family, model = model_of(name, tmp_path)
     ids = torch.randint(0, 200, (TOKENS,))
     positions = torch.arange(TOKENS).repeat(family.axes, 1)
     layers = [m for m in model.modules() if hasattr(getattr(m, "self_attn", None), "layer_idx")]
-    saved = kept_by(
-        layers[1], lambda: hidden_states(model, family, ids, positions, (), over_gathered_keys)
-    )
+    saved = kept_by(layers[1], lambda: hidden_states(model, family, ids, positions, (), over_gathered_keys))
     stack = shapes.shape_of(model, family.tower_of).text
     shared = 2 * TOKENS * 32 * 2 + KEYS * 8  # rotations and index, by all layers
     wanted = activations.layer_bytes(stack, TOKENS, KEYS, element=2) + shared
@@ -108,8 +104,7 @@ def test_frozen_experts_keep_less(tmp_path, as_on_a_gpu):
     model.model.embed_tokens.requires_grad_(True)
     ids, positions = torch.randint(0, 200, (TOKENS,)), torch.arange(TOKENS)[None]
     saved = kept_by(
-        model.model.layers[1].mlp,
-        lambda: hidden_states(model, family, ids, positions, (), over_gathered_keys),
+        model.model.layers[1].mlp, lambda: hidden_states(model, family, ids, positions, (), over_gathered_keys)
     )
     stack = shapes.shape_of(model, family.tower_of).text
     wanted = TOKENS * stack.chosen * (stack.hidden + 3 * stack.expert_wide) * 2
@@ -124,13 +119,9 @@ def test_a_block_of_a_vision_tower(tmp_path, as_on_a_gpu, image):
     ids = torch.full((tokens,), family.chat.placeholder)
     positions = torch.from_numpy(family.positions(tokens, (span,)))
     saved = kept_by(
-        model.model.visual.blocks[1],
-        lambda: hidden_states(model, family, ids, positions, (span,), over_gathered_keys),
+        model.model.visual.blocks[1], lambda: hidden_states(model, family, ids, positions, (span,), over_gathered_keys)
     )
-    count, stack = (
-        activations.patches([span]),
-        shapes.shape_of(model, family.tower_of).senses["vision"].stack,
-    )
+    count, stack = (activations.patches([span]), shapes.shape_of(model, family.tower_of).senses["vision"].stack)
     assert count == 32 * 24
     shared = 2 * count * 32 * 4  # rotations
     assert saved == activations.layer_bytes(stack, count, count, element=2) + shared
@@ -142,9 +133,7 @@ def test_a_block_of_a_tower_of_squares(tmp_path, as_on_a_gpu, monkeypatch, image
     monkeypatch.setattr("saccade.forest.attention.sdpa", lambda q, k, v, **_: Kernel.apply(q, k, v))
     (span,) = family.render([Message(role="user", parts=(image(448, 336),))]).media
     media = family.media([span])
-    saved = kept_by(
-        model.model.vision_tower.encoder.layer[1], lambda: family.features(model, media)
-    )
+    saved = kept_by(model.model.vision_tower.encoder.layer[1], lambda: family.features(model, media))
     vision = shapes.shape_of(model, family.tower_of).senses["vision"]
     count = activations.patches([span]) + span.grid[0] * vision.extra
     assert vision.extra == 1 and count == span.grid[0] * 17

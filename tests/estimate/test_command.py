@@ -21,15 +21,7 @@ def test_the_command_prints_items_and_seconds(large):
     arguments = ["estimate", f"model.path={large}", "--device", "4090", "--image", "448X448"]
     result = CliRunner().invoke(app, [*arguments, "model.train=lora"])
     assert result.exit_code == 0, result.output
-    for word in (
-        "RTX 4090, prompts",
-        "weights",
-        "keys and values",
-        "peak",
-        "an estimate",
-        "rollout",
-        "update",
-    ):
+    for word in ("RTX 4090, prompts", "weights", "keys and values", "peak", "an estimate", "rollout", "update"):
         assert word in result.output
 
 
@@ -81,12 +73,7 @@ def test_a_cpu_has_memory_and_no_seconds(word_model):
 
 @pytest.mark.parametrize(
     ("device", "dtype", "element"),
-    [
-        ("H200", "auto", 2),
-        ("H200", "float32", 4),
-        ("CPU", "auto", 4),
-        ("CPU", "bfloat16", 2),
-    ],
+    [("H200", "auto", 2), ("H200", "float32", 4), ("CPU", "auto", 4), ("CPU", "bfloat16", 2)],
 )
 def test_weights_are_as_wide_as_they_will_be_loaded(device, dtype, element):
     assert element_of(dtype, devices.Device(name=device, memory=64.0)) == element
@@ -136,9 +123,7 @@ def test_a_reward_model_that_is_not_there_is_not_counted(large, tmp_path):
     rated = f"reward.terms=[{{verifier: model, name: rm, args: {{path: {tmp_path}}}}}]"
     kept = (rated, "reward.offload=false")
     found = planned(large, H200, W1, *kept)
-    assert found.notes == (
-        f"the reward model {tmp_path} is not counted: no *.safetensors lie there",
-    )
+    assert found.notes == (f"the reward model {tmp_path} is not counted: no *.safetensors lie there",)
     (tmp_path / "model.safetensors").write_bytes(bytes(2**20))
     found = planned(large, H200, W1, *kept)
     assert found.notes == () and sizes(found)["reward models"] == 2**-10

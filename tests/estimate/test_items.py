@@ -81,18 +81,13 @@ def test_an_average_of_the_weights_is_another_copy_and_one_in_fp32(large):
     """In a checkpoint it is a model folder, too: 8 bytes of each weight, whatever their type."""
     for dtype, times in (("bfloat16", 3), ("float32", 1)):
         plain, found = (
-            planned(large, devices.named("B200"), W1, f"model.dtype={dtype}", f"train.ema={ema}")
-            for ema in (0, 0.99)
+            planned(large, devices.named("B200"), W1, f"model.dtype={dtype}", f"train.ema={ema}") for ema in (0, 0.99)
         )
         weights, copies = sizes(plain)["weights"], [host_peak(each.host) for each in (plain, found)]
         assert sizes(found)["average"] == times * weights
         assert copies[1] - copies[0] == pytest.approx((times + 1) * weights)
     tight = planned(large, H200, W1, "train.ema=0.99", "run.gpu_memory_gib=72")
-    assert tight.advice[-3:] == (
-        "train.ema=0",
-        "model.train=lora train.ema=0",
-        "model.train=qlora train.ema=0",
-    )
+    assert tight.advice[-3:] == ("train.ema=0", "model.train=lora train.ema=0", "model.train=qlora train.ema=0")
 
 
 def test_a_reference_that_moves_is_in_a_checkpoint(large):
@@ -105,9 +100,7 @@ def test_a_reference_that_moves_is_in_a_checkpoint(large):
 
 
 def test_recomputing_saves_activations_and_costs_time(large):
-    kept, again = (
-        planned(large, H200, W1, f"model.checkpointing={mode}") for mode in ("off", "on")
-    )
+    kept, again = (planned(large, H200, W1, f"model.checkpointing={mode}") for mode in ("off", "on"))
     assert sizes(kept)["decoder activations"] > 15 * sizes(again)["decoder activations"]
     assert kept.pace.recomputed == 0 and again.pace.recomputed > 300
     assert again.pace.seconds["update"] > kept.pace.seconds["update"] + 0.5

@@ -60,9 +60,7 @@ def test_prompts_are_computed_together_as_far_as_a_forward_takes_them(large):
     two = planned(large, RTX_4090, (3472, 15541, 1024), *LONG, "train.prompts_per_step=2")
     one = planned(large, RTX_4090, (3472, 15541, 1024), *LONG, "train.prompts_per_step=1")
     logits = 8 * 151_936 * 2 / 2**30  # of eight sequences more
-    assert sizes(two)["prompts and logits"] == pytest.approx(
-        sizes(one)["prompts and logits"] + logits, rel=0.06
-    )
+    assert sizes(two)["prompts and logits"] == pytest.approx(sizes(one)["prompts and logits"] + logits, rel=0.06)
 
 
 @pytest.mark.parametrize("memory", [18.9, 19.0, 19.1])

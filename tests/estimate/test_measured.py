@@ -12,11 +12,7 @@ from tests.estimate.works import H200, LIMITED, W1, W2, planned, sizes
 
 @pytest.mark.parametrize(
     ("work", "phase", "checkpointing", "measured"),
-    [
-        (W1, "rollout", "auto", 53.8),
-        (W2, "rollout", "auto", 58.9),
-        (W1, "update", "on", 71.5),
-    ],
+    [(W1, "rollout", "auto", 53.8), (W2, "rollout", "auto", 58.9), (W1, "update", "on", 71.5)],
 )
 def test_peaks_measured_on_an_h200(large, work, phase, checkpointing, measured):
     found = planned(large, H200, work, f"model.checkpointing={checkpointing}")
@@ -56,8 +52,7 @@ def test_seconds_and_peaks_measured_on_an_h200(shaped, size, work, options, roll
 
 def test_packed_weights_save_memory_and_cost_time(large):
     lora, qlora = (
-        planned(large, H200, (896, 1120, 256), *SMALL, f"model.train={train}")
-        for train in ("lora", "qlora")
+        planned(large, H200, (896, 1120, 256), *SMALL, f"model.train={train}") for train in ("lora", "qlora")
     )
     assert sizes(qlora)["weights"] < sizes(lora)["weights"] / 2
     for phase in ("rollout", "update"):
@@ -66,10 +61,7 @@ def test_packed_weights_save_memory_and_cost_time(large):
 
 def test_every_prompt_of_a_step_is_computed(large):
     """Also where all are planned alike: 16 of 374 tokens and 1,024 patches."""
-    one, all_ = (
-        planned(large, H200, W1, f"train.prompts_per_step={n}").pace.tflop["rollout"]
-        for n in (1, 16)
-    )
+    one, all_ = (planned(large, H200, W1, f"train.prompts_per_step={n}").pace.tflop["rollout"] for n in (1, 16))
     assert all_ == pytest.approx(16 * one, rel=1e-6)
 
 

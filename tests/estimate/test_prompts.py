@@ -84,9 +84,7 @@ def test_data_that_is_not_there_is_named(word_model):
     result = CliRunner().invoke(app, [*arguments, "--json", "--image", "1400x1400"])
     over, missing = json.loads(result.stdout)["notes"]
     assert over.startswith("a run leaves prompts of")
-    assert missing == (
-        "data.train: trian.parquet not found, so of prompts only the picture is counted"
-    )
+    assert missing == ("data.train: trian.parquet not found, so of prompts only the picture is counted")
 
 
 def test_a_prompt_is_longer_than_its_picture(large):
@@ -96,9 +94,7 @@ def test_a_prompt_is_longer_than_its_picture(large):
 
 def test_a_large_group_is_a_multiple_of_some_of_its_members(large):
     """Of 1,000,000 as of 128: prompts are computed once, all else as often as there are members."""
-    few, many = (
-        planned(large, H200, W1, f"train.samples_per_prompt={n}") for n in (128, 1_000_000)
-    )
+    few, many = (planned(large, H200, W1, f"train.samples_per_prompt={n}") for n in (128, 1_000_000))
     assert many.memory == few.memory
     times = 1_000_000 / 128
     assert many.pace.tflop["update"] == pytest.approx(times * few.pace.tflop["update"])

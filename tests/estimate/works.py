@@ -18,13 +18,7 @@ TEXT = {
     "tie_word_embeddings": True,
 }
 SIZES = {
-    "0.5b": TEXT
-    | {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-    },
+    "0.5b": TEXT | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "3b": TEXT,
     "7b": TEXT
     | {

@@ -62,9 +62,7 @@ TOLERANCE = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 1e-5}
     ],
 )
 @pytest.mark.parametrize("together", [0, 256])
-def test_decode_attention_is_that_of_float64(
-    heads, key_heads, size, page, splits, dtype, together, monkeypatch
-):
+def test_decode_attention_is_that_of_float64(heads, key_heads, size, page, splits, dtype, together, monkeypatch):
     """Also with rows behind their prefix groups, as for many rows: 0, where a row is one part."""
     from saccade.engines.embedded import kernels
 
@@ -107,10 +105,7 @@ def decodes_like_float64(heads, key_heads, size, page, splits, dtype, *, seed):
     assert prefix_groups.shape[1] >= 2 and shared[6] == shared[7] == 640 and shared[13] == 64
     table = torch.from_numpy(table).to(DEVICE, torch.int32)
     made, bases = pools(2, table.numel(), page, key_heads, size, dtype)
-    q, k, v = (
-        torch.randn(len(lengths), n, size, device=DEVICE, dtype=dtype)
-        for n in (heads, key_heads, key_heads)
-    )
+    q, k, v = (torch.randn(len(lengths), n, size, device=DEVICE, dtype=dtype) for n in (heads, key_heads, key_heads))
     keys, values = (x.flatten(0, 1).clone() for x in made[1])
     described = np.zeros((3, len(lengths) // 2), dtype=np.int64)
     described[:, : prefix_groups.shape[1]] = prefix_groups
@@ -172,9 +167,7 @@ def test_fused_draws_are_those_of_the_sampler(vocabulary, temperature):
     sampling = Sampling(temperature=temperature)
     wanted = sample(logits[rows], sampling, banned=banned, keys=keys, index=index)
     heat = torch.full((64,), temperature, device=DEVICE)
-    ids, logprobs = sampling_kernels.draw(
-        logits, temperature=heat, keys=keys, index=index, banned=banned, rows=rows
-    )
+    ids, logprobs = sampling_kernels.draw(logits, temperature=heat, keys=keys, index=index, banned=banned, rows=rows)
     same = ids == wanted.ids
     assert same.float().mean() > 0.98  # bf16 logits tie now and then when nothing shakes them
     assert (logprobs - wanted.logprobs)[same].abs().max() < 1e-4
@@ -231,9 +224,7 @@ def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
     floors = sampling_kernels.cut(logits, temperature=heat, top_k=top_k, top_p=top_p, **state)
     keys = torch.randint(0, 1 << 62, (count,), device=DEVICE)
     noise = {"keys": keys, "index": torch.arange(count, device=DEVICE)}
-    ids, logprobs = sampling_kernels.draw(
-        logits, temperature=heat, banned=banned, floors=floors, **noise
-    )
+    ids, logprobs = sampling_kernels.draw(logits, temperature=heat, banned=banned, floors=floors, **noise)
     cursor = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     kept = torch.full((count * vocabulary,), -1, dtype=torch.int32, device=DEVICE)
     spans = torch.zeros((3, 2, 64), dtype=torch.int64, device=DEVICE)
@@ -249,13 +240,9 @@ def test_what_is_cut_away_is_what_sorting_cuts_away(vocabulary, dtype):
             assert length == 0
             continue
         found = kept[first : first + length].tolist()
-        sampling = Sampling(
-            temperature=heat[row].item(), top_k=top_k[row].item(), top_p=top_p[row].item()
-        )
+        sampling = Sampling(temperature=heat[row].item(), top_k=top_k[row].item(), top_p=top_p[row].item())
         here = slice(row, row + 1)
-        drawn = sample(
-            logits[here], sampling, banned=banned, keys=keys[here], index=noise["index"][here]
-        )
+        drawn = sample(logits[here], sampling, banned=banned, keys=keys[here], index=noise["index"][here])
         if drawn.kept is None:
             assert length == int((~banned & (logits[row] > -torch.inf)).sum())
             continue
@@ -313,8 +300,7 @@ def model(family):
 def asked(family, image):
     pictures = [image(56, 56, 1), image(140, 84, 2), image(84, 56, 3)]
     rendered = [
-        family.render([Message(role="user", parts=(*pictures[: n % 4], f"What are {n}?" * n))])
-        for n in range(6)
+        family.render([Message(role="user", parts=(*pictures[: n % 4], f"What are {n}?" * n))]) for n in range(6)
     ]
     return requests_for(rendered, FREE, 4)
 
@@ -334,9 +320,7 @@ def alike(got, wanted, limit: float = 0.06) -> float:
         differ = np.flatnonzero(a.ids[:n] != b.ids[:n])
         n = differ[0] if len(differ) else n
         assert np.abs(a.logprobs[:n] - b.logprobs[:n]).max(initial=0) < limit, a.key
-    return float(
-        np.mean([a.ids.tolist() == b.ids.tolist() for a, b in zip(got, wanted, strict=True)])
-    )
+    return float(np.mean([a.ids.tolist() == b.ids.tolist() for a, b in zip(got, wanted, strict=True)]))
 
 
 @pytest.mark.parametrize(
@@ -511,17 +495,10 @@ def test_a_batch_shrinks_through_all_sizes(family, image, monkeypatch):
     monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: True)
     model = load_model(family, dtype=torch.float32, device=DEVICE)
     text = "What is this? " * 20
-    prompts = [
-        family.render([Message(role="user", parts=(image(56, 56, n), f"{n} {text}"))])
-        for n in range(12)
-    ]
+    prompts = [family.render([Message(role="user", parts=(image(56, 56, n), f"{n} {text}"))]) for n in range(12)]
     requests = [
         Request(
-            key=f"{i}/{r}",
-            ids=p.ids,
-            media=p.media,
-            sampling=replace(FREE, max_tokens=4 + 20 * i),
-            noise=100 * i + r,
+            key=f"{i}/{r}", ids=p.ids, media=p.media, sampling=replace(FREE, max_tokens=4 + 20 * i), noise=100 * i + r
         )
         for i, p in enumerate(prompts)
         for r in range(16)
@@ -560,9 +537,7 @@ def test_turns_continue_from_their_pages(model, family, asked, monkeypatch):
         assert alike(answers, fresh) > 0.4
         requests = [
             replace(
-                r,
-                ids=np.concatenate([r.ids, a.ids, np.arange(40, 50 + turn)]),
-                first_index=r.first_index + len(a.ids),
+                r, ids=np.concatenate([r.ids, a.ids, np.arange(40, 50 + turn)]), first_index=r.first_index + len(a.ids)
             )
             for r, a in zip(requests, answers, strict=True)
         ]

@@ -39,9 +39,7 @@ def test_log_probs_entropies_and_their_gradient(dtype, ban, cut):
             assert (got - exact).abs().max() < 5e-5
         to_new, to_entropy = (torch.from_numpy(rng.normal(size=rows)).to(DEVICE) for _ in "ab")
         for asked in (None, to_entropy):
-            exact = logprobs._gradient(
-                z.double(), targets, 0.7, banned, kept, *wanted[1:], to_new, asked
-            )
+            exact = logprobs._gradient(z.double(), targets, 0.7, banned, kept, *wanted[1:], to_new, asked)
             got = kernel.write_gradient(
                 *(z.clone(), targets, 0.7, banned, kept, *found[1:], to_new.float()),
                 None if asked is None else asked.float(),
@@ -89,9 +87,7 @@ def test_gated_products(dtype):
 
     rng = np.random.default_rng(0)
     for shape in ((1, 1), (3, 7, 5), (2, 33, 3420), (1, 300, 11008)):
-        gate, up, to_product = (
-            torch.from_numpy(rng.normal(0, 2, shape)).to(DEVICE, dtype) for _ in range(3)
-        )
+        gate, up, to_product = (torch.from_numpy(rng.normal(0, 2, shape)).to(DEVICE, dtype) for _ in range(3))
         exact = [x.double().requires_grad_() for x in (gate, up)]
         product = torch.nn.functional.silu(exact[0]) * exact[1]
         wanted = (product, *torch.autograd.grad(product, exact, to_product.double()))
@@ -118,15 +114,12 @@ def test_rotary_embeddings(dtype):
         limit = torch.finfo(dtype).eps
         narrow = [a.to(dtype) for a in (cos, sin)]
         plain = (
-            x * narrow[0][:, None]
-            + torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1) * (narrow[1][:, None])
+            x * narrow[0][:, None] + torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1) * (narrow[1][:, None])
         )
         few = slice(0, (heads + 1) // 2)  # keys have fewer heads
         both = rotate(x, x[:, few], *narrow)
         assert torch.equal(both[0], plain) and torch.equal(both[1], plain[:, few])
-        for got, right in zip(
-            rotate(x, x[:, few], cos.float(), sin.float()), (turned, turned[:, few]), strict=True
-        ):
+        for got, right in zip(rotate(x, x[:, few], cos.float(), sin.float()), (turned, turned[:, few]), strict=True):
             assert got.is_contiguous() and (got - right).norm() <= limit * right.norm()
         narrow_gradient = gradient.to(dtype)
         for got, right in zip(
@@ -232,10 +225,7 @@ def test_both_halves_of_a_gated_layer_in_one_product(dtype):
         rows, width, columns = int(rng.integers(1, 65)), *(64 * rng.integers(1, 40, 2)).tolist()
         x = torch.from_numpy(rng.normal(size=(rows, width))).to(DEVICE, dtype)
         gate, up = (
-            torch.from_numpy(rng.normal(size=(columns, width)) / width**0.5).to(DEVICE, dtype)
-            for _ in range(2)
+            torch.from_numpy(rng.normal(size=(columns, width)) / width**0.5).to(DEVICE, dtype) for _ in range(2)
         )
-        exact = torch.nn.functional.silu(x.double() @ gate.double().T) * (
-            x.double() @ up.double().T
-        )
+        exact = torch.nn.functional.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
         assert (project(x, gate, up) - exact).norm() <= 3 * torch.finfo(dtype).eps * exact.norm()

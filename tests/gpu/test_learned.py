@@ -23,18 +23,14 @@ def folder(tmp_path_factory):
 def scorer(folder, *, offload):
     from saccade.plugins.reward_models.learned_reward import LearnedReward
 
-    return LearnedReward.load(
-        folder, device=DEVICE, dtype=torch.bfloat16, offload=offload, untrained=True
-    )
+    return LearnedReward.load(folder, device=DEVICE, dtype=torch.bfloat16, offload=offload, untrained=True)
 
 
 def test_memory_is_given_back_between_scorings_and_scores_stay(folder):
     from saccade.rewards.reward_sample import RewardSample
 
     samples = [
-        RewardSample(
-            id=str(n), response=f"It is {n}.", messages=[{"role": "user", "content": "7 - 4?"}]
-        )
+        RewardSample(id=str(n), response=f"It is {n}.", messages=[{"role": "user", "content": "7 - 4?"}])
         for n in range(8)
     ]
     torch.cuda.empty_cache()

@@ -22,19 +22,14 @@ ROWS = [*PRESETS, *(("grpo", name) for name in ADD_ONS)]
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("preset", ROWS)
-def test_two_steps(
-    preset: str, dtype: str, tmp_path: Path, rl_config: Callable[..., dict[str, Any]]
-) -> None:
+def test_two_steps(preset: str, dtype: str, tmp_path: Path, rl_config: Callable[..., dict[str, Any]]) -> None:
     row = resolve(AlgorithmConfig(preset=preset), max_tokens=6)
     config = rl_config(tmp_path, run__max_steps=2, run__device="cuda", model__dtype=dtype)
     config["algorithm.preset"] = preset
     config["train.samples_per_prompt"] = min(4, row.samples_per_prompt)
     config["train.prompts_per_step"] = max(4, 12 // row.samples_per_prompt)
     if row.estimator.components:
-        config["reward.terms"] = [
-            *config["reward.terms"],
-            {"verifier": "length", "args": {"target": 3}},
-        ]
+        config["reward.terms"] = [*config["reward.terms"], {"verifier": "length", "args": {"target": 3}}]
     last = rl.run(config)
     assert isfinite(last["policy/loss"]) and last["guard/nonfinite"] == 0
     assert last["mismatch/mult_prob_error"] < (1.05 if dtype == "bfloat16" else 1.0001)
@@ -53,9 +48,7 @@ def test_families_with_pictures(
     assert last["mismatch/mult_prob_error"] < (1.05 if dtype == "bfloat16" else 1.0001)
 
 
-def test_the_memory_of_a_step_is_logged(
-    tmp_path: Path, rl_config: Callable[..., dict[str, Any]]
-) -> None:
+def test_the_memory_of_a_step_is_logged(tmp_path: Path, rl_config: Callable[..., dict[str, Any]]) -> None:
     last = rl.run(rl_config(tmp_path, run__max_steps=2, run__device="cuda"))
     peaks = {name: value for name, value in last.items() if name.startswith("mem/gpu_peak_gb/")}
     assert {"mem/gpu_peak_gb/rollout", "mem/gpu_peak_gb/update"} <= peaks.keys()

@@ -65,15 +65,10 @@ def scores(model: Any, family: Any, scenes: Path) -> list[float]:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16"])
 def test_a_deep_head_learns_and_its_folder_scores_alike(
-    optimizer: str,
-    tmp_path: Path,
-    scenes: Path,
-    word_model: str,
-    monkeypatch: pytest.MonkeyPatch,
+    optimizer: str, tmp_path: Path, scenes: Path, word_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [
-        {"id": f"{n}", "prompt": "<image>how many objects ?", "images": [path]}
-        | {"chosen": "red", "rejected": "blue"}
+        {"id": f"{n}", "prompt": "<image>how many objects ?", "images": [path]} | {"chosen": "red", "rejected": "blue"}
         for n, path in enumerate(pictures(scenes))
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))

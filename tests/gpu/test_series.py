@@ -34,8 +34,7 @@ def series(number: int, samples: int = 40) -> list[list[float]]:
 def options(folder: Path, **changes: Any) -> dict[str, Any]:
     """Two steps; about half of all answers are right, whatever they say."""
     rows = [
-        {"id": f"{n}", "question": "<series>lead?", "answer": "0", "series": series(n, 30 + 10 * n)}
-        for n in range(8)
+        {"id": f"{n}", "question": "<series>lead?", "answer": "0", "series": series(n, 30 + 10 * n)} for n in range(8)
     ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "own.py").write_text("def score(s): return float(sum(map(ord, s.response)) % 2)")
@@ -72,12 +71,10 @@ def answers(model: Any, family: Any) -> list[list[int]]:
     engine = EmbeddedEngine(model, family)
     assert engine.cache.kernels
     prompts = [
-        family.render([Message(role="user", parts=(open_series(series(n, 20 * n + 7)), "lead?"))])
-        for n in range(5)
+        family.render([Message(role="user", parts=(open_series(series(n, 20 * n + 7)), "lead?"))]) for n in range(5)
     ]
     asked = [
-        Request(key=str(n), ids=prompt.ids, media=prompt.media, sampling=GREEDY)
-        for n, prompt in enumerate(prompts)
+        Request(key=str(n), ids=prompt.ids, media=prompt.media, sampling=GREEDY) for n, prompt in enumerate(prompts)
     ]
     return [done.ids.tolist() for done in generate(engine, asked)]
 

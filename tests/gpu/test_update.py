@@ -48,9 +48,7 @@ def gradients(backend, batches, monkeypatch):
     from saccade.trainer.losses import PolicyLoss
 
     seen = {}
-    monkeypatch.setattr(
-        backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
-    )
+    monkeypatch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
     means = backend.train_step(batches, PolicyLoss(algorithm(), Scoring()), lr=0.0).metrics.means()
     return means, {name: gradient.clone() for name, gradient in seen.items()}
 
@@ -96,9 +94,7 @@ def test_layers_recompute_only_when_memory_is_short(family_of, batches, monkeypa
     costs = {k.of_media: k.cost(1000, 1000) for k in backend.recompute.kinds}
     assert costs.keys() == {False, True} and min(costs.values()) > 1000 * 64 * 2
     unplanned = backend.recompute.margin * checkpointing.total_bytes(backend.recompute.device)
-    monkeypatch.setattr(
-        checkpointing, "free_bytes", lambda *_: unplanned + backend.recompute.overhead[0] * 1.0
-    )
+    monkeypatch.setattr(checkpointing, "free_bytes", lambda *_: unplanned + backend.recompute.overhead[0] * 1.0)
     _, again = gradients(backend, batches, monkeypatch)
     assert backend.recompute.keeping == 0
     assert distance(again, kept) < 0.01

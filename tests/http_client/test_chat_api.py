@@ -20,10 +20,7 @@ SAMPLING = Sampling(temperature=0.5, max_tokens=9, stop=("END",), top_k=5)
 
 
 def talk(media: Media) -> tuple[Message, ...]:
-    return (
-        Message(role="system", parts=("Be brief.",)),
-        Message(role="user", parts=(media, "How many?")),
-    )
+    return (Message(role="system", parts=("Be brief.",)), Message(role="user", parts=(media, "How many?")))
 
 
 def test_images_travel_as_data_urls(image: Callable[..., Media]) -> None:

@@ -49,8 +49,7 @@ def test_an_answer_with_its_usage() -> None:
         "stop": ["x"],
     }
     assert asking.counters.describe((2.0, 10.0)) == (
-        "1 requests sent (0 of them again), 0 answers from the cache; 100 prompt and 7 response "
-        "tokens, cost 0.0003"
+        "1 requests sent (0 of them again), 0 answers from the cache; 100 prompt and 7 response tokens, cost 0.0003"
     )
 
 
@@ -126,11 +125,7 @@ def test_an_answer_that_trickles_is_given_up() -> None:
 
 @pytest.mark.parametrize(
     ("field", "option"),
-    [
-        ("model", "rollout.http.model"),
-        ("max_tokens", "rollout.max_tokens"),
-        ("temperature", "rollout.http.url"),
-    ],
+    [("model", "rollout.http.model"), ("max_tokens", "rollout.max_tokens"), ("temperature", "rollout.http.url")],
 )
 def test_a_refusal_is_not_repeated_and_names_field_and_option(field: str, option: str) -> None:
     error = {"error": {"message": "must be below 2", "param": field}}
@@ -147,9 +142,7 @@ def test_a_redirect_is_not_followed() -> None:
         client(endpoint).ask(QUESTION, GREEDY, 0)
 
 
-def test_the_key_is_sent_and_told_to_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_is_sent_and_told_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-secret-123")
     wrong = Says(status=401, body={"error": {"message": "Incorrect API key: sk-secret-123"}})
     with scripted([chat_answer("four"), wrong]) as endpoint:

@@ -26,10 +26,7 @@ def test_one_image_does_not_wait_for_another(tmp_path: Path, image: Callable[...
     piped = replace(slow, data=None, path=str(tmp_path / "slow.png"))
     pictures, found = Pictures(), []
     # Daemons, so that a failure does not hang.
-    asking = [
-        threading.Thread(target=lambda: found.append(pictures(piped)), daemon=True)
-        for _ in range(3)
-    ]
+    asking = [threading.Thread(target=lambda: found.append(pictures(piped)), daemon=True) for _ in range(3)]
     for thread in asking:
         thread.start()
     other = threading.Thread(target=lambda: found.append(pictures(quick)), daemon=True)

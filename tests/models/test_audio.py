@@ -153,9 +153,7 @@ def test_features_and_tokens_are_those_of_transformers(family):
     processor = Qwen2AudioProcessor(extractor, family.chat.tokenizer, chat_template=template)
     rendered = family.render(ask(*heard, "which?"))
     text = family.chat.text_of(ask(*heard, "which?"), generation=True)
-    theirs = processor(
-        text=text, audio=[decode(m) for m in heard], sampling_rate=RATE, return_tensors="pt"
-    )
+    theirs = processor(text=text, audio=[decode(m) for m in heard], sampling_rate=RATE, return_tensors="pt")
     assert theirs["input_ids"][0].tolist() == rendered.ids.tolist()
     ours = family.vision(rendered.media, CPU, torch.float32)
     assert torch.equal(ours["feature_attention_mask"], theirs["feature_attention_mask"].long())
@@ -213,9 +211,7 @@ def test_rows_with_sound_train_in_forests_and_reach_the_tower(family):
     backend = LocalBackend(learning, family, TrainConfig(lr=1e-3))
     losses = []
     for _ in range(6):
-        update = backend.train_step(
-            select.write_supervision(batches), PolicyLoss(SUPERVISED, OWN), lr=1e-2
-        )
+        update = backend.train_step(select.write_supervision(batches), PolicyLoss(SUPERVISED, OWN), lr=1e-2)
         losses.append(update.metrics.means()["policy/loss"])
     assert losses[-1] < losses[0] - 0.5
     assert not torch.equal(before, learning.base_model.audio_tower.conv1.weight)

@@ -9,9 +9,7 @@ from saccade.models.families import load_family
 from saccade.models.tiny import CONFIGS, TEMPLATE, make_tokenizer
 from saccade.types import Message, Source
 
-THINKING = TEMPLATE.replace(
-    "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
-)
+THINKING = TEMPLATE.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
 # Like templates that drop the thoughts of earlier turns.
 FORGETFUL = TEMPLATE.replace(
     "{% if m['content'] is string %}{{ m['content'] }}",
@@ -65,9 +63,7 @@ TOOLS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEXT_TOOLS = TOOLS.replace("{{ '<|image_pad|>' if c.type == 'image' else c.text }}", "{{ c.text }}")
-STRICT = (
-    "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no') }}{% endfor %}" + TEMPLATE
-)
+STRICT = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no') }}{% endfor %}" + TEMPLATE
 
 
 def raw(family, ids) -> str:
@@ -78,9 +74,7 @@ def test_a_prompt_is_what_the_template_renders(family):
     messages = [Message(role="system", parts=("Be short.",)), user("How many?")]
     rendered = family.render(messages)
     plain = [{"role": m.role, "content": m.text} for m in messages]
-    wanted = family.chat.tokenizer.apply_chat_template(
-        plain, add_generation_prompt=True, return_dict=False
-    )
+    wanted = family.chat.tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
     assert rendered.ids.tolist() == wanted
     assert set(rendered.sources.tolist()) == {Source.PROMPT} and rendered.media == ()
     assert family.render(list(messages)) is rendered  # rendered once
@@ -244,8 +238,7 @@ def test_a_template_may_rewrite_its_history(family, template):
     )
     policy = raw(family, rendered.ids[rendered.sources == Source.POLICY])
     assert policy == (
-        "<think>\na\n</think>\n\nb<|im_end|><think>\nc\n</think>\n\nd<|im_end|>"
-        "plain<|im_end|>e<|im_end|>"
+        "<think>\na\n</think>\n\nb<|im_end|><think>\nc\n</think>\n\nd<|im_end|>plain<|im_end|>e<|im_end|>"
     )
 
 
@@ -292,9 +285,7 @@ def test_what_a_template_refuses_is_told(family):
     )
     told = r"system, user: System role not supported.*prompt\.system.*prompt\.chat_template"
     with pytest.raises(ConfigError, match=told):
-        strict.render(
-            [Message(role="system", parts=("s",)), user("q")], family.measure, generation=True
-        )
+        strict.render([Message(role="system", parts=("s",)), user("q")], family.measure, generation=True)
     with pytest.raises(ConfigError, match="does not show what an assistant wrote"):
         chat(family, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
 
@@ -335,9 +326,7 @@ def test_a_tokenizer_without_a_template_gets_a_plain_one(tmp_path):
     dialogue = plain.render_dialogue([user("Hi"), assistant("Yo")], lambda media: ((1, 1, 1), 1))
     policy = dialogue.ids[dialogue.sources == Source.POLICY]
     assert plain.decode(policy) == " Yo" and policy[-1] == plain.end_of_turn
-    added = plain.render_continuation(
-        [user("Bye")], lambda media: ((1, 1, 1), 1), last_id=plain.end_of_turn
-    )
+    added = plain.render_continuation([user("Bye")], lambda media: ((1, 1, 1), 1), last_id=plain.end_of_turn)
     assert plain.decode(added.ids) == "\nuser: Bye\nassistant:"
 
 
@@ -354,18 +343,7 @@ def test_a_template_that_has_a_place_for_tools(family, template, known):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "internvl",
-        "llava",
-        "qwen2",
-        "qwen3",
-        "llama",
-        "mixtral",
-    ],
+    "name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava", "qwen2", "qwen3", "llama", "mixtral"]
 )
 def test_observations_of_every_family(family_of, image, name):
     bound = family_of(name)
@@ -387,9 +365,7 @@ def test_what_goes_on_is_encoded_as_if_it_stood_there(tmp_path):
     merges = [("▁", "s"), ("▁s", "o"), ("s", "o"), ("▁", "U"), ("▁", "▁")]
     vocabulary = {token: i for i, token in enumerate([*letters, *map("".join, merges)])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     tokenizer.save_pretrained(tmp_path)

@@ -57,10 +57,7 @@ def test_other_models_have_no_routers(load):
 def asked(family, count: int) -> list[Request]:
     prompts = [family.render([Message(role="user", parts=("why " * n,))]) for n in range(1, 5)]
     sampling = Sampling(temperature=1.0, max_tokens=12, ignore_eos=True)
-    return [
-        Request(key=f"{i}", ids=prompts[i % 4].ids, sampling=sampling, noise=i)
-        for i in range(count)
-    ]
+    return [Request(key=f"{i}", ids=prompts[i % 4].ids, sampling=sampling, noise=i) for i in range(count)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,15 +99,12 @@ def test_adapters_sit_in_the_attention_and_the_run_says_so(load, family_of, grow
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 4 * 2 and all(".self_attn." in name for name in trained)
     assert describe_trained(model, family).endswith(
-        "llm 3,584 in adapters beside 239,424; "
-        "no adapter reaches the 196,608 of experts, which are no linear layers"
+        "llm 3,584 in adapters beside 239,424; no adapter reaches the 196,608 of experts, which are no linear layers"
     )
     for parameter in lora.adapters(model).values():
         parameter.data += 0.1
     backend = LocalBackend(model, family, TrainConfig())
-    write_files(
-        tmp_path, backend.model_files()
-    )  # merged, every expert a tensor of its own as on the hub
+    write_files(tmp_path, backend.model_files())  # merged, every expert a tensor of its own as on the hub
     merged = AutoModelForCausalLM.from_pretrained(tmp_path)
     names = (tmp_path / "model.safetensors").read_bytes()[:20_000]
     assert b"block_sparse_moe.experts.3.w2.weight" in names and b"lora" not in names

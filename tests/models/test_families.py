@@ -57,9 +57,7 @@ def test_positions_are_those_of_transformers(name, family_of, stock, image):
 )
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_pixels_are_those_of_transformers_pil_processor(family_of, image, name, size, limits):
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-        Qwen2VLImageProcessorPil,
-    )
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     family = family_of(name)
     media = open_media(decode(image(*size, 4)), **limits)
@@ -86,9 +84,7 @@ def test_settings_of_pictures_inside_those_of_a_processor(family_of, image, tmp_
     file.write_text(json.dumps(whole | {"image_processor": json.loads(own.read_text())}))
     own.unlink()
     seen = [
-        f.vision(
-            f.render([Message(role="user", parts=(image(97, 61, 2),))]).media, CPU, torch.float32
-        )
+        f.vision(f.render([Message(role="user", parts=(image(97, 61, 2),))]).media, CPU, torch.float32)
         for f in (family_of(name), load_family(str(folder)))
     ]
     assert torch.equal(*(each["pixel_values"] for each in seen))
@@ -154,9 +150,7 @@ def test_an_unknown_multimodal_model_is_refused(edited):
 
 
 def test_another_format_of_a_known_model_is_named(edited):
-    with pytest.raises(
-        EnvironmentProblem, match=r"internvl_chat.*conversion, whose name ends in -hf"
-    ):
+    with pytest.raises(EnvironmentProblem, match=r"internvl_chat.*conversion, whose name ends in -hf"):
         load_family(edited("internvl", model_type="internvl_chat"))
 
 
@@ -290,9 +284,7 @@ def test_a_template_in_chat_template_json_wins_over_the_tokenizers_own(tmp_path,
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     text_only = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content }}{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({**settings, "chat_template": text_only})
-    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": text_only}))
     family = load_family(str(folder))
     message = Message(role="user", parts=(image(56, 56, 0), "how many?"))
     assert len(family.render((message,)).media) == 1

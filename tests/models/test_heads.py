@@ -28,17 +28,7 @@ from saccade.models.load import freeze, load_model, trainable_table
 from saccade.models.reward_card import Card, read_card
 from saccade.models.tiny import build
 
-FAMILIES = [
-    "qwen2_5_vl",
-    "qwen2_vl",
-    "qwen3_vl",
-    "internvl",
-    "llava",
-    "qwen2",
-    "qwen3",
-    "llama",
-    "mixtral",
-]
+FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen2", "qwen3", "llama", "mixtral"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -115,9 +105,7 @@ def made(model, card: Card) -> RewardHead:
 @pytest.mark.parametrize("bounded", [False, True])
 def test_an_mlp_is_that_of_plain_torch(load, bounded):
     head = made(load("qwen3"), replace(CARD, head="mlp", bounded=bounded))
-    plain = nn.Sequential(
-        nn.Linear(64, 64, bias=False), nn.RMSNorm(64, 1e-6), nn.SiLU(), nn.Linear(64, 2, bias=False)
-    )
+    plain = nn.Sequential(nn.Linear(64, 64, bias=False), nn.RMSNorm(64, 1e-6), nn.SiLU(), nn.Linear(64, 2, bias=False))
     with torch.no_grad():
         for own, theirs in ((head.inner, plain[0]), (head.gain, plain[1]), (head.weight, plain[3])):
             theirs.weight.copy_(own)
@@ -180,14 +168,10 @@ def test_a_folder_from_before_has_a_linear_head_on_the_last_block(tmp_path):
     known |= {"statistics_step": 3, "placeholder": "", "tokens": [], "chat": True}
     (tmp_path / "config.json").write_text(json.dumps({"reward_model": known}))
     statistics = {"statistics": {"a": (1, 2)}, "statistics_step": 3}
-    assert read_card(tmp_path) == Card(
-        kind="scalar", heads=("a",), pooling="attention", **statistics
-    )
+    assert read_card(tmp_path) == Card(kind="scalar", heads=("a",), pooling="attention", **statistics)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"head": "mlp"}, {"bounded": True}, {"probe_layer": 0}], ids=str
-)
+@pytest.mark.parametrize("changes", [{}, {"head": "mlp"}, {"bounded": True}, {"probe_layer": 0}], ids=str)
 def test_a_critic_takes_the_score_only_where_it_reads_alike(load, tmp_path, changes):
     model, card = load("qwen3"), replace(CARD, **changes)
     head = made(model, card)

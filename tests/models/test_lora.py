@@ -179,9 +179,7 @@ def test_a_fresh_or_silent_adapter_is_the_base_model(adapted, load, family_of, f
     assert np.abs(scores(model, family, batches) - base).max() > 0.01
 
 
-def test_a_reference_is_the_policy_without_adapters_or_with_older_ones(
-    adapted, load, family_of, forests, tmp_path
-):
+def test_a_reference_is_the_policy_without_adapters_or_with_older_ones(adapted, load, family_of, forests, tmp_path):
     family, batches = family_of(VISION), forests(VISION)
     policy = LocalBackend(adapted(VISION), family, TrainConfig())
     reference = AdapterReference(policy)
@@ -248,10 +246,7 @@ def test_the_engine_generates_with_the_adapter(adapted, load, family_of, grow):
     family, model = family_of(VISION), adapted(VISION, moved=True, vision=True)
     (prompt,) = grow(np.random.default_rng(3), family, size=1, depth=0).trajectories
     request = Request(
-        key="a",
-        ids=prompt.ids,
-        media=prompt.media,
-        sampling=Sampling(temperature=1.0, max_tokens=12, ignore_eos=True),
+        key="a", ids=prompt.ids, media=prompt.media, sampling=Sampling(temperature=1.0, max_tokens=12, ignore_eos=True)
     )
     (completion,) = generate(EmbeddedEngine(model, family), [request])
     episode = replace(
@@ -272,9 +267,7 @@ def test_the_engine_generates_with_the_adapter(adapted, load, family_of, grow):
 
 
 @pytest.mark.parametrize("name", [VISION, "internvl", "llava", TEXT])
-def test_stock_transformers_and_peft_load_what_is_written(
-    adapted, family_of, stock, tensors, tmp_path, image, name
-):
+def test_stock_transformers_and_peft_load_what_is_written(adapted, family_of, stock, tensors, tmp_path, image, name):
     """Greedy tokens of the merged folder, of base + adapter through peft, and of the model."""
     import transformers
 
@@ -297,10 +290,7 @@ def test_stock_transformers_and_peft_load_what_is_written(
         auto.from_pretrained(family.path, dtype=torch.float32), str(tmp_path / "adapter")
     )
     request = Request(
-        key="a",
-        ids=prompt.ids,
-        media=prompt.media,
-        sampling=Sampling(temperature=0.0, max_tokens=12, ignore_eos=True),
+        key="a", ids=prompt.ids, media=prompt.media, sampling=Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
     )
     (ours,) = generate(EmbeddedEngine(model, family), [request])
     found = [greedy(other, family, prompt) for other in (merged, through_peft)]

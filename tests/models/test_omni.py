@@ -145,9 +145,7 @@ def test_positions_and_logits_are_those_of_transformers(family, load, stock, nam
     with torch.no_grad():
         theirs = reference(input_ids=ids, attention_mask=mask, **given).logits[0]
         plan = forest_plan(np.array([0, len(rendered)]), np.array([-1]), CPU, torch.float32)
-        hidden = hidden_states(
-            model, family, ids[0], torch.from_numpy(positions), rendered.media, plan
-        )
+        hidden = hidden_states(model, family, ids[0], torch.from_numpy(positions), rendered.media, plan)
         assert (model.lm_head(hidden) - theirs).abs().max() < 1e-4
 
 
@@ -218,12 +216,8 @@ def test_gradients_of_a_forest_are_those_of_transformers_on_rows(family, load, m
     (forest,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
     backend = LocalBackend(load(NAME), family, TrainConfig())
     seen: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(
-        backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
-    )
-    update = backend.train_step(
-        select.write_supervision([forest]), PolicyLoss(SUPERVISED, OWN), lr=0.0
-    )
+    monkeypatch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
+    update = backend.train_step(select.write_supervision([forest]), PolicyLoss(SUPERVISED, OWN), lr=0.0)
     theirs = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(family.path)
     losses = []
     for (row,) in rows_of(sample, family):
@@ -262,11 +256,7 @@ def test_every_tower_learns_or_stands(family, load):
 
 @pytest.mark.parametrize(
     ("options", "towers"),
-    [
-        ({}, {"llm"}),
-        ({"vision": True}, {"llm", "vision", "projector"}),
-        ({"targets": "audio"}, {"audio"}),
-    ],
+    [({}, {"llm"}), ({"vision": True}, {"llm", "vision", "projector"}), ({"targets": "audio"}, {"audio"})],
 )
 def test_adapters_sit_where_they_were_asked_for(family, load, options, towers):
     pytest.importorskip("peft")
@@ -291,9 +281,7 @@ def test_of_a_whole_checkpoint_the_thinker_is_loaded_and_saved(family, tmp_path)
 
     model = load_model(load_family(str(whole)), dtype=torch.float32, device=CPU)
     model.save_pretrained(tmp_path / "saved")
-    stock, info = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "saved", output_loading_info=True
-    )
+    stock, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
     theirs = dict(stock.named_parameters())
     assert all(torch.equal(p, theirs[name]) for name, p in model.named_parameters())

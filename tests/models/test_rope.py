@@ -33,11 +33,7 @@ TYPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "default": ("llama", {}, {}),
     "linear": ("llama", {"factor": 4.0}, {}),
     "yarn": ("llama", {"factor": 4.0, **ORIGINAL}, {}),
-    "llama3": (
-        "llama",
-        {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
-        {},
-    ),
+    "llama3": ("llama", {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}, {}),
     "proportional": ("llama", {"partial_rotary_factor": 0.5}, {}),
     "dynamic": ("llama", {"factor": 4.0}, {"max_position_embeddings": PRETRAINED}),
     "longrope": ("phi3", {**FACTORS, **ORIGINAL}, ORIGINAL),
@@ -70,10 +66,7 @@ def model_of(family: Family) -> Any:
 
 
 def rows(family: Family, *lengths: int) -> list[np.ndarray]:
-    return [
-        np.random.default_rng(length).choice(np.flatnonzero(~family.banned), length)
-        for length in lengths
-    ]
+    return [np.random.default_rng(length).choice(np.flatnonzero(~family.banned), length) for length in lengths]
 
 
 @torch.no_grad()
@@ -107,8 +100,7 @@ def test_the_engine_stops_at_the_length_up_to_which_answers_do_not_depend_on_oth
     assert family.max_positions == PRETRAINED
     engine = EmbeddedEngine(model_of(family), family)
     prompts = [
-        Rendered(ids=row, sources=np.zeros(len(row), dtype=np.int8), media=())
-        for row in rows(family, 40, 60, 20)
+        Rendered(ids=row, sources=np.zeros(len(row), dtype=np.int8), media=()) for row in rows(family, 40, 60, 20)
     ]
     sampling = Sampling(temperature=0.0, max_tokens=4)
     together = generate(engine, requests(prompts, sampling))
@@ -134,8 +126,7 @@ def test_no_training_reads_longer_rows(kind, decoder, tmp_path):
     """Whatever its own limit says: conversations, pairs and pieces of documents."""
     family = decoder(kind)
     rows = [
-        {"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]}
-        for n in (1, 60)
+        {"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]} for n in (1, 60)
     ]
     pairs = [{"prompt": "a" * n, "chosen": "b", "rejected": "c"} for n in (1, 60)]
     for name, listed in {"rows": rows, "pairs": pairs}.items():

@@ -76,18 +76,7 @@ def loaded(family, seed: int = 0):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "qwen2",
-        "qwen3",
-        "llama",
-        "mixtral",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "internvl",
-        "qwen2_audio",
-        "qwen2_5_omni",
-    ],
+    "name", ["qwen2", "qwen3", "llama", "mixtral", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen2_audio", "qwen2_5_omni"]
 )
 def test_any_family_shows_a_series_where_it_stands(plugged, family_of, name):
     family, plain = plugged(name), family_of(name)
@@ -127,10 +116,7 @@ def test_nothing_that_is_typed_becomes_a_series(plugged):
 
 
 def test_rows_that_do_not_fit_are_refused(plugged, family_of):
-    with pytest.raises(
-        ConfigError,
-        match=r"try model\.series\.encoder=patches model\.series\.channels=2",
-    ):
+    with pytest.raises(ConfigError, match=r"try model\.series\.encoder=patches model\.series\.channels=2"):
         family_of("qwen2").render(ask(wave(20)))
     with pytest.raises(ImageError, match=r"3 leads, model\.series\.channels is 2$"):
         plugged("qwen2").render(ask(open_series(np.ones((3, 20)))))
@@ -174,9 +160,7 @@ def test_the_engine_answers_as_the_trainer_scores(plugged):
     engine, groups = EmbeddedEngine(model, family), []
     for n, prompt in enumerate(prompts):
         sampling = Sampling(max_tokens=6, ignore_eos=True)
-        engine.submit(
-            Request(key=str(n), ids=prompt.ids, media=prompt.media, sampling=sampling, noise=n)
-        )
+        engine.submit(Request(key=str(n), ids=prompt.ids, media=prompt.media, sampling=sampling, noise=n))
     done = {}
     while len(done) < 3:
         done |= {one.key: one for one in engine.poll()}
@@ -210,10 +194,7 @@ def test_a_group_shares_its_series_and_gradients_reach_the_encoder(plugged):
     sample = Sample(id="s", messages=ask(wave(50), "?"), candidates=tuple(replies))
     (forest,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
     assert len(forest.media) == 1 and len(forest.keys) == 2
-    rows = [
-        dialogue(replace(sample, messages=(*sample.messages, *reply)), family, "assistant")
-        for reply in replies
-    ]
+    rows = [dialogue(replace(sample, messages=(*sample.messages, *reply)), family, "assistant") for reply in replies]
     apart = pack(rows, positions=family.positions, micro_tokens=4096)
     scoring = LocalBackend(model, family)
     ((together, _),), ((alone, _),) = (scoring.logprobs(b, OWN) for b in ([forest], apart))
@@ -226,9 +207,9 @@ def test_a_group_shares_its_series_and_gradients_reach_the_encoder(plugged):
     backend = LocalBackend(learning, family, config)
     words = learning.get_input_embeddings().weight.detach().clone()
     losses = [
-        backend.train_step(
-            select.write_supervision(apart), PolicyLoss(SUPERVISED, OWN), lr=1e-2
-        ).metrics.means()["policy/loss"]
+        backend.train_step(select.write_supervision(apart), PolicyLoss(SUPERVISED, OWN), lr=1e-2).metrics.means()[
+            "policy/loss"
+        ]
         for _ in range(8)
     ]
     assert losses[-1] < losses[0] - 0.02
@@ -250,9 +231,7 @@ def test_the_encoder_lies_beside_a_model_that_anybody_loads(plugged, family_of, 
 
     family = plugged("qwen2")
     model = loaded(family, seed=3)
-    assert not torch.equal(
-        model.series.inner.first.weight, loaded(family).series.inner.first.weight
-    )
+    assert not torch.equal(model.series.inner.first.weight, loaded(family).series.inner.first.weight)
     write_files(tmp_path, LocalBackend(model, family).model_files())
     assert hasattr(model, "series")
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -302,9 +281,7 @@ def test_a_module_of_the_user_is_run_where_a_config_names_it(family_of, tmp_path
     with pytest.raises(ConfigError, match=r"no function 'lost' in .*; there is make, wrong"):
         lost = named.model_copy(update={"encoder": f"{tmp_path}/own.py:lost"})
         series_tower.plugged(family_of("qwen2"), lost)
-    other = OWN_MODULE.replace(
-        "Linear(channels, hidden)\n        self.reg", "Linear(3, 4); self.reg"
-    )
+    other = OWN_MODULE.replace("Linear(channels, hidden)\n        self.reg", "Linear(3, 4); self.reg")
     (tmp_path / "moved.py").write_text(other)
     with pytest.raises(EnvironmentProblem, match="its tensors are not those of"):
         loaded(moved)
@@ -336,15 +313,9 @@ READ = "self.out(values.mean(1))[None]"
     [
         ({"end": ")"}, r"own\.py:make: loading the file raises SyntaxError: .*line 17 of own\.py"),
         ({"end": "\nimport gone"}, r"raises ModuleNotFoundError: No module.*\(line 18 of own"),
-        (
-            {"first": "raise ValueError('boom')"},
-            r"\(2, 64\) raises ValueError: boom \(line 16 ",
-        ),
+        ({"first": "raise ValueError('boom')"}, r"\(2, 64\) raises ValueError: boom \(line 16 "),
         ({"arguments": ""}, r"make\(2, 64\) raises TypeError: make\(\) takes 0.*\(line 15 of own"),
-        (
-            {"forward": "values @ values"},
-            r"forward of \[2, 20\] raises RuntimeError: .*\(line 13",
-        ),
+        ({"forward": "values @ values"}, r"forward of \[2, 20\] raises RuntimeError: .*\(line 13"),
         ({"forward": f"({READ},)"}, r"forward gave a tuple, and by its tokens\(\) it is \[1, 64\]"),
         ({"forward": f"{READ} / 0 * 0"}, "forward gives numbers that are not finite"),
         ({"forward": f"torch.dropout({READ}, 0.5, self.training)"}, "two forwards of the same"),

@@ -63,12 +63,8 @@ PROCESSORS = {"internvl": internvl_processor, "llava": llava_processor}
 
 def theirs(processor, *parts):
     """What transformers makes of a question."""
-    shown = [
-        {"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts
-    ]
-    text = processor.apply_chat_template(
-        [{"role": "user", "content": shown}], add_generation_prompt=True
-    )
+    shown = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts]
+    text = processor.apply_chat_template([{"role": "user", "content": shown}], add_generation_prompt=True)
     pictures = [Image.fromarray(decode(p)) for p in parts if not isinstance(p, str)]
     return processor(images=pictures, text=text, return_tensors="pt")
 
@@ -101,9 +97,7 @@ def test_several_pictures_stand_between_their_own_brackets(family_of, image):
     assert_same(family, internvl_processor(family), *parts)
     rendered = family.render([Message(role="user", parts=parts)])
     start, end = family.chat.tokenizer.convert_tokens_to_ids(["<img>", "</img>"])
-    assert [rendered.ids[[s.start - 1, s.end]].tolist() for s in rendered.media] == [
-        [start, end]
-    ] * 3
+    assert [rendered.ids[[s.start - 1, s.end]].tolist() for s in rendered.media] == [[start, end]] * 3
     assert [s.grid for s in rendered.media] == [(7, 4, 4), (1, 4, 4), (7, 4, 4)]
     assert len(rendered.sources) == len(rendered.ids)
 
@@ -232,9 +226,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_one(family_of):
     reply = Message(role="assistant", parts=("so",))
     dialogue = family_of("llava").render_dialogue((question, reply, question, reply))
     continued = family_of("llava").render_continuation((question,), last_id=chat.end_of_turn)
-    assert chat.begin == (bos,) and dialogue.ids.tolist().count(bos) == 1 == (
-        dialogue.ids[0] == bos
-    )
+    assert chat.begin == (bos,) and dialogue.ids.tolist().count(bos) == 1 == (dialogue.ids[0] == bos)
     assert bos not in continued.ids
     assert chat.decode(dialogue.ids, special=True) == (
         "<s>USER: why? ASSISTANT: so<|im_end|> USER: why? ASSISTANT: so<|im_end|>"
@@ -260,9 +252,7 @@ def test_a_begin_that_the_template_writes_is_not_doubled(family_of):
         ("siglip_vision_model", "full", -1, 16),
     ],
 )
-def test_features_are_those_of_the_layers_that_the_config_names(
-    changed, image, tower, strategy, layer, tokens
-):
+def test_features_are_those_of_the_layers_that_the_config_names(changed, image, tower, strategy, layer, tokens):
     """Layers behind them are not run, and their weights are kept."""
     from transformers import LlavaForConditionalGeneration
 

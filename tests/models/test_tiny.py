@@ -64,13 +64,7 @@ def test_an_unknown_family_is_refused(tmp_path):
 
 
 def test_phrases_are_single_tokens_and_decode_to_their_text(tmp_path):
-    phrases = [
-        "<think>",
-        "Not here.",
-        '<grounding>{"bbox_2d": ',
-        "[0.25, 0, 0.5, 0.25]",
-        "[0.25, 0",
-    ]
+    phrases = ["<think>", "Not here.", '<grounding>{"bbox_2d": ', "[0.25, 0, 0.5, 0.25]", "[0.25, 0"]
     family = load_family(build("qwen2_5_vl", tmp_path, phrases=phrases))
     text = '<think>Not here.<grounding>{"bbox_2d": [0.25, 0, 0.5, 0.25] é'
     ids = family.chat.tokenizer.encode(text)

@@ -41,15 +41,7 @@ def film(frames: int, height: int = 84, width: int = 112, seed: int = 0) -> np.n
 def animation(pixels: np.ndarray, duration: int = 250) -> bytes:
     file = io.BytesIO()
     first, *rest = (Image.fromarray(frame) for frame in pixels)
-    first.save(
-        file,
-        "WEBP",
-        save_all=True,
-        append_images=rest,
-        duration=duration,
-        lossless=True,
-        exact=True,
-    )
+    first.save(file, "WEBP", save_all=True, append_images=rest, duration=duration, lossless=True, exact=True)
     return file.getvalue()
 
 
@@ -150,9 +142,7 @@ def test_a_film_file_needs_opencv_or_is_read(tmp_path: Path):
     assert np.abs(decode(media)[:, 20, 20, 2] - np.arange(0, 30, 5) * 8.0).max() < 8
 
 
-def test_a_film_is_compared_with_its_hash_and_not_taken_into_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_film_is_compared_with_its_hash_and_not_taken_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, data = tmp_path / "a.mp4", b"\0\0\0\x18ftypmp42" + bytes(100)
     path.write_bytes(data)
     media = Media(kind="video", hash="x", width=4, height=4, path=str(path), frames=(0, 1), fps=1.0)
@@ -195,9 +185,7 @@ def test_tokens_and_positions_are_those_of_transformers(name, folders):
     model = load_model(family, dtype=torch.float32, device=CPU)
     vision = dict(family.vision(spans, CPU, torch.float32))
     grids = {key: value for key, value in vision.items() if "pixel" not in key}
-    wanted, _ = model.model.get_rope_index(
-        torch.from_numpy(rendered.ids)[None], torch.from_numpy(kinds)[None], **grids
-    )
+    wanted, _ = model.model.get_rope_index(torch.from_numpy(rendered.ids)[None], torch.from_numpy(kinds)[None], **grids)
     # transformers goes on behind the rows and columns of a video, Qwen's own code behind its time
     # as well: the two agree up to there.
     ours = family.positions(len(rendered), spans)
@@ -263,9 +251,7 @@ def test_greedy_answers_are_those_of_transformers(name, folders):
     asked = [ask(video, "a"), ask("x", picture, other, "why"), ask(other, video, picture), ask("a")]
     prompts = [family.render(messages) for messages in asked]
     requests = [
-        Request(
-            key=str(n), ids=p.ids, media=p.media, sampling=Sampling(temperature=0.0, max_tokens=8)
-        )
+        Request(key=str(n), ids=p.ids, media=p.media, sampling=Sampling(temperature=0.0, max_tokens=8))
         for n, p in enumerate(prompts)
     ]
     engine = EmbeddedEngine(load_model(family, dtype=torch.float32, device=CPU), family)
@@ -308,9 +294,7 @@ def test_rows_with_videos_train_in_forests(folders):
     ((together, _),) = backend.logprobs([forest], OWN)
     apart = []
     for candidate in sample.candidates:
-        row = dialogue(
-            replace(sample, messages=(*sample.messages, *candidate)), family, "assistant"
-        )
+        row = dialogue(replace(sample, messages=(*sample.messages, *candidate)), family, "assistant")
         batches = pack([row], positions=family.positions, micro_tokens=4096)
         ((found, _),) = backend.logprobs(batches, OWN)
         apart.append(found)

@@ -104,9 +104,7 @@ def ours(algorithm: Algorithm, rows: Rows, **columns: Any) -> Loss:
     advantages = rows.advantages[sequence]
     if algorithm.loss.select is not None:
         columns["selected"] = bound(algorithm.loss.select, algorithm.loss_options)(
-            SelectionInputs(
-                new=rows.new[mask], old=rows.old[mask], advantages=advantages, noise=sequence
-            )
+            SelectionInputs(new=rows.new[mask], old=rows.old[mask], advantages=advantages, noise=sequence)
         )
     loss, _ = objective(
         algorithm,
@@ -135,9 +133,7 @@ def drawn() -> Callable[..., Sequence[Rows]]:
 def assert_ours() -> Callable[..., None]:
     """Value and gradient of the algorithm with these options are theirs."""
 
-    def check(
-        options: dict[str, Any], rows: Rows, theirs: Loss, tolerance: float, **columns: Any
-    ) -> None:
+    def check(options: dict[str, Any], rows: Rows, theirs: Loss, tolerance: float, **columns: Any) -> None:
         config = {"old": "recompute", "kl": {"coef": 0.0}} | options
         algorithm = resolve(AlgorithmConfig.model_validate(config), max_tokens=WIDTH)
         value, gradient = ours(algorithm, rows, **columns)

@@ -118,10 +118,7 @@ def test_loss_and_gradient_are_those_of_trl(
 
     models = [load_model(family, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)]
     bend(models[1])
-    backend, reference = (
-        LocalBackend(models[0], family, TrainConfig()),
-        LocalBackend(models[1], family),
-    )
+    backend, reference = (LocalBackend(models[0], family, TrainConfig()), LocalBackend(models[1], family))
     batches = pack(groups, positions=family.positions, micro_tokens=30, whole=True)
     assert len(batches) > 1
     totals = scored(reference, batches)

@@ -56,11 +56,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def trl_loss(
-    trainer: Any,
-    patch: pytest.MonkeyPatch,
-    rows: Any,
-    options: dict[str, Any],
-    **inputs: Tensor,
+    trainer: Any, patch: pytest.MonkeyPatch, rows: Any, options: dict[str, Any], **inputs: Tensor
 ) -> tuple[Tensor, Tensor]:
     new = rows.new.clone().requires_grad_()
     ones = torch.ones_like(rows.mask, dtype=torch.int64)
@@ -69,11 +65,7 @@ def trl_loss(
             holder = trainer if hasattr(trainer, name) else trainer.args
             assert hasattr(holder, name), name
             changed.setattr(holder, name, value)
-        changed.setattr(
-            trainer,
-            "_get_per_token_logps_and_entropies",
-            lambda *_, **__: (new, rows.entropies, None),
-        )
+        changed.setattr(trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: (new, rows.entropies, None))
         loss = trainer._compute_loss(
             trainer.model,
             {
@@ -119,23 +111,14 @@ TRL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # their options, ours
     "vespo": ({}, {"policy_loss": "vespo", "aggregation": "token_mean"}),
     "dapo delta": ({"delta": 1.5}, {"delta": 1.5, "aggregation": "token_mean", **HIGHER}),
     "grpo k3": ({"beta": 0.1}, {"kl": K3, **HIGHER}),
-    "dr_grpo k3": (
-        {"beta": 0.1},
-        {"kl": K3, "aggregation": "fixed", "args": {"fixed_length": FIXED}, **HIGHER},
-    ),
-    "luspo k3": (
-        {"beta": 0.1, "importance_sampling_level": "sequence"},
-        {"kl": K3, "policy_loss": "luspo", **HIGHER},
-    ),
+    "dr_grpo k3": ({"beta": 0.1}, {"kl": K3, "aggregation": "fixed", "args": {"fixed_length": FIXED}, **HIGHER}),
+    "luspo k3": ({"beta": 0.1, "importance_sampling_level": "sequence"}, {"kl": K3, "policy_loss": "luspo", **HIGHER}),
     # Where TRL has one ratio per sequence it multiplies the KL by that, we always by the token's.
     "grpo corrected k3": (
         {"beta": 0.1, "use_bias_correction_kl": True},
         {"kl": {**K3, "ratio_correct": True}, **HIGHER},
     ),
-    "grpo opsm": (
-        {"off_policy_mask_threshold": 0.05},
-        {"correct": [{"name": "opsm", "threshold": 0.05}], **HIGHER},
-    ),
+    "grpo opsm": ({"off_policy_mask_threshold": 0.05}, {"correct": [{"name": "opsm", "threshold": 0.05}], **HIGHER}),
     # TRL's bonus is a token mean whatever the loss divides by, ours follows the aggregation.
     "dapo bonus": (
         {"_entropy_bonus_enabled": True, "entropy_coef": 0.01},
@@ -163,10 +146,7 @@ def test_losses(
 
 
 def test_entropy_quantile(
-    trainer: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    drawn: Callable[..., Any],
-    assert_ours: Callable[..., None],
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, drawn: Callable[..., Any], assert_ours: Callable[..., None]
 ) -> None:
     """The filter holds for the policy term, not for the KL."""
     options = {"loss_type": "grpo", "top_entropy_quantile": 0.3, "beta": 0.1}

@@ -36,15 +36,10 @@ MODES = {  # theirs, ours
 COVARIANCE = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0}
 VERL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # aggregation, policy_loss, ours
     **{
-        f"vanilla {mode}": (mode, {}, {"aggregation": mine, "dual_clip": 1.5, **HIGHER})
-        for mode, mine in MODES.items()
+        f"vanilla {mode}": (mode, {}, {"aggregation": mine, "dual_clip": 1.5, **HIGHER}) for mode, mine in MODES.items()
     },
     "gspo": ("seq-mean-token-mean", {}, {"policy_loss": "gspo_token", **HIGHER}),
-    "gspo token-mean": (
-        "token-mean",
-        {},
-        {"policy_loss": "gspo_token", "aggregation": "token_mean", **HIGHER},
-    ),
+    "gspo token-mean": ("token-mean", {}, {"policy_loss": "gspo_token", "aggregation": "token_mean", **HIGHER}),
     "sapo": ("seq-mean-token-mean", {}, {"policy_loss": "sapo", "aggregation": "seq_mean"}),
     "gpg": ("token-mean", {}, {"policy_loss": "pg", "aggregation": "token_mean"}),
     "geo_mean": ("token-mean", {}, {"policy_loss": "gmpo", **HIGHER}),
@@ -65,11 +60,7 @@ VERL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # aggregation, 
     "kl_cov": (
         "token-mean",
         {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7},
-        {
-            "policy_loss": "kl_cov",
-            "aggregation": "token_mean",
-            "args": {"cov_fraction": 0.2, "cov_coef": 0.7},
-        },
+        {"policy_loss": "kl_cov", "aggregation": "token_mean", "args": {"cov_fraction": 0.2, "cov_coef": 0.7}},
     ),
     # Which of the tokens inside the band are left out is drawn by lot: here all of them are.
     "clip_cov": (
@@ -86,12 +77,7 @@ VERL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # aggregation, 
         name: (
             "token-mean",
             {},
-            {
-                "policy_loss": name,
-                "aggregation": "token_mean",
-                "args": {"weight_cap": 1.5},
-                **HIGHER,
-            },
+            {"policy_loss": name, "aggregation": "token_mean", "args": {"weight_cap": 1.5}, **HIGHER},
         )
         for name in ("dppo_tv", "dppo_kl")
     },
@@ -126,9 +112,7 @@ def verl_loss(case: str, rows: Any, weights: Tensor | None = None) -> tuple[Tens
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", VERL)
-def test_losses(
-    drawn: Drawn, assert_ours: Callable[..., None], case: str, dtype: torch.dtype
-) -> None:
+def test_losses(drawn: Drawn, assert_ours: Callable[..., None], case: str, dtype: torch.dtype) -> None:
     for rows in drawn(dtype):
         assert_ours(VERL[case][2], rows, verl_loss(case, rows), DTYPES[dtype])
 
@@ -182,9 +166,7 @@ def test_aggregation(drawn: Drawn, mode: str) -> None:
 def test_value_loss(drawn: Drawn) -> None:
     for rows in drawn():
         theirs, mine = (rows.new.clone().requires_grad_() for _ in range(2))
-        wanted, fraction = core.compute_value_loss(
-            theirs, rows.ref, rows.old, rows.mask.double(), cliprange_value=0.2
-        )
+        wanted, fraction = core.compute_value_loss(theirs, rows.ref, rows.old, rows.mask.double(), cliprange_value=0.2)
         new, old, returns = (column[rows.mask] for column in (mine, rows.old, rows.ref))
         scales = torch.ones_like(old) / rows.tokens
         loss, stats = value_objective(new, old, returns, scales, clip=0.2)
@@ -207,22 +189,14 @@ ESTIMATORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # ours, o
     "grpo": ("grpo", {}, {}),
     "grpo without std": ("no_std", {}, {"norm_adv_by_std_in_grpo": False}),
     "grpo_passk": ("grpo_passk", {}, {"config": {"norm_adv_by_std_in_grpo": True}}),
-    "grpo_passk without std": (
-        "grpo_passk",
-        {"divide_by_std": False},
-        {"config": {"norm_adv_by_std_in_grpo": False}},
-    ),
+    "grpo_passk without std": ("grpo_passk", {"divide_by_std": False}, {"config": {"norm_adv_by_std_in_grpo": False}}),
     "rloo": ("rloo", {}, {}),
     "rloo_vectorized": ("rloo", {}, {}),
     "opo": ("opo", {}, {}),
     "gpg": ("gpg", {"gpg_alpha": "nonzero_rewards"}, {}),
     "gdpo": ("gdpo", {"gdpo_whiten": "token"}, {}),
     "reinforce_plus_plus_baseline": ("reinforce_pp_baseline", {}, {}),
-    "reinforce_plus_plus": (
-        "reinforce_pp",
-        {"gamma": 0.97},
-        {"config": SimpleNamespace(gamma=0.97)},
-    ),
+    "reinforce_plus_plus": ("reinforce_pp", {"gamma": 0.97}, {"config": SimpleNamespace(gamma=0.97)}),
     "remax": ("remax", {}, {}),
     "gae": ("gae", {"gamma": 0.99, "lam": 0.9}, {"gamma": 0.99, "lam": 0.9}),
 }
@@ -284,9 +258,7 @@ def test_gdpo_of_several_terms(drawn: Drawn) -> None:
             batch={"prompts": ones[:, :1], "attention_mask": torch.cat([ones[:, :1], ones], 1)},
         )
         inputs = members(
-            rows,
-            components=torch.stack(list(terms.values()), 1),
-            component_weights=torch.tensor([1.0, 0.5]).double(),
+            rows, components=torch.stack(list(terms.values()), 1), component_weights=torch.tensor([1.0, 0.5]).double()
         )
         found = compute(ADVANTAGES["gdpo"], inputs, {"gdpo_whiten": "token"})
         # It reads the terms in fp32.
@@ -340,9 +312,7 @@ def test_rejection(drawn: Drawn, name: str) -> None:
     level, _, distance = name.rpartition("_")
     entry = corrections.CORRECTIONS[f"reject.{level}.{distance}"]
     for rows in drawn():
-        wanted, _ = helper.compute_rollout_rejection_mask(
-            rows.old - rows.rollout, rows.mask.double(), name, threshold
-        )
+        wanted, _ = helper.compute_rollout_rejection_mask(rows.old - rows.rollout, rows.mask.double(), name, threshold)
         keep = corrections.apply([(entry, bounds)], rows.mismatch).keep
         assert keep is not None and 0 < keep.sum() < len(keep)
         assert torch.equal(keep, wanted[rows.mask].bool())

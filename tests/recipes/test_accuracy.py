@@ -23,9 +23,7 @@ from saccade.rewards.scorer import Scorer
 from saccade.types import Group, Message, Sample, Source, Trajectory
 
 
-def group(
-    id: str, outcomes: Sequence[float | None], turns: int = 1, source: str = "", **extra: Any
-) -> Group:
+def group(id: str, outcomes: Sequence[float | None], turns: int = 1, source: str = "", **extra: Any) -> Group:
     asked = (Message(role="user", parts=("?",)),)
     sample = Sample(id=id, messages=asked, extra=extra, data_source=source or "default")
     members = tuple(
@@ -50,9 +48,7 @@ def test_rotations_of_a_question_count_together() -> None:
     """Sample by sample: the first of "a" is right in both orders, the second in one of them."""
     rows = [group("a0", [1, 1]), group("a1", [1, 0]), group("b0", [0, 1]), group("b1", [0, 1])]
     plain = group_accuracy(rows)
-    turned = group_accuracy(
-        [group(g.uid, [t.outcome for t in g.trajectories], rotation_of=g.uid[0]) for g in rows]
-    )
+    turned = group_accuracy([group(g.uid, [t.outcome for t in g.trajectories], rotation_of=g.uid[0]) for g in rows])
     assert plain["accuracy"] == turned["accuracy"] == 5 / 8 and "all_rotations" not in plain
     assert turned["all_rotations"] == 0.5
     assert turned["items"] == 4 and turned["avg@2"] == 5 / 8 and turned["pass@2"] == 1

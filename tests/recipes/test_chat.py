@@ -77,9 +77,7 @@ def test_a_conversation(folder: str, picture: Path, tmp_path: Path) -> None:
     assert "never" not in result.stdout
 
 
-def test_a_file_of_conversations_gets_the_answers_of_the_terminal(
-    folder: str, picture: Path, tmp_path: Path
-) -> None:
+def test_a_file_of_conversations_gets_the_answers_of_the_terminal(folder: str, picture: Path, tmp_path: Path) -> None:
     content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "how many?"}]
     conversations = [[{"role": "user", "content": content}], "hello", {"messages": "hello"}]
     (tmp_path / "in.json").write_text(json.dumps(conversations))
@@ -107,10 +105,7 @@ def test_an_image_of_a_file_keeps_its_own_pixel_budget(picture: Path) -> None:
     [
         ("{", "is not JSON"),
         ("[]", "give a list of conversations"),
-        (
-            '[[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]]',
-            "[0]: ends",
-        ),
+        ('[[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]]', "[0]: ends"),
         ('["x", [{"role": "judge", "content": "x"}]]', "[1]: unknown role"),
         (
             '["x", [{"role": "user", "content": [{"type": "image", "image": "gone.png"}]}]]',
@@ -118,9 +113,7 @@ def test_an_image_of_a_file_keeps_its_own_pixel_budget(picture: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_cannot_be_answered(
-    folder: str, tmp_path: Path, content: str, problem: str
-) -> None:
+def test_a_file_that_cannot_be_answered(folder: str, tmp_path: Path, content: str, problem: str) -> None:
     (tmp_path / "in.json").write_text(content)
     result = chat(folder, "--batch", str(tmp_path / "in.json"))
     assert result.exit_code == 2 and problem in result.output.replace("\n", "")
@@ -140,14 +133,10 @@ def test_options_that_do_not_go_together(folder: str, options: list[str], proble
     assert result.exit_code == 2 and problem in result.output.replace("\n", " ")
 
 
-def test_a_folder_for_the_answers_is_looked_for_before_they_are_made(
-    folder: str, tmp_path: Path
-) -> None:
+def test_a_folder_for_the_answers_is_looked_for_before_they_are_made(folder: str, tmp_path: Path) -> None:
     (tmp_path / "in.json").write_text('["x"]')
     result = chat(folder, "--batch", str(tmp_path / "in.json"), "--out", str(tmp_path / "no" / "a"))
-    assert result.exit_code == 2 and "its folder does not exist; try --out a" in " ".join(
-        result.output.split()
-    )
+    assert result.exit_code == 2 and "its folder does not exist; try --out a" in " ".join(result.output.split())
 
 
 def test_ctrl_c_ends_an_answer_between_two_steps(folder: str) -> None:
@@ -165,9 +154,7 @@ def test_ctrl_c_ends_an_answer_between_two_steps(folder: str) -> None:
 
         engine.poll = interrupted  # type: ignore[method-assign]
         sampling = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
-        state = chatting.Talk(
-            config=config, family=family, engine=engine, sampling=sampling, greedy=True
-        )
+        state = chatting.Talk(config=config, family=family, engine=engine, sampling=sampling, greedy=True)
         talk = [Message(role="user", parts=("hello",))]
         request = chatting._request("chat", talk, family, sampling)
         text, done = chatting._stream(state, request, said.append)

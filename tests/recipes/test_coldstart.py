@@ -34,10 +34,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("scenes")
-    return {
-        level: write_search(search_split(6, seed=1, level=level, view=56), folder, name=level)
-        for level in LEVELS
-    }
+    return {level: write_search(search_split(6, seed=1, level=level, view=56), folder, name=level) for level in LEVELS}
 
 
 def written(path: Path) -> list[dict]:
@@ -52,13 +49,9 @@ def test_sft_and_rl_read_the_same_tokens(
     """What `saccade sft` trains on is, id by id, what the episode loop makes of the same turns."""
     options = [*ENV, f"data.train={scenes[level]}"]
     coldstart.run(load(None, options), scenes[level], tmp_path / "cold", mistakes=0.4)
-    sft = load(
-        None, [*ENV, f"data.train={tmp_path / 'cold' / 'train.jsonl'}", "sft.max_tokens=4000"]
-    )
+    sft = load(None, [*ENV, f"data.train={tmp_path / 'cold' / 'train.jsonl'}", "sft.max_tokens=4000"])
     demonstrated = questions.load_dialogues(sft, sft.data.train, family).samples
-    asked = questions.load_prompts(
-        load(None, options), load(None, options).data.train, family
-    ).samples
+    asked = questions.load_prompts(load(None, options), load(None, options).data.train, family).samples
     assert len(demonstrated) == len(asked) == 6
     failures = 0
     for question, row in zip(asked, demonstrated, strict=True):
@@ -67,9 +60,7 @@ def test_sft_and_rl_read_the_same_tokens(
         (taught,) = dialogue(row, family, "assistant").trajectories
         assert lived.end_reason == "answered" and lived.turns == len(texts)
         np.testing.assert_array_equal(taught.ids, lived.ids)
-        assert [(s.start, s.length, s.grid) for s in taught.media] == [
-            (s.start, s.length, s.grid) for s in lived.media
-        ]
+        assert [(s.start, s.length, s.grid) for s in taught.media] == [(s.start, s.length, s.grid) for s in lived.media]
         # An end of turn behind a stop string is the template's in RL; nothing else differs.
         differs = taught.sources != lived.sources
         assert set(lived.sources[differs]) <= {int(Source.TEMPLATE)}
@@ -117,15 +108,11 @@ def test_rows_of_a_cold_start_are_asked_without_their_turns(
     rows = tmp_path / "cold" / "train.jsonl"
     options = [f"model.path={family.path}", "reward.terms=exact", "rollout.max_tokens=8"]
     options += [f"run.out={tmp_path}", "env.eval.max_turns=1"]
-    result = CliRunner().invoke(
-        app, ["eval", *ENV, *options, f"data.val={rows}", "--out", str(tmp_path / "eval")]
-    )
+    result = CliRunner().invoke(app, ["eval", *ENV, *options, f"data.val={rows}", "--out", str(tmp_path / "eval")])
     assert result.exit_code == 0, result.stderr
     scene = written(scenes["easy"])
     for row, drawn in zip(written(tmp_path / "eval" / "samples.jsonl"), scene, strict=True):
-        assert "<grounding>" not in row["prompt"].replace(
-            questions.instruction_of(load(None, ENV)), ""
-        )
+        assert "<grounding>" not in row["prompt"].replace(questions.instruction_of(load(None, ENV)), "")
         assert row["gold"] == str(drawn["answer"]) and len(row["media"]) == 1
 
 
@@ -141,9 +128,7 @@ def test_where_a_question_ends_depends_on_what_follows_it() -> None:
     assert asked("uau", *ENV) == "uau"  # a question after a chat
 
 
-def test_a_crop_is_stored_as_the_model_sees_it(
-    scenes: dict[str, Path], family: Family, tmp_path: Path
-) -> None:
+def test_a_crop_is_stored_as_the_model_sees_it(scenes: dict[str, Path], family: Family, tmp_path: Path) -> None:
     from saccade.media.images import decode
 
     config = load(None, ENV)
@@ -188,9 +173,7 @@ def test_what_must_not_be_taught_is_set_aside(scenes: dict[str, Path], tmp_path:
                 else [{"from": "gpt", "value": text}]
             )
             said.append({"from": "human", "value": "seen"})
-        image = question["images"][0] | {
-            "path": str(scenes["easy"].parent / question["images"][0]["path"])
-        }
+        image = question["images"][0] | {"path": str(scenes["easy"].parent / question["images"][0]["path"])}
         rows.append(question | {"conversations": said[:-1], "images": [image]})
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -226,9 +209,7 @@ def test_a_searcher_that_is_misread_teaches_nothing(scenes: dict[str, Path]) -> 
 
 
 @pytest.mark.parametrize("option", ["coordinates=absolute", "name=calculator"])
-def test_the_searcher_refuses_what_it_cannot_write(
-    option: str, scenes: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_searcher_refuses_what_it_cannot_write(option: str, scenes: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"env.{option}: the scripted searcher"):
         coldstart.run(load(None, [*ENV, f"env.{option}"]), scenes["easy"], tmp_path / "cold")
 
@@ -258,9 +239,7 @@ def weigh(thing):
 """
 
 
-def test_environments_and_tools_of_the_user_are_played(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_environments_and_tools_of_the_user_are_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = tmp_path / "own.py"
     own.write_text(OWN)
     weigh = '<tool_call>{"name": "weigh", "arguments": {"thing": "It"}}</tool_call>'
@@ -268,10 +247,7 @@ def test_environments_and_tools_of_the_user_are_played(
     with rows.open("w") as file:
         for first in (weigh, f"{weigh} crash"):
             said = ["What is it?", first, "seen", "<answer>3</answer>"]
-            turns = [
-                {"from": ("human", "gpt")[index % 2], "value": value}
-                for index, value in enumerate(said)
-            ]
+            turns = [{"from": ("human", "gpt")[index % 2], "value": value} for index, value in enumerate(said)]
             file.write(json.dumps({"conversations": turns, "answer": "3"}) + "\n")
     config = load({"env": {"name": f"{own}:Echo"}})
     counts = coldstart.run(config, rows, tmp_path / "a")

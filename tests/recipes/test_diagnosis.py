@@ -19,9 +19,7 @@ def log_of(tmp_path: Path, config: dict[str, Any]) -> str:
     return (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_unread_answers_are_said_after_the_first_validation(
-    tmp_path: Path, rl_config: Make, scenes: Path
-) -> None:
+def test_unread_answers_are_said_after_the_first_validation(tmp_path: Path, rl_config: Make, scenes: Path) -> None:
     val = {"data.val": str(scenes / "val.jsonl")}
     log = log_of(tmp_path, rl_config(tmp_path) | MANY | TAGS | val)
     line = "all of the responses have no answer that can be read (count looks in answer_tag, boxed;"
@@ -35,9 +33,7 @@ def test_unread_answers_are_said_after_the_first_step(tmp_path: Path, rl_config:
     assert "one of them ends with '" in log
 
 
-def test_groups_that_are_nearly_all_dead_are_said_with_what_a_live_one_costs(
-    tmp_path: Path, rl_config: Make
-) -> None:
+def test_groups_that_are_nearly_all_dead_are_said_with_what_a_live_one_costs(tmp_path: Path, rl_config: Make) -> None:
     terms = [{"verifier": "count", "args": {"order": ["last_number"]}}]
     pairs = {"train.prompts_per_step": 64, "train.samples_per_prompt": 2}
     config = rl_config(tmp_path) | MANY | pairs | {"reward.terms": terms}

@@ -30,9 +30,7 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("colours")
     for split, n in {"train": 32, "held": 12}.items():
-        scenes = counting.counting_split(
-            n, seed=n, colours=tuple(OTHER), counts=(1, 1), radius=(16, 20)
-        )
+        scenes = counting.counting_split(n, seed=n, colours=tuple(OTHER), counts=(1, 1), radius=(16, 20))
         drawn = counting.write_jsonl(scenes, folder, name="drawn").read_text().splitlines()
         rows: dict[str, list[dict[str, Any]]] = {"pairs": [], "labels": [], "asked": []}
         for number, line in enumerate(drawn):
@@ -73,9 +71,7 @@ def config(colours: Path, word_model: str) -> Make:
     return make
 
 
-def test_questions_that_nothing_scores_are_no_validation(
-    tmp_path: Path, config: Make, colours: Path
-) -> None:
+def test_questions_that_nothing_scores_are_no_validation(tmp_path: Path, config: Make, colours: Path) -> None:
     asked = config(tmp_path, data__val=str(colours / "held-asked.jsonl"), val__every=2)
     with pytest.raises(ConfigError, match=r"data\.val: held-asked .*reward\.terms=\[exact\]"):
         dpo.run(asked)
@@ -93,9 +89,7 @@ def test_pairs_of_pictures_are_learned_and_answers_improve(
     assert steps[0]["dpo/accuracy"] == 0 and steps[0]["dpo/margin"] == pytest.approx(0, abs=1e-5)
     assert last["dpo/accuracy"] == 1 and last["val/held-pairs/accuracy"] == 1
     assert last["val/held-asked/accuracy"] >= 0.9  # greedy answers
-    assert last["dpo/reward_chosen"] - last["dpo/reward_rejected"] == pytest.approx(
-        last["dpo/margin"], abs=1e-6
-    )
+    assert last["dpo/reward_chosen"] - last["dpo/reward_rejected"] == pytest.approx(last["dpo/margin"], abs=1e-6)
     assert last["dpo/nll"] < 0.3 * steps[0]["dpo/nll"]
     names = ("loss", "logp_chosen", "logp_rejected", "length_chosen", "length_rejected")
     assert all(f"dpo/{name}" in last and f"val/held-pairs/{name}" in last for name in names)
@@ -159,11 +153,7 @@ def test_without_its_adapter_the_policy_is_the_reference(tmp_path: Path, config:
 
 @pytest.mark.parametrize("loss", ["simpo", "reference_free"])
 def test_a_loss_without_a_reference_loads_none(
-    tmp_path: Path,
-    config: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    loss: str,
+    tmp_path: Path, config: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loss: str
 ) -> None:
     monkeypatch.setattr(pairs, "precomputed", None)
     unused = {"reward.terms": ["exact"]} if loss == "simpo" else {}
@@ -172,9 +162,7 @@ def test_a_loss_without_a_reference_loads_none(
     assert ("reward scores nothing here" in capsys.readouterr().out) == bool(unused)
 
 
-def test_kto_learns_from_labels_and_from_pairs(
-    tmp_path: Path, config: Make, colours: Path, numbers: Read
-) -> None:
+def test_kto_learns_from_labels_and_from_pairs(tmp_path: Path, config: Make, colours: Path, numbers: Read) -> None:
     for name in ("labels", "pairs"):
         options = {"dpo.loss": "kto", "run.name": name, "run.max_steps": 15, "dpo.beta": 0.5}
         train = str(colours / f"train-{name}.jsonl")
@@ -218,9 +206,7 @@ def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path: Path, config: 
     found = {row["id"]: row["reason"] for row in map(json.loads, aside)}
     assert sorted(found) == ["1", "2", "3", "4", "5"]
     assert "dpo.max_tokens is 512" in found["3"] and "head preference" in found["5"]
-    with pytest.raises(
-        DataError, match=r"data.train has no usable row:\n.*\n1 row left out: a tie"
-    ):
+    with pytest.raises(DataError, match=r"data.train has no usable row:\n.*\n1 row left out: a tie"):
         path.write_text(json.dumps(rows[1]) + "\n")
         dpo.run(options | {"run.name": "alike"})
     assert not (tmp_path / "alike").exists()
@@ -236,10 +222,7 @@ def test_ties_are_left_out_and_other_rows_are_set_aside(tmp_path: Path, config: 
     ("override", "words"),
     [
         ("dpo.args.gamma=0.5", "dpo.args.gamma: has no effect with dpo.loss=dpo"),
-        (
-            "dpo.args.label_smoothing=0.2",
-            "dpo.args.label_smoothing: has no effect with dpo.loss=dpo",
-        ),
+        ("dpo.args.label_smoothing=0.2", "dpo.args.label_smoothing: has no effect with dpo.loss=dpo"),
     ],
 )
 def test_what_dpo_refuses(config: Make, tmp_path: Path, override: str, words: str) -> None:
@@ -248,9 +231,7 @@ def test_what_dpo_refuses(config: Make, tmp_path: Path, override: str, words: st
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "override", ["sft.loss_on=all", "train.samples_per_prompt=4", "algorithm.preset=rloo"]
-)
+@pytest.mark.parametrize("override", ["sft.loss_on=all", "train.samples_per_prompt=4", "algorithm.preset=rloo"])
 def test_what_dpo_does_not_read(config: Make, tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError, match="has no effect in `saccade dpo`"):
         check(load(config(tmp_path), [override]), "dpo", given([override]))
@@ -268,9 +249,7 @@ def test_defaults_and_the_dry_run(config: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["precompute", "compute"])
-def test_a_damaged_picture_costs_its_row(
-    tmp_path: Path, config: Make, colours: Path, how: str
-) -> None:
+def test_a_damaged_picture_costs_its_row(tmp_path: Path, config: Make, colours: Path, how: str) -> None:
     lines = (colours / "train-pairs.jsonl").read_text().splitlines()[:6]
     rows = [json.loads(line) for line in lines]
     for number, row in enumerate(rows):

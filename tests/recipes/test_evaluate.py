@@ -72,9 +72,7 @@ def test_statistics_of_four_samples(four: tuple[dict[str, float], Path]) -> None
     scores = {row["id"]: [r["score"] for r in rows if r["id"] == row["id"]] for row in rows}
     values = [np.array(v) for v in scores.values()]
     assert metrics["avg@4"] == metrics["accuracy"] == pytest.approx(np.mean(values))
-    assert metrics["pass@4"] == pytest.approx(
-        np.mean([pass_at_k(4, int(v.sum()), 4) for v in values])
-    )
+    assert metrics["pass@4"] == pytest.approx(np.mean([pass_at_k(4, int(v.sum()), 4) for v in values]))
     assert (metrics["ci_low"], metrics["ci_high"]) == pytest.approx(mean_interval(values))
     assert metrics["ci_low"] <= metrics["accuracy"] <= metrics["ci_high"]
     assert metrics["accuracy"] <= metrics["pass@4"]
@@ -119,9 +117,7 @@ def test_fields_of_a_sample(four: tuple[dict[str, float], Path]) -> None:
 
 
 def test_one_greedy_answer_is_the_default(tmp_path: Path, judged: Make) -> None:
-    first, second = (
-        evaluate.run(judged(tmp_path, run__seed=seed), out=tmp_path / str(seed)) for seed in (1, 2)
-    )
+    first, second = (evaluate.run(judged(tmp_path, run__seed=seed), out=tmp_path / str(seed)) for seed in (1, 2))
     assert first == second
     assert "avg@1" not in first["val"] and first["val"]["items"] == 8
 
@@ -140,20 +136,13 @@ def test_whoever_reads_along_may_leave(
     assert len(lines(tmp_path / SAMPLES)) == 16 and (tmp_path / "eval/report.html").is_file()
 
 
-def test_responses_can_be_scored_again(
-    four: tuple[dict[str, float], Path], judged: Make, tmp_path: Path
-) -> None:
+def test_responses_can_be_scored_again(four: tuple[dict[str, float], Path], judged: Make, tmp_path: Path) -> None:
     metrics, folder = four
     samples = folder / "samples.jsonl"
     same = evaluate.run(judged(tmp_path), out=tmp_path / "same", rescore=samples)
-    assert (
-        same["val"]["accuracy"] == metrics["accuracy"]
-        and same["val"]["pass@4"] == metrics["pass@4"]
-    )
+    assert same["val"]["accuracy"] == metrics["accuracy"] and same["val"]["pass@4"] == metrics["pass@4"]
     generous = [{"verifier": "count", "args": {"tolerance": 6}}]
-    other = evaluate.run(
-        judged(tmp_path, reward__terms=generous), out=tmp_path / "other", rescore=samples
-    )
+    other = evaluate.run(judged(tmp_path, reward__terms=generous), out=tmp_path / "other", rescore=samples)
     assert metrics["accuracy"] < other["val"]["accuracy"] <= metrics["parse_rate"]
     rescored = lines(tmp_path / "other" / "samples.jsonl")
     assert [r["response"] for r in rescored] == [r["response"] for r in lines(samples)]
@@ -175,22 +164,16 @@ def test_scoring_again_says_what_it_found_and_which_line_is_damaged(
     with pytest.raises(ConfigError, match=rf"cut\.jsonl line {count} is no JSON"):
         evaluate.run(judged(tmp_path), out=tmp_path / "none", rescore=cut)
     cut.write_text('{"id": "a"}')
-    with pytest.raises(
-        ConfigError, match=r"line 1 has no choices, data_source, .*give the samples"
-    ):
+    with pytest.raises(ConfigError, match=r"line 1 has no choices, data_source, .*give the samples"):
         evaluate.run(judged(tmp_path), out=tmp_path / "none", rescore=cut)
     assert not (tmp_path / "none").exists()
 
 
-def test_odd_line_breaks_in_a_response_are_no_lines(
-    tmp_path: Path, judged: Make, four: tuple[Any, Path]
-) -> None:
+def test_odd_line_breaks_in_a_response_are_no_lines(tmp_path: Path, judged: Make, four: tuple[Any, Path]) -> None:
     rows = lines(four[1] / "samples.jsonl")[:3]
     rows[0]["response"] = "<think>\u2028\x85\u2029</think><answer>3</answer>"
     file = tmp_path / "odd.jsonl"
-    file.write_text(
-        "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8"
-    )
+    file.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
     result = evaluate.run(judged(tmp_path), out=tmp_path / "eval", rescore=file)
     assert result["val"]["items"] == 1
     assert lines(tmp_path / "eval" / "samples.jsonl")[0]["extracted"] == "3"
@@ -209,9 +192,7 @@ def test_boxes_are_scored_again_in_the_frame_of_their_picture(
     assert result["val"]["accuracy"] == 1
 
 
-def test_turns_are_scored_again_turn_by_turn(
-    tmp_path: Path, judged: Make, four: tuple[Any, Path]
-) -> None:
+def test_turns_are_scored_again_turn_by_turn(tmp_path: Path, judged: Make, four: tuple[Any, Path]) -> None:
     row = lines(four[1] / "samples.jsonl")[0]
     call = "<think>a</think><grounding>{}</grounding>"
     said = [call, "<think>b</think><answer>3</answer>"]
@@ -242,9 +223,7 @@ def test_rewards_that_fail_are_counted_beside_the_accuracy(
     assert "error 12%" in capsys.readouterr().out
     stored = lines(tmp_path / "eval" / "samples.jsonl")
     assert [r["status"] == "error" for r in stored] == [r["gold"] == "1" for r in rows]
-    evaluate.run(
-        config | {"reward.max_error_rate": 0.2}, out=tmp_path / "b", rescore=tmp_path / SAMPLES
-    )
+    evaluate.run(config | {"reward.max_error_rate": 0.2}, out=tmp_path / "b", rescore=tmp_path / SAMPLES)
     assert lines(tmp_path / "b/samples.jsonl") == stored  # as if it had never failed before
 
 
@@ -330,14 +309,7 @@ def test_the_command(tmp_path: Path, judged: Make, four: tuple[dict[str, float],
     done = CliRunner().invoke(app, ["eval", str(file), "--out", str(tmp_path / "cli")])
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "cli" / "results.json").read_text()) == {"val": four[0]}
-    again = [
-        "eval",
-        str(file),
-        "--out",
-        str(tmp_path / "x"),
-        "--rescore",
-        str(tmp_path / "none.jsonl"),
-    ]
+    again = ["eval", str(file), "--out", str(tmp_path / "x"), "--rescore", str(tmp_path / "none.jsonl")]
     refused = CliRunner().invoke(app, again)
     assert refused.exit_code == 2 and "no such file" in refused.output
 

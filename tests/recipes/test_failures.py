@@ -22,14 +22,7 @@ from saccade.algorithms.build import resolve
 from saccade.checkpoint import complete_steps
 from saccade.cli import app
 from saccade.config import AlgorithmConfig, Config, load, to_yaml
-from saccade.errors import (
-    ConfigError,
-    DataError,
-    EnvironmentProblem,
-    Interrupted,
-    RewardError,
-    TrainingError,
-)
+from saccade.errors import ConfigError, DataError, EnvironmentProblem, Interrupted, RewardError, TrainingError
 from saccade.recipes import evaluate, generate, rl, sft
 from saccade.recipes.failures import check_errors, check_mismatch
 from saccade.rollout import scoring
@@ -56,9 +49,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_damaged_image_is_set_aside_by_id_and_the_run_goes_on(
-    rl_config: Make, scenes: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_image_is_set_aside_by_id_and_the_run_goes_on(rl_config: Make, scenes: Path, tmp_path: Path) -> None:
     data, bad = damaged_copy(scenes, tmp_path / "data")
     changes = {"data.train": str(data), "data.order": "sequential", "run.max_steps": 2}
     rl.run(rl_config(tmp_path) | changes | {"data.max_bad_fraction": 0.5})
@@ -119,9 +110,7 @@ def test_a_damaged_image_in_validation_costs_its_row_or_no_finished_step(
     repaired = {"data.val": [{"path": str(scenes / "val.jsonl")}], "run.resume": "auto"}
     row = rl.run(config | repaired)
     assert (row["val/val/items"], row["val/val/left_out"]) == (8, 0)
-    assert "data.val: val has other rows or pictures than up to step 2" in (
-        capsys.readouterr().out.replace("\n", " ")
-    )
+    assert "data.val: val has other rows or pictures than up to step 2" in (capsys.readouterr().out.replace("\n", " "))
     lenient = {"run.name": "other", "run.resume": "auto", "data.max_bad_fraction": 0.5}
     row = rl.run(config | lenient)
     assert (row["val/val/items"], row["val/val/left_out"]) == (7, 1)
@@ -160,9 +149,7 @@ def test_weights_that_are_no_numbers_end_what_answers_with_5(
     assert not (tmp_path / "run" / "results.json").exists() and "!!" not in done.stdout
 
 
-def test_what_fails_before_an_update_keeps_the_steps_before_it(
-    rl_config: Make, tmp_path: Path
-) -> None:
+def test_what_fails_before_an_update_keeps_the_steps_before_it(rl_config: Make, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def score(sample):\n"
@@ -197,17 +184,13 @@ def test_a_reward_that_hangs_is_told_of_and_given_up_before_all_have_hung(
     assert f"waiting for rewards (slow): 0 of {total} after" in told
 
 
-def test_old_rollout_still_measures_the_gap_between_engine_and_trainer(
-    rl_config: Make, tmp_path: Path
-) -> None:
+def test_old_rollout_still_measures_the_gap_between_engine_and_trainer(rl_config: Make, tmp_path: Path) -> None:
     rl.run(rl_config(tmp_path) | {"algorithm.old": "rollout", "run.max_steps": 2})
     row = read_metrics(tmp_path / "run")[-1]
     assert 0 < row["mismatch/logp_gap_max"] < 1e-4
 
 
-def test_a_signal_ends_a_long_rollout_before_any_response_is_finished(
-    rl_config: Make, tmp_path: Path
-) -> None:
+def test_a_signal_ends_a_long_rollout_before_any_response_is_finished(rl_config: Make, tmp_path: Path) -> None:
     long = {"rollout.max_tokens": 3500, "rollout.ignore_eos": True, "train.samples_per_prompt": 2}
 
     def interrupt() -> None:
@@ -235,23 +218,17 @@ def test_a_larger_gap_is_allowed_by_its_option() -> None:
     check_mismatch(found, algorithm, 0.2)
 
 
-def test_a_full_gpu_says_what_makes_room(
-    rl_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_gpu_says_what_makes_room(rl_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 260 MiB. GPU 0 has")
 
     monkeypatch.setattr(LocalBackend, "train_step", full)
-    with pytest.raises(
-        EnvironmentProblem, match=r"Tried to allocate 260 MiB after step 0.*estimate"
-    ):
+    with pytest.raises(EnvironmentProblem, match=r"Tried to allocate 260 MiB after step 0.*estimate"):
         rl.run(rl_config(tmp_path))
     assert "Tried to allocate 260 MiB" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_weights_that_were_cut_short_are_refused_before_a_run_begins(
-    rl_config: Make, tmp_path: Path
-) -> None:
+def test_weights_that_were_cut_short_are_refused_before_a_run_begins(rl_config: Make, tmp_path: Path) -> None:
     config = rl_config(tmp_path)
     half = tmp_path / "half"
     shutil.copytree(config["model.path"], half)
@@ -339,9 +316,7 @@ def test_a_checkpoint_that_was_cut_is_passed_over_and_named(
 def test_a_refusal_names_no_checkpoint_of_another_run(rl_config: Make, tmp_path: Path) -> None:
     rl.run(rl_config(tmp_path, run__max_steps=1))
     start = str(tmp_path / "run" / "checkpoints" / "step-1")
-    other = rl_config(
-        tmp_path, run__name="other", run__resume=start, train__lr_scale={"audio": 2.0}
-    )
+    other = rl_config(tmp_path, run__name="other", run__resume=start, train__lr_scale={"audio": 2.0})
     with pytest.raises(ConfigError, match=r"the model has no tower 'audio'; it has ") as refused:
         rl.run(other)
     assert "is saved in" not in str(refused.value)

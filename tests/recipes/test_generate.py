@@ -39,9 +39,7 @@ def test_every_row_has_its_responses(written: Path) -> None:
     rows = rows_of(written)
     assert len(rows) == 24 and len({row["id"] for row in rows}) == 24
     for row in rows:
-        assert set(row) == {
-            *("id", "data_source", "prompt", "answer", "responses", "row", "model", "settings")
-        }
+        assert set(row) == {*("id", "data_source", "prompt", "answer", "responses", "row", "model", "settings")}
         assert len(row["responses"]) == 3 and len({r["text"] for r in row["responses"]}) > 1
         for response in row["responses"]:
             assert set(response) == {"text", "tokens", "end_reason", "reward", "score", "extracted"}
@@ -93,18 +91,14 @@ def test_without_rewards_nothing_is_scored(tmp_path: Path, config: Make) -> None
 def test_answers_of_two_models_or_settings_never_mix(config: Make, tmp_path: Path) -> None:
     few = {"data.max_samples": 2}
     saccade.generate(config(tmp_path) | few)
-    with pytest.raises(
-        ConfigError, match=r"other settings.*max_tokens: \d+ there, 4 now.*run\.name"
-    ):
+    with pytest.raises(ConfigError, match=r"other settings.*max_tokens: \d+ there, 4 now.*run\.name"):
         saccade.generate(config(tmp_path) | few | {"rollout.max_tokens": 4})
     how = {"rollout.memory_share": 0.3, "rollout.parity_max": 1.0, "rollout.max_sequences": 7}
     assert saccade.generate(config(tmp_path) | few | how)["skipped"] == 2
     assert saccade.generate(config(tmp_path) | few)["skipped"] == 2
 
 
-def test_rows_that_changed_are_answered_again(
-    config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_changed_are_answered_again(config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from PIL import Image
 
     def write(gold: int = 1, colour: str = "red") -> None:
@@ -140,9 +134,7 @@ def test_rows_that_changed_are_answered_again(
     assert made(data__max_pixels=3136, data__max_samples=1) == (0, 3)
 
 
-def test_scores_of_other_rewards_or_weights_are_not_taken_for_done(
-    config: Make, tmp_path: Path
-) -> None:
+def test_scores_of_other_rewards_or_weights_are_not_taken_for_done(config: Make, tmp_path: Path) -> None:
     import shutil
 
     model = tmp_path / "model"
@@ -157,9 +149,7 @@ def test_scores_of_other_rewards_or_weights_are_not_taken_for_done(
         with pytest.raises(ConfigError, match="other settings, rewards or weights"):
             saccade.generate(few | change)
     own.write_text("def score(sample):\n    return 0.0\n")
-    with pytest.raises(
-        ConfigError, match=r"other settings, rewards or weights \(.*own.py.*changed\)"
-    ):
+    with pytest.raises(ConfigError, match=r"other settings, rewards or weights \(.*own.py.*changed\)"):
         saccade.generate(few)
     own.write_text("def score(sample):\n    return 1.0\n")
     assert saccade.generate(few)["skipped"] == 1
@@ -193,13 +183,7 @@ def test_right_episodes_become_conversations_to_learn_from(
     assert [(row["id"], row["conversations"][-1]["value"]) for row in rows] == [
         (f"{id}/{repeat}", text) for id, repeat, text in right
     ]
-    learn = load(
-        {
-            "model.path": chosen["model.path"],
-            "data.train": str(taught),
-            "prompt.template": str(worded),
-        }
-    )
+    learn = load({"model.path": chosen["model.path"], "data.train": str(taught), "prompt.template": str(worded)})
     family = model_setup.family_of(learn, learn.model.path)
     samples = questions.load_dialogues(learn, learn.data.train, family).samples
     assert [sample.messages[-1].role for sample in samples] == ["assistant"] * len(rows)
@@ -212,9 +196,7 @@ def test_right_episodes_become_conversations_to_learn_from(
     assert (path.read_bytes(), taught.read_bytes()) == (whole, made)
 
 
-def test_a_crash_while_writing_leaves_the_rows_so_far(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_while_writing_leaves_the_rows_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "coldstart" / "train.jsonl"
     path.parent.mkdir()
     path.write_text('{"id": "a/0"}\n')

@@ -41,9 +41,7 @@ def endpoint(word_model: str) -> Iterator[Endpoint]:
 
 
 @pytest.fixture
-def over_http(
-    endpoint: Endpoint, rl_config: Make, scenes: Path, monkeypatch: pytest.MonkeyPatch
-) -> Make:
+def over_http(endpoint: Endpoint, rl_config: Make, scenes: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setenv("SACCADE_TEST_KEY", TOKEN)
 
     def config(out: Path, url: str = endpoint.url, **changes: Any) -> dict[str, Any]:
@@ -90,9 +88,7 @@ def test_a_second_run_sends_nothing(tmp_path: Path, over_http: Make, endpoint: E
     assert len(responses) > 8  # repeats have seeds of their own
 
 
-def test_generate_counts_tokens_and_costs(
-    tmp_path: Path, over_http: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_counts_tokens_and_costs(tmp_path: Path, over_http: Make, capsys: pytest.CaptureFixture[str]) -> None:
     price = {"generate__n": 2, "data__max_samples": 3, "rollout__http__price": [1.0, 2.0]}
     result = generate.run(over_http(tmp_path, **price))
     found = rows(Path(result["path"]))
@@ -109,9 +105,7 @@ def test_a_killed_run_asks_only_for_what_is_missing(tmp_path: Path, over_http: M
 
     def script(body: dict[str, Any]) -> Says:
         released.append(body)
-        return Says(
-            body=chat_answer("<answer>3</answer>").body, after=0.0 if len(released) < 4 else 60
-        )
+        return Says(body=chat_answer("<answer>3</answer>").body, after=0.0 if len(released) < 4 else 60)
 
     with scripted(script) as endpoint:
         config = over_http(tmp_path, url=endpoint.url, rollout__http__concurrency=2)
@@ -156,9 +150,7 @@ def broken_off(config: dict[str, Any], fails: int, recipe: Any) -> int:
 
 
 @pytest.mark.parametrize("recipe", [evaluate.run, generate.run])
-def test_without_a_cache_of_its_own_a_run_keeps_one(
-    tmp_path: Path, over_http: Make, recipe: Any
-) -> None:
+def test_without_a_cache_of_its_own_a_run_keeps_one(tmp_path: Path, over_http: Make, recipe: Any) -> None:
     """What was broken off goes on, twice over; what has ended is not taken for the answers of
     another day.
     """

@@ -114,9 +114,7 @@ def test_every_token_of_a_document_is_trained_in_pieces(word_model: str) -> None
     assert np.concatenate([p.ids for p in pieces]).tolist() == whole.ids.tolist()
 
 
-def test_pretraining_learns_a_text_by_heart(
-    tmp_path: Path, sft_config: Make, numbers: Read
-) -> None:
+def test_pretraining_learns_a_text_by_heart(tmp_path: Path, sft_config: Make, numbers: Read) -> None:
     path = tmp_path / "documents.jsonl"
     rows = [{"text": "red blue red blue 3 2 1"}, {"text": "how many objects ? 5 6"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -132,9 +130,7 @@ def test_pretraining_learns_a_text_by_heart(
 # -- answers with their reward ---------------------------------------------------------------------
 
 
-def test_the_reward_stands_after_the_question(
-    tmp_path: Path, sft_config: Make, word_model: str
-) -> None:
+def test_the_reward_stands_after_the_question(tmp_path: Path, sft_config: Make, word_model: str) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "how many ?"}], "reward": 9},
         {"prompt": "how many ?", "chosen": "red", "rejected": "blue", "reward": 0.25},
@@ -167,13 +163,10 @@ def test_one_model_learns_good_and_bad_answers_apart(
 ) -> None:
     """Asked for the best, it gives the answers that were called good."""
     rows = [
-        {"prompt": "how many ?", "completion": "red" if good else "blue", "label": int(good)}
-        for good in (True, False)
+        {"prompt": "how many ?", "completion": "red" if good else "blue", "label": int(good)} for good in (True, False)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "val.jsonl").write_text(
-        json.dumps({"prompt": "how many ?", "reference": "red"}) + "\n"
-    )
+    (tmp_path / "val.jsonl").write_text(json.dumps({"prompt": "how many ?", "reference": "red"}) + "\n")
     options = {
         "data.val": str(tmp_path / "val.jsonl"),
         "sft.reward_tag": " {reward:.0f}",

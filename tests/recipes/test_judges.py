@@ -82,9 +82,7 @@ def test_a_judge_learns_to_rank_pictures_that_it_has_not_seen(
     assert before == 0 and after > 0.75  # guessing is right on half of them
 
 
-def test_sft_learns_from_the_better_text_and_sends_media_to_judges(
-    rows: Path, start: str, tmp_path: Path
-) -> None:
+def test_sft_learns_from_the_better_text_and_sends_media_to_judges(rows: Path, start: str, tmp_path: Path) -> None:
     texts = [
         {"prompt": "2+2?", "a": a, "b": b, "labels": {"preference": side}}
         for a, b, side in (("4", "5", "A"), ("5", "4", "B"))
@@ -101,9 +99,7 @@ def test_sft_learns_from_the_better_text_and_sends_media_to_judges(
         questions.load_dialogues(apart, apart.data.train, family)
 
 
-def test_rl_pays_one_for_the_right_verdict_and_nothing_for_others(
-    rows: Path, taught: Path, tmp_path: Path
-) -> None:
+def test_rl_pays_one_for_the_right_verdict_and_nothing_for_others(rows: Path, taught: Path, tmp_path: Path) -> None:
     few = {"prompts_per_step": 16, "samples_per_prompt": 4, "lr": 1e-4}
     config = config_of(rows, checkpoint(taught), tmp_path, train=few, val={"every": 0})
     last = rl.run(load(config, ["run.max_steps=1", *STORED]))
@@ -151,7 +147,5 @@ def test_a_verdict_is_worth_what_it_says() -> None:
     scorer = parts.make_scorer(config)
     assert scorer is not None
     with scorer:
-        found = {
-            sample.id: s.reward for sample, s in zip(samples, scorer.score(samples), strict=True)
-        }
+        found = {sample.id: s.reward for sample, s in zip(samples, scorer.score(samples), strict=True)}
     assert found == answers

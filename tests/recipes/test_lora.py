@@ -62,9 +62,7 @@ def test_sft_learns(tmp_path: Path, sft_config: Make, tensors: Any, numbers: Rea
     assert len(moved(config, tensors, step=8)) == 14
 
 
-def test_a_tower_of_its_own_and_its_learning_rate(
-    tmp_path: Path, sft_config: Make, tensors: Any
-) -> None:
+def test_a_tower_of_its_own_and_its_learning_rate(tmp_path: Path, sft_config: Make, tensors: Any) -> None:
     config = sft_config(tmp_path, run__max_steps=2) | LORA
     sft.run(config | {"run.name": "vision", "model.lora.targets": "vision"})
     names = moved(config, tensors, name="vision", step=2)
@@ -83,10 +81,7 @@ def test_the_note_counts_what_is_trained(trained: dict[str, Any]) -> None:
 
 RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "rl with a KL": ("rl", WITH_KL),
-    "rl whose reference follows": (
-        "rl",
-        WITH_KL | {"algorithm.kl.update": "copy", "algorithm.kl.update_every": 1},
-    ),
+    "rl whose reference follows": ("rl", WITH_KL | {"algorithm.kl.update": "copy", "algorithm.kl.update_every": 1}),
     "sft with dropout": ("sft", {"model.lora.dropout": 0.2}),
     "bf16 with fp32 masters": ("sft", {"model.dtype": "bfloat16"}),
 }
@@ -94,13 +89,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_stopped_and_resumed_is_the_same_run(
-    tmp_path: Path,
-    name: str,
-    rl_config: Make,
-    sft_config: Make,
-    tensors: Any,
-    same_weights: Any,
-    numbers: Read,
+    tmp_path: Path, name: str, rl_config: Make, sft_config: Make, tensors: Any, same_weights: Any, numbers: Read
 ) -> None:
     kind, changes = RESUMED[name]
     recipe, make = {"rl": (rl.run, rl_config), "sft": (sft.run, sft_config)}[kind]
@@ -180,9 +169,7 @@ def test_options_that_contradict_are_refused(
         check(load(make(tmp_path) | changes), command)
 
 
-def test_four_bits_train_and_resume(
-    tmp_path: Path, rl_config: Make, same_weights: Any, numbers: Read
-) -> None:
+def test_four_bits_train_and_resume(tmp_path: Path, rl_config: Make, same_weights: Any, numbers: Read) -> None:
     pytest.importorskip("bitsandbytes")
     config = rl_config(tmp_path) | LORA | WITH_KL | {"model.train": "qlora"}
     rl.run(config | {"run.name": "whole"})

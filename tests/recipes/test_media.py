@@ -92,16 +92,12 @@ def trained(folder: Path, kind: str, command: str, **changes: Any) -> float:
     return RECIPES[command](load(options))[SHOWN[command]]
 
 
-@pytest.mark.parametrize(
-    ("kind", "command"), [("video", "sft"), ("video", "dpo"), ("video", "rl"), ("audio", "sft")]
-)
+@pytest.mark.parametrize(("kind", "command"), [("video", "sft"), ("video", "dpo"), ("video", "rl"), ("audio", "sft")])
 def test_a_command_trains_on_it(folder: Path, kind: str, command: str) -> None:
     assert math.isfinite(trained(folder, kind, command))
 
 
-def test_a_reward_model_of_sounds_pictures_and_videos_scores_answers_about_them(
-    folder: Path,
-) -> None:
+def test_a_reward_model_of_sounds_pictures_and_videos_scores_answers_about_them(folder: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
     assert math.isfinite(trained(folder, "every", "rm"))
@@ -138,9 +134,7 @@ def test_a_broken_medium_is_a_bad_row(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ready", [0, 3, 4])
-def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(
-    family_of, tmp_path, monkeypatch, ready
-):
+def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(family_of, tmp_path, monkeypatch, ready):
     begun: list[Media] = []
     ahead = SimpleNamespace(get=begun.append)
     family = replace(family_of("qwen2_5_vl"), cache=lambda media: ahead)
@@ -158,13 +152,9 @@ def test_pictures_of_the_next_step_are_made_as_far_as_they_fit(
     assert set(begun) == set(coming[:ready]) and len(begun) == ready and len(coming) == 4
 
 
-def test_a_picture_is_decoded_once_however_often_its_row_comes(
-    rl_config, tmp_path, monkeypatch
-) -> None:
+def test_a_picture_is_decoded_once_however_often_its_row_comes(rl_config, tmp_path, monkeypatch) -> None:
     decoded, decode = [], pixel_cache.decode
-    monkeypatch.setattr(
-        pixel_cache, "decode", lambda media: decoded.append(media.hash) or decode(media)
-    )
+    monkeypatch.setattr(pixel_cache, "decode", lambda media: decoded.append(media.hash) or decode(media))
     monkeypatch.setattr(pixel_cache.DECODED, "max_bytes", 0)  # as if all of them were large
     options = {"data.train": pictures(tmp_path, 4), "track.trajectories_every": 0}
     result = rl.run(rl_config(tmp_path) | options | {"run.max_steps": 3})
@@ -173,9 +163,7 @@ def test_a_picture_is_decoded_once_however_often_its_row_comes(
 
 def test_a_set_is_looked_at_once_however_often_it_is_measured(family_of, tmp_path, monkeypatch):
     looked, damage = [], quarantine.decode_error
-    monkeypatch.setattr(
-        quarantine, "decode_error", lambda sample, cache: looked.append(sample.id) or damage(sample)
-    )
+    monkeypatch.setattr(quarantine, "decode_error", lambda sample, cache: looked.append(sample.id) or damage(sample))
     config = load({"run.out": str(tmp_path), "data.train": pictures(tmp_path, 3)})
     family = family_of("qwen2_5_vl")
     data = questions.load_prompts(config, config.data.train, family)
@@ -207,16 +195,12 @@ def pictures(folder: Path, count: int) -> str:
     lines = []
     for n in range(count):
         Image.new("RGB", (60, 60), (30 * n, 0, 9)).save(folder / f"{n}.png")
-        lines.append(
-            json.dumps({"id": str(n), "problem": "?", "answer": "1", "images": f"{n}.png"})
-        )
+        lines.append(json.dumps({"id": str(n), "problem": "?", "answer": "1", "images": f"{n}.png"}))
     (folder / "rows.jsonl").write_text("\n".join(lines))
     return str(folder / "rows.jsonl")
 
 
-def test_the_next_prompts_are_prepared_once_the_engine_has_begun(
-    rl_config, tmp_path, monkeypatch
-) -> None:
+def test_the_next_prompts_are_prepared_once_the_engine_has_begun(rl_config, tmp_path, monkeypatch) -> None:
     looks, ahead = [0], []
     poll, prefetch = EmbeddedEngine.poll, rl_rollout.prefetch_prompts
 

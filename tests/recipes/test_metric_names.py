@@ -44,9 +44,7 @@ def unnamed(rows: list[dict[str, Any]]) -> list[str]:
     return sorted(n for n in found if not any(pattern.fullmatch(n) for pattern in known))
 
 
-def test_the_metrics_of_grpo_with_adapters_are_documented(
-    tmp_path: Path, rl_config: Make, scenes: Path
-) -> None:
+def test_the_metrics_of_grpo_with_adapters_are_documented(tmp_path: Path, rl_config: Make, scenes: Path) -> None:
     pytest.importorskip("peft")
     adapters = {"model.train": "lora", "model.lora.rank": 4, "model.lora.vision": True}
     validation = {"data.val": str(scenes / "val.jsonl"), "val.every": 1, "val.n": 2}

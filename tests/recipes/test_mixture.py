@@ -32,8 +32,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Questions with an answer, a better and a worse reply."""
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     listed = [
-        {"prompt": "how many " + "red " * n, "answer": str(n), "chosen": "red", "rejected": "blue"}
-        for n in range(1, 9)
+        {"prompt": "how many " + "red " * n, "answer": str(n), "chosen": "red", "rejected": "blue"} for n in range(1, 9)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in listed))
     return str(file)
@@ -87,9 +86,7 @@ def test_a_critic_is_balanced_too(config: Any, tmp_path: Path, numbers: Read) ->
 
 
 @pytest.mark.parametrize("command", [sft, dpo, reward_training])
-def test_learning_from_rows_evens_out_the_experts(
-    command: Any, config: Any, tmp_path: Path, numbers: Read
-) -> None:
+def test_learning_from_rows_evens_out_the_experts(command: Any, config: Any, tmp_path: Path, numbers: Read) -> None:
     command.run(config(run__max_steps=6, train__aux_coef=1.0, train__epochs=9))
     found = [row["moe/aux_loss"] for row in numbers(tmp_path / "run")]
     assert found[-1] < found[0] - 0.05 and len(found) == 6

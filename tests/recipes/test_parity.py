@@ -25,9 +25,7 @@ def foreign(monkeypatch):
     return use
 
 
-def test_a_foreign_engine_is_probed_and_trains_as_the_embedded_one(
-    rl_config, foreign, tmp_path, numbers
-):
+def test_a_foreign_engine_is_probed_and_trains_as_the_embedded_one(rl_config, foreign, tmp_path, numbers):
     rl.run(rl_config(tmp_path / "own", run__max_steps=2))
     foreign()
     rl.run(rl_config(tmp_path / "foreign", run__max_steps=2))
@@ -52,9 +50,7 @@ def test_a_limit_of_ones_own(rl_config, foreign, tmp_path):
         rl.run(rl_config(tmp_path, rollout__parity_max=1e-12, rollout__replicas=1))
 
 
-def test_the_engine_that_validates_supervised_training_is_probed(
-    sft_config, scenes, foreign, tmp_path, monkeypatch
-):
+def test_the_engine_that_validates_supervised_training_is_probed(sft_config, scenes, foreign, tmp_path, monkeypatch):
     """It leaves the memory to training before the first step and after every validation."""
     told = []
     for name in ("sleep", "update_weights"):
@@ -78,9 +74,7 @@ def noted(told, name, method):
     return call
 
 
-def test_rollouts_follow_a_validation_with_the_same_weights(
-    rl_config, scenes, foreign, tmp_path, monkeypatch
-):
+def test_rollouts_follow_a_validation_with_the_same_weights(rl_config, scenes, foreign, tmp_path, monkeypatch):
     """So the engine sleeps once in a step, after the rollout; and `eval` has no trainer at all."""
     told = []
     monkeypatch.setattr(CopyEngine, "sleep", noted(told, "sleep", CopyEngine.sleep))

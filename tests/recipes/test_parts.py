@@ -24,22 +24,15 @@ def read(folder: Path, name: str, *questions: str) -> datasets.Dataset:
     return datasets.load([DataSource(path=str(path))], DataConfig())
 
 
-def test_rows_that_repeat_in_a_step_or_in_validation_are_told(
-    tmp_path: Path, family_of: Any, said: list[str]
-) -> None:
+def test_rows_that_repeat_in_a_step_or_in_validation_are_told(tmp_path: Path, family_of: Any, said: list[str]) -> None:
     family = family_of("qwen2_5_vl")
-    train, val = (
-        read(tmp_path, "a.jsonl", "1+1?", "3-1?"),
-        read(tmp_path, "b.jsonl", "1+1?", "4-2?"),
-    )
+    train, val = (read(tmp_path, "a.jsonl", "1+1?", "3-1?"), read(tmp_path, "b.jsonl", "1+1?", "4-2?"))
     stream = Stream(train, seed=0, config=DataConfig())
     parts.warn_of_rows(load({"train.prompts_per_step": 2}), family, stream, [train])
     assert f"2 of 2 different rows of {tmp_path / 'a.jsonl'} (data.val) are in" in said.pop()
     parts.warn_of_rows(load({"train.prompts_per_step": 5}), family, stream, [val])
     assert "a step takes each 2.5 times; try train.prompts_per_step=2" in said[0]
-    assert (
-        f"1 of 2 different rows of {tmp_path / 'b.jsonl'} (data.val) are in data.train" in said[1]
-    )
+    assert f"1 of 2 different rows of {tmp_path / 'b.jsonl'} (data.val) are in data.train" in said[1]
 
 
 @pytest.mark.parametrize(
@@ -74,14 +67,11 @@ def test_levels_that_are_no_game_are_bad_rows(
         assert "level: the row has no such column" in reasons[2]
 
 
-def test_a_prompt_beyond_the_positions_of_the_model_is_left_out(
-    tmp_path: Path, family_of: Any
-) -> None:
+def test_a_prompt_beyond_the_positions_of_the_model_is_left_out(tmp_path: Path, family_of: Any) -> None:
     rows = [{"question": "a" * length, "answer": "1"} for length in (10, 4_000)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load(
-        {"run.out": str(tmp_path), "data.train": str(tmp_path / "rows.jsonl")}
-        | {"data.max_prompt_tokens": 16_384}
+        {"run.out": str(tmp_path), "data.train": str(tmp_path / "rows.jsonl")} | {"data.max_prompt_tokens": 16_384}
     )
     family = replace(family_of("qwen2_5_vl"), max_positions=2_048)
     data = questions.load_prompts(config, config.data.train, family)

@@ -85,10 +85,7 @@ def rows_with_domains(scenes: Path, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("domains")
     rows = [json.loads(line) for line in (scenes / "train.jsonl").read_text().splitlines()]
     lines = [
-        json.dumps(
-            row
-            | {"domain": "ab"[n % 2], "images": [str(scenes / image) for image in row["images"]]}
-        )
+        json.dumps(row | {"domain": "ab"[n % 2], "images": [str(scenes / image) for image in row["images"]]})
         for n, row in enumerate(rows)
     ]
     path = folder / "train.jsonl"
@@ -104,10 +101,7 @@ def config_of(case: str, out: Path, rl_config: Make, rows: Path) -> dict[str, An
     config["train.samples_per_prompt"] = min(4, row.samples_per_prompt)
     config["train.prompts_per_step"] = max(4, 12 // row.samples_per_prompt)
     if row.estimator.components:
-        config["reward.terms"] = [
-            *config["reward.terms"],
-            {"verifier": "length", "args": {"target": 3}},
-        ]
+        config["reward.terms"] = [*config["reward.terms"], {"verifier": "length", "args": {"target": 3}}]
     return config | changes
 
 

@@ -44,9 +44,7 @@ def test_a_checkpoint_with_the_names_of_before_is_read() -> None:
         ({"val/a/margin": 1.0}, None, None),
     ],
 )
-def test_the_best_is_that_of_one_metric(
-    metrics: dict[str, float], before: str | None, best: str | None
-) -> None:
+def test_the_best_is_that_of_one_metric(metrics: dict[str, float], before: str | None, best: str | None) -> None:
     found, warning = replace(START, best_metric=before).with_best(metrics, 4, None)
     assert (found.best_metric, warning) == (best, "")
     assert found.best_step == (4 if best in metrics else None)

@@ -67,10 +67,7 @@ def test_the_stages_can_be_run_again(folder: Path) -> None:
 def test_no_scene_is_in_two_sets(tmp_path: Path) -> None:
     quickstart.draw_data(tmp_path, quickstart.SIZES["quick"], seed=0)
     names = ("demonstrations", "train", "val", "ood")
-    seen = [
-        {json.loads(line)["images"][0] for line in (tmp_path / f"{name}.jsonl").open()}
-        for name in names
-    ]
+    seen = [{json.loads(line)["images"][0] for line in (tmp_path / f"{name}.jsonl").open()} for name in names]
     assert len(set().union(*seen)) == sum(len(images) for images in seen)
 
 

@@ -76,18 +76,14 @@ def test_a_model_scores_behind_the_service_as_at_home(tmp_path: Path, rl_config:
     assert other["reward/std"] == pytest.approx(home["reward/std"], abs=1e-5)
 
 
-def test_a_model_that_would_not_see_the_pictures_stops_the_run(
-    tmp_path: Path, rl_config: Make
-) -> None:
+def test_a_model_that_would_not_see_the_pictures_stops_the_run(tmp_path: Path, rl_config: Make) -> None:
     with serving(MODEL, folder=tmp_path) as url:
         away = {"reward.terms": ["remote"], "reward.remote.url": url, "run.max_steps": 1}
         with pytest.raises(ConfigError, match=r"set reward\.remote\.send_images=true"):
             rl.run(rl_config(tmp_path) | away)
 
 
-def test_rule_judge_model_and_service_in_one_run(
-    tmp_path: Path, rl_config: Make, address: str
-) -> None:
+def test_rule_judge_model_and_service_in_one_run(tmp_path: Path, rl_config: Make, address: str) -> None:
     judge = {"verifier": "judge", "weight": 0.5, "args": {"order": ["last_number", "whole"]}}
     terms = ["count", judge, {**MODEL, "weight": 0.25}, {"verifier": "remote", "weight": 0.125}]
     with scripted(fair_judge) as endpoint:

@@ -28,8 +28,7 @@ Read = Callable[[Path], list[dict[str, Any]]]
 # Of the names of docs/runs.md, those that every run of GRPO with a KL has.
 NAMES = {
     "reward": "mean std min max accuracy abstain_rate error_rate by_source/counting/accuracy",
-    "group": "dead_frac all_right_frac all_wrong_frac constant_low constant_high singleton "
-    "std_mean kept_frac rounds",
+    "group": "dead_frac all_right_frac all_wrong_frac constant_low constant_high singleton std_mean kept_frac rounds",
     "policy": "loss pg_loss kl_ref kl_loss kl_coef kl_old entropy clip_frac_low clip_frac_high "
     "ratio_mean ratio_max grad_norm grad_norm_vision lr update_skipped",
     "adv": "mean std min max clip_frac",
@@ -50,11 +49,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> Path:
     """Five steps with a KL, validated every other step, each saved, one kept."""
     out = tmp_path_factory.mktemp("rl")
     changes = {"run.max_steps": 5, "val.every": 2, "save.every": 1, "save.keep": 1}
-    config = (
-        rl_config(out)
-        | changes
-        | {"data.val": rl_config(out)["data.train"].replace("train", "val")}
-    )
+    config = rl_config(out) | changes | {"data.val": rl_config(out)["data.train"].replace("train", "val")}
     rl.run(config | {"track.trajectories_every": 2})
     return out / "run"
 
@@ -71,15 +66,7 @@ def test_the_names_of_the_metrics(finished: Path) -> None:
 def test_the_files_of_a_run(finished: Path) -> None:
     assert load(finished / "config.resolved.yaml").run.max_steps == 5
     manifest = json.loads((finished / "manifest.json").read_text())
-    assert {
-        "data",
-        "template",
-        "prompt_texts",
-        "pixels",
-        "family",
-        "packages",
-        "seed",
-    } <= manifest.keys()
+    assert {"data", "template", "prompt_texts", "pixels", "family", "packages", "seed"} <= manifest.keys()
     stored = {p.name for p in (finished / "trajectories").rglob("step-*.jsonl")}
     assert {"step-1.jsonl", "step-2.jsonl", "step-4.jsonl", "step-5.jsonl"} <= stored
     assert "step 5/5" in (finished / "log.txt").read_text()
@@ -91,9 +78,7 @@ def test_stored_rollouts_say_what_they_taught(finished: Path) -> None:
     for start in range(0, len(members), 4):
         rewards = [member["reward"] for member in members[start : start + 4]]
         wanted = [(r - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6) for r in rewards]
-        assert [m["advantage"] for m in members[start : start + 4]] == pytest.approx(
-            wanted, abs=1e-5
-        )
+        assert [m["advantage"] for m in members[start : start + 4]] == pytest.approx(wanted, abs=1e-5)
 
 
 def test_on_policy_the_ratio_is_exactly_one(finished: Path, numbers: Read) -> None:
@@ -115,9 +100,7 @@ def test_validation_before_every_and_last(finished: Path, numbers: Read) -> None
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_best_metric_that_cannot_exist_is_refused(
-    tmp_path: Path, rl_config: Make, scenes: Path
-) -> None:
+def test_a_best_metric_that_cannot_exist_is_refused(tmp_path: Path, rl_config: Make, scenes: Path) -> None:
     foo, val = {"save__best_metric": "val/foo/accuracy"}, {"data__val": str(scenes / "val.jsonl")}
     with pytest.raises(ConfigError, match=r"best_metric: val/foo/accuracy is never measured.*no d"):
         rl.run(rl_config(tmp_path, **foo))
@@ -127,9 +110,7 @@ def test_a_best_metric_that_cannot_exist_is_refused(
 
 
 def test_the_best_checkpoint_stays_beside_the_newest(finished: Path, numbers: Read) -> None:
-    scores = {
-        r["step"]: r["val/val/accuracy"] for r in numbers(finished) if "val/val/accuracy" in r
-    }
+    scores = {r["step"]: r["val/val/accuracy"] for r in numbers(finished) if "val/val/accuracy" in r}
     del scores[0]  # before training there is nothing to save
     best = max(scores, key=lambda step: (scores[step], -step))
     progress = checkpoint.read_progress(finished / "checkpoints" / "step-5")
@@ -176,9 +157,7 @@ def recorded_calls(file: Path) -> list[dict[str, Any]]:
     return [{key: calls[f"{n}/{key}"] for key in names} for n in range(len(calls.files) // 3)]
 
 
-def test_later_updates_of_a_step_leave_the_old_policy_behind(
-    tmp_path: Path, rl_config: Make
-) -> None:
+def test_later_updates_of_a_step_leave_the_old_policy_behind(tmp_path: Path, rl_config: Make) -> None:
     file = tmp_path / "loss.py"
     file.write_text(LOSS)
     more = {"algorithm.policy_loss": f"{file}:recorded", "train.epochs_per_batch": 2}
@@ -203,9 +182,7 @@ def test_warm_up_counts_steps_not_updates(tmp_path: Path, rl_config: Make, numbe
 
 
 @pytest.mark.parametrize(("coef", "loaded"), [(0.0, False), (0.04, True)])
-def test_a_reference_is_loaded_only_when_it_counts(
-    tmp_path: Path, rl_config: Make, coef: float, loaded: bool
-) -> None:
+def test_a_reference_is_loaded_only_when_it_counts(tmp_path: Path, rl_config: Make, coef: float, loaded: bool) -> None:
     row = rl.run(rl_config(tmp_path, run__max_steps=1) | {"algorithm.kl.coef": coef})
     assert ("time/logp_ref" in row, "policy/kl_ref" in row) == (loaded, loaded)
 
@@ -277,9 +254,7 @@ def test_a_frozen_tower_stays_as_it_was(
     changed = {name for name in before if not (before[name] == after[name]).all()}
     vision = {n for n in before if "visual" in n and "merger" not in n}
     assert vision and not changed & vision
-    assert changed >= {
-        name for name in before if "language_model.layers" in name or "model.layers" in name
-    }
+    assert changed >= {name for name in before if "language_model.layers" in name or "model.layers" in name}
 
 
 # -- sampling --------------------------------------------------------------------------------------
@@ -289,11 +264,7 @@ def test_a_frozen_tower_stays_as_it_was(
 def test_truncated_sampling_is_replayed(
     tmp_path: Path, rl_config: Make, truncation: dict[str, float], numbers: Read
 ) -> None:
-    replay = {
-        "rollout.truncated_sampling": "replay",
-        "algorithm.old": "recompute",
-        "rollout.temperature": 0.9,
-    }
+    replay = {"rollout.truncated_sampling": "replay", "algorithm.old": "recompute", "rollout.temperature": 0.9}
     rl.run(rl_config(tmp_path, run__max_steps=2) | replay | truncation)
     for row in numbers(tmp_path / "run"):
         assert row["mismatch/logp_gap_max"] < 1e-5
@@ -315,11 +286,7 @@ def test_dynamic_sampling_fills_the_step(tmp_path: Path, rl_config: Make, number
 
 
 def test_dynamic_sampling_goes_on_with_what_it_has(tmp_path: Path, rl_config: Make) -> None:
-    more = {
-        "algorithm.filter.dynamic": True,
-        "algorithm.filter.max_rounds": 1,
-        "algorithm.kl.coef": 0,
-    }
+    more = {"algorithm.filter.dynamic": True, "algorithm.filter.max_rounds": 1, "algorithm.kl.coef": 0}
     row = rl.run(rl_config(tmp_path, run__max_steps=1, run__seed=3) | more)
     assert 0 < row["group/kept_frac"] < 1
     assert row["policy/live_sequences"] == 16 * row["group/kept_frac"]
@@ -331,11 +298,7 @@ NEVER_RIGHT = {"reward.terms": ["exact"], "prompt.format": "think_answer"}
 
 @pytest.mark.parametrize("exhausted", ["train_partial", "skip"])
 def test_a_step_without_an_informative_group_changes_nothing(
-    tmp_path: Path,
-    rl_config: Make,
-    exhausted: str,
-    word_model: str,
-    same_weights: Callable[..., bool],
+    tmp_path: Path, rl_config: Make, exhausted: str, word_model: str, same_weights: Callable[..., bool]
 ) -> None:
     dynamic = {"algorithm.filter.dynamic": True, "algorithm.filter.max_rounds": 2}
     config = rl_config(tmp_path, run__max_steps=2) | NEVER_RIGHT | dynamic
@@ -421,9 +384,7 @@ class Broken(Twice):
 def test_an_environment_of_your_own(tmp_path: Path, rl_config: Make) -> None:
     (tmp_path / "world.py").write_text(WORLD)
     env = {"env.name": f"{tmp_path}/world.py:Twice", "env.max_turns": 2, "reward.terms": []}
-    config = rl_config(
-        tmp_path, run__max_steps=2, rollout__stop=["?", "1", "2", "3", "4", "5", "6"]
-    )
+    config = rl_config(tmp_path, run__max_steps=2, rollout__stop=["?", "1", "2", "3", "4", "5", "6"])
     row = rl.run(config | env | {"rollout.max_tokens": 40, "track.trajectories_every": 1})
     assert row["turns/mean"] > 1.5 and row["turns/images_per_sample"] > 1.5
     assert 0 < row["reward/mean"] < 1 and row["reward/mean"] == row["reward/accuracy"]
@@ -449,9 +410,7 @@ def test_an_environment_that_is_not_there(tmp_path: Path, rl_config: Make) -> No
 def test_max_hours_ends_a_run_with_a_checkpoint(tmp_path: Path, rl_config: Make) -> None:
     rl.run(rl_config(tmp_path, run__max_steps=100, run__max_hours=1e-9))
     assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints") == [1]
-    assert (
-        "run.max_hours=1e-09 is reached after step 1" in (tmp_path / "run" / "log.txt").read_text()
-    )
+    assert "run.max_hours=1e-09 is reached after step 1" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_epochs_say_how_long_a_run_is(tmp_path: Path, rl_config: Make, numbers: Read) -> None:
@@ -480,9 +439,7 @@ def test_a_filter_of_ones_own_chooses_the_groups(rl_config: Make, tmp_path: Path
         rl.run(config | {"run.name": "c", "algorithm.filter.function": "mine"})
 
 
-def test_the_schedule_counts_steps_whatever_was_trained(
-    tmp_path: Path, rl_config: Make, numbers: Read
-) -> None:
+def test_the_schedule_counts_steps_whatever_was_trained(tmp_path: Path, rl_config: Make, numbers: Read) -> None:
     config = rl_config(tmp_path, run__max_steps=3, train__updates_per_step=4)
     rl.run(config | {"algorithm.drop_constant": True, "train.schedule": "linear"})
     state = checkpoint.read_progress(tmp_path / "run" / "checkpoints" / "step-3")
@@ -490,9 +447,7 @@ def test_the_schedule_counts_steps_whatever_was_trained(
     assert any(row["group/constant_low"] > 0 for row in numbers(tmp_path / "run"))
 
 
-def test_the_length_limit_of_an_episode_is_that_of_all_its_turns(
-    tmp_path: Path, rl_config: Make
-) -> None:
+def test_the_length_limit_of_an_episode_is_that_of_all_its_turns(tmp_path: Path, rl_config: Make) -> None:
     from saccade.algorithms.build import from_config
     from saccade.recipes import parts
     from saccade.rewards.reward_sample import RewardSample
@@ -518,14 +473,9 @@ def test_a_checkpoint_goes_on_with_its_own_algorithm(tmp_path: Path, rl_config: 
     assert rl.run(other | {"algorithm.preset": "gspo"})["policy/grad_norm"] > 0
 
 
-def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(
-    tmp_path: Path, rl_config: Make
-) -> None:
+def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Path, rl_config: Make) -> None:
     config = rl_config(tmp_path, run__max_steps=3) | {"algorithm.preset": "ppo"}
-    for name, value, works in (
-        ("path", "/nowhere", "leave it empty"),
-        ("warmup_steps", 3, "warmup_steps=0"),
-    ):
+    for name, value, works in (("path", "/nowhere", "leave it empty"), ("warmup_steps", 3, "warmup_steps=0")):
         with pytest.raises(ConfigError, match=rf"algorithm.critic.{name}.*{works}"):
             rl.run(config | {f"algorithm.critic.{name}": value})
     assert not (tmp_path / "run").exists()

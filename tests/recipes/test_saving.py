@@ -89,8 +89,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             "algorithm.filter.keep_surplus": True,
             "train.prompts_per_step": 6,
         },
-        {"state/critic/weights.safetensors", "state/critic/optimizer.safetensors"}
-        | {"state/surplus/groups.json"},
+        {"state/critic/weights.safetensors", "state/critic/optimizer.safetensors"} | {"state/surplus/groups.json"},
     ),
     "adapters that are held": (
         "rl",
@@ -128,9 +127,7 @@ RECIPES: dict[str, Callable[..., Any]] = {"rl": rl.run, "sft": sft.run, "rm": re
 
 
 @pytest.fixture
-def config_of(
-    tmp_path: Path, rl_config: Make, sft_config: Make
-) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
+def config_of(tmp_path: Path, rl_config: Make, sft_config: Make) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     """Three steps; the second is saved while the third trains."""
 
     def config(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -164,10 +161,7 @@ def content(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_folder_is_that_of_a_save_that_waits(
-    name: str,
-    tmp_path: Path,
-    config_of: Callable[..., dict[str, Any]],
-    before_writing: Callable[..., None],
+    name: str, tmp_path: Path, config_of: Callable[..., dict[str, Any]], before_writing: Callable[..., None]
 ) -> None:
     """Nothing of step 2 is written before step 3 has moved every weight."""
     kind, changes, expected = KINDS[name]
@@ -182,9 +176,7 @@ def test_the_folder_is_that_of_a_save_that_waits(
     RECIPES[kind](config | {"run.name": "goes_on"})
     assert seen == [[1, 2, 3]]
     for step in ("step-2", "step-3"):
-        one, other = (
-            content(tmp_path / run / "checkpoints" / step) for run in ("waits", "goes_on")
-        )
+        one, other = (content(tmp_path / run / "checkpoints" / step) for run in ("waits", "goes_on"))
         assert one.keys() == other.keys() > expected
         assert [path for path in one if one[path] != other[path]] == []
     two, three = (content(tmp_path / "goes_on" / "checkpoints" / f"step-{n}") for n in (2, 3))
@@ -239,21 +231,14 @@ def test_a_disk_that_stays_full_leaves_the_folder_free(
 
 
 def test_a_disk_that_fills_up_names_the_checkpoint_before(
-    tmp_path: Path,
-    sft_config: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, sft_config: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There was room for the first one; the last of step 4 is tried at the end once more."""
     usage, folder = shutil.disk_usage(tmp_path), tmp_path / "run" / "checkpoints"
     monkeypatch.setattr(
-        shutil,
-        "disk_usage",
-        lambda _: usage._replace(free=5_000 if steps_of(folder.parent) else 9_000_000),
+        shutil, "disk_usage", lambda _: usage._replace(free=5_000 if steps_of(folder.parent) else 9_000_000)
     )
-    with pytest.raises(
-        EnvironmentProblem, match=r"needs up to [\d.]+ MB, 5\.0 kB are free"
-    ) as caught:
+    with pytest.raises(EnvironmentProblem, match=r"needs up to [\d.]+ MB, 5\.0 kB are free") as caught:
         sft.run(sft_config(tmp_path, save__every=2, save__background=False) | SFT)
     assert f"step 2 is saved in {folder / 'step-2'}; fix the" in str(caught.value)
     assert "could not be saved" not in capsys.readouterr().out
@@ -271,9 +256,7 @@ def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(
     assert not (tmp_path / "run").exists()  # so the same command can be given again
 
 
-def test_room_is_asked_for_what_will_be_kept(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_is_asked_for_what_will_be_kept(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     saver = Checkpointer(tmp_path, SaveConfig(keep=3), saved=None)
     usage = shutil.disk_usage(tmp_path)._replace(free=3_500_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -304,10 +287,7 @@ def test_a_tensor_that_is_lost_on_the_way_is_found(
 
 
 def test_another_error_comes_first_and_both_are_told(
-    tmp_path: Path,
-    rl_config: Make,
-    before_writing: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, rl_config: Make, before_writing: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine, failed = tmp_path / "mine.py", tmp_path / "failed"
     mine.write_text(
@@ -364,9 +344,7 @@ def test_a_request_to_stop_waits_for_what_is_being_written(
 # -- when it waits ---------------------------------------------------------------------------------
 
 
-def test_one_is_written_at_a_time(
-    tmp_path: Path, sft_config: Make, before_writing: Callable[..., None]
-) -> None:
+def test_one_is_written_at_a_time(tmp_path: Path, sft_config: Make, before_writing: Callable[..., None]) -> None:
     found = []
 
     def look() -> None:
@@ -390,10 +368,7 @@ def test_one_is_written_at_a_time(
 
 
 def test_the_next_save_uses_the_memory_of_the_last(
-    tmp_path: Path,
-    sft_config: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    before_writing: Callable[..., None],
+    tmp_path: Path, sft_config: Make, monkeypatch: pytest.MonkeyPatch, before_writing: Callable[..., None]
 ) -> None:
     """Also where it has to wait for it: two copies at a time would be twice the memory."""
     made: list[int] = []

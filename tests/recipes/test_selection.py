@@ -29,11 +29,7 @@ def written(tmp_path: Path) -> Path:
     rows = {
         "clear": [response("b", 0.5), response("a", 1.0), response("c", 0.0), response("a", 1.0)],
         "tie": [response("x", 1.0), response("y", 1.0)],
-        "cut": [
-            response("long", 2.0, "turn_length"),
-            response("short", 0.2),
-            response("bad", -1.0, "eos_no_answer"),
-        ],
+        "cut": [response("long", 2.0, "turn_length"), response("short", 0.2), response("bad", -1.0, "eos_no_answer")],
         "failed": [response("x", None), response("", 0.0)],
     }
     path = tmp_path / "generations.jsonl"
@@ -57,11 +53,7 @@ def text(messages: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("threshold", "wanted"),
-    [
-        (None, {"clear": ("a", "c"), "cut": ("short", "bad")}),
-        (0.9, {"clear": ("a", "c")}),
-    ],
+    ("threshold", "wanted"), [(None, {"clear": ("a", "c"), "cut": ("short", "bad")}), (0.9, {"clear": ("a", "c")})]
 )
 def test_best_and_worst(written: Path, threshold: float | None, wanted: dict[str, Any]) -> None:
     path, count = write_selected(written, SAMPLES, select="best_worst", threshold=threshold)
@@ -79,9 +71,7 @@ def test_the_best_and_all_good_ones(written: Path) -> None:
     assert ids == [("clear/0", "a"), ("clear/1", "b"), ("tie/0", "x"), ("tie/1", "y")]
 
 
-def test_a_round_of_iterative_dpo_and_of_rejection_sampling(
-    tmp_path: Path, rl_config: Make, scenes: Path
-) -> None:
+def test_a_round_of_iterative_dpo_and_of_rejection_sampling(tmp_path: Path, rl_config: Make, scenes: Path) -> None:
     """Prompts with pictures are trained on exactly as they were asked."""
     asked = {
         "prompt.format": "think_answer",
@@ -123,9 +113,7 @@ def test_a_round_of_iterative_dpo_and_of_rejection_sampling(
         ({"generate.threshold": 1.0}, "no effect without generate.select"),
     ],
 )
-def test_what_cannot_be_selected(
-    tmp_path: Path, rl_config: Make, changes: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_selected(tmp_path: Path, rl_config: Make, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         generate.run(rl_config(tmp_path, generate__n=2) | changes)
     assert words in str(caught.value)

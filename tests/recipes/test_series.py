@@ -121,12 +121,8 @@ def test_rl_trains_the_encoder_and_goes_on_exactly(name, tmp_path, same_weights)
     family = model_setup.family_of(config, model_setup.start_folder(config))
     drawn = model_setup.load_policy(config, family).model.series.state_dict()
     empty = empty_model(family)
-    assert sum(p.numel() for p in empty.series.parameters()) == sum(
-        map(torch.numel, drawn.values())
-    )
-    assert drawn.keys() == early.keys() and not torch.equal(
-        drawn["inner.first.weight"], early["inner.first.weight"]
-    )
+    assert sum(p.numel() for p in empty.series.parameters()) == sum(map(torch.numel, drawn.values()))
+    assert drawn.keys() == early.keys() and not torch.equal(drawn["inner.first.weight"], early["inner.first.weight"])
 
     exported = export(tmp_path / "whole", tmp_path / "out", dtype="bfloat16")
     assert all(torch.equal(t, late[n]) for n, t in encoder_of(exported).items())
@@ -144,10 +140,7 @@ def test_preferences_and_reward_models_read_series(tmp_path: Path) -> None:
         folder = tmp_path / name / "checkpoints" / "step-2"
         assert (folder / SERIES_FILE).is_file()
     # A reward model scores the answers of a policy that reads the same series.
-    term = {
-        "verifier": "model",
-        "args": {"path": str(tmp_path / "reward_training/checkpoints/step-2")},
-    }
+    term = {"verifier": "model", "args": {"path": str(tmp_path / "reward_training/checkpoints/step-2")}}
     run = options(tmp_path, write(tmp_path / "rows.jsonl", 8, seed=5), run__name="rated")
     last = rl.run(run | {"reward.terms": [term], "train.samples_per_prompt": 2})
     assert np.isfinite(last["reward/mean"]) and last["reward/mean"] != 0

@@ -31,29 +31,20 @@ def talks(tmp_path_factory: pytest.TempPathFactory, scenes: Path) -> Path:
         (folder / PICTURE.format(number)).write_bytes(picture.read_bytes())
 
     def turns(*texts: str) -> list[dict[str, str]]:
-        return [
-            {"from": who, "value": text}
-            for who, text in zip(("human", "gpt") * 2, texts, strict=True)
-        ]
+        return [{"from": who, "value": text} for who, text in zip(("human", "gpt") * 2, texts, strict=True)]
 
     rows = [
         {
             "id": "two",
             "images": [PICTURE.format(0), PICTURE.format(1)],
-            "conversations": turns(
-                "<image>how many ?", "3 objects", "<image>how many red ?", "red 2"
-            ),
+            "conversations": turns("<image>how many ?", "3 objects", "<image>how many red ?", "red 2"),
         },
         {
             "id": "one",
             "images": [PICTURE.format(2)],
             "conversations": turns("<image>how many objects ?", "blue blue 2", "many ?", "2"),
         },
-        {
-            "id": "none",
-            "images": [],
-            "conversations": turns("how many red ?", "1 2 3 red", "how ?", "assistant 4 5 6"),
-        },
+        {"id": "none", "images": [], "conversations": turns("how many red ?", "1 2 3 red", "how ?", "assistant 4 5 6")},
     ]
     path = folder / "talks.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -78,9 +69,7 @@ def stock_loss(config: dict[str, Any], model_path: str, loss_on: str) -> tuple[f
         if member.media:
             vision = {
                 **vision,
-                "mm_token_type_ids": torch.from_numpy(
-                    (member.ids == family.chat.placeholder).astype(np.int64)
-                )[None],
+                "mm_token_type_ids": torch.from_numpy((member.ids == family.chat.placeholder).astype(np.int64))[None],
             }
         ids = torch.from_numpy(member.ids)[None]
         trained = int((labels != -100).sum())
@@ -94,9 +83,7 @@ def stock_loss(config: dict[str, Any], model_path: str, loss_on: str) -> tuple[f
 def test_the_loss_is_that_of_transformers(
     tmp_path: Path, sft_config: Make, talks: Path, word_model: str, loss_on: str
 ) -> None:
-    config = sft_config(
-        tmp_path, run__max_steps=1, data__train=str(talks), train__prompts_per_step=3
-    )
+    config = sft_config(tmp_path, run__max_steps=1, data__train=str(talks), train__prompts_per_step=3)
     row = sft.run(config | {"sft.loss_on": loss_on})
     loss, tokens = stock_loss(config, word_model, loss_on)
     assert row["sft/loss"] == pytest.approx(loss, rel=1e-5)
@@ -104,9 +91,7 @@ def test_the_loss_is_that_of_transformers(
     assert row["sft/ppl"] == pytest.approx(np.exp(loss), rel=1e-4)
 
 
-def test_which_tokens_are_trained(
-    talks: Path, sft_config: Make, tmp_path: Path, word_model: str
-) -> None:
+def test_which_tokens_are_trained(talks: Path, sft_config: Make, tmp_path: Path, word_model: str) -> None:
     config = load(sft_config(tmp_path, data__train=str(talks)))
     family = load_family(word_model)
     sample = questions.load_dialogues(config, config.data.train, family).samples[0]
@@ -129,9 +114,7 @@ def test_packing_changes_nothing(
         sft.run(config | {"train.eps": 1e-3})  # else Adam blows up the rounding of a tiny gradient
     wide, narrow = numbers(tmp_path / "wide"), numbers(tmp_path / "narrow")
     assert [r["sft/loss"] for r in wide] == pytest.approx([r["sft/loss"] for r in narrow], rel=1e-6)
-    one, other = (
-        tensors(tmp_path / name / "checkpoints" / "step-3") for name in ("wide", "narrow")
-    )
+    one, other = (tensors(tmp_path / name / "checkpoints" / "step-3") for name in ("wide", "narrow"))
     assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-6
 
 
@@ -140,9 +123,7 @@ def test_the_loss_falls(tmp_path: Path, sft_config: Make, numbers: Read) -> None
     rows = numbers(tmp_path / "run")
     assert rows[-1]["sft/loss"] < 0.6 * rows[0]["sft/loss"]
     assert rows[0]["policy/lr"] == 5e-3 and rows[-1]["policy/lr"] < 2e-4
-    assert {"policy/grad_norm", "policy/grad_norm_vision", "guard/nonfinite", "data/epoch"} <= rows[
-        0
-    ].keys()
+    assert {"policy/grad_norm", "policy/grad_norm_vision", "guard/nonfinite", "data/epoch"} <= rows[0].keys()
 
 
 def test_validation_generates_with_the_weights_of_the_step(
@@ -159,30 +140,20 @@ def test_validation_generates_with_the_weights_of_the_step(
 def test_validation_without_a_reward_claims_no_accuracy(
     tmp_path: Path, sft_config: Make, scenes: Path, numbers: Read
 ) -> None:
-    config = sft_config(
-        tmp_path, data__val=str(scenes / "val.jsonl"), val__every=1, run__max_steps=1
-    )
+    config = sft_config(tmp_path, data__val=str(scenes / "val.jsonl"), val__every=1, run__max_steps=1)
     sft.run(config | {"rollout.max_tokens": 6})
     rows = numbers(tmp_path / "run")
     assert "val/val/think_rate" in rows[0] and "val/val/parse_rate" not in rows[0]
     assert not any(name.endswith(("/accuracy", "val/reward")) for row in rows for name in row)
 
 
-def test_rows_without_an_answer_are_set_aside(
-    tmp_path: Path, sft_config: Make, talks: Path
-) -> None:
+def test_rows_without_an_answer_are_set_aside(tmp_path: Path, sft_config: Make, talks: Path) -> None:
     file = talks.parent / "more.jsonl"
-    rows = talks.read_text() + json.dumps(
-        {"id": "silent", "conversations": [{"from": "human", "value": "how many ?"}]}
-    )
-    rows += (
-        "\n" + json.dumps({"id": "eager", "conversations": [{"from": "gpt", "value": "2"}]}) + "\n"
-    )
+    rows = talks.read_text() + json.dumps({"id": "silent", "conversations": [{"from": "human", "value": "how many ?"}]})
+    rows += "\n" + json.dumps({"id": "eager", "conversations": [{"from": "gpt", "value": "2"}]}) + "\n"
     file.write_text(rows)
     config = sft_config(tmp_path, data__train=str(file), run__max_steps=1)
-    with pytest.raises(
-        DataError, match=r"2 of 5 rows are bad.*\n  silent \(row 4 of more\): no assistant turn"
-    ):
+    with pytest.raises(DataError, match=r"2 of 5 rows are bad.*\n  silent \(row 4 of more\): no assistant turn"):
         sft.run(config)
     assert not (tmp_path / "run").exists()
     sft.run(config | {"data.max_bad_fraction": 1})

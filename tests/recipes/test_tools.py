@@ -110,9 +110,7 @@ def _check_metrics(row: dict[str, Any], records: list[dict[str, Any]]) -> None:
     assert row["tool/success_frac"] == pytest.approx(np.mean([c["ok"] for c in calls]))
     invalid = {c["reason"] for c in calls if not c["ok"]}
     assert invalid <= {"source", "outside"}
-    assert sum(row[f"tool/invalid/{r}"] for r in invalid) == pytest.approx(
-        1 - row["tool/success_frac"]
-    )
+    assert sum(row[f"tool/invalid/{r}"] for r in invalid) == pytest.approx(1 - row["tool/success_frac"])
     assert 0.25 <= row["tool/crop_area_mean"] <= 0.6
     cells = [row[f"tool/{a}_{b}"] for a in ("right", "wrong") for b in ("call", "no_call")]
     assert sum(cells) == pytest.approx(1)
@@ -120,9 +118,7 @@ def _check_metrics(row: dict[str, Any], records: list[dict[str, Any]]) -> None:
     assert row["turns/images_per_sample"] == pytest.approx(np.mean(pictures)) and max(pictures) > 2
 
 
-def test_evaluation_has_limits_of_its_own(
-    config: dict[str, Any], tmp_path: Path, scenes: Path
-) -> None:
+def test_evaluation_has_limits_of_its_own(config: dict[str, Any], tmp_path: Path, scenes: Path) -> None:
     val = {"data.val": str(scenes / "val.jsonl"), "val.n": 8, "val.temperature": 1.0}
     tried = load(config | val)
     assert parts.limits_of(tried).max_turns == 3
@@ -144,9 +140,7 @@ def test_one_evaluation_gives_every_limit_of_turns(
     val = {"data.val": str(scenes / "val.jsonl"), "val.n": 4, "val.temperature": 1.0}
     found = evaluate.run(config | val | {"val.turns": limits}, out=tmp_path / "all")["val"]
     alone = {
-        limit: evaluate.run(
-            config | val | {"env.eval.max_turns": limit}, out=tmp_path / str(limit)
-        )["val"]
+        limit: evaluate.run(config | val | {"env.eval.max_turns": limit}, out=tmp_path / str(limit))["val"]
         for limit in limits
     }
     assert list(found["by_limit"]) == [str(limit) for limit in limits]

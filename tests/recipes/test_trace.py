@@ -57,7 +57,5 @@ def test_a_step_that_fails_leaves_no_trace(tmp_path, rl_config, monkeypatch):
 
 def test_without_it_the_profiler_is_not_touched():
     code = "import sys, saccade.tracking.trace; print('torch' in sys.modules)"
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"

@@ -11,13 +11,7 @@ from saccade.recipes import rl, sft, work
 def test_a_step_counts_its_phases(tmp_path, rl_config):
     last = rl.run(rl_config(tmp_path, run__max_steps=1))
     counted = {name: value for name, value in last.items() if name.startswith(("flops/", "bytes/"))}
-    assert counted.keys() == {
-        "flops/rollout",
-        "flops/logp_ref",
-        "flops/update",
-        "flops/recomputed",
-        "bytes/rollout",
-    }
+    assert counted.keys() == {"flops/rollout", "flops/logp_ref", "flops/update", "flops/recomputed", "bytes/rollout"}
     assert counted["flops/recomputed"] == 0
     # The reference runs the forward of the same forests, and looks at equal pictures once.
     assert counted["flops/update"] / 3 == pytest.approx(counted["flops/logp_ref"], rel=0.15)
@@ -26,9 +20,7 @@ def test_a_step_counts_its_phases(tmp_path, rl_config):
 
 def test_recomputed_layers_are_counted_apart(tmp_path, rl_config):
     rows = {
-        mode: rl.run(
-            rl_config(tmp_path, run__max_steps=1, run__name=mode, model__checkpointing=mode)
-        )
+        mode: rl.run(rl_config(tmp_path, run__max_steps=1, run__name=mode, model__checkpointing=mode))
         for mode in ("on", "off")
     }
     assert rows["on"]["flops/update"] == rows["off"]["flops/update"]

@@ -51,9 +51,7 @@ def test_order_and_places(response: str, order: tuple[str, ...], found: str | No
         ("<think>a</think><think>b<answer>1</answer>", False, None),
     ],
 )
-def test_scope_is_what_follows_the_last_closed_thought(
-    response: str, prefilled: bool, found: str | None
-) -> None:
+def test_scope_is_what_follows_the_last_closed_thought(response: str, prefilled: bool, found: str | None) -> None:
     assert extract(response, MATH, think_prefilled=prefilled) == found
 
 

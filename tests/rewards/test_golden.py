@@ -9,16 +9,11 @@ from typing import Any
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 
-ROWS = [
-    json.loads(line)
-    for line in Path(__file__).with_name("golden_answers.jsonl").read_text("utf-8").splitlines()
-]
+ROWS = [json.loads(line) for line in Path(__file__).with_name("golden_answers.jsonl").read_text("utf-8").splitlines()]
 
 
 def right(row: dict[str, Any]) -> bool:
-    sample = RewardSample(
-        id="a", response=row["response"], answer=row["gold"], choices=row.get("choices", ())
-    )
+    sample = RewardSample(id="a", response=row["response"], answer=row["gold"], choices=row.get("choices", ()))
     score = VERIFIERS[row["verifier"]].function(sample, **row.get("args", {}))
     outcome = score.parts.get("accuracy", score.value)  # without what the shape earns
     assert score.kind != "error", row

@@ -49,9 +49,7 @@ ROW = {"level": "#####\n#@$.#\n#####", "bbox": [0, 0, 10, 10]}
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_every_response_is_scored_within_a_second(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_response_is_scored_within_a_second(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     symbolic.load()
     for body in BODIES.values():
@@ -73,18 +71,7 @@ SIGNS = (
     *"7 a(){}[]*_`$.\\\n", "7.", "7,", "A ", "B. ", "(B) ", "A, ", "no ", "wait ", "twenty ",
     "option A ", "answer: ", ". answer", "\\text{", "the other ", "\\frac{",
 )  # fmt: skip
-TIMED = (
-    "choice",
-    "count",
-    "number",
-    "relaxed",
-    "gsm8k",
-    "exact",
-    "avqa",
-    "digit",
-    "dapo_math",
-    "math",
-)
+TIMED = ("choice", "count", "number", "relaxed", "gsm8k", "exact", "avqa", "digit", "dapo_math", "math")
 
 
 def test_the_time_for_a_run_of_one_sign_grows_with_its_length() -> None:
@@ -113,8 +100,6 @@ def test_a_pattern_that_explodes_costs_its_sample_only() -> None:
     bomb = RewardSample(id="a", response=f"<answer>{'a' * 60}!</answer>")
     harmless = RewardSample(id="b", response="<answer>aaa</answer>")
     with WorkerPool(workers=1, deadline=10) as pool:
-        scores = [
-            pool.submit("regex", sample, {"pattern": "^(a+)+$"}) for sample in (bomb, harmless)
-        ]
+        scores = [pool.submit("regex", sample, {"pattern": "^(a+)+$"}) for sample in (bomb, harmless)]
         assert scores[0].result().reason == "timeout: no result after 1 s"
         assert scores[1].result().value == 1

@@ -44,9 +44,7 @@ def said(*answers: str, gold: str = "red", **known: Any) -> list[RewardSample]:
 
 def besides(script: Script) -> Script:
     """For everything but the small question at the start, which any judge gets right."""
-    return lambda body: (
-        chat_answer("Score: 1") if "1 + 1" in str(body["messages"]) else script(body)
-    )
+    return lambda body: chat_answer("Score: 1") if "1 + 1" in str(body["messages"]) else script(body)
 
 
 @pytest.fixture
@@ -87,9 +85,7 @@ def test_a_hybrid_asks_only_where_the_rule_is_unsure(fair: Endpoint) -> None:
 
 def test_recipes_by_source(fair: Endpoint) -> None:
     config = RewardConfig(
-        by_source={"probe": "hybrid_mc", "default": ["count"]},
-        judge={"url": fair.url, "model": "m"},
-        workers=1,
+        by_source={"probe": "hybrid_mc", "default": ["count"]}, judge={"url": fair.url, "model": "m"}, workers=1
     )
     with Scorer(config, prompt_format="think_answer", max_tokens=64) as scoring:
         asked = len(fair.asked)
@@ -99,10 +95,7 @@ def test_recipes_by_source(fair: Endpoint) -> None:
 
 
 def test_the_same_answer_is_judged_once() -> None:
-    with (
-        scripted(lambda body: replace(fair_judge(body), after=0.2)) as endpoint,
-        scorer(endpoint.url) as scoring,
-    ):
+    with scripted(lambda body: replace(fair_judge(body), after=0.2)) as endpoint, scorer(endpoint.url) as scoring:
         scoring.metrics()
         assert values(scoring.score(said(*["blue"] * 8))) == [0] * 8
         metrics = scoring.metrics()
@@ -140,9 +133,7 @@ def test_a_reply_without_a_verdict_is_asked_again_warmer() -> None:
 
 
 GARBAGE = chat_answer("I would rather talk about the weather.")
-CUT = Says(
-    body={"choices": [{"message": {"content": "Score: 1"}, "finish_reason": "length"}]},
-)
+CUT = Says(body={"choices": [{"message": {"content": "Score: 1"}, "finish_reason": "length"}]})
 
 
 @pytest.mark.parametrize(
@@ -178,17 +169,13 @@ def test_what_has_no_verdict_is_an_error_of_its_own(trouble: Says, reason: str) 
         ("rule", ["hybrid"], "ok", 0.0),
     ],
 )
-def test_what_a_failure_becomes(
-    on_failure: str, terms: list[str], status: str, outcome: float | None
-) -> None:
+def test_what_a_failure_becomes(on_failure: str, terms: list[str], status: str, outcome: float | None) -> None:
     script = besides(lambda body: GARBAGE)
     options = {"on_failure": on_failure}
     with scripted(script) as endpoint, scorer(endpoint.url, terms, **options) as scoring:
         (scored,) = scoring.score(said("2x + y", gold="3x - y"))
     assert (scored.status, scored.outcome) == (status, outcome)
-    assert scored.reason_kind == {"drop_group": "drop_group", "rule": "wrong"}.get(
-        on_failure, "judge"
-    )
+    assert scored.reason_kind == {"drop_group": "drop_group", "rule": "wrong"}.get(on_failure, "judge")
 
 
 def test_other_rewards_do_not_wait() -> None:
@@ -296,9 +283,7 @@ def test_the_self_test_tells_a_judge_from_a_yes_man(fair: Endpoint) -> None:
     with scorer(fair.url) as scoring:
         assert self_test(scoring, samples, format="think_answer").passed
     lenient = besides(
-        lambda body: (
-            chat_answer("Score: 1") if shown_to_judge(body)[1] == "colour 3" else fair_judge(body)
-        )
+        lambda body: chat_answer("Score: 1") if shown_to_judge(body)[1] == "colour 3" else fair_judge(body)
     )
     with scripted(lenient) as endpoint, scorer(endpoint.url) as scoring:
         assert self_test(scoring, samples, format="think_answer").passed  # one of twelve

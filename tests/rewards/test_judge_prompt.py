@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 
 from saccade.errors import ConfigError
-from saccade.rewards.judge_prompt import (
-    LONGEST_ANSWER,
-    case_of,
-    compiled,
-    question_of,
-    read_verdict,
-    template_text,
-)
+from saccade.rewards.judge_prompt import LONGEST_ANSWER, case_of, compiled, question_of, read_verdict, template_text
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Media
 
@@ -55,10 +48,7 @@ def asked(answer: str, *, scale: int = 1, template: str | None = None, **known: 
 
 
 def test_the_judge_sees_question_gold_and_answer_only() -> None:
-    messages = [
-        {"role": "system", "content": "secret"},
-        {"role": "user", "content": "<image>How many cats?"},
-    ]
+    messages = [{"role": "system", "content": "secret"}, {"role": "user", "content": "<image>How many cats?"}]
     text = asked("seven", messages=messages, turns=("<think>hm</think>",))
     assert "<question>\n<image>How many cats?\n</question>" in text
     assert "<reference>\n7\n</reference>" in text

@@ -78,9 +78,7 @@ LONG = "<think>" + "x" * 600 + "</think> "
 
 
 def composite(response: str, extra: Any = None, **args: Any) -> Any:
-    return medical(
-        RewardSample(id="a", response=response, answer="edema", extra=extra or {}), **args
-    )
+    return medical(RewardSample(id="a", response=response, answer="edema", extra=extra or {}), **args)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +112,7 @@ def test_medical_weighs_what_the_row_can_have() -> None:
 
 
 def test_the_safe_weights_do_not_pay_for_length() -> None:
-    short, long = (
-        composite(thought + BOXES + r"\boxed{edema}", weights={"length": 0}).value
-        for thought in ("", LONG)
-    )
+    short, long = (composite(thought + BOXES + r"\boxed{edema}", weights={"length": 0}).value for thought in ("", LONG))
     assert short == long == pytest.approx(1)
     with pytest.raises(ValueError, match="weights are those of labels, boxes, json, length"):
         composite(BOXES, weights={"lenght": 0})

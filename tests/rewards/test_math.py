@@ -80,9 +80,7 @@ def test_huge_expressions_are_refused_at_once(answer: str) -> None:
 
 
 SIGNS = "{}()[],129xyei^_-+/*!|%.=< &"
-COMMANDS = (
-    r"\frac \sqrt \{ \} \pm \sin \pi \cup \infty \\ \binom \lfloor \in \boxed{ ^\circ or 99999"
-)
+COMMANDS = r"\frac \sqrt \{ \} \pm \sin \pi \cup \infty \\ \binom \lfloor \in \boxed{ ^\circ or 99999"
 LONGER = [r"\text{ cm}", r"\begin{pmatrix}", r"\end{pmatrix}"]
 PIECES = st.sampled_from([*SIGNS, *COMMANDS.split(), *LONGER])
 

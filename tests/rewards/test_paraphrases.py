@@ -260,9 +260,7 @@ def cases(name: str, draw: Draw) -> list[Case]:
 
     def framed(text: str) -> str:
         text = draw.choice(TIGHT).format(text)
-        return draw.choice(LOOSE if draw.random() < 0.8 or not kind.kept else kind.kept).format(
-            text
-        )
+        return draw.choice(LOOSE if draw.random() < 0.8 or not kind.kept else kind.kept).format(text)
 
     broken = draw.choice([DENIED, OPEN, CORRECTED, kind.broken or DENIED])
     plain = {"math, fractions": gold}.get(name, said)

@@ -68,10 +68,7 @@ def functions(tmp_path: Path) -> str:
 
 
 def scores(pool: WorkerPool, verifier: str, responses: list[str]) -> dict[str, Score]:
-    samples = [
-        RewardSample(id=str(index), response=response, length=index)
-        for index, response in enumerate(responses)
-    ]
+    samples = [RewardSample(id=str(index), response=response, length=index) for index, response in enumerate(responses)]
     futures = [pool.submit(verifier, sample) for sample in samples]
     return {s.response: f.result(timeout=60) for s, f in zip(samples, futures, strict=True)}
 
@@ -88,13 +85,7 @@ def test_bad_samples_cost_only_themselves(functions: str) -> None:
         seconds = time.monotonic() - start
     assert all(found[name].value == 1 and found[name].kind == "value" for name in [*GOOD, "noise"])
     kinds = {name: found[name].reason.partition(":")[0] for name in bad[:5]}
-    assert kinds == {
-        "raise": "raised",
-        "sleep": "timeout",
-        "none": "none",
-        "nan": "nan",
-        "exit": "crashed",
-    }
+    assert kinds == {"raise": "raised", "sleep": "timeout", "none": "none", "nan": "nan", "exit": "crashed"}
     assert "boom" in found["raise"].reason and "bad.py" in found["raise"].reason
     assert 1.5 <= seconds < 15  # one deadline and two new processes, not sixty seconds
 
@@ -143,15 +134,10 @@ def test_what_rewards_print_has_a_limit_that_is_told_of_once(
     assert all(score.value == 1 for score in found.values())
     assert process.SHOWN <= capfd.readouterr().err.count("x") <= 2 * process.SHOWN == 2 * 262_144
     (said,) = [record.getMessage() for record in caplog.records]
-    assert (
-        said
-        == "a reward printed more than 256 kB; of each of its processes only that much is shown"
-    )
+    assert said == "a reward printed more than 256 kB; of each of its processes only that much is shown"
 
 
-def test_lists_are_short_or_awaited_and_a_process_that_dies_idle_is_replaced(
-    functions: str,
-) -> None:
+def test_lists_are_short_or_awaited_and_a_process_that_dies_idle_is_replaced(functions: str) -> None:
     with WorkerPool(workers=1, deadline=5) as pool:
         found = scores(pool, f"{functions}:short", [*GOOD[:5], "drop"])
         assert found["drop"].reason.startswith("bad_length")
@@ -182,9 +168,7 @@ def test_check_tells_what_is_wrong(functions: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["first_one", "one_only"])
-def test_whether_a_list_function_loads_is_asked_without_calling_it(
-    functions: str, name: str
-) -> None:
+def test_whether_a_list_function_loads_is_asked_without_calling_it(functions: str, name: str) -> None:
     samples = [RewardSample(id=str(n), response="red" * (n % 3), answer="red") for n in range(96)]
     with WorkerPool(workers=2, deadline=30) as pool:
         checks = [pool.check(f"{functions}:{name}") for _ in range(3)]
@@ -213,10 +197,7 @@ def test_closing_ends_the_processes_and_answers_what_is_left(functions: str) -> 
     pool = WorkerPool(workers=1, deadline=30)
     pid = int(pool.submit(f"{functions}:child", RewardSample(id="a", response="")).result().value)
     assert pid == os.getpid()
-    stuck = [
-        pool.submit(f"{functions}:single", RewardSample(id=str(i), response="sleep"))
-        for i in range(3)
-    ]
+    stuck = [pool.submit(f"{functions}:single", RewardSample(id=str(i), response="sleep")) for i in range(3)]
     workers = [child.popen for child in pool._children]
     pool.close()
     assert all(process.poll() is not None for process in workers)
@@ -240,15 +221,10 @@ def test_only_math_pays_for_its_libraries(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["once", "once_together"])
-def test_a_worker_that_is_killed_from_outside_costs_nothing(
-    functions: str, tmp_path: Path, name: str
-) -> None:
+def test_a_worker_that_is_killed_from_outside_costs_nothing(functions: str, tmp_path: Path, name: str) -> None:
     """The sample at work is scored by the next process, and every other one is scored, too."""
     extra = {"folder": str(tmp_path)}
-    samples = [
-        RewardSample(id=str(n), response="killed" if n in (5, 21) else "ok", extra=extra)
-        for n in range(40)
-    ]
+    samples = [RewardSample(id=str(n), response="killed" if n in (5, 21) else "ok", extra=extra) for n in range(40)]
     with WorkerPool(workers=2, deadline=20) as pool:
         futures = [pool.submit(f"{functions}:{name}", sample) for sample in samples]
         found = [future.result(timeout=60) for future in futures]

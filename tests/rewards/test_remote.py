@@ -106,9 +106,7 @@ def test_old_reward_functions_with_parts_give_the_accuracy() -> None:
 
 
 def test_a_request_is_sent_again_under_the_same_id_until_it_is_answered() -> None:
-    replies = iter(
-        [Says(status=500, body={}), Says(body=b"<html>"), Says(body={"rewards": [1, 0]})]
-    )
+    replies = iter([Says(status=500, body={}), Says(body=b"<html>"), Says(body={"rewards": [1, 0]})])
     with scripted(lambda body: next(replies)) as service:
         scores, metrics = asked(to(service), samples(2))
     assert [score.value for score in scores] == [1, 0]
@@ -198,9 +196,7 @@ def test_pictures_are_sent_where_they_are_asked_for(image: Callable[..., Media])
 
 def test_a_video_is_refused_and_costs_its_own_sample(image: Callable[..., Media]) -> None:
     picture = image(32, 24)
-    film = Media(
-        hash="f", width=32, height=24, kind="video", frames=(0, 1), fps=1.0, pictures=(picture,) * 2
-    )
+    film = Media(hash="f", width=32, height=24, kind="video", frames=(0, 1), fps=1.0, pictures=(picture,) * 2)
     shown = [RewardSample(id=m.kind, response="x", media=(m,)) for m in (film, picture)]
     with scripted([Says(body={"rewards": [1]})]) as service:
         scores, _ = asked(to(service, send_images=True, batch=1), shown)
@@ -228,9 +224,7 @@ def test_half_of_a_request_that_fails_does_not_take_the_other_along(
         (set(), False, None),
     ],
 )
-def test_a_model_of_the_service_must_see_the_rows(
-    kinds: set[str], send: bool, words: str | None
-) -> None:
+def test_a_model_of_the_service_must_see_the_rows(kinds: set[str], send: bool, words: str | None) -> None:
     info = Says(body={"protocol": 2, "models": True})
     with scripted([info]) as service:
         client = Remote(to(service, send_images=send))
@@ -261,9 +255,7 @@ def test_rows_that_json_has_no_words_for_travel_as_their_text() -> None:
         ({"url": "http://127.0.0.1:1", "batch": 0}, r"remote: batch: "),
     ],
 )
-def test_bad_options_are_refused_before_anything_is_sent(
-    options: dict[str, Any], words: str
-) -> None:
+def test_bad_options_are_refused_before_anything_is_sent(options: dict[str, Any], words: str) -> None:
     config = RewardConfig(terms=[{"verifier": "remote", "args": options}])
     with pytest.raises(ConfigError, match=words):
         Scorer(config, prompt_format="think_answer", max_tokens=8)
@@ -296,9 +288,7 @@ def test_closing_leaves_nobody_waiting() -> None:
     assert client.submit(samples(1)[0]).result().kind == "error"
 
 
-def test_the_token_goes_into_the_header_and_into_no_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_token_goes_into_the_header_and_into_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_SERVICE", "sesame")
     echo = Says(status=400, body={"error": "you sent Bearer sesame"})
     with scripted([echo]) as service:

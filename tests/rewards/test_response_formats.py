@@ -10,9 +10,7 @@ from saccade.rewards.verifiers import VERIFIERS
 
 
 def value(name: str, response: str, prefilled: bool = False, **args: Any) -> float:
-    sample = RewardSample(
-        id="a", response=response, think_prefilled=prefilled, choices=("cat", "dog")
-    )
+    sample = RewardSample(id="a", response=response, think_prefilled=prefilled, choices=("cat", "dog"))
     return VERIFIERS[f"format:{name}"].function(sample, **args).value
 
 

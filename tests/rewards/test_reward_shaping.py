@@ -15,17 +15,14 @@ def of_length(tokens: int) -> RewardSample:
     return RewardSample(id="a", response="", length=tokens, max_tokens=2048)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "expected"), [(0, 0), (1536, 0), (1792, -0.5), (2048, -1), (4000, -1)]
-)
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (1536, 0), (1792, -0.5), (2048, -1), (4000, -1)])
 def test_overlong(tokens: int, expected: float) -> None:
     assert overlong(of_length(tokens), buffer=512).value == expected
     assert overlong(of_length(tokens), buffer=512, factor=0.5).value == expected / 2
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [(16000, 0), (16384, 0), (16385, -0.00024414), (18432, -0.5), (20480, -1), (30000, -1)],
+    ("tokens", "expected"), [(16000, 0), (16384, 0), (16385, -0.00024414), (18432, -0.5), (20480, -1), (30000, -1)]
 )
 def test_overlong_as_in_its_paper(tokens: int, expected: float) -> None:
     value = overlong(of_length(tokens), buffer=4096, limit=20480).value

@@ -71,16 +71,9 @@ def test_the_outcome_is_the_accuracy_part_where_there_is_one() -> None:
 
 
 def test_an_abstaining_term_excludes_the_member_unless_renormalised() -> None:
-    terms = [
-        {"verifier": "count", "weight": 3.0},
-        {"verifier": "format:think_answer", "weight": 1.0},
-    ]
+    terms = [{"verifier": "count", "weight": 3.0}, {"verifier": "format:think_answer", "weight": 1.0}]
     scored = one(scorer(terms=terms), RIGHT, answer="several")
-    assert (scored.status, scored.reward, scored.reason_kind) == (
-        "abstain",
-        None,
-        "gold_unparseable",
-    )
+    assert (scored.status, scored.reward, scored.reason_kind) == ("abstain", None, "gold_unparseable")
     rescaled = one(scorer(terms=terms, reweight_abstained=True), RIGHT, answer="several")
     assert (rescaled.status, rescaled.reward, rescaled.outcome) == ("ok", 4.0, None)
     alone = one(scorer(terms=["count"], reweight_abstained=True), RIGHT, answer="several")
@@ -107,9 +100,7 @@ def compute_score(sample):
 """
     (tmp_path / "bad.py").write_text(code)
     responses = ["raise", "sleep", "none", "nan"] + ["fine"] * 28
-    samples = [
-        RewardSample(id=str(i), response=text, answer="7") for i, text in enumerate(responses)
-    ]
+    samples = [RewardSample(id=str(i), response=text, answer="7") for i, text in enumerate(responses)]
     with scorer(terms=[f"{tmp_path}/bad.py", "repetition"], deadline=1.0) as scoring:
         start = time.monotonic()
         futures = [scoring.submit(sample) for sample in samples]
@@ -257,20 +248,14 @@ def test_unknown_prompt_format() -> None:
 
 
 def test_the_example_file() -> None:
-    terms = [
-        f"{EXAMPLE}:close_count",
-        {"verifier": f"{EXAMPLE}:brevity", "shaping": True, "args": {"target": 10}},
-    ]
+    terms = [f"{EXAMPLE}:close_count", {"verifier": f"{EXAMPLE}:brevity", "shaping": True, "args": {"target": 10}}]
     scored = one(scorer(terms=terms, workers=1), "<answer>6</answer>", length=15)
     assert scored.parts == {"close_count": pytest.approx(2 / 3), "brevity": -0.5}
     assert (scored.outcome, scored.reward) == (0.0, pytest.approx(1 / 6))
 
 
 def test_cheap_terms_start_no_process() -> None:
-    samples = [
-        RewardSample(id=str(n), response=f"<answer>{n % 10}</answer>", answer=str(n % 9))
-        for n in range(512)
-    ]
+    samples = [RewardSample(id=str(n), response=f"<answer>{n % 10}</answer>", answer=str(n % 9)) for n in range(512)]
     with scorer(terms=["count", "format:think_answer"]) as scoring:
         assert scoring.pool is None
         assert sum(s.outcome or 0 for s in scoring.score(samples)) == 54

@@ -20,8 +20,7 @@ from saccade.types import Media, Message, Sample
 def rows(*answers: Any, **known: Any) -> list[Sample]:
     question = (Message(role="user", parts=("How many?",)),)
     return [
-        Sample(id=f"row-{index}", messages=question, answer=answer, **known)
-        for index, answer in enumerate(answers)
+        Sample(id=f"row-{index}", messages=question, answer=answer, **known) for index, answer in enumerate(answers)
     ]
 
 
@@ -167,9 +166,7 @@ def test_a_careful_custom_reward_passes(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("second", [False, True])
-def test_what_a_function_fails_with_is_told_once(
-    tmp_path: Path, body: str, told: str, second: bool
-) -> None:
+def test_what_a_function_fails_with_is_told_once(tmp_path: Path, body: str, told: str, second: bool) -> None:
     (tmp_path / "mine.py").write_text(f"def f(sample):\n    {body}\n")
     own = f"{tmp_path}/mine.py:f"
     result = result_of(rows(*map(str, range(5))), ["count", own] if second else [own], "direct")
@@ -181,12 +178,8 @@ def test_what_a_function_fails_with_is_told_once(
     assert len(result.failures) == 1 and "self_test" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "body", ["sample.response == sample.answer", "f'<answer>{sample.answer}<' in sample.response"]
-)
-def test_without_a_format_own_functions_may_read_the_bare_answer_or_tags(
-    tmp_path: Path, body: str
-) -> None:
+@pytest.mark.parametrize("body", ["sample.response == sample.answer", "f'<answer>{sample.answer}<' in sample.response"])
+def test_without_a_format_own_functions_may_read_the_bare_answer_or_tags(tmp_path: Path, body: str) -> None:
     (tmp_path / "mine.py").write_text(f"def f(sample):\n    return float({body})\n")
     terms = [f"{tmp_path}/mine.py:f"]
     assert result_of(rows("red", "blue"), terms, "none").passed
@@ -241,8 +234,6 @@ def test_a_function_that_hangs_is_given_up_soon(tmp_path: Path) -> None:
         result = self_test(scorer, rows(*map(str, range(20))), format="direct")
     assert result.ended.startswith("The test was ended after 3 of 60")
     told = r"loop.py:loop: timeout: no result after 0.2 s \(reward.deadline\), on 1 of 1 rows"
-    with pytest.raises(
-        SelfTestError, match=rf"{told}.*\n.*3 in a row timed out or crashed"
-    ) as error:
+    with pytest.raises(SelfTestError, match=rf"{told}.*\n.*3 in a row timed out or crashed") as error:
         require(result, "strict")
     assert "Raise reward.deadline; what takes long once" in str(error.value)

@@ -10,14 +10,7 @@ import pytest
 
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.service_protocol import (
-    MARKS,
-    read_reply,
-    read_samples,
-    reply_to,
-    request_for,
-    split_query,
-)
+from saccade.rewards.service_protocol import MARKS, read_reply, read_samples, reply_to, request_for, split_query
 from saccade.schema import RemoteConfig
 
 AT_HOME = ("media", "asked", "replied")  # records that never cross
@@ -56,10 +49,7 @@ def test_a_sample_arrives_whole_but_for_its_token_ids() -> None:
         for name, value in vars(FULL).items()
         if name not in AT_HOME
     }
-    assert {name: value for name, value in vars(back).items() if name not in AT_HOME} == {
-        **listed,
-        "token_ids": (),
-    }
+    assert {name: value for name, value in vars(back).items() if name not in AT_HOME} == {**listed, "token_ids": ()}
 
 
 def test_no_gold_an_empty_gold_and_several_golds_stay_what_they_are() -> None:
@@ -76,24 +66,15 @@ def test_no_gold_an_empty_gold_and_several_golds_stay_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("template", "query"),
     [
-        (
-            "chatml",
-            "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<answer>4</answer><|im_end|>",
-        ),
+        ("chatml", "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<answer>4</answer><|im_end|>"),
         ("deepseek", "<｜User｜>2+2?<｜Assistant｜><answer>4</answer><｜end▁of▁sentence｜>"),  # noqa: RUF001
-        (
-            "gemma",
-            "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n<answer>4</answer>"
-            "<end_of_turn>",
-        ),
+        ("gemma", "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n<answer>4</answer><end_of_turn>"),
         ("mistral", "[INST]2+2?[/INST]<answer>4</answer></s>"),
         ("base", "User: 2+2?\n\nAssistant: <answer>4</answer>"),
         ("plain", "2+2?<answer>4</answer>"),
     ],
 )
-def test_prompt_and_response_are_joined_as_old_services_split_them(
-    template: str, query: str
-) -> None:
+def test_prompt_and_response_are_joined_as_old_services_split_them(template: str, query: str) -> None:
     sample = RewardSample(id="a", response="<answer>4</answer>", prompt="2+2?")
     assert sent([sample], template=template)["query"] == [query]
 
@@ -143,8 +124,7 @@ def test_requests_of_older_programs_are_understood(body: str) -> None:
         (CHATML.format("hi", f"no {BEGIN}yes"), None, BEGIN, f"no {BEGIN}yes"),
         (
             CHATML.format("a", "b") + "\n" + CHATML.format("c", "d"),
-            '[{"role":"user","content":"a"},{"role":"assistant","content":"b"},'
-            '{"role":"user","content":"c"}]',
+            '[{"role":"user","content":"a"},{"role":"assistant","content":"b"},{"role":"user","content":"c"}]',
             BEGIN,
             "d",
         ),
@@ -230,16 +210,9 @@ def test_an_older_client_gets_lists_of_numbers_and_nothing_else() -> None:
     ("reply", "accuracy"),
     [
         ('{"rewards": [1.5, 0.0]}', None),  # math_verifier of LMM-R1, serve_rm of OpenRLHF
-        (
-            '{"rewards": [1.5, 0.0], "accuracy_rewards": [1.0, 0.0], "format_rewards": [0.5, 0]}',
-            [1.0, 0.0],
-        ),
+        ('{"rewards": [1.5, 0.0], "accuracy_rewards": [1.0, 0.0], "format_rewards": [0.5, 0]}', [1.0, 0.0]),
         ('{"rewards": [1.5, 0.0], "acc_rewards": [1.0, 0.0]}', [1.0, 0.0]),
-        (
-            '{"rewards": [1.5, 0.0], "scores": [0.75, 0.0], '
-            '"extra_logs": {"dummy_scores": [1.5, 0.0]}}',
-            [0.75, 0.0],
-        ),
+        ('{"rewards": [1.5, 0.0], "scores": [0.75, 0.0], "extra_logs": {"dummy_scores": [1.5, 0.0]}}', [0.75, 0.0]),
         ('{"rewards": [1.5, 0], "local_rank": 3}', None),
     ],
 )

@@ -16,9 +16,7 @@ TWO = "########\n#@$. $.#\n########"
 
 def score(moves: str, level: Any = LEVEL, words: int = 0, **args: Any) -> Score:
     thought = f"<think>{'word ' * words}</think>" if words else ""
-    sample = RewardSample(
-        id="a", response=f"{thought}<answer>{moves}</answer>", extra={"level": level}
-    )
+    sample = RewardSample(id="a", response=f"{thought}<answer>{moves}</answer>", extra={"level": level})
     return sokoban(sample, **args)
 
 

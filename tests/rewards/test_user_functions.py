@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.user_functions import (
-    call,
-    check_arguments,
-    form_of,
-    split_name,
-    to_score,
-    to_scores,
-)
+from saccade.rewards.user_functions import call, check_arguments, form_of, split_name, to_score, to_scores
 from saccade.types import Score
 
 SAMPLES = [
@@ -73,9 +66,7 @@ async def asynchronous(samples): ...
         (trl_ids, "completion_ids", True),
     ],
 )
-def test_the_form_follows_from_parameter_names(
-    function: Callable[..., Any], form: str, is_batch: bool
-) -> None:
+def test_the_form_follows_from_parameter_names(function: Callable[..., Any], form: str, is_batch: bool) -> None:
     assert (form_of(function).name, form_of(function).batch) == (form, is_batch)
 
 

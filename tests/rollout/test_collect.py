@@ -74,9 +74,7 @@ def test_groups_keep_their_order_whatever_finishes_first(model, family, samples,
     )
     wanted = [(s.id, r) for s in samples for r in range(3)]
     assert [t.key for t in flat(groups)] == wanted
-    assert [g.sample for g in groups] == samples and [g.uid for g in groups] == [
-        s.id for s in samples
-    ]
+    assert [g.sample for g in groups] == samples and [g.uid for g in groups] == [s.id for s in samples]
     assert sorted(f[1:] for f in finished) == sorted(wanted)
     assert [f[1:] for f in finished] != wanted and all(f[0] == f[1] for f in finished)
     assert counts[-1] == (12, 12) and counts == sorted(counts)
@@ -144,9 +142,7 @@ def test_a_greedy_rollout_stands_beside_the_members(model, family, samples, brie
         assert baseline.key == (group.uid, -1) and not baseline.trained
         assert baseline.support is None
         rendered = family.render(group.sample.messages)
-        likeliest = Request(
-            key="x", ids=rendered.ids, media=rendered.media, sampling=Sampling(temperature=0.0)
-        )
+        likeliest = Request(key="x", ids=rendered.ids, media=rendered.media, sampling=Sampling(temperature=0.0))
         likeliest = replace(likeliest, sampling=replace(likeliest.sampling, max_tokens=12))
         (wanted,) = generate(EmbeddedEngine(model, family), [likeliest])
         assert baseline.response_ids.tolist() == wanted.ids.tolist()
@@ -156,8 +152,7 @@ def test_a_greedy_rollout_stands_beside_the_members(model, family, samples, brie
 def test_the_greedy_rollout_shares_the_prompt_of_its_group(engine, samples):
     passes = []
     handle = engine.model.get_decoder().register_forward_pre_hook(
-        lambda module, args, kwargs: passes.append(kwargs["position_ids"].shape[-1]),
-        with_kwargs=True,
+        lambda module, args, kwargs: passes.append(kwargs["position_ids"].shape[-1]), with_kwargs=True
     )
     run(engine, samples, greedy=True)
     handle.remove()

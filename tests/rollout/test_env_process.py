@@ -270,10 +270,7 @@ def test_tools_of_ones_own_run_there_too(tmp_path, model, family, saying):
     make = environments(env, order=("answer_tag",))
 
     def play(*texts):
-        replies = [
-            f'<tool_call>{{"name": "shout", "arguments": {{"text": "{t}"}}}}</tool_call>'
-            for t in texts
-        ]
+        replies = [f'<tool_call>{{"name": "shout", "arguments": {{"text": "{t}"}}}}</tool_call>' for t in texts]
         with saying(*replies, "<answer>7</answer>"):
             (group,) = collect(
                 EmbeddedEngine(model, family),
@@ -293,10 +290,7 @@ def test_tools_of_ones_own_run_there_too(tmp_path, model, family, saying):
         "<tool_response>\nResult of request 1: HELLO\n</tool_response>",
         "<tool_response>\nResult of request 2: AGAIN\n</tool_response>",
     ]
-    assert [call["args"] for call in heard.info["tool_calls"]] == [
-        {"text": "hello"},
-        {"text": "again"},
-    ]
+    assert [call["args"] for call in heard.info["tool_calls"]] == [{"text": "hello"}, {"text": "again"}]
     assert play("sleep").end_reason == "timeout"
     with pytest.raises(ConfigError, match="has no whisper"):
         environments(EnvConfig(name="tools", tools=[f"{tmp_path}/mine.py:whisper"]), order=())

@@ -46,17 +46,13 @@ def play(engine, family, sample):
             limits=limits,
             seed="0",
         )
-        assert (
-            not engine.scheduler.prefix_cache.turns and engine.pending == 0
-        )  # caches are given back
+        assert not engine.scheduler.prefix_cache.turns and engine.pending == 0  # caches are given back
         return group.trajectories[0]
 
     return played
 
 
-def test_four_turns_with_crops_an_error_and_a_reply_over_the_budget(
-    engine, family, sample, play, saying, scripted
-):
+def test_four_turns_with_crops_an_error_and_a_reply_over_the_budget(engine, family, sample, play, saying, scripted):
     root = sample.media[0]
     first = crop(root, (0, 0, 84, 56))
     second = crop(first, (28, 0, 84, 56))
@@ -67,21 +63,12 @@ def test_four_turns_with_crops_an_error_and_a_reply_over_the_budget(
             Step((Message(role="tool", parts=(second, " closer")), user("Well?")), 0.5, False, {}),
         ]
     )
-    replies = [
-        "crop 0 0 84 56",
-        "crop 999 0 0 0",
-        "crop <|image_pad|> 28",
-        "I think that it is far too long",
-    ]
+    replies = ["crop 0 0 84 56", "crop 999 0 0 0", "crop <|image_pad|> 28", "I think that it is far too long"]
     with saying(*replies) as ids:
         trajectory = play(environment, max_tokens=24, temperature=1.0)
     ids[3] = ids[3][:24]  # cut by the limit, before its end of turn
 
-    assert (trajectory.end_reason, trajectory.status, trajectory.turns) == (
-        "turn_length",
-        "truncated",
-        4,
-    )
+    assert (trajectory.end_reason, trajectory.status, trajectory.turns) == ("turn_length", "truncated", 4)
     assert trajectory.turn_rewards == (0.25, 0.5) and trajectory.info["calls"] == 1
     assert environment.heard == replies[:3] and environment.closed == 1
 
@@ -178,9 +165,7 @@ def test_every_end_has_its_reason(play, saying, scripted, image, sample, family)
     assert trajectory.response_length == 0 and len(trajectory.ids) == prompt
 
 
-def test_an_environment_that_cannot_start_costs_its_own_episode(
-    play, saying, scripted, family, sample
-):
+def test_an_environment_that_cannot_start_costs_its_own_episode(play, saying, scripted, family, sample):
     environment = scripted([])
     environment.reset = lambda sample, seed: raising()
     with saying():
@@ -212,9 +197,7 @@ CALL = {"turn": 1, "ok": True, "reason": ""}
         (go_on("x" * 32_001), "its messages have 32001 characters, and 32000 are the most"),
     ],
 )
-def test_what_an_environment_must_not_say_costs_its_own_episode(
-    step, reason, play, saying, scripted
-):
+def test_what_an_environment_must_not_say_costs_its_own_episode(step, reason, play, saying, scripted):
     with saying("ok"):
         trajectory = play(scripted([step]), limits=Limits(max_turns=8, max_total_tokens=2000))
     assert (trajectory.end_reason, trajectory.status) == ("env_error", "error")

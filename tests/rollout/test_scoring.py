@@ -56,8 +56,7 @@ def statuses(members: tuple[Trajectory, ...]) -> list[tuple[str, float | None]]:
 
 
 @pytest.mark.parametrize(
-    ("reason", "others"),
-    [("judge: down", ("ok", 1.0)), ("drop_group: judge: down", ("abstain", None))],
+    ("reason", "others"), [("judge: down", ("ok", 1.0)), ("drop_group: judge: down", ("abstain", None))]
 )
 def test_a_failure_may_cost_the_whole_group(
     reason: str, others: Any, group: Group, family_of: Callable[[str], Family]
@@ -67,9 +66,7 @@ def test_a_failure_may_cost_the_whole_group(
     assert statuses(scored.trajectories) == [others, ("error", None), others]
 
 
-def test_when_too_many_have_failed_the_rest_is_not_waited_for(
-    group: Group, family_of: Callable[[str], Family]
-) -> None:
+def test_when_too_many_have_failed_the_rest_is_not_waited_for(group: Group, family_of: Callable[[str], Family]) -> None:
     failed = Scored(status="error", reason="timeout: no result")
     for tolerated, heard in ((0.3, []), (0.34, [(2, 3)])):  # one of three has failed
         scores, said = Given(GOOD, failed), []
@@ -85,9 +82,7 @@ def test_when_too_many_have_failed_the_rest_is_not_waited_for(
         assert said == heard
 
 
-def test_whoever_waits_hears_of_it_and_may_give_up(
-    group: Group, family_of: Callable[[str], Family]
-) -> None:
+def test_whoever_waits_hears_of_it_and_may_give_up(group: Group, family_of: Callable[[str], Family]) -> None:
     scores, heard = Given(GOOD, GOOD), []
     waiting = stream(scores, group, family_of("qwen2_5_vl"))
 

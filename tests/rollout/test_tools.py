@@ -20,16 +20,7 @@ from saccade.models.families import Family
 from saccade.rollout.collect import collect
 from saccade.rollout.env_process import environments
 from saccade.rollout.episode import Limits
-from saccade.types import (
-    STATUS_OF_END,
-    Completion,
-    Message,
-    Request,
-    Sample,
-    Sampling,
-    Source,
-    Trajectory,
-)
+from saccade.types import STATUS_OF_END, Completion, Message, Request, Sample, Sampling, Source, Trajectory
 
 CROP = {"name": "crop", "min_pixels": 3136, "max_pixels": 28 * 28 * 16}
 
@@ -68,9 +59,7 @@ class Script:
         ids = np.array(ids[: sampling.max_tokens], np.int64)
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
         versions = np.zeros(len(ids), np.int32)
-        done = Completion(
-            key=request.key, ids=ids, logprobs=logprobs, versions=versions, finish=finish
-        )
+        done = Completion(key=request.key, ids=ids, logprobs=logprobs, versions=versions, finish=finish)
         self.completions.append(done)
         return [done]
 
@@ -89,17 +78,7 @@ def question(image) -> Sample:
 
 @pytest.fixture(scope="module")
 def play(family, question) -> Callable:
-    def played(
-        replies,
-        *,
-        env=CROP,
-        max_tokens=120,
-        engine=None,
-        samples=None,
-        repeats=1,
-        on_mark=None,
-        **limits,
-    ):
+    def played(replies, *, env=CROP, max_tokens=120, engine=None, samples=None, repeats=1, on_mark=None, **limits):
         config = EnvConfig(**env)
         engine = engine or Script(family, replies)
         groups = collect(
@@ -156,18 +135,10 @@ def test_four_turns_two_crops_one_tool_error_one_reply_over_the_budget(play, fam
     assert trajectory.turns == 4 and len(trajectory.media) == 3
     check_chain(engine, trajectory, family)
     root = question.media[0]
-    assert [s.media.box for s in trajectory.media] == [
-        None,
-        (140, 0, 280, 140),
-        (175, 35, 245, 105),
-    ]
+    assert [s.media.box for s in trajectory.media] == [None, (140, 0, 280, 140), (175, 35, 245, 105)]
     assert {s.media.hash.split("-")[0] for s in trajectory.media} == {root.hash}
     noted = trajectory.info["tool_calls"]
-    assert [(c["turn"], c["ok"], c["observation"]) for c in noted] == [
-        (1, True, 1),
-        (2, False, None),
-        (3, True, 2),
-    ]
+    assert [(c["turn"], c["ok"], c["observation"]) for c in noted] == [(1, True, 1), (2, False, None), (3, True, 2)]
     # Turns that a stop string ended: the end of turn that was not sampled is the template's.
     template = np.flatnonzero(trajectory.sources == Source.TEMPLATE)
     assert len(template) == 3 and set(trajectory.ids[template]) == {family.chat.end_of_turn}
@@ -210,8 +181,7 @@ def test_every_end_has_its_reason(play, family, question):
 
 def test_penalties_are_rewards_of_their_turn(play):
     _, (group,) = play(
-        [call(9, 9, 9, 9), call(0, 0, 1, 1), "<answer>1</answer>"],
-        env=CROP | {"invalid_call_penalty": 0.5},
+        [call(9, 9, 9, 9), call(0, 0, 1, 1), "<answer>1</answer>"], env=CROP | {"invalid_call_penalty": 0.5}
     )
     assert group.trajectories[0].turn_rewards == (-0.5,)
 
@@ -219,13 +189,9 @@ def test_penalties_are_rewards_of_their_turn(play):
 EDGES = st.floats(-0.2, 1.2).map(lambda edge: round(edge, 2))
 SOURCES = st.sampled_from(["original_image", "image_1", *[f"observation_{n}" for n in range(4)]])
 REPLIES = st.one_of(
-    st.builds(
-        lambda a, b, c, d, s: call(a, b, c, d, source=s), EDGES, EDGES, EDGES, EDGES, SOURCES
-    ),
+    st.builds(lambda a, b, c, d, s: call(a, b, c, d, source=s), EDGES, EDGES, EDGES, EDGES, SOURCES),
     st.builds(lambda a, c, s: call(a, 0, c, 1, source=s), EDGES, EDGES, SOURCES),
-    st.text(alphabet="<>/grounding{}[]0.5,'\" \n", max_size=30).map(
-        lambda t: f"<grounding>{t}</grounding>"
-    ),
+    st.text(alphabet="<>/grounding{}[]0.5,'\" \n", max_size=30).map(lambda t: f"<grounding>{t}</grounding>"),
     st.sampled_from(["<answer>7</answer>", "<|image_pad|><|im_end|>", "", "x" * 90, "<grounding>"]),
     st.text(max_size=20),
 )
@@ -270,9 +236,7 @@ def test_an_episode_under_a_smaller_limit_is_the_beginning_of_a_longer_one(play,
     """Every field is that of an episode which was played with the smaller limit."""
     marked = {}
     marks = frozenset(range(1, limits["max_turns"]))
-    _, (group,) = play(
-        replies, on_mark=lambda _, t: marked.setdefault(t.turns, t), **limits, marks=marks
-    )
+    _, (group,) = play(replies, on_mark=lambda _, t: marked.setdefault(t.turns, t), **limits, marks=marks)
     (whole,) = group.trajectories
     assert marked.keys() <= marks
     for turns in marks:
@@ -290,8 +254,7 @@ def test_a_turn_is_computed_from_the_cache_of_the_turns_before(engine, family, p
     """Prefilled tokens: the prompt once, then only what each observation adds."""
     computed = []
     handle = engine.model.get_decoder().register_forward_pre_hook(
-        lambda module, args, kwargs: computed.append(kwargs["position_ids"].shape[-1]),
-        with_kwargs=True,
+        lambda module, args, kwargs: computed.append(kwargs["position_ids"].shape[-1]), with_kwargs=True
     )
     looks = [call(0, 0, 0.5, 1), call(0, 0, 0.5, 1, source="observation_1")]
     with saying(*looks, "<answer>7</answer>", ends=False):
@@ -334,10 +297,7 @@ def test_hundreds_of_episodes_share_one_engine(caller, image):
     model, family = caller
     engine = EmbeddedEngine(model, family, max_sequences=48)
     config = EnvConfig(**CROP)
-    samples = [
-        Sample(id=f"q{n}", messages=(Message(role="user", parts=(image(112, 84, n), "hm")),))
-        for n in range(25)
-    ]
+    samples = [Sample(id=f"q{n}", messages=(Message(role="user", parts=(image(112, 84, n), "hm")),)) for n in range(25)]
     groups = collect(
         engine,
         samples,

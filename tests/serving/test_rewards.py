@@ -72,13 +72,9 @@ class Running:
 
 
 @contextmanager
-def serving(
-    *terms: Any, token: str = TOKEN, judge: Any = None, **options: Any
-) -> Iterator[Running]:
+def serving(*terms: Any, token: str = TOKEN, judge: Any = None, **options: Any) -> Iterator[Running]:
     deadline = options.pop("deadline", 10)
-    config = RewardConfig(
-        terms=list(terms), workers=2, deadline=deadline, **({"judge": judge} if judge else {})
-    )
+    config = RewardConfig(terms=list(terms), workers=2, deadline=deadline, **({"judge": judge} if judge else {}))
     scorer = Scorer(config, prompt_format="think_answer", max_tokens=64, isolate=True)
     service = RewardService(scorer, ServeConfig(**options), DataConfig(max_images=2))
     with closing(service), running_server(reward_app(service, token=token), "127.0.0.1", 0) as url:
@@ -116,12 +112,8 @@ def test_our_own_client_gets_back_what_the_rules_said_in_order(rules: Running) -
     os.environ["SACCADE_TEST_TOKEN"] = TOKEN
     remote = Remote(RemoteConfig(url=(rules.url,), token="SACCADE_TEST_TOKEN", batch=16))
     remote.check()
-    given = [
-        RewardSample(id=str(n), response=GOOD.format(n), answer=str(n // 2 * 2)) for n in range(50)
-    ]
-    futures = [
-        remote.submit(sample) for sample in [*given, RewardSample(id="x", response=GOOD.format(7))]
-    ]
+    given = [RewardSample(id=str(n), response=GOOD.format(n), answer=str(n // 2 * 2)) for n in range(50)]
+    futures = [remote.submit(sample) for sample in [*given, RewardSample(id="x", response=GOOD.format(7))]]
     scores = [future.result(timeout=60) for future in futures]
     remote.close()
     assert [score.value for score in scores[:50]] == [1.5, 0.5] * 25
@@ -279,9 +271,7 @@ def test_when_too_many_wait_clients_are_told_when_to_come_back(own: str, tmp_pat
         remote.close()
 
 
-def test_pictures_are_files_for_rewards_while_they_are_scored(
-    own: str, image: Callable[..., Media]
-) -> None:
+def test_pictures_are_files_for_rewards_while_they_are_scored(own: str, image: Callable[..., Media]) -> None:
     pictures = [base64.b64encode(image(width, 28).data or b"").decode() for width in (28, 56)]
     shown = [[pictures[0], f"data:image/png;base64,{pictures[1]}"], []]
     with serving(f"{own}:sized") as running:
@@ -291,10 +281,7 @@ def test_pictures_are_files_for_rewards_while_they_are_scored(
 
 def test_a_picture_of_a_group_crosses_once(own: str, image: Callable[..., Media]) -> None:
     os.environ["SACCADE_TEST_TOKEN"] = TOKEN
-    shown = [
-        RewardSample(id=str(n), response="a", media=(image(28, 28), image(56, 28, n % 2)))
-        for n in range(4)
-    ]
+    shown = [RewardSample(id=str(n), response="a", media=(image(28, 28), image(56, 28, n % 2))) for n in range(4)]
     with serving(f"{own}:sized") as running:
         options = {"token": "SACCADE_TEST_TOKEN", "send_images": True, "batch": 4}
         remote = Remote(RemoteConfig(url=(running.url,), **options))
@@ -312,10 +299,7 @@ def test_a_judge_behind_the_service_sees_the_pictures(image: Callable[..., Media
         judge = {"url": endpoint.url, "model": "m", "send_images": True}
         with serving("judge", judge=judge) as running:
             reply = running.score(
-                "<answer>RED</answer>",
-                "<answer>blue</answer>",
-                labels=["red"] * 2,
-                images=[[picture]] * 2,
+                "<answer>RED</answer>", "<answer>blue</answer>", labels=["red"] * 2, images=[[picture]] * 2
             )[1]
         assert reply["rewards"] == [1.0, 0.0]
         parts = endpoint.asked[-1]["body"]["messages"][0]["content"]
@@ -382,9 +366,7 @@ def command(own: str) -> Iterator[tuple[subprocess.Popen[str], Running]]:
     process.stdout.close()
 
 
-def test_sigterm_answers_who_waits_then_ends(
-    command: tuple[subprocess.Popen[str], Running], tmp_path: Path
-) -> None:
+def test_sigterm_answers_who_waits_then_ends(command: tuple[subprocess.Popen[str], Running], tmp_path: Path) -> None:
     process, running = command
     go = tmp_path / "go"
     with ThreadPoolExecutor(1) as threads:
@@ -408,9 +390,7 @@ def test_no_token_is_for_this_machine_only() -> None:
 
 
 def test_the_service_does_not_import_torch() -> None:
-    code = (
-        "import sys, saccade.plugins.serving.serve_reward, saccade.plugins.serving.reward_service\n"
-    )
+    code = "import sys, saccade.plugins.serving.serve_reward, saccade.plugins.serving.reward_service\n"
     code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

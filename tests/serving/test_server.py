@@ -45,9 +45,7 @@ def endpoint(model: Any, family: Family) -> Iterator[Endpoint]:
         yield served
 
 
-def call(
-    endpoint: Endpoint, path: str, body: Any = None, **headers: str
-) -> tuple[int, dict[str, Any]]:
+def call(endpoint: Endpoint, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, Any]]:
     method = "GET" if body is None else "POST"
     status, _, text = raw(endpoint.url, method, f"/v1{path}", body, **headers)
     return status, json.loads(text)
@@ -60,9 +58,7 @@ def chat(endpoint: Endpoint, **body: Any) -> dict[str, Any]:
     return reply
 
 
-def events(
-    endpoint: Endpoint, path: str = "/chat/completions", *, ended: bool = True, **body: Any
-) -> list[Any]:
+def events(endpoint: Endpoint, path: str = "/chat/completions", *, ended: bool = True, **body: Any) -> list[Any]:
     body = {"temperature": 0, "max_tokens": 8, "stream": True} | body
     _, headers, text = raw(endpoint.url, "POST", f"/v1{path}", body)
     assert headers.get_content_type() == "text/event-stream"
@@ -87,9 +83,7 @@ def test_models(endpoint: Endpoint) -> None:
     assert call(endpoint, "/models/tiny", None, Authorization="")[0] == 401
 
 
-def test_an_answer_is_the_engines(
-    endpoint: Endpoint, model: Any, family: Family, image: Callable[..., Media]
-) -> None:
+def test_an_answer_is_the_engines(endpoint: Endpoint, model: Any, family: Family, image: Callable[..., Media]) -> None:
     media = image(84, 56, 4)
     assert media.data is not None
     url = "data:image/png;base64," + base64.b64encode(media.data).decode()
@@ -113,9 +107,7 @@ def test_an_answer_is_the_engines(
 
 def test_choices_differ_and_a_seed_repeats_them(endpoint: Endpoint) -> None:
     options = {"n": 3, "temperature": 1.0, "seed": 11}
-    first, second = (
-        [c["message"]["content"] for c in chat(endpoint, **options)["choices"]] for _ in range(2)
-    )
+    first, second = ([c["message"]["content"] for c in chat(endpoint, **options)["choices"]] for _ in range(2))
     assert first == second and len(set(first)) == 3
     assert chat(endpoint, **options | {"seed": 12})["choices"][0]["message"]["content"] != first[0]
 
@@ -200,10 +192,7 @@ def test_a_client_that_leaves_frees_the_engine(endpoint: Endpoint) -> None:
 
 
 BAD = {
-    "messages": [
-        {"messages": []},
-        {"messages": [{"role": "user", "content": "long " * 2000}]},
-    ],
+    "messages": [{"messages": []}, {"messages": [{"role": "user", "content": "long " * 2000}]}],
     "messages[0].role": [{"messages": [{"role": "judge", "content": "x"}]}],
     "messages[0].content": [
         {"messages": [{"role": "user", "content": 3}]},
@@ -253,8 +242,7 @@ def test_neutral_fields_pass(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damaged", "count", "words"),
-    [(True, 1, "cannot be decoded"), (False, 65, "65 images, at most 64")],
+    ("damaged", "count", "words"), [(True, 1, "cannot be decoded"), (False, 65, "65 images, at most 64")]
 )
 def test_a_bad_image_costs_its_request_only(
     endpoint: Endpoint, image: Callable[..., Media], damaged: bool, count: int, words: str
@@ -365,9 +353,7 @@ def test_methods_besides_get_and_post(endpoint: Endpoint) -> None:
     assert "Method Not Allowed" in json.loads(body)["error"]["message"]
 
 
-def test_a_client_that_leaves_is_no_news(
-    endpoint: Endpoint, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_client_that_leaves_is_no_news(endpoint: Endpoint, capfd: pytest.CaptureFixture[str]) -> None:
     for sent in (b"GET /v1/mod", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"):
         with connected(endpoint) as connection:
             connection.sendall(sent)

@@ -51,10 +51,7 @@ def trajectory(
     **changes: Any,
 ) -> Trajectory:
     """Pictures of 4 tokens each, `how many ?`, then the response."""
-    spans = tuple(
-        MediaSpan(media=one, start=4 * index, length=4, grid=(1, 4, 4))
-        for index, one in enumerate(pictures)
-    )
+    spans = tuple(MediaSpan(media=one, start=4 * index, length=4, grid=(1, 4, 4)) for index, one in enumerate(pictures))
     prompt = [1] * 4 * len(pictures) + [2, 3, 4]
     sources = [PROMPT] * len(prompt) + [POLICY] * len(response)
     policy = np.array(sources) == POLICY
@@ -97,9 +94,7 @@ def store(
 @pytest.fixture
 def build() -> SimpleNamespace:
     """The makers above, for tests."""
-    return SimpleNamespace(
-        media=media, pixels=pixels, trajectory=trajectory, group=group, store=store
-    )
+    return SimpleNamespace(media=media, pixels=pixels, trajectory=trajectory, group=group, store=store)
 
 
 @pytest.fixture

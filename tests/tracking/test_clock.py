@@ -43,9 +43,7 @@ def test_a_nested_phase_pauses_the_outer_one(clock: PhaseClock, seconds: list[fl
     assert clock.lap()["time/bottleneck"] == "other"
 
 
-def test_each_lap_starts_from_zero_and_splits_an_open_phase(
-    clock: PhaseClock, seconds: list[float]
-) -> None:
+def test_each_lap_starts_from_zero_and_splits_an_open_phase(clock: PhaseClock, seconds: list[float]) -> None:
     with clock.phase("save"):
         seconds[0] += 2
         assert clock.lap()["time/save"] == 2

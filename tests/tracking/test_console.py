@@ -44,9 +44,7 @@ def test_what_has_no_score_is_said_where_there_is_any() -> None:
     assert step_line(1, 2, rates) == "step 1/2  abstain 32%  error <1%  reward 0.500"
     assert step_line(1, 2, {"reward/mean": 0.5, "reward/error_rate": 0.0}).endswith("reward 0.500")
     nothing = {"reward/abstain_rate": 0.7, "reward/error_rate": 0.3, "group/dead_frac": 1.0}
-    assert step_line(1, 2, nothing) == (
-        "step 1/2  nothing could be scored  abstain 70%  error 30%  dead 100%"
-    )
+    assert step_line(1, 2, nothing) == ("step 1/2  nothing could be scored  abstain 70%  error 30%  dead 100%")
 
 
 def test_a_score_is_called_one() -> None:
@@ -70,10 +68,7 @@ def test_a_pipe_gets_one_line_per_step_and_notes(tmp_path: Path) -> None:
                 console.progress(1, 4)
             console.step(step, {"reward/mean": 0.5})
     logging.getLogger("saccade").warning("nobody listens any more")
-    assert (
-        out.getvalue()
-        == "hello [bold]\nWARNING: 100% of it\nstep 1/2  reward 0.500\nstep 2/2  reward 0.500\n"
-    )
+    assert out.getvalue() == "hello [bold]\nWARNING: 100% of it\nstep 1/2  reward 0.500\nstep 2/2  reward 0.500\n"
     logged = log.read_text().splitlines()
     assert [line[20:] for line in logged] == out.getvalue().splitlines()
     assert logged[0][4] == "-" and logged[0][13] == ":"

@@ -93,12 +93,7 @@ def test_records_know_every_picture_and_where_it_came_from(run: Path) -> None:
     first = next(read_trajectories(run, "train", 3))
     images = {image["view"]: image for image in first["images"]}
     assert list(images) == ["original_image", "observation_1", "observation_2", "observation_3"]
-    assert [image["source"] for image in images.values()] == [
-        None,
-        "original_image",
-        "observation_1",
-        "original_image",
-    ]
+    assert [image["source"] for image in images.values()] == [None, "original_image", "observation_1", "original_image"]
     nested = images["observation_2"]
     assert nested["lineage"] == ["original_image", "observation_1"]
     assert nested["place"] == [0.5, 0.5, 1, 1] and nested["box"] == [600, 100, 800, 200]
@@ -172,9 +167,7 @@ def test_episodes_in_a_browser(page: Path, browser: Browser) -> None:
     assert browser.troubles == [] and browser.run("document.title") == "crops"
     browser.until("[...document.querySelectorAll('img')].every(i => i.naturalWidth > 0)")
     turns = "[...document.querySelectorAll('.episode')[0].querySelectorAll('.turn')]"
-    assert (
-        browser.run(f"{turns}.map(t => t.querySelectorAll('figure').length).join()") == "2,0,3,2,0"
-    )
+    assert browser.run(f"{turns}.map(t => t.querySelectorAll('figure').length).join()") == "2,0,3,2,0"
     # Boxes lie where the calls said; in a crop of a crop also in the original; earlier ones dashed.
     boxes = browser.run(
         f"{turns}.map(t => [...t.querySelectorAll('.box')].map(b => {{"
@@ -183,8 +176,7 @@ def test_episodes_in_a_browser(page: Path, browser: Browser) -> None:
         " r.width / o.width, r.height / o.height].map(v => v.toFixed(2)) }).join(' ')).join('|')"
     )
     assert boxes == (
-        "0.50,0.00,0.50,0.50||0.75,0.25,0.25,0.25 0.50,0.50,0.50,0.50"
-        "|earlier0.50,0.00,0.50,0.50 0.00,0.50,0.50,0.50|"
+        "0.50,0.00,0.50,0.50||0.75,0.25,0.25,0.25 0.50,0.50,0.50,0.50|earlier0.50,0.00,0.50,0.50 0.00,0.50,0.50,0.50|"
     )
     text = browser.run("document.body.innerText")
     assert "observation_2 ← observation_1 ← original_image: 200x100, seen at 196x112" in text

@@ -121,9 +121,7 @@ time.sleep(60)
 """
 
 
-def test_a_killed_process_lets_go_even_when_its_worker_lives(
-    open_folder: Open, config: Config
-) -> None:
+def test_a_killed_process_lets_go_even_when_its_worker_lives(open_folder: Open, config: Config) -> None:
     command = [sys.executable, "-c", HOLD, config.run.out]
     root = Path(__file__).resolve().parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:

@@ -110,15 +110,11 @@ def test_a_full_disk_ends_tensorboard_with_one_line(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, heard)
     told = [line for line in said if "tensorboard" in line]
-    assert told == [
-        "WARNING: tensorboard failed and is left out from here: OSError: [Errno 27] File too large"
-    ]
+    assert told == ["WARNING: tensorboard failed and is left out from here: OSError: [Errno 27] File too large"]
     assert died == []  # a thread's traceback tells nobody what to do
 
 
-def test_a_missing_library_is_said_once(
-    folder: RunFolder, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_said_once(folder: RunFolder, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with Loggers(folder, TrackConfig(tensorboard=False, wandb=True)) as loggers:
         loggers.log({"reward/mean": 1.0}, 1)
@@ -127,9 +123,7 @@ def test_a_missing_library_is_said_once(
     assert len(read_metrics(folder.metrics)) == 2
 
 
-def test_a_logger_that_breaks_is_left_out(
-    folder: RunFolder, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_logger_that_breaks_is_left_out(folder: RunFolder, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[tuple[dict[str, float], int]] = []
 
     class Run:

@@ -199,10 +199,7 @@ def test_a_big_run_opens_soon(browser: Browser, tmp_path: Path) -> None:
     numbers[7777]["sft/loss"] = 1e3
     for row in numbers:
         row.setdefault("sft/loss", 1.0)
-    items = [
-        replace(EPISODE, id=f"e{n}", question=f"Question {n}?", turns=EPISODE.turns * 3)
-        for n in range(2000)
-    ]
+    items = [replace(EPISODE, id=f"e{n}", question=f"Question {n}?", turns=EPISODE.turns * 3) for n in range(2000)]
     items[1234] = replace(items[1234], verdict="wrong", reward=-5.0)
     charts = charts_of(numbers)
     assert max(len(chart.curves[0].points) for chart in charts) < 400
@@ -219,11 +216,7 @@ def test_a_big_run_opens_soon(browser: Browser, tmp_path: Path) -> None:
         ("search.value = 'question 77?'", "1", "Question 77?"),
         ("search.value = 'nowhere'", "0", ""),
         ("search.value = ''; verdict.value = 'wrong'", "1", "Question 1234?"),
-        (
-            "verdict.selectedIndex = 0; order.value = 'lowest reward first'",
-            "2,000",
-            "Question 1234?",
-        ),
+        ("verdict.selectedIndex = 0; order.value = 'lowest reward first'", "2,000", "Question 1234?"),
     ):
         names = "const [set, verdict, order] = document.querySelectorAll('.tools select')"
         search = "const search = document.getElementById('search')"
@@ -258,8 +251,7 @@ def test_cells_and_single_points(browser: Browser, tmp_path: Path) -> None:
     browser.visit(write_report(tmp_path / "r.html", report).as_uri())
     shown = "[...document.querySelectorAll('td')].map(e => e.innerText).join('|')"
     assert browser.run(shown) == (
-        "+5.0 points[+1.0, +9.0]|+5.0 points[-1.0, +11.0]|-5.0 points|-5.0 points"
-        "|0|1,235|1.00e-6|0.1235|"
+        "+5.0 points[+1.0, +9.0]|+5.0 points[-1.0, +11.0]|-5.0 points|-5.0 points|0|1,235|1.00e-6|0.1235|"
     )
     tones = "[...document.querySelectorAll('td b')].map(e => e.className).join()"
     assert browser.run(tones) == "up,,down,,,,,"
@@ -276,9 +268,7 @@ def test_an_evaluation_as_data(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps({"a": whole | tables, "b": rated}))
     summary, by_category = page_data(write_eval_report(tmp_path))["tables"]
     assert summary["columns"] == ["set", "accuracy", "pass@4", "score", "items"]
-    assert (
-        summary["rows"][0][1] | {"low": 0.4, "high": 0.6, "percent": True} == summary["rows"][0][1]
-    )
+    assert summary["rows"][0][1] | {"low": 0.4, "high": 0.6, "percent": True} == summary["rows"][0][1]
     assert summary["rows"][1][1] is None and summary["rows"][1][3]["high"] == 4.0
     assert not summary["rows"][1][3]["percent"] and summary["rows"][0][2]["percent"]
     assert by_category["title"] == "a: accuracy by category"

@@ -14,12 +14,7 @@ from PIL import Image
 
 from saccade.media.images import decode, open_media
 from saccade.tracking.folder import RunFolder
-from saccade.tracking.trajectories import (
-    Decoders,
-    TrajectoryWriter,
-    read_trajectories,
-    stored_steps,
-)
+from saccade.tracking.trajectories import Decoders, TrajectoryWriter, read_trajectories, stored_steps
 from saccade.types import Media, MediaSpan, Source, Trajectory
 
 
@@ -135,9 +130,7 @@ def test_failures_are_said_once_and_cost_only_themselves(
     def broken(media: Media) -> np.ndarray:
         raise OSError("unreadable")
 
-    groups = [
-        build.group(build.trajectory(pictures=[build.media(name)]), uid=name) for name in "abc"
-    ]
+    groups = [build.group(build.trajectory(pictures=[build.media(name)]), uid=name) for name in "abc"]
     with TrajectoryWriter(folder) as writer:
         for step, decoder in ((1, str), (2, None), (3, str)):
             decoders = Decoders(text=decoder, image=broken)  # type: ignore[arg-type]
@@ -162,9 +155,7 @@ def test_a_picture_that_was_replaced_is_not_stored_as_the_one_that_was_seen(
     assert len(said) == 1 and said[0].endswith("replaced.png: changed after it was read")
 
 
-def test_validation_has_its_own_files_wherever_its_name_points(
-    folder: RunFolder, build: SimpleNamespace
-) -> None:
+def test_validation_has_its_own_files_wherever_its_name_points(folder: RunFolder, build: SimpleNamespace) -> None:
     for kind in ("train", "val/six colours", "val/../../../etc"):
         build.store(folder, build.group(build.trajectory()), steps=[5], kind=kind)
     kinds = stored_steps(folder.path)
@@ -173,9 +164,7 @@ def test_validation_has_its_own_files_wherever_its_name_points(
     assert record["kind"] == "val/six colours"
 
 
-def test_resume_forgets_later_steps_and_replaces_equal_ones(
-    folder: RunFolder, build: SimpleNamespace
-) -> None:
+def test_resume_forgets_later_steps_and_replaces_equal_ones(folder: RunFolder, build: SimpleNamespace) -> None:
     build.store(folder, build.group(build.trajectory()), steps=(10, 20, 30, 10))
     TrajectoryWriter(folder).truncate_after(20)
     assert stored_steps(folder.path) == {"train": [10, 20]}

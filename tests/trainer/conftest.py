@@ -14,14 +14,10 @@ def keep_float64(monkeypatch) -> Callable[[], None]:
     narrow, to = torch.Tensor.float, torch.Tensor.to
 
     def wide(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        return (
-            x if x.dtype == torch.float64 and args == (torch.float32,) else to(x, *args, **kwargs)
-        )
+        return x if x.dtype == torch.float64 and args == (torch.float32,) else to(x, *args, **kwargs)
 
     def patch() -> None:
         monkeypatch.setattr(torch.Tensor, "to", wide)
-        monkeypatch.setattr(
-            torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x)
-        )
+        monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x))
 
     return patch

@@ -35,9 +35,7 @@ def step(family_of, load, grow, monkeypatch):
         train = TrainConfig(aux_coef=coef)
         backend = LocalBackend(load(name), family, train, checkpointing=checkpointing)
         seen = {}
-        monkeypatch.setattr(
-            backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
-        )
+        monkeypatch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
         if split:
             fail_once(backend, monkeypatch)
         update = backend.train_step(batches, PolicyLoss(ALGORITHM, Scoring()), lr=0.0)

@@ -73,9 +73,7 @@ def padded(stock, family, groups: list[Group], name: str) -> tuple[float, dict]:
             kinds[row, span.start : span.end] = 1
     spans = [span for t in members for span in t.media]
     vision = family.vision(spans, torch.device("cpu"), torch.float32)
-    logits = stock(
-        input_ids=ids, attention_mask=mask, mm_token_type_ids=kinds, use_cache=False, **vision
-    ).logits
+    logits = stock(input_ids=ids, attention_mask=mask, mm_token_type_ids=kinds, use_cache=False, **vision).logits
     scores = logits.float().log_softmax(-1)
     totals = []
     for row, t in enumerate(members):
@@ -105,16 +103,12 @@ def padded(stock, family, groups: list[Group], name: str) -> tuple[float, dict]:
 
 
 @pytest.mark.parametrize("name", PREFERENCES)
-def test_any_partition_has_the_gradient_of_padded_pairs(
-    name, groups, family, load, stock, monkeypatch
-):
+def test_any_partition_has_the_gradient_of_padded_pairs(name, groups, family, load, stock, monkeypatch):
     wanted = padded(stock(FAMILY), family, groups, name)
     whole = torch.stack([g.norm() for g in wanted[1].values()]).norm()
     backend = LocalBackend(load(FAMILY), family, TrainConfig())
     seen: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(
-        backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
-    )
+    monkeypatch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
     sizes = []
     for budget in (10_000, 60, 1):  # one forest, some, every pair by itself
         batches = packed(groups, family, budget)

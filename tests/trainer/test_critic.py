@@ -122,27 +122,19 @@ def columns_of(groups: list[Group]) -> dict[tuple[str, int], dict[str, np.ndarra
     }
     last = members(groups)[-1]
     nothing = np.full(last.response_length, np.nan, np.float32)
-    columns[last.key] = {
-        "values": nothing,
-        "returns": nothing,
-        "scales": np.zeros(last.response_length, np.float32),
-    }
+    columns[last.key] = {"values": nothing, "returns": nothing, "scales": np.zeros(last.response_length, np.float32)}
     return columns
 
 
 def with_columns(batch: Batch, columns: dict) -> Batch:
     names = ("values", "returns", "scales")
-    return replace(
-        batch, **{n: np.concatenate([columns[key][n] for key in batch.keys]) for n in names}
-    )
+    return replace(batch, **{n: np.concatenate([columns[key][n] for key in batch.keys]) for n in names})
 
 
 def gradients(backend: LocalBackend, batches: list[Batch], monkeypatch, clip: float):
     seen: dict[str, torch.Tensor] = {}
     with monkeypatch.context() as patch:
-        patch.setattr(
-            backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
-        )
+        patch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
         update = backend.train_step(batches, ValueLoss(clip), lr=0.0)
     assert not update.skipped
     return update.metrics.means(), seen
@@ -156,9 +148,7 @@ def one_by_one(model, score: torch.nn.Parameter, family, groups: list[Group], co
     for t in members(groups)[:-1]:
         policy = np.flatnonzero(t.policy_mask)
         new = alone(model, score, family, t)[policy - 1]
-        old, returns, scales = (
-            torch.from_numpy(columns[t.key][n]).double() for n in columns[t.key]
-        )
+        old, returns, scales = (torch.from_numpy(columns[t.key][n]).double() for n in columns[t.key])
         losses = (new - returns) ** 2
         if clip:
             held = old + (new - old).clamp(-clip, clip)
@@ -194,9 +184,7 @@ def test_gradients_of_a_forest_are_those_of_each_member_alone(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_out_of_memory_splits_and_changes_nothing(
-    critic, family_of, grow, monkeypatch, checkpointing
-):
+def test_out_of_memory_splits_and_changes_nothing(critic, family_of, grow, monkeypatch, checkpointing):
     family = family_of(NAME)
     backend = critic(NAME, TrainConfig(), checkpointing=checkpointing)
     groups = random_groups(grow, family, 0)
@@ -233,10 +221,7 @@ def test_training_brings_values_to_their_returns(critic, family_of, grow):
     (batch,) = packed(random_groups(grow, family, 0), family, 10_000)
     returns = batch.groups[batch.sequence].astype(np.float32)  # told apart by the prompt
     batch = trained(batch, values=np.zeros_like(returns), returns=returns)
-    losses = [
-        backend.train_step([batch], ValueLoss(0.0), lr=3e-3).metrics.means()["critic/loss"]
-        for _ in range(30)
-    ]
+    losses = [backend.train_step([batch], ValueLoss(0.0), lr=3e-3).metrics.means()["critic/loss"] for _ in range(30)]
     assert losses[0] > 0.1 and losses[-1] < 0.01
     ((values, _),) = backend.values([batch])
     assert np.abs(values - returns).mean() < 0.15
@@ -260,10 +245,7 @@ def test_a_value_can_depend_on_the_picture_alone(critic, family_of, image):
             media=prompt.media,
         )
 
-    groups = [
-        Group(sample=Sample(id=f"g{i}", messages=()), uid=f"g{i}", trajectories=(asked(i),))
-        for i in range(2)
-    ]
+    groups = [Group(sample=Sample(id=f"g{i}", messages=()), uid=f"g{i}", trajectories=(asked(i),)) for i in range(2)]
     (batch,) = packed(groups, family, 10_000)
     assert batch.ids[batch.reads[:3]].tolist() == batch.ids[batch.reads[3:]].tolist()
     returns = np.array([1, 1, 1, -1, -1, -1], np.float32)
@@ -283,12 +265,7 @@ def test_the_metrics_of_an_update(critic, family_of, grow):
     tokens = sum(len(b.reads) for b in batches)
     old = [values for values, _ in backend.values(batches)]
     batches = [
-        replace(
-            b,
-            values=v,
-            returns=v + 1,
-            scales=np.full(len(v), 1 / tokens, np.float32),
-        )
+        replace(b, values=v, returns=v + 1, scales=np.full(len(v), 1 / tokens, np.float32))
         for b, v in zip(batches, old, strict=True)
     ]
     update = backend.train_step(batches, ValueLoss(0.2), lr=1e-4)
@@ -322,10 +299,7 @@ def test_a_step_that_is_not_finite_changes_nothing(critic, family_of, grow):
 # -- state --
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "adamw_bf16")],
-)
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "adamw_bf16")])
 def test_a_restored_critic_continues_bit_for_bit(critic, family_of, grow, tmp_path, dtype, kind):
     family, config = family_of("qwen3"), TrainConfig(optimizer=kind)
     (batch,) = packed(random_groups(grow, family, 0), family, 10_000)
@@ -336,10 +310,7 @@ def test_a_restored_critic_continues_bit_for_bit(critic, family_of, grow, tmp_pa
         first.train_step([batch], ValueLoss(0.2), lr=1e-3)
     folder = tmp_path / "critic"
     write_files(folder, first.state_files())
-    assert sorted(p.name for p in folder.iterdir()) == [
-        "optimizer.safetensors",
-        "weights.safetensors",
-    ]
+    assert sorted(p.name for p in folder.iterdir()) == ["optimizer.safetensors", "weights.safetensors"]
     second.load_state(folder)
     for backend in (first, second):
         assert not backend.train_step([batch], ValueLoss(0.2), lr=1e-3).skipped

@@ -17,9 +17,7 @@ from saccade.types import Batch, Group
 
 # Two updates of a step: the ratio is not 1, so values and gradients depend on the log-probs.
 ALGORITHM = resolve(
-    AlgorithmConfig(preset="grpo", entropy_coef=0.05, kl={"coef": 0.1}),
-    max_tokens=64,
-    updates_per_step=2,
+    AlgorithmConfig(preset="grpo", entropy_coef=0.05, kl={"coef": 0.1}), max_tokens=64, updates_per_step=2
 )
 SCORING = Scoring(temperature=0.8)
 Result = tuple[float, dict[str, torch.Tensor]]
@@ -42,17 +40,13 @@ def columns_of(groups: list[Group]) -> dict[tuple[str, int], dict[str, np.ndarra
 
 def with_columns(batch: Batch, columns: dict) -> Batch:
     names = ("scales", "old_logprobs", "ref_logprobs")
-    return replace(
-        batch, **{n: np.concatenate([columns[key][n] for key in batch.keys]) for n in names}
-    )
+    return replace(batch, **{n: np.concatenate([columns[key][n] for key in batch.keys]) for n in names})
 
 
 def trained(backend: LocalBackend, batches: list[Batch], monkeypatch) -> Result:
     """Loss and gradients of a step, caught where the optimizer would use them."""
     seen: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(
-        backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
-    )
+    monkeypatch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
     update = backend.train_step(batches, PolicyLoss(ALGORITHM, SCORING), lr=0.0)
     return update.metrics.means()["policy/loss"], seen
 
@@ -138,11 +132,7 @@ def assert_same(got: Result, wanted: Result, limit: float) -> None:
 @pytest.mark.parametrize(
     ("name", "images"),
     [
-        *[
-            (name, n)
-            for name in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava")
-            for n in (0, 1, 3)
-        ],
+        *[(name, n) for name in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava") for n in (0, 1, 3)],
         ("qwen3_vl_moe", 1),
         ("qwen3", 0),
         ("mixtral", 0),
@@ -179,9 +169,7 @@ def test_twelve_samples_in_any_partition_and_order(
     """0, 1 and 3 images mixed: one batch, 3 x 4, 12 x 1, shuffled, forest or padded."""
     family = family_of("qwen2_5_vl")
     rng = np.random.default_rng(3)
-    groups = [
-        grow(rng, family, uid=f"g{i}", size=4, images=count) for i, count in enumerate((0, 1, 3))
-    ]
+    groups = [grow(rng, family, uid=f"g{i}", size=4, images=count) for i, count in enumerate((0, 1, 3))]
     columns = columns_of(groups)
     model = load("qwen2_5_vl", dtype)
     stock("qwen2_5_vl"), stock("qwen2_5_vl", "float64")

@@ -39,9 +39,7 @@ def batches(family_of, grow) -> list[Batch]:
 def gradients(backend, batches, monkeypatch, algorithm=ON_POLICY):
     seen: dict[str, torch.Tensor] = {}
     with monkeypatch.context() as patch:
-        patch.setattr(
-            backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients)
-        )
+        patch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
         update = backend.train_step(batches, PolicyLoss(algorithm, SCORING), lr=0.0)
     return update.metrics.means(), seen
 
@@ -99,9 +97,7 @@ def out_of_memory_once(*_args):
     raise torch.OutOfMemoryError("simulated")
 
 
-def test_out_of_memory_in_the_forward_splits_and_changes_nothing(
-    family_of, load, batches, monkeypatch
-):
+def test_out_of_memory_in_the_forward_splits_and_changes_nothing(family_of, load, batches, monkeypatch):
     model = load(NAME)
     backend = LocalBackend(model, family_of(NAME), TrainConfig())
     _, wanted = gradients(backend, batches, monkeypatch)
@@ -122,9 +118,7 @@ def test_out_of_memory_in_the_forward_splits_and_changes_nothing(
 
 
 @pytest.mark.parametrize("large", [1, 1000, 10**9])  # gradients that are added at once
-def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(
-    family_of, load, batches, monkeypatch, large
-):
+def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(family_of, load, batches, monkeypatch, large):
     monkeypatch.setattr("saccade.trainer.optimizer.LARGE", large)
     model = load(NAME)
     backend = LocalBackend(model, family_of(NAME), TrainConfig())
@@ -185,10 +179,7 @@ def test_a_non_finite_step_changes_neither_parameters_nor_optimizer(family_of, l
 def test_a_reference_far_away_stays_finite(family_of, load, batches, gap):
     backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
     scored = backend.logprobs(batches, SCORING)
-    far = [
-        replace(batch, ref_logprobs=new + np.float32(gap))
-        for batch, (new, _) in zip(batches, scored, strict=True)
-    ]
+    far = [replace(batch, ref_logprobs=new + np.float32(gap)) for batch, (new, _) in zip(batches, scored, strict=True)]
     update = backend.train_step(far, PolicyLoss(WITH_KL, SCORING), lr=1e-6)
     means = update.metrics.means()
     assert not update.skipped
@@ -202,9 +193,7 @@ def test_towers_have_learning_rates_of_their_own(family_of, load, batches):
         model = load(NAME)
         config = TrainConfig(lr_scale={"vision": 0.0, "projector": scale}, weight_decay=0.0)
         before = snapshot(model)
-        LocalBackend(model, family, config).train_step(
-            batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4
-        )
+        LocalBackend(model, family, config).train_step(batches, PolicyLoss(ON_POLICY, SCORING), lr=1e-4)
         change = {n: p - before[n] for n, p in snapshot(model).items()}
         assert all((c == 0).all() for n, c in change.items() if family.tower_of(n) == "vision")
         moved[scale] = change["model.visual.merger.mlp.2.weight"].norm().item()
@@ -219,14 +208,10 @@ def test_text_only_steps_leave_the_vision_tower_alone(family_of, load, batches):
     before = snapshot(model)
     update = backend.train_step([text], PolicyLoss(ON_POLICY, SCORING), lr=1e-4)
     assert update.metrics.means()["policy/grad_norm_vision"] == 0.0
-    assert torch.equal(
-        model.model.visual.patch_embed.proj.weight, before["model.visual.patch_embed.proj.weight"]
-    )
+    assert torch.equal(model.model.visual.patch_embed.proj.weight, before["model.visual.patch_embed.proj.weight"])
 
 
-def test_rows_without_media_teach_a_tower_that_trains_alone_nothing(
-    family_of, load, batches, monkeypatch
-):
+def test_rows_without_media_teach_a_tower_that_trains_alone_nothing(family_of, load, batches, monkeypatch):
     family, model = family_of(NAME), load(NAME)
     freeze(model, family, "freeze:llm")
     backend = LocalBackend(model, family, TrainConfig())
@@ -241,10 +226,7 @@ def test_rows_without_media_teach_a_tower_that_trains_alone_nothing(
     assert same(before, snapshot(model))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "adamw_bf16")],
-)
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "adamw_bf16")])
 def test_a_restored_backend_continues_bit_for_bit(family_of, load, batches, tmp_path, dtype, kind):
     family, config = family_of(NAME), TrainConfig(optimizer=kind)
     few = batches if dtype == "float32" else batches[:1]  # a CPU may be slow in bf16

@@ -17,9 +17,7 @@ STEPS = 20
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (8, 4), "bias": (8,), "vision": (3, 3)}
-    return {
-        n: nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for n, s in shapes.items()
-    }
+    return {n: nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for n, s in shapes.items()}
 
 
 def gradient(name: str, shape: torch.Size, step: int) -> torch.Tensor:
@@ -52,8 +50,7 @@ def torch_adamw(lr: float = 1e-2, dtype: torch.dtype = torch.float32, rounded=to
     theirs = {n: nn.Parameter(p.detach().to(dtype)) for n, p in theirs.items()}
     decay = {"matrix": 0.1, "bias": 0.0, "vision": 0.1}  # biases and norms do not decay
     groups = [
-        {"params": [p], "lr": lr * (0.1 if n == "vision" else 1), "weight_decay": decay[n]}
-        for n, p in theirs.items()
+        {"params": [p], "lr": lr * (0.1 if n == "vision" else 1), "weight_decay": decay[n]} for n, p in theirs.items()
     ]
     adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     for step in range(STEPS):
@@ -175,10 +172,7 @@ def test_state_of_another_model_is_refused(kind):
 
 
 def lrs(schedule: str, *, warmup: float = 0, total: int = 10, min_lr: float = 0.0) -> list[float]:
-    return [
-        rate(i, total=total, lr=1.0, schedule=schedule, warmup=warmup, min_lr=min_lr)
-        for i in range(total)
-    ]
+    return [rate(i, total=total, lr=1.0, schedule=schedule, warmup=warmup, min_lr=min_lr) for i in range(total)]
 
 
 def test_schedules():

@@ -45,11 +45,7 @@ def samples(image) -> list[Sample]:
     asked = (said("user", image(), "how many objects?"),)
     rows = [
         (asked, (said("assistant", "three of them"),), (said("assistant", "a dog"),)),
-        (
-            (said("user", "a red cube"),),
-            (said("assistant", image(84, 56, 1)),),
-            (said("assistant", image(56, 84, 2)),),
-        ),
+        ((said("user", "a red cube"),), (said("assistant", image(84, 56, 1)),), (said("assistant", image(56, 84, 2)),)),
         ((said("user", "2 + 2?"),), (said("assistant", "4"),), (said("assistant", "22, sure"),)),
     ]
     return [Sample(id=f"s{n}", messages=q, candidates=(a, b)) for n, (q, a, b) in enumerate(rows)]
@@ -90,13 +86,7 @@ def test_a_forest_scores_as_single_rows_do(family, samples, pooling) -> None:
         [alone] = pack(
             [
                 compared(
-                    Sample(
-                        id="x",
-                        messages=sample.messages,
-                        candidates=sample.candidates[:1],
-                        desirable=True,
-                    ),
-                    family,
+                    Sample(id="x", messages=sample.messages, candidates=sample.candidates[:1], desirable=True), family
                 )
             ],
             positions=family.positions,
@@ -104,9 +94,7 @@ def test_a_forest_scores_as_single_rows_do(family, samples, pooling) -> None:
             ends=True,
         )
         inputs = backend._inputs.get(alone)
-        hidden = hidden_states(
-            model, family, inputs.ids, inputs.positions, alone.media, inputs.plan
-        )
+        hidden = hidden_states(model, family, inputs.ids, inputs.positions, alone.media, inputs.plan)
         assert len(hidden) == len(read.ids)  # up to the very last token
         first = int(np.flatnonzero(read.policy_mask)[0])
         states = hidden[-1:] if pooling == "last" else hidden[first:]
@@ -159,9 +147,7 @@ def test_pooling_reads_every_token_of_every_turn_and_nothing_else(family, sample
         whole = replace(sample, candidates=(side,), desirable=True)
         [alone] = packed([whole], family, 100_000)
         inputs = backend._inputs.get(alone)
-        hidden = hidden_states(
-            model, family, inputs.ids, inputs.positions, alone.media, inputs.plan
-        )
+        hidden = hidden_states(model, family, inputs.ids, inputs.positions, alone.media, inputs.plan)
         own = hidden[torch.from_numpy(read.policy_mask)]
         expected = own.mean(0) @ model.score.weight.T
         np.testing.assert_allclose(scores, expected.detach().numpy(), atol=1e-5)
@@ -173,9 +159,7 @@ def test_gradients_do_not_depend_on_packing(family, samples, keep_float64) -> No
     row = of_pairs(row, list(labels), labels, {})
     found = []
     for budget in (1, 100_000):
-        model = model_of(
-            family, "attention", dtype=torch.float64, head="mlp", bounded=True, probe_layer=-2
-        )
+        model = model_of(family, "attention", dtype=torch.float64, head="mlp", bounded=True, probe_layer=-2)
         keep_float64()
         backend = LocalBackend(model, family, TrainConfig(lr=1e-3))
         steps: list = []
@@ -198,17 +182,13 @@ def test_the_head_is_a_file_of_its_own_and_loads_again(family, tmp_path) -> None
     write_files(tmp_path, [reward_file(head)])
     other = RewardHead(like=model, card=head.card, seed=9)
     load_reward(other, tmp_path)
-    assert all(
-        torch.equal(a, b) for a, b in zip(head.parameters(), other.parameters(), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), other.parameters(), strict=True))
 
 
 def test_learned_rewards_score_alike_alone_or_together(family, samples) -> None:
     card = Card(kind="scalar", heads=("a", "b"), statistics={"a": (0.5, 2.0)})
     model = LearnedReward(model_of(family), family, card, micro_tokens=64)
-    replies = [
-        reward_sample(sample, text) for sample in (samples[0], samples[2]) for text in ("a", "b")
-    ]
+    replies = [reward_sample(sample, text) for sample in (samples[0], samples[2]) for text in ("a", "b")]
     together = model.score(replies, head="a")
     alone = [model.score([reply], head="a")[0] for reply in replies]
     np.testing.assert_allclose(together, alone, atol=1e-5)
@@ -261,9 +241,7 @@ def test_a_question_that_came_without_its_media_is_not_scored(samples, changes, 
         replace(mine, **changes).conversation  # noqa: B018
 
 
-def test_one_bad_sample_costs_its_own_score_and_terms_share_a_forward_pass(
-    family, samples, monkeypatch
-) -> None:
+def test_one_bad_sample_costs_its_own_score_and_terms_share_a_forward_pass(family, samples, monkeypatch) -> None:
     """Two terms of one model, and samples of several clients."""
     passes = []
 

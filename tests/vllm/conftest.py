@@ -39,14 +39,7 @@ def backend(load: Callable[..., Any], family: Any) -> Any:
 def settings(family: Any) -> Any:
     from saccade.engines.settings import Settings
 
-    return Settings(
-        engine="vllm",
-        folder=family.path,
-        dtype="float32",
-        max_length=512,
-        max_sequences=32,
-        max_images=4,
-    )
+    return Settings(engine="vllm", folder=family.path, dtype="float32", max_length=512, max_sequences=32, max_images=4)
 
 
 @pytest.fixture(scope="module")
@@ -92,16 +85,12 @@ def gap(backend: Any, family: Any) -> Callable[..., float]:
     from saccade.forest.packing import pack
     from saccade.trainer import Scoring
 
-    def largest(
-        requests: Sequence[Request], answers: Sequence[Completion], temperature: float = 1.0
-    ) -> float:
+    def largest(requests: Sequence[Request], answers: Sequence[Completion], temperature: float = 1.0) -> float:
         members = tuple(
             replace(trajectory(request, answer), sample_id=f"{request.key}#{n}")
             for n, (request, answer) in enumerate(zip(requests, answers, strict=True))
         )
-        groups = [
-            Group(sample=Sample(id=m.sample_id, messages=()), trajectories=(m,)) for m in members
-        ]
+        groups = [Group(sample=Sample(id=m.sample_id, messages=()), trajectories=(m,)) for m in members]
         batches = pack(groups, positions=family.positions, micro_tokens=1 << 20)
         backend.forget_features()  # weights were changed behind its back
         found = {}
@@ -110,9 +99,7 @@ def gap(backend: Any, family: Any) -> Callable[..., float]:
         ):
             for n, key in enumerate(batch.keys):
                 found[key[0]] = scores[batch.sequence == n]
-        return max(
-            float(np.abs(found[m.sample_id] - m.logprobs[m.policy_mask]).max()) for m in members
-        )
+        return max(float(np.abs(found[m.sample_id] - m.logprobs[m.policy_mask]).max()) for m in members)
 
     return largest
 
@@ -124,8 +111,7 @@ def probe(engine: Any, backend: Any, image: Callable[..., Any]) -> Callable[[], 
 
     shown = ((image(84, 56, 1),), (image(56, 56, 2), image(56, 56, 3)))
     samples = [
-        Sample(id=str(n), messages=(Message(role="user", parts=(*media, "what?")),))
-        for n, media in enumerate(shown)
+        Sample(id=str(n), messages=(Message(role="user", parts=(*media, "what?")),)) for n, media in enumerate(shown)
     ]
 
     def score(batches: Any, temperature: float, ban: bool) -> list[Any]:

@@ -28,9 +28,7 @@ def mixed(ask: Ask, **sampling: Any) -> list[Request]:
 
 
 @pytest.mark.parametrize("images", [0, 1, 3])
-def test_greedy_tokens_are_those_of_the_trainers_model(
-    engine: Any, twin: Any, ask: Ask, gap: Gap, images: int
-) -> None:
+def test_greedy_tokens_are_those_of_the_trainers_model(engine: Any, twin: Any, ask: Ask, gap: Gap, images: int) -> None:
     requests = [ask("a", images, temperature=0.0)]
     (ours,), (theirs,) = generate(twin, requests), generate(engine, requests)
     assert ours.ids.tolist() == theirs.ids.tolist()
@@ -59,9 +57,7 @@ def test_sampled_logprobs_include_temperature_and_ban(
     assert not model.logits_processors
 
 
-def test_the_whole_distribution_is_the_trainers(
-    engine: Any, twin: Any, family: Any, ask: Ask
-) -> None:
+def test_the_whole_distribution_is_the_trainers(engine: Any, twin: Any, family: Any, ask: Ask) -> None:
     """Not only what was drawn: -inf for banned ids, and the rest sums to 1 without them."""
     request = ask("a", 1, temperature=0.7, max_tokens=1)
     params = params_of(request, [])
@@ -87,9 +83,7 @@ def test_greedy_and_sampled_rows_share_a_batch(engine: Any, twin: Any, ask: Ask,
     assert gap([greedy, drawn], answers) < 1e-4
 
 
-def test_a_turn_ends_with_an_end_of_turn_id_or_at_its_limit(
-    engine: Any, family: Any, ask: Ask
-) -> None:
+def test_a_turn_ends_with_an_end_of_turn_id_or_at_its_limit(engine: Any, family: Any, ask: Ask) -> None:
     requests = [ask(f"{n}", noise=n, max_tokens=48) for n in range(32)]
     answers = generate(engine, requests)
     ends = [int(a.ids[-1]) in family.chat.eos_ids for a in answers]
@@ -108,20 +102,15 @@ def test_stop_strings_stay_in_the_response(engine: Any, twin: Any, ask: Ask, fam
 
 def test_noise_decides_and_the_batch_does_not(engine: Any, ask: Ask) -> None:
     alone = generate(engine, [ask("a", 1, noise=5)])[0].ids
-    among = generate(
-        engine, [ask(f"{n}", n % 3, noise=n) for n in range(4)] + [ask("a", 1, noise=5)]
-    )
+    among = generate(engine, [ask(f"{n}", n % 3, noise=n) for n in range(4)] + [ask("a", 1, noise=5)])
     other, later = (
-        generate(engine, [ask("a", 1, noise=noise, index=index)])[0].ids
-        for noise, index in ((6, 0), (5, 12))
+        generate(engine, [ask("a", 1, noise=noise, index=index)])[0].ids for noise, index in ((6, 0), (5, 12))
     )
     assert among[-1].ids.tolist() == alone.tolist()
     assert other.tolist() != alone.tolist() and later.tolist() != alone.tolist()
 
 
-def test_truncated_sampling_gives_the_logprobs_of_what_is_kept(
-    engine: Any, twin: Any, ask: Ask
-) -> None:
+def test_truncated_sampling_gives_the_logprobs_of_what_is_kept(engine: Any, twin: Any, ask: Ask) -> None:
     greedy = generate(twin, [ask("a", temperature=0.0)])[0].ids
     (first,) = generate(engine, [ask("a", noise=1, top_k=1)])
     assert first.ids.tolist() == greedy.tolist() and not first.logprobs.any()

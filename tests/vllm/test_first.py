@@ -24,9 +24,7 @@ def settings(settings: Any) -> Any:
     return replace(settings, first_tokens=True)
 
 
-def test_the_first_token_may_have_settings_of_its_own(
-    engine: Any, twin: Any, ask: Ask, gap: Gap
-) -> None:
+def test_the_first_token_may_have_settings_of_its_own(engine: Any, twin: Any, ask: Ask, gap: Gap) -> None:
     greedy = generate(twin, [ask("a", 1, temperature=0.0)])[0].ids
     requests = [ask("a", 1, noise=n, first=(9.0, 1)) for n in range(4)]
     requests = [replace(request, key=f"{n}") for n, request in enumerate(requests)]
@@ -35,10 +33,7 @@ def test_the_first_token_may_have_settings_of_its_own(
     assert all(a.logprobs[0] == 0 for a in answers)
     assert len({tuple(a.ids) for a in answers}) == 4  # and only the first
     hot = [replace(r, sampling=replace(r.sampling, first=(9.0, -1))) for r in requests]
-    heads = [
-        replace(a, ids=a.ids[:1], logprobs=a.logprobs[:1], versions=a.versions[:1])
-        for a in generate(engine, hot)
-    ]
+    heads = [replace(a, ids=a.ids[:1], logprobs=a.logprobs[:1], versions=a.versions[:1]) for a in generate(engine, hot)]
     assert gap(hot, heads, 9.0) < 1e-4
     late = generate(engine, [replace(requests[0], first_index=3)])[0]
     assert late.logprobs[0] < 0

@@ -40,18 +40,12 @@ def url(family: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     # Mends a torchvision whose compiled part is missing, in all processes of the server.
     (folder / "sitecustomize.py").write_text("import saccade.models")
     paths = os.pathsep.join([str(folder), *sys.path])
-    settings = {
-        "PYTHONPATH": paths,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
+    settings = {"PYTHONPATH": paths, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     settings |= {"HF_HUB_OFFLINE": "1", "VLLM_API_KEY": KEY, "VLLM_NO_USAGE_STATS": "1"}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", family.path]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
     with log.open("w") as file:
-        process = subprocess.Popen(
-            [*command, *OPTIONS.split()], stdout=file, stderr=file, env=os.environ | settings
-        )
+        process = subprocess.Popen([*command, *OPTIONS.split()], stdout=file, stderr=file, env=os.environ | settings)
     address = f"http://127.0.0.1:{port}"
     while process.poll() is None and not _healthy(address):
         time.sleep(0.5)
@@ -96,9 +90,7 @@ def requests(family: Any, image: Callable[..., Media]) -> Callable[..., list[Req
     def made(sampling: Sampling) -> list[Request]:
         sizes = ((56, 56), (140, 84), (84, 56))
         shown = [image(*size, seed) for seed, size in enumerate(sizes)]
-        talks = [
-            (Message(role="user", parts=(*shown[:n], f"What are these {n}?")),) for n in range(4)
-        ]
+        talks = [(Message(role="user", parts=(*shown[:n], f"What are these {n}?")),) for n in range(4)]
         return [
             Request(
                 key=str(n),
@@ -127,9 +119,7 @@ def test_greedy_answers_are_those_of_the_embedded_engine(
 
 def test_seeds_and_stop_strings(engine: HttpEngine, requests: Any) -> None:
     hot = Sampling(temperature=1.0, max_tokens=40, ignore_eos=True)
-    first, second = (
-        [engine._texts.decode(c.ids) for c in generate(engine, requests(hot))] for _ in range(2)
-    )
+    first, second = ([engine._texts.decode(c.ids) for c in generate(engine, requests(hot))] for _ in range(2))
     assert first == second and len(set(first)) == 4
     letter = next(c for c in first[1] if c.isascii())
     stopping = Sampling(temperature=1.0, max_tokens=40, ignore_eos=True, stop=(letter,))

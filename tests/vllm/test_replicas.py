@@ -18,12 +18,7 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not i
 
 
 def test_kill_9_of_a_process_amid_a_rollout_loses_nothing(
-    settings: Any,
-    backend: Any,
-    ask: Callable[..., Request],
-    gap: Callable[..., float],
-    tmp_path: Path,
-    said: list[str],
+    settings: Any, backend: Any, ask: Callable[..., Request], gap: Callable[..., float], tmp_path: Path, said: list[str]
 ) -> None:
     """Weights that the folder does not have: whoever starts again is given them."""
     import torch
@@ -36,9 +31,7 @@ def test_kill_9_of_a_process_amid_a_rollout_loses_nothing(
             for index, parameter in enumerate(backend.model.parameters()):
                 parameter.mul_(1.0 + 0.02 * (index % 5))
         pool.update_weights(backend, version=5)
-        requests = [
-            ask(f"{n}", n % 4, noise=n + 1, ignore_eos=True, max_tokens=120) for n in range(12)
-        ]
+        requests = [ask(f"{n}", n % 4, noise=n + 1, ignore_eos=True, max_tokens=120) for n in range(12)]
         undisturbed = generate(pool, requests)
         assert gap(requests, undisturbed) < 1e-4
 

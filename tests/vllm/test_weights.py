@@ -74,12 +74,8 @@ def test_after_sleep_weights_wake_then_change_then_the_cache_wakes(
     sleep, wake = engine._engine.sleep, engine._engine.wake_up
     monkeypatch.setattr(engine, "_sleeps", True)
     monkeypatch.setattr(engine, "_beside", True)
-    monkeypatch.setattr(
-        engine._engine, "sleep", lambda level: (events.append(f"sleep {level}"), sleep(level))
-    )
-    monkeypatch.setattr(
-        engine._engine, "wake_up", lambda tags: (events.append(f"wake {tags[0]}"), wake(tags))
-    )
+    monkeypatch.setattr(engine._engine, "sleep", lambda level: (events.append(f"sleep {level}"), sleep(level)))
+    monkeypatch.setattr(engine._engine, "wake_up", lambda tags: (events.append(f"wake {tags[0]}"), wake(tags)))
     source = Changed(backend, lambda *pair: pair)
     source.weights = lambda: (events.append("weights"), backend.weights())[1]  # type: ignore[method-assign]
     engine.sleep()  # before any trainer has given weights that could be had again
@@ -123,9 +119,7 @@ DRIFTS: dict[str, tuple[Callable[[str, Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", DRIFTS)
-def test_names_that_drift_apart_stop_the_engine(
-    engine: Any, backend: Any, ask: Ask, gap: Gap, kind: str
-) -> None:
+def test_names_that_drift_apart_stop_the_engine(engine: Any, backend: Any, ask: Ask, gap: Gap, kind: str) -> None:
     change, message = DRIFTS[kind]
     with pytest.raises(EnvironmentProblem, match=message):
         engine.update_weights(Changed(backend, change), 300)

@@ -29,13 +29,7 @@ def main(where: str) -> None:
     sampling = Sampling(temperature=0.0, max_tokens=8)
     request = Request(key="a", ids=prompt.ids, media=prompt.media, sampling=sampling)
     settings = Settings(
-        engine="vllm",
-        folder=folder,
-        dtype="float32",
-        tensor_parallel=2,
-        max_length=256,
-        max_sequences=8,
-        max_images=1,
+        engine="vllm", folder=folder, dtype="float32", tensor_parallel=2, max_length=256, max_sequences=8, max_images=1
     )
     split, whole = build(settings, family, model), EmbeddedEngine(model, family)
     seen = []

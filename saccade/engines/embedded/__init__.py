@@ -37,17 +37,13 @@ from saccade.types import Completion, Request
 
 
 class EmbeddedEngine:
-    def __init__(
-        self, model: nn.Module, family: Family, *, max_sequences: int = 512, finite: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, family: Family, *, max_sequences: int = 512, finite: bool = False) -> None:
         """`finite`: log-probs that are not are an error; a trainer skips its update instead."""
         text = model.config.get_text_config()  # type: ignore[union-attr, operator]
         kinds = getattr(text, "layer_types", None)
         everywhere = kinds is None and getattr(text, "sliding_window", None)
         if everywhere or "sliding_attention" in (kinds or ()):
-            raise EnvironmentProblem(
-                "the embedded engine does not serve models with sliding windows"
-            )
+            raise EnvironmentProblem("the embedded engine does not serve models with sliding windows")
         self.model, self.family, self.max_sequences = model, family, max_sequences
         self.version, self.finite = 0, finite
         shape = shape_of(model)
@@ -154,9 +150,7 @@ class EmbeddedEngine:
         batches = [self.scheduler.next_parts()]
         if self.graphs is None:
             # Apart: a turn that continues reads padded pages, which fresh prompts need not.
-            batches = [
-                [p for p in batches[0] if bool(p[0].cached) == late] for late in (False, True)
-            ]
+            batches = [[p for p in batches[0] if bool(p[0].cached) == late] for late in (False, True)]
         for batch in filter(None, batches):
             self._compute(batch)
         started = self.scheduler.start()
@@ -180,9 +174,7 @@ class EmbeddedEngine:
         for half in halves:
             self._compute(half)
 
-    def _draw(
-        self, hidden: Tensor, rows: np.ndarray | None, sequences: SequenceOf[Sequence]
-    ) -> None:
+    def _draw(self, hidden: Tensor, rows: np.ndarray | None, sequences: SequenceOf[Sequence]) -> None:
         """Draw the next token of each sequence; `rows` says which hidden state it reads."""
         quick = None if self.graphs is None else self.graphs.draw
         logits = self.model.lm_head(hidden)  # type: ignore[operator]

@@ -15,10 +15,7 @@ from saccade.engines.embedded.sequences import Sequence
 # of the token that will be drawn, in its noise; key: of the noise; remaining: tokens still to draw;
 # stops: whether an end-of-turn id ends it; top_k: of truncated sampling; support: whether the ids
 # that it keeps are asked for; shared: tokens that its prefix group reads for it.
-NAMES = (
-    *("token", "length", "position", "index", "key", "remaining", "stops", "top_k", "support"),
-    "shared",
-)
+NAMES = (*("token", "length", "position", "index", "key", "remaining", "stops", "top_k", "support"), "shared")
 FIELDS = len(NAMES)
 TOKEN, LENGTH, POSITION, INDEX, KEY, REMAINING, STOPS, TOP_K, SUPPORT, SHARED = range(FIELDS)
 # Rows for which one kernel reads both matrices of a gate; for more, two products are as fast.
@@ -39,8 +36,7 @@ def fields_of(sequences: SequenceOf[Sequence], tokens: np.ndarray) -> dict[str, 
         "token": tokens,
         "length": cached,
         "position": cached + np.array([s.ahead for s in sequences]),
-        "index": np.array([r.first_index for r in requests])
-        + np.array([s.sampled for s in sequences]),
+        "index": np.array([r.first_index for r in requests]) + np.array([s.sampled for s in sequences]),
         "key": np.array([r.noise for r in requests], dtype=np.int64),
         "remaining": np.array([s.remaining for s in sequences]),
         "stops": np.array([not r.sampling.ignore_eos for r in requests]),

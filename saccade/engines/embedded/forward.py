@@ -41,9 +41,7 @@ def prefill(model: nn.Module, family: Family, cache: KVCache, parts: SequenceOf[
             job.hidden = hidden[last - 1].clone()
 
 
-def step(
-    model: nn.Module, family: Family, cache: KVCache, ready: SequenceOf[Sequence], last: np.ndarray
-) -> Tensor:
+def step(model: nn.Module, family: Family, cache: KVCache, ready: SequenceOf[Sequence], last: np.ndarray) -> Tensor:
     """Compute the tokens drawn `last` into the cache. Returns hidden states for the next draw."""
     slots = np.array([s.slot for s in ready])
     cached = np.array([s.cached for s in ready])
@@ -65,11 +63,5 @@ def _forward(
     if media:
         places = to_device(np.concatenate([np.arange(s.start, s.end) for s in media]), device)
     return hidden_states(
-        model,
-        family,
-        to_device(ids, device),
-        to_device(positions, device),
-        media,
-        plan,
-        places=places,
+        model, family, to_device(ids, device), to_device(positions, device), media, plan, places=places
     )

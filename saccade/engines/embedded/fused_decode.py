@@ -196,15 +196,10 @@ def _of_stack(layers: Any, norm: Any) -> list[tuple[nn.Module, Forward]]:
     alike = len({type(layer) for layer in layers}) == 1 and all(map(_usual, layers))
     if not alike or not _agrees(layers[0]):
         return []
-    following = [
-        PrecomputedNorm(n) for n in (*(layer.input_layernorm for layer in layers[1:]), norm)
-    ]
+    following = [PrecomputedNorm(n) for n in (*(layer.input_layernorm for layer in layers[1:]), norm)]
     return [
         *((precomputed.norm, precomputed.take) for precomputed in following),
-        *(
-            (layer, _layer(layer, precomputed))
-            for layer, precomputed in zip(layers, following, strict=True)
-        ),
+        *((layer, _layer(layer, precomputed)) for layer, precomputed in zip(layers, following, strict=True)),
         *((layer.mlp, _gated(layer.mlp)) for layer in layers if _projectable(layer.mlp)),
     ]
 

@@ -46,13 +46,7 @@ KEPT = 16 << 20
 
 class Graphs:
     def __init__(
-        self,
-        model: nn.Module,
-        family: Family,
-        cache: KVCache,
-        *,
-        banned: Tensor | None,
-        eos: np.ndarray,
+        self, model: nn.Module, family: Family, cache: KVCache, *, banned: Tensor | None, eos: np.ndarray
     ) -> None:
         self.model, self.family, self.cache, self.banned = model, family, cache, banned
         self.device = cache.device
@@ -122,10 +116,7 @@ class Graphs:
     def read(self) -> tuple[np.ndarray, np.ndarray]:
         """ids (-1 where a row was idle) and log-probs of the last burst, [steps, B]."""
         steps, count = self._launched
-        return (
-            self.ids[:steps, :count].cpu().numpy(),
-            self.logprobs[:steps, :count].cpu().numpy(),
-        )
+        return (self.ids[:steps, :count].cpu().numpy(), self.logprobs[:steps, :count].cpu().numpy())
 
     def read_support(self) -> Callable[[int, int], np.ndarray]:
         """(step, row) → ids that were kept for what was drawn there, in the last burst."""
@@ -135,14 +126,7 @@ class Graphs:
         ids = kept[: int(cursor)].cpu().numpy().astype(np.int64)
         return lambda step, row: ids[first[step, row] :][: length[step, row]].copy()
 
-    def draw(
-        self,
-        logits: Tensor,
-        lines: Tensor | None,
-        sampling: Sampling,
-        keys: Tensor,
-        index: Tensor,
-    ) -> Drawn:
+    def draw(self, logits: Tensor, lines: Tensor | None, sampling: Sampling, keys: Tensor, index: Tensor) -> Drawn:
         """First tokens, from the given lines of the logits, where nothing is cut away."""
         heat = torch.full((len(keys),), sampling.temperature, device=self.device)
         ids, logprobs = sampling_kernels.draw(
@@ -172,9 +156,7 @@ class Graphs:
             self._support = (
                 torch.zeros(1, dtype=torch.int64, device=self.device),
                 torch.zeros(max(KEPT, self._vocabulary), dtype=torch.int32, device=self.device),
-                torch.zeros(
-                    (MAX_BURST, 2, self.ids.shape[1]), dtype=torch.int64, device=self.device
-                ),
+                torch.zeros((MAX_BURST, 2, self.ids.shape[1]), dtype=torch.int64, device=self.device),
             )
         return self._support
 
@@ -204,9 +186,7 @@ class Graphs:
                 self._step(count, cutting)
         torch.cuda.current_stream().wait_stream(self._aside)
         # Other threads may go on talking to the GPU meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"
-        ):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"):
             self._step(count, cutting)
         self._addresses = _addresses(self.model)
         return graph
@@ -228,9 +208,7 @@ class Graphs:
             "splits": splits,
         }
 
-        def attend(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-        ) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
             return kernels.decode_attention(q, k, v, layer=layer, page=PAGE, scale=scale, **rows)
 
         return attend
@@ -240,9 +218,7 @@ class Graphs:
         temperature, top_p = self.temperature_top_p[:, :count]
         positions = state[fields.POSITION].expand(self.family.axes, -1)
         with swapped_forwards(self._fused):
-            hidden = hidden_states(
-                self.model, self.family, state[fields.TOKEN], positions, (), self._attention(count)
-            )
+            hidden = hidden_states(self.model, self.family, state[fields.TOKEN], positions, (), self._attention(count))
         logits = self.model.lm_head(hidden)  # type: ignore[operator]
         floors = None
         if cutting:

@@ -56,9 +56,7 @@ def decode_attention(
     key_heads, group = k.shape[1], heads // k.shape[1]
     front, back = splits
     queries = fields.members_of(group) * group
-    assert (
-        q.stride(2) == k.stride(2) == v.stride(2) == table.stride(1) == prefix_groups.stride(1) == 1
-    )
+    assert q.stride(2) == k.stride(2) == v.stride(2) == table.stride(1) == prefix_groups.stride(1) == 1
     of_groups, of_rows = key_heads * front * prefix_groups.shape[1], key_heads * back * rows
     # Few rows do not fill a GPU, so they run beside the prefix groups, and a second kernel merges.
     # Many rows do, so they run behind them, and each begins with what its group found.

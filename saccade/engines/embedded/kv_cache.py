@@ -30,9 +30,7 @@ from saccade.forest.to_device import to_device
 
 PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a last page is empty
 POOL_STEP = 4096  # such pages by which the pool grows at least
-WHOLE_STEP = (
-    64  # pages of whole sequences grow in steps, so that a longer prompt rarely reallocates
-)
+WHOLE_STEP = 64  # pages of whole sequences grow in steps, so that a longer prompt rarely reallocates
 CPU_CACHE_BYTES = 4 << 30
 GPU_CACHE_SHARE = 0.6  # of the free memory of a GPU, for pages of whole sequences
 
@@ -157,9 +155,7 @@ class KVCache:
                     tensors[layer] = new
                 else:
                     tensors.append(new)
-        addresses = [
-            [k.data_ptr(), v.data_ptr()] for k, v in zip(self.keys, self.values, strict=True)
-        ]
+        addresses = [[k.data_ptr(), v.data_ptr()] for k, v in zip(self.keys, self.values, strict=True)]
         self.bases.copy_(self._tensor(np.array(addresses)))
         self.pages.grow(count)
         self.pages.page = page
@@ -184,11 +180,7 @@ class KVCache:
         """(source, tokens, targets): empty slots `targets` begin with the `tokens` that lie in
         pages `source`.
         """
-        copies = [
-            self.pages.fork(source, tokens, slot)
-            for source, tokens, targets in groups
-            for slot in targets
-        ]
+        copies = [self.pages.fork(source, tokens, slot) for source, tokens, targets in groups for slot in targets]
         pairs = [pair for pair in copies if pair is not None]
         if not pairs:
             return
@@ -197,9 +189,7 @@ class KVCache:
             words = self.bytes_per_page // (2 * self.shape.layers) // 4
             self.kernels.copy_pages(here, there, bases=self.bases, words=words)
             return
-        length = max(
-            tokens for _, tokens, _ in groups
-        )  # what lies behind a shorter one is not read
+        length = max(tokens for _, tokens, _ in groups)  # what lies behind a shorter one is not read
         for tensor in (*self.keys, *self.values):
             tensor[there, :length] = tensor[here, :length]
 
@@ -228,9 +218,7 @@ class KVCache:
         where = (places,) if self.kernels else np.divmod(places, self.pages.page)
         return PagedPlan(cache=self, places=tuple(map(self._tensor, where)), inner=inner)
 
-    def _over_whole_pages(
-        self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray
-    ) -> AttentionPlan:
+    def _over_whole_pages(self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray) -> AttentionPlan:
         numbers = self.pages.table[slots, 0].astype(np.int64)
         top = int(numbers.max()) + 1
         read: Tensor | slice = slice(0, top)
@@ -267,9 +255,7 @@ class PagedPlan:
     places: tuple[Tensor, ...]  # [T] in the pool for the kernels; pages and offsets for torch
     inner: AttentionPlan
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         cache = self.cache
         if cache.kernels is not None:
             cache.kernels.write_pages(k, v, bases=cache.bases, layer=layer, places=self.places[0])
@@ -290,9 +276,7 @@ class _OverPages:
     cu_q: Tensor  # the same on the device
     cu_k: Tensor
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         keys = self.cache.keys[layer].flatten(0, 1).index_select(0, self.index)
         values = self.cache.values[layer].flatten(0, 1).index_select(0, self.index)
         if q.is_cuda and q.dtype in HALF:
@@ -304,9 +288,7 @@ class _OverPages:
         return torch.cat(
             [
                 one_node(q[a:b], keys[c:d], values[c:d], scale, window)
-                for a, b, c, d in zip(
-                    self.starts_q, self.starts_q[1:], self.starts_k, self.starts_k[1:], strict=False
-                )
+                for a, b, c, d in zip(self.starts_q, self.starts_q[1:], self.starts_k, self.starts_k[1:], strict=False)
             ]
         )
 
@@ -321,14 +303,11 @@ class _OverWholePages:
     width: int  # most new tokens of one sequence
     mask: Tensor  # [P, 1, width, L]
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         assert window is None, "sliding windows are refused when the engine is built"
         count, length = self.mask.shape[0], self.mask.shape[-1]
         keys, values = (
-            tensors[layer][self.read, :length].transpose(1, 2)
-            for tensors in (self.cache.keys, self.cache.values)
+            tensors[layer][self.read, :length].transpose(1, 2) for tensors in (self.cache.keys, self.cache.values)
         )
         heads, size = q.shape[1:]
         groups = heads // k.shape[1]

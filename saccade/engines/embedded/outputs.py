@@ -32,9 +32,7 @@ class Outputs:
                 new[:rows, :columns] = old
                 setattr(self, name, new)
 
-    def note(
-        self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray, version: int
-    ) -> None:
+    def note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Append ids and log-probs [steps, sequences]; an id is -1 where a sequence had ended."""
         slots = np.array([s.slot for s in sequences])
         places = np.array([s.sampled for s in sequences])

@@ -92,9 +92,7 @@ class Pages:
         missing = np.maximum(self.pages_for(tokens) - self.held[slots], 0)
         numbers = self.take(int(missing.sum()))
         offsets = np.arange(len(numbers)) - np.repeat(np.cumsum(missing) - missing, missing)
-        self.table[np.repeat(slots, missing), np.repeat(self.held[slots], missing) + offsets] = (
-            numbers
-        )
+        self.table[np.repeat(slots, missing), np.repeat(self.held[slots], missing) + offsets] = numbers
         self.held[slots] += missing
 
     def fork(self, numbers: np.ndarray, tokens: int, slot: int) -> tuple[int, int] | None:

@@ -99,9 +99,7 @@ def _draw_alike(
     return sample(scores, sampling, banned=banned, keys=keys, index=index)
 
 
-def sample(
-    logits: Tensor, sampling: Sampling, *, banned: Tensor | None, keys: Tensor, index: Tensor
-) -> Drawn:
+def sample(logits: Tensor, sampling: Sampling, *, banned: Tensor | None, keys: Tensor, index: Tensor) -> Drawn:
     """logits [B, V] straight from the head; keys and index [B] int64 name the noise of each row."""
     greedy = sampling.temperature == 0
     scores = sampling_logits(logits, 1.0 if greedy else sampling.temperature, banned)
@@ -109,11 +107,8 @@ def sample(
     if sampling.truncated and not greedy:
         kept = kept_ids(scores, sampling.top_k, sampling.top_p)
         scores = scores.masked_fill(~kept, -torch.inf)
-    if greedy:
-        ids = scores.argmax(-1)
-    else:
-        # argmax(z + Gumbel noise) is a draw from softmax(z).
-        ids = (scores + keyed_gumbel(keys, index, scores.shape[-1])).argmax(-1)
+    # argmax(z + Gumbel noise) is a draw from softmax(z).
+    ids = (scores if greedy else scores + keyed_gumbel(keys, index, scores.shape[-1])).argmax(-1)
     chosen = scores.gather(-1, ids[:, None]).squeeze(-1)
     return Drawn(ids=ids, logprobs=chosen - scores.logsumexp(-1), kept=kept)
 

@@ -30,13 +30,7 @@ EMPTY_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
 def cut(
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    lengths: Tensor,
-    banned: Tensor | None,
+    logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, lengths: Tensor, banned: Tensor | None
 ) -> Tensor:
     """[2, B] int32: the lowest level that is kept of each row of logits [B, V], and the last id at
     that level, as `sampling.kept_ids` keeps them. All for rows that are idle, greedy, or have
@@ -109,9 +103,7 @@ def _fewest(
         else:
             up = middle
     level = down.to(tl.int32)
-    higher = _measure(
-        line, banned, vocabulary, heat, top, low, last, level + 1, MASS, EMPTY, BANNED, BLOCK
-    )
+    higher = _measure(line, banned, vocabulary, heat, top, low, last, level + 1, MASS, EMPTY, BANNED, BLOCK)
     # Of those exactly at the level as many as are needed, in the order of their ids.
     each = 1.0
     if MASS:
@@ -212,9 +204,7 @@ def _keep(
     if (tl.load(wanted + row) != 0) & (tl.load(lengths + row) >= 0):
         line = logits + row.to(tl.int64) * logits_row
         low, last = tl.load(floors + row), tl.load(floors + floors_row + row)
-        count = _measure(
-            line, banned, vocabulary, 1.0, 0.0, low, last, low, False, EMPTY, BANNED, BLOCK
-        ).to(tl.int32)
+        count = _measure(line, banned, vocabulary, 1.0, 0.0, low, last, low, False, EMPTY, BANNED, BLOCK).to(tl.int32)
         first = tl.atomic_add(cursor, count.to(tl.int64))
         at = spans + tl.load(step_index).to(tl.int64) * spans_tick + row
         tl.store(at, first)
@@ -252,9 +242,7 @@ def draw(
     count, vocabulary = len(temperature), logits.shape[1]
     chunks = triton.cdiv(vocabulary, CHUNK)
     assert logits.stride(1) == 1
-    noisy, highest, mass = torch.empty(
-        (3, count, chunks), dtype=torch.float32, device=logits.device
-    )
+    noisy, highest, mass = torch.empty((3, count, chunks), dtype=torch.float32, device=logits.device)
     place = torch.empty((count, chunks), dtype=torch.int32, device=logits.device)
     lines = temperature if rows is None else rows
     _draw[(chunks, count)](

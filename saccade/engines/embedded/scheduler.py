@@ -31,9 +31,7 @@ PATIENCE = 4  # prefill forwards for which sequences that could decode wait at m
 
 
 class Scheduler:
-    def __init__(
-        self, family: Family, cache: KVCache, outputs: Outputs, max_sequences: int
-    ) -> None:
+    def __init__(self, family: Family, cache: KVCache, outputs: Outputs, max_sequences: int) -> None:
         self.family, self.cache, self.outputs = family, cache, outputs
         self.max_sequences = max_sequences
         self.prefill_tokens = PREFILL_TOKENS  # fewer after running out of memory
@@ -166,9 +164,7 @@ class Scheduler:
         else:  # those of members that get a copy of a prompt when it is complete
             spare = sum(len(job.members) - (job.prefix is None) for job in self.jobs.values())
         while True:
-            if fresh and (
-                sequence.content in self.jobs or sequence.content in self.prefix_cache.prefixes
-            ):
+            if fresh and (sequence.content in self.jobs or sequence.content in self.prefix_cache.prefixes):
                 needed = 1  # all but the last page are shared
             else:
                 held = 0 if turn is None else len(turn.pages)
@@ -272,9 +268,7 @@ class Scheduler:
         sequence.evict()
         self.evicted.appendleft(sequence)
 
-    def allocate_pages(
-        self, ready: list[Sequence], steps_of: Callable[[SequenceOf[Sequence]], int]
-    ) -> int:
+    def allocate_pages(self, ready: list[Sequence], steps_of: Callable[[SequenceOf[Sequence]], int]) -> int:
         """Allocate pages for the next burst and return its number of steps. Where pages are short,
         the sequences admitted last lose theirs and leave `ready`.
         """

@@ -83,10 +83,7 @@ class Replica:
     def _keep(self) -> None:
         try:
             self.child = Child(
-                "saccade.engines.replicas.replica_process",
-                log=self.log,
-                environment=self.environment,
-                largest=None,
+                "saccade.engines.replicas.replica_process", log=self.log, environment=self.environment, largest=None
             )
             if self._closing:
                 self.child.kill()

@@ -155,9 +155,7 @@ class Replicas:
 
     # -- weights --
 
-    def _share(
-        self, source: WeightSource, version: int, engines: Sequence[Replica]
-    ) -> Mapping[str, int]:
+    def _share(self, source: WeightSource, version: int, engines: Sequence[Replica]) -> Mapping[str, int]:
         """One copy of the weights for all of them."""
         from saccade.engines.weights import shared
 

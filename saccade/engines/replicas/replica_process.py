@@ -80,9 +80,7 @@ class Worker:
             reply = {"failed": describe_error(error)}
         self.channel.send({**reply, "id": number})
 
-    def _update_weights(
-        self, paths: Sequence[str], checksums: Mapping[str, int], version: int
-    ) -> None:
+    def _update_weights(self, paths: Sequence[str], checksums: Mapping[str, int], version: int) -> None:
         from saccade.engines.weights import Mapped, load_by_name, require_checksums
 
         engine, source = self.engine, Mapped(paths)

@@ -78,9 +78,7 @@ def _masks(*masks: Tensor | None) -> list[Any]:
 
 
 @triton.jit
-def _scores(
-    row, columns, logits, stride, banned, kept, vocabulary, temperature
-):  # pragma: no cover - runs on the GPU
+def _scores(row, columns, logits, stride, banned, kept, vocabulary, temperature):  # pragma: no cover - runs on the GPU
     """Logits of the distribution that was sampled from: -inf where it has no mass."""
     inside = columns < vocabulary
     scores = tl.load(logits + row * stride + columns, mask=inside, other=-float("inf"))

@@ -15,9 +15,7 @@ from torch import Tensor
 from saccade.forest.kernels.rounding import rounded
 
 
-def rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False
-) -> tuple[Tensor, Tensor]:
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
     """q and k [T, H, D], cos and sin [T, D] → x cos + (-right half, left half) sin of both,
     contiguous. `back`: the transposed product, which is its gradient.
     """
@@ -77,17 +75,7 @@ def _rotate(
 
 @triton.jit
 def _turn(
-    x,
-    out,
-    token,
-    head_stride,
-    heads,
-    cos,
-    sin,
-    column,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-    BACK: tl.constexpr,
+    x, out, token, head_stride, heads, cos, sin, column, HALF: tl.constexpr, HEADS: tl.constexpr, BACK: tl.constexpr
 ):  # pragma: no cover - runs on the GPU
     head = tl.arange(0, HEADS)[:, None]
     narrow = column < HALF

@@ -24,9 +24,7 @@ def sum_rows(grad: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
 
 
 @triton.jit
-def _sum(
-    grad, places, offsets, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):  # pragma: no cover - runs on the GPU
+def _sum(grad, places, offsets, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # pragma: no cover - runs on the GPU
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH

@@ -75,18 +75,9 @@ _TEXT = FamilySpec(auto_class="AutoModelForCausalLM", towers={"llm": ("model.",)
 _MIXTURE = replace(_TEXT, prepare=text.refuse_noise)
 _QWEN_VL = FamilySpec(
     auto_class="AutoModelForImageTextToText",
-    towers={
-        "projector": ("model.visual.merger.",),
-        "vision": ("model.visual.",),
-        "llm": ("model.language_model.",),
-    },
+    towers={"projector": ("model.visual.merger.",), "vision": ("model.visual.",), "llm": ("model.language_model.",)},
     bind=qwen_vl.bind,
-    placeholders=(
-        "image_token_id",
-        "video_token_id",
-        "vision_start_token_id",
-        "vision_end_token_id",
-    ),
+    placeholders=("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     media_tokens={"image": "image_token_id", "video": "video_token_id"},
     prepare=qwen_vl.patch_embedding_as_matrix,
 )
@@ -152,9 +143,7 @@ class Family:
 
     def __post_init__(self) -> None:
         # A prompt is rendered once however often its sample comes round.
-        cached = lru_cache(maxsize=16_384)(
-            lambda m: self.chat.render(m, self.measure, generation=True)
-        )
+        cached = lru_cache(maxsize=16_384)(lambda m: self.chat.render(m, self.measure, generation=True))
         object.__setattr__(self, "_render", cached)
 
     def render(self, messages: Sequence[Message]) -> Rendered:
@@ -181,18 +170,11 @@ class Family:
         return self.unit if self.spec.whole else None
 
     def tower_of(self, parameter: str) -> str:
-        return next(
-            (name for name, prefixes in self.spec.towers.items() if parameter.startswith(prefixes)),
-            "llm",
-        )
+        return next((name for name, prefixes in self.spec.towers.items() if parameter.startswith(prefixes)), "llm")
 
 
 def load_family(
-    path: str,
-    *,
-    name: str | None = None,
-    chat_template: str | None = None,
-    trust_remote_code: bool = False,
+    path: str, *, name: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> Family:
     """Reads the folder's config, tokenizer and processor settings; no weights."""
     config = _read_json(path, "config.json")
@@ -253,18 +235,12 @@ def _generic(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
     its media.
     """
     modalities = [key for key in config if key.endswith("_config") and key != "text_config"]
-    if not name or any(
-        key.startswith(("vision", "audio", "speech", "image")) for key in modalities
-    ):
+    if not name or any(key.startswith(("vision", "audio", "speech", "image")) for key in modalities):
         other = CONVERTED.get(name, f"known are {', '.join(FAMILIES)}")
-        raise EnvironmentProblem(
-            f"{path}: model_type {name!r} is multimodal and not known; {other}"
-        )
+        raise EnvironmentProblem(f"{path}: model_type {name!r} is multimodal and not known; {other}")
     kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if "num_attention_heads" not in config or kinds:
-        what = (
-            f"has layers of type {', '.join(sorted(kinds))}" if kinds else "has no attention heads"
-        )
+        what = f"has layers of type {', '.join(sorted(kinds))}" if kinds else "has no attention heads"
         raise EnvironmentProblem(
             f"{path}: model_type {name!r} {what} in its config; packed rows stay apart only where "
             "every layer is attention: use a decoder such as qwen3 or llama"
@@ -293,9 +269,7 @@ def _processor_template(path: str) -> str | None:
 def _banned(chat: Chat, vocabulary: int, ids: Sequence[int | None]) -> np.ndarray:
     banned = np.zeros(vocabulary, dtype=bool)
     banned[len(chat.tokenizer) :] = True
-    names = [
-        chat.tokenizer.convert_tokens_to_ids(t) for t in PLACEHOLDER_TOKENS if t in chat.reserved
-    ]
+    names = [chat.tokenizer.convert_tokens_to_ids(t) for t in PLACEHOLDER_TOKENS if t in chat.reserved]
     for token in (*ids, *names):
         if token is not None and token < vocabulary:
             banned[token] = True

@@ -17,13 +17,7 @@ import numpy as np
 from saccade.media import videos
 from saccade.media.images import ImageError, resized_size
 from saccade.media.pixel_cache import DECODED, ImageCache
-from saccade.models.families.pixels import (
-    CACHE_BYTES,
-    CLIP_MEAN,
-    CLIP_STD,
-    normalised,
-    resized,
-)
+from saccade.models.families.pixels import CACHE_BYTES, CLIP_MEAN, CLIP_STD, normalised, resized
 from saccade.types import Media, MediaSpan
 
 if TYPE_CHECKING:
@@ -55,9 +49,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
     return {
         "axes": 3,
         "measure": measured,
-        "positions": partial(
-            positions, merge=merge, clock=partial(_by_the_clock, pace=pace) if newer else None
-        ),
+        "positions": partial(positions, merge=merge, clock=partial(_by_the_clock, pace=pace) if newer else None),
         "picture": lambda media: picture(media, measured(media)[0], patch),
         "untouched": lambda tokens, pixels: {
             "shortest_edge": (patch * merge) ** 2,
@@ -78,34 +70,24 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
             side=int(table**0.5) if table else None,
         ),
         "features": partial(features, pixels=pixels),
-        "vision": partial(
-            forward_arguments, cache=kept, pixels=pixels, seconds=frames if newer else None
-        ),
+        "vision": partial(forward_arguments, cache=kept, pixels=pixels, seconds=frames if newer else None),
         "unit": patch * merge,
     }
 
 
-def measure(
-    media: Media, *, patch: int, merge: int, frames: int
-) -> tuple[tuple[int, int, int], int]:
+def measure(media: Media, *, patch: int, merge: int, frames: int) -> tuple[tuple[int, int, int], int]:
     """Grid and placeholder count from the header alone."""
     if media.kind == "audio":
         raise ImageError(f"this model hears nothing, but a row holds a sound ({media.path})")
     height, width = resized_size(
-        media.width,
-        media.height,
-        unit=patch * merge,
-        min_pixels=media.min_pixels,
-        max_pixels=media.max_pixels,
+        media.width, media.height, unit=patch * merge, min_pixels=media.min_pixels, max_pixels=media.max_pixels
     )
     rows, columns = height // patch, width // patch
     layers = max(1, len(media.frames) // frames)
     return (layers, rows, columns), layers * rows * columns // merge**2
 
 
-def positions(
-    length: int, media: tuple[MediaSpan, ...], *, merge: int, clock: Clock | None
-) -> np.ndarray:
+def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int, clock: Clock | None) -> np.ndarray:
     """[3, length] M-RoPE: text and sound count on all axes at once, a picture on (time, row,
     column) from where it starts, and text goes on behind the largest of them. `clock` says where in
     time layers of a video are; None: one step apart.
@@ -144,9 +126,7 @@ def patches(pixels: np.ndarray, patch: int, merge: int, frames: int) -> np.ndarr
     """
     film = pixels[None, None] if pixels.ndim == 3 else pixels.reshape(-1, frames, *pixels.shape[1:])
     layers, inside, rows, columns = *film.shape[:2], film.shape[2] // patch, film.shape[3] // patch
-    blocks = film.reshape(
-        layers, inside, rows // merge, merge, patch, columns // merge, merge, patch, 3
-    )
+    blocks = film.reshape(layers, inside, rows // merge, merge, patch, columns // merge, merge, patch, 3)
     ordered = np.ascontiguousarray(blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7))
     return ordered.reshape(-1, 3, inside, patch, patch)
 
@@ -182,11 +162,7 @@ def host_media(
         order, windows = vision_utils.get_vision_window_index(
             grids, spatial_merge_size=merge, window_size=window, patch_size=patch
         )
-        made |= {
-            "window_index": order,
-            "cu_window_seqlens": windows,
-            "max_window_seqlen": int(windows.diff().max()),
-        }
+        made |= {"window_index": order, "cu_window_seqlens": windows, "max_window_seqlen": int(windows.diff().max())}
     if side is not None:
         places, weights = vision_utils.get_vision_interpolation_indices_and_weights(
             grids, num_grid_per_side=side, align_corners=True, spatial_merge_size=merge
@@ -245,12 +221,7 @@ def _all_patches(spans: Sequence[MediaSpan], cache: ImageCache) -> Tensor:
 
 
 def pixel_values(
-    flat: Tensor,
-    dtype: torch.dtype,
-    *,
-    frames: int,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
+    flat: Tensor, dtype: torch.dtype, *, frames: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Tensor:
     """[N, 3, F, P, P] bytes → [N, 3·frames·P·P] normalised."""
     values = normalised(flat, mean, std).expand(-1, -1, frames, -1, -1)

@@ -47,8 +47,7 @@ def refuse_noise(model: Any) -> None:
 
 def _refuse(media: Media) -> NoReturn:
     raise ImageError(
-        f"this model reads text only, but a row holds {KINDS[media.kind].article} "
-        f"({media.path or media.hash[:12]})"
+        f"this model reads text only, but a row holds {KINDS[media.kind].article} ({media.path or media.hash[:12]})"
     )
 
 

@@ -58,9 +58,7 @@ def run(config: Config, *, as_json: bool = False) -> None:
         print(json.dumps({"findings": [asdict(finding) for finding in found]}, indent=2))
     failed = [finding.name for finding in found if finding.status == "failure"]
     if failed:
-        raise EnvironmentProblem(
-            f"{len(failed)} of {len(found)} checks failed: {', '.join(dict.fromkeys(failed))}"
-        )
+        raise EnvironmentProblem(f"{len(failed)} of {len(found)} checks failed: {', '.join(dict.fromkeys(failed))}")
     if not as_json:
         print(f"none of {len(found)} checks failed")
 
@@ -125,9 +123,7 @@ def look_in_turn(stages: Sequence[Sequence[Check]]) -> Iterator[Finding]:
 def model_checks(config: Config) -> list[list[Check]]:
     """Stages of checks, each of which needs what the earlier ones looked at."""
     path, template, rollout = Path(config.model.path), config.prompt.chat_template, config.rollout
-    embedded = config.model_copy(
-        update={"rollout": rollout.model_copy(update={"engine": "embedded", "replicas": 0})}
-    )
+    embedded = config.model_copy(update={"rollout": rollout.model_copy(update={"engine": "embedded", "replicas": 0})})
     part = cache(lambda name: import_module(f"saccade.plugins.doctor.{name}"))
 
     @cache

@@ -34,10 +34,7 @@ def questions(family: Family) -> list[Sample]:
     if family.spec.image_token is not None:
         return counting_split(2, seed=0, colours=TEACHING_COLOURS)
     texts = ("Name a colour.", "How many legs do three spiders and a cat have together?")
-    return [
-        Sample(id=str(n), messages=(Message(role="user", parts=(text,)),))
-        for n, text in enumerate(texts)
-    ]
+    return [Sample(id=str(n), messages=(Message(role="user", parts=(text,)),)) for n, text in enumerate(texts)]
 
 
 def rows_agree(backend: LocalBackend, engine: Engine) -> Iterator[tuple[str, ...]]:
@@ -106,8 +103,5 @@ def padded(backend: LocalBackend, members: Sequence[Trajectory]) -> np.ndarray:
     logprobs = logits.log_softmax(-1).cpu().numpy()
     places = [np.flatnonzero(member.policy_mask) for member in members]
     return np.concatenate(
-        [
-            row[place - 1, member.ids[place]]
-            for row, place, member in zip(logprobs, places, members, strict=True)
-        ]
+        [row[place - 1, member.ids[place]] for row, place, member in zip(logprobs, places, members, strict=True)]
     )

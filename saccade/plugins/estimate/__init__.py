@@ -16,35 +16,13 @@ from functools import cache
 from pathlib import Path
 
 from saccade.algorithms.build import from_config
-from saccade.config import (
-    ADAPTED,
-    Config,
-    DataConfig,
-    LoraConfig,
-    RewardConfig,
-    RolloutConfig,
-    load,
-)
+from saccade.config import ADAPTED, Config, DataConfig, LoraConfig, RewardConfig, RolloutConfig, load
 from saccade.data.sources import parse_address
 from saccade.devices import Device, in_precision, no_limit
 from saccade.models.families import Family
 from saccade.plugins.estimate.advice import advice
-from saccade.plugins.estimate.batch_plan import (
-    ROWS,
-    Plan,
-    Prompts,
-    make_step,
-    prompts_of,
-    typical_prompts,
-)
-from saccade.plugins.estimate.memory_items import (
-    Item,
-    Memory,
-    host_items,
-    memory_of,
-    reward_folders,
-    weights_in,
-)
+from saccade.plugins.estimate.batch_plan import ROWS, Plan, Prompts, make_step, prompts_of, typical_prompts
+from saccade.plugins.estimate.memory_items import Item, Memory, host_items, memory_of, reward_folders, weights_in
 from saccade.plugins.estimate.model_size import ModelSize, empty_model, full_rank, size_of
 from saccade.plugins.estimate.pace import Pace, pace_of
 from saccade.recipes import model_setup, questions
@@ -87,9 +65,7 @@ def estimate(
     element = element_of(model.dtype, device)
     empty = empty_model(family, trust_remote_code=model.trust_remote_code)
     if model.train in ADAPTED and model.lora.rank > (full := full_rank(empty, family, model.lora)):
-        notes.append(
-            f"model.lora.rank={model.lora.rank} adds nothing to {full}, the rank of whole matrices"
-        )
+        notes.append(f"model.lora.rank={model.lora.rank} adds nothing to {full}, the rank of whole matrices")
 
     @cache
     def size(train: str, lora: LoraConfig) -> ModelSize:
@@ -103,13 +79,7 @@ def estimate(
         few = [s.model_copy(update={"max_samples": ROWS}) for s in data.train]
         there = few and not missing_data(data)
         read = lambda: questions.load_prompts(changed, few, known).samples  # noqa: E731
-        return typical_prompts(
-            changed.data,
-            known,
-            read if there else None,
-            prompt_tokens=prompt_tokens,
-            image=image,
-        )
+        return typical_prompts(changed.data, known, read if there else None, prompt_tokens=prompt_tokens, image=image)
 
     def planned(*changes: str) -> Plan:
         changed = load(config, " ".join(changes).split(), "rl")

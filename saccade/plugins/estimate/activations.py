@@ -33,9 +33,7 @@ BACKWARD_WIDE, BACKWARD_HIDDEN = 4, 4
 FORWARD_WIDE, FORWARD_HIDDEN = 3, 3
 
 
-def layer_bytes(
-    stack: Stack, tokens: int, keys: int, *, element: int, adapted: bool = False
-) -> float:
+def layer_bytes(stack: Stack, tokens: int, keys: int, *, element: int, adapted: bool = False) -> float:
     """What one layer keeps for its backward, among it `keys` gathered keys and their values."""
     wide = KEPT_WIDE_ADAPTED if adapted else KEPT_WIDE
     per_token = KEPT_HIDDEN * stack.hidden + KEPT_HEADS * stack.queries + wide * stack.wide
@@ -69,8 +67,7 @@ def prefill_bytes(shape: Shape, tokens: int, patches: int, *, element: int) -> f
     if (vision := shape.senses.get("vision")) is not None:
         towers.append((vision.stack, patches))
     return max(
-        float(element * n * (FORWARD_WIDE * _wide(stack) + FORWARD_HIDDEN * stack.hidden))
-        for stack, n in towers
+        float(element * n * (FORWARD_WIDE * _wide(stack) + FORWARD_HIDDEN * stack.hidden)) for stack, n in towers
     )
 
 
@@ -90,9 +87,7 @@ def update_moments(
     a head that is also the embedding waits for the end of backward.
     """
     adapted = training.mode("llm") == "adapter"
-    one = layer_bytes(
-        shape.text, batch.tokens, gathered_keys(batch), element=element, adapted=adapted
-    )
+    one = layer_bytes(shape.text, batch.tokens, gathered_keys(batch), element=element, adapted=adapted)
     kept, layer = _tower(shape.text, batch.tokens, one, keeping[0], element)
     if training.mode("llm") == "full":  # matrices of experts outweigh a layer's activations
         layer += element * shape.text.expert_weights
@@ -110,9 +105,7 @@ def update_moments(
     }
 
 
-def _tower(
-    stack: Stack, tokens: int, one: float, keeping: int, element: int
-) -> tuple[float, float]:
+def _tower(stack: Stack, tokens: int, one: float, keeping: int, element: int) -> tuple[float, float]:
     """What its layers keep, and what the one that backward is in needs beside that: all that `one`
     keeps, where that is computed again.
     """

@@ -49,17 +49,11 @@ def ladder(plan: Plan) -> list[list[str]]:
     adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
     smallest = max(data.min_pixels, SMALLEST_PICTURE) if plan.step.pictures else data.max_pixels
     options = [
-        (
-            "model.checkpointing",
-            {"off": ["auto", "on"], "auto": ["on"]}.get(model.checkpointing, []),
-        ),
+        ("model.checkpointing", {"off": ["auto", "on"], "auto": ["on"]}.get(model.checkpointing, [])),
         ("train.micro_tokens", _halves(train.micro_tokens, SMALLEST_BATCH)),
         ("reward.offload", ["true"] if model_terms(reward) and not reward.offload else []),
         ("rollout.max_sequences", _halves(plan.sequences, 1)),
-        (
-            "train.optimizer",
-            ["adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else [],
-        ),
+        ("train.optimizer", ["adamw_bf16"] if train.optimizer == "adamw" and plan.element < 4 else []),
         ("train.ema", ["0"] if train.ema else []),
         *(("model.train", [f"{kind}{without}"]) for kind in adapters),
         ("model.lora.rank", _halves(model.lora.rank, SMALLEST_RANK)),

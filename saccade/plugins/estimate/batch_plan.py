@@ -14,14 +14,7 @@ from statistics import fmean
 import numpy as np
 
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.config import (
-    ADAPTED,
-    DataConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from saccade.config import ADAPTED, DataConfig, ModelConfig, RewardConfig, RolloutConfig, TrainConfig
 from saccade.data.shorten import SHRINK_STEP
 from saccade.devices import CONTEXT_GIB, Device
 from saccade.errors import ConfigError
@@ -30,17 +23,7 @@ from saccade.models.families import Family
 from saccade.plugins.estimate.activations import patches
 from saccade.plugins.estimate.model_size import ModelSize
 from saccade.trainer.checkpointing import MARGIN
-from saccade.types import (
-    Batch,
-    Group,
-    Media,
-    MediaSpan,
-    Message,
-    Rendered,
-    Sample,
-    Source,
-    Trajectory,
-)
+from saccade.types import Batch, Group, Media, MediaSpan, Message, Rendered, Sample, Source, Trajectory
 
 ROWS = 64  # of the data that are looked at
 GOLDEN = 0.6180339887  # multiples of it, without their whole part, spread evenly
@@ -185,10 +168,7 @@ def prompts_of(samples: Sequence[Sample], family: Family) -> Prompts:
         raise ConfigError("data.train: no usable row; give --prompt-tokens N instead")
     ordered = sorted((family.render(sample.messages) for sample in samples[:ROWS]), key=len)
     mean, longest = fmean(map(len, ordered)), ordered.pop()
-    about = (
-        f"{mean:.0f} tokens (mean of {len(ordered) + 1} rows of data.train, the longest "
-        f"{len(longest)})"
-    )
+    about = f"{mean:.0f} tokens (mean of {len(ordered) + 1} rows of data.train, the longest {len(longest)})"
     places = sorted(range(len(ordered)), key=lambda place: place * GOLDEN % 1)
     return [longest, *(ordered[place] for place in places)], about
 
@@ -220,11 +200,7 @@ def _picture(size: tuple[int, int], data: DataConfig, family: Family) -> MediaSp
 
 
 def make_step(
-    train: TrainConfig,
-    max_tokens: int,
-    algorithm: Algorithm,
-    family: Family,
-    prompts: Sequence[Rendered],
+    train: TrainConfig, max_tokens: int, algorithm: Algorithm, family: Family, prompts: Sequence[Rendered]
 ) -> Step:
     """Responses have their full length and differ from the first token on."""
     enough = MICRO_BATCHES * train.micro_tokens

@@ -24,14 +24,7 @@ OFF = 1.15  # an estimate may be wrong by that
 PHASES = ("rollout", "update")
 
 
-def run(
-    config: Config,
-    *,
-    device: str | None,
-    prompt_tokens: int | None,
-    image: str | None,
-    as_json: bool,
-) -> None:
+def run(config: Config, *, device: str | None, prompt_tokens: int | None, image: str | None, as_json: bool) -> None:
     quiet_libraries()
     found = estimate(
         config,
@@ -64,9 +57,7 @@ def preview(config: Config) -> None:
     print("`saccade estimate` shows it by item" if found.memory.fits else refusal(found))
 
 
-def preflight(
-    config: Config, family: Family, samples: Sequence[Sample], *, device: Device | None = None
-) -> list[str]:
+def preflight(config: Config, family: Family, samples: Sequence[Sample], *, device: Device | None = None) -> list[str]:
     """Warnings for a run of `saccade rl` that may not fit, before weights are loaded; a run that is
     too large by far is refused, if its family is in our table. A CPU has room for what a GPU has
     not, and nothing can be said of a model that cannot be built without its weights.
@@ -95,9 +86,7 @@ def find_device(name: str | None, wanted: str) -> Device:
     if name is None:
         here = devices.present(wanted)
         if wanted == "cuda" and not here.is_gpu:
-            raise EnvironmentProblem(
-                "run.device=cuda, but torch sees no GPU; name the one to plan for: --device H100"
-            )
+            raise EnvironmentProblem("run.device=cuda, but torch sees no GPU; name the one to plan for: --device H100")
         return here
     if name.lower() == "cpu":
         return devices.present("cpu")
@@ -130,9 +119,8 @@ def about(found: Estimate) -> str:
 def in_short(found: Estimate) -> str:
     memory, seconds = found.memory, found.pace.seconds if found.pace else {}
     peaks = " and ".join(f"{memory.peaks[phase]:.2f} GiB in the {phase}" for phase in PHASES)
-    return (
-        f"a step of `saccade rl` takes {peaks}, of {memory.limit:.2f} GiB that can "
-        "be planned with" + (f", and about {sum(seconds.values()):.1f} seconds" if seconds else "")
+    return f"a step of `saccade rl` takes {peaks}, of {memory.limit:.2f} GiB that can be planned with" + (
+        f", and about {sum(seconds.values()):.1f} seconds" if seconds else ""
     )
 
 
@@ -178,11 +166,7 @@ def tables(found: Estimate) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
     """(title, columns, rows) of memory, of main memory and of the phases of a step."""
     memory = found.memory
     rows: Rows = [
-        (
-            item.name,
-            *(f"{item.gib:.2f}" if item.phase in ("always", phase) else "" for phase in PHASES),
-            item.note,
-        )
+        (item.name, *(f"{item.gib:.2f}" if item.phase in ("always", phase) else "" for phase in PHASES), item.note)
         for item in memory.items
     ]
     peaks = [f"{memory.peaks[phase]:.2f}" for phase in PHASES]
@@ -194,10 +178,7 @@ def tables(found: Estimate) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
     if found.pace is None:
         return
     seconds, tflop = found.pace.seconds, found.pace.tflop
-    rows = [
-        (phase, f"{count:,.1f}", *([f"{seconds[phase]:.2f}"] if seconds else []))
-        for phase, count in tflop.items()
-    ]
+    rows = [(phase, f"{count:,.1f}", *([f"{seconds[phase]:.2f}"] if seconds else [])) for phase, count in tflop.items()]
     if again := found.pace.recomputed:
         rows.append(("recomputed in the update", f"{again:,.1f}"))
     if seconds:

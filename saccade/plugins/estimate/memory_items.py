@@ -104,9 +104,7 @@ def _always(plan: Plan) -> list[Item]:
         folders = reward_folders(plan.reward)
         sizes["reward models"] = sum(f.stat().st_size for d in folders for f in weights_in(d))
     return [
-        Item(
-            name=name, gib=size / GIB, phase="always", note="at most" if "features" in name else ""
-        )
+        Item(name=name, gib=size / GIB, phase="always", note="at most" if "features" in name else "")
         for name, size in sizes.items()
         if size
     ]
@@ -171,8 +169,7 @@ def _prefill(plan: Plan) -> tuple[float, float]:
     pictures = max(seen, together / step.mean_prompt * step.mean_patches)
     sizes = ((together, pictures), (min(together, max(tokens, SMALLEST_PREFILL)), seen))
     whole, least = (
-        activations.prefill_bytes(plan.policy.shape, int(n), int(m), element=plan.element)
-        for n, m in sizes
+        activations.prefill_bytes(plan.policy.shape, int(n), int(m), element=plan.element) for n, m in sizes
     )
     return whole, least
 
@@ -189,11 +186,7 @@ def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
         layers = learner.shape.text.layers
         note = f"{batch.tokens} tokens; {layers - kept.text} of {layers} layers recompute"
         for moment in _moments(plan, learner, batch, kept).values():
-            items = [
-                Item(name=name, gib=size / GIB, phase="update")
-                for name, size in moment.items()
-                if size
-            ]
+            items = [Item(name=name, gib=size / GIB, phase="update") for name, size in moment.items() if size]
             if items:  # a frozen tower has no such moment
                 found.append([replace(items[0], note=note), *items[1:]])
     if plan.train.optimizer == "adamw_bf16":
@@ -232,18 +225,14 @@ def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) 
     for index, (stack, count, keys) in enumerate(sizes):
         if stack is not None and count:
             adapted = learner.training.mode("llm") == "adapter"
-            cost = activations.layer_bytes(
-                stack, count, keys, element=plan.element, adapted=adapted
-            )
+            cost = activations.layer_bytes(stack, count, keys, element=plan.element, adapted=adapted)
             cost -= activations.input_bytes(stack, count, element=plan.element)
             keeping[index] = min(stack.layers, max(0, int(room // cost)))
             room -= keeping[index] * cost
     return RetainedLayers(text=keeping[0], vision=keeping[1], spare=max(0.0, room))
 
 
-def _moments(
-    plan: Plan, learner: ModelSize, batch: Batch, kept: RetainedLayers
-) -> activations.Moments:
+def _moments(plan: Plan, learner: ModelSize, batch: Batch, kept: RetainedLayers) -> activations.Moments:
     shape, element, kernel = learner.shape, plan.element, plan.device.is_gpu
     logits = len(batch.reads) * shape.vocabulary
     if element * logits > kept.spare:  # else they are kept, too
@@ -286,9 +275,7 @@ def host_items(plan: Plan, memory: Memory, *, background: bool) -> tuple[Item, .
         ("pictures", pictures, "always", "at most"),
         ("copy of a checkpoint", saved if background else 0.0, "save", waits),
     )
-    return tuple(
-        Item(name=name, gib=gib, phase=phase, note=note) for name, gib, phase, note in rows if gib
-    )
+    return tuple(Item(name=name, gib=gib, phase=phase, note=note) for name, gib, phase, note in rows if gib)
 
 
 def host_peak(items: Sequence[Item]) -> float:

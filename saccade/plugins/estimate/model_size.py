@@ -56,9 +56,7 @@ def empty_model(family: Family, *, trust_remote_code: bool = False) -> Any:
     return model
 
 
-def size_of(
-    model: Any, family: Family, settings: LoraConfig, *, element: int, train: str
-) -> ModelSize:
+def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, train: str) -> ModelSize:
     """The size of an empty model that trains as `train` says."""
     model.requires_grad_(True)
     weights = sum(parameter.numel() for parameter in model.parameters())
@@ -84,9 +82,7 @@ def _linear(model: Any, family: Family) -> int:
     return sum(
         module.weight.numel()
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and name != lora.HEAD
-        and family.tower_of(name) == "llm"
+        if isinstance(module, torch.nn.Linear) and name != lora.HEAD and family.tower_of(name) == "llm"
     )
 
 

@@ -16,14 +16,7 @@ from saccade.plugins.estimate.memory_items import GIB, Memory, layers_that_keep
 TERA = 1e12
 # Calibrated on one H200 and taken for every GPU: how much of the peak of a data sheet is reached,
 # of bytes (reading, the optimizer) or of FLOPs.
-REACHED = {
-    "reading": 0.8,
-    "decode": 0.5,
-    "prefill": 0.35,
-    "score": 0.47,
-    "update": 0.46,
-    "optimizer": 0.7,
-}
+REACHED = {"reading": 0.8, "decode": 0.5, "prefill": 0.35, "score": 0.47, "update": 0.46, "optimizer": 0.7}
 # Seconds of a layer that no peak shortens, kernel after kernel: in a step of decoding few rows or
 # many, beside what it reads, and at least in forward and backward of a micro-batch.
 LAYER = {
@@ -93,9 +86,7 @@ def _passes(plan: Plan, memory: Memory) -> tuple[dict[str, float], float, float]
         if learner.training.towers_frozen:
             looks = 0 if known or learner is plan.critic else 1
         for batch in step.batches:
-            one = flops.forward(
-                shape, batch, head=learner is plan.policy, training=learner.training
-            )
+            one = flops.forward(shape, batch, head=learner is plan.policy, training=learner.training)
             seen = one.of("vision")
             share = 1 - layers_that_keep(plan, learner, batch, free).text / shape.text.layers
             useful = one.total - seen + flops.backward(one, learner.training)
@@ -107,12 +98,7 @@ def _passes(plan: Plan, memory: Memory) -> tuple[dict[str, float], float, float]
 
 
 def _seconds(
-    plan: Plan,
-    memory: Memory,
-    made: Generation,
-    work: dict[str, float],
-    again: float,
-    layers: float,
+    plan: Plan, memory: Memory, made: Generation, work: dict[str, float], again: float, layers: float
 ) -> dict[str, float]:
     device, times, repeats = plan.device, plan.step.times, plan.step.repeats
     if device.tflops is None or device.bandwidth is None:
@@ -125,15 +111,12 @@ def _seconds(
     rows = made.sampled * repeats / steps
     read = steps * made.weight_bytes(rows) + made.cache_bytes * repeats
     decode = steps * shape.text.layers * least["few" if rows <= FEW_ROWS else "many"] + max(
-        read / (bandwidth * REACHED["reading"]),
-        made.decode.total * repeats / (peak * REACHED["decode"]),
+        read / (bandwidth * REACHED["reading"]), made.decode.total * repeats / (peak * REACHED["decode"])
     )
     updates = plan.train.epochs_per_batch * plan.algorithm.updates_per_step
     moved = updates * OPTIMIZER_BYTES * sum(learner.trained for learner in plan.learners)
     seconds = {phase: count / (peak * REACHED["score"]) for phase, count in work.items()}
     seconds["rollout"] = decode + made.prefill.total * times / (peak * REACHED["prefill"])
     trained = (work["update"] + again) / (peak * REACHED["update"])
-    seconds["update"] = max(
-        trained + moved / (bandwidth * REACHED["optimizer"]), layers * least["update"]
-    )
+    seconds["update"] = max(trained + moved / (bandwidth * REACHED["optimizer"]), layers * least["update"])
     return seconds

@@ -46,9 +46,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
     return {**bound, "budget": partial(budget, side=side, limits=limits)}
 
 
-def measure(
-    media: Media, *, grid: Any, patches: int, merge: int
-) -> tuple[tuple[int, int, int], int]:
+def measure(media: Media, *, grid: Any, patches: int, merge: int) -> tuple[tuple[int, int, int], int]:
     """Tiles with their patches, and placeholder count, from the header alone."""
     columns, rows = grid(media)
     tiles = columns * rows + (columns * rows > 1)

@@ -118,10 +118,7 @@ def forward_arguments(
     mels = torch.nn.utils.rnn.pad_sequence(made, batch_first=True)
     frames = torch.tensor([span.grid[2] for span in spans])
     mask = torch.arange(mels.shape[1]) < frames[:, None]
-    return {
-        "input_features": mels.mT.to(device, dtype),
-        "feature_attention_mask": mask.long().to(device),
-    }
+    return {"input_features": mels.mT.to(device, dtype), "feature_attention_mask": mask.long().to(device)}
 
 
 SPEC = FamilySpec(

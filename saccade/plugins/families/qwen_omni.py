@@ -42,9 +42,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
     return {
         **seeing,
         "measure": measure,
-        "positions": partial(
-            qwen_vl.positions, merge=int(vision.get("spatial_merge_size", 2)), clock=clock
-        ),
+        "positions": partial(qwen_vl.positions, merge=int(vision.get("spatial_merge_size", 2)), clock=clock),
         "cache": lambda media: mels if media.kind == "audio" else seeing["cache"](media),
         "media": partial(host_media, see=seeing["media"], mels=mels, window=window),
         "features": partial(features, see=seeing["features"]),
@@ -69,9 +67,7 @@ def as_shown(spans: Sequence[MediaSpan], kind: str) -> Tensor:
     return torch.from_numpy(np.argsort(np.argsort(later, kind="stable")))
 
 
-def host_media(
-    spans: Sequence[MediaSpan], *, see: Any, mels: ImageCache, window: int
-) -> Mapping[str, Any]:
+def host_media(spans: Sequence[MediaSpan], *, see: Any, mels: ImageCache, window: int) -> Mapping[str, Any]:
     """What each tower reads, and the order in which their rows are shown."""
     seen, heard = apart(spans, "audio")
     if not heard:
@@ -116,19 +112,11 @@ def features(model: Any, media: Mapping[str, Any], *, see: Any) -> Tensor:
 
 
 def forward_arguments(
-    spans: Sequence[MediaSpan],
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    see: Any,
-    mels: ImageCache,
+    spans: Sequence[MediaSpan], device: torch.device, dtype: torch.dtype, *, see: Any, mels: ImageCache
 ) -> Mapping[str, Any]:
     """Of transformers' own forward: those of both towers, seconds under another name."""
     seen, heard = apart(spans, "audio")
-    made = {
-        **see(seen, device, dtype),
-        **qwen_audio.forward_arguments(heard, device, dtype, cache=mels),
-    }
+    made = {**see(seen, device, dtype), **qwen_audio.forward_arguments(heard, device, dtype, cache=mels)}
     if "second_per_grid_ts" in made:
         made["video_second_per_grid"] = made.pop("second_per_grid_ts")
     return made
@@ -153,11 +141,7 @@ SPEC = FamilySpec(
         "audio_start_token_id",
         "audio_end_token_id",
     ),
-    media_tokens={
-        "image": "image_token_index",
-        "video": "video_token_index",
-        "audio": "audio_token_index",
-    },
+    media_tokens={"image": "image_token_index", "video": "video_token_index", "audio": "audio_token_index"},
     prepare=qwen_vl.patch_embedding_as_matrix,
     section="thinker_config",
     beside=("talker.", "token2wav."),

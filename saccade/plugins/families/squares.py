@@ -50,9 +50,7 @@ def bound(
         key=lambda media: media.key,
     )
     pixels = partial(
-        normalised,
-        mean=tuple(processor.get("image_mean", CLIP_MEAN)),
-        std=tuple(processor.get("image_std", CLIP_STD)),
+        normalised, mean=tuple(processor.get("image_mean", CLIP_MEAN)), std=tuple(processor.get("image_std", CLIP_STD))
     )
     return {
         "axes": 1,

@@ -48,10 +48,7 @@ KINDS = (
     ("math", "{gold_unparseable: string}", r"(?s).*", "numbers by value, words by their spelling"),
 )
 # What families do with a budget of pixels that is not what most do: nothing, or tiles.
-PIXELS = {
-    "internvl": ((802_816, "four tiles and the whole picture at most: 1,280 tokens"),),
-    "llava": (),
-}
+PIXELS = {"internvl": ((802_816, "four tiles and the whole picture at most: 1,280 tokens"),), "llava": ()}
 USUAL_PIXELS = ((401_408, "about 512 tokens an image; more shows finer detail"),)
 # Rows of these formats are trained on by other commands.
 ELSEWHERE = {
@@ -125,9 +122,7 @@ def _type_of(model: Path) -> str:
         return kind
     described = model / "config.json"
     if not described.is_file():
-        raise ConfigError(
-            f"{model} has no config.json; give a Hugging Face model folder, or tiny:qwen2_5_vl"
-        )
+        raise ConfigError(f"{model} has no config.json; give a Hugging Face model folder, or tiny:qwen2_5_vl")
     return json.loads(described.read_text(encoding="utf-8")).get("model_type", "unknown")
 
 
@@ -151,21 +146,15 @@ def _first_rows(data: Path) -> tuple[str, Mapping[str, str], list[Sample]]:
     keys: dict[str, str] = {}
     samples = _samples(readable, format, keys)
     if not samples:
-        raise DataError(
-            f"{data}: no row fits the format {format.name}; see `saccade check-data {data}`"
-        )
-    if not any(sample.media for sample in samples) and (
-        unread := unread_media(readable, format, {})
-    ):
+        raise DataError(f"{data}: no row fits the format {format.name}; see `saccade check-data {data}`")
+    if not any(sample.media for sample in samples) and (unread := unread_media(readable, format, {})):
         column, role = unread
         keys = {role: column}
         samples = _samples(readable, format, keys)
     return format.name, keys, samples
 
 
-def _samples(
-    rows: Iterable[Mapping[str, Any]], format: Format, keys: Mapping[str, str]
-) -> list[Sample]:
+def _samples(rows: Iterable[Mapping[str, Any]], format: Format, keys: Mapping[str, str]) -> list[Sample]:
     config, samples = DataConfig(keys=dict(keys)), []
     for row in rows:
         try:
@@ -215,8 +204,7 @@ def letters_apart(samples: Sequence[Sample]) -> tuple[str, dict[str, Guess]] | N
             value = sample.extra.get(column, DEFAULT) if column else sample.data_source
             found.setdefault(str(value), []).append(sample)
         kinds = {
-            value: {_is_letter(gold) for sample in rows for gold in _golds(sample)}
-            for value, rows in found.items()
+            value: {_is_letter(gold) for sample in rows for gold in _golds(sample)} for value, rows in found.items()
         }
         if len(found) > MOST_SOURCES or any(len(kind) != 1 for kind in kinds.values()):
             continue
@@ -256,17 +244,12 @@ def _page(found: Findings, model: Path, data: Path, out: Path) -> str:
         ("data:", ""),
         ("  train: " + _quote(str(data)), f"{found.format} rows, {about}"),
         ("  # val: test.jsonl", "held-out rows; without them only training reward is known"),
-        (
-            f"  # format: {found.format}",
-            "what the columns say; only needed when they are ambiguous",
-        ),
+        (f"  # format: {found.format}", "what the columns say; only needed when they are ambiguous"),
     ]
     if found.keys:
         lines.append(("  keys:", "columns whose names do not tell what they hold"))
         why = {"data_source": "tells golds that are letters from others"}
-        lines += [
-            (f"    {k}: {_quote(column)}", why.get(k, "")) for k, column in found.keys.items()
-        ]
+        lines += [(f"    {k}: {_quote(column)}", why.get(k, "")) for k, column in found.keys.items()]
     if found.images:
         spent = PIXELS.get(found.model_type, USUAL_PIXELS)
         lines += [(f"  max_pixels: {pixels}", why) for pixels, why in spent]

@@ -61,12 +61,7 @@ class Shape:
 
 
 def counting_scene(
-    rng: np.random.Generator,
-    *,
-    count: int,
-    colours: Sequence[str],
-    size: int = 56,
-    radius: tuple[int, int] = (4, 6),
+    rng: np.random.Generator, *, count: int, colours: Sequence[str], size: int = 56, radius: tuple[int, int] = (4, 6)
 ) -> tuple[np.ndarray, tuple[Shape, ...]]:
     """A picture [size, size, 3] of shapes that do not touch, and the shapes in reading
     order: the upper half of the picture before the lower half, each from left to right."""
@@ -100,18 +95,14 @@ def counting_split(
     rows = []
     for index, count in enumerate(np.concatenate(rounds)[:n] if rounds else ()):
         rng = np.random.default_rng((seed, index))
-        image, shapes = counting_scene(
-            rng, count=int(count), colours=colours, size=size, radius=radius
-        )
+        image, shapes = counting_scene(rng, count=int(count), colours=colours, size=size, radius=radius)
         rows.append(_sample(f"{name}-{seed}-{index}", name, image, shapes))
     return rows
 
 
 def unseen_split(n: int, *, seed: int) -> list[Sample]:
     """Colours that no training split has, and up to eight objects instead of six."""
-    return counting_split(
-        n, seed=seed, colours=UNSEEN_COLOURS, counts=(1, 8), name="counting-unseen"
-    )
+    return counting_split(n, seed=seed, colours=UNSEEN_COLOURS, counts=(1, 8), name="counting-unseen")
 
 
 def demonstrated(sample: Sample) -> Sample:
@@ -139,10 +130,7 @@ def _row(sample: Sample, image: str) -> dict[str, Any]:
 
 
 def write_rows(
-    samples: Sequence[Sample],
-    folder: Path,
-    name: str,
-    row: Callable[[Sample, str], Mapping[str, Any]],
+    samples: Sequence[Sample], folder: Path, name: str, row: Callable[[Sample, str], Mapping[str, Any]]
 ) -> Path:
     """NAME.jsonl of samples with a picture each; `row` is told its file, which lies in images/."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
@@ -164,8 +152,7 @@ def encode_png(image: np.ndarray) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(body)) + tag + body + struct.pack(">I", zlib.crc32(tag + body))
-        for tag, body in chunks
+        struct.pack(">I", len(body)) + tag + body + struct.pack(">I", zlib.crc32(tag + body)) for tag, body in chunks
     )
 
 
@@ -180,20 +167,12 @@ def _sample(id: str, name: str, image: np.ndarray, shapes: Sequence[Shape]) -> S
         messages=(Message(role="user", parts=(media, QUESTION)),),
         answer=answer,
         data_source=name,
-        extra={
-            "colours": colours,
-            "demonstration": f"<think> {' '.join(colours)} </think><answer> {answer} </answer>",
-        },
+        extra={"colours": colours, "demonstration": f"<think> {' '.join(colours)} </think><answer> {answer} </answer>"},
     )
 
 
 def _place(
-    rng: np.random.Generator,
-    *,
-    count: int,
-    colours: Sequence[str],
-    size: int,
-    radius: tuple[int, int],
+    rng: np.random.Generator, *, count: int, colours: Sequence[str], size: int, radius: tuple[int, int]
 ) -> tuple[Shape, ...]:
     low, high = radius
     for _ in range(TRIES):
@@ -209,14 +188,11 @@ def _place(
             r = radii[i]
             x, y = r + int(u * (size - 2 * r)), r + int(v * (size - 2 * r))
             if all(max(abs(x - s.x), abs(y - s.y)) > r + s.radius + 1 for s in placed):
-                placed.append(
-                    Shape(kind=KINDS[kinds[i]], colour=colours[names[i]], x=x, y=y, radius=r)
-                )
+                placed.append(Shape(kind=KINDS[kinds[i]], colour=colours[names[i]], x=x, y=y, radius=r))
         if len(placed) == count:
             return tuple(sorted(placed, key=lambda s: (2 * s.y >= size, s.x)))
     raise ValueError(
-        f"{count} shapes of radius {low} to {high} do not fit into {size} pixels; "
-        f"size={size * 2} would hold them"
+        f"{count} shapes of radius {low} to {high} do not fit into {size} pixels; size={size * 2} would hold them"
     )
 
 

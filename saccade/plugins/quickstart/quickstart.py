@@ -92,18 +92,11 @@ def draw_data(folder: Path, size: Mapping[str, int], seed: int) -> dict[str, str
                 size["demonstrations"], seed=base + 1, colours=counting.TEACHING_COLOURS
             )
         ],
-        "train": counting.counting_split(
-            size["prompts"], seed=base + 2, colours=counting.TRAINING_COLOURS
-        ),
-        "val": counting.counting_split(
-            size["evaluation"], seed=base + 3, colours=counting.TRAINING_COLOURS
-        ),
+        "train": counting.counting_split(size["prompts"], seed=base + 2, colours=counting.TRAINING_COLOURS),
+        "val": counting.counting_split(size["evaluation"], seed=base + 3, colours=counting.TRAINING_COLOURS),
         "ood": counting.unseen_split(size["evaluation"], seed=base + 4),
     }
-    return {
-        name: str(counting.write_jsonl(samples, folder, name=name))
-        for name, samples in rows.items()
-    }
+    return {name: str(counting.write_jsonl(samples, folder, name=name)) for name, samples in rows.items()}
 
 
 # -- configs: what a user would write --------------------------------------------------------------
@@ -119,9 +112,7 @@ def _common(out: Path, name: str, model: str, seed: int) -> dict[str, Any]:
     }
 
 
-def sft_config(
-    out: Path, data: Mapping[str, str], model: str, size: Mapping[str, int], seed: int
-) -> dict[str, Any]:
+def sft_config(out: Path, data: Mapping[str, str], model: str, size: Mapping[str, int], seed: int) -> dict[str, Any]:
     config = _common(out, "sft", model, seed)
     config["run"]["max_steps"] = size["sft"]
     config["data"] = {"train": data["demonstrations"]}
@@ -136,12 +127,7 @@ def sft_config(
 
 
 def control_config(
-    out: Path,
-    data: Mapping[str, str],
-    start: str,
-    size: Mapping[str, int],
-    seed: int,
-    seconds: float,
+    out: Path, data: Mapping[str, str], start: str, size: Mapping[str, int], seed: int, seconds: float
 ) -> dict[str, Any]:
     """The cold start goes on, its learning rate falling as in RL, for about as long as RL took."""
     config = sft_config(out, data, start, size, seed + 1)
@@ -152,9 +138,7 @@ def control_config(
     return config
 
 
-def rl_config(
-    out: Path, data: Mapping[str, str], start: str, size: Mapping[str, int], seed: int
-) -> dict[str, Any]:
+def rl_config(out: Path, data: Mapping[str, str], start: str, size: Mapping[str, int], seed: int) -> dict[str, Any]:
     config = _common(out, "rl", start, seed)
     config["run"]["max_steps"] = size["rl"]
     config["data"] = {"train": data["train"], "val": data["val"]}
@@ -175,10 +159,7 @@ def rl_config(
 
 
 REWARD = {
-    "terms": [
-        {"verifier": "count"},
-        {"verifier": "format:think_answer", "name": "format", "weight": 0.2},
-    ],
+    "terms": [{"verifier": "count"}, {"verifier": "format:think_answer", "name": "format", "weight": 0.2}],
     "combine": "gate(format)",  # a right number in the wrong shape earns nothing
 }
 
@@ -201,12 +182,9 @@ def _evaluate(out: Path, name: str, data: Mapping[str, str], seed: int) -> dict[
     return {name: np.array(values) for name, values in scores.items()}
 
 
-def _summary(
-    began: float, model: str, scores: Mapping[str, Mapping[str, np.ndarray]]
-) -> dict[str, Any]:
+def _summary(began: float, model: str, scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Any]:
     accuracies = {
-        name: {split: float(values.mean()) for split, values in splits.items()}
-        for name, splits in scores.items()
+        name: {split: float(values.mean()) for split, values in splits.items()} for name, splits in scores.items()
     }
     return {
         "seconds": round(time.monotonic() - began, 1),
@@ -284,10 +262,7 @@ def _table(scores: Mapping[str, Mapping[str, np.ndarray]]) -> Table:
 
 
 def _conclude(
-    out: Path,
-    report: Path,
-    summary: Mapping[str, Any],
-    scores: Mapping[str, Mapping[str, np.ndarray]],
+    out: Path, report: Path, summary: Mapping[str, Any], scores: Mapping[str, Mapping[str, np.ndarray]]
 ) -> None:
     gain = paired_difference(scores["sft"]["val"], scores["rl"]["val"])
     print()
@@ -295,15 +270,11 @@ def _conclude(
         cells = "   ".join(f"{STAGES[stage]} {summary[stage][split]:6.1%}" for stage in STAGES)
         print(f"  {label:<22} {cells}")
     print(
-        f"\n  GRPO gained {100 * gain[0]:+.1f} points on held-out scenes "
-        f"[{100 * gain[1]:+.1f}, {100 * gain[2]:+.1f}]"
+        f"\n  GRPO gained {100 * gain[0]:+.1f} points on held-out scenes [{100 * gain[1]:+.1f}, {100 * gain[2]:+.1f}]"
     )
     print(f"  report    {report}")
     print(f"  model     {out / 'exported'}  (a Hugging Face folder)")
-    print(
-        f"  next      edit {out / 'rl.yaml'}, give it another run.name, then: "
-        f"saccade rl {out / 'rl.yaml'}"
-    )
+    print(f"  next      edit {out / 'rl.yaml'}, give it another run.name, then: saccade rl {out / 'rl.yaml'}")
 
 
 # -- folders ---------------------------------------------------------------------------------------

@@ -42,10 +42,7 @@ CHARTS: Mapping[str, Mapping[str, str]] = {
     "Entropy": {"policy/entropy": "entropy"},
     "KL to the reference": {"policy/kl_ref": "KL"},
     "Clipped ratios, %": {"policy/clip_frac_low": "low", "policy/clip_frac_high": "high"},
-    "Engine against trainer (log-prob gap)": {
-        "mismatch/logp_gap_mean": "mean",
-        "mismatch/logp_gap_max": "largest",
-    },
+    "Engine against trainer (log-prob gap)": {"mismatch/logp_gap_mean": "mean", "mismatch/logp_gap_max": "largest"},
     "Turns": {"turns/mean": "mean", "turns/max": "most"},
     "Seconds per step": {"time/step": "step", "time/rollout": "rollout", "time/update": "update"},
     "Memory (GiB)": {"mem/host_rss_gb": "host", "mem/gpu_peak_gb": "GPU peak"},
@@ -76,9 +73,7 @@ def charts_of(rows: Rows) -> list[Chart]:
         found = {name: label for name, label in metrics.items() if name in points}
         if any(y != DULL.get(title) for name in found for _, y in points[name]):
             curves = [_curve(label, points[name]) for name, label in found.items()]
-            charts.append(
-                Chart(title=title.removesuffix(", %"), curves=curves, percent="%" in title)
-            )
+            charts.append(Chart(title=title.removesuffix(", %"), curves=curves, percent="%" in title))
             drawn |= found.keys()
     rest = sorted(points.keys() - drawn)
     charts += [Chart(title=n, curves=[_curve(n, points[n])], more=True) for n in rest]

@@ -111,10 +111,7 @@ def _turns(record: Record) -> tuple[list[Turn], int]:
             said[-1].append({"source": source, "text": shortened(segment["text"])})
     calls = record["info"].get("tool_calls") or ()
     turns = [
-        Turn(
-            said=parts,
-            calls=[{k: call.get(k) for k in CALL} for call in calls if call["turn"] == number],
-        )
+        Turn(said=parts, calls=[{k: call.get(k) for k in CALL} for call in calls if call["turn"] == number])
         for number, parts in enumerate(said[1:], 1)
     ]
     return turns, sum("view" in part for part in said[0])

@@ -91,8 +91,7 @@ def _tables(name: str, found: Mapping[str, Any]) -> Iterator[Table]:
                 title=f"{name}: {_kind(rows).lower()} {title}",
                 columns=(first, *(LABELS.get(c, c) for c in columns)),
                 rows=tuple(
-                    (label, *(estimate(row, c, share) for c, share in columns.items()))
-                    for label, row in rows.items()
+                    (label, *(estimate(row, c, share) for c, share in columns.items())) for label, row in rows.items()
                 ),
             )
 

@@ -38,9 +38,7 @@ def from_run(folder: Path) -> Path:
     """Write report.html of any run folder and return its path."""
     folder = Path(folder)
     if not (folder / CONFIG).exists():
-        raise ConfigError(
-            f"{folder} is no run folder: it has no {CONFIG}; name one such as runs/run"
-        )
+        raise ConfigError(f"{folder} is no run folder: it has no {CONFIG}; name one such as runs/run")
     rows = read_metrics(folder)
     text = (folder / CONFIG).read_text(encoding="utf-8")
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -54,10 +52,7 @@ def from_run(folder: Path) -> Path:
         charts=charts_of(rows),
         phases=phase_seconds(rows),
         episodes=stored_episodes(folder),
-        texts={
-            "Configuration": text,
-            "Manifest": json.dumps(manifest, indent=2, ensure_ascii=False),
-        },
+        texts={"Configuration": text, "Manifest": json.dumps(manifest, indent=2, ensure_ascii=False)},
     )
     return write_report(folder / "report.html", report)
 
@@ -138,9 +133,7 @@ def _compared(
 def _change(before: Estimate | None, after: Estimate | None, tone: bool) -> Estimate | None:
     if before is None or after is None:
         return None
-    change = Estimate(
-        value=after.value - before.value, percent=after.percent, change=True, tone=tone
-    )
+    change = Estimate(value=after.value - before.value, percent=after.percent, change=True, tone=tone)
     if before.low is None or before.high is None or after.low is None or after.high is None:
         return change
     a, b = Interval(before.low, before.high), Interval(after.low, after.high)

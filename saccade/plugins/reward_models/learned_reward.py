@@ -42,13 +42,7 @@ SUMMARIES: dict[str, Callable[[np.ndarray], float]] = {
 
 class LearnedReward:
     def __init__(
-        self,
-        model: nn.Module,
-        family: Family,
-        card: Card,
-        *,
-        micro_tokens: int = 16_384,
-        offload: bool = False,
+        self, model: nn.Module, family: Family, card: Card, *, micro_tokens: int = 16_384, offload: bool = False
     ) -> None:
         self.card, self.family, self.micro_tokens = card, family, micro_tokens
         self.backend = LocalBackend(model, family)
@@ -85,18 +79,12 @@ class LearnedReward:
             head.above = []  # nobody saves it
         return LearnedReward(model, family, card, micro_tokens=micro_tokens, offload=offload)
 
-    def check(
-        self, *, head: str | None = None, normalise: bool = False, steps: str | None = None
-    ) -> None:
+    def check(self, *, head: str | None = None, normalise: bool = False, steps: str | None = None) -> None:
         heads, where = self.card.heads, self.family.path
         if head is not None and head not in heads:
-            raise ConfigError(
-                f"reward.terms: {where} has no head {head!r}; it has {', '.join(heads)}"
-            )
+            raise ConfigError(f"reward.terms: {where} has no head {head!r}; it has {', '.join(heads)}")
         if head is None and len(heads) > 1:
-            raise ConfigError(
-                f"reward.terms: {where} has the heads {', '.join(heads)}; set args.head"
-            )
+            raise ConfigError(f"reward.terms: {where} has the heads {', '.join(heads)}; set args.head")
         if steps is not None and self.card.kind == "scalar":
             raise ConfigError(f"reward.terms: {where} scores whole responses; drop steps={steps}")
         if normalise and not self.card.statistics:
@@ -110,18 +98,12 @@ class LearnedReward:
                 raise ConfigError(f"reward.terms: {self.family.path}: {error}") from None
 
     def score(
-        self,
-        samples: Sequence[RewardSample],
-        *,
-        head: str | None = None,
-        normalise: bool = False,
-        steps: str = "mean",
+        self, samples: Sequence[RewardSample], *, head: str | None = None, normalise: bool = False, steps: str = "mean"
     ) -> list[float]:
         """One number for each sample, NaN where there is none."""
         options: dict[str, Any] = {"head": head, "normalise": normalise, "steps": steps}
         return [
-            float("nan") if isinstance(found, str) else self.value(found, **options)
-            for found in self.read(samples)
+            float("nan") if isinstance(found, str) else self.value(found, **options) for found in self.read(samples)
         ]
 
     def read(self, samples: Sequence[RewardSample]) -> list[np.ndarray | str]:
@@ -133,12 +115,7 @@ class LearnedReward:
         return [key if isinstance(key, str) else found[key] for key in keys]
 
     def value(
-        self,
-        numbers: np.ndarray,
-        *,
-        head: str | None = None,
-        normalise: bool = False,
-        steps: str = "mean",
+        self, numbers: np.ndarray, *, head: str | None = None, normalise: bool = False, steps: str = "mean"
     ) -> float:
         if self.card.kind != "scalar":
             return SUMMARIES[steps](numbers) if len(numbers) else float("nan")
@@ -170,9 +147,7 @@ class LearnedReward:
         positions = self.family.positions
         return pack(groups, positions=positions, micro_tokens=self.micro_tokens, ends=ends)
 
-    def _groups(
-        self, samples: Sequence[RewardSample]
-    ) -> tuple[list[Group], list[tuple[str, int] | str]]:
+    def _groups(self, samples: Sequence[RewardSample]) -> tuple[list[Group], list[tuple[str, int] | str]]:
         """Members of a question together, and the key of each sample or why it has no score."""
         members: dict[tuple[Message, ...], list[Trajectory]] = {}
         keys: list[tuple[str, int] | str] = []
@@ -190,9 +165,7 @@ class LearnedReward:
         question = Sample(id="", messages=())
         return [Group(sample=question, trajectories=tuple(each)) for each in members.values()], keys
 
-    def _read(
-        self, name: str, asked: tuple[Message, ...], reply: tuple[Message, ...]
-    ) -> Trajectory:
+    def _read(self, name: str, asked: tuple[Message, ...], reply: tuple[Message, ...]) -> Trajectory:
         if self.card.kind == "scalar":
             return judged(name, 0, asked, reply, self.family)
         said = "\n".join(message.text for message in reply if message.role == "assistant")

@@ -16,9 +16,7 @@ from saccade.models.reward_card import Card, written
 from saccade.types import Message, Rendered, Source, Trajectory
 
 
-def stepped(
-    sample_id: str, repeat: int, messages: Sequence[Message], family: Family, placeholder: str
-) -> Trajectory:
+def stepped(sample_id: str, repeat: int, messages: Sequence[Message], family: Family, placeholder: str) -> Trajectory:
     """A read at every placeholder. What it would predict comes behind it, so one id is added."""
     chat = messages[-1].role == "assistant"
     rendered = family.render_dialogue(messages) if chat else family.render(messages)
@@ -56,10 +54,7 @@ def with_marks(asked: Sequence[Message], response: str, card: Card) -> tuple[Mes
     """A response with a mark behind every line, as the model learned to read it. Marks in what it
     is given go: a policy could write some to be read more often.
     """
-    asked = [
-        replace(m, parts=tuple(_unmarked(p, card) if isinstance(p, str) else p for p in m.parts))
-        for m in asked
-    ]
+    asked = [replace(m, parts=tuple(_unmarked(p, card) if isinstance(p, str) else p for p in m.parts)) for m in asked]
     response = _unmarked(response, card)
     lines = [line.rstrip() for line in response.splitlines() if line.strip()] or [response]
     text = "\n".join(f"{line} {card.placeholder}" for line in lines)

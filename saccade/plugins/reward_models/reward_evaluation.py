@@ -32,9 +32,7 @@ log = logging.getLogger(__name__)
 Summary = dict[str, dict[str, float]]
 
 
-def compare(
-    config: Config, card: Card, folder: Path, console: Console
-) -> tuple[Summary, list[dict[str, Any]]]:
+def compare(config: Config, card: Card, folder: Path, console: Console) -> tuple[Summary, list[dict[str, Any]]]:
     """The metrics of every set; of a scalar model also its scores of each pair."""
     if not config.data.val:
         raise ConfigError("data.val: a reward model judges rows; try data.val=held_out.jsonl")
@@ -88,9 +86,7 @@ def intervals(
     return ends
 
 
-def _right_steps(
-    labels: Mapping[str, np.ndarray], batch: Batch, found: np.ndarray
-) -> list[np.ndarray]:
+def _right_steps(labels: Mapping[str, np.ndarray], batch: Batch, found: np.ndarray) -> list[np.ndarray]:
     """Which steps of each sequence were judged as labelled."""
     wanted = [labels[uid] for uid, _ in batch.keys]
     right = found.argmax(-1) == np.concatenate(wanted).argmax(-1)
@@ -132,9 +128,7 @@ def as_trained(config: Config, card: Card) -> Config:
     return load(config.model_copy(update={"reward_model": changed}), command="reward-model")
 
 
-def _scored(
-    heads: Sequence[str], batches: Sequence[Batch], outputs: Sequence[np.ndarray]
-) -> Iterator[dict[str, Any]]:
+def _scored(heads: Sequence[str], batches: Sequence[Batch], outputs: Sequence[np.ndarray]) -> Iterator[dict[str, Any]]:
     for batch, scores in zip(batches, outputs, strict=True):
         for (uid, _), first, second in zip(batch.keys[::2], scores[::2], scores[1::2], strict=True):
             yield {

@@ -93,9 +93,7 @@ def ratings(backend: LocalBackend, batches: Sequence[Batch]) -> list[np.ndarray]
 
 
 @torch.no_grad()
-def judgements(
-    backend: LocalBackend, batches: Sequence[Batch], tokens: Sequence[int]
-) -> list[np.ndarray]:
+def judgements(backend: LocalBackend, batches: Sequence[Batch], tokens: Sequence[int]) -> list[np.ndarray]:
     """[reads, tokens]: log-probs of the verdicts among themselves at every step."""
     _ready(backend, batches)
     found = [_judge(backend, batch, tokens).log_softmax(-1) for batch in batches]

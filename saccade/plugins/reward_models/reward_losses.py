@@ -112,10 +112,7 @@ def from_config(config: RewardModelConfig) -> Rating:
 
 
 def of_pairs(
-    row: Rating,
-    ids: Sequence[str],
-    labels: Mapping[str, tuple[float, ...]],
-    margins: Mapping[str, float],
+    row: Rating, ids: Sequence[str], labels: Mapping[str, tuple[float, ...]], margins: Mapping[str, float]
 ) -> Rating:
     """With what is known of the samples of an optimizer step."""
     known = ~np.isnan(np.array([labels[id] for id in ids]).reshape(len(ids), len(row.heads)))
@@ -123,9 +120,7 @@ def of_pairs(
     return replace(row, labels=labels, margins=margins, counts=counts)
 
 
-def rating_objective(
-    row: Rating, scores: Tensor, kappa: Tensor, keys: Keys
-) -> tuple[Tensor, LossSums]:
+def rating_objective(row: Rating, scores: Tensor, kappa: Tensor, keys: Keys) -> tuple[Tensor, LossSums]:
     """scores [S, H], the sides of a pair next to each other."""
     ids = [id for id, _ in keys[::2]]
     assert ids == [id for id, _ in keys[1::2]], "the sides of a pair stand next to each other"

@@ -204,13 +204,7 @@ class Process:
         limits, limit = questions.row_limit(config.data, family, longest, "reward_model.max_tokens")
         read = lambda messages: self._read("", messages).ids[:-1]  # noqa: E731
         with cached_lengths(config, family, f"steps-{mark}", word, read) as length:
-            data = datasets.load(
-                sources,
-                limits,
-                length=length,
-                limit=limit,
-                marks=questions.marks_of(family),
-            )
+            data = datasets.load(sources, limits, length=length, limit=limit, marks=questions.marks_of(family))
         return questions.map_samples(data, word)
 
     def check(self, samples: Sequence[Sample]) -> None:
@@ -271,8 +265,7 @@ def _label(value: Any, tokens: Sequence[str]) -> list[float]:
     soft = isinstance(value, int | float) and len(tokens) == 2 and 0 <= value <= 1
     if not soft:
         raise RowError(
-            f"label {value!r}: write one of {', '.join(tokens)}"
-            + (", or a probability" if len(tokens) == 2 else "")
+            f"label {value!r}: write one of {', '.join(tokens)}" + (", or a probability" if len(tokens) == 2 else "")
         )
     return [float(value), 1.0 - float(value)]
 

@@ -18,13 +18,7 @@ from saccade.recipes.run import Run
 from saccade.trainer import Loss
 from saccade.types import Batch, Sample
 
-LOGGED = (
-    "policy/grad_norm",
-    "policy/grad_norm_vision",
-    "policy/lr",
-    "moe/aux_loss",
-    "guard/nonfinite",
-)
+LOGGED = ("policy/grad_norm", "policy/grad_norm_vision", "policy/lr", "moe/aux_loss", "guard/nonfinite")
 
 
 def run(config: Any) -> dict[str, Any]:

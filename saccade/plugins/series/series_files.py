@@ -32,11 +32,7 @@ from saccade.types import Media
 PARSING = threading.Lock()
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 FILES = (str, bytes, bytearray, Path, Mapping)
-OTHERS = {
-    b"\x89PNG": "a PNG picture",
-    b"\xff\xd8\xff": "a JPEG picture",
-    b"PK\x03\x04": "an NPZ file",
-}
+OTHERS = {b"\x89PNG": "a PNG picture", b"\xff\xd8\xff": "a JPEG picture", b"PK\x03\x04": "an NPZ file"}
 EXPECTED = "a time series is numbers [leads, samples], such as [[0.1, 0.2], [0.0, 0.3]]"
 
 
@@ -51,9 +47,7 @@ def is_one(value: Any) -> bool:
     return isinstance(value, int | float) or value in ([], ()) or (leaf and depth == 2)
 
 
-def open_series(
-    source: Any, *, base: Path | None = None, limits: DataConfig = DEFAULT_LIMITS
-) -> Media:
+def open_series(source: Any, *, base: Path | None = None, limits: DataConfig = DEFAULT_LIMITS) -> Media:
     """A reference to the series in `source`; of a long one its beginning, if that is allowed."""
     name, data, path = _encoded(source, base, limits)
     leads, samples = _values(data, name).shape
@@ -64,14 +58,7 @@ def open_series(
         )
     kept = min(samples, limits.max_series)
     content = hashlib.sha256(data).hexdigest()
-    media = Media(
-        kind="series",
-        hash=content,
-        width=kept,
-        height=leads,
-        path=path,
-        data=data if path is None else None,
-    )
+    media = Media(kind="series", hash=content, width=kept, height=leads, path=path, data=data if path is None else None)
     return replace(media, hash=named(media, content))
 
 
@@ -86,9 +73,7 @@ def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
     if isinstance(source, Mapping) and source.get("array") is not None:
         source = source["array"]
     if isinstance(source, Mapping) and all(source.get(key) is None for key in ("bytes", "path")):
-        raise ImageError(
-            f"series {{{', '.join(map(str, source))}}}: needs a value for array, bytes or path"
-        )
+        raise ImageError(f"series {{{', '.join(map(str, source))}}}: needs a value for array, bytes or path")
     if not isinstance(source, (*FILES, list, tuple, np.ndarray)):
         raise ImageError(f"a time series cannot be made from {type(source).__name__}; {EXPECTED}")
     if isinstance(source, FILES):

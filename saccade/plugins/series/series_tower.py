@@ -175,9 +175,7 @@ def _token(family: Family, settings: SeriesConfig) -> int:
     else:
         name = settings.token if settings.token in free else None
     if name is None:
-        why = (
-            f"{settings.token} cannot" if settings.token else "no id is spare; no special token can"
-        )
+        why = f"{settings.token} cannot" if settings.token else "no id is spare; no special token can"
         raise ConfigError(
             f"model.series.token: {why} stand for a series in {family.path}; "
             "try model.series.token="
@@ -260,9 +258,7 @@ class Encoder(nn.Module):
         self.inner = (
             Patches(settings, hidden=self.hidden, spread=spread)
             if settings.encoder == BUILT_IN
-            else user_encoder.load(
-                str(settings.encoder), channels=settings.channels, hidden=self.hidden
-            )
+            else user_encoder.load(str(settings.encoder), channels=settings.channels, hidden=self.hidden)
         )
 
     def forward(self, values: Tensor, samples: Sequence[int], tokens: Sequence[int]) -> Tensor:
@@ -326,6 +322,4 @@ def file(encoder: Encoder, *, copy: bool = False) -> File:
     return SERIES_FILE, tensor_file(tensors, settings)
 
 
-TOWER = PluggedTower(
-    plug=plugged, attach=attach, detached=without_series, file=file, fingerprint=fingerprint
-)
+TOWER = PluggedTower(plug=plugged, attach=attach, detached=without_series, file=file, fingerprint=fingerprint)

@@ -28,8 +28,7 @@ def load(encoder: str, *, channels: int, hidden: int) -> nn.Module:
     path, _, name = encoder.rpartition(":")
     if not (path.endswith(".py") and Path(path).is_file()):
         raise ConfigError(
-            f"model.series.encoder={encoder}: the file {path} does not exist (looked in "
-            f"{Path.cwd()}), or is no .py"
+            f"model.series.encoder={encoder}: the file {path} does not exist (looked in {Path.cwd()}), or is no .py"
         )
     with blamed(encoder, "loading the file"):
         file = own_module(path)
@@ -37,8 +36,7 @@ def load(encoder: str, *, channels: int, hidden: int) -> nn.Module:
     if not callable(make):
         known = [n for n, f in vars(file).items() if inspect.isfunction(f)]
         raise ConfigError(
-            f"model.series.encoder={encoder}: no function {name!r} in {path}; there is "
-            f"{', '.join(known) or 'none'}"
+            f"model.series.encoder={encoder}: no function {name!r} in {path}; there is {', '.join(known) or 'none'}"
         )
     with blamed(encoder, f"{name}({channels}, {hidden})", make):
         made = make(channels, hidden)
@@ -90,8 +88,7 @@ def forward(encoder: str, module: nn.Module, values: Tensor, shape: Sequence[int
     found = list(made.shape) if isinstance(made, Tensor) else f"a {type(made).__name__}"
     if found != list(shape):
         raise ConfigError(
-            f"model.series.encoder={encoder}: forward gave {found}, and by its tokens() it is "
-            f"{list(shape)}"
+            f"model.series.encoder={encoder}: forward gave {found}, and by its tokens() it is {list(shape)}"
         )
     return made
 

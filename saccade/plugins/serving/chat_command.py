@@ -58,11 +58,7 @@ def talk(config: Config, *, greedy: bool = False, say: Say | None = None) -> Non
         import readline  # noqa: F401  arrow keys in input()
     with _opened(config) as (family, engine):
         state = Talk(
-            config=config,
-            family=family,
-            engine=engine,
-            sampling=_sampling(config, greedy=False),
-            greedy=greedy,
+            config=config, family=family, engine=engine, sampling=_sampling(config, greedy=False), greedy=greedy
         )
         _clear(state, "")
         say(f"{model_name(config, engine)}: {', '.join(COMMANDS)}, exit\n")
@@ -209,31 +205,23 @@ COMMANDS: Mapping[str, Callable[[Talk, str], str]] = {
 # -- a file of conversations -----------------------------------------------------------------------
 
 
-def answer_file(
-    config: Config, path: Path, out: Path | None = None, *, greedy: bool = False
-) -> list[dict[str, Any]]:
+def answer_file(config: Config, path: Path, out: Path | None = None, *, greedy: bool = False) -> list[dict[str, Any]]:
     """Answers to all conversations of a JSON list; images are files beside it or data URLs."""
     conversations = [
-        _conversation(item, f"{path}[{i}]", path.absolute().parent, config)
-        for i, item in enumerate(_read(path))
+        _conversation(item, f"{path}[{i}]", path.absolute().parent, config) for i, item in enumerate(_read(path))
     ]
     if out is not None:
         _require_new(out, "--out")
     with _opened(config) as (family, engine):
         sampling = _sampling(config, greedy=greedy)
         requests = [
-            replace(
-                _request(f"{path}[{i}]", messages, family, sampling),
-                noise=noise_key(config.run.seed, KEY, i),
-            )
+            replace(_request(f"{path}[{i}]", messages, family, sampling), noise=noise_key(config.run.seed, KEY, i))
             for i, messages in enumerate(conversations)
         ]
         completions = generate(engine, requests)
         answered = [
             {
-                "messages": _transcript(
-                    [*messages, Message(role="assistant", parts=(family.decode(c.ids),))]
-                ),
+                "messages": _transcript([*messages, Message(role="assistant", parts=(family.decode(c.ids),))]),
                 "finish": c.finish,
                 "tokens": len(c.ids),
             }
@@ -280,10 +268,7 @@ def _transcript(messages: Sequence[Message]) -> list[dict[str, Any]]:
             return {"type": "text", "text": item}
         return {"type": item.kind, item.kind: item.path or f"sha256:{item.hash}"}
 
-    return [
-        {"role": m.role, "content": [part(p) for p in m.parts] if m.media else m.text}
-        for m in messages
-    ]
+    return [{"role": m.role, "content": [part(p) for p in m.parts] if m.media else m.text} for m in messages]
 
 
 def _require_new(path: Path, option: str) -> None:

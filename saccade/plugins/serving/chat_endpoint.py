@@ -68,12 +68,7 @@ def _chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> Json:
 
 def _text_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> Json:
     ends = list(accumulate(map(len, tokens), initial=0))
-    return {
-        "tokens": list(tokens),
-        "token_logprobs": list(logprobs),
-        "top_logprobs": None,
-        "text_offset": ends[:-1],
-    }
+    return {"tokens": list(tokens), "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": ends[:-1]}
 
 
 CHAT = Style(
@@ -175,9 +170,7 @@ async def _lines(hub: Hub, served: Served, style: Style, asked: Asked) -> AsyncG
         pass
 
 
-async def _pieces(
-    hub: Hub, served: Served, style: Style, asked: Asked
-) -> AsyncGenerator[Json, None]:
+async def _pieces(hub: Hub, served: Served, style: Style, asked: Asked) -> AsyncGenerator[Json, None]:
     head = _head(served, style, style.piece)
     stop = asked.requests[0].sampling.stop
     streams = [TextStream(served.family.decode, stop) for _ in asked.requests]
@@ -220,11 +213,7 @@ def _ending(finish: str | None, stopped_by: str | None) -> Json:
 def _usage(asked: Asked, completions: Sequence[Completion]) -> Json:
     prompt = len(asked.requests[0].ids)
     written = sum(len(completion.ids) for completion in completions)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-    }
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
 def _refusal(problem: SaccadeError | Closed) -> BadRequest:

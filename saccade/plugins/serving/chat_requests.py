@@ -14,15 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from saccade.errors import SaccadeError
 from saccade.media.images import decode, open_media
@@ -132,9 +124,7 @@ class ChatBody(Body):
 
 class CompletionBody(Body):
     prompt: Annotated[
-        _Str,
-        Field(min_length=1),
-        BeforeValidator(lambda v: v[0] if isinstance(v, list) and len(v) == 1 else v),
+        _Str, Field(min_length=1), BeforeValidator(lambda v: v[0] if isinstance(v, list) and len(v) == 1 else v)
     ]
     logprobs: bool | Annotated[int, Field(ge=0, le=1)] | None = None  # of sampled tokens only
 
@@ -193,9 +183,7 @@ def read_completion(body: CompletionBody, served: Served) -> Asked:
     if len(served.family.banned) and served.family.banned[ids].any():
         raise BadRequest("prompt", "holds tokens that stand for images; use /v1/chat/completions")
     prompt = Request(
-        key="text",
-        ids=np.array(ids, dtype=np.int64),
-        messages=(Message(role="user", parts=(body.prompt,)),),
+        key="text", ids=np.array(ids, dtype=np.int64), messages=(Message(role="user", parts=(body.prompt,)),)
     )
     wanted = body.logprobs is not None and body.logprobs is not False  # 0 asks for them too
     return _asked(body, served, prompt, field="prompt", logprobs=wanted)
@@ -233,9 +221,7 @@ def _asked(body: Body, served: Served, prompt: Request, *, field: str, logprobs:
     sampling = replace(served.sampling, **chosen, stop=tuple(body.stop or ()))
     first = secrets.randbits(62) if body.seed is None else body.seed & ((1 << 62) - 1)
     return Asked(
-        requests=tuple(
-            replace(prompt, sampling=sampling, noise=first + index) for index in range(body.n or 1)
-        ),
+        requests=tuple(replace(prompt, sampling=sampling, noise=first + index) for index in range(body.n or 1)),
         stream=bool(body.stream),
         stream_usage=bool(body.stream_options and body.stream_options.include_usage),
         logprobs=logprobs,

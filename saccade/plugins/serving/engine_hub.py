@@ -53,9 +53,7 @@ class Hub:
         self._clients: dict[str, _Client] = {}
         self._numbers = itertools.count()
 
-    async def ask(
-        self, requests: Sequence[Request], *, stream: bool = False
-    ) -> AsyncGenerator[Event, None]:
+    async def ask(self, requests: Sequence[Request], *, stream: bool = False) -> AsyncGenerator[Event, None]:
         """Events of all requests until each is complete; whoever stops reading aborts the rest.
         Raises what the engine says against one of them.
         """
@@ -96,9 +94,7 @@ class Hub:
                 for completion in self._poll():
                     client = self._clients.pop(completion.key, None)
                     if client is not None:
-                        client.tell(
-                            Event(index=client.index, ids=completion.ids, completion=completion)
-                        )
+                        client.tell(Event(index=client.index, ids=completion.ids, completion=completion))
                 for key, client in self._clients.items():
                     if client.stream and len(ids := progress(self.engine, key)) > client.seen:
                         client.seen = len(ids)

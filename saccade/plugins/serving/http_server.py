@@ -53,22 +53,13 @@ SAFE = (
     ("X-Content-Type-Options", "nosniff"),
     (
         "Content-Security-Policy",
-        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-        "img-src data:; connect-src 'self'",
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'",
     ),
 )
 
 
 class BadRequest(Exception):
-    def __init__(
-        self,
-        field: str | None,
-        reason: str,
-        *,
-        status: int = 400,
-        code: str = "",
-        hold: float = 0.0,
-    ) -> None:
+    def __init__(self, field: str | None, reason: str, *, status: int = 400, code: str = "", hold: float = 0.0) -> None:
         """`hold`: seconds after which the client may come back."""
         super().__init__(f"{field}: {reason}" if field else reason)
         self.field, self.status, self.code, self.hold = field, status, code, hold
@@ -108,8 +99,7 @@ def make_token(host: str, *, wanted: bool) -> str:
     """SACCADE_TOKEN, or a new one; empty where none is wanted and only this machine can ask."""
     if not wanted and host not in LOOPBACK:
         raise ConfigError(
-            f"--no-token: {host} can be reached from other machines; leave the option out, or use "
-            "--host 127.0.0.1"
+            f"--no-token: {host} can be reached from other machines; leave the option out, or use --host 127.0.0.1"
         )
     return (os.environ.get(TOKEN) or secrets.token_urlsafe(24)) if wanted else ""
 
@@ -283,9 +273,7 @@ class _Protocol(H11Protocol):
 
     def _watch(self) -> None:
         self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
-        )
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def send_400_response(self, msg: str) -> None:
         text = json.dumps({"error": f"this is no HTTP request: {sys.exc_info()[1]}"}).encode()
@@ -304,8 +292,7 @@ def running(app: FastAPI, host: str, port: int) -> Iterator[str]:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise EnvironmentProblem(
-            f"--port {port}: {host} cannot be listened on there: {error.strerror}; try --port 0 "
-            "for any free port"
+            f"--port {port}: {host} cannot be listened on there: {error.strerror}; try --port 0 for any free port"
         ) from None
     config = uvicorn.Config(
         app,

@@ -63,9 +63,7 @@ def reward_app(service: RewardService, *, token: str) -> FastAPI:
     async def get_reward(request: Request, body: dict[str, Any]) -> Response:
         digest = hashlib.sha256(await request.body()).hexdigest()
         answer = partial(service.answer, body, digest=digest)
-        return JsonReply(
-            await anyio.to_thread.run_sync(answer, limiter=threads, abandon_on_cancel=True)
-        )
+        return JsonReply(await anyio.to_thread.run_sync(answer, limiter=threads, abandon_on_cancel=True))
 
     @app.get("/info")
     @app.get(PATH)
@@ -117,8 +115,7 @@ class RewardService:
             "version": __version__,
             "models": any(term.learned for term in self.scorer.terms),
             "rewards": {
-                source: {term.name: term.verifier for term in recipe.terms}
-                for source, recipe in recipes.items()
+                source: {term.name: term.verifier for term in recipe.terms} for source, recipe in recipes.items()
             },
         }
 
@@ -136,10 +133,7 @@ class RewardService:
         if pool is not None:
             gauges |= {"workers": pool.alive(), "workers_replaced": pool.replaced}
         gauges |= {"uptime_seconds": time.time() - self.started}
-        lines = [
-            f'saccade_reward_samples_total{{status="{kind}"}} {counts.pop(kind)}'
-            for kind in STATUSES
-        ]
+        lines = [f'saccade_reward_samples_total{{status="{kind}"}} {counts.pop(kind)}' for kind in STATUSES]
         lines += [f"saccade_reward_{name}_total {value}" for name, value in counts.items()]
         lines += [f"saccade_reward_{name} {value:g}" for name, value in gauges.items()]
         if seconds:
@@ -219,9 +213,7 @@ class RewardService:
             self._log.flush()
         except OSError as error:  # who waits for these scores has no use for a log
             logging.getLogger("saccade").warning(
-                "reward.serve.log: %s cannot be written (%s); no more is logged",
-                self.serve.log,
-                error,
+                "reward.serve.log: %s cannot be written (%s); no more is logged", self.serve.log, error
             )
             with suppress(OSError):  # it tries to write what is left
                 self._log.close()
@@ -238,9 +230,7 @@ class RewardService:
 
     def _admit(self, count: int) -> None:
         if count > self.serve.queue:
-            raise BadRequest(
-                None, f"{count} samples, at most {self.serve.queue} are taken at once", status=413
-            )
+            raise BadRequest(None, f"{count} samples, at most {self.serve.queue} are taken at once", status=413)
         with self._changed:
             full = self._pending + count > self.serve.queue
             if self.draining or full:
@@ -252,9 +242,7 @@ class RewardService:
             self._pending += count
 
 
-def _with_images(
-    samples: Sequence[RewardSample], images: Any, limits: DataConfig, folder: Path
-) -> list[RewardSample]:
+def _with_images(samples: Sequence[RewardSample], images: Any, limits: DataConfig, folder: Path) -> list[RewardSample]:
     """The samples with their pictures as files in `folder`, where rewards always find them."""
     if not isinstance(images, list) or len(images) != len(samples):
         raise ValueError(f"images: not {len(samples)} entries")

@@ -76,11 +76,7 @@ def parse(level: str | Sequence[Any]) -> State:
             f"{len(players)} players, {len(boxes)} boxes and {size[0]}x{size[1]} cells"
         )
     return State(
-        size=size,
-        walls=found["#"],
-        goals=found["."] | found["*"] | found["+"],
-        boxes=boxes,
-        player=next(iter(players)),
+        size=size, walls=found["#"], goals=found["."] | found["*"] | found["+"], boxes=boxes, player=next(iter(players))
     )
 
 

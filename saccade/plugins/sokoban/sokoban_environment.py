@@ -62,11 +62,7 @@ class SokobanStep:
             if self.state.solved or self.moves >= MOST_STEPS:
                 return Step((), earned, True, self._info(end_reason="env_done"))
         shown = said(
-            "frame",
-            moves=self.moves,
-            placed=self.state.placed,
-            boxes=len(self.state.boxes),
-            image=self._frame(),
+            "frame", moves=self.moves, placed=self.state.placed, boxes=len(self.state.boxes), image=self._frame()
         )
         return Step((Message(role="user", parts=shown),), earned, False, self._info())
 
@@ -75,9 +71,7 @@ class SokobanStep:
 
     def _frame(self) -> Media:
         return open_media(
-            sokoban.draw(self.state),
-            min_pixels=min(self.env.min_pixels, 28 * 28),
-            max_pixels=self.env.max_pixels,
+            sokoban.draw(self.state), min_pixels=min(self.env.min_pixels, 28 * 28), max_pixels=self.env.max_pixels
         )
 
     def _info(self, **more: Any) -> dict[str, Any]:
@@ -92,10 +86,4 @@ class SokobanStep:
         }
 
 
-KIND = Kind(
-    calls=("action",),
-    text="sokoban",
-    rewards=True,
-    make=SokobanStep,
-    check_row=sokoban.require_level,
-)
+KIND = Kind(calls=("action",), text="sokoban", rewards=True, make=SokobanStep, check_row=sokoban.require_level)

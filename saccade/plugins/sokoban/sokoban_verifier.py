@@ -57,11 +57,7 @@ def sokoban(
         state, reward = game.move(state, move)
         earned += reward
         best = max(best, earned)
-    values = {
-        "solved": float(state.solved),
-        "progress": state.placed / len(state.boxes),
-        "return": best,
-    }
+    values = {"solved": float(state.solved), "progress": state.placed / len(state.boxes), "return": best}
     if mode == "lmmr1":
         values["lmmr1"] = best + 0.5 + _action_bonus(moves) + _thought_bonus(sample)
     return Score(

@@ -37,13 +37,7 @@ from saccade.types import STATUS_OF_END, Message, Sample
 
 
 def run(
-    config: Config,
-    source: Path,
-    out: Path,
-    *,
-    turns: int = 6,
-    mistakes: float = 0.05,
-    verifier: str | None = None,
+    config: Config, source: Path, out: Path, *, turns: int = 6, mistakes: float = 0.05, verifier: str | None = None
 ) -> dict[str, int]:
     """Writes OUT/train.jsonl and OUT/images; returns how many rows were written, and how many were
     set aside for which reason. With a verifier, only right answers stay.
@@ -67,9 +61,7 @@ def run(
             question, texts, planned = _turns(sample, rng, turns, mistakes, config)
             seconds = config.env.step_timeout
             try:
-                played, reason = play(
-                    question, texts, make(), most=turns, planned=planned, seconds=seconds
-                )
+                played, reason = play(question, texts, make(), most=turns, planned=planned, seconds=seconds)
             except (Failed, TimeoutError) as error:  # code of the user
                 if not counts["env_error"]:
                     print(f"row {sample.id}: the environment failed: {error}")

@@ -24,20 +24,14 @@ def data_commands(command: Register, read_config: ReadConfig) -> typer.Typer:
     group = typer.Typer(help="Make data sets.", no_args_is_help=True)
 
     @command(
-        "visual-search",
-        group=group,
-        example="saccade data visual-search scenes --rows 1000 --level hard --view 448",
+        "visual-search", group=group, example="saccade data visual-search scenes --rows 1000 --level hard --view 448"
     )
     def visual_search(
         out: Out,
         rows: Annotated[int, typer.Option(help="Scenes to draw.", min=1)] = 1000,
         level: Annotated[str, typer.Option(help="easy | medium | hard.")] = "medium",
-        kind: Annotated[
-            str, typer.Option(help="What is asked: digit | letter | orientation | colour.")
-        ] = "digit",
-        view: Annotated[
-            int, typer.Option(help="Side of a picture as the model reads it, in pixels.")
-        ] = 112,
+        kind: Annotated[str, typer.Option(help="What is asked: digit | letter | orientation | colour.")] = "digit",
+        view: Annotated[int, typer.Option(help="Side of a picture as the model reads it, in pixels.")] = 112,
         grid: Annotated[int, typer.Option(help="Places along a side of a scene.")] = 4,
         name: Annotated[str, typer.Option(help="OUT/NAME.jsonl is written.")] = "train",
         seed: Annotated[int, typer.Option(help="Other scenes for another seed.")] = 0,
@@ -61,13 +55,10 @@ def data_commands(command: Register, read_config: ReadConfig) -> typer.Typer:
     @command(
         "coldstart",
         group=group,
-        example="saccade data coldstart scenes/train.jsonl coldstart env.min_pixels=12544 "
-        "env.max_pixels=12544",
+        example="saccade data coldstart scenes/train.jsonl coldstart env.min_pixels=12544 env.max_pixels=12544",
     )
     def coldstart(
-        source: Annotated[
-            Path, typer.Argument(help="Trajectories, or scenes of `saccade data visual-search`.")
-        ],
+        source: Annotated[Path, typer.Argument(help="Trajectories, or scenes of `saccade data visual-search`.")],
         out: Out,
         arguments: Annotated[
             list[str] | None,
@@ -82,21 +73,12 @@ def data_commands(command: Register, read_config: ReadConfig) -> typer.Typer:
         mistakes: Annotated[
             float, typer.Option(help="Share of calls that the searcher gets wrong.", min=0, max=1)
         ] = 0.05,
-        verifier: Annotated[
-            str | None, typer.Option(help="Keep what this verifier calls right.")
-        ] = None,
+        verifier: Annotated[str | None, typer.Option(help="Keep what this verifier calls right.")] = None,
     ) -> None:
         """Multi-turn conversations for `saccade sft`, as the environment answers in RL."""
         from saccade.plugins.visual_search.coldstart import run
 
-        counts = run(
-            read_config(arguments or []),
-            source,
-            out,
-            turns=turns,
-            mistakes=mistakes,
-            verifier=verifier,
-        )
+        counts = run(read_config(arguments or []), source, out, turns=turns, mistakes=mistakes, verifier=verifier)
         aside = ", ".join(f"{n} {reason}" for reason, n in counts.items() if reason != "written")
         print(f"wrote {counts['written']} rows to {out / 'train.jsonl'}; set aside: {aside or 0}")
 

@@ -34,9 +34,7 @@ NUMBERS: Mapping[str, Callable[[float], str]] = {
 }
 
 
-def call(
-    box: Sequence[float], source: str, *, coordinates: str = "relative", named: bool = False
-) -> str:
+def call(box: Sequence[float], source: str, *, coordinates: str = "relative", named: bool = False) -> str:
     """A zoom, as `env.coordinates` and, with a name, `env.call=tool_call` want it written."""
     numbers = ", ".join(map(NUMBERS[coordinates], box))
     arguments = f'{{"bbox_2d": [{numbers}], "source": "{source}"}}'
@@ -46,12 +44,7 @@ def call(
 
 
 def demonstration(
-    sample: Sample,
-    rng: np.random.Generator,
-    *,
-    turns: int,
-    mistakes: float,
-    write: Write = call,
+    sample: Sample, rng: np.random.Generator, *, turns: int, mistakes: float, write: Write = call
 ) -> list[str]:
     """The assistant's turns, at most `turns` of them, the last one with the answer. A call is wrong
     with probability `mistakes`; the turn after a wrong one says that it corrects it.
@@ -70,10 +63,7 @@ def demonstration(
             written.append(f"<think>{thought}</think>{_wrong_call(box, source, rng, write)}")
             thought = AGAIN
         written.append(f"<think>{thought}</think>{write(box, source)}")
-    return [
-        *written,
-        f"<think>{READS.format(sample.answer)}</think><answer>{sample.answer}</answer>",
-    ]
+    return [*written, f"<think>{READS.format(sample.answer)}</think><answer>{sample.answer}</answer>"]
 
 
 def place_boxes(grid: int) -> list[Fractions]:
@@ -115,8 +105,4 @@ def _wrong_call(box: Fractions, source: str, rng: np.random.Generator, write: Wr
     """One of the errors that an environment explains: no such picture, a box outside, no JSON."""
     right = write(box, source)
     outside = (box[0] + 1, box[1], box[2] + 1, box[3])
-    return str(
-        rng.choice(
-            [write(box, "observation_99"), write(outside, source), right.replace("]", "", 1)]
-        )
-    )
+    return str(rng.choice([write(box, "observation_99"), write(outside, source), right.replace("]", "", 1)]))

@@ -121,9 +121,7 @@ class Scene:
     framed: tuple[Box, ...]  # what a zoom on a place shows to be worth another zoom
 
 
-def draw_scene(
-    rng: np.random.Generator, *, level: Level, kind: str, answer: str, grid: int, view: int
-) -> Scene:
+def draw_scene(rng: np.random.Generator, *, level: Level, kind: str, answer: str, grid: int, view: int) -> Scene:
     """The answer in one of `grid`² places, distractors in all of them."""
     canvas = _Canvas(grid * _place(level, view), grid, coloured=kind == "colour")
     shrinks = (2 if level.nested else grid, 2 * grid)  # of objects, of frames
@@ -155,9 +153,7 @@ def _place(level: Level, view: int) -> int:
     return 2 * view if level.nested else view
 
 
-def _slots(
-    rng: np.random.Generator, index: int, level: Level, grid: int, view: int
-) -> Iterator[tuple[int, int]]:
+def _slots(rng: np.random.Generator, index: int, level: Level, grid: int, view: int) -> Iterator[tuple[int, int]]:
     """Corners for the objects of a place, in random order; they do not touch."""
     place, pitch = _place(level, view), TILE * (2 if level.nested else 1)
     across = place // pitch
@@ -204,13 +200,7 @@ class _Canvas:
 
 
 def search_split(
-    n: int,
-    *,
-    seed: int,
-    level: str = "medium",
-    kind: str = "digit",
-    grid: int = 4,
-    view: int = 112,
+    n: int, *, seed: int, level: str = "medium", kind: str = "digit", grid: int = 4, view: int = 112
 ) -> list[Sample]:
     """`n` rows whose answers are uniform; row i is the same however many are asked for."""
     _refuse_unknown(level, kind, grid, view)
@@ -233,17 +223,8 @@ def _refuse_unknown(level: str, kind: str, grid: int, view: int) -> None:
         raise ConfigError(f"view {view}: must be a multiple of {2 * TILE}; try 112")
 
 
-def _sample(
-    answer: str, seed: tuple[int, int], level: str, kind: str, grid: int, view: int
-) -> Sample:
-    scene = draw_scene(
-        np.random.default_rng(seed),
-        level=LEVELS[level],
-        kind=kind,
-        answer=answer,
-        grid=grid,
-        view=view,
-    )
+def _sample(answer: str, seed: tuple[int, int], level: str, kind: str, grid: int, view: int) -> Sample:
+    scene = draw_scene(np.random.default_rng(seed), level=LEVELS[level], kind=kind, answer=answer, grid=grid, view=view)
     file = io.BytesIO()
     Image.fromarray(scene.image).save(file, "PNG", compress_level=4)
     data = file.getvalue()

@@ -51,8 +51,7 @@ def ask(family, image, tmp_path_factory) -> Callable[..., list[Request]]:
     pictures = [image(56, 56, 1), open_media(str(on_disk)), image(140, 84, 2)]
     questions = [f"how many {colour} objects ?" for colour in ("red", "blue", "green", "pink")]
     prompts = [
-        family.render([Message(role="user", parts=(*pictures[:n], question))])
-        for n, question in enumerate(questions)
+        family.render([Message(role="user", parts=(*pictures[:n], question))]) for n, question in enumerate(questions)
     ]
 
     def asked(sampling: Sampling = SAMPLED, repeats: int = 3) -> list[Request]:

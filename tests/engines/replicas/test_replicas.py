@@ -18,13 +18,7 @@ from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.engines.replicas import replica
 from saccade.engines.replicas.replica import Replica
-from saccade.engines.replicas.replica_pool import (
-    Replicas,
-    placements,
-    shares_memory,
-    start_replicas,
-    visible_gpus,
-)
+from saccade.engines.replicas.replica_pool import Replicas, placements, shares_memory, start_replicas, visible_gpus
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.recipes import engines, rl
 from saccade.types import Request, Sampling
@@ -73,9 +67,7 @@ def same(here, there) -> None:
         assert np.abs(a.logprobs - b.logprobs).max(initial=0) < 1e-5
 
 
-def test_a_run_over_two_replicas_is_the_run_over_the_embedded_engine(
-    pool, rl_config, tmp_path, numbers, monkeypatch
-):
+def test_a_run_over_two_replicas_is_the_run_over_the_embedded_engine(pool, rl_config, tmp_path, numbers, monkeypatch):
     """The first test of this pool: its weights are still those of the folder."""
     asked, closed = [], []
 
@@ -89,10 +81,7 @@ def test_a_run_over_two_replicas_is_the_run_over_the_embedded_engine(
         rl.run(rl_config(tmp_path / name, run__max_steps=3, rollout__replicas=replicas))
     folder = tmp_path / "there" / "run"
     assert asked == [(pool_folder(pool), "float32", 2, folder)] and closed == [True]
-    here, there = (
-        [row for row in numbers(tmp_path / name / "run") if row["step"] > 0]
-        for name in ("here", "there")
-    )
+    here, there = ([row for row in numbers(tmp_path / name / "run") if row["step"] > 0] for name in ("here", "there"))
     assert len(here) == len(there) == 3
     for one, other in zip(here, there, strict=True):
         assert one.keys() == other.keys()
@@ -132,9 +121,7 @@ def test_equal_prompts_stay_together_until_others_would_idle(pool, ask):
         pool.submit(request)
     pool._join()
     pool._hand_out()
-    homes = {
-        name: {pool._tasks[r.key].engine for r in requests if r.key[0] == name} for name in "0123"
-    }
+    homes = {name: {pool._tasks[r.key].engine for r in requests if r.key[0] == name} for name in "0123"}
     assert all(len(engines) == 1 for engines in homes.values())
     assert set.union(*homes.values()) == set(pool._loads)
     for request in requests:
@@ -187,9 +174,7 @@ def finish(pool, requests) -> list:
     return [done[request.key] for request in requests]
 
 
-def test_kill_9_amid_a_rollout_loses_and_doubles_nothing(
-    pool, load, family, ask, changed, said, servers
-):
+def test_kill_9_amid_a_rollout_loses_and_doubles_nothing(pool, load, family, ask, changed, said, servers):
     pool.update_weights(changed, version=7)
     engine = EmbeddedEngine(changed.model, family)
     engine.update_weights(changed, version=7)
@@ -263,9 +248,7 @@ def test_a_picture_in_a_spill_file_is_sent(pool, load, family, ask, image, on_di
 
 
 def test_files_of_media_travel_once_and_again_when_they_were_forgotten(pool, ask, monkeypatch):
-    greedy = [
-        replace(r, replica=0) for r in ask(Sampling(temperature=0.0, max_tokens=4), repeats=1)
-    ]
+    greedy = [replace(r, replica=0) for r in ask(Sampling(temperature=0.0, max_tokens=4), repeats=1)]
     first = [done.ids.tolist() for done in generate(pool, greedy)]
     engine, sent = first_of(pool), []
     send = engine.child.channel.send
@@ -296,14 +279,7 @@ def test_an_aborted_request_comes_back_and_a_live_episode_goes_on(pool, load, fa
     for name, one in {"here": EmbeddedEngine(model, family), "there": pool}.items():
         (turn,) = generate(one, [first])
         longer = np.concatenate([first.ids, turn.ids, first.ids[:3]])
-        second = Request(
-            key="e",
-            ids=longer,
-            media=first.media,
-            sampling=short,
-            first_index=5,
-            episode="e",
-        )
+        second = Request(key="e", ids=longer, media=first.media, sampling=short, first_index=5, episode="e")
         answers[name] = turn.ids.tolist(), generate(one, [second])[0].ids.tolist()
         one.release("e")
     assert answers["here"] == answers["there"]
@@ -333,9 +309,7 @@ def test_what_a_user_can_fix_is_raised_here(pool, ask, family):
     pool._tasks.clear()
 
 
-def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(
-    pool, said, ask, servers, monkeypatch
-):
+def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(pool, said, ask, servers, monkeypatch):
     """The last test of this pool: one process is halted, all are killed, and no other can start."""
     broken = partial(pool._launchers[0], environment={"PYTHONHOME": "/nowhere"})
     del said[:]
@@ -357,8 +331,7 @@ def test_one_that_no_longer_answers_is_ended_and_endless_deaths_stop_the_run(
 def test_it_ends_when_its_parent_is_killed(settings, tmp_path, servers, when, how):
     order = json.dumps(vars(settings))
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, order, str(tmp_path / "engine.log"), when],
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", PARENT, order, str(tmp_path / "engine.log"), when], stdout=subprocess.PIPE
     )
     child = int(parent.stdout.readline())
     assert servers(parent.pid) == {child} or when == "starting"

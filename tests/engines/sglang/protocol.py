@@ -69,12 +69,10 @@ class Core:
         images, prompt = body.get("image_data") or [], body["input_ids"]
         if prompt.count(pad) != len(images):
             raise ValueError(
-                f"prompt has {prompt.count(pad)} image placeholder token(s) but {len(images)} "
-                "image(s) were provided"
+                f"prompt has {prompt.count(pad)} image placeholder token(s) but {len(images)} image(s) were provided"
             )
         shown = [
-            open_media(base64.b64decode(image.split(",")[1]), min_pixels=784, max_pixels=1 << 30)
-            for image in images
+            open_media(base64.b64decode(image.split(",")[1]), min_pixels=784, max_pixels=1 << 30) for image in images
         ]
         ids: list[int] = []
         spans: list[MediaSpan] = []
@@ -101,11 +99,7 @@ class Core:
             ignore_eos=params["ignore_eos"] and not ends,
         )
         asked = Request(
-            key=body["rid"],
-            ids=np.array(ids),
-            media=tuple(spans),
-            sampling=sampling,
-            noise=params["sampling_seed"],
+            key=body["rid"], ids=np.array(ids), media=tuple(spans), sampling=sampling, noise=params["sampling_seed"]
         )
         (done,) = generate(self.engine, [asked])
         sampled, logprobs = done.ids.tolist(), done.logprobs.tolist()
@@ -225,9 +219,7 @@ def engine_class(core: Core) -> type:
         def __init__(self, **arguments: Any) -> None:
             self.arguments, self.loop = arguments, asyncio.new_event_loop()
             self.threads = ThreadPoolExecutor(8)
-            self.tokenizer_manager = SimpleNamespace(
-                abort_request=lambda rid="", abort_all=False: core.abort(rid)
-            )
+            self.tokenizer_manager = SimpleNamespace(abort_request=lambda rid="", abort_all=False: core.abort(rid))
             core.told.append(("start", arguments))
 
         async def async_generate(

@@ -19,18 +19,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One big shape each. Replies, pictures and steps are judged; some heads have few labels."""
     folder = tmp_path_factory.mktemp("judged")
     for split, n in {"train": 32, "held": 12}.items():
-        scenes = counting.counting_split(
-            n, seed=n, colours=tuple(OTHER), counts=(1, 1), radius=(16, 20)
-        )
+        scenes = counting.counting_split(n, seed=n, colours=tuple(OTHER), counts=(1, 1), radius=(16, 20))
         drawn = counting.write_jsonl(scenes, folder, name="drawn").read_text().splitlines()
         listed = [json.loads(line) for line in drawn]
         by = {colour: [r for r in listed if r["colours"] == [colour]] for colour in OTHER}
-        found: dict[str, list[dict[str, Any]]] = {
-            "pairs": [],
-            "media": [],
-            "heads": [],
-            "steps": [],
-        }
+        found: dict[str, list[dict[str, Any]]] = {"pairs": [], "media": [], "heads": [], "steps": []}
         for number, scene in enumerate(listed):
             [right] = scene["colours"]
             wrong = OTHER[right]
@@ -42,13 +35,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 {"id": scene["id"], "prompt": right, "images": [*scene["images"], *other["images"]]}
                 | {"chosen": "<image>", "rejected": "<image>"}
             )
-            said = {"preference": "AB"[number % 2]} | (
-                {"size": "C"} if number % 3 else {"size": "A"}
-            )
+            said = {"preference": "AB"[number % 2]} | ({"size": "C"} if number % 3 else {"size": "A"})
             sides = [right, wrong] if number % 2 == 0 else [wrong, right]
-            found["heads"].append(
-                asked | {"chosen": sides[0], "rejected": sides[1], "labels": said}
-            )
+            found["heads"].append(asked | {"chosen": sides[0], "rejected": sides[1], "labels": said})
             steps = [right, wrong] if number % 2 else [wrong, right]
             labels = ["1" if step == right else "2" for step in steps]
             found["steps"].append(

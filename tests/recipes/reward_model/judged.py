@@ -31,11 +31,7 @@ DEEP = {
 }
 
 
-PROCESS = {
-    "reward_model.kind": "process",
-    "reward_model.placeholder": MARK,
-    "reward_model.tokens": ["1", "2"],
-}
+PROCESS = {"reward_model.kind": "process", "reward_model.placeholder": MARK, "reward_model.tokens": ["1", "2"]}
 
 
 def scores_of(folder: Path, config: dict[str, Any], **options: Any) -> np.ndarray:
@@ -45,8 +41,6 @@ def scores_of(folder: Path, config: dict[str, Any], **options: Any) -> np.ndarra
     samples = task.load(resolved.data.train).samples
     model = LearnedReward.load(folder, device=torch.device("cpu"), dtype=torch.float32)
     replies = [
-        replace(reward_sample(sample, side[-1].text), replied=side)
-        for sample in samples
-        for side in sample.candidates
+        replace(reward_sample(sample, side[-1].text), replied=side) for sample in samples for side in sample.candidates
     ]
     return np.array(model.score(replies, **options)).reshape(-1, 2)

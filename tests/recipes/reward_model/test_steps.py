@@ -26,9 +26,7 @@ from saccade.types import Message, replace
 from tests.recipes.reward_model.judged import MARK, OTHER, PROCESS, Make
 
 
-def test_steps_are_judged_and_a_response_by_its_steps(
-    tmp_path: Path, config: Make, rows: Path
-) -> None:
+def test_steps_are_judged_and_a_response_by_its_steps(tmp_path: Path, config: Make, rows: Path) -> None:
     held = {"data.val": str(rows / "held-steps.jsonl"), "val.every": 40}
     options = config(tmp_path, "steps", run__max_steps=40) | PROCESS | held
     last = saccade.reward_model(options)
@@ -73,9 +71,7 @@ def test_soft_labels_are_probabilities(tmp_path: Path, config: Make) -> None:
         ({"input": f"red {MARK}", "label": "[+, bad"}, "column 'label' is not valid JSON"),
     ],
 )
-def test_rows_of_steps_that_are_set_aside(
-    tmp_path: Path, config: Make, row: dict[str, Any], words: str
-) -> None:
+def test_rows_of_steps_that_are_set_aside(tmp_path: Path, config: Make, row: dict[str, Any], words: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=words):

@@ -58,10 +58,7 @@ def test_eval_of_a_reward_model_judges_the_rows(
     for key in ("loss", "gap", "mean", "std"):
         assert found[key] == pytest.approx(last[f"val/{name}/{key}"], rel=1e-5)
     lines = (tmp_path / "held" / "samples.jsonl").read_text().splitlines()
-    gaps = [
-        row["chosen"]["preference"] - row["rejected"]["preference"]
-        for row in map(json.loads, lines)
-    ]
+    gaps = [row["chosen"]["preference"] - row["rejected"]["preference"] for row in map(json.loads, lines)]
     assert len(gaps) == 12 and np.mean(gaps) == pytest.approx(found["gap"], rel=1e-5)
     options |= {"model.path": str(deep), "data.val": str(rows / "train-pairs.jsonl")}
     options["val.every"] = 0  # training looked at no set
@@ -69,13 +66,8 @@ def test_eval_of_a_reward_model_judges_the_rows(
     assert found["accuracy"] == (np.diff(scores_of(deep, config(tmp_path))) < 0).mean()
     card = read_card(deep)
     assert card is not None
-    with (
-        pytest.raises(ConfigError, match=r"judges rows; try data\.val="),
-        Console(None, "eval") as c,
-    ):
-        reward_evaluation.compare(
-            load({"model.path": str(deep)}), card, tmp_path, c
-        )  # suites have none
+    with pytest.raises(ConfigError, match=r"judges rows; try data\.val="), Console(None, "eval") as c:
+        reward_evaluation.compare(load({"model.path": str(deep)}), card, tmp_path, c)  # suites have none
 
 
 def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
@@ -100,9 +92,7 @@ def test_a_deep_head_learns_and_its_folder_is_a_whole_model(
     models = [AutoModelForImageTextToText.from_pretrained(path) for path in (word_model, deep)]
     moved = {
         name
-        for (name, before), after in zip(
-            models[0].named_parameters(), models[1].parameters(), strict=True
-        )
+        for (name, before), after in zip(models[0].named_parameters(), models[1].parameters(), strict=True)
         if not torch.equal(before, after)
     }
     assert any(".layers.0." in name for name in moved)
@@ -127,9 +117,7 @@ def test_statistics_are_those_of_the_weights_beside_them(deep: Path, config: Mak
     ],
     ids=["hps", "logexp"],
 )
-def test_other_losses_and_poolings_learn(
-    tmp_path: Path, config: Make, changes: dict[str, Any]
-) -> None:
+def test_other_losses_and_poolings_learn(tmp_path: Path, config: Make, changes: dict[str, Any]) -> None:
     last = reward_training.run(config(tmp_path, run__max_steps=12) | changes)
     assert last["rm/accuracy"] == 1
     folder = tmp_path / "run" / "checkpoints" / "step-12"
@@ -151,9 +139,7 @@ def test_candidates_may_be_pictures(tmp_path: Path, config: Make, rows: Path) ->
 
 def test_heads_learn_what_their_labels_say(tmp_path: Path, config: Make) -> None:
     both = {"preference": 1.0, "size": 0.5}
-    last = reward_training.run(
-        config(tmp_path, "heads", run__max_steps=15, reward_model__heads=both)
-    )
+    last = reward_training.run(config(tmp_path, "heads", run__max_steps=15, reward_model__heads=both))
     assert last["rm/preference/accuracy"] == 1  # whichever side the better one stands on
     assert {"rm/size/gap", "rm/size/std", "rm/accuracy"} <= last.keys()
     folder = tmp_path / "run" / "checkpoints" / "step-15"
@@ -182,17 +168,12 @@ PAIR = {"prompt": "how many ?", "chosen": "red", "rejected": "blue"}
     ("row", "words"),
     [
         (PAIR | {"rejected": "red"}, "better by preference; all 1 that label it are ties: add"),
-        (
-            PAIR | {"labels": {"taste": "A"}},
-            "no usable row:\n.*\n1 row left out: it labels taste,",
-        ),
+        (PAIR | {"labels": {"taste": "A"}}, "no usable row:\n.*\n1 row left out: it labels taste,"),
         ({"input": f"red {MARK}", "label": ["1"]}, "reward_model.kind=process learns from"),
         ({"input": "how ?", "output": "red", "label": 1}, "one labelled response; rows need cho"),
     ],
 )
-def test_rows_that_compare_nothing(
-    tmp_path: Path, config: Make, row: dict[str, Any], words: str
-) -> None:
+def test_rows_that_compare_nothing(tmp_path: Path, config: Make, row: dict[str, Any], words: str) -> None:
     path = tmp_path / "odd.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises((ConfigError, DataError), match=words):
@@ -218,18 +199,11 @@ def test_rows_that_are_not_trained_on_are_listed(tmp_path: Path, config: Make) -
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        DEEP | {"train.ema": 0.9},
-        {"model.train": "lora", "model.lora.rank": 4, "reward_model.probe_layer": -2},
-    ],
+    [DEEP | {"train.ema": 0.9}, {"model.train": "lora", "model.lora.rank": 4, "reward_model.probe_layer": -2}],
     ids=["full", "lora"],
 )
 def test_stopped_and_resumed_is_the_same_run(
-    tmp_path: Path,
-    config: Make,
-    numbers: Read,
-    same_weights: Callable[..., bool],
-    changes: dict[str, Any],
+    tmp_path: Path, config: Make, numbers: Read, same_weights: Callable[..., bool], changes: dict[str, Any]
 ) -> None:
     options = config(tmp_path, train__prompts_per_step=12, run__max_steps=5) | changes
     reward_training.run(options | {"run.name": "whole"})  # an epoch ends within the third step
@@ -243,9 +217,7 @@ def test_stopped_and_resumed_is_the_same_run(
     assert heads[0].read_bytes() == heads[1].read_bytes()
 
 
-def test_a_reward_model_is_trained_further_with_its_head(
-    tmp_path: Path, config: Make, trained: Path
-) -> None:
+def test_a_reward_model_is_trained_further_with_its_head(tmp_path: Path, config: Make, trained: Path) -> None:
     further = config(tmp_path, model__path=str(trained), run__max_steps=1, train__lr=1e-9)
     assert reward_training.run(further | {"run.name": "bt"})["rm/accuracy"] == 1
     folders = [trained, tmp_path / "bt" / "checkpoints" / "step-1"]
@@ -275,9 +247,7 @@ def test_the_card_says_whose_scores_it_keeps(tmp_path: Path, config: Make, rows:
 
 
 @pytest.mark.parametrize("margin", ["high", float("nan"), float("inf"), -1, "-0.5"])
-def test_a_margin_that_asks_for_no_lead_is_a_bad_row(
-    tmp_path: Path, config: Make, rows: Path, margin: Any
-) -> None:
+def test_a_margin_that_asks_for_no_lead_is_a_bad_row(tmp_path: Path, config: Make, rows: Path, margin: Any) -> None:
     good = [json.loads(line) for line in (rows / "train-pairs.jsonl").read_text().splitlines()[:8]]
     lines = [row | {"images": [str(rows / image) for image in row["images"]]} for row in good]
     path = tmp_path / "margins.jsonl"
@@ -304,9 +274,7 @@ def test_the_average_is_a_reward_model_of_its_own(tmp_path: Path, config: Make) 
     assert [card and bool(card.statistics) for card in cards] == [True, False]
 
 
-def test_stock_transformers_loads_the_folder_and_export_takes_the_head_along(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_stock_transformers_loads_the_folder_and_export_takes_the_head_along(trained: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
     _, info = AutoModelForImageTextToText.from_pretrained(trained, output_loading_info=True)

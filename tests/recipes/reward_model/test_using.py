@@ -51,9 +51,7 @@ def test_ppo_with_a_critic_raises_the_score_of_the_model(
     assert 0 <= last["reward/accuracy"] <= 1 and np.isfinite(last["critic/loss"])
 
 
-def test_a_critic_draws_its_own_head_where_it_cannot_take_one(
-    tmp_path: Path, config: Make, deep: Path
-) -> None:
+def test_a_critic_draws_its_own_head_where_it_cannot_take_one(tmp_path: Path, config: Make, deep: Path) -> None:
     learned = {"verifier": "model", "args": {"path": str(deep), "normalise": True}}
     options = config(tmp_path, run__max_steps=1) | {
         "rollout.max_tokens": 2,
@@ -202,9 +200,7 @@ def test_a_damaged_reward_model_is_refused_before_the_run_has_a_folder(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_starts_from_a_reward_model_is_none(
-    tmp_path: Path, rl_config: Make, trained: Path
-) -> None:
+def test_what_starts_from_a_reward_model_is_none(tmp_path: Path, rl_config: Make, trained: Path) -> None:
     learned = {"verifier": "model", "name": "taste", "args": {"path": str(trained)}}
     options = rl_config(tmp_path, run__max_steps=1, model__path=str(trained))
     last = saccade.rl(options | {"reward.terms": [learned, "exact"], "reward.self_test": "off"})
@@ -244,8 +240,6 @@ def test_defaults_and_the_dry_run(config: Make, tmp_path: Path) -> None:
     process = load({"reward_model.kind": "process"}, command="reward-model")
     assert (process.train.lr, process.reward_model.max_tokens) == (1e-6, 2048)
     words = [f"{k}={json.dumps(v)}" for k, v in config(tmp_path).items() if k != "model.path"]
-    shown = CliRunner().invoke(
-        app, ["reward-model", *words, "model.path=tiny:qwen2_5_vl", "--dry-run"]
-    )
+    shown = CliRunner().invoke(app, ["reward-model", *words, "model.path=tiny:qwen2_5_vl", "--dry-run"])
     assert shown.exit_code == 0, shown.output
     assert "pairs per step" in shown.output and "512 tokens" in shown.output

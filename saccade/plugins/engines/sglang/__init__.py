@@ -123,9 +123,7 @@ class SglangEngine:
         self._sglang.close()
 
 
-def as_in_folder(
-    source: WeightSource, shapes: dict[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
+def as_in_folder(source: WeightSource, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     """Yield weights under the names of the folder that SGLang loaded, which it understands. Names
     and shapes are compared both ways.
     """

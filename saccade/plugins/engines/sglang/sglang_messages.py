@@ -19,9 +19,7 @@ BANNED = -1e9  # added to a logit; JSON has no infinity
 FINISH = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
-def body_of(
-    request: Request, family: Family, encode: Callable[[Media], str], version: int
-) -> dict[str, Any]:
+def body_of(request: Request, family: Family, encode: Callable[[Media], str], version: int) -> dict[str, Any]:
     """One placeholder per image, which SGLang expands again."""
     sampling = request.sampling
     if sampling.first is not None:
@@ -62,15 +60,11 @@ def _name(media: Media, version: int) -> str:
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
-def completion_of(
-    request: Request, answer: Mapping[str, Any], *, version: int, aborted: bool
-) -> Completion:
+def completion_of(request: Request, answer: Mapping[str, Any], *, version: int, aborted: bool) -> Completion:
     info = answer["meta_info"]
     reason = info["finish_reason"]
     if reason["type"] == "abort" and not aborted:
-        raise EnvironmentProblem(
-            f"sglang gave up request {request.key}: {reason.get('message')}; see its log"
-        )
+        raise EnvironmentProblem(f"sglang gave up request {request.key}: {reason.get('message')}; see its log")
     _compare_prompt(request, answer, aborted)
     triples = info.get("output_token_logprobs") or []  # (log-prob, id, text); none if it waited
     return Completion(

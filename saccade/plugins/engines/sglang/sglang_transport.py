@@ -49,9 +49,7 @@ def problem() -> str:
     except Exception as error:  # whatever a library raises that does not fit the machine
         return f"sglang cannot be imported ({error}); install it anew: {HOW_TO_INSTALL}"
     lacks = [name for name in NEEDED if name not in known]
-    return (
-        f"sglang has no {', '.join(lacks)}; install a newer one: {HOW_TO_INSTALL}" if lacks else ""
-    )
+    return f"sglang has no {', '.join(lacks)}; install a newer one: {HOW_TO_INSTALL}" if lacks else ""
 
 
 class InProcess:
@@ -161,9 +159,7 @@ class OverHttp:
                 "sglang.launch_server, or leave out rollout.engine_args.url to run it here"
             ) from error
         if answer.status_code != 200:
-            raise EnvironmentProblem(
-                f"sglang refused {path} ({answer.status_code}): {answer.text[:500]}"
-            )
+            raise EnvironmentProblem(f"sglang refused {path} ({answer.status_code}): {answer.text[:500]}")
         return answer.content
 
 

@@ -47,17 +47,13 @@ def probe() -> Probe:
     except Exception as error:  # whatever a library raises that does not fit the machine
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return Probe(
-            version=_version(),
-            problem=f"vllm cannot be imported ({why}); use one for this torch: {HOW_TO_INSTALL}",
+            version=_version(), problem=f"vllm cannot be imported ({why}); use one for this torch: {HOW_TO_INSTALL}"
         )
-    problem = (
-        f"vllm has no {', '.join(lacks)}; install a newer one: {HOW_TO_INSTALL}" if lacks else ""
-    )
+    problem = f"vllm has no {', '.join(lacks)}; install a newer one: {HOW_TO_INSTALL}" if lacks else ""
     return Probe(
         version=_version(),
         device=platform.device_type,
-        sleeps=platform.is_sleep_mode_available()
-        and getattr(platform, "is_cumem_allocator_available", bool)(),
+        sleeps=platform.is_sleep_mode_available() and getattr(platform, "is_cumem_allocator_available", bool)(),
         lacks=lacks,
         problem=problem,
     )

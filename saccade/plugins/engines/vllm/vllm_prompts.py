@@ -19,9 +19,7 @@ from saccade.types import Request
 GOLDEN = 0x9E3779B97F4A7C15  # spreads small numbers over 64 bits
 
 
-def prompt_of(
-    request: Request, picture: Callable[[Any], np.ndarray], version: int | None
-) -> dict[str, Any]:
+def prompt_of(request: Request, picture: Callable[[Any], np.ndarray], version: int | None) -> dict[str, Any]:
     prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request)}
     if request.media:
         shown = [span.media for span in request.media]

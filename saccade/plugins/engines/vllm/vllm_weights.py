@@ -18,10 +18,7 @@ from torch import Tensor
 
 from saccade.engines.weights import checksum
 
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 CHECKED = 16  # tensors of each hand-over, others the next time
 
 
@@ -44,9 +41,7 @@ class Place:
     rows: int
 
     @classmethod
-    def find(
-        cls, name: str, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor]
-    ) -> Place | None:
+    def find(cls, name: str, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor]) -> Place | None:
         shape = shapes[name]
         if name in parameters:
             same = tuple(parameters[name].shape) == shape

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -76,9 +73,7 @@ class Loader:
         model.compute_logits = without
 
     @torch.no_grad()
-    def saccade_load(
-        self, weights: Iterable[tuple[str, Tensor]] | tuple[str, ...]
-    ) -> tuple[set, set]:
+    def saccade_load(self, weights: Iterable[tuple[str, Tensor]] | tuple[str, ...]) -> tuple[set, set]:
         """Write weights. Returns the names of parameters that were written, and of all. `weights`:
         pairs, or files of them when they come from another process.
         """
@@ -100,11 +95,7 @@ class Loader:
     def saccade_places(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Place]:
         """Where tensors of these names lie, if they lie there as they are handed over."""
         parameters = dict(self.model_runner.get_model().named_parameters())
-        return {
-            name: place
-            for name in shapes
-            if (place := Place.find(name, shapes, parameters)) is not None
-        }
+        return {name: place for name in shapes if (place := Place.find(name, shapes, parameters)) is not None}
 
     def saccade_checksums(self, places: dict[str, Place]) -> dict[str, int]:
         parameters = dict(self.model_runner.get_model().named_parameters())
