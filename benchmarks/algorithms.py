@@ -23,11 +23,11 @@ import numpy as np
 
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig
+from saccade.config.schema.presets import PRESETS
 from saccade.models import tiny
 from saccade.plugins.quickstart import quickstart
 from saccade.recipes import rl, sft
-from saccade.schema.presets import PRESETS
-from saccade.tracking.loggers import read_metrics
+from saccade.run.loggers import read_metrics
 
 ROLLOUTS = 512  # of a step, whatever the preset's samples per prompt
 SIZE = {"demonstrations": 400, "prompts": 6000, "evaluation": 600, "sft": 100}

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from saccade.tracking.console import Console
-from saccade.tracking.metrics import group_metrics
+from saccade.run.console import Console
+from saccade.run.metrics import group_metrics
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 
 PICTURE = Media(hash="aa11", width=56, height=56, data=b"file")

@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from model import build
 
-from saccade.checkpoint import copy_processor
 from saccade.config import Config, load
-from saccade.contents import write_files
 from saccade.plugins.quickstart import counting
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_forward import train_ratings
 from saccade.plugins.reward_models.reward_rows import named, rows_of
 from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import reward_sample
+from saccade.run.checkpoint import copy_processor
+from saccade.system.contents import write_files
 from saccade.trainer.local import LocalBackend
 from saccade.types import Sample
 

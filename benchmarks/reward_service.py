@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from saccade.rewards.remote import Remote
+from saccade.config.schema import RemoteConfig, RewardConfig
+from saccade.plugins.judges.remote import Remote
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
-from saccade.schema import RemoteConfig, RewardConfig
 
 TOKEN = "sesame"
 KINDS = (  # gold and a right answer, by number

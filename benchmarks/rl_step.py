@@ -29,8 +29,8 @@ from works import WORKS, Work, parse, sequences, write_result, write_rows
 
 import saccade
 from saccade.models.load import load_model
-from saccade.recipes.run import Run
-from saccade.tracking.loggers import read_metrics
+from saccade.run.loggers import read_metrics
+from saccade.run.training_run import Run
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.types import Batch

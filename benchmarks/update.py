@@ -29,15 +29,15 @@ import torch
 from model import TEXT, VISION
 from rl_step import WORKS
 
-from saccade import devices, flops, shapes
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.forest import attention
 from saccade.forest.packing import pack
 from saccade.media.images import open_media
-from saccade.models import tiny
+from saccade.models import flops, shapes, tiny
 from saccade.models.families import Family, load_family
 from saccade.models.fused import fuse
+from saccade.system import devices
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss

@@ -122,7 +122,7 @@ def _supervised(out: Path, config: dict[str, Any]) -> str:
 
 
 def _last_checkpoint(run: Path) -> str:
-    from saccade.checkpoint import complete_steps
+    from saccade.run.checkpoint import complete_steps
 
     return str(run / "checkpoints" / f"step-{complete_steps(run / 'checkpoints')[-1]}")
 
@@ -134,7 +134,7 @@ def _curve(run: Path) -> list[float]:
 
 
 def _parameters(folder: Path) -> int:
-    from saccade.checkpoint import tensor_shapes
+    from saccade.run.checkpoint import tensor_shapes
 
     return int(sum(np.prod(shape) for shape in tensor_shapes(folder)))
 

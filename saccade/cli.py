@@ -21,11 +21,11 @@ import typer
 
 from saccade import __version__
 from saccade.cli_run import as_override, overrides_of, read_config, run_recipe, show_error
-from saccade.disk import refusal, require_writable
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 from saccade.plugins.visual_search.data_commands import data_commands
 from saccade.registry import Table
-from saccade.tracking.messages import shown_by
+from saccade.run.messages import shown_by
+from saccade.system.disk import refusal, require_writable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -261,7 +261,7 @@ def export(
 ) -> None:
     """Write a stand-alone Hugging Face folder from a checkpoint."""
     import_module("saccade.recipes.model_setup").quiet_libraries()
-    exporting = import_module("saccade.export")
+    exporting = import_module("saccade.run.export")
     folder = exporting.export(checkpoint, out, dtype, verify, adapter_only)
     print(f"wrote {folder}{exporting.pictures(folder)}")
 
@@ -284,8 +284,8 @@ def inspect_data(
 ) -> None:
     """Look at every row and image of a data set and list what is wrong, row by row."""
     from saccade.cli_run import print_report, refuse_data
-    from saccade.data.check_rows import write_fixed
-    from saccade.recipes.check_data import run
+    from saccade.plugins.check_data.check_data import run
+    from saccade.plugins.check_data.check_rows import write_fixed
 
     if fix is not None and fix.exists():
         raise ConfigError(f"--fix {fix} exists; give a new file, nothing is overwritten")

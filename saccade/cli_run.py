@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from saccade.config import Config
-    from saccade.data.check_rows import Report
+    from saccade.plugins.check_data.check_rows import Report
 
 LISTED = 20  # bad rows on the screen
 MODULES = {
     "rl": "recipes.rl",
     "sft": "recipes.sft",
-    "dpo": "recipes.dpo",
+    "dpo": "plugins.preferences.dpo",
     "reward-model": "plugins.reward_models.reward_training",
     "eval": "recipes.evaluate",
     "generate": "recipes.generate",
@@ -118,7 +118,7 @@ def _print_plan(config: Config, name: str, *, full: bool) -> None:
     from saccade.algorithms.describe import cells, describe
     from saccade.checks import not_counted
     from saccade.checks.plan import plan
-    from saccade.notation import write
+    from saccade.config.notation import write
 
     algorithm = from_config(config) if name == "rl" else None
     if config.reward.given:

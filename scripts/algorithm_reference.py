@@ -25,7 +25,7 @@ from saccade.algorithms.policy_losses import LOSSES, LossInputs  # noqa: E402
 from saccade.algorithms.resolved_algorithm import Algorithm  # noqa: E402
 from saccade.algorithms.table import Entry  # noqa: E402
 from saccade.config import AlgorithmConfig  # noqa: E402
-from saccade.schema.presets import ADD_ONS, PRESETS  # noqa: E402
+from saccade.config.schema.presets import ADD_ONS, PRESETS  # noqa: E402
 
 PAGE = ROOT / "docs" / "algorithms.md"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

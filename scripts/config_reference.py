@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
 
 from saccade.config import Config, DataSource, RewardTerm, Section, options, type_name  # noqa: E402
-from saccade.schema import CorrectionConfig  # noqa: E402
-from saccade.schema.section import about  # noqa: E402
+from saccade.config.schema import CorrectionConfig  # noqa: E402
+from saccade.config.schema.section import about  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration

@@ -109,7 +109,7 @@ def algorithms() -> dict[str, Any]:
     """What every preset, and every recipe of reinforcement learning, resolves to."""
     from saccade.algorithms.build import from_config
     from saccade.config import load
-    from saccade.schema.presets import PRESETS
+    from saccade.config.schema.presets import PRESETS
 
     sources: dict[str, Any] = {name: {"algorithm.preset": name} for name in PRESETS}
     for path in sorted((ROOT / "configs").glob("*.yaml")):

@@ -64,7 +64,7 @@ def same_kernels() -> Iterator[None]:
 @pytest.fixture
 def said() -> Iterator[list[str]]:
     """Messages of the package, as a terminal would show them."""
-    from saccade.tracking.messages import shown_by
+    from saccade.run.messages import shown_by
 
     texts: list[str] = []
     with shown_by(texts.append):
@@ -192,7 +192,7 @@ def numbers() -> Callable[[Path], list[dict[str, Any]]]:
     """The metrics of a run without what a clock or the memory of the machine has a say in."""
 
     def read(folder: Path) -> list[dict[str, Any]]:
-        from saccade.tracking.loggers import read_metrics
+        from saccade.run.loggers import read_metrics
 
         measured = ("time", "perf/", "mem/")
         return [

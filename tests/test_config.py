@@ -24,8 +24,8 @@ from saccade.config import (
     type_name,
     unknown_key,
 )
+from saccade.config.notation import ELSEWHERE, NAMES, RENAMED, parse
 from saccade.errors import ConfigError
-from saccade.notation import ELSEWHERE, NAMES, RENAMED, parse
 from saccade.plugins.init.init_config import write_config
 
 REPOSITORY = Path(__file__).resolve().parent.parent

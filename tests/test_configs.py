@@ -16,6 +16,7 @@ from saccade.checks import check
 from saccade.checks.smoke import model_type, smoke, with_examples
 from saccade.cli_run import MODULES
 from saccade.config import Config, load
+from saccade.config.schema import options
 from saccade.data import datasets
 from saccade.errors import ConfigError
 from saccade.recipes import generate, parts
@@ -23,7 +24,6 @@ from saccade.rewards.response_formats import FORMATS
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import VERIFIERS
-from saccade.schema import options
 from saccade.trainer.schedule import rate
 from saccade.types import Sample
 

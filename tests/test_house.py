@@ -16,10 +16,10 @@ from saccade.recipes import rl
 
 PACKAGE = str(Path(saccade.__file__).parent)
 # Commands of plugins are recipes, too.
-READ_CONFIG = ("config", "schema", "checks", "recipes", "plugins", "cli", "cli_run")
+READ_CONFIG = ("config", "checks", "recipes", "run", "plugins", "cli", "cli_run")
 # Who else still takes a whole config, and functions with more than eight parameters: both lists
 # only shrink.
-STILL_READ_CONFIG = {"algorithms", "data"}
+STILL_READ_CONFIG = {"algorithms"}
 STILL_WIDE = {
     *("_attend", "_gradient", "_trajectory", "collect", "decode_attention", "episode", "iou"),
     *("keep", "open_video", "read_logprobs", "varlen", "write_gradient"),

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from saccade.recipes import check_data, rl
-from saccade.tracking.loggers import read_metrics
+from saccade.plugins.check_data import check_data
+from saccade.recipes import rl
+from saccade.run.loggers import read_metrics
 
 # file, reward, prompt format, images per row
 SETS: dict[str, tuple[str, Any, str, int]] = {

@@ -14,11 +14,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from saccade import checkpoint
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import TrainingError
-from saccade.recipes import check_data, model_setup, questions, rl, sft
+from saccade.plugins.check_data import check_data
+from saccade.recipes import model_setup, questions, rl, sft
+from saccade.run import checkpoint
 
 Make = Callable[..., dict[str, Any]]
 Read = Callable[[Path], list[dict[str, Any]]]

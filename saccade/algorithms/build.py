@@ -18,10 +18,10 @@ from saccade.algorithms.kl import KINDS
 from saccade.algorithms.resolved_algorithm import AXES, Algorithm, Correct, OldMode
 from saccade.algorithms.table import Entry, canonical, find, parsed, unknown
 from saccade.config import AlgorithmConfig, Config, load
+from saccade.config.schema import CorrectionConfig
+from saccade.config.schema.presets import ADD_ONS, row_of
+from saccade.config.schema.section import without_effect
 from saccade.errors import ConfigError
-from saccade.schema import CorrectionConfig
-from saccade.schema.presets import ADD_ONS, row_of
-from saccade.schema.section import without_effect
 
 EXAMPLES = {"low": 0.97, "high": 1.03, "threshold": 0.01}  # bounds of a correction
 FIELDS = AlgorithmConfig.model_fields

@@ -13,8 +13,8 @@ from saccade.algorithms.algorithm_state import LARGEST_ERROR
 from saccade.algorithms.filters import EXCLUDABLE
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import unknown
+from saccade.config.schema import AlgorithmConfig
 from saccade.errors import ConfigError
-from saccade.schema import AlgorithmConfig
 
 
 def refuse_contradictions(algorithm: Algorithm) -> None:

@@ -13,8 +13,8 @@ from saccade.algorithms.build import resolve
 from saccade.algorithms.resolved_algorithm import Algorithm, Options
 from saccade.algorithms.table import Entry
 from saccade.config import AlgorithmConfig, FilterConfig, RolloutConfig, options
-from saccade.schema.presets import ADD_ONS, PRESETS
-from saccade.schema.section import about
+from saccade.config.schema.presets import ADD_ONS, PRESETS
+from saccade.config.schema.section import about
 
 
 def explain(preset: str | None = None) -> str:

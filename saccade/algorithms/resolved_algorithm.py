@@ -18,7 +18,7 @@ from saccade.algorithms.corrections import CORRECTIONS
 from saccade.algorithms.kl import KINDS
 from saccade.algorithms.policy_losses import LOSSES
 from saccade.algorithms.table import Entry, find
-from saccade.schema import AlgorithmConfig
+from saccade.config.schema import AlgorithmConfig
 
 AXES: Mapping[str, Mapping[str, Entry]] = {"advantage": ADVANTAGES, "policy_loss": LOSSES, "aggregation": AGGREGATIONS}
 OldMode = Literal["detach", "recompute", "rollout"]

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from saccade.checks import model_rules, offline, rows, steps
 from saccade.config import Config, Section
+from saccade.config.schema.section import ANSWERING, about, chosen, without_effect
 from saccade.errors import ConfigError
-from saccade.schema.section import ANSWERING, about, chosen, without_effect
 
 Rule = Callable[[Config], Iterator[str]]
 

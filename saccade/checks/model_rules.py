@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 from saccade.checks import offline
 from saccade.config import ADAPTED, Config
+from saccade.config.schema import HttpConfig
+from saccade.config.schema.section import chosen
 from saccade.models.files import SERIES_FILE
-from saccade.schema import HttpConfig
-from saccade.schema.section import chosen
 
 # Lists of names, as a user may write them.
 EXAMPLES = {

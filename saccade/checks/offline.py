@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from saccade.algorithms.preference import PREFERENCES, WITHOUT_REFERENCE
 from saccade.config import Config
+from saccade.plugins.preferences.preference_losses import PREFERENCES, WITHOUT_REFERENCE
 
 
 def folder(field: str, path: str) -> Iterator[str]:

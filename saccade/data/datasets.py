@@ -24,18 +24,18 @@ from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.dataset import POSITIONS, PROMPT_LIMIT, BadRow, Dataset, Part, keep, refuse_first, too_many
 from saccade.data.formats import FORMATS, Format, OpenImage, detect, read_row, row_id, writable
-from saccade.data.mappings import apply, load_mapping
-from saccade.data.pairwise_prompts import judged
 from saccade.data.records import content_hash
 from saccade.data.shorten import POLICIES
 from saccade.data.sources import Row, open_source
 from saccade.data.stream import Stream
-from saccade.data.unused_media import FOR_REWARDS, unread_media
 from saccade.errors import ConfigError, DataError
 from saccade.media.blob_file import Spill
 from saccade.media.images import ImageError
 from saccade.media.kinds import open_any
 from saccade.media.media_files import located, source_kind
+from saccade.plugins.check_data.unused_media import FOR_REWARDS, unread_media
+from saccade.plugins.preferences.mappings import apply, load_mapping
+from saccade.plugins.preferences.pairwise_prompts import judged
 from saccade.types import Media, Sample
 
 __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]

@@ -22,10 +22,10 @@ import numpy as np
 
 from saccade.config import DataConfig
 from saccade.data.chats import Picture, RowError, Turns, arrange, parse_json, read_chat
-from saccade.data.preference_rows import check_labels, read_candidates, read_label
 from saccade.data.records import WRITTEN, content_hash, plain
 from saccade.errors import ConfigError, DataError
 from saccade.media.kinds import KINDS
+from saccade.plugins.preferences.preference_rows import check_labels, read_candidates, read_label
 from saccade.types import Media, Message, Sample
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -22,12 +22,12 @@ from PIL import Image
 
 from saccade.config import EnvConfig
 from saccade.environments import calls
-from saccade.environments.calculator import calculate
 from saccade.environments.calls import CallError, Written
 from saccade.environments.crop import Views, zoom
 from saccade.environments.protocol import Setting, Step
 from saccade.environments.texts import said, words
 from saccade.media.images import open_media
+from saccade.plugins.calculator.calculator import calculate
 from saccade.types import Media, Message, Sample
 
 Role = Literal["user", "tool"]

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from saccade.contents import File, on_host, tensor_file
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.models.reward_card import REWARD_FILE, Card, read_card
+from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, read_card
+from saccade.system.contents import File, on_host, tensor_file
 
 
 def attach_score(model: nn.Module, *, seed: int) -> None:

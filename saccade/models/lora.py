@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from saccade.config import LoraConfig
-from saccade.contents import File, on_host, pretrained, tensor_file
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
 from saccade.models.load import matches
+from saccade.system.contents import File, on_host, pretrained, tensor_file
 
 FOLDER = "adapter"  # inside a checkpoint; at its root transformers would lay it over merged weights
 WEIGHTS = "adapter_model.safetensors"

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import ConfigError
-from saccade.models.tiny_families import CONFIGS, PLAIN, SPECIAL, TEMPLATE, TEXT, Names, processor_files, settings_of
+from saccade.plugins.families.tiny_families import (
+    CONFIGS,
+    PLAIN,
+    SPECIAL,
+    TEMPLATE,
+    TEXT,
+    Names,
+    processor_files,
+    settings_of,
+)
 
 __all__ = ["CONFIGS", "SPECIAL", "TEMPLATE", "TEXT", "build", "make_tokenizer"]
 

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from saccade.contents import File
 from saccade.models.families import Family
 from saccade.registry import Table
+from saccade.system.contents import File
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from saccade import statistics
 from saccade.data.suites import ROTATION_OF
 from saccade.rewards.scorer import Scorer
-from saccade.tracking.metrics import interval_of
+from saccade.run import statistics
+from saccade.run.metrics import interval_of
 from saccade.types import ALWAYS_EXCLUDED, Group, Trajectory
 
 MOST_CATEGORIES = 40

@@ -18,8 +18,8 @@ from saccade.data.datasets import Stream
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.recipes import questions
-from saccade.recipes.quarantine import Quarantine
 from saccade.recipes.to_trajectory import dialogue
+from saccade.run.quarantine import Quarantine
 from saccade.types import Batch
 
 

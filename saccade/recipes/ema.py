@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from saccade.checkpoint import copy_processor
 from saccade.config import Config
-from saccade.contents import File
 from saccade.models.families import Family
 from saccade.recipes import model_setup
+from saccade.run.checkpoint import copy_processor
+from saccade.system.contents import File
 from saccade.trainer.local import LocalBackend
 
 FOLDER = "ema"

@@ -11,15 +11,15 @@ from saccade.config import Config, DataConfig
 from saccade.engines import Engine
 from saccade.engines.builders import build
 from saccade.engines.embedded.kv_cache import shape_of, why_no_kernels
-from saccade.engines.http import HttpEngine
-from saccade.engines.replicas.replica_pool import start_replicas
 from saccade.engines.settings import Settings
 from saccade.errors import ConfigError
-from saccade.http_client.chat_client import ChatClient
 from saccade.models import experts
 from saccade.models.families import Family
-from saccade.models.families.endpoint import endpoint_family
 from saccade.models.load import pick_dtype
+from saccade.plugins.engines.http import HttpEngine
+from saccade.plugins.engines.http_family import endpoint_family
+from saccade.plugins.engines.replicas.replica_pool import start_replicas
+from saccade.plugins.judges.http_client.chat_client import ChatClient
 from saccade.recipes import model_setup, parts
 from saccade.recipes.model_setup import Policy
 from saccade.rewards.scorer import Scorer

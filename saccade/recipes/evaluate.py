@@ -25,22 +25,22 @@ from saccade.engines import Engine
 from saccade.environments import gives_rewards
 from saccade.media.pixel_cache import DECODED
 from saccade.models.families import Family
-from saccade.models.reward_card import Card, read_card
+from saccade.plugins.reward_models.reward_card import Card, read_card
 from saccade.recipes import accuracy, model_setup, parts, questions
 from saccade.recipes.engines import answering_engine, answering_family, expenses
 from saccade.recipes.failures import Judged, check_errors, refuse_errors
-from saccade.recipes.quarantine import Quarantine
 from saccade.recipes.rescore import rescored
 from saccade.recipes.results import Result, kept_if_filled, places, write_files, write_results
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
-from saccade.tracking.console import Console, unscored
-from saccade.tracking.folder import QUARANTINE, RESULTS
-from saccade.tracking.metrics import episode_metrics, without_scores
-from saccade.tracking.report_table import REPORTS
-from saccade.tracking.trajectories import Decoders, TrajectoryWriter
+from saccade.run.console import Console, unscored
+from saccade.run.folder import QUARANTINE, RESULTS
+from saccade.run.metrics import episode_metrics, without_scores
+from saccade.run.quarantine import Quarantine
+from saccade.run.report_table import REPORTS
+from saccade.run.trajectories import Decoders, TrajectoryWriter
 from saccade.types import ALWAYS_EXCLUDED, Group
 
 log = logging.getLogger(__name__)

@@ -26,20 +26,20 @@ from saccade.config import Config, load
 from saccade.data.prompts import WORDED
 from saccade.data.records import content_hash
 from saccade.data.written_chats import dialogue_row
-from saccade.disk import require_writable
 from saccade.environments import gives_rewards
 from saccade.errors import ConfigError
 from saccade.models.files import stamp
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import measured, measures, score_terms
 from saccade.recipes.engines import answering_engine, answering_family, expenses
-from saccade.recipes.quarantine import Quarantine
 from saccade.recipes.selection import SELECT, write_selected
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards
-from saccade.tracking.console import Console
-from saccade.tracking.folder import differences, write_whole
+from saccade.run.console import Console
+from saccade.run.folder import differences, write_whole
+from saccade.run.quarantine import Quarantine
+from saccade.system.disk import require_writable
 from saccade.types import Group
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from pathlib import Path
 from saccade.config import Config
 from saccade.models.families import Family
 from saccade.models.towers import TOWERS
-from saccade.tracking.folder import write_whole
+from saccade.run.folder import write_whole
 from saccade.types import Message, Sample
 
 Length = Callable[[Sample], int]

@@ -15,17 +15,17 @@ import torch
 
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import ADAPTED, Config
-from saccade.devices import limit_memory
 from saccade.errors import ConfigError
 from saccade.models import lora, tiny
 from saccade.models.families import Family, load_family
 from saccade.models.files import SERIES_FILE, require_whole
 from saccade.models.heads import attach_score, start_score
 from saccade.models.load import freeze, load_model, pick_device, pick_dtype
-from saccade.models.reward_card import SECTION, flaw
 from saccade.models.towers import TOWERS
+from saccade.plugins.reward_models.reward_card import SECTION, flaw
+from saccade.plugins.reward_models.reward_model_term import RewardModel, model_terms
 from saccade.registry import Table
-from saccade.rewards.reward_model_term import RewardModel, model_terms
+from saccade.system.devices import limit_memory
 from saccade.trainer import Reference
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.reference import AdapterReference

@@ -20,14 +20,14 @@ from saccade.algorithms.loss_sums import to_metrics
 from saccade.checks.plan import total_steps
 from saccade.config import Config, load
 from saccade.data.datasets import Dataset, Stream
-from saccade.disk import require_writable
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
 from saccade.recipes import ema, model_setup, parts
 from saccade.recipes.failures import guard
-from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation, make_evaluator
-from saccade.recipes.work import sft_work
+from saccade.run.training_run import Run
+from saccade.run.work import sft_work
+from saccade.system.disk import require_writable
 from saccade.trainer import Loss, Update
 from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Sample

@@ -14,7 +14,7 @@ import numpy as np
 from saccade.config import Config
 from saccade.engines import Engine, parity
 from saccade.recipes.parts import rollout_sampling
-from saccade.recipes.quarantine import decode_error
+from saccade.run.quarantine import decode_error
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Sample

@@ -15,11 +15,11 @@ from saccade.config import Config, DataConfig, DataSource
 from saccade.data import datasets, prompts, suites
 from saccade.data.chats import RowError
 from saccade.data.dataset import POSITIONS, PROMPT_LIMIT
-from saccade.data.preference_rows import chosen_first
 from saccade.data.sources import set_names
 from saccade.environments import KINDS
 from saccade.errors import DataError
 from saccade.models.families import Family
+from saccade.plugins.preferences.preference_rows import chosen_first
 from saccade.recipes.length_cache import cached_lengths
 from saccade.rewards.resolve import verifiers_for
 from saccade.rewards.verifiers import VERIFIERS

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from saccade.codec import decode
 from saccade.config import Config
 from saccade.errors import ConfigError
 from saccade.recipes import parts
@@ -23,6 +22,7 @@ from saccade.rewards.combine import DROPPED, Scored, drops_group
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import parsed
+from saccade.system.codec import decode
 from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Media
 
 log = logging.getLogger(__name__)

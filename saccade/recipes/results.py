@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from saccade.codec import encode
 from saccade.config import Config
-from saccade.disk import require_writable
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.recipes.accuracy import Scores, Table
 from saccade.rewards.reward_sample import image_records
-from saccade.tracking.folder import METRICS, RESULTS
+from saccade.run.folder import METRICS, RESULTS
+from saccade.system.codec import encode
+from saccade.system.disk import require_writable
 from saccade.types import Group, Trajectory
 
 ANSWERS = "answers"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from saccade import checkpoint, checks
+from saccade import checks
 from saccade.algorithms import algorithm_state, annotate, select
 from saccade.algorithms.algorithm_state import AlgorithmState
 from saccade.algorithms.annotate import add_advantages, add_corrections
@@ -25,7 +25,6 @@ from saccade.algorithms.estimator_inputs import ComponentWeights
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
 from saccade.config import Config, load
-from saccade.disk import require_writable
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
@@ -33,10 +32,12 @@ from saccade.recipes import ema, model_setup, parity_check, parts, questions
 from saccade.recipes.rl_rollout import Rollouts, sample_groups
 from saccade.recipes.rl_setup import set_up
 from saccade.recipes.rl_update import Learners, update_models
-from saccade.recipes.run import Run
-from saccade.recipes.work import rl_work
 from saccade.rollout.scoring import unread
-from saccade.tracking.metrics import signal_metrics
+from saccade.run import checkpoint
+from saccade.run.metrics import signal_metrics
+from saccade.run.training_run import Run
+from saccade.run.work import rl_work
+from saccade.system.disk import require_writable
 from saccade.trainer import Reference
 from saccade.trainer.local import LocalBackend
 from saccade.types import Group, Metrics, Sample

@@ -26,11 +26,11 @@ from saccade.models.families import Family
 from saccade.recipes import parts
 from saccade.recipes.accuracy import Scores, outcomes_by_source, score_terms
 from saccade.recipes.failures import check_errors
-from saccade.recipes.quarantine import Quarantine
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import collect
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
-from saccade.tracking.metrics import group_metrics
+from saccade.run.metrics import group_metrics
+from saccade.run.quarantine import Quarantine
 from saccade.types import ALWAYS_EXCLUDED, Group, Metrics
 
 # Bytes of pixels, a quarter of what is kept: more would push out those that are trained on.

@@ -15,7 +15,6 @@ from saccade.algorithms.describe import describe
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.checks.plan import total_steps
 from saccade.config import Config
-from saccade.contents import File
 from saccade.data.datasets import Dataset, Stream
 from saccade.models.families import Family
 from saccade.models.load import describe_trained
@@ -24,9 +23,10 @@ from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.engines import make_engine, require_support
 from saccade.recipes.rl_rollout import Sampler
 from saccade.recipes.rl_update import Learners, schedule_of
-from saccade.recipes.run import Run
 from saccade.recipes.validation import Validation, evaluator_of
 from saccade.rollout.stored import group_files, load_groups
+from saccade.run.training_run import Run
+from saccade.system.contents import File
 from saccade.trainer import Reference, Scoring
 from saccade.types import Group, Sample
 

@@ -17,7 +17,7 @@ from saccade.algorithms.select import Updates
 from saccade.config import TrainConfig
 from saccade.recipes.demonstrations import Demonstrations
 from saccade.recipes.failures import check_mismatch, guard
-from saccade.recipes.progress import Progress
+from saccade.run.progress import Progress
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss, ValueLoss

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from saccade.data.check_rows import convert
 from saccade.data.prompts import WORDED
+from saccade.plugins.check_data.check_rows import convert
 from saccade.types import STATUS_OF_END, Message, Sample, replace
 
 Response = Mapping[str, Any]

@@ -17,8 +17,8 @@ from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig
 from saccade.forest.packing import pack
 from saccade.recipes import model_setup, offline_loop, parts, questions
-from saccade.recipes.run import Run
 from saccade.recipes.to_trajectory import dialogue, document
+from saccade.run.training_run import Run
 from saccade.trainer import OWN, Loss
 from saccade.trainer.distil import DistillationLoss
 from saccade.trainer.losses import PolicyLoss

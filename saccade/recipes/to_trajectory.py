@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from saccade.algorithms.comparison import CHOSEN, REJECTED
 from saccade.models.families import Family
-from saccade.models.reward_card import from_turn, judged, written
+from saccade.plugins.preferences.comparison import CHOSEN, REJECTED
+from saccade.plugins.reward_models.reward_card import from_turn, judged, written
 from saccade.types import Group, Rendered, Sample, Source, Trajectory
 
 

@@ -12,10 +12,10 @@ from saccade.models.families import Family
 from saccade.recipes import model_setup, parity_check, parts
 from saccade.recipes.engines import make_engine
 from saccade.recipes.evaluate import Evaluator, describe
-from saccade.recipes.run import Measured, Run
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.scoring import unread
-from saccade.tracking.diagnosis import unread_answers
+from saccade.run.diagnosis import unread_answers
+from saccade.run.training_run import Measured, Run
 from saccade.trainer.local import LocalBackend
 
 log = logging.getLogger(__name__)

@@ -24,10 +24,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from saccade.process import Child, Ended
 from saccade.rewards.reward_sample import RewardSample, to_json
 from saccade.rewards.user_functions import late
 from saccade.rewards.verifiers import VERIFIERS
+from saccade.system.process import Child, Ended
 from saccade.types import Score
 
 START_LIMIT = 120.0  # seconds for a process to start and to import the function

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from saccade.rewards.boxes import read_boxes
-from saccade.rewards.choice import single_letter
+from saccade.plugins.verifiers.boxes import read_boxes
+from saccade.plugins.verifiers.choice import single_letter
 from saccade.rewards.extract import ANSWER_LINE, ANSWER_LINE_WINDOW, NUMBER, answer_scope, last_boxed
 from saccade.rewards.reward_sample import RewardSample
 

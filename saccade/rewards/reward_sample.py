@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from saccade.codec import plain
+from saccade.system.codec import plain
 from saccade.types import Media, Message, Sample, Score
 
 MEDIA = re.compile("<(image|video|audio|series)>")  # how a text shows that a medium stands there

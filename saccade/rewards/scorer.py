@@ -24,14 +24,14 @@ from typing import Any
 
 from saccade.config import RewardConfig
 from saccade.errors import ConfigError
+from saccade.plugins.judges.judge import Judge
+from saccade.plugins.judges.remote import Remote
+from saccade.plugins.judges.services import SERVICES, Service
+from saccade.plugins.reward_models.reward_model_term import Learned, RewardModel
 from saccade.rewards.combine import Pending, RewardRecipe, Scored, Term, combine
-from saccade.rewards.judge import Judge
 from saccade.rewards.pool import WorkerPool
-from saccade.rewards.remote import Remote
 from saccade.rewards.resolve import resolve_recipes, unknown
-from saccade.rewards.reward_model_term import Learned, RewardModel
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.services import SERVICES, Service
 from saccade.rewards.user_functions import split_name
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Sample, Score

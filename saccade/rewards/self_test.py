@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from saccade.errors import SelfTestError
+from saccade.plugins.verifiers.maths import equivalent
+from saccade.plugins.verifiers.numbers import single_number
 from saccade.rewards.combine import RewardRecipe, Scored, Term
-from saccade.rewards.maths import equivalent
-from saccade.rewards.numbers import single_number
 from saccade.rewards.pool import CRASHED
 from saccade.rewards.response_formats import FORMATS
 from saccade.rewards.reward_sample import RewardSample, reward_sample

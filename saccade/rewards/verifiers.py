@@ -14,20 +14,20 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Literal
 
+from saccade.plugins.reward_models.reward_model_term import model
+from saccade.plugins.verifiers import symbolic
+from saccade.plugins.verifiers.grounding import iou, point, right_boxes, right_point
+from saccade.plugins.verifiers.hybrid import hybrid, judge
+from saccade.plugins.verifiers.label_overlap import joined, labels_f1, labels_recall, token_f1, token_recall
+from saccade.plugins.verifiers.maths import math
+from saccade.plugins.verifiers.medical import medical
+from saccade.plugins.verifiers.numbers import count, gsm8k, number, relaxed
+from saccade.plugins.verifiers.short_answers import avqa, choice, dapo_math, digit, right_verdict, verdict
+from saccade.plugins.verifiers.text_match import contains_one_of, exact, regex
 from saccade.registry import Table
-from saccade.rewards import symbolic
-from saccade.rewards.grounding import iou, point, right_boxes, right_point
-from saccade.rewards.hybrid import hybrid, judge
-from saccade.rewards.label_overlap import joined, labels_f1, labels_recall, token_f1, token_recall
-from saccade.rewards.maths import math
-from saccade.rewards.medical import medical
-from saccade.rewards.numbers import count, gsm8k, number, relaxed
 from saccade.rewards.response_formats import FORMATS, check_think_boxed
-from saccade.rewards.reward_model_term import model
 from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.reward_shaping import length, overlong, repetition, tool_use
-from saccade.rewards.short_answers import avqa, choice, dapo_math, digit, right_verdict, verdict
-from saccade.rewards.text_match import contains_one_of, exact, regex
 from saccade.types import Sample, Score
 
 MATH_DEADLINE = 3.0  # seconds

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from saccade.process import connect, listen
 from saccade.rewards import user_functions as custom
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
+from saccade.system.process import connect, listen
 from saccade.types import Score
 
 Emit = Callable[[Mapping[str, Any]], None]

@@ -30,14 +30,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from saccade.codec import Arrays, decode, encode, files_of
 from saccade.config import EnvConfig
 from saccade.environments import Environment, Own, Setting, Step, build, instruction, is_own, load_own, problems
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.blob_file import encoded, root_hash
 from saccade.media.images import decode as pixels
-from saccade.process import LARGEST, Block, Channel, Child, Ended, connect, end, end_with_parent, listen
 from saccade.rewards.extract import extract
+from saccade.system.codec import Arrays, decode, encode, files_of
+from saccade.system.process import LARGEST, Block, Channel, Child, Ended, connect, end, end_with_parent, listen
 from saccade.types import Media, Message, Sample
 
 START_LIMIT = 120.0  # seconds for a host to import the user's file

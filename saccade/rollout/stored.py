@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from saccade.codec import VERSION, Arrays, MissingFile, decode, encode, files_of, plain
-from saccade.contents import File, text_file
 from saccade.errors import DataError
+from saccade.system.codec import VERSION, Arrays, MissingFile, decode, encode, files_of, plain
+from saccade.system.contents import File, text_file
 from saccade.types import Group, Sample, Trajectory
 
 ROWS, ARRAYS = "groups.json", "groups.safetensors"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from saccade.algorithms.loss_sums import LossSums
-from saccade.contents import File
 from saccade.models.families import Family
+from saccade.system.contents import File
 from saccade.types import Batch, Metrics
 
 Objective = Callable[[], tuple[Tensor, LossSums]]

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from saccade.devices import free_bytes, total_bytes
+from saccade.system.devices import free_bytes, total_bytes
 
 # Of the device's memory, never planned with: fragments between blocks, workspaces of libraries.
 MARGIN = 0.04

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from saccade.algorithms.loss_sums import LossSums, to_metrics
 from saccade.config import TrainConfig
-from saccade.contents import File, held, tensor_file
 from saccade.forest.logprobs import read_logprobs
 from saccade.forest.packing import halves
 from saccade.forest.to_device import to_device
@@ -30,6 +29,7 @@ from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.heads import RewardHead, read_scores, without_reward
 from saccade.models.load import banned_mask, hidden_states, media_inputs, negated
+from saccade.system.contents import File, held, tensor_file
 from saccade.trainer import Loss, Scoring, Update, model_state
 from saccade.trainer.checkpointing import Recompute
 from saccade.trainer.forward_inputs import Ahead, Inputs, inputs_of

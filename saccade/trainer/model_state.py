@@ -10,11 +10,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from saccade.contents import File, held, pretrained
 from saccade.errors import EnvironmentProblem
 from saccade.models import lora
 from saccade.models.heads import reward_file, without_reward
 from saccade.models.towers import TOWERS
+from saccade.system.contents import File, held, pretrained
 
 
 def require_same(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:

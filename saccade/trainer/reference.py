@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from saccade.contents import File, held, tensor_file
 from saccade.models import lora
+from saccade.system.contents import File, held, tensor_file
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.types import Batch

@@ -15,8 +15,8 @@ from saccade.algorithms.kl import KINDS
 from saccade.algorithms.resolved_algorithm import AXES
 from saccade.algorithms.table import bound
 from saccade.config import AlgorithmConfig, load
+from saccade.config.schema.presets import ADD_ONS, PRESETS
 from saccade.errors import ConfigError
-from saccade.schema.presets import ADD_ONS, PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from saccade.algorithms.describe import describe
-from saccade.schema import AlgorithmConfig, options
-from saccade.schema.section import about
+from saccade.config.schema import AlgorithmConfig, options
+from saccade.config.schema.section import about
 
 MISSPELT = [  # field, wrong, right
     ("preset", "gropo", "grpo"),

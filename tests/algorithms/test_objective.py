@@ -9,7 +9,7 @@ from saccade.algorithms.build import resolve
 from saccade.algorithms.loss_sums import to_metrics
 from saccade.algorithms.objective import Columns, objective
 from saccade.config import AlgorithmConfig, KLConfig
-from saccade.schema import CorrectionConfig
+from saccade.config.schema import CorrectionConfig
 from saccade.types import Metrics
 
 GRPO = resolve(AlgorithmConfig(clip_high=0.28, dual_clip=3.0, kl=KLConfig(coef=0.1)), max_tokens=8)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from pytest import approx
 from torch import Tensor
 
-from saccade.algorithms.comparison import Comparison, Sides, comparison_objective
 from saccade.algorithms.distillation import kd
-from saccade.algorithms.preference import PREFERENCES, UNPAIRED, WITHOUT_REFERENCE, Labelled, Pairs
 from saccade.errors import ConfigError
+from saccade.plugins.preferences.comparison import Comparison, Sides, comparison_objective
+from saccade.plugins.preferences.preference_losses import PREFERENCES, UNPAIRED, WITHOUT_REFERENCE, Labelled, Pairs
 
 FAST = settings(max_examples=50, deadline=None)
 PAIRED = [name for name in PREFERENCES if name not in UNPAIRED]

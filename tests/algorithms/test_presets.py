@@ -9,7 +9,7 @@ import pytest
 from saccade.algorithms.build import resolve
 from saccade.algorithms.describe import cells, explain
 from saccade.config import AlgorithmConfig
-from saccade.schema.presets import PRESETS
+from saccade.config.schema.presets import PRESETS
 
 NONE = (0.0, "k3", "loss")
 GRPO = ("grpo", {"std_eps": 1e-6})

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from saccade.config import load as load_config
-from saccade.data.check_rows import check_data, convert, write_fixed
 from saccade.data.datasets import load
 from saccade.errors import DataError
+from saccade.plugins.check_data.check_rows import check_data, convert, write_fixed
 
 
 @pytest.fixture

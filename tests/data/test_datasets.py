@@ -8,8 +8,8 @@ from saccade.data.chats import RowError
 from saccade.data.datasets import keep, load
 from saccade.data.formats import FORMATS
 from saccade.data.records import to_row
-from saccade.data.unused_media import unread_media
 from saccade.errors import ConfigError, DataError
+from saccade.plugins.check_data.unused_media import unread_media
 
 
 def qa(count, **columns):

@@ -20,11 +20,11 @@ from PIL import Image
 from saccade.config import DataConfig, DataSource
 from saccade.data.datasets import Dataset, load
 from saccade.data.formats import FORMATS, read_row
-from saccade.data.mappings import MAPPINGS, apply, load_mapping, number_of
-from saccade.data.preference_rows import chosen_first, label_of
 from saccade.data.records import to_row
 from saccade.errors import ConfigError, DataError
 from saccade.media.images import open_media
+from saccade.plugins.preferences.mappings import MAPPINGS, apply, load_mapping, number_of
+from saccade.plugins.preferences.preference_rows import chosen_first, label_of
 from saccade.types import Media, Sample
 
 # -- media of known brightness ---------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_a_comparison_is_written_and_read_back(tmp_path: Path) -> None:
 
 
 OWN = """
-from saccade.data.mappings import Pair, Rated
+from saccade.plugins.preferences.mappings import Pair, Rated
 
 def judge(row):
     label = {"l": "A", "L": "A", "r": "B", "none": "C"}.get(row["winner"])

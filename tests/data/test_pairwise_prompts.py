@@ -11,8 +11,8 @@ import pytest
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
 from saccade.data.datasets import load
-from saccade.data.pairwise_prompts import judged
 from saccade.media.images import open_media
+from saccade.plugins.preferences.pairwise_prompts import judged
 from saccade.types import Media, Message, Sample
 
 

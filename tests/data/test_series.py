@@ -172,7 +172,7 @@ def test_no_policy_cuts_a_series() -> None:
 
 def test_a_mapping_may_compare_series(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "from saccade.data.mappings import Pair\n"
+        "from saccade.plugins.preferences.mappings import Pair\n"
         "def calm(row):\n    sides = {'a': row['left'], 'b': row['right']}\n"
         "    return Pair(kind='series', prompt=row['text'], labels={'preference': 'A'}, **sides)\n"
     )

@@ -6,10 +6,10 @@ import pytest
 
 from saccade.config import DataConfig, DataSource
 from saccade.config import load as load_config
-from saccade.data.check_rows import check_data
 from saccade.data.datasets import load
 from saccade.errors import DataError
 from saccade.media.images import crop, decode
+from saccade.plugins.check_data.check_rows import check_data
 
 SETS = Path(__file__).resolve().parents[3] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not SETS.is_dir(), reason="the shared data sets are not here")

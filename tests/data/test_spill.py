@@ -13,16 +13,16 @@ import pytest
 from PIL import Image
 
 from saccade.config import DataConfig, DataSource
-from saccade.data.check_rows import convert
 from saccade.data.datasets import load
 from saccade.data.records import to_row
 from saccade.errors import EnvironmentProblem
-from saccade.http_client.pictures import encode
 from saccade.media.blob_file import Spill, _file_of, encoded
 from saccade.media.images import open_media
 from saccade.media.kinds import decode
 from saccade.media.sounds import open_sound
 from saccade.media.videos import open_video
+from saccade.plugins.check_data.check_rows import convert
+from saccade.plugins.judges.http_client.pictures import encode
 from saccade.plugins.series.series_files import open_series
 from saccade.types import Extent
 

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from saccade.config.schema import HttpConfig
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.http import HttpEngine
 from saccade.errors import ConfigError
-from saccade.http_client.chat_client import ChatClient
 from saccade.models.families import Family
-from saccade.models.families.endpoint import endpoint_family
-from saccade.schema import HttpConfig
+from saccade.plugins.engines.http import HttpEngine
+from saccade.plugins.engines.http_family import endpoint_family
+from saccade.plugins.judges.http_client.chat_client import ChatClient
 from saccade.types import Completion, Media, Message, Request, Sampling
 from tests.endpoints import TOKEN, Endpoint, Says, chat_answer, scripted, serving
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from saccade import shapes
 from saccade.forest.packing import pack
-from saccade.models import fused, tiny
+from saccade.models import fused, shapes, tiny
 from saccade.models.families import load_family
 from saccade.models.load import hidden_states, load_model
 from saccade.plugins.estimate import activations

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from saccade import devices
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models import tiny
 from saccade.plugins.estimate import element_of, estimate
 from saccade.plugins.estimate.estimate_command import parse_size
+from saccade.system import devices
 from tests.estimate.works import H200, W1, planned, sizes
 
 

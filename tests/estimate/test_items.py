@@ -5,13 +5,13 @@ import re
 import pytest
 import torch
 
-from saccade import devices
 from saccade.config import LoraConfig, load
 from saccade.models import lora, tiny
 from saccade.models.families import load_family
 from saccade.models.load import freeze, load_model
 from saccade.plugins.estimate.memory_items import host_peak
 from saccade.plugins.estimate.model_size import empty_model, size_of
+from saccade.system import devices
 from tests.estimate.works import H200, W1, W2, planned, sizes
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from saccade import devices
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models import tiny
@@ -14,6 +13,7 @@ from saccade.models.families import load_family
 from saccade.plugins.estimate import estimate
 from saccade.plugins.estimate.advice import ladder
 from saccade.plugins.estimate.estimate_command import preflight, refusal
+from saccade.system import devices
 from saccade.types import Message, Sample
 from tests.estimate.works import A100_40, H200, LIMITED, RTX_4090, W1, W2, loaded, planned, sizes
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from saccade import flops
-from saccade.models import tiny
+from saccade.models import flops, tiny
 from tests.estimate.works import H200, LIMITED, W1, W2, planned, sizes
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from saccade import devices
 from saccade.cli import app
 from saccade.config import load
 from saccade.plugins.estimate import estimate
+from saccade.system import devices
 from tests.estimate.works import H200, W1, planned, sizes
 
 

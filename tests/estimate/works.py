@@ -2,10 +2,10 @@
 
 from functools import cache
 
-from saccade import devices
 from saccade.config import load
 from saccade.models.families import load_family
 from saccade.plugins.estimate import estimate
+from saccade.system import devices
 
 TEXT = {
     "hidden_size": 2048,

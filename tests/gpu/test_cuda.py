@@ -50,7 +50,7 @@ def test_vision_segments_agree_with_a_loop():
 def test_engine_and_trainer_agree_on_the_gpu(tmp_path, dtype, limit):
     import saccade
     from saccade.plugins.quickstart import counting
-    from saccade.tracking.loggers import read_metrics
+    from saccade.run.loggers import read_metrics
 
     rows = counting.counting_split(16, seed=1, colours=counting.TRAINING_COLOURS)
     data = counting.write_jsonl(rows, tmp_path / "data")

@@ -11,9 +11,9 @@ import pytest
 
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig
+from saccade.config.schema.presets import ADD_ONS, PRESETS
 from saccade.models import tiny
 from saccade.recipes import rl
-from saccade.schema.presets import ADD_ONS, PRESETS
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

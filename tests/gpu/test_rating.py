@@ -14,12 +14,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 from safetensors.torch import load_file  # noqa: E402
 
-from saccade.contents import File  # noqa: E402
 from saccade.media.images import open_media  # noqa: E402
-from saccade.models.reward_card import REWARD_FILE, read_card  # noqa: E402
 from saccade.plugins.reward_models import reward_training  # noqa: E402
 from saccade.plugins.reward_models.learned_reward import LearnedReward  # noqa: E402
+from saccade.plugins.reward_models.reward_card import REWARD_FILE, read_card  # noqa: E402
 from saccade.rewards.reward_sample import RewardSample  # noqa: E402
+from saccade.system.contents import File  # noqa: E402
 from saccade.trainer.local import LocalBackend  # noqa: E402
 from saccade.types import Message  # noqa: E402
 

@@ -13,13 +13,13 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 from saccade.config import load  # noqa: E402
-from saccade.contents import File  # noqa: E402
 from saccade.engines import generate  # noqa: E402
 from saccade.engines.embedded import EmbeddedEngine  # noqa: E402
 from saccade.models.files import SERIES_FILE  # noqa: E402
 from saccade.plugins.series.series_files import open_series  # noqa: E402
 from saccade.recipes import model_setup, rl  # noqa: E402
-from saccade.tracking.loggers import read_metrics  # noqa: E402
+from saccade.run.loggers import read_metrics  # noqa: E402
+from saccade.system.contents import File  # noqa: E402
 from saccade.trainer.local import LocalBackend  # noqa: E402
 from saccade.types import Message, Request, Sampling  # noqa: E402
 

@@ -157,7 +157,7 @@ def test_frozen_towers_look_once_at_an_image(family_of, batches):
 def test_the_clock_of_an_update_waits_for_the_optimizer(rl_config, tmp_path):
     """Else its kernels would count as a part of the next phase."""
     from saccade.config import load
-    from saccade.recipes.run import Run
+    from saccade.run.training_run import Run
 
     with Run(load(rl_config(tmp_path)), "rl", {}) as run, run.phase("update"):
         torch.cuda._sleep(100_000_000)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from saccade.config.schema import HttpConfig
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.http_client import sender as http_client
-from saccade.http_client.chat_client import ChatClient
-from saccade.schema import HttpConfig
+from saccade.plugins.judges.http_client import sender as http_client
+from saccade.plugins.judges.http_client.chat_client import ChatClient
 from saccade.types import Media, Message, Sampling
 from tests.endpoints import Endpoint, Says, chat_answer, scripted
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.http_client.pictures import Pictures, encode
 from saccade.media.images import ImageError, crop, decode, open_media
+from saccade.plugins.judges.http_client.pictures import Pictures, encode
 from saccade.types import Media
 
 

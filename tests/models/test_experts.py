@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from saccade.config import LoraConfig, TrainConfig
-from saccade.contents import write_files
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import EnvironmentProblem
@@ -19,6 +18,7 @@ from saccade.forest.packing import pack
 from saccade.models import experts, lora
 from saccade.models.load import describe_trained, load_model
 from saccade.models.tiny import build
+from saccade.system.contents import write_files
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Request, Sampling

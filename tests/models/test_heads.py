@@ -12,7 +12,6 @@ from pytest import approx
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from saccade.contents import write_files
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.models.heads import (
@@ -25,8 +24,9 @@ from saccade.models.heads import (
     without_reward,
 )
 from saccade.models.load import freeze, load_model, trainable_table
-from saccade.models.reward_card import Card, read_card
 from saccade.models.tiny import build
+from saccade.plugins.reward_models.reward_card import Card, read_card
+from saccade.system.contents import write_files
 
 FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl", "llava", "qwen2", "qwen3", "llama", "mixtral"]
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from saccade.config import LoraConfig, TrainConfig
-from saccade.contents import write_files
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
@@ -24,6 +23,7 @@ from saccade.forest.packing import pack
 from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.load import describe_trained, load_model, trainable_table
+from saccade.system.contents import write_files
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.optimizer import Optimizer

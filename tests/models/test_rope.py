@@ -19,7 +19,7 @@ from saccade.forest.attention import forest_plan
 from saccade.models import tiny
 from saccade.models.families import Family, load_family
 from saccade.models.load import hidden_states, load_model
-from saccade.recipes import pairs as preferences
+from saccade.plugins.preferences import pairs as preferences
 from saccade.recipes import questions
 from saccade.recipes.to_trajectory import document
 from saccade.types import Message, Rendered, Sample, Sampling

@@ -14,7 +14,6 @@ from saccade.algorithms import select
 from saccade.checks import check
 from saccade.config import LoraConfig, SeriesConfig, TrainConfig
 from saccade.config import load as load_config
-from saccade.contents import write_files
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.forest.packing import pack
@@ -25,6 +24,7 @@ from saccade.plugins.series import series_tower
 from saccade.plugins.series.series_files import open_series
 from saccade.recipes.sft import SUPERVISED
 from saccade.recipes.to_trajectory import compared, dialogue
+from saccade.system.contents import write_files
 from saccade.trainer import OWN, Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss

@@ -28,9 +28,9 @@ from saccade.media.kinds import decode
 from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model, negated
+from saccade.models.shapes import shape_of
 from saccade.plugins.families.internvl import best_grid
 from saccade.recipes.parts import environments_of
-from saccade.shapes import shape_of
 from saccade.types import Message, Request, Sampling
 
 CPU = torch.device("cpu")

@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from saccade import codec
 from saccade.config import DataConfig
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import DataError, EnvironmentProblem
@@ -26,6 +25,7 @@ from saccade.models import tiny
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.recipes.to_trajectory import compared, dialogue
+from saccade.system import codec
 from saccade.trainer import OWN
 from saccade.trainer.local import LocalBackend
 from saccade.types import Media, Message, Request, Sample, Sampling

@@ -91,13 +91,13 @@ def test_loss_and_gradient_are_those_of_trl(
 ) -> None:
     import torch
 
-    from saccade.algorithms.comparison import Comparison, of_step
     from saccade.config import DataConfig, DataSource, TrainConfig
     from saccade.data.datasets import load
     from saccade.forest.packing import pack
     from saccade.models.families import load_family
     from saccade.models.load import load_model
-    from saccade.recipes.pairs import scored
+    from saccade.plugins.preferences.comparison import Comparison, of_step
+    from saccade.plugins.preferences.pairs import scored
     from saccade.recipes.to_trajectory import compared
     from saccade.trainer.local import LocalBackend
     from saccade.trainer.losses import PreferenceLoss

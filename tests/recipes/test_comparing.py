@@ -12,7 +12,7 @@ import pytest
 from saccade.plugins.reward_models.reward_evaluation import intervals
 from saccade.plugins.reward_models.reward_forward import RatingLoss, StepsLoss
 from saccade.plugins.reward_models.reward_losses import Rating, Steps
-from saccade.statistics import mean_interval, wilson
+from saccade.run.statistics import mean_interval, wilson
 
 
 def batch(*ids: str, sides: int = 1) -> Any:

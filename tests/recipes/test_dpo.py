@@ -16,7 +16,7 @@ from saccade.cli import app
 from saccade.config import given, load
 from saccade.errors import ConfigError, DataError
 from saccade.models.families import load_family
-from saccade.recipes import dpo, pairs
+from saccade.plugins.preferences import dpo, pairs
 
 Make = Callable[..., dict[str, Any]]
 Read = Callable[[Path], list[dict[str, Any]]]

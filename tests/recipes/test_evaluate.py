@@ -19,7 +19,7 @@ from saccade.config import load
 from saccade.errors import ConfigError, DataError, RewardError, SelfTestError
 from saccade.recipes import evaluate, rl, sft
 from saccade.recipes.results import Result, places
-from saccade.statistics import mean_interval, pass_at_k
+from saccade.run.statistics import mean_interval, pass_at_k
 
 Make = Callable[..., dict[str, Any]]
 SAMPLES = "eval/samples.jsonl"

@@ -19,14 +19,14 @@ import torch
 from typer.testing import CliRunner
 
 from saccade.algorithms.build import resolve
-from saccade.checkpoint import complete_steps
 from saccade.cli import app
 from saccade.config import AlgorithmConfig, Config, load, to_yaml
 from saccade.errors import ConfigError, DataError, EnvironmentProblem, Interrupted, RewardError, TrainingError
 from saccade.recipes import evaluate, generate, rl, sft
 from saccade.recipes.failures import check_errors, check_mismatch
 from saccade.rollout import scoring
-from saccade.tracking.loggers import read_metrics
+from saccade.run.checkpoint import complete_steps
+from saccade.run.loggers import read_metrics
 from saccade.trainer.local import LocalBackend
 from saccade.types import Group, Metrics, Sample, Trajectory
 

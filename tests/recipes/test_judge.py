@@ -13,10 +13,10 @@ import pytest
 from saccade.checks import check
 from saccade.config import load as load_config
 from saccade.errors import ConfigError, EnvironmentProblem, RewardError, SelfTestError
-from saccade.http_client import sender as endpoint_client
 from saccade.models.families import load_family
+from saccade.plugins.judges.http_client import sender as endpoint_client
 from saccade.recipes import evaluate, rl
-from saccade.tracking.loggers import read_metrics
+from saccade.run.loggers import read_metrics
 from tests.endpoints import TOKEN, Endpoint, Says, fair_judge, scripted, serving, shown_to_judge
 
 Make = Callable[..., dict[str, Any]]

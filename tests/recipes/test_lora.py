@@ -14,8 +14,8 @@ from saccade.checks import check
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
-from saccade.export import export
 from saccade.recipes import evaluate, rl, sft
+from saccade.run.export import export
 
 pytest.importorskip("peft")
 

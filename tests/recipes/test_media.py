@@ -16,17 +16,19 @@ import pytest
 from PIL import Image
 
 from saccade.config import DataConfig, DataSource, load
-from saccade.data.check_rows import check_data
 from saccade.data.datasets import load as load_data
 from saccade.data.records import to_row
 from saccade.data.stream import Stream
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.export import export
 from saccade.media import pixel_cache
 from saccade.models.families import qwen_vl
+from saccade.plugins.check_data.check_rows import check_data
+from saccade.plugins.preferences import dpo
 from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split, write_jsonl
 from saccade.plugins.reward_models import reward_training
-from saccade.recipes import dpo, quarantine, questions, rl, rl_rollout, sft
+from saccade.recipes import questions, rl, rl_rollout, sft
+from saccade.run import quarantine
+from saccade.run.export import export
 from saccade.types import Media
 
 TINY = {"video": "tiny:qwen2_5_vl", "audio": "tiny:qwen2_audio", "every": "tiny:qwen2_5_omni"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from saccade.recipes import rl, sft
-from saccade.tracking.loggers import read_metrics
+from saccade.run.loggers import read_metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "runs.md"
 NO_METRICS = {"step", "time"}

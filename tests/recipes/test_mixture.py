@@ -15,9 +15,10 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models.tiny import build
+from saccade.plugins.preferences import dpo
 from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.plugins.reward_models import reward_training
-from saccade.recipes import dpo, rl, sft
+from saccade.recipes import rl, sft
 
 Read = Callable[[Path], list[dict[str, Any]]]
 

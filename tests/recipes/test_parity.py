@@ -5,7 +5,7 @@ import pytest
 from saccade.errors import EnvironmentProblem
 from saccade.models.load import load_model
 from saccade.recipes import rl, rl_setup, sft, validation
-from saccade.tracking.loggers import read_metrics
+from saccade.run.loggers import read_metrics
 from tests.engines.copies import CopyEngine
 
 

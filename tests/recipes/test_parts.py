@@ -14,7 +14,8 @@ from saccade.data import datasets
 from saccade.data.stream import Stream
 from saccade.errors import DataError
 from saccade.models.families import load_family
-from saccade.recipes import check_data, parts, questions
+from saccade.plugins.check_data import check_data
+from saccade.recipes import parts, questions
 
 
 def read(folder: Path, name: str, *questions: str) -> datasets.Dataset:

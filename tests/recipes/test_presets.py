@@ -13,8 +13,8 @@ import pytest
 
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig
+from saccade.config.schema.presets import ADD_ONS, PRESETS
 from saccade.recipes import rl
-from saccade.schema.presets import ADD_ONS, PRESETS
 
 Make = Callable[..., dict[str, Any]]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from saccade.recipes.progress import Progress, from_json
+from saccade.run.progress import Progress, from_json
 
 START = Progress()
 

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 import saccade
-from saccade.checkpoint import complete_steps
 from saccade.cli import app
 from saccade.config import load
 from saccade.plugins.quickstart import quickstart
+from saccade.run.checkpoint import complete_steps
 from tests.browser import page_data
 
 

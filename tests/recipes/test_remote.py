@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from saccade.config import DataConfig, load
+from saccade.config.schema import ServeConfig
 from saccade.errors import ConfigError, RewardError
 from saccade.plugins.serving.http_server import running
 from saccade.plugins.serving.reward_service import RewardService, reward_app
 from saccade.recipes import rl
 from saccade.recipes.model_setup import load_learned
 from saccade.rewards.scorer import Scorer
-from saccade.schema import ServeConfig
-from saccade.tracking.loggers import read_metrics
+from saccade.run.loggers import read_metrics
 from tests.endpoints import Says, fair_judge, scripted
 
 Make = Callable[..., dict[str, Any]]

@@ -14,12 +14,12 @@ import yaml
 from typer.testing import CliRunner
 
 import saccade
-from saccade import checkpoint
 from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError, TrainingError
 from saccade.media import blob_file
 from saccade.recipes import rl
+from saccade.run import checkpoint
 from saccade.types import Media
 
 Make = Callable[..., dict[str, Any]]

@@ -19,15 +19,16 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from saccade import contents
-from saccade.checkpoint import complete_steps
 from saccade.config import SaveConfig
 from saccade.errors import EnvironmentProblem, Interrupted
 from saccade.models.files import SERIES_FILE
+from saccade.plugins.preferences import dpo
 from saccade.plugins.reward_models import reward_training
-from saccade.recipes import dpo, rl, sft
-from saccade.recipes.checkpointer import Checkpointer
-from saccade.tracking.loggers import read_metrics
+from saccade.recipes import rl, sft
+from saccade.run.checkpoint import complete_steps
+from saccade.run.checkpointer import Checkpointer
+from saccade.run.loggers import read_metrics
+from saccade.system import contents
 
 Make = Callable[..., dict[str, Any]]
 THREAD = "checkpoint"
@@ -220,7 +221,7 @@ def test_a_disk_that_stays_full_leaves_the_folder_free(
     config = sft_config(tmp_path, save__every=2) | SFT
     heard = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as now:
-        now.setattr("saccade.checkpoint.write_files", lambda *_: full_disk())
+        now.setattr("saccade.run.checkpoint.write_files", lambda *_: full_disk())
         with pytest.raises(EnvironmentProblem, match="No space left on device"):
             sft.run(config)
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []  # not half a one either

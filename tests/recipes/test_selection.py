@@ -12,7 +12,8 @@ import pytest
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
-from saccade.recipes import dpo, generate, pairs, questions, sft
+from saccade.plugins.preferences import dpo, pairs
+from saccade.recipes import generate, questions, sft
 from saccade.recipes.selection import write_selected
 from saccade.recipes.to_trajectory import compared
 from saccade.types import Message, Sample

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from saccade import checkpoint
 from saccade.config import load
 from saccade.errors import ConfigError, DataError
 from saccade.models.families import load_family
 from saccade.recipes import questions, sft
+from saccade.run import checkpoint
 from saccade.types import Source
 
 Make = Callable[..., dict[str, Any]]

@@ -15,8 +15,8 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.recipes import evaluate, parts, questions, rl
-from saccade.tracking.loggers import read_metrics
-from saccade.tracking.trajectories import read_trajectories
+from saccade.run.loggers import read_metrics
+from saccade.run.trajectories import read_trajectories
 from saccade.types import Message, Sample
 from tests.browser import page_data
 from tests.public_sets import write_all

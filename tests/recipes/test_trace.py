@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from saccade.recipes import rl, sft
-from saccade.tracking.loggers import read_metrics
+from saccade.run.loggers import read_metrics
 
 
 def ranges(path: Path) -> list[str]:
@@ -56,6 +56,6 @@ def test_a_step_that_fails_leaves_no_trace(tmp_path, rl_config, monkeypatch):
 
 
 def test_without_it_the_profiler_is_not_touched():
-    code = "import sys, saccade.tracking.trace; print('torch' in sys.modules)"
+    code = "import sys, saccade.run.trace; print('torch' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"

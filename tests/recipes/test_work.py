@@ -2,10 +2,11 @@
 
 import pytest
 
-from saccade import devices
 from saccade.config import load
 from saccade.plugins.estimate import estimate
-from saccade.recipes import rl, sft, work
+from saccade.recipes import rl, sft
+from saccade.run import work
+from saccade.system import devices
 
 
 def test_a_step_counts_its_phases(tmp_path, rl_config):

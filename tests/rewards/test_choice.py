@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from saccade.plugins.verifiers.short_answers import choice
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.short_answers import choice
 
 OPTIONS = ("a dog", "cat", "7", "none of these")
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.rewards.boxes import read_boxes
-from saccade.rewards.grounding import iou, point
-from saccade.rewards.overlap import matched, pair
+from saccade.plugins.verifiers.boxes import read_boxes
+from saccade.plugins.verifiers.grounding import iou, point
+from saccade.plugins.verifiers.overlap import matched, pair
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 

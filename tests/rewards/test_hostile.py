@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from saccade.rewards import symbolic
+from saccade.plugins.verifiers import symbolic
 from saccade.rewards.pool import WorkerPool
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS

@@ -8,7 +8,7 @@ import pytest
 
 from saccade.config import RewardConfig
 from saccade.errors import ConfigError
-from saccade.rewards.hybrid import ASK, hybrid, judge
+from saccade.plugins.verifiers.hybrid import ASK, hybrid, judge
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 

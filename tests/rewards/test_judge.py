@@ -13,7 +13,7 @@ import pytest
 
 from saccade.config import RewardConfig
 from saccade.errors import ConfigError, EnvironmentProblem, SelfTestError
-from saccade.http_client import sender as endpoint_client
+from saccade.plugins.judges.http_client import sender as endpoint_client
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer

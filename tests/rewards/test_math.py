@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.rewards import symbolic
-from saccade.rewards.maths import equivalent, math
+from saccade.plugins.verifiers import symbolic
+from saccade.plugins.verifiers.maths import equivalent, math
 from saccade.rewards.reward_sample import RewardSample
 
 

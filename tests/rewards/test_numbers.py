@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from saccade.rewards.numbers import count, gsm8k, number
+from saccade.plugins.verifiers.numbers import count, gsm8k, number
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 

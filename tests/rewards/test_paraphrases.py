@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from saccade.rewards.maths import MATH_ORDER
+from saccade.plugins.verifiers.maths import MATH_ORDER
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 

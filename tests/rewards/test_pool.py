@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from saccade import process
-from saccade.process import Child
 from saccade.rewards.pool import WorkerPool
 from saccade.rewards.reward_sample import RewardSample, to_json
+from saccade.system import process
+from saccade.system.process import Child
 from saccade.types import Score
 
 BAD = """

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from saccade.config import RewardConfig
+from saccade.config.schema import RemoteConfig
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.http_client import sender
-from saccade.rewards import remote
-from saccade.rewards.remote import Remote
+from saccade.plugins.judges import remote
+from saccade.plugins.judges.http_client import sender
+from saccade.plugins.judges.remote import Remote
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
-from saccade.schema import RemoteConfig
 from saccade.types import Media, Score
 from tests.endpoints import Endpoint, Says, scripted
 

@@ -8,10 +8,10 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from saccade.config.schema import RemoteConfig
+from saccade.plugins.judges.service_protocol import MARKS, read_reply, read_samples, reply_to, request_for, split_query
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.service_protocol import MARKS, read_reply, read_samples, reply_to, request_for, split_query
-from saccade.schema import RemoteConfig
 
 AT_HOME = ("media", "asked", "replied")  # records that never cross
 MESSAGES = [{"role": "system", "content": "Think."}, {"role": "user", "content": "<image>2+2?"}]

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
+from saccade.plugins.verifiers.short_answers import VERDICTS, avqa, dapo_math, digit, verdict
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.short_answers import avqa, dapo_math, digit, verdict
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Score
-from saccade.verdicts import VERDICTS
 
 
 def score(verifier: Any, response: str, answer: Any, choices: Any = (), **args: Any) -> Score:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from saccade.contents import write_files
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import Step
 from saccade.errors import DataError
@@ -18,8 +17,9 @@ from saccade.media.images import crop, decode
 from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits
 from saccade.rollout.stored import ARRAYS, ROWS, group_files, load_groups
+from saccade.system.contents import write_files
 from saccade.types import Group, Media, Message, Sample, Sampling
-from tests.test_codec import same
+from tests.system.test_codec import same
 
 
 def finder(groups: list[Group]) -> Callable[[str], Sample]:

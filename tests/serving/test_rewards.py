@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import DataConfig, RewardConfig
+from saccade.config.schema import RemoteConfig, ServeConfig
+from saccade.plugins.judges.remote import Remote
 from saccade.plugins.serving.http_server import running as running_server
 from saccade.plugins.serving.reward_service import RewardService, reward_app
-from saccade.rewards.remote import Remote
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
-from saccade.schema import RemoteConfig, ServeConfig
 from saccade.types import Media
 from tests.endpoints import TOKEN, call, fair_judge, scripted
 
@@ -310,7 +310,7 @@ def test_a_learned_model_is_a_scorer_with_a_name(monkeypatch: pytest.MonkeyPatch
     """Whatever has the four methods; here one that counts letters."""
     from concurrent.futures import Future
 
-    from saccade.rewards.services import SERVICES
+    from saccade.plugins.judges.services import SERVICES
     from saccade.types import Score
 
     class Letters:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.algorithms.comparison import Comparison, of_step
-from saccade.algorithms.preference import PREFERENCES, UNPAIRED, WITHOUT_REFERENCE, Labelled, Pairs
 from saccade.config import TrainConfig
 from saccade.forest.packing import halves, pack
+from saccade.plugins.preferences.comparison import Comparison, of_step
+from saccade.plugins.preferences.preference_losses import PREFERENCES, UNPAIRED, WITHOUT_REFERENCE, Labelled, Pairs
 from saccade.recipes.to_trajectory import compared
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PreferenceLoss

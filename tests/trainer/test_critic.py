@@ -10,10 +10,10 @@ import torch
 from pytest import approx
 
 from saccade.config import TrainConfig
-from saccade.contents import write_files
 from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models.heads import attach_score
+from saccade.system.contents import write_files
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import ValueLoss

@@ -11,9 +11,9 @@ from pytest import approx
 
 from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig, TrainConfig
-from saccade.contents import write_files
 from saccade.forest.packing import pack
 from saccade.models.load import freeze
+from saccade.system.contents import write_files
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from saccade.config import TrainConfig
-from saccade.contents import write_files
 from saccade.forest.packing import pack
 from saccade.models.heads import RewardHead, attach_reward, load_reward, reward_file, without_reward
 from saccade.models.load import hidden_states, load_model
-from saccade.models.reward_card import Card, judged
+from saccade.plugins.judges.service_protocol import read_samples, request_for
 from saccade.plugins.reward_models import learned_reward
 from saccade.plugins.reward_models.learned_reward import LearnedReward
+from saccade.plugins.reward_models.reward_card import Card, judged
 from saccade.plugins.reward_models.reward_forward import RatingLoss, ratings, train_ratings
 from saccade.plugins.reward_models.reward_losses import Rating, of_pairs
+from saccade.plugins.reward_models.reward_model_term import Learned
 from saccade.recipes.to_trajectory import compared
-from saccade.rewards.reward_model_term import Learned
 from saccade.rewards.reward_sample import RewardSample, reward_sample
-from saccade.rewards.service_protocol import read_samples, request_for
+from saccade.system.contents import write_files
 from saccade.trainer.local import LocalBackend
 from saccade.types import Message, Sample
 

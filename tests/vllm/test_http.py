@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from saccade.config.schema import HttpConfig
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.http import HttpEngine
 from saccade.errors import ConfigError
-from saccade.http_client.chat_client import ChatClient
-from saccade.models.families.endpoint import endpoint_family
-from saccade.schema import HttpConfig
+from saccade.plugins.engines.http import HttpEngine
+from saccade.plugins.engines.http_family import endpoint_family
+from saccade.plugins.judges.http_client.chat_client import ChatClient
 from saccade.types import Media, Message, Request, Sampling
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")

@@ -23,7 +23,7 @@ def test_kill_9_of_a_process_amid_a_rollout_loses_nothing(
     """Weights that the folder does not have: whoever starts again is given them."""
     import torch
 
-    from saccade.engines.replicas.replica_pool import start_replicas
+    from saccade.plugins.engines.replicas.replica_pool import start_replicas
 
     pool = start_replicas(settings, 2, logs=tmp_path)
     try:

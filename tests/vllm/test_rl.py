@@ -15,7 +15,7 @@ import pytest
 
 from saccade.errors import ConfigError
 from saccade.recipes import evaluate, rl
-from saccade.tracking.loggers import read_metrics
+from saccade.run.loggers import read_metrics
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from saccade.devices import free_bytes
 from saccade.engines.embedded.pages import POOL_SHARE, Pages
 from saccade.forest.attention import HALF, AttentionPlan, forest_plan, one_node, varlen
 from saccade.forest.to_device import to_device
+from saccade.system.devices import free_bytes
 
 PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a last page is empty
 POOL_STEP = 4096  # such pages by which the pool grows at least

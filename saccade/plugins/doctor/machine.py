@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import RolloutConfig
-from saccade.disk import free_bytes, size, unwritable
 from saccade.engines.settings import INSTALL
+from saccade.system.disk import free_bytes, size, unwritable
 
 PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 LEAST_DISK, LEAST_SHARE = 10**10, 0.5  # free bytes; free share of a GPU's memory
@@ -143,7 +143,7 @@ def endpoint(rollout: RolloutConfig, check: Callable[[], object]) -> Rows:
     """Asked for its models, with the key; that costs nothing. `check` refuses a config for it."""
     if rollout.engine != "http":
         return
-    from saccade.http_client.chat_client import OFF, ChatClient
+    from saccade.plugins.judges.http_client.chat_client import OFF, ChatClient
 
     check()
     http = rollout.http

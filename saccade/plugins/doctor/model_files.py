@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from saccade.disk import size
 from saccade.models.files import AGAIN, INDEX, SINGLE, header_of
+from saccade.system.disk import size
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")

@@ -18,7 +18,6 @@ from pathlib import Path
 from saccade.algorithms.build import from_config
 from saccade.config import ADAPTED, Config, DataConfig, LoraConfig, RewardConfig, RolloutConfig, load
 from saccade.data.sources import parse_address
-from saccade.devices import Device, in_precision, no_limit
 from saccade.models.families import Family
 from saccade.plugins.estimate.advice import advice
 from saccade.plugins.estimate.batch_plan import ROWS, Plan, Prompts, make_step, prompts_of, typical_prompts
@@ -26,6 +25,7 @@ from saccade.plugins.estimate.memory_items import Item, Memory, host_items, memo
 from saccade.plugins.estimate.model_size import ModelSize, empty_model, full_rank, size_of
 from saccade.plugins.estimate.pace import Pace, pace_of
 from saccade.recipes import model_setup, questions
+from saccade.system.devices import Device, in_precision, no_limit
 from saccade.types import Sample
 
 

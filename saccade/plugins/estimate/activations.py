@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from saccade.flops import FULL, Training, token_depths
-from saccade.shapes import Shape, Stack
+from saccade.models.flops import FULL, Training, token_depths
+from saccade.models.shapes import Shape, Stack
 from saccade.types import Batch, MediaSpan
 
 Moments = Mapping[str, dict[str, float]]  # of each: item → bytes

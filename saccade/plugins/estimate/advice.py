@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from saccade.plugins.estimate.batch_plan import Plan
-from saccade.rewards.reward_model_term import model_terms
+from saccade.plugins.reward_models.reward_model_term import model_terms
 
 SMALLEST_BATCH, SHORTEST_RESPONSE = 1024, 256  # tokens
 SMALLEST_PICTURE, SMALLEST_RANK = 224 * 224, 8

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from tempfile import TemporaryDirectory
 
-from saccade import devices
 from saccade.config import Config, load
-from saccade.devices import Device
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import FAMILIES, Family
 from saccade.plugins.estimate import Estimate, estimate, not_counted
 from saccade.plugins.estimate.memory_items import host_peak
 from saccade.recipes.model_setup import quiet_libraries
+from saccade.system import devices
+from saccade.system.devices import Device
 from saccade.types import Sample
 
 OFF = 1.15  # an estimate may be wrong by that

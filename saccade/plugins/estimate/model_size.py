@@ -11,12 +11,12 @@ from typing import Any
 
 from saccade.config import ADAPTED, LoraConfig
 from saccade.errors import EnvironmentProblem
-from saccade.flops import NF4, Training, training_of
 from saccade.models import lora
 from saccade.models.families import Family
+from saccade.models.flops import NF4, Training, training_of
 from saccade.models.load import freeze
+from saccade.models.shapes import Shape, shape_of
 from saccade.plugins.series.series_tower import Encoder
-from saccade.shapes import Shape, shape_of
 
 
 @dataclass(frozen=True, kw_only=True)

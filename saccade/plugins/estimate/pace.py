@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from saccade import flops
 from saccade.engines.embedded.decode_state import FEW_ROWS, members_of
-from saccade.flops import Generation
+from saccade.models import flops
+from saccade.models.flops import Generation
 from saccade.plugins.estimate.batch_plan import Plan
 from saccade.plugins.estimate.memory_items import GIB, Memory, layers_that_keep
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from saccade.data.chats import RowError
-from saccade.data.mappings import MAIN, Pair, Rated, better, number_of
 from saccade.errors import DataError
+from saccade.plugins.preferences.mappings import MAIN, Pair, Rated, better, number_of
 
 Row = Mapping[str, Any]
 

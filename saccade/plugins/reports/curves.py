@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from saccade.plugins.reports.report_page import Chart, Curve, Point
-from saccade.tracking.metrics import interval_of, validation_measures
+from saccade.run.metrics import interval_of, validation_measures
 
 Rows = Sequence[Mapping[str, Any]]
 

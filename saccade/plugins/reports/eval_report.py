@@ -15,8 +15,8 @@ from typing import Any
 from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report import BESIDE_ACCURACY, INTERVALS, estimate
 from saccade.plugins.reports.report_page import Cell, Estimate, Report, Table, write_report
-from saccade.tracking.folder import RESULTS
-from saccade.tracking.report_table import EvaluationReport
+from saccade.run.folder import RESULTS
+from saccade.run.report_table import EvaluationReport
 
 TITLES = {
     "by_limit": ("by limit of turns", "limit"),

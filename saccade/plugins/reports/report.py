@@ -18,11 +18,11 @@ from saccade.errors import ConfigError
 from saccade.plugins.reports.curves import Rows, charts_of, phase_seconds
 from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report_page import Cell, Estimate, Report, Table, write_report
-from saccade.statistics import Interval, independent_difference
-from saccade.tracking.diagnosis import diagnose
-from saccade.tracking.folder import CONFIG, MANIFEST
-from saccade.tracking.loggers import read_metrics
-from saccade.tracking.metrics import MEASURE, interval_of, validation_measures
+from saccade.run.diagnosis import diagnose
+from saccade.run.folder import CONFIG, MANIFEST
+from saccade.run.loggers import read_metrics
+from saccade.run.metrics import MEASURE, interval_of, validation_measures
+from saccade.run.statistics import Interval, independent_difference
 
 INTERVALS = "Brackets hold 95 % intervals over the items of a set."
 BESIDE_ACCURACY = {  # metric -> label, whether it is a share

@@ -24,10 +24,10 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family, load_family
 from saccade.models.heads import RewardHead, attach_reward, load_reward
 from saccade.models.load import load_model
-from saccade.models.reward_card import REWARD_FILE, Card, flaw, judged, read_card
 from saccade.models.towers import TOWERS
 from saccade.plugins.reward_models import reward_forward
 from saccade.plugins.reward_models.process_steps import stepped, verdict_ids, with_marks
+from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, flaw, judged, read_card
 from saccade.rewards.reward_sample import RewardSample
 from saccade.trainer.local import LocalBackend
 from saccade.types import Batch, Group, Media, Message, Sample, Trajectory

@@ -12,7 +12,7 @@ import numpy as np
 
 from saccade.errors import ConfigError
 from saccade.models.families import Family
-from saccade.models.reward_card import Card, written
+from saccade.plugins.reward_models.reward_card import Card, written
 from saccade.types import Message, Rendered, Source, Trajectory
 
 

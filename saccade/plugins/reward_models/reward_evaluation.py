@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from saccade import statistics
 from saccade.config import Config, load
 from saccade.errors import ConfigError
-from saccade.models.reward_card import Card
+from saccade.plugins.reward_models.reward_card import Card
 from saccade.plugins.reward_models.reward_forward import RatingLoss, StepsLoss, measured
 from saccade.plugins.reward_models.reward_rows import held_out, named, rows_of
 from saccade.recipes import model_setup
 from saccade.recipes.accuracy import with_interval
-from saccade.recipes.quarantine import Quarantine
-from saccade.tracking.console import Console
+from saccade.run import statistics
+from saccade.run.console import Console
+from saccade.run.quarantine import Quarantine
 from saccade.trainer.local import LocalBackend
 from saccade.types import Batch
 

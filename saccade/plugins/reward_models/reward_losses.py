@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from saccade.algorithms.loss_sums import LossSums, mean_of
-from saccade.algorithms.preference import negative_log_sigmoid
 from saccade.algorithms.table import Entry, bound
 from saccade.config import RewardModelConfig
+from saccade.plugins.preferences.preference_losses import negative_log_sigmoid
 from saccade.types import Batch
 
 Keys = Sequence[tuple[str, int]]

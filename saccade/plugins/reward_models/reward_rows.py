@@ -20,20 +20,21 @@ import numpy as np
 from saccade.config import Config, DataSource
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError, parse_json
-from saccade.data.mappings import number_of
 from saccade.data.sources import set_names
 from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.models.heads import RewardHead, attach_reward, load_reward
-from saccade.models.reward_card import REWARD_FILE, Card, read_card, write_card
+from saccade.plugins.preferences import pairs
+from saccade.plugins.preferences.mappings import number_of
+from saccade.plugins.preferences.pairs import is_tie, load_pairs
 from saccade.plugins.reward_models import reward_losses
 from saccade.plugins.reward_models.process_steps import stepped, verdict_ids
+from saccade.plugins.reward_models.reward_card import REWARD_FILE, Card, read_card, write_card
 from saccade.plugins.reward_models.reward_forward import RatingLoss, StepsLoss
 from saccade.plugins.reward_models.reward_losses import FIRST_LOG_KAPPA
-from saccade.recipes import pairs, questions
+from saccade.recipes import questions
 from saccade.recipes.length_cache import cached_lengths
-from saccade.recipes.pairs import is_tie, load_pairs
 from saccade.recipes.to_trajectory import compared
 from saccade.types import Batch, Group, Message, Sample, Trajectory
 

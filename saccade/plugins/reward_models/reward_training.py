@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from saccade.data.datasets import Dataset
-from saccade.models.reward_card import write_card
+from saccade.plugins.reward_models.reward_card import write_card
 from saccade.plugins.reward_models.reward_forward import train_ratings
 from saccade.plugins.reward_models.reward_rows import held_out, named, rows_of, with_statistics
 from saccade.recipes import offline_loop, parts, questions
-from saccade.recipes.run import Run
+from saccade.run.training_run import Run
 from saccade.trainer import Loss
 from saccade.types import Batch, Sample
 

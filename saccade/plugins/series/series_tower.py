@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from saccade.config import SeriesConfig
-from saccade.contents import File, on_host, tensor_file
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.images import ImageError
 from saccade.media.pixel_cache import DECODED
@@ -45,6 +44,7 @@ from saccade.models.files import SERIES_FILE
 from saccade.models.towers import PluggedTower
 from saccade.plugins.families.qwen_omni import apart, as_shown
 from saccade.plugins.series import user_encoder
+from saccade.system.contents import File, on_host, tensor_file
 from saccade.types import Media, MediaSpan
 
 KIND = "series"  # of media; also the tower's name, and that of its module in the model

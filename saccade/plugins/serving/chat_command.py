@@ -21,7 +21,6 @@ from saccade.config import Config
 from saccade.data.chats import RowError
 from saccade.data.formats import FORMATS, read_row
 from saccade.data.prompts import text_or_file
-from saccade.disk import require_writable
 from saccade.engines import Engine, generate, progress
 from saccade.errors import ConfigError, DataError, SaccadeError, TrainingError
 from saccade.media.images import open_media
@@ -31,6 +30,7 @@ from saccade.plugins.serving.text_stream import TextStream
 from saccade.recipes import model_setup, parts
 from saccade.recipes.engines import answering_engine, answering_family, model_name, room
 from saccade.rollout.episode import noise_key
+from saccade.system.disk import require_writable
 from saccade.types import Completion, Media, Message, Request, Sampling
 
 Say = Callable[[str], None]

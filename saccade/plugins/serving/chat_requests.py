@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
+from saccade.config.schema import DataConfig
 from saccade.errors import SaccadeError
 from saccade.media.images import decode, open_media
 from saccade.models.families import Family
 from saccade.plugins.serving.http_server import BadRequest
-from saccade.schema import DataConfig
 from saccade.types import Media, Message, Request, Sampling
 
 # Change nothing of an answer.

@@ -33,14 +33,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from saccade import __version__
+from saccade.config.schema import DataConfig, ServeConfig
 from saccade.errors import ConfigError, SaccadeError
 from saccade.media.images import open_media
+from saccade.plugins.judges.service_protocol import PROTOCOL, read_samples, reply_to
 from saccade.plugins.serving.http_server import BACKLOG, BadRequest, Gate, JsonReply, Room, json_app
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample, image_records
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.service_protocol import PROTOCOL, read_samples, reply_to
-from saccade.schema import DataConfig, ServeConfig
 from saccade.types import Media
 
 PATH = "/get_reward"

@@ -16,7 +16,7 @@ from saccade.config import Config, load
 from saccade.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
-    from saccade.rewards.reward_model_term import RewardModel
+    from saccade.plugins.reward_models.reward_model_term import RewardModel
 
 GLANCE = 0.2  # seconds between two looks at whether to stop
 GRACE = 30.0  # seconds for what is under way when the service is told to stop

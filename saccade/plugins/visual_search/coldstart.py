@@ -24,7 +24,6 @@ import numpy as np
 from saccade.config import Config, DataSource, load
 from saccade.data import datasets
 from saccade.data.written_chats import dialogue_row
-from saccade.disk import require_writable
 from saccade.environments import KINDS, Environment, Step, stop_strings
 from saccade.errors import ConfigError, DataError
 from saccade.plugins.visual_search.search_expert import AGAIN, NUMBERS, call, demonstration
@@ -33,6 +32,7 @@ from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.rollout import env_process
 from saccade.rollout.env_process import EnvironmentCall, Failed
+from saccade.system.disk import require_writable
 from saccade.types import STATUS_OF_END, Message, Sample
 
 

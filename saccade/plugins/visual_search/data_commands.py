@@ -37,10 +37,10 @@ def data_commands(command: Register, read_config: ReadConfig) -> typer.Typer:
         seed: Annotated[int, typer.Option(help="Other scenes for another seed.")] = 0,
     ) -> None:
         """Scenes with a small target that can be read only after zooming."""
-        from saccade.disk import require_writable
+        from saccade.config.schema.section import is_name
         from saccade.errors import ConfigError
         from saccade.plugins.visual_search.search_scenes import search_split, write_search
-        from saccade.schema.section import is_name
+        from saccade.system.disk import require_writable
 
         if not is_name(name):
             raise ConfigError(f"--name {name}: wants one file name without its ending, try train")

@@ -72,7 +72,7 @@ def servers() -> Callable[[int], set[int]]:
                 state, owner = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             except OSError:  # it ended meanwhile
                 continue
-            if b"saccade.engines.replicas.replica_process" in command and state != "Z":
+            if b"saccade.plugins.engines.replicas.replica_process" in command and state != "Z":
                 found |= {int(folder.name)} if parent in (int(owner), 0) else set()
         return found
 

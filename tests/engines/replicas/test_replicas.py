@@ -16,10 +16,16 @@ import pytest
 
 from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.engines.replicas import replica
-from saccade.engines.replicas.replica import Replica
-from saccade.engines.replicas.replica_pool import Replicas, placements, shares_memory, start_replicas, visible_gpus
 from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.plugins.engines.replicas import replica
+from saccade.plugins.engines.replicas.replica import Replica
+from saccade.plugins.engines.replicas.replica_pool import (
+    Replicas,
+    placements,
+    shares_memory,
+    start_replicas,
+    visible_gpus,
+)
 from saccade.recipes import engines, rl
 from saccade.types import Request, Sampling
 
@@ -28,7 +34,7 @@ PARENT = """
 import json, queue, sys, time
 from pathlib import Path
 from saccade.engines.settings import Settings
-from saccade.engines.replicas.replica import Replica
+from saccade.plugins.engines.replicas.replica import Replica
 settings, events = Settings(**json.loads(sys.argv[1])), queue.SimpleQueue()
 engine = Replica(settings, log=Path(sys.argv[2]), events=events)
 while engine.child is None:

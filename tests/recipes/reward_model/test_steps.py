@@ -14,14 +14,14 @@ import saccade
 from saccade.config import load
 from saccade.errors import DataError
 from saccade.models.families import load_family
-from saccade.models.reward_card import Card
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.process_steps import stepped, with_marks
+from saccade.plugins.reward_models.reward_card import Card
 from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import reward_sample
-from saccade.statistics import wilson
+from saccade.run.statistics import wilson
 from saccade.types import Message, replace
 from tests.recipes.reward_model.judged import MARK, OTHER, PROCESS, Make
 

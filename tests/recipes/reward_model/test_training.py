@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 import saccade
 from saccade.config import load
 from saccade.errors import ConfigError, DataError
-from saccade.models.reward_card import Card, read_card
 from saccade.plugins.reward_models import reward_evaluation, reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward
+from saccade.plugins.reward_models.reward_card import Card, read_card
 from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
-from saccade.statistics import wilson
-from saccade.tracking.console import Console
+from saccade.run.console import Console
+from saccade.run.statistics import wilson
 from tests.recipes.reward_model.judged import DEEP, MARK, PROCESS, Make, Read, scores_of
 
 
@@ -279,7 +279,7 @@ def test_stock_transformers_loads_the_folder_and_export_takes_the_head_along(tra
 
     _, info = AutoModelForImageTextToText.from_pretrained(trained, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    out = saccade.export(trained, tmp_path / "out", "bfloat16", verify=False)
+    out = saccade.run.export(trained, tmp_path / "out", "bfloat16", verify=False)
     assert read_card(out) == read_card(trained)
     kept = [load_file(folder / "reward_head.safetensors") for folder in (trained, out)]
     assert torch.equal(kept[0]["score.weight"], kept[1]["score.weight"])

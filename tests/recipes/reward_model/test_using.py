@@ -18,13 +18,13 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.data import datasets
 from saccade.errors import ConfigError
-from saccade.models.reward_card import read_card
 from saccade.models.tiny import build
 from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward
+from saccade.plugins.reward_models.reward_card import read_card
 from saccade.rewards.reward_sample import reward_sample
-from saccade.tracking.trajectories import read_trajectories
+from saccade.run.trajectories import read_trajectories
 from tests.recipes.reward_model.judged import Make, Read
 
 

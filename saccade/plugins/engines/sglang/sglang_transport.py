@@ -21,8 +21,8 @@ from torch import Tensor
 from saccade.engines.settings import INSTALL, Settings
 from saccade.engines.weights import in_folder
 from saccade.errors import EnvironmentProblem
-from saccade.http_client.sender import http_client
 from saccade.models.families import Family
+from saccade.plugins.judges.http_client.sender import http_client
 
 HOW_TO_INSTALL = INSTALL["sglang"]
 NEEDED = ("input_ids", "image_data", "mm_hashes", "return_logprob", "rid")  # of async_generate

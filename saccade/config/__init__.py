@@ -1,0 +1,374 @@
+"""A config is a YAML file plus dotted overrides, checked against the schema.
+
+An unknown key is refused with the nearest known one; a value of the wrong type is refused with the
+field and what would work. The options themselves are in `schema`. Knows nothing of models,
+engines or torch.
+
+    >>> load(None, ["train.lr=2e-6", "algorithm.preset=rloo"]).train.lr
+    2e-06
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from saccade.config.notation import ELSEWHERE, FOREIGN, INSTEAD, RENAMED, parse, write
+from saccade.config.schema import *  # noqa: F403 (whoever loads a config finds its sections here, too)
+from saccade.config.schema import Config, DataSource, RewardTerm, Section, options
+from saccade.config.schema.presets import cells_of, row_of
+from saccade.config.schema.section import WORDS, about
+from saccade.errors import ConfigError
+
+# -- defaults of the commands ----------------------------------------------------------------------
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "rl": {"train.lr": 1e-6},
+    "sft": {"train.epochs": 2.0, "train.lr": 5e-6, "train.schedule": "cosine_with_min_lr", "train.warmup": 0.03},
+    "dpo": {"train.lr": 1e-5, "train.schedule": "cosine_with_min_lr", "train.warmup": 0.03, "dpo.max_tokens": 512},
+    "reward-model": {
+        "train.lr": 9e-6,
+        "train.schedule": "cosine_with_min_lr",
+        "train.warmup": 0.03,
+        "reward_model.max_tokens": 512,
+    },
+    "chat": {"rollout.temperature": 0.7, "rollout.top_p": 0.95, "rollout.max_tokens": 4096},
+}
+KTO = {"dpo.beta": 0.01, "dpo.max_tokens": 2048}
+PROCESS = {"train.lr": 1e-6, "reward_model.max_tokens": 2048}
+
+
+def defaults_for(command: str | None, config: Config) -> dict[str, Any]:
+    """The defaults of a command, by dotted name."""
+    special: dict[str, Any] = {}
+    if command == "dpo" and config.dpo.loss == "kto":
+        special = KTO
+    if command == "reward-model" and config.reward_model.kind == "process":
+        special = PROCESS
+    return DEFAULTS.get(command or "", {}) | special
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+ROWS = (".jsonl", ".csv", ".parquet", ".arrow", ".gz")  # endings of files that are no config
+SOURCES = tuple[DataSource, ...]
+LISTS = (*WORDS, tuple[RewardTerm, ...])  # where one text stands for a list of one
+# Elsewhere an empty text means: not given.
+EMPTY_IS_A_VALUE = {"prompt.instruction", "env.instruction"}
+# An override and what it takes the place of in a file, where both would contradict each other.
+REPLACES = {
+    "reward.preset": ("reward.terms", "reward.by_source.default"),
+    "reward.terms": ("reward.preset", "reward.by_source.default"),
+    "algorithm.clip": ("algorithm.clip_low", "algorithm.clip_high"),
+}
+
+
+def load(
+    source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = (), command: str | None = None
+) -> Config:
+    """YAML file, mapping or config plus `section.key=value` overrides: checked and complete, with
+    the defaults of the command and of the preset. `key=` and `key=null` take an option of the file
+    back. `model_fields_set` of a section names what was given, not what was filled in.
+    """
+    given, changes = _read(source), dict(map(_override, overrides))
+    for key, value in changes.items():
+        for replaced in REPLACES.get(key, ()) if value else ():
+            _remove(given, replaced)
+    for key, value in changes.items():
+        _set(given, key, value)
+    first = _validated(given)
+    tree: dict[str, Any] = {}
+    for key, value in defaults_for(command, first).items():
+        _set(tree, key, value)
+    tree = _laid_over(tree, _preset(first))
+    config = _validated(_laid_over(tree, first.model_dump(exclude_unset=True)))
+    _keep_given(config, first)
+    return config
+
+
+def _validated(tree: dict[str, Any]) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(item) for item in error.errors())) from None
+
+
+def _preset(config: Config) -> dict[str, Any]:
+    """What the algorithm's preset sets, at the sizes of this run."""
+    algorithm = config.algorithm
+    cells = cells_of(algorithm.model_dump(exclude_unset=True) | {"preset": algorithm.preset})
+    row = row_of(algorithm.preset)
+    longest = config.rollout.max_tokens * config.env.turns
+    if "longest_share" in row:
+        most = max(1, int(row["longest_share"] * longest))
+        cells["algorithm"]["overlong"] = {"buffer": min(row["overlong"]["buffer"], most)}
+    if "updates_per_step" in row:
+        updates = min(row["updates_per_step"], config.train.prompts_per_step)
+        cells["train"]["updates_per_step"] = updates
+    return cells
+
+
+def _laid_over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections and tables merged key by key; else `above` wins."""
+    merged = dict(below)
+    for key, value in above.items():
+        lower = below.get(key)
+        both = isinstance(lower, dict) and isinstance(value, Mapping)
+        merged[key] = _laid_over(lower, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _keep_given(section: Section, given: Section) -> None:
+    section.model_fields_set.intersection_update(given.model_fields_set)
+    for name in type(section).model_fields:
+        inside = getattr(section, name)
+        if isinstance(inside, Section):
+            _keep_given(inside, getattr(given, name))
+
+
+def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
+    """A tree of our own, whatever the source."""
+    if source is None:
+        return {}
+    if isinstance(source, Config):
+        return source.model_dump(exclude_unset=True)
+    if isinstance(source, Mapping):
+        tree: dict[str, Any] = {}
+        for key in sorted(source, key=lambda key: "." in str(key)):  # sections before their parts
+            _set(tree, _full_key(str(key)), deepcopy(source[key]))
+        return tree
+    path = Path(source)
+    if (path / "config.yaml").is_file():
+        raise ConfigError(f"{path} is a folder of a run; give {path / 'config.yaml'}")
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist; `saccade init` writes one")
+    if path.name.endswith(ROWS):
+        raise ConfigError(f"{path} holds rows, not options; give it as data.train={path}")
+    try:
+        written = parse(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(written, dict):
+        kind = type(written).__name__
+        raise ConfigError(
+            f"{path} must hold sections such as 'model:' and 'data:', not a {kind}; rows are given as data.train={path}"
+        )
+    return _read(written)
+
+
+def given(overrides: Sequence[str]) -> list[str]:
+    """Names of the options and sections that overrides set, without those they take back."""
+    return [key for key, value in map(_override, overrides) if value is not None]
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise ConfigError(f"override {text!r}: write section.key=value, for example train.lr=1e-6")
+    key = _full_key(key.strip())
+    return key, _value(key, value.strip())
+
+
+def _value(key: str, text: str) -> Any:
+    """The text of an override as its option takes it. None: the option is taken back."""
+    kind = _kind(key)
+    if not text:
+        entry = key not in dict(options())  # of a table
+        return "" if key in EMPTY_IS_A_VALUE or (entry and kind is str) else None
+    if text not in ("null", "~") and _is_plain(kind, text):
+        return text
+    try:
+        return parse(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}={text}: not valid YAML: {error}") from None
+
+
+def _is_plain(kind: Any, text: str) -> bool:
+    """Whether all of the text is the value: a word or the name of a file, whatever signs are in
+    it. Else it is YAML.
+    """
+    if text[0] in "'\"":
+        return text[-1] != text[0]
+    if kind in (str, str | None):
+        return True
+    if kind == SOURCES:
+        return text[0] not in "[{" or text[-1] not in "]}"
+    return text[0] not in "[{" and (kind in LISTS or "#" in text)
+
+
+def _kind(key: str) -> Any:
+    """Type of an option, or of an entry of one that is a table."""
+    known = dict(options())
+    if key in known:
+        return known[key].annotation
+    table = known.get(key.rpartition(".")[0])
+    return None if table is None else get_args(table.annotation)[1]
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, leaf = key.split(".")
+    for name in parents:
+        child = tree.get(name)
+        if not isinstance(child, dict):
+            child = tree[name] = {} if not isinstance(child, Section) else child.model_dump(exclude_unset=True)
+        tree = child
+    tree[leaf] = value
+
+
+def _remove(tree: dict[str, Any], key: str) -> None:
+    *parents, leaf = key.split(".")
+    for name in parents:
+        tree = tree.get(name) or {}
+    tree.pop(leaf, None)
+
+
+def _full_key(key: str) -> str:
+    """`train.lr` as it is; a bare leaf such as `resume` becomes `run.resume` when only one section
+    has it.
+    """
+    known = dict(options())
+    for name, field in known.items():
+        if key.startswith(f"{name}.") and getattr(field.annotation, "__origin__", None) is not dict:
+            raise ConfigError(f"{key}: {name} is set as a whole; write {name}=VALUE{_example(name)}")
+    if "." in key or key in Config.model_fields:
+        return key
+    # Not deeper ones: `lr` is the policy's, whatever else has a learning rate.
+    names = [name for name, _ in options(keys=False)]
+    homes = [name for name in names if name.count(".") == 1 and name.endswith(f".{key}")]
+    if len(homes) == 1 and key not in ELSEWHERE:
+        return homes[0]
+    if homes:
+        homes += [ELSEWHERE[key]] if key in ELSEWHERE else []
+        raise ConfigError(f"{key}: several sections have it, write one of {', '.join(homes)}")
+    return key
+
+
+def _example(name: str) -> str:
+    examples = {
+        "reward.terms": "[{verifier: math, weight: 0.5}]",
+        "data.train": "[{path: train.jsonl, weight: 2}]",
+        "data.val": "[{path: test.jsonl, name: test}]",
+    }
+    return f", for example '{name}={examples[name]}'" if name in examples else ""
+
+
+LIKE = 0.75  # of two names, from which on one is taken for the other
+WANTED = {
+    "float_parsing": "wants a number",
+    "float_type": "wants a number",
+    "int_parsing": "wants a whole number",
+    "int_type": "wants a whole number",
+    "int_from_float": "wants a whole number",
+    "bool_parsing": "wants true or false",
+    "bool_type": "wants true or false",
+    "tuple_type": "wants a list such as [a, b]",
+    "dict_type": "wants a table such as {a: 1}",
+}
+
+
+def explain(error: Mapping[str, Any]) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return "\n".join(map(unknown_key, _leaves(key, error.get("input"))))
+    known, given = dict(options()).get(key), error.get("input")
+    if error["type"] == "model_type" and (keys := keys_of(key)):
+        example = next(f"{name}: {field.default}" for name, field in keys.items() if field.default)
+        expected = f"expected keys of {', '.join(keys)}; try {key}={{{example}}}"
+        return f"{key}: wants a mapping, got {given!r}; {expected}"
+    inside = [name for name, _ in options() if name.startswith(f"{key}.")]
+    if error["type"] == "model_type" and inside:
+        return f"{key}: a section, got {given!r}; set one of its options: {', '.join(inside)}"
+    hint = f" ({known.description})" if known is not None else ""
+    wanted = WANTED.get(error["type"], error["msg"].removeprefix("Value error, "))
+    return f"{key}: {wanted}, got {given!r}{hint}"
+
+
+def _leaves(key: str, given: Any) -> list[str]:
+    """Keys of a section that we do not have; the section alone where one of ours is meant."""
+    if not isinstance(given, Mapping) or not given:
+        return [key]
+    if key not in FOREIGN and difflib.get_close_matches(key, Config.model_fields, 1, LIKE):
+        return [key]
+    return [leaf for below, value in given.items() for leaf in _leaves(f"{key}.{below}", value)]
+
+
+def unknown_key(key: str) -> str:
+    """Says which option was meant: as other systems call it, in another section, or spelled so."""
+    above, _, leaf = key.rpartition(".")
+    entry = _entry(above)
+    if entry is not None:
+        meant = difflib.get_close_matches(leaf, entry.model_fields, n=1)
+        known = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(entry.model_fields)}"
+        return f"unknown key {key!r}; {known}"
+    if renamed := renamed_to(key):
+        return f"unknown key {key!r}; {renamed}"
+    option = meant_by(key)
+    instead = next((INSTEAD[part] for part in reversed(key.split(".")) if part in INSTEAD), "")
+    hint = instead if not option else f"did you mean {option!r}?"
+    if not hint and (keys := keys_of(above)):
+        hint = f"expected one of {', '.join(keys)}"
+    return f"unknown key {key!r}{hint and '; '}{hint}"
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    """The keys of an option that is a mapping, each with its field; empty for any other name."""
+    field = dict(options(keys=False)).get(name)
+    kind = field.annotation if field is not None and "mapping" in about(field) else None
+    return {} if kind is None else dict(options(kind))
+
+
+def renamed_to(key: str) -> str:
+    """What became of an option of older versions; empty where there was none of that name."""
+    below = key.split(".", 1)[-1]
+    for old, new in RENAMED.items():
+        if key == old or key.startswith(f"{old}."):
+            return new if " " in new else f"it is now {new + key[len(old) :]}"
+        if "." not in key and old.endswith(f".{below}"):
+            return new if " " in new else f"it is now {new}"
+    return ""
+
+
+def meant_by(key: str) -> str:
+    """The option by the name that others have for it, or the one whose name is most like it; of
+    several such the one whose sections are named in the key. Empty where nothing is.
+    """
+    parts = key.lower().split(".")
+    for start in range(len(parts)):
+        if (name := ".".join(parts[start:])) in ELSEWHERE:
+            return ELSEWHERE[name]
+    if INSTEAD.keys() & set(parts):
+        return ""
+
+    def likeness(name: str) -> tuple[float, int, int]:
+        *sections, leaf = name.split(".")
+        like = difflib.SequenceMatcher(None, leaf, parts[-1]).ratio()
+        return like, len(set(sections) & set(parts)), -len(sections)
+
+    nearest = max([*(name for name, _ in options()), *Config.model_fields], key=likeness)
+    return nearest if likeness(nearest)[0] >= LIKE else ""
+
+
+def _entry(key: str) -> type[Section] | None:
+    """What the entries of a list are, for the key of one of them such as `data.train.0`."""
+    name, _, index = key.rpartition(".")
+    field = dict(options()).get(name)
+    if field is None or not index.isdigit():
+        return None
+    kinds = [field.annotation]
+    while kinds:
+        kind = kinds.pop()
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+        kinds += get_args(kind)
+    return None
+
+
+def to_yaml(config: Config, *, full: bool = True) -> str:
+    tree = config.model_dump(mode="json", exclude_unset=not full)
+    return write(tree)

@@ -1,0 +1,127 @@
+"""Every option once: its type, its default, one line that says what it does.
+
+Single values are checked here; what options mean together is `checks`, how they are written and
+read is `config.py`. One file for each part of a run; `Config` puts them together.
+
+    >>> dict(options())["train.lr"].description
+    'Peak learning rate; empty: 1e-6 (rl), 5e-6 (sft).'
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from saccade.config.schema.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    FilterConfig,
+    HotFirstTokenConfig,
+    KLConfig,
+    OverlongConfig,
+)
+from saccade.config.schema.data import DataConfig, DataSource, PromptConfig
+from saccade.config.schema.reward import JudgeConfig, RemoteConfig, RewardConfig, RewardTerm, ServeConfig
+from saccade.config.schema.rollout import EnvConfig, HttpConfig, RolloutConfig
+from saccade.config.schema.run_options import (
+    ADAPTED,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    SaveConfig,
+    SeriesConfig,
+    TrackConfig,
+)
+from saccade.config.schema.section import ANSWERING, Section, about, section
+from saccade.config.schema.train import (
+    DpoConfig,
+    EvalConfig,
+    GenerateConfig,
+    RewardModelConfig,
+    SftConfig,
+    TrainConfig,
+    ValConfig,
+)
+
+__all__ = [
+    "ADAPTED",
+    "AlgorithmConfig",
+    "Config",
+    "CorrectionConfig",
+    "CriticConfig",
+    "DataConfig",
+    "DataSource",
+    "DpoConfig",
+    "EnvConfig",
+    "EvalConfig",
+    "FilterConfig",
+    "GenerateConfig",
+    "HotFirstTokenConfig",
+    "HttpConfig",
+    "JudgeConfig",
+    "KLConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OverlongConfig",
+    "PromptConfig",
+    "RemoteConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "RewardTerm",
+    "RolloutConfig",
+    "RunConfig",
+    "SaveConfig",
+    "Section",
+    "SeriesConfig",
+    "ServeConfig",
+    "SftConfig",
+    "TrackConfig",
+    "TrainConfig",
+    "ValConfig",
+    "options",
+    "type_name",
+]
+
+
+class Config(Section):
+    run: RunConfig = section(RunConfig, "Name, folder, seed, length and resume.")
+    model: ModelConfig = section(ModelConfig, "Which model, and what of it is trained.")
+    data: DataConfig = section(DataConfig, "Training and validation sets and their hygiene.")
+    prompt: PromptConfig = section(PromptConfig, "How a row becomes a conversation.")
+    rollout: RolloutConfig = section(RolloutConfig, "Engine and sampling.", commands=ANSWERING)
+    env: EnvConfig = section(EnvConfig, "What the policy talks to.")
+    reward: RewardConfig = section(RewardConfig, "What a response is worth.", commands=ANSWERING)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "How rewards become an update.", commands=("rl",))
+    train: TrainConfig = section(TrainConfig, "Batch arithmetic and optimizer.")
+    sft: SftConfig = section(SftConfig, "Supervised fine-tuning only.", commands=("sft",))
+    dpo: DpoConfig = section(DpoConfig, "Preference training only.", commands=("dpo",))
+    reward_model: RewardModelConfig = section(
+        RewardModelConfig, "`saccade reward-model` only.", commands=("reward-model",)
+    )
+    val: ValConfig = section(ValConfig, "Validation during training, and eval.")
+    eval: EvalConfig = section(EvalConfig, "What eval measures on besides data.val.", commands=("eval",))
+    generate: GenerateConfig = section(GenerateConfig, "Batch inference only.", commands=("generate",))
+    save: SaveConfig = section(SaveConfig, "Checkpoints.")
+    track: TrackConfig = section(TrackConfig, "Loggers and stored rollouts.")
+
+
+def options(kind: type[Section] = Config, prefix: str = "", *, keys: bool = True) -> Iterator[tuple[str, Any]]:
+    """(dotted name, field) of every option, in order; a mapping gives its keys or, without `keys`,
+    itself.
+    """
+    for name, info in kind.model_fields.items():
+        annotation = info.annotation
+        opened = keys or "mapping" not in about(info)
+        if opened and isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from options(annotation, f"{prefix}{name}.", keys=keys)
+        else:
+            yield f"{prefix}{name}", info
+
+
+def type_name(annotation: Any) -> str:
+    """A type as a reader of the reference wants to see it."""
+    named = getattr(annotation, "__name__", str(annotation))
+    text = str(annotation) if get_args(annotation) else named
+    return re.sub(r"\b[a-z_]+\.", "", text).replace("NoneType", "None")

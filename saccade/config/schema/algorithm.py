@@ -1,0 +1,199 @@
+"""How rewards become an update: what a preset sets, and what may be set beside it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from saccade.config.schema.section import Section, When, entries, option, section
+
+REFERENCE = When("algorithm.kl.coef > 0", "algorithm.kl.coef=0.01")
+KL_IN_LOSS = When("algorithm.kl_in_loss", "algorithm.kl.coef=0.01 algorithm.kl.place=loss", "a KL in the loss")
+CLAMPED = When(
+    "algorithm.kl_in_loss and algorithm.divergence.reads('clamp')",
+    "algorithm.kl.kind=k3 algorithm.kl.place=loss",
+    "a KL in the loss whose gradient may be clamped",
+)
+ADAPTIVE = When("algorithm.kl.controller == 'adaptive'", "algorithm.kl.controller=adaptive")
+MOVING = When("algorithm.kl.update != 'none'", "algorithm.kl.update=copy")
+BLENDED = When("algorithm.kl.update == 'ema'", "algorithm.kl.update=ema")
+DYNAMIC = When("algorithm.filter.dynamic", "algorithm.filter.dynamic=true")
+OVERLONG = When("algorithm.overlong.buffer > 0", "algorithm.overlong.buffer=512")
+HOT = When("algorithm.hot_first_token.temperature > 0", "algorithm.hot_first_token.temperature=10")
+TRAINED = When("algorithm.hot_first_token.first_token == 'is'", "algorithm.hot_first_token.first_token=is")
+CRITIC = When("algorithm.needs_critic", "algorithm.advantage=gae", "an advantage with a critic")
+GROUPS = When(
+    "algorithm.estimator.group",
+    "algorithm.advantage=grpo train.samples_per_prompt=8",
+    "an advantage that compares the members of a group",
+)
+EXCLUDING = When("algorithm.exclude_status", "algorithm.exclude_status=[overturn]")
+WHITENABLE = When(
+    "algorithm.estimator.whiten is not None", "algorithm.advantage=reinforce_pp", "an advantage that may be whitened"
+)
+WHITENED = When("algorithm.whiten", "algorithm.advantage=reinforce_pp algorithm.whiten=true", "whitened advantages")
+CLIPPING = When("algorithm.loss.reads('clip_low')", "algorithm.policy_loss=clip", "a policy loss that clips")
+DOMAINS = When("algorithm.estimator.domains", "algorithm.advantage=drpo", "an advantage that weighs domains")
+STEERED = When("algorithm.entropy_target > 0", "algorithm.entropy_target=0.2")
+TOP_ONLY = When("algorithm.entropy_top > 0", "algorithm.entropy_top=0.2")
+WEIGHING = When(
+    "any(c.entry.weighs for c in algorithm.corrections)",
+    "algorithm.correct=[tis.token]",
+    "a correction that gives weights",
+)
+DROPPING = When(
+    "algorithm.entropy_top > 0 or algorithm.at_once", "algorithm.entropy_top=0.2", "a filter that drops tokens"
+)
+
+
+class KLConfig(Section):
+    coef: float = option(0.0, "Weight of the KL to the reference; 0 loads no reference.", ge=0)
+    kind: str | None = option(
+        None,
+        "Estimator: k1 | abs | k2 | k3 | k1+ | k3+ | file.py:name; empty: k3 in the loss, k1 in the reward.",
+        path=True,
+        when=REFERENCE,
+    )
+    place: Literal["loss", "reward"] = option("loss", "Where it enters.", when=REFERENCE)
+    clamp: Literal["bounded", "zero"] | None = option(
+        None, "Gradient of k3 where its value is clamped; empty: bounded.", when=(REFERENCE, CLAMPED)
+    )
+    ratio_correct: bool = option(
+        False, "In the loss: multiply by the ratio, so that its gradient is that of the old policy.", when=KL_IN_LOSS
+    )
+    controller: Literal["fixed", "adaptive"] = option(
+        "fixed", "adaptive moves coef until the KL is at target.", when=REFERENCE
+    )
+    target: float = option(0.1, "KL per token that the adaptive coef aims at.", gt=0, when=(REFERENCE, ADAPTIVE))
+    horizon: float = option(
+        10_000, "Sequences over which the adaptive coef may double or halve, roughly.", gt=0, when=(REFERENCE, ADAPTIVE)
+    )
+    update: Literal["none", "copy", "ema"] = option(
+        "none", "What becomes of the reference: nothing, the policy, or a blend with it.", when=REFERENCE
+    )
+    update_every: int = option(512, "Steps between two updates of the reference.", ge=1, when=(REFERENCE, MOVING))
+    ema: float = option(0.6, "Share of the policy in each blend.", gt=0, le=1, when=(REFERENCE, BLENDED))
+
+
+class FilterConfig(Section):
+    dynamic: bool = option(False, "Drop groups whose raw outcome is constant or extreme, and refill the step.")
+    low: float = option(0.01, "Keep a group when its mean outcome is above this.", when=DYNAMIC, allow_inf_nan=True)
+    high: float = option(0.99, "Keep a group when its mean outcome is below this.", when=DYNAMIC, allow_inf_nan=True)
+    max_rounds: int = option(10, "Generation rounds before giving up on refilling.", ge=1, when=DYNAMIC)
+    on_exhausted: Literal["train_partial", "skip", "stop"] = option(
+        "train_partial", "What then happens to the step.", when=DYNAMIC
+    )
+    keep_surplus: bool = option(False, "Carry kept groups that the step has no room for to the next one.", when=DYNAMIC)
+    function: str | None = option(
+        None, "file.py:name of your own: gets the scored groups, returns those to train on.", path=True
+    )
+
+
+class OverlongConfig(Section):
+    buffer: int = option(0, "Tokens before the limit over which the penalty grows; 0 turns it off.", ge=0)
+    factor: float = option(1.0, "Largest penalty.", ge=0, when=OVERLONG)
+
+
+class CorrectionConfig(Section):
+    name: str = option(
+        ...,
+        "tis.token | tis.sequence | tis.geometric | icepop | seq_mask | seq_mask_tis | opsm | "
+        "reject.token.k1 … | file.py:name.",
+        path=True,
+    )
+    low: float | None = option(None, "Lower bound; empty: the correction's own.", ge=0)
+    high: float | None = option(None, "Upper bound; empty: the correction's own.", ge=0)
+    threshold: float | None = option(None, "opsm: largest mean gap of a bad sequence.", gt=0)
+
+
+class HotFirstTokenConfig(Section):
+    temperature: float = option(0.0, "Temperature of an episode's first token; 0 turns it off.", ge=0)
+    top_k: int = option(-1, "That token is one of the k likeliest; -1: any.", ge=-1, when=HOT)
+    first_token: Literal["is", "mask"] = option(
+        "is", "Train on that token with an importance weight, or not at all.", when=HOT
+    )
+    cap: float = option(2.0, "Largest importance weight of that token.", gt=0, when=(HOT, TRAINED))
+
+
+class CriticConfig(Section):
+    lr: float = option(9e-6, "Learning rate of the critic; its schedule is train's.", gt=0, when=CRITIC)
+    clip: float = option(0.2, "How far a value may move per step; 0: freely.", ge=0, when=CRITIC)
+    warmup_steps: int = option(0, "First steps in which only the critic learns.", ge=0, when=CRITIC)
+    bootstrap_truncated: bool = option(
+        False, "Value a truncated response by the critic's estimate instead of 0 at its end.", when=CRITIC
+    )
+    path: str | None = option(None, "Model folder of the critic; empty: that of the policy.", path=True, when=CRITIC)
+
+
+class AlgorithmConfig(Section):
+    preset: tuple[str, ...] = option(
+        ("grpo",),
+        "A preset and add-ons, as in [dapo, tis]; `saccade algorithms` lists both. What follows "
+        "overrides what it sets.",
+    )
+    advantage: str = option("grpo", "Estimator, or file.py:name.", path=True)
+    policy_loss: str = option("clip", "Surrogate, or file.py:name.", path=True)
+    aggregation: str = option("token_mean", "How token losses become one number, or file.py:name.", path=True)
+    args: dict[str, Any] = option(
+        {},
+        "Options of the chosen advantage, policy_loss, aggregation, kl.kind and correct by "
+        "parameter name, such as {lam: 1}; docs/algorithms.md lists those of each function.",
+    )
+    # advantages; empty where the function has the default
+    std_eps: float | None = option(None, "Added to a standard deviation that divides; empty: the advantage's.", ge=0)
+    gamma: float | None = option(None, "Discount per sampled token; empty: the advantage's.", gt=0, le=1)
+    whiten: bool | None = option(
+        None, "Whiten advantages over the tokens of the step; empty: as the advantage has it.", when=WHITENABLE
+    )
+    whiten_std: bool = option(True, "Whitening divides by the deviation, too.", when=WHITENED)
+    adv_clip: float = option(0.0, "Symmetric limit of advantages; 0: none.", ge=0)
+    reward_range: tuple[float, float] = option((0.0, 1.0), "drpo: lowest and highest possible outcome.", when=DOMAINS)
+    # policy losses; empty where the function has the default
+    clip: float | None = option(None, "Both clip widths of the ratio; empty: each has its own.", ge=0, when=CLIPPING)
+    clip_low: float | None = option(None, "Lower clip width of the ratio; empty: the policy loss's.", ge=0)
+    clip_high: float | None = option(None, "Upper clip width of the ratio; empty: the policy loss's.", ge=0)
+    dual_clip: float | None = option(
+        None, "Bound (above 1) on the loss of negative advantages; 0: none; empty: the policy loss's.", ge=0
+    )
+    delta: float | None = option(
+        None, "Upper bound (above 1) of the free ratio; 0: none; empty: the policy loss's.", ge=0
+    )
+    # entropy
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", ge=0)
+    entropy_target: float = option(
+        0.0, "Entropy that the bonus is steered to, a step at a time; 0: a fixed bonus.", ge=0
+    )
+    entropy_step: float = option(1e-3, "Change of entropy_coef per step.", gt=0, when=STEERED)
+    entropy_range: tuple[float, float] = option((0.0, 0.05), "Limits of a steered entropy_coef.", when=STEERED)
+    entropy_top: float = option(
+        0.0, "Policy loss only on this share of tokens, those of highest entropy; 0: on all.", ge=0, lt=1
+    )
+    entropy_scope: Literal["step", "sequence"] = option("step", "Where entropy_top takes its share.", when=TOP_ONLY)
+    # off-policy
+    old: Literal["auto", "recompute", "rollout", "detach"] = option(
+        "auto", "Old log-probs; auto: detached current ones when strictly on-policy, else recomputed."
+    )
+    correct: tuple[CorrectionConfig, ...] = option(
+        (), "Corrections for the engine/trainer log-prob mismatch (name or list)."
+    )
+    self_normalise: bool = option(False, "Correction weights average to 1.", when=WEIGHING)
+    denominator: Literal["original", "kept"] = option(
+        "original", "Divide the policy loss by all live tokens, or by those that filters kept.", when=DROPPING
+    )
+    # who takes part
+    drop_constant: bool = option(False, "Leave members of constant groups out of the update.", when=GROUPS)
+    exclude_status: tuple[str, ...] = option((), "Also exclude these: truncated, overturn, void.")
+    excluded_in_baseline: bool = option(
+        False, "Keep members excluded by status in the group baseline.", when=(GROUPS, EXCLUDING)
+    )
+    kl: KLConfig = section(KLConfig, "Distance to the reference model.")
+    filter: FilterConfig = section(FilterConfig, "Dynamic sampling.")
+    overlong: OverlongConfig = section(OverlongConfig, "Soft penalty before the length limit.")
+    hot_first_token: HotFirstTokenConfig = section(HotFirstTokenConfig, "A hot first token, for variety.")
+    critic: CriticConfig = section(CriticConfig, "The value model of gae.")
+
+    @field_validator("correct", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        return entries(value, "name")

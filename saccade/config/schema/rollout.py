@@ -1,0 +1,155 @@
+"""Generation: engines, sampling, and what the policy talks to."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from saccade.config.schema.section import Section, When, mapping, option
+
+OTHER_ENGINE = When("rollout.engine != 'embedded'", "rollout.engine=vllm")
+OTHER_WEIGHTS = When(
+    "rollout.engine != 'embedded' or rollout.replicas",
+    "rollout.engine=vllm",
+    "an engine with weights of its own, as the embedded one uses the trainer's",
+)
+
+
+class HttpConfig(Section):
+    url: str = option("", "Address of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1.")
+    api: Literal["chat", "completions"] = option("chat", "How the endpoint is asked.")
+    model: str = option("", "Name of the model there; empty: the only one that it lists.")
+    key: str = option("", "Environment variable that holds the key; empty: none is sent.")
+    concurrency: int = option(16, "Requests under way at once.", ge=1)
+    per_minute: int = option(0, "Most requests in a minute; 0: as many as go.", ge=0)
+    retries: int = option(5, "Further attempts after an error that may pass.", ge=0)
+    timeout: float = option(120.0, "Seconds before an attempt is given up.", gt=0)
+    cache: str | None = option(
+        None, "Folder of answers that are not asked for again; empty: beside the results; off: none.", path=True
+    )
+    price: tuple[float, float] | None = option(
+        None, "Cost of a million prompt and of a million response tokens, to be summed up."
+    )
+
+
+class RolloutConfig(Section):
+    engine: Literal["embedded", "vllm", "sglang", "http"] = option(
+        "embedded", "What generates: embedded uses the trainer's own weights; http only evaluates."
+    )
+    replicas: int = option(0, "Engine processes of their own behind one queue; 0: one engine in this process.", ge=0)
+    tensor_parallel: int = option(1, "GPUs of one engine (vllm, sglang).", ge=1, when=OTHER_ENGINE)
+    memory_share: float = option(
+        0.6, "Share of the GPU's memory that vllm or sglang may hold.", gt=0, le=1, when=OTHER_ENGINE
+    )
+    engine_args: dict[str, Any] = option(
+        {}, "Further arguments for vllm or sglang, or fields of an http request, as they are.", when=OTHER_ENGINE
+    )
+    parity_max: float | None = option(
+        None,
+        "Largest mean gap of log-probs between engine and trainer at the start; empty: 0.05 in "
+        "bfloat16, 1e-4 in float32.",
+        gt=0,
+        when=OTHER_WEIGHTS,
+    )
+    http: HttpConfig = mapping(HttpConfig, "The endpoint of engine=http.", commands=("eval", "generate", "chat"))
+    temperature: float = option(1.0, "Sampling temperature; the trainer scores at the same one.", gt=0)
+    top_p: float = option(1.0, "Nucleus sampling; below 1 the kept ids are replayed in training.", gt=0, le=1)
+    top_k: int = option(-1, "Keep only the k likeliest tokens; -1 keeps all. Replayed in training.", ge=-1)
+    truncated_sampling: Literal["refuse", "replay"] = option(
+        "refuse", "Truncated sampling in training: refuse it, or replay kept ids."
+    )
+    max_tokens: int = option(2048, "Longest response (of one turn).", ge=1)
+    stop: tuple[str, ...] = option((), "Strings that end a response; they stay in it.")
+    ignore_eos: bool = option(False, "Go on past the end-of-turn token (for benchmarks).")
+    max_sequences: int = option(512, "Sequences decoded at once by one engine.", ge=1)
+
+
+LIMITS = {  # of one episode that are counted, and the least value of each
+    "max_turns": 1,
+    "max_images": 0,
+    "max_turn_tokens": 1,
+    "max_total_tokens": 1,
+    "min_turn_tokens": 1,
+    "max_tool_errors": 0,
+}
+
+
+class EnvConfig(Section):
+    name: str = option(
+        "single_turn",
+        "What the policy talks to: single_turn | crop | calculator | tools | sokoban_step | "
+        "file.py:Class with reset, step and close.",
+        path=True,
+    )
+    args: dict[str, Any] = option({}, "Arguments of your own environment's class.")
+    tools: tuple[str, ...] = option(
+        (), "Functions of your own, file.py:name, that the policy may call beside built-in tools.", path=True
+    )
+    call: Literal["grounding", "tool_call", "action"] | None = option(
+        None,
+        "How a call is written: <grounding>, <tool_call> with a name, or moves in the answer tag; "
+        "empty: as the environment likes it.",
+    )
+    parallel_calls: int = option(1, "Calls of one turn that are answered; above 1 only with tool_call.", ge=1)
+    instruction: str | None = option(None, "Replaces the text that explains the tools; an empty string adds none.")
+    coordinates: Literal["relative", "milli", "absolute"] = option(
+        "relative", "Boxes of crops: fractions of their source, thousandths, or pixels as the model sees it."
+    )
+    min_crop_px: int = option(4, "Crops with a shorter side are refused.", ge=1)
+    min_pixels: int = option(40_000, "Pictures that a tool shows: those below are scaled up.", ge=1)
+    max_pixels: int = option(2_000_000, "Pictures that a tool shows: above, scaled down.", ge=1)
+    invalid_call_penalty: float = option(0.0, "Taken off the reward for every call that failed.", ge=0)
+    max_turns: int | None = option(None, "Assistant turns of one episode; empty: 1 with single_turn, else 6.", ge=1)
+    max_images: int | None = option(
+        None, "Images of one episode, prompt included; empty: 64 with single_turn, else 12.", ge=0
+    )
+    max_turn_tokens: int | None = option(
+        None, "Longest turn; empty: rollout.max_tokens, in evaluation val.max_tokens.", ge=1
+    )
+    max_total_tokens: int = option(32_768, "Prompt, policy and observation tokens of one episode.", ge=1)
+    min_turn_tokens: int | None = option(
+        None,
+        "An observation must leave this many tokens for the next turn; empty: 2000, at most a "
+        "sixteenth of max_total_tokens.",
+        ge=1,
+    )
+    max_tool_errors: int | None = option(None, "Failed calls before an episode ends; empty: any number.", ge=0)
+    timeout: float = option(600.0, "Seconds that the environment of one episode may take in all.", gt=0)
+    step_timeout: float = option(60.0, "Seconds for one step of your own environment; then its process is ended.", gt=0)
+    processes: int = option(128, "Environments of your own that live at once, each in a process; others wait.", ge=1)
+    eval: dict[str, int] = option(
+        {},
+        "Limits that differ in validation and eval, such as {max_turns: 12}: max_turns (12 unless "
+        "env.max_turns is set), max_images, max_turn_tokens, max_total_tokens, min_turn_tokens, "
+        "max_tool_errors.",
+    )
+
+    @field_validator("eval")
+    @classmethod
+    def _known(cls, limits: dict[str, int]) -> dict[str, int]:
+        for name, value in limits.items():
+            if name not in LIMITS:
+                raise ValueError(f"{name} is no limit; expected one of {', '.join(LIMITS)}")
+            if value < LIMITS[name]:
+                raise ValueError(f"{name} should be at least {LIMITS[name]}")
+        return limits
+
+    @property
+    def turns(self) -> int:
+        """Assistant turns of one training episode."""
+        return self.max_turns or (1 if self.name == "single_turn" else 6)
+
+    def limits(self, *, evaluation: bool = False) -> dict[str, int | None]:
+        """Every limit of an episode that is counted, resolved."""
+        single = self.name == "single_turn"
+        values = {name: getattr(self, name) for name in LIMITS}
+        values["max_turns"] = self.turns
+        if self.max_images is None:
+            values["max_images"] = 64 if single else 12
+        if evaluation:
+            values |= {} if single or self.max_turns else {"max_turns": 12}
+            values |= self.eval
+        sixteenth = max(1, values["max_total_tokens"] // 16)
+        values["min_turn_tokens"] = values["min_turn_tokens"] or min(2000, sixteenth)
+        return values

@@ -1,0 +1,107 @@
+"""The run itself: its model, its checkpoints, what it writes down."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import field_validator
+
+from saccade.config.schema.section import Section, When, is_name, mapping, option, section
+
+
+class RunConfig(Section):
+    name: str = option("run", "Name of the run; its folder is OUT/NAME.")
+    out: str = option("runs", "Folder that holds the run folders.", path=True)
+    seed: int = option(42, "Seed of data order, sampling noise, order of choices and tiny models.")
+    resume: str = option("none", "none | auto (latest checkpoint, or start) | best | path of a checkpoint.", path=True)
+    max_steps: int | None = option(None, "Stop after this many steps; empty: when the epochs are over.", ge=1)
+    max_hours: float | None = option(None, "Stop cleanly, with a checkpoint, after this many hours.", gt=0)
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Where the model lives; auto takes a GPU when there is one."
+    )
+    gpu_memory_gib: float | None = option(
+        None, "GiB of the GPU that this process may take; empty: all that is free.", gt=0
+    )
+    overcommit: bool = option(
+        False, "Start although the estimate needs far more than the free memory of the GPU.", commands=("rl",)
+    )
+    trace: bool = option(False, "Write a profiler trace of the third step (or the last, if there are fewer).")
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, name: str) -> str:
+        if not is_name(name):
+            raise ValueError("wants one folder name such as geo-1; run.out=FOLDER says where it is")
+        return name
+
+
+ADAPTED = ("lora", "qlora")  # values of model.train that leave the weights alone
+ADAPTERS = When(f"model.train in {ADAPTED}", "model.train=lora (model.lora={} takes all of them out)")
+ALL_LINEAR = When("model.lora.targets == 'all-linear'", "model.lora.targets=all-linear")
+
+
+class LoraConfig(Section):
+    rank: int = option(64, "Rank of the adapters.", ge=1, when=ADAPTERS)
+    alpha: int = option(16, "Adapters are scaled by alpha / rank.", ge=1, when=ADAPTERS)
+    dropout: float = option(0.0, "Dropout before the adapters; sft and dpo only.", ge=0, lt=1, when=ADAPTERS)
+    targets: str = option(
+        "all-linear",
+        "Linear layers with an adapter: all-linear (those of the language model), or PATTERNS as "
+        "in model.train. Never the head.",
+        when=ADAPTERS,
+    )
+    exclude: str = option("", "PATTERNS of layers among them that get none.", when=ADAPTERS)
+    vision: bool = option(False, "all-linear means vision tower and projector, too.", when=(ADAPTERS, ALL_LINEAR))
+
+
+class SeriesConfig(Section):
+    encoder: str | None = option(
+        None,
+        "What reads time series: patches, or FILE.py:FUNCTION that makes a module of your own; "
+        "empty: nothing, or the encoder that model.path holds.",
+        path=True,
+    )
+    channels: int = option(8, "Leads of every series.", ge=1)
+    patch: int = option(50, "patches: samples that all leads show in one token.", ge=1)
+    width: int = option(256, "patches: numbers of a token inside the encoder.", ge=2, multiple_of=2)
+    layers: int = option(2, "patches: transformer layers, over all patches of a series.", ge=0)
+    token: str | None = option(None, "Special token whose id stands for a series; empty: an id that nothing else uses.")
+
+
+class ModelConfig(Section):
+    path: str = option("", "Hugging Face model folder, or tiny:FAMILY for a model built in place.", path=True)
+    family: str | None = option(None, "Force a family; empty: detected from model_type in config.json.")
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "Compute type; auto: bfloat16 on GPU, float32 on CPU."
+    )
+    train: str = option(
+        "full",
+        "full | lora | qlora (over 4-bit weights) | freeze:PATTERNS, comma-separated: vision, "
+        "projector, llm, audio, series, a prefix or re:REGEX.",
+    )
+    lora: LoraConfig = section(LoraConfig, "Adapters, with train=lora or qlora.")
+    series: SeriesConfig = mapping(SeriesConfig, "An encoder for time series beside the model.")
+    checkpointing: Literal["auto", "on", "off"] = option(
+        "auto", "Recompute activations in backward; auto: in as few layers as a GPU's memory allows."
+    )
+    trust_remote_code: bool = option(False, "Run Python code shipped inside the model folder.")
+
+
+class SaveConfig(Section):
+    every: int = option(50, "Checkpoint every N steps; 0: only at the end.", ge=0)
+    keep: int = option(3, "Newest checkpoints to keep, the best one beside them.", ge=1)
+    background: bool = option(
+        True, "Copy the state to main memory and write it while training goes on, if it fits there."
+    )
+    best_metric: str | None = option(
+        None,
+        "Metric that names the best checkpoint, such as val/SET/accuracy; empty: accuracy of the "
+        "first set, or its score.",
+    )
+
+
+class TrackConfig(Section):
+    tensorboard: bool = option(True, "Write TensorBoard event files.")
+    wandb: bool = option(False, "Log to Weights & Biases, offline unless WANDB_MODE says otherwise.")
+    trajectories_every: int = option(10, "Store rollouts every N steps; 0 never.", ge=0, commands=("rl",))
+    trajectories_groups: int = option(8, "Groups stored each time.", ge=1, commands=("rl",))

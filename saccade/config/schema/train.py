@@ -1,0 +1,235 @@
+"""The update, and what belongs to one command alone."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from saccade.config.schema.section import ANSWERING, Section, When, is_name, option
+
+DECAYING = When("train.schedule != 'constant'", "train.schedule=linear")
+TEACHER = When("sft.teacher", "sft.teacher=FOLDER")
+CHAT = When("sft.mode == 'chat'", "sft.mode=chat")
+SCALAR = When("reward_model.kind == 'scalar'", "reward_model.kind=scalar")
+PROCESS = When("reward_model.kind == 'process'", "reward_model.kind=process")
+BRADLEY_TERRY = When("reward_model.loss == 'bt'", "reward_model.loss=bt")
+ATTENTION = When("reward_model.pooling == 'attention'", "reward_model.pooling=attention")
+SELECTING = When("generate.select not in ('all', 'correct')", "generate.select=threshold", "generate.select")
+
+
+class TrainConfig(Section):
+    prompts_per_step: int = option(128, "Prompts (rl) or rows (sft, dpo, reward-model) of one step.", ge=1)
+    samples_per_prompt: int = option(
+        8, "Rollouts of each prompt; a preset may have another default.", ge=1, commands=("rl",)
+    )
+    updates_per_step: int = option(
+        1,
+        "Optimizer steps on the samples of a step, each on whole groups; a preset may have another default.",
+        ge=1,
+        commands=("rl",),
+    )
+    epochs_per_batch: int = option(1, "Passes over the samples of a step.", ge=1, commands=("rl",))
+    epochs: float = option(1.0, "Passes over the data when run.max_steps is empty; sft: 2 unless set.", gt=0)
+    micro_tokens: int = option(16_384, "Tokens of one forward and backward, media tokens included.", ge=1)
+    lr: float = option(
+        1e-6,
+        "Peak learning rate; unless set 5e-6 in sft, 1e-5 in dpo, 9e-6 in reward-model (but 1e-6 for processes).",
+        gt=0,
+    )
+    lr_scale: dict[str, float] = option({}, "Factors above 0 per tower: vision, projector, llm, audio, series.")
+    schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
+        "constant", "Shape of the learning rate; but for rl cosine_with_min_lr unless set."
+    )
+    warmup: float = option(
+        0.0, "Warm-up steps, or a share of all steps when below 1; but for rl 0.03 unless set.", ge=0
+    )
+    min_lr: float = option(
+        0.0,
+        "Floor of the schedule as a share of lr; cosine_with_min_lr: 0.1 unless above 0.",
+        ge=0,
+        le=1,
+        when=DECAYING,
+    )
+    optimizer: Literal["adamw", "adamw_bf16"] = option(
+        "adamw", "adamw keeps fp32 masters; adamw_bf16 updates bf16 weights with Kahan compensation."
+    )
+    betas: tuple[float, float] = option((0.9, 0.95), "Moments of AdamW.")
+    eps: float = option(1e-8, "Added to the root of the second moment.", gt=0)
+    weight_decay: float = option(0.01, "Decay of matrices; biases and norms have none.", ge=0)
+    grad_norm: float = option(1.0, "Largest global gradient norm.", gt=0)
+    on_nonfinite: Literal["skip", "stop"] = option("skip", "A non-finite loss or gradient: skip the update, or stop.")
+    max_bad_updates: int = option(3, "Stop after this many skipped updates in a row.", ge=1)
+    sft_coef: float = option(
+        0.0,
+        "rl: weight of the supervised loss on data.demonstrations in every update, on as many rows as it has prompts.",
+        ge=0,
+        commands=("rl",),
+    )
+    aux_coef: float = option(
+        0.0,
+        "Weight of the loss that evens out the use of experts, for mixtures of them; the only term "
+        "that depends on how rows are packed into forests.",
+        ge=0,
+    )
+    ema: float = option(
+        0.0,
+        "Keep an average of the weights beside them, in state/ema of a checkpoint: the share of "
+        "the old average at each update, such as 0.992; 0: none.",
+        ge=0,
+        lt=1,
+    )
+
+
+class SftConfig(Section):
+    mode: Literal["chat", "pretrain"] = option(
+        "chat", "chat: conversations; pretrain: documents of a text column, every token of them trained."
+    )
+    loss_on: Literal["assistant", "last_turn", "all"] = option(
+        "assistant", "Trained tokens of a conversation.", when=CHAT
+    )
+    max_tokens: int = option(
+        2048, "Longest row; longer ones follow data.overlong, documents are cut into pieces.", ge=1
+    )
+    teacher: str | None = option(
+        None, "Model folder of a teacher whose distribution is learned beside the tokens.", path=True
+    )
+    kd_coef: float = option(0.4, "Share of the teacher's term in the loss.", ge=0, le=1, when=TEACHER)
+    reward_tag: str | None = option(
+        None,
+        "Text with {reward} after the question, filled from the row's reward (or label); "
+        "validation asks for the best of the training rows.",
+        when=CHAT,
+    )
+
+
+class DpoConfig(Section):
+    loss: Literal["dpo", "cdpo", "robust", "ipo", "ipo_sum", "dpo_norm", "reference_free", "hinge", "simpo", "kto"] = (
+        option("dpo", "Loss on pairs or, kto, on responses that were labelled one by one.")
+    )
+    beta: float | None = option(None, "Scale of the log-ratios; empty: 0.1, simpo 2, kto 0.01.", gt=0)
+    args: dict[str, Any] = option(
+        {},
+        "Further options of the loss: label_smoothing (cdpo, robust: share of labels that are "
+        "taken to be wrong), gamma (simpo: margin to be ahead by), desirable_weight and "
+        "undesirable_weight (kto).",
+    )
+    nll_coef: float = option(0.0, "Weight of the mean -log p of the tokens of chosen.", ge=0)
+    reference: Literal["precompute", "compute"] = option(
+        "precompute", "Score all rows with the start model once, before it is freed; or keep it and score every step."
+    )
+    max_tokens: int | None = option(
+        None, "Longest prompt with a response; longer ones follow data.overlong. Empty: 512, kto 2048.", ge=1
+    )
+
+
+class RewardModelConfig(Section):
+    kind: Literal["scalar", "process"] = option(
+        "scalar",
+        "scalar: pairs of responses or media; process: a label for every step. One that writes "
+        "its verdict: `saccade sft RUN.yaml data.pair_view=verdict train.lr=1e-5`.",
+    )
+    loss: Literal["bt", "logexp", "hps"] = option(
+        "bt", "scalar: Bradley-Terry with a margin, without one, or with a learned scale.", when=SCALAR
+    )
+    margin: float | None = option(
+        None,
+        "bt: lead that is asked for where a row has no margin of its own; empty: 0.1.",
+        ge=0,
+        when=(SCALAR, BRADLEY_TERRY),
+    )
+    heads: dict[str, float] = option(
+        {"preference": 1.0},
+        "scalar: named scores and their weights in the loss; a list of names also works. Rows "
+        "label them in `labels`; chosen and rejected alone label `preference`.",
+        when=SCALAR,
+    )
+    pooling: Literal["last", "mean", "attention"] = option(
+        "last", "scalar: what is scored: the last token, or an average over the response.", when=SCALAR
+    )
+    pooling_heads: int | None = option(
+        None,
+        "attention: parts of a state that are averaged each with weights of its own; empty: 4.",
+        ge=1,
+        when=(SCALAR, ATTENTION),
+    )
+    probe_layer: int = option(
+        -1,
+        "scalar: whose output is scored, through the final norm: 0 is the first block, -1 the "
+        "last. Blocks above are neither computed nor trained.",
+        when=SCALAR,
+    )
+    head: Literal["linear", "mlp"] = option(
+        "linear", "scalar: what makes the scores; mlp: linear, RMSNorm, SiLU, linear.", when=SCALAR
+    )
+    bounded: bool | None = option(None, "scalar: scores are sigmoids, between 0 and 1; empty: false.", when=SCALAR)
+    center_coef: float = option(0.0, "scalar: weight of (sum of both scores)^2.", ge=0, when=SCALAR)
+    tie_coef: float = option(0.01, "scalar: weight of |difference| where a pair is a tie.", ge=0, when=SCALAR)
+    placeholder: str = option("ки", "process: what stands behind every step of a row.", when=PROCESS)
+    tokens: tuple[str, ...] = option(
+        ("+", "-"), "process: labels, the best first; a number is the probability of the first.", when=PROCESS
+    )
+    max_tokens: int | None = option(
+        None, "Longest prompt with a response; longer ones follow data.overlong. Empty: 512, process 2048.", ge=1
+    )
+
+    @field_validator("heads", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else value
+        return dict.fromkeys(names, 1.0) if isinstance(names, list | tuple) else names
+
+
+class ValConfig(Section):
+    every: int = option(20, "Validate every N steps; 0 never.", ge=0)
+    before: bool = option(True, "Validate before the first step.")
+    n: int = option(
+        1,
+        "Samples per prompt: 1 is greedy unless a temperature is set, more give avg@k and pass@k.",
+        ge=1,
+        commands=ANSWERING,
+    )
+    temperature: float | None = option(None, "Empty: 0 for n = 1, else 1.", ge=0, commands=ANSWERING)
+    top_p: float = option(1.0, "Nucleus of validation sampling.", gt=0, le=1, commands=ANSWERING)
+    max_tokens: int | None = option(None, "Longest response; empty: rollout.max_tokens.", ge=1, commands=ANSWERING)
+    turns: tuple[int, ...] = option(
+        (),
+        "Limits of turns to report accuracy under, such as [1,2,4,6,8,12,16,32]; the largest is "
+        "that of the episodes, in place of env.eval.max_turns.",
+        commands=ANSWERING,
+    )
+    log_generations: int = option(
+        16, "Responses of each set that are stored with their pictures.", ge=0, commands=ANSWERING
+    )
+
+
+class EvalConfig(Section):
+    suites: tuple[str, ...] = option(
+        (),
+        "Public sets to measure on: vstar | visualprobe_easy | visualprobe_medium | "
+        "visualprobe_hard | hrbench4k | hrbench8k.",
+    )
+    folder: str = option("data", "Folder that holds them, each as it is downloaded.", path=True)
+
+
+class GenerateConfig(Section):
+    output: str = option(
+        "generations.jsonl",
+        "File of responses inside the run folder; rows already there are skipped, unless they changed.",
+    )
+    n: int = option(1, "Responses per prompt.", ge=1)
+    select: Literal["all", "correct", "best", "best_worst", "threshold"] = option(
+        "all",
+        "Also write rows to train on. By reward, to OUTPUT.SELECT.jsonl: the best response of each "
+        "prompt (sft), pairs of best and worst (dpo), or every response from the threshold on. "
+        "correct: episodes that earned the full outcome, all turns and pictures, to coldstart/. "
+        "Episodes have the limits of evaluation (env.eval).",
+    )
+    threshold: float | None = option(None, "Least reward of a response that is learned from.", when=SELECTING)
+
+    @field_validator("output")
+    @classmethod
+    def _inside(cls, output: str) -> str:
+        if not all(map(is_name, output.split("/"))):
+            raise ValueError("wants a file inside the run folder, such as generations.jsonl")
+        return output

@@ -1,0 +1,363 @@
+"""FLOPs and bytes that a phase needs, counted from the shape of a model and the records of a step.
+
+What is counted is what the work needs, not what a kernel happens to do: a trunk once however many
+leaves it has, a key only for the queries that see it (its ancestors, half of a causal square), a
+picture or a sound once per node that holds it, no padding. Recomputed activations are counted apart
+and are no useful work. Knows nothing of weights or clocks.
+
+    shape = shape_of(model, family.tower_of)
+    work = forward(shape, batch)
+    training = work.total + backward(work, Training())
+
+Legend: a product of [m, k] and [k, n] is 2·m·k·n FLOPs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from saccade.models.shapes import SENSES, Sense, Shape, Stack
+from saccade.types import Batch, Group, MediaSpan, Trajectory
+
+Mode = Literal["full", "adapter", "frozen"]
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its doubly quantised scales
+TOWERS = (*SENSES, "projector", "llm")
+HEAD = "head"
+NUMBERED = re.compile(r"\.(?:layers?|blocks)\.(\d+)\.")
+
+
+class Work(dict[str, float]):
+    """FLOPs of a forward by where they happen, because backward treats each differently.
+
+    Parts are `TOWER/layers` (their matrices) and `TOWER/attention` of the towers llm, vision and
+    audio; `SENSE/inputs` (the first product with pixels or mel frames, which need no gradient),
+    `SENSE/stem` (what follows before the layers) and `SENSE/projector`; `head` and `adapters`.
+    """
+
+    def __missing__(self, part: str) -> float:
+        return 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work({part: self[part] + other[part] for part in self.keys() | other.keys()})
+
+    @property
+    def total(self) -> float:
+        return sum(self.values())
+
+    def of(self, tower: str) -> float:
+        """FLOPs of all parts of a tower."""
+        return sum(count for part, count in self.items() if part.startswith(f"{tower}/"))
+
+
+# -- what is trained -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How each tower is trained (one that is not named: fully), which share of its matrices is, how
+    many weights its adapters have, and which share of its layers a gradient passes. The head counts
+    apart from the decoder.
+    """
+
+    modes: Mapping[str, Mode] = field(default_factory=dict)
+    adapters: Mapping[str, int] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
+    reach: Mapping[str, float] = field(default_factory=dict)
+
+    def mode(self, tower: str) -> Mode:
+        return self.modes.get(tower, "full")
+
+    def learns(self, tower: str) -> float:
+        """Share of the products whose matrix needs a gradient."""
+        full = self.mode("llm" if tower == HEAD else tower) == "full"
+        return self.shares.get(tower, 1.0) if full else 0.0
+
+    def passed(self, tower: str) -> float:
+        """Share of the layers of a trained tower that a gradient passes."""
+        return self.reach.get(tower, 1.0)
+
+    @property
+    def towers_frozen(self) -> bool:
+        """Whether a picture is encoded once, however often it is shown."""
+        return all(self.mode(tower) == "frozen" for tower in (*SENSES, "projector"))
+
+
+FULL = Training()
+FROZEN = Training(modes=dict.fromkeys(TOWERS, "frozen"))
+
+
+def training_of(model: Any, trained: Mapping[str, int], tower_of: Callable[[str], str]) -> Training:
+    """How a model is trained; `trained`: name → numbers of the parameters that are."""
+    matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
+    modes: dict[str, Mode] = dict.fromkeys(TOWERS, "frozen")
+    adapters, whole, learning = Counter[str](), Counter[str](), Counter[str]()
+    for name, numbers in trained.items():
+        adapted = ".lora_" in name
+        adapters[tower_of(name)] += numbers * adapted
+        modes[tower_of(name)] = "adapter" if adapted else "full"
+    tied = not any(name.startswith("lm_head.") for name in matrices)
+    for name, numbers in matrices.items():
+        part = tower_of(name)
+        if name.startswith("lm_head.") or "embed_tokens" in name:
+            if tied != ("embed_tokens" in name):
+                continue  # rows of it are read, nothing is multiplied with it
+            part = HEAD
+        whole[part] += numbers
+        learning[part] += numbers * (name in trained)
+    return Training(
+        modes=modes,
+        adapters=adapters,
+        shares={part: learning[part] / whole[part] for part in whole},
+        reach={tower: _reach(tower, trained, matrices, tower_of) for tower in (*SENSES, "llm")},
+    )
+
+
+def _reach(tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of: Callable[[str], str]) -> float:
+    """Share of the layers of a tower that a gradient passes: from the lowest trained one on, or all
+    where something before them is trained.
+    """
+    inside, learning = ([name for name in names if tower_of(name) == tower] for names in (matrices, trained))
+    count = max((int(n[1]) for n in map(NUMBERED.search, inside) if n), default=-1) + 1
+    lowest = min((int(n[1]) for n in map(NUMBERED.search, learning) if n), default=count)
+    before = [name for name in learning if not NUMBERED.search(name)]  # a stem
+    if tower == "llm":  # its last norm and the head come behind its layers, other towers do not
+        before = [n for n in trained if "embed_tokens" in n or tower_of(n) != tower]
+    return 1.0 if before or not count else (count - lowest) / count
+
+
+# -- one forward -----------------------------------------------------------------------------------
+
+
+def forward(shape: Shape, batch: Batch, *, head: bool = True, media: bool = True, training: Training = FULL) -> Work:
+    """A forest, its media and the logits at its reads."""
+    return count(
+        shape,
+        depths=token_depths(batch.node_starts, batch.parents),
+        reads=len(batch.reads) if head else 0,
+        media=batch.media if media else (),
+        training=training,
+    )
+
+
+def count(
+    shape: Shape, *, depths: np.ndarray, reads: int, media: Sequence[MediaSpan] = (), training: Training = FULL
+) -> Work:
+    """`depths`: how many tokens each token sees before itself."""
+    text, tokens, seen = shape.text, len(depths), depths + 1
+    pairs = {
+        window: float((seen if window is None else np.minimum(seen, window)).sum()) for window in set(shape.windows)
+    }
+    work = Work(
+        {
+            "llm/layers": 2.0 * tokens * text.weights,
+            "llm/attention": text.pair_flops * sum(pairs[window] for window in shape.windows),
+            "head": 2.0 * reads * shape.head_weights,
+            "adapters": 2.0 * tokens * training.adapters.get("llm", 0),
+        }
+    )
+    return work + encode(shape, media, training)
+
+
+def encode(shape: Shape, media: Iterable[MediaSpan], training: Training = FULL) -> Work:
+    """Towers and projectors alone. Time series have a small encoder, which is not counted."""
+    work = Work()
+    for span in media:
+        sense = "audio" if span.media.kind == "audio" else "vision"
+        tower = shape.senses.get(sense)
+        if tower is None or span.media.kind not in ("audio", "image", "video"):
+            continue
+        read = _frames if sense == "audio" else _patches
+        inputs, stemmed, tokens, pairs = read(tower, span)
+        stack = tower.stack
+        adapters = training.adapters
+        work += Work(
+            {
+                f"{sense}/inputs": 2.0 * inputs * tower.inputs,
+                f"{sense}/stem": 2.0 * stemmed * tower.stem,
+                f"{sense}/layers": 2.0 * tokens * stack.weights,
+                f"{sense}/attention": stack.pair_flops * pairs,
+                f"{sense}/projector": 2.0 * span.length * tower.projector,
+                "adapters": 2.0 * tokens * adapters.get(sense, 0) + 2.0 * span.length * adapters.get("projector", 0),
+            }
+        )
+    return work
+
+
+def _patches(vision: Sense, span: MediaSpan) -> tuple[float, float, float, float]:
+    """Patches, none for a stem, tokens in the layers, and pairs of tokens in all layers."""
+    frames, rows, columns = span.grid
+    tokens = frames * (rows * columns + vision.extra)
+    whole = frames * float(tokens / frames) ** 2  # a frame is a sequence of its own
+    squares = [_squares(side // vision.merge, vision.window) for side in (rows, columns)]
+    windowed = frames * float(vision.merge) ** 4 * squares[0] * squares[1]
+    others = vision.stack.layers - vision.full_layers
+    return frames * rows * columns, 0.0, tokens, vision.full_layers * whole + others * windowed
+
+
+def _frames(audio: Sense, span: MediaSpan) -> tuple[float, float, float, float]:
+    """Frames that are heard (silence that fills up half a minute is padding), those behind the
+    second convolution, which halves them, and pairs of these in all layers.
+    """
+    frames = span.grid[2]
+    windows = np.diff([*range(0, frames, audio.window or frames), frames])
+    halves = (windows + 1) // 2
+    heard = float(halves.sum())
+    return frames, heard, heard, audio.stack.layers * float((halves**2).sum())
+
+
+def _squares(side: int, window: int | None) -> float:
+    """Σ of the squared sides, in merged patches, of the windows that tile one direction."""
+    window = window or side
+    return float(side // window * window**2 + (side % window) ** 2)
+
+
+def token_depths(starts: np.ndarray, parents: np.ndarray) -> np.ndarray:
+    """How many tokens come before each token on its path from the root."""
+    sizes = np.diff(starts)
+    above = np.zeros(len(parents), dtype=np.int64)  # tokens of all ancestors
+    for node, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            above[node] = above[parent] + sizes[parent]
+    return np.arange(int(starts[-1])) - np.repeat(starts[:-1] - above, sizes)
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def backward(work: Work, training: Training) -> float:
+    """FLOPs of a backward: twice the forward, less gradients of frozen matrices, of pixels and mel
+    frames, and everything below the first tower that is trained.
+    """
+    frozen = {tower: training.mode(tower) == "frozen" for tower in TOWERS}
+    total = 2.0 * work["adapters"]
+    for sense in SENSES:
+        inputs, stem, layers, attention, projector = (
+            work[f"{sense}/{part}"] for part in ("inputs", "stem", "layers", "attention", "projector")
+        )
+        if not frozen[sense]:
+            total += training.learns(sense) * (inputs + 2 * stem + layers)
+            total += training.passed(sense) * (layers + 2 * attention)
+        if not (frozen[sense] and frozen["projector"]):
+            total += (1 + training.learns("projector")) * projector
+    if not all(frozen.values()):
+        total += (training.passed("llm") + training.learns("llm")) * work["llm/layers"]
+        total += 2 * training.passed("llm") * work["llm/attention"]
+        total += (1 + training.learns(HEAD)) * work["head"]
+    return total
+
+
+def recomputed(shape: Shape, work: Work, training: Training) -> float:
+    """FLOPs that activation checkpointing repeats, which are no useful work: the layers that a
+    gradient passes.
+    """
+    total = work["adapters"]
+    stacks = {"llm": shape.text} | {name: sense.stack for name, sense in shape.senses.items()}
+    for tower, stack in stacks.items():
+        if tower == "llm" or training.mode(tower) != "frozen":
+            layers = work[f"{tower}/layers"] * _until_last(stack) + work[f"{tower}/attention"]
+            total += training.passed(tower) * layers
+    return total
+
+
+def _until_last(stack: Stack) -> float:
+    """Share of a layer's products that torch repeats: it stops once backward has what it needs, and
+    the result of the last matrix is not among that. Results of experts are: they are weighted.
+    """
+    return 1.0 if stack.experts else 1 - stack.last / stack.matrices
+
+
+# -- generation ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What sampling some groups needs at least, however it is scheduled."""
+
+    prefill: Work  # prompts once per group, what environments said, and all media
+    decode: Work  # sampled tokens
+    sampled: int
+    longest: int  # most tokens that one member sampled
+    shape: Shape
+    element: int  # bytes of a weight
+    matrix: float  # bytes of a weight in the decoder's matrices, which may be packed
+    adapters: int  # weights
+    cache_bytes: float  # read in all
+
+    def weight_bytes(self, rows: float) -> float:
+        """Bytes that every step of decoding so many sequences reads."""
+        layers = self.shape.text.read_by(rows, matrix=self.matrix, expert=self.element)
+        return layers + self.element * (self.shape.head_weights + self.adapters)
+
+    def read_bytes(self, max_sequences: int) -> float:
+        """Bytes read in as few steps as `max_sequences` at a time allow."""
+        steps = max(self.longest, -(-self.sampled // max_sequences))
+        return steps * self.weight_bytes(self.sampled / max(1, steps)) + self.cache_bytes
+
+
+def generation(
+    shape: Shape,
+    groups: Iterable[Group],
+    *,
+    element: int,
+    together: int,
+    four_bit: bool = False,
+    training: Training = FULL,
+) -> Generation:
+    """`element`: bytes of a weight, and of a number in the cache. `together`: members for which a
+    step of decoding reads the prompt that they share once.
+    """
+    # Work adds up over tokens and media, so all of a kind is counted at once.
+    given, drawn, media, sampled = [], [], list[MediaSpan](), [0]
+    prompts, contexts = 0, 0
+    for prompt, members in _shared_prompts(groups):
+        start, steps = prompt.prompt_length, []
+        prompts += 1
+        given.append(np.arange(start))
+        media += [span for span in prompt.media if span.start < start]
+        for member in members:
+            policy = np.flatnonzero(member.policy_mask)
+            if not len(policy):
+                continue
+            sampled.append(len(policy))
+            rest = np.arange(start, policy[-1])  # the last sampled token is never an input
+            sampled_here = member.policy_mask[rest]
+            given.append(rest[~sampled_here])
+            drawn.append(rest[sampled_here])
+            media += [span for span in member.media if span.start >= start]
+            contexts += int((drawn[-1] + 1 - start).sum())
+            steps.append(len(drawn[-1]))
+        # Those that go on are the neighbours that read together.
+        contexts += start * sum(sorted(steps, reverse=True)[::together])
+    none = np.zeros(0, np.int64)
+    prefill = count(shape, depths=np.concatenate([none, *given]), reads=prompts, media=media, training=training)
+    # The first logits of a member came with the prompt, and were shared.
+    later = sum(sampled) - len(drawn)
+    decode = count(shape, depths=np.concatenate([none, *drawn]), reads=later, training=training)
+    return Generation(
+        prefill=prefill,
+        decode=decode,
+        sampled=sum(sampled),
+        longest=max(sampled),
+        shape=shape,
+        element=element,
+        matrix=NF4 if four_bit else element,
+        adapters=training.adapters.get("llm", 0),
+        cache_bytes=float(contexts * shape.kv_bytes(element)),
+    )
+
+
+def _shared_prompts(groups: Iterable[Group]) -> Iterable[tuple[Trajectory, list[Trajectory]]]:
+    """Trajectories by what their prompt is."""
+    shared: dict[Any, list[Trajectory]] = {}
+    for group in groups:
+        for member in (*group.trajectories, *([group.greedy] if group.greedy else [])):
+            start = member.prompt_length
+            media = tuple(span.media.key for span in member.media if span.start < start)
+            shared.setdefault((member.ids[:start].tobytes(), media), []).append(member)
+    return ((members[0], members) for members in shared.values())

@@ -1,0 +1,1 @@
+"""What `saccade check-data` says of a data set."""

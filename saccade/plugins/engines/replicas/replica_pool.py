@@ -1,0 +1,346 @@
+"""Several engines in processes of their own behind one queue, as one engine.
+
+A request goes to the replica with the least work; requests that begin alike keep together, so that
+their prompt is computed once, and a live episode stays where its cache is. A replica that dies is
+started again and given the current weights; what it had not finished is done by others. Results
+are keyed and so is the noise of sampling: nothing is lost or doubled, and in fp32 nothing changes.
+
+    engine = start_replicas(settings, 2, logs=folder)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import tempfile
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from saccade.engines import Capabilities, WeightSource
+from saccade.engines.requests import content_of, nothing_sampled
+from saccade.engines.settings import Settings
+from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
+from saccade.plugins.engines.replicas.replica import READY, Died, Events, Replica, tail
+from saccade.types import Completion, Request
+
+log = logging.getLogger(__name__)
+
+POLL_WAIT = 0.02  # seconds: the caller has signals and environments to look after
+AHEAD = 16  # requests by which a replica may be ahead of another one to keep equal prompts together
+DEATHS_IN_A_ROW = 3  # of every replica, with nothing finished in between
+ATTEMPTS = 3  # give up on a request after it killed three replicas
+
+
+class Launcher(Protocol):
+    def __call__(self, *, events: Events) -> Replica: ...
+
+
+@dataclass(kw_only=True)
+class _Task:
+    request: Request
+    content: Any
+    engine: Replica | None = None  # where it is; None: nowhere yet
+    attempts: int = 0
+    aborted: bool = False
+
+    @property
+    def work(self) -> int:
+        return len(self.request.ids) + self.request.sampling.max_tokens
+
+
+@dataclass(kw_only=True)
+class _Load:
+    """What a replica has to do."""
+
+    work: int = 0  # tokens, at most
+    contents: Counter[Any] = field(default_factory=Counter)
+
+
+class Replicas:
+    def __init__(self, launchers: Sequence[Launcher]) -> None:
+        self.version = 0
+        self._launchers = launchers
+        self._events: Events = queue.SimpleQueue()
+        self._places: dict[Replica, int] = {}  # all that run or start → their launcher
+        self._ready: list[Replica] = []  # without the current weights yet
+        self._loads: dict[Replica, _Load] = {}  # those that work
+        self._tasks: dict[str, _Task] = {}
+        self._waiting: deque[str] = deque()  # keys of tasks that are nowhere
+        self._episodes: dict[str, Replica] = {}
+        self._finished: list[Completion] = []
+        self._source: WeightSource | None = None
+        self._checksums: Mapping[str, int] = {}
+        self._deaths = 0  # since something was finished
+        self._most_deaths = 0  # whoever cannot even start will not do so at the next attempt
+        try:
+            for place in range(len(launchers)):
+                self._launch(place)
+            while len(self._ready) < len(launchers):
+                self._hear(wait=None)
+            self._capabilities = self._ready[0].capabilities()
+            self._most_deaths = DEATHS_IN_A_ROW * len(launchers)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- the protocol --
+
+    @property
+    def pending(self) -> int:
+        return len(self._tasks) + len(self._finished)
+
+    def submit(self, request: Request) -> None:
+        assert request.key not in self._tasks, f"request {request.key} was submitted twice"
+        self._tasks[request.key] = _Task(request=request, content=content_of(request))
+        self._waiting.append(request.key)
+
+    def poll(self) -> list[Completion]:
+        self._join()
+        self._hand_out()
+        self._hear(wait=0.0 if self._finished else POLL_WAIT)
+        while not self._events.empty():
+            self._hear(wait=0.0)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self, key: str) -> None:
+        task = self._tasks.get(key)
+        if task is None:
+            return
+        if task.engine is not None:
+            task.aborted = True
+            task.engine.abort(key)
+        else:
+            self._waiting.remove(key)
+            self._give_up(key)
+
+    def release(self, episode: str) -> None:
+        engine = self._episodes.pop(episode, None)
+        if engine is not None:
+            engine.release(episode)
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        while not self._events.empty():
+            self._hear(wait=0.0)
+        self._checksums = self._share(source, version, [*self._loads, *self._ready])
+        self._source, self.version = source, version
+        self._welcome()
+
+    def sleep(self) -> None:
+        """Whoever has memory of its own keeps what it holds."""
+        beside = [engine for engine in self._loads if engine.beside_trainer]
+        self._all(beside, Replica.sleep)
+
+    def wake(self) -> None:
+        self._all(self._loads, Replica.wake)
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def health(self) -> list[dict[str, Any]]:
+        """Of the replicas that work."""
+        return self._all(self._loads, Replica.health)
+
+    def close(self) -> None:
+        with ThreadPoolExecutor(max(1, len(self._places))) as pool:
+            list(pool.map(Replica.close, self._places))
+        for part in (self._places, self._ready, self._loads):
+            part.clear()
+
+    # -- weights --
+
+    def _share(self, source: WeightSource, version: int, engines: Sequence[Replica]) -> Mapping[str, int]:
+        """One copy of the weights for all of them."""
+        from saccade.engines.weights import shared
+
+        with shared(source, turn=version) as copy:
+            self._all(engines, lambda engine: engine.load(copy, version))
+        return copy.checksums
+
+    def _join(self) -> None:
+        """Those that are ready get the weights that the others have."""
+        if self._ready and self._source is not None:
+            checksums = self._share(self._source, self.version, self._ready)
+            assert checksums == self._checksums, "weights have moved without update_weights"
+        self._welcome()
+
+    def _welcome(self) -> None:
+        for engine in self._ready:
+            self._loads[engine] = _Load()
+        self._ready.clear()
+
+    # -- who does what --
+
+    def _hand_out(self) -> None:
+        while self._waiting and self._loads:
+            key = self._waiting.popleft()
+            task = self._tasks[key]
+            engine = task.engine = self._choose(task)
+            load = self._loads[engine]
+            load.work += task.work
+            load.contents[task.content] += 1
+            if task.request.episode is not None:
+                self._episodes[task.request.episode] = engine
+            engine.submit(task.request)
+        self._all([engine for engine in self._loads if engine.unsent], Replica.flush)
+
+    def _choose(self, task: _Task) -> Replica:
+        if task.request.episode in self._episodes:
+            return self._episodes[task.request.episode]
+        loads = self._loads
+        for engine in loads:
+            if self._places[engine] == task.request.replica:
+                return engine
+        least = min(loads, key=lambda engine: loads[engine].work)
+        home = next((e for e, load in loads.items() if task.content in load.contents), least)
+        ahead = loads[home].work - loads[least].work
+        return home if ahead <= AHEAD * task.work else least
+
+    def _accept(self, engine: Replica, completions: Iterable[Completion]) -> None:
+        for completion in completions:
+            task = self._tasks.get(completion.key)
+            if task is None or task.engine is not engine:
+                continue  # of a request that has been given to another
+            del self._tasks[completion.key]
+            load = self._loads[engine]
+            load.work -= task.work
+            load.contents[task.content] -= 1
+            if not load.contents[task.content]:
+                del load.contents[task.content]
+            self._finished.append(completion)
+            self._deaths = 0
+
+    def _give_up(self, key: str) -> None:
+        del self._tasks[key]
+        self._finished.append(nothing_sampled(key))
+
+    # -- life and death --
+
+    def _launch(self, place: int) -> None:
+        self._places[self._launchers[place](events=self._events)] = place
+
+    def _hear(self, *, wait: float | None) -> None:
+        try:
+            engine, event = self._events.get(timeout=wait)
+        except queue.Empty:
+            return
+        if engine not in self._places:
+            return  # the last words of one that was given up
+        if event == READY:
+            self._ready.append(engine)
+        elif isinstance(event, SaccadeError):
+            raise event
+        elif isinstance(event, Exception):
+            self._lose(engine, event)
+        else:
+            self._accept(engine, event)  # type: ignore[arg-type]
+
+    def _all(self, engines: Iterable[Replica], call: Callable[[Replica], Any]) -> list[Any]:
+        """Ask each, all at once; those that die of it are lost."""
+
+        def ask(engine: Replica) -> Any:
+            try:
+                return call(engine)
+            except Died as death:
+                return death
+
+        asked = list(engines)
+        if len(asked) < 2:
+            answers = [ask(engine) for engine in asked]
+        else:
+            with ThreadPoolExecutor(len(asked)) as pool:
+                answers = list(pool.map(ask, asked))
+        for engine, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, Died):
+                self._lose(engine, answer)
+        return [answer for answer in answers if not isinstance(answer, Died)]
+
+    def _lose(self, engine: Replica, death: Exception) -> None:
+        """What it had begun is done by others, and it is started again."""
+        engine.kill()
+        place = self._places.pop(engine)
+        self._loads.pop(engine, None)
+        if engine in self._ready:
+            self._ready.remove(engine)
+        self._episodes = {name: e for name, e in self._episodes.items() if e is not engine}
+        self._deaths += 1
+        mine = [(key, task) for key, task in self._tasks.items() if task.engine is engine]
+        for key, task in reversed(mine):
+            task.engine, task.attempts = None, task.attempts + 1
+            if task.aborted:
+                self._give_up(key)
+            else:
+                self._waiting.appendleft(key)
+        attempts = max((task.attempts for _, task in mine), default=0)
+        if attempts > ATTEMPTS or self._deaths > self._most_deaths:
+            raise EnvironmentProblem(
+                f"{engine.log.stem} died: {death}. It was number {self._deaths} in a row with "
+                f"nothing finished, and number {attempts} with the same request. Their logs end:\n"
+                + "\n".join(tail(each.log) for each in (engine, *self._places))
+            )
+        log.warning(f"{engine.log.stem} died and starts again, {len(mine)} requests wait: {death}")
+        self._launch(place)
+
+
+def start_replicas(settings: Settings, count: int, *, logs: Path | None) -> Replicas:
+    """Each with GPUs of its own where there are enough; logs as engine-N.log in `logs`, else in a
+    temporary folder.
+    """
+    folder = logs or Path(tempfile.mkdtemp(prefix="saccade-engines-"))
+    visible: list[str] = []
+    if settings.device.startswith("cuda"):
+        visible = visible_gpus(settings.device)
+        settings = replace(settings, device="cuda")  # whichever it sees
+    seen = placements(count, settings.tensor_parallel, visible)
+    return Replicas(
+        [
+            partial(
+                Replica,
+                settings,
+                log=folder / f"engine-{index}.log",
+                environment=environment,
+                beside_trainer=shares_memory(environment, visible),
+            )
+            for index, environment in enumerate(seen)
+        ]
+    )
+
+
+def placements(replicas: int, each: int, visible: Sequence[str]) -> list[dict[str, str]]:
+    """What every replica sees of the machine: `each` GPUs of its own where there are enough. The
+    trainer's, the first one, is the last to be given away. Without GPUs they share the cores.
+    """
+    if not visible:
+        threads = max(1, (os.cpu_count() or 1) // replicas)
+        return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}] * replicas
+    if each > len(visible):
+        raise ConfigError(
+            f"rollout.tensor_parallel: {each} GPUs for one engine, and {len(visible)} can be seen; "
+            f"try rollout.tensor_parallel={len(visible)}"
+        )
+    order = [*visible[1:], visible[0]]
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(order[(i * each + j) % len(order)] for j in range(each))}
+        for i in range(replicas)
+    ]
+
+
+def shares_memory(environment: Mapping[str, str], visible: Sequence[str]) -> bool:
+    """With the trainer, as placed above."""
+    return not visible or visible[0] in environment["CUDA_VISIBLE_DEVICES"].split(",")
+
+
+def visible_gpus(trainer: str) -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; that of the device `trainer` first."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    every = named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
+    first = torch.device(trainer).index or 0
+    return [every[first], *every[:first], *every[first + 1 :]]

@@ -1,0 +1,179 @@
+"""An engine in a process of its own, started by a `Replica`:
+
+    $ python -m saccade.plugins.engines.replicas.replica_process
+
+The first block holds the settings; the answer says that the engine is there, or why it is not. The
+main thread drives the engine. Another one takes what the parent sends, also during a long step, and
+reports every second that this process lives.
+"""
+
+from __future__ import annotations
+
+import queue
+import resource
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from saccade.engines import Engine
+from saccade.engines.builders import build
+from saccade.engines.settings import Settings
+from saccade.errors import EnvironmentProblem, SaccadeError
+from saccade.models.families import load_family
+from saccade.plugins.engines.replicas.replica import REPORT_EVERY
+from saccade.system.codec import FILES, Arrays, decode, encode
+from saccade.system.process import Block, Channel, connect, end, listen
+from saccade.types import Request
+
+
+class Worker:
+    """The engine and what it is asked to do."""
+
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self.engine, self.channel = engine, channel
+        self._files: Arrays = {}  # of media, as long as the parent wants
+        self._orders: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._failed = False
+        self._unsure = False  # the weights may be half those of one version
+        self._ended = False
+        self._working_since: float | None = None
+
+    # -- for the main thread --
+
+    def run(self) -> None:
+        while not self._ended:
+            works = self.engine.pending and not self._unsure and not self._failed
+            orders = [] if works else [self._orders.get()]
+            while not self._orders.empty():
+                orders.append(self._orders.get())
+            for order in (*orders, *([self._advance] if works else [])):
+                self._working_since = time.monotonic()
+                try:
+                    order()
+                except SaccadeError as error:  # anything else ends the process
+                    self._failed = True
+                    self.channel.send({"failed": describe_error(error)})
+                self._working_since = None
+
+    def _advance(self) -> None:
+        if done := self.engine.poll():
+            arrays: Arrays = {}
+            self.channel.send({"completions": encode(tuple(done), arrays)}, arrays)
+
+    def _submit(self, request: Request) -> None:
+        if self._unsure:
+            error = EnvironmentProblem("the last update of weights failed: there are none to use")
+            self.channel.send({"failed": describe_error(error)})
+        else:
+            self.engine.submit(request)
+
+    def _answer(self, number: int, function: Callable[[], Any]) -> None:
+        try:
+            reply = {"result": function()}
+        except SaccadeError as error:
+            reply = {"failed": describe_error(error)}
+        self.channel.send({**reply, "id": number})
+
+    def _update_weights(self, paths: Sequence[str], checksums: Mapping[str, int], version: int) -> None:
+        from saccade.engines.weights import Mapped, load_by_name, require_checksums
+
+        engine, source = self.engine, Mapped(paths)
+        self._unsure = True
+        require_checksums(source.weights(), checksums)
+        if engine.capabilities().shares_weights:  # with a model that nobody else writes to
+            load_by_name(engine.model, source)  # type: ignore[attr-defined]
+            require_checksums(engine.model.named_parameters(), checksums)  # type: ignore[attr-defined]
+        engine.update_weights(source, version)
+        self._unsure = False
+
+    def _end(self) -> None:
+        self._ended = True
+
+    # -- for the thread that takes orders --
+
+    def serve(self, inbox: queue.SimpleQueue[Block]) -> None:
+        reported = 0.0
+        try:
+            while True:
+                if time.monotonic() - reported > REPORT_EVERY:
+                    reported = time.monotonic()
+                    self.channel.send({"health": self.health()})
+                with suppress(queue.Empty):
+                    self._take(inbox.get(timeout=REPORT_EVERY))
+        except BaseException:
+            traceback.print_exc()
+            end()
+
+    def _take(self, block: Block) -> None:
+        row, engine = block.row, self.engine
+        calls: Mapping[str, Callable[[], Any]] = {
+            "weights": lambda: self._update_weights(*row["arguments"]),
+            "sleep": engine.sleep,
+            "wake": engine.wake,
+            "capabilities": lambda: asdict(engine.capabilities()),
+            "shutdown": self._end,
+        }
+        if row["call"] == "health":
+            self.channel.send({"result": self.health(), "id": row["id"]})
+        elif row["call"] == "submit":
+            self._files |= {n: file for n, file in block.arrays.items() if n.startswith(FILES)}
+            arrays = {**self._files, **block.arrays}
+            for request in decode(tuple[Request, ...], row["requests"], arrays):
+                self._orders.put(partial(self._submit, request))
+            for name in row["forget"]:
+                del self._files[name]
+        elif row["call"] in ("abort", "release"):
+            for name in row["names"]:
+                self._orders.put(partial(getattr(engine, row["call"]), name))
+        else:
+            self._orders.put(partial(self._answer, row["id"], calls[row["call"]]))
+
+    def health(self) -> dict[str, Any]:
+        torch = sys.modules.get("torch")
+        gpu = torch is not None and torch.cuda.is_initialized()
+        since = self._working_since
+        return {
+            "version": self.engine.version,
+            "pending": self.engine.pending,
+            "busy_s": 0.0 if since is None else time.monotonic() - since,
+            "host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            "gpu_gb": torch.cuda.memory_reserved() / 2**30 if gpu else 0.0,  # type: ignore[union-attr]
+        }
+
+
+def describe_error(error: SaccadeError) -> dict[str, str]:
+    """For the parent, which raises the same."""
+    ours = (kind for kind in type(error).__mro__ if kind.__module__ == SaccadeError.__module__)
+    return {"kind": next(ours).__name__, "message": str(error)}
+
+
+def main() -> None:
+    channel = connect(tied=True)
+    inbox = listen(channel)
+    settings = Settings(**inbox.get().row["settings"])
+    try:
+        family = load_family(
+            settings.folder,
+            name=settings.family,
+            chat_template=settings.chat_template,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        engine = build(settings, family)
+    except SaccadeError as error:
+        channel.send({"failed": describe_error(error)})
+        sys.exit(error.exit_code)
+    worker = Worker(engine, channel)
+    channel.send({"ready": True})
+    threading.Thread(target=worker.serve, args=(inbox,), name="orders", daemon=True).start()
+    worker.run()
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Rewards that are asked for elsewhere: a judge model, a reward service."""

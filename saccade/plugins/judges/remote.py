@@ -1,0 +1,215 @@
+"""The client of a reward service: ours, or any that speaks like those of OpenRLHF and LMM-R1.
+
+Samples are gathered into requests and sent by a few threads; each future gets the score of its own
+sample. A request that is sent again has the same id, so our service scores it once. What a service
+does not score, or not in time, is an error (or an abstention), never 0.
+
+    remote = Remote(RemoteConfig(url=("http://127.0.0.1:8400",)))
+    remote.submit(sample).result()
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from saccade.config.schema import RemoteConfig, RewardConfig
+from saccade.errors import ConfigError
+from saccade.plugins.judges.http_client.pictures import Pictures
+from saccade.plugins.judges.http_client.sender import Reply, Sender, Target, key_from
+from saccade.plugins.judges.request_queue import RequestQueue
+from saccade.plugins.judges.service_protocol import PROTOCOL, read_reply, request_for
+from saccade.rewards.reward_sample import RewardSample
+from saccade.system.codec import plain
+from saccade.types import Media, Score
+
+SECTION = "reward.remote"
+PATH = "/get_reward"
+GATHER = 0.02  # seconds that a request waits for more samples
+LARGEST = 128 * 2**20  # characters of pictures in one request
+QUOTED = 500
+COUNTED = ("samples", "requests", "repeated", "failures")
+HINTS = {
+    401: ("token", "let it name an environment variable that holds the service's token"),
+    403: ("url", "this service answers its own machine only, unless it asks for a token"),
+    404: ("url", "give the whole address, such as http://127.0.0.1:8400/get_reward"),
+    413: ("batch", "the request is too large there; lower it"),
+}
+
+
+def open_remote(reward: RewardConfig, args: Mapping[str, Any]) -> Remote:
+    """The service of a term: `reward.remote`, and what the term says otherwise."""
+    known = reward.remote.model_dump(exclude_unset=True)
+    try:
+        return Remote(RemoteConfig.model_validate(known | dict(args)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        fields = ", ".join(RemoteConfig.model_fields)
+        raise ConfigError(f"reward.terms: remote: {name}: {first['msg']}; arguments are {fields}") from None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Job:
+    sample: RewardSample
+    future: Future[Score] = field(default_factory=Future)
+
+
+class Remote:
+    """`submit` from any thread; `metrics` tells what happened since it was last called."""
+
+    def __init__(self, config: RemoteConfig) -> None:
+        if not config.url:
+            raise ConfigError(
+                f"{SECTION}.url: remote asks a service, and none is named; try {SECTION}.url=http://127.0.0.1:8400"
+            )
+        for url in map(urlsplit, config.url):
+            if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query:
+                raise ConfigError(
+                    f"{SECTION}.url: takes http://HOST:PORT/PATH, without a password or a query; "
+                    f"try {SECTION}.url=http://127.0.0.1:8400"
+                )
+        self.config = config
+        target = Target(
+            urls=[_address(url) for url in config.url],
+            section=SECTION,
+            retries=config.retries,
+            timeout=config.timeout,
+            key=key_from(config.token, f"{SECTION}.token", example="SACCADE_TOKEN"),
+            hints=HINTS,
+            patient=True,
+        )
+        self._sender = Sender(target, self._sent)
+        self._pictures = Pictures()
+        self._queue: RequestQueue[_Job] = RequestQueue(
+            self._answer, threads=config.concurrency, batch=config.batch, gather=GATHER
+        )
+        self._models = False  # whether a model there looks at the pictures
+        self._refers = False  # whether each picture crosses once, and is named where it comes again
+
+    def check(self) -> None:
+        """Every service is there and takes the token. Old ones answer nothing but a POST."""
+        ours: list[dict[str, Any]] = []
+        for url in self._sender.target.urls:
+            reply = self._sender.reach(url, time.monotonic() + self.config.timeout)
+            if reply.status in (401, 403, 404):
+                raise self._sender.refusal(url, reply)
+            ours.append(_info(reply))
+        self._refers = all(ours)
+        self._models = any(info.get("models") for info in ours)
+
+    def check_media(self, kinds: Collection[str]) -> None:
+        """Refuse, before the first sample, rows that a model there would not see."""
+        if not self._models:
+            return
+        if other := set(kinds) - {"image"}:
+            raise ConfigError(
+                f"reward.terms: remote: a model of this service would have to see {min(other)}, "
+                "and requests carry images only; name the model in this run: verifier: model"
+            )
+        if kinds and not self.config.send_images:
+            raise ConfigError(
+                f"{SECTION}.send_images: a model of this service scores rows by their pictures; "
+                f"set {SECTION}.send_images=true"
+            )
+
+    def submit(self, sample: RewardSample) -> Future[Score]:
+        job = _Job(sample=sample)
+        job.future.set_running_or_notify_cancel()
+        other = next((media.kind for media in sample.media if media.kind != "image"), None)
+        if other is not None and self.config.send_images:
+            job.future.set_result(self._failed(f"requests carry images only, and no {other}"))
+        elif self._queue.put(job):
+            self._queue.count("samples")
+        else:
+            job.future.set_result(self._failed("the client is closed"))
+        return job.future
+
+    def metrics(self) -> dict[str, float]:
+        counts, latency = self._queue.take_counts()
+        return {name: counts[name] for name in COUNTED} | latency
+
+    def close(self) -> None:
+        """Whoever still waits gets a failure; replies under way are not waited for."""
+        left = self._queue.close()
+        self._sender.stop()
+        for job in left:
+            job.future.set_result(self._failed("the client was closed first"))
+
+    # -- in threads --
+
+    def _answer(self, jobs: Sequence[_Job]) -> None:
+        try:
+            self._ask(jobs)
+        except Exception as error:  # whatever happens here, nobody may wait for ever
+            failure = self._failed(str(error) or type(error).__name__, len(jobs))
+            for job in jobs:
+                if not job.future.done():
+                    job.future.set_result(failure)
+
+    def _ask(self, jobs: Sequence[_Job]) -> None:
+        images = self._images([job.sample for job in jobs]) if self.config.send_images else []
+        if len(jobs) > 1 and sum(len(image) for own in images for image in own) > LARGEST:
+            middle = len(jobs) // 2
+            self._answer(jobs[:middle])
+            self._answer(jobs[middle:])
+            return
+        samples = [job.sample for job in jobs]
+        body = request_for(samples, request_id=uuid.uuid4().hex, template=self.config.template)
+        body |= {"images": images} if images else {}
+        began = time.monotonic()
+        scores = self._sender.send(
+            "POST",
+            "",
+            json.dumps(body, default=plain).encode(),
+            lambda reply: read_reply(reply, len(jobs)),
+            began + self.config.deadline,
+        )
+        self._queue.timed(time.monotonic() - began)
+        for job, score in zip(jobs, scores, strict=True):
+            job.future.set_result(score)
+
+    def _images(self, samples: Sequence[RewardSample]) -> list[list[Any]]:
+        """Base64, or `{"ref": [sample, image]}` where an earlier sample has the same picture."""
+        places: dict[Any, list[int]] = {}
+
+        def image(media: Media, here: list[int]) -> Any:
+            place = places.setdefault(media.key, here)
+            return {"ref": place} if self._refers and place != here else self._pictures(media)[1]
+
+        return [
+            [image(media, [index, number]) for number, media in enumerate(sample.media)]
+            for index, sample in enumerate(samples)
+        ]
+
+    def _failed(self, why: str, count: int = 1) -> Score:
+        if self._queue.count("failures", count) == count:  # the others are in the metrics
+            logging.getLogger("saccade").warning("samples were not scored: %s", why)
+        return Score(kind=self.config.on_failure, reason=f"remote: {why[:QUOTED]}")
+
+    def _sent(self, again: bool) -> None:
+        self._queue.count("requests")
+        self._queue.count("repeated", again)
+
+
+def _info(reply: Reply) -> dict[str, Any]:
+    """What one of our services says of itself; nothing of any other."""
+    try:
+        said = json.loads(reply.text) if reply.status == 200 else None
+    except ValueError:
+        said = None
+    return said if isinstance(said, dict) and said.get("protocol") == PROTOCOL else {}
+
+
+def _address(url: str) -> str:
+    """With the path that services have, where none is given."""
+    return url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH

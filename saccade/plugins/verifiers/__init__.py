@@ -1,0 +1,1 @@
+"""Verifiers: what an answer is worth, by rules."""

@@ -1,0 +1,205 @@
+r"""Boxes and points in a text, and the coordinate frames that they are meant in.
+
+A text holds JSON (fenced or bare) with the keys of `KEYS`, or four bare numbers. Frames are `unit`
+(0..1), `milli` (0..1000), `pixel_original` and `pixel_resized`; everything is compared in original
+pixels. Knows nothing of scores.
+
+    >>> read_boxes('[{"bbox_2d": [10, 20, 30, 40], "label": "cat"}]')
+    [Found(box=(10.0, 20.0, 30.0, 40.0), label='cat', score=None)]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from saccade.plugins.verifiers.hedging import unsettled
+from saccade.rewards.extract import NUMBER, fenced
+
+KEYS = ("bbox_2d", "bbox", "box", "objects_of_interest")
+POINT_KEYS = ("point_2d", "point", "coordinate")
+LABELS, SCORES = ("label", "name", "category"), ("score", "confidence")
+FRAMES = ("unit", "milli", "pixel_original", "pixel_resized")
+LAYOUTS = ("xyxy", "xywh")
+LONGEST = 20_000  # characters that are read
+MOST_BOXES = 200
+LARGEST = 1e9  # of a coordinate
+NOTHING = ("", "none", "[]")
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+class Found(NamedTuple):
+    box: Box
+    label: str | None = None
+    score: float | None = None
+
+
+class Frame(NamedTuple):
+    name: str
+    layout: str = "xyxy"
+
+    def check(self) -> None:
+        for what, value, known in (("frame", self.name, FRAMES), ("layout", self.layout, LAYOUTS)):
+            if value not in known:
+                raise ValueError(f"{what} is one of {', '.join(known)}, not {value!r}")
+
+
+class Space(NamedTuple):
+    """The sizes of a picture as (width, height): of the file, and as the model sees it."""
+
+    original: tuple[float, float] | None = None
+    resized: tuple[float, float] | None = None
+
+    def scale(self, frame: str) -> tuple[float, float] | None:
+        """Original pixels per unit of a frame; None where the size that it takes is unknown."""
+        if frame == "pixel_original":
+            return 1.0, 1.0
+        whole = {"unit": (1.0, 1.0), "milli": (1000.0, 1000.0), "pixel_resized": self.resized}
+        size = whole[frame]
+        if self.original is None or size is None:
+            return None
+        return self.original[0] / size[0], self.original[1] / size[1]
+
+
+def space_of(images: Sequence[Mapping[str, Any]], index: int, unit: int | None) -> Space:
+    """Of a sample's picture; `unit` is the side in pixels that the model sees as one token."""
+    if not -len(images) <= index < len(images):
+        return Space()
+    image = images[index]
+    width, height = image["size"]
+    if unit is None or "pixels" not in image:
+        return Space((width, height))
+    from saccade.media.images import (
+        resized_size,  # brings libraries that workers start faster without
+    )
+
+    least, most = image["pixels"]
+    rows, columns = resized_size(width, height, unit=unit, min_pixels=least, max_pixels=most)
+    return Space((width, height), (columns, rows))
+
+
+def to_pixels(box: Box, frame: Frame, space: Space) -> Box:
+    """In original pixels, corners sorted, clipped to the picture."""
+    across, down = space.scale(frame.name) or (1.0, 1.0)
+    x0, y0, x1, y1 = box
+    if frame.layout == "xywh":
+        x1, y1 = x0 + x1, y0 + y1
+    xs, ys = sorted((x0 * across, x1 * across)), sorted((y0 * down, y1 * down))
+    if space.original:
+        width, height = space.original
+        xs = [min(max(x, 0.0), width) for x in xs]
+        ys = [min(max(y, 0.0), height) for y in ys]
+    return xs[0], ys[0], xs[1], ys[1]
+
+
+def from_pixels(box: Box, frame: Frame, space: Space) -> Box:
+    across, down = space.scale(frame.name) or (1.0, 1.0)
+    x0, y0, x1, y1 = box[0] / across, box[1] / down, box[2] / across, box[3] / down
+    return (x0, y0, x1 - x0, y1 - y0) if frame.layout == "xywh" else (x0, y0, x1, y1)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_boxes(text: str) -> list[Found] | None:
+    """Every box, in its order; an empty list where the text says that there is none, None where
+    it says neither.
+    """
+    text = _body(text)
+    if text.lower() in NOTHING:
+        return []
+    if _in_doubt(text):
+        return None
+    value = read_json(text)
+    found = list(_boxes(value))[: MOST_BOXES + 1]
+    if not found and value is None:
+        numbers = [_to_float(number) for number in NUMBER.findall(text)[:5]]
+        found = [Found((*numbers,))] if _numbers(numbers, 4) else []  # type: ignore[arg-type]
+    return found if 0 < len(found) <= MOST_BOXES or value == [] else None
+
+
+def read_points(text: str) -> list[tuple[float, float]]:
+    text = _body(text)
+    if _in_doubt(text):
+        return []
+    found = list(_points(read_json(text)))
+    if not found:
+        numbers = [_to_float(number) for number in NUMBER.findall(text)[:3]]
+        found = [(numbers[0], numbers[1])] if _numbers(numbers, 2) else []
+    return found
+
+
+def read_json(text: str) -> Any:
+    """The JSON that a text is or holds; None where there is none."""
+    text = _body(text)
+    inner = text[slice(*_brackets(text))]
+    for candidate in (text, inner, f"[{inner}]") if inner else ():
+        try:
+            return json.loads(candidate)
+        except (ValueError, RecursionError):  # no JSON, or nested beyond all measure
+            continue
+    return None
+
+
+def _brackets(text: str) -> tuple[int, int]:
+    """Where the first one opens and the last one closes."""
+    starts = [at for at in map(text.find, "[{") if at >= 0]
+    return min(starts, default=0), max(map(text.rfind, "]}")) + 1
+
+
+def _in_doubt(text: str) -> bool:
+    """What is said around the brackets: a label inside may well be `no helmet`."""
+    start, end = _brackets(text)
+    return unsettled(f"{text[:start]} {text[end:]}")
+
+
+def _body(text: str) -> str:
+    inside = fenced(text)
+    return (text if inside is None else inside).strip()[:LONGEST]
+
+
+def _boxes(value: Any, label: str | None = None, score: float | None = None, levels: int = 4) -> Iterator[Found]:
+    if _numbers(value, 4):
+        yield Found(tuple(map(float, value)), label, score)  # type: ignore[arg-type]
+    elif isinstance(value, list):
+        for item in value if levels else ():
+            if isinstance(item, dict) or _numbers(item, 4):  # deeper lists are no boxes
+                yield from _boxes(item, label, score, levels - 1)
+    elif isinstance(value, dict):
+        label = next((str(value[key]) for key in LABELS if key in value), label)
+        scores = [float(value[key]) for key in SCORES if _is_number(value.get(key))]
+        for key in KEYS:
+            yield from _boxes(_listed(value.get(key)), label, next(iter(scores), score), levels - 1)
+
+
+def _points(value: Any, levels: int = 4) -> Iterator[tuple[float, float]]:
+    if _numbers(value, 2):
+        yield float(value[0]), float(value[1])
+    elif isinstance(value, list):
+        for item in value if levels else ():
+            if isinstance(item, dict) or _numbers(item, 2):
+                yield from _points(item, levels - 1)
+    elif isinstance(value, dict):
+        if _numbers([value.get("x"), value.get("y")], 2):
+            yield float(value["x"]), float(value["y"])
+        for key in POINT_KEYS:
+            yield from _points(_listed(value.get(key)), levels - 1)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _numbers(value: Any, count: int) -> bool:
+    return isinstance(value, list) and len(value) == count and all(map(_is_number, value))
+
+
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and value == value and abs(value) < LARGEST
+
+
+def _to_float(text: str) -> float:
+    return float(text.replace(",", "").replace("\u2212", "-"))

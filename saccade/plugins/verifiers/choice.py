@@ -1,0 +1,211 @@
+"""Which options of a multiple choice a text names, without substring traps.
+
+A letter counts when it is the whole text, stands in parentheses, before the words of its option
+(`B. cat`, `B (cat)`) or behind "answer is". The word "A" in running text is an article. Lower case
+counts only alone or with a mark (`b) cat`). No letter counts where a sentence that names one is in
+doubt, or goes on with the words of another option, nor where an answer is refused or taken back.
+
+    >>> letters_in("The answer is (B).", ["cat", "dog"])
+    {'B'}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from string import ascii_uppercase
+
+from saccade.plugins.verifiers.hedging import ASIDE, REASON, TAKEN_BACK, unsettled
+from saccade.plugins.verifiers.latex_normalise import CJK, NARROW, TEXT
+from saccade.plugins.verifiers.peel import peel
+
+LONGEST = 100_000  # characters; a longer text names no option
+UNLISTED = "ABCDEFGHIJ"  # options of a row that does not list them
+
+ALONE = re.compile(r"\(?([A-Za-z])\s*[.):]?")
+LETTERED = re.compile(r"\(?([A-Za-z])(?:(\s*[.):,;]\)?|\s+[-\u2013\u2014]|(?=\s*\())\s*|\s+)(.+)", re.DOTALL)
+CHOSEN = re.compile(
+    r"(?:i\s+(?:choose|chose|pick|select)\s+)?(?:(?:the\s+)?(?:option|choice)\b\s*:?\s*)?(.+?)"
+    r"(?:\s+is\s+(?:the\s+)?(?:correct|right|answer)(?:\s+(?:answer|option|choice|one))?)?",
+    re.IGNORECASE | re.DOTALL,
+)
+ARTICLE = re.compile(r"\b(?i:it|this|that)(?:\s+is|['\u2019]s)\s+a\W*\Z")  # its noun is missing
+BRACKETED = re.compile(r"(?:\((?=[^()]+\)\Z)|\[(?=[^][]+\]\Z)|\{(?=[^{}]+\}\Z))(.+).", re.DOTALL)
+# A further option that `NAMED` does not count: (B), then option c; (B), then C
+FURTHER = re.compile(r"\b(?:option|choice|answer)\s+[a-z]\b|(?<![\w.])[b-hj][.):](?=\s|\Z)|\s[A-Z][.!]?\Z")
+REFUSED = re.compile(
+    r"\b(?:can['\u2019]?t|cannot|unable\s+to)\s+(?:help|assist|answer|determine|tell|say)\b"
+    r"|\bsorry,?\s+(?:but\s+)?(?:i\s+)?(?:do\s+not|don['\u2019]t|no)\b"
+    r"|\A\W*(?:neither|none)(?:\s+of\s+(?:them|these|those|the\s+\w+))?\W*\Z",
+    re.IGNORECASE,
+)
+SEVERAL = re.compile(r"\(?[A-Z]\)?(?:[\s,;&和]+(?:and\s+)?\(?[A-Z]\)?)+|[A-Z]{2,}")
+NAMED = re.compile(
+    r"(?<![A-Za-z0-9])\(([A-Za-z])\)"  # (B), not f(B)
+    r"|(?<![\w(])([A-Z])[.):](?=\s|$)"  # B. cat
+    r"|\b(?i:answer|option|choice)s?(?:\s+(?:is|are))?\s*:?\s+"  # the answer is B
+    r"([A-Z](?:(?:\s*[,;&]\s*|\s+and\s+)[A-Z])*)\b"
+    r"(?!['\u2019]|\s*[/,;&]\s*\(?[A-Z]\b|\s+(?!because|since|as\b|rather\b)[a-z])"  # not: is A cat
+    r"|\A([A-Z])\s*\Z"  # B because …, its reason cut off
+    # The same in Chinese: answer, option, choose; no further one behind.
+    r"|(?:答案|选项|选择|选)[是为]?\s*:?\s*([A-Z])"
+    r"(?![A-Za-z]|\s*[和与,/])"
+)
+# What may stand before `B.` in a sentence; hepatitis B. is no option.
+LEADING = re.compile(
+    r"(?:\A|[^\w\s,;.)/&\]}]|['\u2019]s"
+    r"|\b(?i:is|are|be|so|thus|hence|therefore|choose|chose|pick|select|say|think|with),?)\s*\Z"
+)
+# One option that it is not: not B, (B) is wrong.
+DENIED = re.compile(
+    r"(?:\b(?:not|nor|neither|except|cannot|without|than|instead\s+of)"
+    r"|n['\u2019]t)\s+"
+    r"(?:(?:be|the|answer|option|choice)\s+)*(?:\(?[A-Z]\b\)?|\([a-z]\))"
+    r"|(?:\b(?i:answer|option|choice)\s+)?\(?\b[A-Z][.)]?\s+is\s+(?:not\s+\w+|wrong|incorrect|false)\b"
+    r"|\b(?i:answer|option|choice)s\s+[A-Z](?:,?\s+(?:(?:and|or)\s+)?[A-Z]){1,9}"
+    r"\s+are\s+(?:all\s+|both\s+)?(?:not\s+\w+|wrong|incorrect|false)\b"
+    r"|(?:不是|不选|排除|除了)\s*\(?[A-Z]\)?"
+)
+# Not after the period of `B. cat`, and not before a word that takes back.
+SENTENCE = re.compile(rf"(?<=[.;!?])(?<!\b[A-Z]\.)(?:\s+(?!(?i:or|no|not|but|wait)\b)|(?=[{CJK}]))|\n")
+CORRECTING = re.compile(r"(?:no|actually|sorry|rather|wait)\b", re.IGNORECASE)
+ANYWHERE = r"(?<!\w)%s(?!\w)"  # the words of an option
+BETWEEN = r"[\s.:,()$]*(?:[-\u2013]\s+)?"  # a letter and the words of its option
+
+
+def single_letter(text: str, choices: Sequence[str]) -> str | None:
+    """The letter when the text is one option letter and nothing else."""
+    match = ALONE.fullmatch(text.strip())
+    letter = match[1].upper() if match else None
+    return letter if letter is not None and letter in _letters(choices) else None
+
+
+def letters_in(text: str, choices: Sequence[str]) -> set[str]:
+    """The options that a text names: by letter, or by the exact words of one of them."""
+    return set(_letters_in(text, tuple(choices))) if len(text) <= LONGEST else set()
+
+
+@lru_cache(maxsize=2048)  # the members of a group often answer alike
+def _letters_in(text: str, choices: tuple[str, ...]) -> set[str]:
+    text = re.sub(r"[^\S\n]+", " ", TEXT.sub(r"\1", text.translate(NARROW)))
+    text = ASIDE.sub("", re.sub(r"\n\s+", "\n", text))
+    if ARTICLE.search(text):
+        return set()
+    bare = text.strip().rstrip("!")
+    for wrapping in (None, CHOSEN, CHOSEN, BRACKETED):  # an option may begin with such words
+        wrapped = wrapping.fullmatch(peel(bare)) if wrapping else None
+        bare = peel(wrapped[1]) if wrapped else bare
+        if only := single_letter(bare, choices) or _by_words(bare, choices):
+            return {only}
+    if only := _lettered(bare, choices):
+        return {only}
+    allowed = set(_letters(choices))
+    if SEVERAL.fullmatch(bare):
+        listed = re.findall(r"[A-Z]", bare)
+        return set(listed) if set(listed) <= allowed and len({*listed}) == len(listed) else set()
+    found: set[str] = set()
+    for sentence in SENTENCE.split(text.strip().strip("$*").strip()):
+        letters = _named(sentence, choices)
+        refused = not letters and REFUSED.search(sentence)
+        back = TAKEN_BACK.search(sentence) or (
+            CORRECTING.match(sentence)
+            and (FURTHER.search(sentence) or _options(ANYWHERE, sentence, choices).keys() - found)
+        )
+        if letters is None or refused or (found and back):
+            return set()
+        found |= letters
+    return found & allowed
+
+
+def _named(sentence: str, choices: Sequence[str]) -> set[str] | None:
+    """The options that one sentence names; None where it takes back what it says."""
+    sentence = DENIED.sub("", REASON.sub("", sentence))
+    found: set[str] = set()
+    said, end = "", 0  # all but the words of the options that it names
+    first = 0  # where the first of them ends
+    firm = False
+    for match in NAMED.finditer(sentence):
+        listed = "".join(filter(None, match.groups())).replace("and", "")
+        letters = set(re.findall("[A-Z]", listed.upper()))
+        ends = _options_behind(sentence[match.end() :], choices)
+        longest = max(ends.values(), default=0)  # dog food is not dog
+        gap = sentence[end : match.start()] if match[1] else ""
+        before = _options_before(gap, choices) if gap else {}
+        for named in (ends, before):
+            if named and max(named.values()) not in [named.get(letter) for letter in letters]:
+                return None
+        found |= letters
+        firm |= not match[2] or LEADING.search(sentence[end : match.start()]) is not None
+        said += sentence[end : match.end()]
+        first = first or len(said)
+        end = match.end() + longest
+    unlisted = not choices and re.match(r"[A-Z][.):]", sentence)  # B. and words of no known option
+    rest = "" if unlisted else sentence[end:]
+    said += rest
+    if not found or not firm:
+        return None if found else found
+    others = FURTHER.search(rest) or _options(ANYWHERE, rest, choices).keys() - found
+    return None if others or unsettled(said) or TAKEN_BACK.search(said[first:]) else found
+
+
+def _letters(choices: Sequence[str]) -> str:
+    return ascii_uppercase[: len(choices)] if choices else UNLISTED
+
+
+def _by_words(text: str, choices: Sequence[str]) -> str | None:
+    wanted = _words(text)
+    options = list(zip(ascii_uppercase, choices, strict=False))
+    for plain in (str, _without_article):
+        hits = [
+            letter
+            for letter, option in options
+            if plain(wanted) in (plain(_words(option)), plain(_words(_without_letter(option, letter))))
+        ]
+        if wanted and len(hits) == 1:
+            return hits[0]
+    return None
+
+
+def _lettered(text: str, choices: Sequence[str]) -> str | None:
+    """The letter that stands before the words of its option; in lower case with a mark between."""
+    match = LETTERED.fullmatch(text)
+    if match is None or not (match[1].isupper() or match[2]):
+        return None
+    letter = match[1].upper()
+    if not choices and (match[2] or "").strip(" -\u2013\u2014") == "" and match[2] is not None:
+        other = unsettled(match[3]) or re.search(r"\b[A-Z]\b", match[3])  # the words of no known option
+        return None if other else letter
+    return letter if _by_words(peel(match[3]), choices) == letter else None
+
+
+def _options_behind(text: str, choices: Sequence[str]) -> dict[str, int]:
+    """The options whose words a text begins with, and where these end."""
+    return _options(rf"\A{BETWEEN}(?:(?:an?|the)\s+)?%s(?!\w)", text, choices)
+
+
+def _options_before(text: str, choices: Sequence[str]) -> dict[str, int]:
+    """The options whose words a text ends with, and how long these are."""
+    return _options(r"(?<!\w)%s[\s,:]*\Z", text, choices)
+
+
+def _options(pattern: str, text: str, choices: Sequence[str]) -> dict[str, int]:
+    found = {}
+    for letter, option in zip(ascii_uppercase, choices, strict=False):
+        words = re.escape(_words(_without_letter(option, letter))).replace(r"\ ", r"\s+")
+        match = re.search(pattern.replace("%s", words), text, re.IGNORECASE)
+        if words and match:
+            found[letter] = len(match[0])
+    return found
+
+
+def _words(text: str) -> str:
+    return re.sub(r"\s+", " ", peel(text).strip("$").rstrip(".").strip()).casefold()
+
+
+def _without_article(words: str) -> str:
+    return re.sub(r"\A(?:an?|the)\s+", "", words)
+
+
+def _without_letter(option: str, letter: str) -> str:
+    return re.sub(rf"^\(?{letter}[.):]\s*", "", option.strip())

@@ -1,0 +1,185 @@
+r"""Whether two mathematical answers are the same, by six rules in a fixed order.
+
+Equal spelling; exact rationals; units; assignments; containers; and for what is then left, the
+symbolic equality of math-verify. A text that cannot be read is never right, a gold that cannot be
+read never makes a response wrong. The last rule may hang: `math` runs in a worker process with a
+deadline.
+
+    >>> math(RewardSample(id="a", response=r"\boxed{2\sqrt{3}}", answer=r"\sqrt{12}")).value
+    1.0
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache, partial
+from typing import Literal
+
+from saccade.plugins.verifiers import symbolic
+from saccade.plugins.verifiers.hedging import STRUCK
+from saccade.plugins.verifiers.latex_normalise import (
+    LONGEST,
+    TooLarge,
+    Unparseable,
+    compact,
+    normalise,
+    tidy,
+    unwrap_text,
+)
+from saccade.plugins.verifiers.math_tree import Node, near, rational, read
+from saccade.plugins.verifiers.peel import peel_number
+from saccade.plugins.verifiers.units import PERCENT, Unit, split_unit
+from saccade.rewards.extract import Scope, answer_of, unboxed
+from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.types import Score
+
+MATH_ORDER = ("answer_tag", "boxed", "answer_line")
+DECIMAL_TOLERANCE = Fraction(1, 10**6)
+MONEY = re.compile(  # not $12$
+    r"\\?([$\u20ac\u00a3\u00a5])\s*(\d[\d.,]*)|(\d[\d.,]*)\s*([\u20ac\u00a3\u00a5])"
+)
+CURRENCIES = {"$": "dollars", "\u20ac": "euros", "\u00a3": "GBP", "\u00a5": "yen"}
+DEGREE, RADIAN = (split_unit(f"1 {name}")[1] for name in ("degree", "radian"))
+HUNDREDTH = Unit(dimensions=(), factor=Fraction(1, 100))
+
+
+def math(
+    sample: RewardSample,
+    *,
+    order: Sequence[str] = MATH_ORDER,
+    scope: Scope = "after_think",
+    gold_unparseable: Literal["abstain", "string", "error"] = "abstain",
+) -> Score:
+    """1 when the answer equals one of the golds."""
+    if gold_unparseable not in ("abstain", "string", "error"):
+        raise ValueError(f"gold_unparseable is abstain, string or error, not {gold_unparseable!r}")
+    found = answer_of(sample, order, scope)
+    verdicts = {_verdict(found, gold) for gold in sample.golds} if found else {"no_answer"}
+    unread = verdicts <= {"gold_unparseable"}
+    if unread and gold_unparseable != "string":
+        return replace(no_gold(sample), kind=gold_unparseable, extracted=found)
+    why = min(verdicts - {"gold_unparseable"}, default="wrong")
+    return graded(found, "right" in verdicts, why)
+
+
+def equivalent(answer: str, gold: str, *, formulas: bool = True) -> bool:
+    """Whether an answer is right. Without `formulas` rules one to five decide: safe anywhere."""
+    return _verdict(answer, gold, formulas) == "right"
+
+
+def _verdict(answer: str, gold: str, formulas: bool = True) -> str:
+    """right | wrong | unparseable | too_large | gold_unparseable"""
+    spelled = spelling(gold)
+    if spelled and spelling(answer) == spelled:
+        return "right"
+    gold_read = _read_gold(gold, formulas)
+    if gold_read is None:
+        return "gold_unparseable"
+    try:
+        return "right" if _same(_read(answer), gold_read, formulas) else "wrong"
+    except TooLarge:
+        return "too_large"
+    except Unparseable:
+        return "unparseable"
+
+
+def spelling(text: str) -> str:
+    text = unboxed(text)
+    if len(text) > LONGEST:
+        return text
+    spelled = compact(normalise(peel_number(text)))
+    # A word is the same in any case, a variable is not.
+    return spelled.casefold() if re.fullmatch(r"[A-Za-z]{2,}", spelled) else spelled
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    tree: Node
+    unit: Unit | None
+    decimal: bool  # a decimal point was seen
+
+
+def _read(text: str) -> _Reading:
+    text = peel_number(unboxed(text))
+    if re.search(STRUCK, text):
+        raise Unparseable("struck out, or negated")
+    if money := MONEY.fullmatch(text):
+        text = f"{money[2] or money[3]} {CURRENCIES[money[1] or money[4]]}"
+    value, unit = split_unit(tidy(text))
+    decimal = re.search(r"\.\d", value) is not None
+    return _Reading(tree=read(unwrap_text(value)), unit=unit, decimal=decimal)
+
+
+@lru_cache(maxsize=4096)
+def _read_gold(text: str, formulas: bool) -> _Reading | None:
+    try:
+        reading = _read(text)
+        for leaf in reading.tree.leaves() if formulas else ():
+            if rational(leaf) is None:
+                symbolic.formula(leaf)
+    except (Unparseable, TooLarge):
+        return None
+    return reading
+
+
+def _same(answer: _Reading, gold: _Reading, formulas: bool) -> bool:
+    left, right, unit, gold_unit = answer.tree, gold.tree, answer.unit, gold.unit
+    tolerance = DECIMAL_TOLERANCE if answer.decimal or gold.decimal else Fraction(0)
+    same = partial(_equal_texts, tolerance=tolerance, formulas=formulas)
+    if DEGREE in (unit, gold_unit):  # an angle without a unit that has a pi in it is in radians
+        unit = unit or (RADIAN if _has_pi(left) else None)
+        gold_unit = gold_unit or (RADIAN if _has_pi(right) else None)
+    if unit is not None and gold_unit is not None:
+        if unit.dimensions != gold_unit.dimensions:
+            return False
+        if unit != gold_unit:
+            left, right = _scaled(left, unit), _scaled(right, gold_unit)
+        return _equal(left, right, same)
+    # A unit on one side only is dropped; p% on one side only is p or p/100.
+    return (
+        _equal(left, right, same)
+        or (unit == PERCENT and _equal(_scaled(left, HUNDREDTH), right, same))
+        or (gold_unit == PERCENT and _equal(left, _scaled(right, HUNDREDTH), same))
+    )
+
+
+def _has_pi(node: Node) -> bool:
+    return any(r"\pi" in leaf for leaf in node.leaves())
+
+
+def _scaled(node: Node, unit: Unit) -> Node:
+    if node.kind != "leaf":
+        return node
+    value = rational(node.text)
+    if value is not None and not unit.per_pi:
+        return Node("leaf", text=str(value * unit.factor))
+    scale = rf"\frac{{{unit.factor.numerator}}}{{{unit.factor.denominator}\pi^{{{unit.per_pi}}}}}"
+    return Node("leaf", text=rf"({node.text}) \cdot {scale}")
+
+
+def _equal(a: Node, b: Node, same: Callable[[str, str], bool]) -> bool:
+    kinds, both_name = (a.kind, b.kind), a.name and a.name == b.name
+    if kinds == ("leaf", "leaf") or (kinds == ("=", "=") and not both_name):
+        return same(a.text, b.text)
+    if a.name or b.name:  # x = 5 against 5, or against x = 5
+        return _equal(a.items[1] if a.name else a, b.items[1] if b.name else b, same)
+    if {*kinds} <= {"list", "{}"} or kinds == ("union", "union"):
+        return all(any(_equal(x, y, same) for y in b.items) for x in a.items) and all(
+            any(_equal(x, y, same) for x in a.items) for y in b.items
+        )
+    plain_tuples = {*kinds} <= {"()", "[]"} and len(b.items) > 2  # no interval
+    if a.kind != b.kind and kinds != ("list", "()") and not plain_tuples:
+        return False
+    return len(a.items) == len(b.items) and all(map(partial(_equal, same=same), a.items, b.items))
+
+
+def _equal_texts(a: str, b: str, tolerance: Fraction, formulas: bool) -> bool:
+    if compact(a) == compact(b):
+        return True
+    x, y = rational(a), rational(b)
+    if x is not None and y is not None:
+        return near(x, y, tolerance)
+    return formulas and symbolic.same(a, b, tolerance)

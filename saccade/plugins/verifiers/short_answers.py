@@ -1,0 +1,142 @@
+"""Verifiers of short answers: options, a digit, DAPO's answer line, audio questions, verdicts.
+
+>>> dapo_math(RewardSample(id="a", response="Answer: 12", answer="12")).value
+1.0
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+from saccade.plugins.verifiers.choice import letters_in
+from saccade.plugins.verifiers.hedging import REASON, unsettled
+from saccade.plugins.verifiers.maths import spelling
+from saccade.rewards.extract import Scope, answer_of
+from saccade.rewards.response_formats import check_think_answer
+from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.types import Score
+
+# What a judge of two things may say: the first, the second, neither.
+VERDICTS: Mapping[str, tuple[str, str, str]] = {
+    medium: (
+        f"{medium.capitalize()} 1 is better",
+        f"{medium.capitalize()} 2 is better",
+        f"Both {medium}s are equally good",
+    )
+    for medium in ("image", "video", "audio", "response")
+}
+
+SHORT_ORDER = ("answer_tag",)
+CHOICE_ORDER = ("answer_tag", "boxed", "answer_line", "letter")
+
+ITEM = r"\b(?:image|video|audio|text|answer|response|item)\s*"
+BETTER = re.compile(
+    rf"{ITEM}([12ab])\s+is\s+(?:the\s+)?better\b(?:\s+than\s+(?:{ITEM}(?!\1)[12ab]|the\s+other)\b)?"
+    r"|\b(?:it\s+is\s+)?(?:a\s+)?(both\s+\w+\s+are\s+equally\s+good|tie)\b",
+    re.IGNORECASE,
+)
+ALONE = re.compile(r"(?<![\d.-])\d(?!\.?\d)")  # a digit that is no part of a number
+SIDES = {"a": 0, "1": 0, "b": 1, "2": 1, "c": 2, "0": 2, "tie": 2, "equal": 2, "both": 2}
+
+
+def choice(sample: RewardSample, *, order: Sequence[str] = CHOICE_ORDER, scope: Scope = "after_think") -> Score:
+    """1 when exactly the gold options are named; a gold of several letters is compared as a set."""
+    gold = _gold_letters(sample.golds, tuple(sample.choices))
+    if not gold:
+        return no_gold(sample)
+    found = answer_of(sample, order, scope)
+    letters = letters_in(found or "", sample.choices)
+    return graded(found, letters == gold, "wrong" if letters else "unparseable")
+
+
+@lru_cache(maxsize=4096)
+def _gold_letters(golds: tuple[str, ...], choices: tuple[str, ...]) -> frozenset[str]:
+    found = [letters_in(gold, choices) for gold in golds]
+    return frozenset().union(*found) if all(found) else frozenset()
+
+
+def digit(
+    sample: RewardSample,
+    *,
+    allowed: Sequence[str] = "0123456789",
+    order: Sequence[str] = SHORT_ORDER,
+    scope: Scope = "after_think",
+) -> Score:
+    """The answer is an allowed digit, or the first that stands in it is the gold."""
+    digits = [str(one) for one in allowed]
+    golds = {gold.strip() for gold in sample.golds} & set(digits)
+    if not digits or any(len(one) != 1 for one in digits):
+        raise ValueError(f"allowed are single digits, such as [0, 1, 2], not {allowed!r}")
+    if not golds:
+        return no_gold(sample)
+    found = answer_of(sample, order, scope)
+    first = next((sign for sign in ALONE.findall(found or "") if sign in digits), None)
+    right = first in golds and not unsettled(found or "")
+    return graded(found, right, "wrong" if first else "unparseable")
+
+
+def dapo_math(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
+    """+1 when the last line `Answer: …` is spelled like the gold, else -1."""
+    found = answer_of(sample, ("answer_line",), scope)
+    right = found is not None and spelling(found) in map(spelling, sample.golds)
+    return Score(
+        kind="value",
+        value=1.0 if right else -1.0,
+        reason=graded(found, right).reason,
+        parts={"accuracy_normalized": float(right)},
+        extracted=found,
+    )
+
+
+def avqa(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
+    """1 for the option in the answer tag, by text, letter or index from 0; 1 for the shape."""
+    found = answer_of(sample, SHORT_ORDER, scope)
+    gold = {_option(gold, sample.choices) for gold in sample.golds}
+    return _two(sample, found, found is not None and _option(found, sample.choices) in gold)
+
+
+def verdict(sample: RewardSample, *, order: Sequence[str] = SHORT_ORDER, scope: Scope = "after_think") -> Score:
+    """1 for naming the better of two items, or a tie, in words of `VERDICTS` and no others but a
+    reason behind them; 1 for the shape.
+    """
+    sides = [_side(gold) for gold in sample.golds]
+    if not sides or None in sides:
+        return no_gold(sample)
+    found = answer_of(sample, order, scope)
+    said = BETTER.fullmatch(REASON.sub("", found or "").strip(" *.,!\n"))
+    return _two(sample, found, said is not None and _side(said[0]) in sides)
+
+
+def right_verdict(sample: RewardSample, **args: Any) -> str:
+    side = _side(next(iter(sample.golds), ""))
+    return "" if side is None else VERDICTS["image"][side]
+
+
+def _side(gold: str) -> Literal[0, 1, 2] | None:
+    named = BETTER.search(gold)
+    word = (named[1] or "tie") if named else gold.strip()
+    return SIDES.get(word.lower())  # type: ignore[return-value]
+
+
+def _option(text: str, choices: Sequence[str]) -> str:
+    """The letter of an option, or the plain words where it is none."""
+    letters = letters_in(text, choices) if choices else set()
+    if len(letters) == 1:
+        return letters.pop()
+    text = text.strip().rstrip(".")
+    indices = {str(index): chr(65 + index) for index in range(len(choices))}
+    return indices.get(text) or re.sub(r"\s+", " ", text).casefold()
+
+
+def _two(sample: RewardSample, found: str | None, right: bool) -> Score:
+    shape = float(check_think_answer(sample))
+    return Score(
+        kind="value",
+        value=float(right) + shape,
+        reason=graded(found, right).reason,
+        parts={"accuracy": float(right), "format": shape},
+        extracted=found,
+    )

@@ -1,0 +1,307 @@
+"""Checkpoints: each a Hugging Face folder that stock transformers loads, plus `state/` to go on
+from.
+
+Written under a temporary name, verified, renamed; the old ones go only after that, so a kill at any
+moment leaves the last good one. Tensors are safetensors, the rest is JSON: nothing is unpickled.
+What is collected and the writing of it are apart, so that training can go on in between.
+
+    write = prepare(run / "checkpoints", 50, backend, family, progress={...}, keep=3)
+    write()
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.models.families import Family
+from saccade.models.files import LISTING, STATE, checksum, damaged, listing
+from saccade.system import disk
+from saccade.system.contents import File, text_file, write_files
+
+# Files of a model folder that a checkpoint makes anew.
+OWN_FILES = re.compile(r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$")
+# What reads pictures: a file of its own, or a part of that of the whole processor.
+PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+HASHED_UP_TO = 64 << 20  # larger files of its state are compared by size
+
+
+class Stateful(Protocol):
+    def saved_bytes(self) -> int: ...
+
+    def state_files(self, *, copy: bool = False) -> Iterator[File]: ...
+
+
+class Trained(Stateful, Protocol):
+    """A model that a checkpoint holds as a Hugging Face folder."""
+
+    def weight_shapes(self) -> list[tuple[str, tuple[int, ...], int]]: ...
+
+    def model_files(self, *, copy: bool = False) -> list[File]: ...
+
+
+def prepare(
+    folder: Path,
+    step: int,
+    backend: Trained,
+    family: Family,
+    *,
+    progress: Mapping[str, Any],
+    keep: int,
+    parts: Mapping[str, Stateful] | None = None,
+    copy: bool = False,
+) -> Callable[[], Path]:
+    """What comes back writes the checkpoint. With `copy` all of it is in main memory by then, and
+    training may go on; without, it is read while it is written.
+
+    `progress` is plain data: what the recipe needs to go on; its `best_step` is kept beside the
+    newest ones. `parts` are what else has a state, each in a folder of its name.
+    """
+    parts = parts or {}
+    require_room(folder, saved_bytes(backend, parts))
+    files: Iterable[File] = _collect(backend, family, progress, parts, copy=copy)
+    weights = [(name, shape) for name, shape, _ in backend.weight_shapes()]
+    files, best = list(files) if copy else files, progress.get("best_step")
+    return partial(_write, folder, step, files, weights, keep=keep, best=best)
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """For one more checkpoint, beside those that are there; what a kill left of one goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover)
+    if (free := disk.free_bytes(folder)) < needed:
+        raise EnvironmentProblem(
+            f"{folder}: a checkpoint needs up to {disk.size(needed)}, {disk.size(free)} are free; "
+            "free some space, or use run.out on a larger disk"
+        )
+
+
+def saved_bytes(backend: Trained, parts: Mapping[str, Stateful]) -> int:
+    return sum(one.saved_bytes() for one in (backend, *parts.values()))
+
+
+def _collect(
+    backend: Trained, family: Family, progress: Mapping[str, Any], parts: Mapping[str, Stateful], *, copy: bool
+) -> Iterator[File]:
+    yield from backend.model_files(copy=copy)
+    yield "", partial(copy_processor, family)
+    states: dict[str, Stateful] = {"state": backend}
+    states |= {f"state/{name}": part for name, part in parts.items()}
+    for place, one in states.items():
+        for path, writer in one.state_files(copy=copy):
+            yield f"{place}/{path}", writer
+    yield "state/progress.json", text_file(json.dumps(progress, indent=1))
+
+
+def _write(
+    folder: Path,
+    step: int,
+    files: Iterable[File],
+    weights: Sequence[tuple[str, tuple[int, ...]]],
+    *,
+    keep: int,
+    best: int | None,
+) -> Path:
+    final = folder / f"step-{step}"
+    temporary = folder / f".step-{step}.{os.getpid()}"
+    with _made(temporary, final):
+        write_files(temporary, files)
+        _verify(temporary, weights)
+        names = [str(path.relative_to(temporary)) for path in _files(temporary)]
+        listed = {name: _entry(temporary, name) for name in names}
+        (temporary / LISTING).write_text(json.dumps(listed, indent=1))
+        for path in _files(temporary):
+            _sync(path)
+    if final.exists():
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _sync(folder)
+    for later in [n for n in complete_steps(folder) if n > step]:
+        shutil.rmtree(folder / f"step-{later}")  # of a run that went back to an earlier step
+    _prune(folder, keep=keep, protected={step, best})
+    return final
+
+
+@contextmanager
+def _made(folder: Path, final: Path) -> Iterator[None]:
+    """Gone after an error: a disk that is full has no room for half a checkpoint."""
+    try:
+        folder.mkdir()
+        yield
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if (reason := disk.refusal(error)) is not None:
+            raise EnvironmentProblem(f"{final}: {reason}") from error
+        raise
+
+
+def find(folder: Path, resume: str) -> Path | None:
+    """What `run.resume` names: the latest or best complete checkpoint, a path, or nothing. Its
+    files are read once and compared with what was written.
+    """
+    if resume == "none":
+        return None
+    chosen = _chosen(folder, resume)
+    if chosen is not None:
+        _require_intact(chosen)
+    return chosen
+
+
+def _chosen(folder: Path, resume: str) -> Path | None:
+    if resume not in ("auto", "best"):
+        path = Path(resume)
+        if not is_complete(path):
+            raise ConfigError(f"run.resume={resume}: no complete checkpoint there; use run.resume=auto")
+        return path
+    steps = complete_steps(folder)
+    if not steps and resume == "best":
+        raise ConfigError("run.resume=best: there is no checkpoint yet; use run.resume=auto")
+    if not steps:
+        return None
+    if resume == "auto":
+        return folder / f"step-{steps[-1]}"
+    latest = folder / f"step-{steps[-1]}"
+    _require_intact(latest)  # it says which one was best
+    best = read_progress(latest).get("best_step")
+    if best not in steps:
+        raise ConfigError("run.resume=best: no validation has named a best checkpoint; use run.resume=auto")
+    return folder / f"step-{best}"
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "state" / "progress.json").read_text())
+
+
+def complete_steps(folder: Path) -> list[int]:
+    names = (p.name for p in folder.glob("step-*") if is_complete(p))
+    return sorted(int(name.removeprefix("step-")) for name in names)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    return not _lacking(checkpoint)
+
+
+def not_whole(folder: Path, *, after: int) -> dict[Path, str]:
+    """Checkpoints of later steps that were finished once and are not whole any more, and what each
+    lacks.
+    """
+    later = [path for path in sorted(folder.glob("step-*")) if int(path.name[5:]) > after]
+    found = {path: _lacking(path) for path in later}
+    return {path: lacking for path, lacking in found.items() if lacking}
+
+
+def _lacking(checkpoint: Path) -> str:
+    """Empty where every file that was written is still there, as large as it was."""
+    files = listing(checkpoint)
+    if files is None:
+        return f"{LISTING} is missing"
+    for name, entry in files.items():
+        size = _size(checkpoint / name)
+        if size != entry["bytes"]:
+            there = "is missing" if size is None else f"has {size:,} of {entry['bytes']:,} bytes"
+            return f"{name} {there}"
+    return ""
+
+
+def _size(path: Path) -> int | None:
+    """None where it is gone: a run may remove old checkpoints while others look at them."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def _require_intact(checkpoint: Path) -> None:
+    changed = damaged(checkpoint)
+    if not changed:
+        return
+    folder = checkpoint.parent
+    others = (folder / f"step-{step}" for step in reversed(complete_steps(folder)))
+    other = next((path for path in others if path != checkpoint and not damaged(path)), None)
+    remedy = (
+        f"go on from another checkpoint with run.resume={other}"
+        if other is not None
+        else "no other checkpoint is whole: start again under another run.name"
+    )
+    names = ", ".join(str(checkpoint / name) for name in changed)
+    raise EnvironmentProblem(f"{names}: damaged, the content is not what the checkpoint wrote; {remedy}")
+
+
+def copy_processor(family: Family, folder: Path) -> None:
+    """Tokenizer, processor and template beside the weights; a template that the run replaced is
+    stored as used, and so is its budget of pixels.
+    """
+    for path in Path(family.path).iterdir():
+        if path.is_file() and not OWN_FILES.match(path.name) and not (folder / path.name).exists():
+            shutil.copy2(path, folder / path.name)
+    if family.chat.template != family.chat.tokenizer.chat_template:
+        (folder / "chat_template.jinja").write_text(family.chat.template, encoding="utf-8")
+    for name in PROCESSOR if family.shown else ():
+        path = folder / name
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if part := settings if name == PROCESSOR[0] else settings.get("image_processor"):
+            part.update(family.shown)
+            path.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def tensor_shapes(folder: Path) -> list[tuple[int, ...]]:
+    from safetensors import safe_open
+
+    shapes = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            shapes += [tuple(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
+    return shapes
+
+
+def _verify(folder: Path, weights: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    """The folder holds every parameter, a tied one once. Names are transformers' own on disk, so
+    shapes are compared, of experts (one by one on disk) their numbers; `load_model` refuses a
+    folder whose names do not fit.
+    """
+    from saccade.models.experts import MARK
+
+    expected = Counter(shape for name, shape in weights if MARK not in name)
+    written = Counter(tensor_shapes(folder))
+    missing, beside = expected - written, written - expected
+    experts = sum(math.prod(shape) for name, shape in weights if MARK in name)
+    lacking = experts - sum(math.prod(shape) * times for shape, times in beside.items())
+    if missing or lacking > 0:
+        raise EnvironmentProblem(
+            f"checkpoint {folder.name}: parameters are missing on disk, by shape "
+            f"{dict(missing) or f'{lacking:,} numbers of experts'}"
+        )
+
+
+def _prune(folder: Path, *, keep: int, protected: set[int | None]) -> None:
+    for step in complete_steps(folder)[:-keep]:
+        if step not in protected:
+            shutil.rmtree(folder / f"step-{step}")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def _entry(folder: Path, name: str) -> dict[str, Any]:
+    """What is known of a file. Weights are hashed however large: all commands load them."""
+    size = (folder / name).stat().st_size
+    large = name.startswith(STATE) and size > HASHED_UP_TO
+    return {"bytes": size} if large else checksum(folder / name)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)

@@ -1,0 +1,149 @@
+"""Checkpoints of a run, written while its next steps compute.
+
+At a save everything is copied to main memory; a thread writes, verifies and renames it. One is
+written at a time. What goes wrong in the thread is raised by the next call here, so that the run
+ends at its next step.
+
+    checkpointer = Checkpointer(folder.checkpoints, config.save, saved=None)
+    checkpointer.begin(backend, family, parts={}, first=1, total=100)
+    checkpointer.save(progress)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from saccade.config import SaveConfig
+from saccade.models.families import Family
+from saccade.run import checkpoint
+from saccade.run.progress import Progress
+from saccade.system import devices
+from saccade.system.contents import kept_bytes
+from saccade.system.disk import free_bytes, size
+
+log = logging.getLogger(__name__)
+
+LARGEST_SHARE = 0.5  # of the free main memory: rollouts and pictures need some, too
+
+
+class Checkpointer:
+    def __init__(self, folder: Path, options: SaveConfig, *, saved: int | None) -> None:
+        self.folder, self.options = folder, options
+        self.saved = saved  # the last step that is on disk
+        self._total = 0
+        self._told = False
+        self._writing: tuple[int, Future[None]] | None = None
+        self._took: deque[float] = deque()  # seconds of those that are finished
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def begin(
+        self,
+        backend: checkpoint.Trained,
+        family: Family,
+        parts: Mapping[str, checkpoint.Stateful],
+        *,
+        first: int,
+        total: int,
+    ) -> None:
+        """What is saved; `parts` have state of their own beside the backend's. Refuses a disk that
+        has no room for one checkpoint of the steps `first` to `total`.
+        """
+        self._backend, self._family, self._parts, self._total = backend, family, parts, total
+        due = sum(self.due(step) for step in range(first, total + 1))
+        self.require_room(checkpoint.saved_bytes(backend, parts), due)
+
+    def due(self, step: int) -> bool:
+        """Whether this step is saved however well it does."""
+        every = self.options.every
+        return step == self._total or (every > 0 and step % every == 0)
+
+    def save(self, progress: Progress, *, last: bool = False) -> None:
+        """The last one is on disk when this returns; others are being written."""
+        if (self._writing[0] if self._writing else self.saved) != progress.step:
+            self.wait()
+            copy = not last and self.options.background and self._fits()
+            write = checkpoint.prepare(
+                self.folder,
+                progress.step,
+                self._backend,
+                self._family,
+                progress=progress.to_json(),
+                keep=self.options.keep,
+                parts=self._parts,
+                copy=copy,
+            )
+            if copy:
+                self._writing = progress.step, self._thread.submit(self._timed, [write])
+            else:
+                write()
+                self.saved = progress.step
+        if last:
+            self.wait()
+
+    def require_room(self, needed: int, due: int) -> None:
+        """On the disk, before the first step: for one checkpoint of `needed` bytes at least. With
+        `due` to come, the newest are kept until one more is whole.
+        """
+        if not due:
+            return
+        checkpoint.require_room(self.folder, needed)
+        keep = self.options.keep
+        more = min(due, keep + 1 - min(keep, len(checkpoint.complete_steps(self.folder))))
+        free = free_bytes(self.folder)
+        if more * needed > free:
+            log.warning(
+                f"with save.keep={keep} there will be {more} checkpoints more in "
+                f"{self.folder}, of up to {size(needed)} each, and {size(free)} are free; free "
+                "some space or lower save.keep, or the run stops when the disk is full"
+            )
+
+    def check(self) -> None:
+        """Raise what went wrong by now."""
+        if self._writing is not None and self._writing[1].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until all is on disk."""
+        if self._writing is not None:
+            (step, future), self._writing = self._writing, None
+            future.result()
+            self.saved = step
+
+    def settle(self) -> None:
+        """As `wait`, where another error ends the run: that one is raised, this one is reported."""
+        step = self._writing[0] if self._writing else None
+        try:
+            self.wait()
+        except Exception as error:
+            log.info(f"the checkpoint of step {step} could not be written: {error}")
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def times(self) -> dict[str, float]:
+        """Seconds that the thread took for checkpoints which were finished since the last call."""
+        took = [self._took.popleft() for _ in range(len(self._took))]
+        return {"time/background/save": sum(took)} if took else {}
+
+    def _timed(self, box: list[Callable[[], object]]) -> None:
+        """`box` is emptied: when this is done the memory of the copy is free for the next one."""
+        began = time.perf_counter()
+        box.pop()()
+        self._took.append(time.perf_counter() - began)
+
+    def _fits(self) -> bool:
+        needed = checkpoint.saved_bytes(self._backend, self._parts)
+        free = devices.free_host_bytes() + kept_bytes()
+        fits = needed <= LARGEST_SHARE * free
+        if not fits and not self._told:
+            self._told = True
+            log.info(
+                f"training waits while checkpoints are written: a copy takes {size(needed)} of "
+                f"main memory, {size(free)} are free, and half of that may be used"
+            )
+        return fits

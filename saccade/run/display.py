@@ -1,0 +1,140 @@
+"""What a run shows and records of its steps: console, loggers, stored rollouts, memory, traces.
+
+with Display(folder, "rl", config.track) as display:
+    with display.phase("rollout"): ...
+    row = display.finish_step(1, {"reward/mean": 0.4}, unread="")
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from saccade.config import TrackConfig
+from saccade.media.pixel_cache import DECODED
+from saccade.models.families import Family
+from saccade.models.load import gpu_peak_gb
+from saccade.run.console import Console
+from saccade.run.diagnosis import diagnose
+from saccade.run.folder import RunFolder
+from saccade.run.loggers import Loggers
+from saccade.run.metrics import host_memory
+from saccade.run.trace import named_range, traced
+from saccade.run.trajectories import Decoders, TrajectoryWriter
+from saccade.run.work import shares, speeds
+from saccade.system.devices import Device
+from saccade.types import Group
+
+log = logging.getLogger(__name__)
+
+NOTED_EVERY = 25  # steps between two equal diagnoses
+
+
+class Display:
+    def __init__(self, folder: RunFolder, command: str, track: TrackConfig) -> None:
+        self.folder = folder
+        self.console = Console(None, command, name=folder.path.name, log=folder.log)
+        self.loggers = Loggers(folder, track)
+        self.trajectories = TrajectoryWriter(folder)
+        self._open = ExitStack()
+        self._history: deque[Mapping[str, Any]] = deque(maxlen=32)
+        self._noted: dict[str, int] = {}  # what a diagnosis is about → the step that said it last
+        self._rss_at_start = host_memory()["mem/host_rss_gb"]
+        self._peaks: dict[str, float] = {}
+        self._range: Callable[[str], AbstractContextManager[object]] = nullcontext
+
+    def __enter__(self) -> Display:
+        self._open.enter_context(self.console)
+        self._open.callback(self.loggers.close)
+        self._open.callback(self.trajectories.close)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def begin(self, total: int, device: Device, family: Family) -> None:
+        """`total` steps will come; shares are those of the peaks of `device`."""
+        self.console.expect(total)
+        self._device, self._family = device, family
+
+    def truncate_after(self, step: int) -> None:
+        """Remove what a killed run recorded after the checkpoint that is resumed from."""
+        last = step or -1  # validation before step 1 is made again
+        self.loggers.truncate_after(last)
+        self.trajectories.truncate_after(last)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the step and note the most GPU memory it took."""
+        with self.console.phase(name), self._range(name):
+            yield
+            if name == "update" and torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # the optimizer's kernels are only queued by then
+        peak = gpu_peak_gb()
+        if peak is not None:
+            key = f"mem/gpu_peak_gb/{name}"
+            self._peaks[key] = max(peak, self._peaks.get(key, 0.0))  # a phase may come again
+
+    @contextmanager
+    def traced(self, step: int) -> Iterator[None]:
+        path = self.folder.path / f"trace-step-{step}.json.gz"
+        self._range = named_range
+        with ExitStack() as stack:
+            stack.enter_context(traced(path))
+            yield
+            with self.console.phase("trace"):  # of the next step, and not a part of what it does
+                stack.close()
+        self._range = nullcontext
+        log.info(f"trace {path}; ui.perfetto.dev shows it, and that step took longer")
+
+    def finish_step(self, step: int, metrics: Mapping[str, float], unread: str) -> dict[str, Any]:
+        """Log and show the metrics of a step with its times and memory, and say so when little is
+        being learned; returns the row. `unread`: where the verifier looked in vain for an answer.
+        """
+        times = self.console.lap()
+        row = {
+            **metrics,
+            **speeds(metrics, times),
+            **shares(metrics, times, self._device),
+            **self._gpu_memory(),
+            **host_memory(self._rss_at_start),
+            **times,
+        }
+        with self.console.phase("log"):  # of the step that begins here
+            self.loggers.log(row, step)
+        self.console.step(step, row)
+        self._history.append(row)
+        for about, line in diagnose(self._history, unread).items():
+            self.advise(about, line, step)
+        return row
+
+    def advise(self, about: str, line: str, step: int) -> None:
+        """Say it, but not again and again."""
+        if step - self._noted.get(about, -NOTED_EVERY) >= NOTED_EVERY:
+            log.info(line)
+            self._noted[about] = step
+
+    def store(self, groups: Sequence[Group], *, step: int, scores: Sequence[str], kind: str = "train") -> None:
+        """Write rollouts to disk; `scores`: data sources whose outcome is a score."""
+        family = self._family
+        self.trajectories.write(
+            step,
+            groups,
+            Decoders(text=family.decode, image=DECODED.get, unit=family.size_unit),
+            version=step - (kind == "train"),  # its samples are older than its update
+            kind=kind,
+            scores=scores,
+        )
+
+    def _gpu_memory(self) -> dict[str, float]:
+        """Peaks of the phases and of the step, and what the allocator keeps; none without a GPU."""
+        peaks, self._peaks = self._peaks, {}
+        if not peaks:
+            return {}
+        kept = torch.cuda.memory_reserved() / 2**30
+        return peaks | {"mem/gpu_peak_gb": max(peaks.values()), "mem/gpu_reserved_gb": kept}

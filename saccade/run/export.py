@@ -1,0 +1,126 @@
+"""A checkpoint → a stand-alone Hugging Face folder, in another type if wanted, verified by opening
+it again.
+
+export(Path("runs/geo/checkpoints/step-100"), Path("my-model"), dtype="bfloat16", verify=True)
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from saccade.errors import ConfigError, EnvironmentProblem
+from saccade.models.files import require_intact
+from saccade.system.disk import require_writable
+
+ADAPTER = "adapter"  # folder of `models/lora.py`, inside a checkpoint
+
+
+def export(
+    checkpoint: str | Path, out: str | Path, dtype: str | None = None, verify: bool = True, adapter_only: bool = False
+) -> Path:
+    """`checkpoint` is a step folder or a run folder (its latest checkpoint). Logits of both are
+    compared. Adapters come along as they were trained, or are all that is written.
+    """
+    checkpoint, out = Path(checkpoint), Path(out)
+    source = _resolve(checkpoint)
+    adapter = source / ADAPTER
+    if adapter_only and not adapter.is_dir():
+        raise ConfigError(f"{source} has no adapter; it was not trained with model.train=lora")
+    require_writable(out, "--out")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} exists and is not empty; give another folder")
+    require_intact(source)
+    if adapter_only:
+        shutil.copytree(adapter, out, dirs_exist_ok=True)
+        return out
+    out.mkdir(parents=True, exist_ok=True)
+    if adapter.is_dir():
+        shutil.copytree(adapter, out / ADAPTER)
+    if dtype is None:
+        for path in source.iterdir():
+            if path.is_file():
+                shutil.copy2(path, out / path.name)
+    else:
+        _convert(source, out, dtype)
+    if verify:
+        _compare(source, out, exact=dtype is None)
+    return out
+
+
+def pictures(folder: Path) -> str:
+    """How large whoever serves the folder shows pictures, as a part of a sentence."""
+    path = folder / "preprocessor_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    named = {name: settings[name] for name in ("max_pixels", "max_patches") if name in settings}
+    limits = [f"{name} {value}" for name, value in named.items()]
+    return f"; {path.name} shows pictures with {limits[0]}" if limits else ""
+
+
+def _resolve(path: Path) -> Path:
+    from saccade.run.checkpoint import complete_steps
+
+    for folder in (path / "checkpoints", path):
+        steps = complete_steps(folder) if folder.is_dir() else []
+        if steps:
+            return folder / f"step-{steps[-1]}"
+    if (path / "config.json").is_file():
+        return path
+    raise ConfigError(f"{path} holds no checkpoint; give a run folder or checkpoints/step-N")
+
+
+def _convert(source: Path, out: Path, dtype: str) -> None:
+    import torch
+
+    from saccade.models.families import load_family
+    from saccade.models.files import SERIES_FILE
+    from saccade.models.load import DTYPES, load_model
+    from saccade.plugins.reward_models.reward_card import REWARD_FILE
+    from saccade.run.checkpoint import copy_processor
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not known; use {' or '.join(DTYPES)}")
+    family = load_family(str(source))
+    model = load_model(family, dtype=DTYPES[dtype], device=torch.device("cpu"))
+    model.save_pretrained(out)  # type: ignore[operator]
+    copy_processor(family, out)
+    for beside in (REWARD_FILE, SERIES_FILE):
+        if (source / beside).is_file():
+            shutil.copy2(source / beside, out)
+
+
+def _compare(source: Path, out: Path, *, exact: bool) -> None:
+    """The same few tokens through both folders."""
+    import numpy as np
+    import torch
+
+    from saccade.forest.packing import pack
+    from saccade.models.families import load_family
+    from saccade.models.load import load_model
+    from saccade.trainer import Scoring
+    from saccade.trainer.local import LocalBackend
+    from saccade.types import Group, Message, Sample, Source, Trajectory
+
+    results = []
+    for folder in (source, out):
+        family = load_family(str(folder))
+        model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+        ids = family.render((Message(role="user", parts=("1 2 3",)),)).ids
+        sources = np.full(len(ids), Source.POLICY, np.int8)
+        sources[0] = Source.PROMPT
+        probe = Trajectory(
+            sample_id="probe",
+            repeat=0,
+            ids=ids,
+            sources=sources,
+            logprobs=np.zeros(len(ids), np.float32),
+            versions=np.zeros(len(ids), np.int32),
+        )
+        group = Group(sample=Sample(id="probe", messages=()), trajectories=(probe,))
+        batches = pack([group], positions=family.positions, micro_tokens=len(ids))
+        results.append(LocalBackend(model, family).logprobs(batches, Scoring(ban=False))[0][0])
+    gap = float(np.abs(results[0] - results[1]).max())
+    limit = 0.0 if exact else 0.5
+    if not gap <= limit:
+        raise EnvironmentProblem(f"{out}: log-probs differ from the checkpoint's by {gap:.3g}")

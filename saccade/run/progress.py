@@ -1,0 +1,85 @@
+"""How far a run is: a record that its loop replaces once per step and a checkpoint stores as JSON.
+
+progress = replace(progress, step=progress.step + 1, stream=stream.state())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from saccade.run.metrics import MEASURE
+
+BEFORE = {"memory": "algorithm_state", "val": "validation_sets"}  # names in older checkpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    step: int = 0  # the last finished one
+    updates: int = 0  # optimizer steps of the policy, as the schedule counts them
+    stream: Mapping[str, Any] | None = None  # place in the training rows
+    demonstrations: Mapping[str, Any] | None = None  # place in theirs
+    algorithm: tuple[str, ...] = ()  # its description
+    algorithm_state: Mapping[str, Any] | None = None
+    scores: tuple[str, ...] = ()  # data sources whose outcome is a score, neither right nor wrong
+    bad_updates: Mapping[str, int] = field(default_factory=dict)  # in a row, of policy and critic
+    validation_sets: Mapping[str, str] | None = None  # name and hash
+    best_step: int | None = None
+    best_score: float | None = None
+    best_metric: str | None = None
+
+    def with_scores(self, sources: Iterable[str]) -> Progress:
+        return replace(self, scores=(*self.scores, *sorted(set(sources) - set(self.scores))))
+
+    def with_sets(self, sets: Mapping[str, str]) -> tuple[Progress, list[str]]:
+        """With these validation sets, and the names of those that changed since the last start:
+        their scores do not continue those of the steps before.
+        """
+        before = self.validation_sets if self.validation_sets is not None else sets
+        changed = [name for name in sets if before.get(name, sets[name]) != sets[name]]
+        now = replace(self, validation_sets=sets)
+        if (self.best_metric or "").startswith(tuple(f"val/{name}/" for name in changed)):
+            now = replace(now, best_score=None, best_step=None)
+        return now, changed
+
+    def with_best(self, metrics: Mapping[str, float], step: int, wanted: str | None) -> tuple[Progress, str]:
+        """With the best step so far by the metric `wanted`, and a warning where that was not
+        measured. The metric of a set that is measured elsewhere is not missed.
+        """
+        name = wanted or _default_metric(metrics, self.best_metric)
+        if name is None or name not in metrics:
+            there = [k for k in metrics if wanted and wanted.startswith(k.rpartition("/")[0] + "/")]
+            if not there:
+                return self, ""
+            return self, (
+                f"save.best_metric: {wanted} was not measured, so no checkpoint counts as the "
+                f"best; there are {', '.join(there)}"
+            )
+        now = replace(self, best_metric=name)
+        if name != (self.best_metric or name):  # a score by another metric compares with nothing
+            now = replace(now, best_score=None, best_step=None)
+        if step > 0 and (now.best_score is None or metrics[name] > now.best_score):
+            now = replace(now, best_score=metrics[name], best_step=step)
+        return now, ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def from_json(stored: Mapping[str, Any]) -> Progress:
+    values = {BEFORE.get(name, name): value for name, value in stored.items()}
+    lists = {name: tuple(values.get(name, ())) for name in ("algorithm", "scores")}
+    return Progress(**values | lists)
+
+
+def _default_metric(metrics: Mapping[str, float], before: str | None) -> str | None:
+    """Accuracy of the first set, or its score where nothing is right or wrong; None where only
+    other sets than that were measured.
+    """
+    of_set = f"{before.rpartition('/')[0]}/" if before else ""
+    if not any(key.startswith(of_set) for key in metrics):
+        return None
+    measures = [key for key in metrics if MEASURE.fullmatch(key)]
+    accuracies = [key for key in measures if key.endswith("/accuracy")]
+    return next(iter(accuracies or measures), None)

@@ -1,0 +1,366 @@
+"""A training run around its loop: its folder, its display, its checkpoints, and when it ends.
+
+with Run(config, "rl", manifest) as run:
+    run.begin(100, backend, family, [data])
+    for step in run.steps():
+        ...
+        run.finish_step(replace(run.progress, step=step, stream=stream.state()), values, validation)
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from traceback import format_exception
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from saccade.checks import not_counted
+from saccade.config import Config, load, to_yaml
+from saccade.data.datasets import Dataset, Stream
+from saccade.errors import EnvironmentProblem, Interrupted, SaccadeError
+from saccade.media.pixel_cache import drop_background
+from saccade.models.families import Family
+from saccade.run import checkpoint
+from saccade.run.checkpointer import Checkpointer
+from saccade.run.display import Display
+from saccade.run.folder import CHOSEN, CONFIG, RunFolder
+from saccade.run.loggers import read_metrics
+from saccade.run.progress import Progress, from_json
+from saccade.run.quarantine import Quarantine
+from saccade.system import devices
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.schedule import rate
+from saccade.types import Group
+
+log = logging.getLogger(__name__)
+
+TRACED_STEP = 3  # the first ones load kernels and lay out memory
+
+
+class Stopping(Exception):
+    """A signal asked the run to end while it was validating."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a validation found."""
+
+    metrics: Mapping[str, float]
+    scores: Sequence[str] = ()  # data sources whose outcome is a score
+    stored: Mapping[str, Sequence[Group]] = field(default_factory=dict)  # by the kind of rollout
+    advice: Mapping[str, str] = field(default_factory=dict)  # what it is about → a line
+
+
+class Validates(Protocol):
+    @property
+    def sets(self) -> Mapping[str, Dataset]: ...
+
+    def due(self, step: int, total: int) -> bool: ...
+
+    def measure(self, step: int, scores: Sequence[str]) -> Measured:
+        """`scores`: data sources whose outcome is a score, as far as that is known."""
+        ...
+
+
+def open_folder(config: Config, *, command: str, manifest: Mapping[str, Any]) -> RunFolder:
+    """The folder of a run. From the options that were chosen, which one file holds, the run is
+    repeated, not resumed.
+    """
+    again = config if config.run.resume == "none" else load(config, ["run.resume=none"])
+    texts = {CONFIG: to_yaml(config), CHOSEN: to_yaml(again, full=False)}
+    options = config.model_dump(mode="json")
+    return RunFolder.open(options, texts, command=command, manifest=manifest)
+
+
+class Run:
+    """The only writer of a run's progress."""
+
+    def __init__(self, config: Config, command: str, manifest: Mapping[str, Any]) -> None:
+        self.config, self.command, self.manifest = config, command, manifest
+        self.progress = Progress()
+        self.total = 0
+        self._services = ExitStack()
+        self._began = time.monotonic()
+        self._signal: int | None = None
+        self._missed = False  # whether the lack of save.best_metric was reported
+        self._updating = False  # between the first weight that moves and the end of the step
+
+    def __enter__(self) -> Run:
+        """Take the folder, find the checkpoint to resume from, open the display."""
+        config = self.config
+        with ExitStack() as stack:
+            self.folder = stack.enter_context(open_folder(config, command=self.command, manifest=self.manifest))
+            saved = self.folder.checkpoints
+            self.start = checkpoint.find(saved, config.run.resume)
+            if self.start is not None:
+                self.progress = from_json(checkpoint.read_progress(self.start))
+            broken = checkpoint.not_whole(saved, after=self.step) if self.start else {}
+            self.display = stack.enter_context(Display(self.folder, self.command, config.track))
+            self.quarantine = Quarantine(self.folder.path, config.data)
+            step = self.step if self.start else None
+            self.checkpointer = Checkpointer(saved, config.save, saved=step)
+            stack.callback(self.checkpointer.close)
+            self._say_how_it_starts(broken)
+            if self.folder.resumed:
+                self.display.truncate_after(self.step)
+            stack.callback(drop_background)
+            self._services = stack.pop_all()
+        return self
+
+    def _say_how_it_starts(self, broken: Mapping[Any, str]) -> None:
+        config, folder = self.config.run, self.folder
+        if others := not_counted(self.config, self.command):
+            log.info(others)
+        if unlimited := devices.no_limit(config.gpu_memory_gib, devices.unoccupied(config.device)):
+            log.info(unlimited)
+        if self.start is not None:
+            log.info(f"resuming from {self.start}, after step {self.step}")
+        elif config.resume == "auto" and not folder.resumed:
+            log.info(f"run.resume=auto: {folder.path} is new; starting with step 1")
+        for path in folder.changed:
+            log.warning(
+                f"{path} has changed since this run was last started; its results may differ from "
+                "those of the steps before"
+            )
+        for path, lacking in broken.items():
+            log.warning(f"skipping {path}, which is incomplete: {lacking}")
+        recorded = [row["step"] for row in read_metrics(folder.metrics) if row["step"]]
+        if folder.resumed and self.start is None and recorded:
+            there = sorted(entry.name for entry in folder.checkpoints.iterdir())
+            log.warning(
+                f"{folder.path} records steps up to {recorded[-1]} and has no complete "
+                f"checkpoint to resume from (checkpoints/ holds {', '.join(there) or 'nothing'}): "
+                "starting again with step 1. The records so far are kept as "
+                f"{' and '.join(folder.set_aside_records())}"
+            )
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._end(error)
+        finally:  # also where the last checkpoint cannot be written
+            self._services.__exit__(kind, error, trace)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Write what is not on disk yet, and say how to continue."""
+        if isinstance(error, Exception):  # of a refusal that has no cause its text says all
+            plain = isinstance(error, SaccadeError) and error.__cause__ is None
+            text = str(error) if plain else "".join(format_exception(error)).rstrip()
+            self.display.console.log(text)
+        self.checkpointer.settle()
+        unsaved = self.step > (self.checkpointer.saved or 0)
+        if isinstance(error, Exception) and unsaved and not self._updating:
+            try:
+                self.save(last=True)  # what failed had not touched the weights of the last step
+            except Exception as another:
+                if str(another) != str(error):  # a disk that is full says so twice
+                    log.info(f"step {self.step} could not be saved: {another}")
+        if isinstance(error, Exception) and not isinstance(error, Interrupted):
+            self._say_how_to_continue(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            asked = str(error).partition(". GPU")[0]
+            message = (
+                f"{asked} after step {self.step}; `saccade estimate` shows what takes the memory "
+                "and which option lifts it: try train.optimizer=adamw_bf16, or model.train=lora"
+            )
+            log.info(message)
+            raise EnvironmentProblem(message) from error
+
+    def _say_how_to_continue(self, error: Exception) -> None:
+        saved = self.folder.checkpoints / f"step-{self.checkpointer.saved}"
+        if not self.checkpointer.saved or not saved.is_dir():
+            return  # started from a checkpoint of another run, and nothing saved yet
+        text = (
+            f"step {self.checkpointer.saved} is saved in {saved}; fix the cause, then run the same "
+            "command with run.resume=auto to continue from there"
+        )
+        if isinstance(error, SaccadeError):
+            error.args = (f"{error}\n{text}",)
+        else:
+            log.info(text)
+
+    # -- before the first step --
+
+    def restore(
+        self, backend: LocalBackend, streams: Mapping[str, Stream], parts: Mapping[str, Any] | None = None
+    ) -> None:
+        """From a checkpoint, all of these continue where they were; streams and parts by the names
+        that it has for them.
+        """
+        if self.start is not None:
+            backend.load_state(self.start / "state")
+            for name, stream in streams.items():
+                stream.restore(getattr(self.progress, name))
+            for name, part in (parts or {}).items():
+                part.load_state(self.start / "state" / name)
+        places: dict[str, Any] = {name: stream.state() for name, stream in streams.items()}
+        self.progress = replace(self.progress, **places)
+
+    def close_at_end(self, part: Any) -> None:
+        if part is not None:
+            self._services.callback(part.close)
+
+    def compare_sets(self, sets: Mapping[str, Dataset]) -> None:
+        """Scores of a validation set that changed do not continue those of the steps before."""
+        hashes = {name: data.hash for name, data in sets.items()}
+        self.progress, changed = self.progress.with_sets(hashes)
+        if changed:
+            log.warning(
+                f"data.val: {', '.join(changed)} has other rows or pictures than up to step "
+                f"{self.step}; do not compare its scores from here on with those before"
+            )
+
+    def begin(
+        self,
+        total: int,
+        backend: LocalBackend,
+        family: Family,
+        sets: Iterable[Dataset],
+        parts: Mapping[str, checkpoint.Stateful] | None = None,
+    ) -> None:
+        """Everything is loaded: from here on a signal writes a checkpoint first. What is not used
+        of the `sets` is listed. `parts` have state of their own beside the backend's.
+        """
+        self.total = total
+        self.checkpointer.begin(backend, family, parts or {}, first=self.step + 1, total=total)
+        device = devices.present(self.config.run.device)
+        self.display.begin(total, devices.in_precision(device, self.config.model.dtype), family)
+        for dataset in sets:
+            self.quarantine.record(dataset.aside)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+                    before = signal.signal(number, self._on_signal)
+                    self._services.callback(signal.signal, number, before)
+
+    def log_start(self, metrics: Mapping[str, float]) -> None:
+        """Metrics of the model before step 1."""
+        if metrics and self.step == 0:
+            self.display.loggers.log(metrics, 0)
+
+    def validate_start(self, validation: Validates) -> None:
+        """The score of the start, for the comparison."""
+        if validation.sets and self.config.val.before and self.step == 0:
+            self.log_start(self._validate(validation))
+
+    # -- the steps --
+
+    @property
+    def step(self) -> int:
+        """The last finished step."""
+        return self.progress.step
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left. A limit or a signal ends them early, after a checkpoint."""
+        if self.step >= self.total:
+            log.info(f"step {self.step} is already reached; raise run.max_steps to continue")
+        third = min(self.step + TRACED_STEP, self.total) if self.config.run.trace else None
+        self.display.console.lap()  # loading and the start of an engine belong to no step
+        while self.step < self.total:
+            step = self.step + 1
+            with self.display.traced(step) if step == third else nullcontext():
+                yield step
+            self.checkpointer.check()
+            if self._signal is not None:
+                self._stop()
+            hours = self.config.run.max_hours
+            if hours is not None and time.monotonic() - self._began > hours * 3600:
+                log.info(f"run.max_hours={hours:g} is reached after step {self.step}")
+                break
+        self.save(last=True)
+        log.info(
+            f"checkpoint {self.folder.checkpoints / f'step-{self.step}'}; "
+            f"`saccade report {self.folder.path}` writes a page about this run"
+        )
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the step and note the most GPU memory it took."""
+        self._updating |= name == "update"
+        with self.display.phase(name):
+            yield
+
+    def learning_rate(self) -> float:
+        """Of the step under way, where a step is one update."""
+        train = self.config.train
+        return rate(
+            self.step, total=self.total, lr=train.lr, schedule=train.schedule, warmup=train.warmup, min_lr=train.min_lr
+        )
+
+    def finish_step(
+        self, progress: Progress, metrics: Mapping[str, float], validation: Validates, unread: str = ""
+    ) -> dict[str, Any]:
+        """The step is made: `progress` holds. Validate, log, give advice when little is being
+        learned, save when it is time; returns the row that is logged. An error in a validation ends
+        the run, but the step is logged and saved. `unread`: where the verifier looked in vain for
+        an answer.
+        """
+        self.progress = progress
+        self._updating = False
+        measured: Mapping[str, float] = {}
+        try:
+            if validation.due(self.step, self.total):
+                measured = self._validate(validation)
+        finally:
+            values = {**metrics, **measured, **self.checkpointer.times()}
+            row = self.display.finish_step(self.step, values, unread)
+        is_best = self.config.save.every and self.progress.best_step == self.step
+        if self.checkpointer.due(self.step) or is_best:
+            self.save(last=self.step == self.total)
+        return row
+
+    def _validate(self, validation: Validates) -> Mapping[str, float]:
+        step = self.step
+        try:
+            with self.phase("validation"):
+                found = validation.measure(step, self.progress.scores)
+        except Stopping:  # the run ends after this step; half a validation says nothing
+            return {}
+        self.progress = self.progress.with_scores(found.scores)
+        for kind, groups in found.stored.items():
+            self.display.store(groups, step=step, scores=self.progress.scores, kind=kind)
+        for about, line in found.advice.items():
+            self.display.advise(about, line, step)
+        wanted = self.config.save.best_metric
+        self.progress, missed = self.progress.with_best(found.metrics, step, wanted)
+        if missed and not self._missed:
+            self._missed = True
+            log.warning(missed)
+        return found.metrics
+
+    def save(self, *, last: bool = False) -> None:
+        with self.display.console.phase("save"):
+            self.checkpointer.save(self.progress, last=last)
+
+    # -- signals --
+
+    def watch(self, done: int, total: int) -> None:
+        """For the rollout: shows progress, and lets a signal end it at the next token."""
+        self.display.console.progress(done, total)
+        if self._signal is not None:
+            self._stop()
+
+    def watch_validation(self, done: int, total: int) -> None:
+        """As `watch`, but the step is finished first: its update has been made."""
+        self.display.console.progress(done, total)
+        if self._signal is not None:
+            raise Stopping
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        log.info("stopping: a checkpoint is written first; interrupt again to stop at once")
+        signal.signal(number, signal.SIG_DFL)
+
+    def _stop(self) -> None:
+        """The state is that of the last finished step: a signal is heard before an update or after
+        a step, never between.
+        """
+        self.save(last=True)
+        raise Interrupted(f"stopped after step {self.step}; continue with run.resume=auto ({self.folder.path})")

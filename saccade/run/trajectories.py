@@ -1,0 +1,348 @@
+"""Rollouts on disk: one JSON record per trajectory, each picture once.
+
+A thread does the work, so a step never waits; what goes wrong there is reported once and costs
+records, not the run.
+
+    writer = TrajectoryWriter(folder)
+    writer.write(10, groups, Decoders(text=tokenizer.decode, image=load), version=10)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from saccade.media.images import resized_size
+from saccade.run.folder import TRAJECTORIES, RunFolder, write_whole
+from saccade.types import ALWAYS_EXCLUDED, Group, Media, Message, Source, Trajectory
+
+log = logging.getLogger(__name__)
+
+IMAGES = "images"
+LARGEST_SIDE = 512
+LARGEST_SEEN = 1024  # as the model saw it
+FEW_COLOURS = 256  # drawings with so few stay sharp as PNG; photographs are smaller as JPEG
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoders:
+    """How a reader can see what the model saw; both functions run in the thread of the writer."""
+
+    text: Callable[[Sequence[int]], str]  # of token ids
+    image: Callable[[Media], np.ndarray]  # upright RGB, [height, width, 3] uint8
+    # Side of what the model sees as one token: says at which size it saw pictures, and pictures of
+    # several turns are also stored like that.
+    unit: int | None = None
+
+
+class TrajectoryWriter:
+    """Writes groups in the background until it is closed."""
+
+    def __init__(self, folder: RunFolder | Path) -> None:
+        path = folder if isinstance(folder, Path) else folder.path
+        self._run, self._root = path.name, path / TRAJECTORIES
+        self._said = False
+        self._images: dict[str, str | None] = {}  # name of a picture -> its file
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def write(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        decoders: Decoders,
+        *,
+        version: int,
+        kind: str = "train",
+        scores: Collection[str] = (),
+    ) -> None:
+        """Queue the groups of a step; `kind` is train or val/SET. The same step and kind replaces
+        its file. `scores`: sources whose outcome is a score, neither right nor wrong.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="trajectories", daemon=True)
+            self._thread.start()
+        groups, scores = tuple(groups), frozenset(scores)
+
+        def job() -> None:
+            lines = []
+            for group in groups:
+                for trajectory in group.trajectories:
+                    record = {"run": self._run, "step": step, "version": version, "kind": kind}
+                    record |= record_of(group, trajectory, decoders.text)
+                    record["outcome_is_score"] = record["data_source"] in scores
+                    record["images"] = [
+                        _image_facts(span.media, span.start, span.length)
+                        | view
+                        | self._files(span.media, decoders, trajectory.turns > 1)
+                        for span, view in zip(trajectory.media, views_of(trajectory), strict=True)
+                    ]
+                    lines.append(json.dumps(record, ensure_ascii=False, default=str))
+            write_whole(_file_of(self._root, kind, step), "".join(line + "\n" for line in lines))
+
+        self._jobs.put(job)
+
+    def flush(self) -> None:
+        """Wait until all that was queued is on disk."""
+        if self._thread is not None:
+            done = threading.Event()
+            self._jobs.put(done.set)
+            done.wait()
+
+    def truncate_after(self, step: int) -> None:
+        """Forget what a killed run stored after the checkpoint that is resumed from."""
+        for file in self._root.rglob("step-*.jsonl"):
+            if _step_of(file) > step:
+                file.unlink()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> TrajectoryWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:
+                self._report(f"rollouts could not be stored: {type(error).__name__}: {error}")
+
+    def _report(self, text: str) -> None:
+        if not self._said:
+            self._said = True
+            log.warning(text)
+
+    def _files(self, media: Media, decoders: Decoders, several: bool) -> dict[str, Any]:
+        """A small copy of the picture, and how the model saw it."""
+        files: dict[str, Any] = {"file": self._stored(media, decoders), "seen": None}
+        unit = decoders.unit
+        if unit is None or media.kind != "image":
+            return files
+        budget = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
+        height, width = resized_size(media.width, media.height, unit=unit, **budget)
+        files["seen"] = [width, height]
+        if several and max(width, height) <= LARGEST_SEEN:
+            files["seen_file"] = self._stored(media, decoders, (width, height))
+        return files
+
+    def _stored(self, media: Media, decoders: Decoders, size: tuple[int, int] | None = None) -> str | None:
+        """File of a picture relative to trajectories/, made on first sight; None when it cannot be
+        made.
+        """
+        name = picture_name(media) + ("" if size is None else f"-seen-{size[0]}x{size[1]}")
+        if media.kind != "image":
+            return None
+        if name not in self._images:
+            try:
+                self._images[name] = _store_picture(self._root, name, decoders.image(media), size)
+            except Exception as error:
+                self._images[name] = None
+                self._report(f"picture {name} could not be stored: {type(error).__name__}: {error}")
+        return self._images[name]
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_trajectories(run: Path, kind: str, step: int) -> Iterator[dict[str, Any]]:
+    """Records of one step of a run folder."""
+    with _file_of(run / TRAJECTORIES, kind, step).open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def stored_steps(run: Path) -> dict[str, list[int]]:
+    """kind -> steps with records, in order."""
+    root = run / TRAJECTORIES
+    steps: dict[str, list[int]] = {}
+    for file in root.rglob("step-*.jsonl"):
+        kind = file.parent.relative_to(root).as_posix()
+        steps.setdefault("train" if kind == "." else kind, []).append(_step_of(file))
+    return {kind: sorted(of_kind) for kind, of_kind in sorted(steps.items())}
+
+
+def _file_of(root: Path, kind: str, step: int) -> Path:
+    parts = [] if kind == "train" else [_safe(part) for part in kind.split("/", 1)]
+    return root.joinpath(*parts, f"step-{step}.jsonl")
+
+
+def _step_of(file: Path) -> int:
+    return int(file.stem.removeprefix("step-"))
+
+
+def _safe(name: str) -> str:
+    """A name of data as a file name that cannot leave its folder."""
+    return re.sub(r"[^\w.=+-]|^\.+", "_", name) or "_"
+
+
+# -- records ---------------------------------------------------------------------------------------
+
+
+def record_of(group: Group, trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """All of a trajectory that is known without its pictures, ready for JSON."""
+    sample, status = group.sample, trajectory.status
+    prompt = trajectory.ids[: trajectory.prompt_length]
+    return {
+        "id": sample.id,
+        "data_source": sample.data_source,
+        "group": group.uid or sample.id,
+        "sample": trajectory.repeat,
+        "messages": [_message(message) for message in trajectory.messages or sample.messages],
+        "prompt_ids_hash": hashlib.sha256(prompt.astype("<i8").tobytes()).hexdigest()[:16],
+        "segments": list(_segments(trajectory, decode_text)),
+        "extracted": trajectory.extracted,
+        "gold": sample.answer,
+        "reward": _number(trajectory.reward),
+        "outcome": _number(trajectory.outcome),
+        "parts": {name: _number(value) for name, value in trajectory.parts.items()},
+        "turn_rewards": [_number(value) for value in trajectory.turn_rewards],
+        "advantage": _advantage(trajectory),
+        "end_reason": trajectory.end_reason,
+        "status": status,
+        "reason": trajectory.reason,
+        "overturn": status == "overturn",
+        "void": status == "void",
+        "masked": status in ALWAYS_EXCLUDED or not trajectory.trained,
+        "tokens": {
+            "prompt": trajectory.prompt_length,
+            "response": trajectory.response_length,
+            "vision": sum(span.length for span in trajectory.media),
+            "total": len(trajectory.ids),
+        },
+        "turns": trajectory.turns,
+        "info": _plain(trajectory.info),
+    }
+
+
+def _segments(trajectory: Trajectory, decode_text: Callable[[Sequence[int]], str]) -> Iterator[dict[str, Any]]:
+    """Runs of one source, cut around pictures; the placeholders of a picture are one entry."""
+    spans = {span.start: span for span in trajectory.media}
+    inside = np.zeros(len(trajectory.ids), bool)
+    for span in trajectory.media:
+        inside[span.start : span.end] = True
+    changes = np.flatnonzero((np.diff(trajectory.sources) != 0) | np.diff(inside)) + 1
+    # Two pictures can touch: each start is a cut of its own.
+    cuts = sorted({0, *changes.tolist(), *spans, len(trajectory.ids)})
+    for start, end in pairwise(cuts):
+        ids = trajectory.ids[start:end].tolist()
+        source = Source(int(trajectory.sources[start])).name.lower()
+        if start in spans:
+            name = picture_name(spans[start].media)
+            yield {"source": source, "image": name, "id": ids[0], "tokens": end - start}
+            continue
+        segment = {"source": source, "text": decode_text(ids), "ids": ids}
+        if source == "policy":
+            segment["logp"] = [_number(value) for value in trajectory.logprobs[start:end].tolist()]
+        yield segment
+
+
+def _message(message: Message) -> dict[str, Any]:
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind, part.kind: picture_name(part)}
+        for part in message.parts
+    ]
+    return {"role": message.role, "content": content}
+
+
+def _advantage(trajectory: Trajectory) -> float | list[float | None] | None:
+    """One number when it is the same on every token, as outcome estimators give it."""
+    values = trajectory.advantages
+    if values is None or len(values) == 0:
+        return None
+    if (values == values[0]).all():
+        return _number(float(values[0]))
+    return [_number(value) for value in values.tolist()]
+
+
+def _number(value: float | None) -> float | None:
+    return round(float(value), 6) if value is not None and math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """Whatever a reward or an environment noted, as JSON can hold it."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    return _number(float(value)) if isinstance(value, float | np.number) else str(value)
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+
+def picture_name(media: Media) -> str:
+    """Equal names mean equal pixels; a crop may carry the hash of the picture it was cut from."""
+    box = "" if media.box is None else "-" + "-".join(str(edge) for edge in media.box)
+    return _safe(media.hash) + box
+
+
+def _image_facts(media: Media, start: int, tokens: int) -> dict[str, Any]:
+    return {
+        "name": picture_name(media),
+        "hash": media.hash,
+        "kind": "crop" if media.box is not None else media.kind,
+        "size": [media.width, media.height],
+        "parent": media.parent,
+        "box": media.box,
+        "path": media.path,
+        "start": start,
+        "tokens": tokens,
+    }
+
+
+def views_of(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Each picture as its episode calls it, which one it was cut from, and where in that one."""
+    calls = trajectory.info.get("tool_calls") or ()
+    shown = {call.get("observation"): call for call in calls}
+    asked = sum(span.start < trajectory.prompt_length for span in trajectory.media)
+    views: list[dict[str, Any]] = []
+    for number in range(1, len(trajectory.media) + 1):
+        call = shown.get(number - asked, {}) if number > asked else {}
+        name = f"observation_{number - asked}" if call else f"image_{number}"
+        if number <= asked:
+            name = "original_image" if asked == 1 else f"original_image_{number}"
+        where = {"source": call.get("source"), "place": call.get("box")}
+        views.append({"view": name, **where, "lineage": list(call.get("lineage") or ())})
+    return views
+
+
+def _store_picture(root: Path, name: str, pixels: np.ndarray, size: tuple[int, int] | None = None) -> str:
+    for suffix in (".png", ".jpg"):
+        if (root / IMAGES / (name + suffix)).exists():
+            return f"{IMAGES}/{name}{suffix}"
+    picture = Image.fromarray(np.ascontiguousarray(pixels, dtype=np.uint8)).convert("RGB")
+    drawing = picture.getcolors(FEW_COLOURS) is not None or max(picture.size) <= 128
+    if size is None:
+        picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+    else:
+        picture = picture.resize(size, Image.Resampling.BICUBIC)
+    file = root / IMAGES / (name + (".png" if drawing else ".jpg"))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    picture.save(temporary, format="PNG" if drawing else "JPEG", quality=88)
+    temporary.replace(file)
+    return f"{IMAGES}/{file.name}"

@@ -1,0 +1,444 @@
+"""Counted FLOPs against torch's own counter, which watches real forwards and backwards."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from saccade.algorithms.build import resolve
+from saccade.config import AlgorithmConfig, TrainConfig
+from saccade.engines.embedded.decode_state import find_prefix_groups
+from saccade.forest.attention import paths
+from saccade.forest.packing import pack
+from saccade.media import sounds
+from saccade.models import flops, shapes
+from saccade.models.load import freeze
+from saccade.recipes.to_trajectory import compared
+from saccade.trainer import Scoring
+from saccade.trainer.local import LocalBackend
+from saccade.trainer.losses import PolicyLoss
+from saccade.types import Batch, Group, Media, MediaSpan, Message, Sample, Source, Trajectory
+
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe")
+HEARING = {"qwen2_audio": 30.0, "qwen2_5_omni": 4.0}  # seconds that need no padding
+ALGORITHM = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0.0}), max_tokens=64)
+SCORING = Scoring()
+
+
+@dataclass
+class TokenByToken:
+    """Attention of each token to exactly the keys it sees: no padding, no masked product, so a
+    counter of real products counts what is needed.
+    """
+
+    starts: np.ndarray
+    parents: np.ndarray
+
+    def __call__(self, layer, q, k, v, scale, window):
+        groups, rows = q.shape[1] // k.shape[1], []
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        spans = [range(*self.starts[i : i + 2]) for i in range(len(self.parents))]
+        for path in paths(self.parents):
+            before = [token for node in path[:-1] for token in spans[node]]
+            for token in spans[path[-1]]:
+                keys = [*before, *range(spans[path[-1]].start, token + 1)]
+                scores = torch.bmm(q[token][:, None], k[keys].permute(1, 2, 0)) * scale
+                rows.append(torch.bmm(scores.softmax(-1), v[keys].transpose(0, 1))[:, 0])
+        return torch.stack(rows)
+
+
+@pytest.fixture
+def exact_attention(monkeypatch):
+    monkeypatch.setattr(
+        "saccade.forest.attention._dense_plan", lambda starts, parents, *_: TokenByToken(starts, parents)
+    )
+
+
+@pytest.fixture
+def shape_for(family_of, load):
+    return lambda name: shapes.shape_of(load(name), family_of(name).tower_of)
+
+
+def sees(family) -> bool:
+    return family.spec.image_token is not None
+
+
+def measured(work) -> int:
+    # The fused kernel of the CPU is not seen by the counter; plain products are.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def forest(family, grow, *, images: int, seed: int = 0, groups: int = 1) -> Batch:
+    rng = np.random.default_rng(seed)
+    groups = [grow(rng, family, uid=f"g{i}", images=images) for i in range(groups)]
+    (batch,) = pack(groups, positions=family.positions, micro_tokens=100_000)
+    return replace(batch, scales=np.full(len(batch.reads), 0.01, np.float32))
+
+
+def noise(seconds: float) -> Media:
+    samples = np.random.default_rng(0).normal(size=round(seconds * 16_000))
+    return sounds.open_sound(samples.astype("f4") * 0.1)
+
+
+def dialogue_about(family, *media: Media) -> Batch:
+    replies = [(Message(role="assistant", parts=(text,)),) for text in ("rain", "a bell")]
+    asked = (Message(role="user", parts=(*media, "what?")),)
+    sample = Sample(id="s", messages=asked, candidates=tuple(replies))
+    (batch,) = pack([compared(sample, family)], positions=family.positions, micro_tokens=4096)
+    reads = len(batch.reads)
+    return replace(batch, scales=np.full(reads, 0.01, np.float32), advantages=np.ones(reads, np.float32))
+
+
+def heard_and_seen(name: str, family, image) -> Batch:
+    seen = [image(84, 56)] if "omni" in name else []
+    return dialogue_about(family, noise(HEARING[name]), *seen)
+
+
+def backend_of(model, family, *, checkpointing: bool = False) -> LocalBackend:
+    return LocalBackend(model, family, TrainConfig(), checkpointing=checkpointing)
+
+
+def training_of(model, family) -> flops.Training:
+    trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    return flops.training_of(model, trained, family.tower_of)
+
+
+# -- against the counter ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *HEARING])
+def test_every_matrix_is_counted_in_its_tower(name, shape_for, load):
+    model, shape = load(name), shape_for(name)
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    unread = [m for m in model.modules() if hasattr(m, "unread")]
+    assert len(unread) == (name == "llava")  # the last layer of its tower
+    linear -= sum(p.numel() for m in unread for p in m.parameters() if p.ndim > 1)
+    counted = shape.text.weights + shape.head_weights
+    counted += sum(tower.stack.weights + tower.projector for tower in shape.senses.values())
+    assert counted == linear
+    kinds = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+    convolved = sum(m.weight.numel() for m in model.modules() if isinstance(m, kinds))
+    assert sum(tower.inputs + tower.stem for tower in shape.senses.values()) == convolved
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_expert_is_stored_and_the_chosen_ones_are_counted(name, shape_for, load):
+    text, layers = shape_for(name).text, load(name).get_decoder().layers
+    own, others = (sum(p.numel() for p in layers.parameters() if p.ndim == n) for n in (3, 2))
+    assert text.layers * text.expert_weights == own and (text.experts, text.chosen) == (4, 2)
+    assert text.weights == others + own // 2 == text.read_by(1)
+    assert text.read_by(2) == others + own * 3 / 4 and text.read_by(99) > others + 0.999 * own
+
+
+def test_any_decoder_that_transformers_builds_has_a_shape():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "pad_token_id": 0,
+    }
+    others = {
+        "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+        "gemma3_text": {"head_dim": 16},
+        "phi3": {},
+        "granite": {},
+        "glm4": {"head_dim": 16},
+    }
+    for kind, more in others.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more))
+        text = shapes.shape_of(model, lambda name: "llm").text
+        experts = sum(p.numel() for p in model.get_decoder().layers.parameters() if p.ndim == 3)
+        every = sum(p.numel() for p in model.get_decoder().layers.parameters() if p.ndim == 2)
+        assert text.weights == every + experts / 2 and (text.queries, text.keys) == (64, 32), kind
+        assert text.expert_wide == 128 * bool(experts) and text.wide == 128 * (not experts), kind
+
+
+def test_layers_that_differ_are_averaged():
+    """Half of the layers have experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4, "head_dim": 16}
+    with torch.device("meta"):
+        config = AutoConfig.for_model("qwen3_moe", mlp_only_layers=[0, 1], **sizes)
+        model = AutoModelForCausalLM.from_config(config)
+    text = shapes.shape_of(model, lambda name: "llm").text
+    own, others = (sum(p.numel() for p in model.model.layers.parameters() if p.ndim == n) for n in (3, 2))
+    assert text.weights == others + own / 2 and text.layers * text.expert_weights == own
+    assert (text.wide, text.chosen) == (48, 1)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *MIXTURES])
+def test_the_forward_of_a_forest(name, family_of, load, grow, exact_attention):
+    family, model = family_of(name), load(name)
+    model.set_experts_implementation("eager")  # the counter does not know grouped products
+    batch = forest(family, grow, images=2 * sees(family), groups=2)
+    backend = backend_of(model, family)
+    work = flops.forward(shapes.shape_of(model, family.tower_of), batch)
+    counted = measured(lambda: backend.logprobs([batch], SCORING))
+    assert work.total == pytest.approx(counted, rel=0.01)
+    assert (work["vision/layers"] > 0) == sees(family)
+
+
+@pytest.mark.parametrize("name", HEARING)
+def test_the_forward_of_sounds(name, family_of, load, image, exact_attention):
+    family, model = family_of(name), load(name)
+    batch, backend = heard_and_seen(name, family, image), backend_of(model, family)
+    work = flops.forward(shapes.shape_of(model, family.tower_of), batch)
+    counted = measured(lambda: backend.logprobs([batch], SCORING))
+    assert work.total == pytest.approx(counted, rel=0.01)
+    assert work.of("audio") > 0.5 * work.total
+
+
+def test_of_a_sound_counts_what_is_heard(family_of, shape_for):
+    """Half a minute of a tower that looks at all of it, windows of two seconds of the other."""
+    half, whole = (dialogue_about(family_of("qwen2_audio"), noise(s)) for s in (15.0, 30.0))
+    shape = shape_for("qwen2_audio")
+    one, other = (flops.forward(shape, batch) for batch in (half, whole))
+    for part in ("inputs", "stem", "layers", "projector"):
+        assert one[f"audio/{part}"] == other[f"audio/{part}"] / 2 > 0
+    assert one["audio/attention"] == other["audio/attention"] / 4
+    shape = shape_for("qwen2_5_omni")
+    work = flops.forward(shape, dialogue_about(family_of("qwen2_5_omni"), noise(5.01)))
+    pairs = 100**2 + 100**2 + 51**2  # of 501 frames: 200, 200 and 101, every other of them
+    assert work["audio/attention"] == 2 * 4 * 64 * pairs
+    assert work["audio/projector"] == 2 * 125 * 64 * 64
+
+
+def test_a_series_is_no_picture(shape_for, image):
+    shape, picture = shape_for("qwen2_5_vl"), image()
+    spans = [
+        MediaSpan(media=replace(picture, kind=kind), start=0, length=4, grid=(1, 4, 4)) for kind in ("series", "image")
+    ]
+    assert flops.encode(shape, spans) == flops.encode(shape, spans[1:])
+    assert flops.encode(shape, spans[:1]).total == 0
+
+
+def test_the_measuring_attention_is_the_real_one(family_of, load, grow, monkeypatch):
+    family, model = family_of("qwen2_5_vl"), load("qwen2_5_vl")
+    batch = forest(family, grow, images=1)
+    backend = LocalBackend(model, family)
+    (real,) = backend.logprobs([batch], SCORING)
+    monkeypatch.setattr(
+        "saccade.forest.attention._dense_plan", lambda starts, parents, *_: TokenByToken(starts, parents)
+    )
+    (exact,) = backend.logprobs([batch], SCORING)
+    assert real[0] == pytest.approx(exact[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "train"),
+    [
+        ("qwen3", "full"),
+        ("mixtral", "full"),
+        ("qwen2_vl", "full"),
+        ("qwen2_5_vl", "full"),
+        ("qwen2_5_vl", "freeze:vision,projector"),
+        ("qwen2_5_vl", "freeze:llm"),
+        ("qwen2_5_vl", "freeze:re:mlp"),
+        ("qwen3_vl", "full"),
+        ("internvl", "full"),
+        ("llava", "full"),
+        ("internvl", "freeze:vision,projector"),
+        ("llava", "freeze:vision,projector"),
+        ("qwen3", "freeze:re:^(?!.*norm).*$"),
+        ("qwen3", "freeze:re:embed_tokens"),
+        ("qwen3", r"freeze:re:embed_tokens|layers\.0\."),
+        ("qwen2_5_vl", r"freeze:re:patch_embed|blocks\.0\."),
+    ],
+)
+def test_a_training_step(name, train, family_of, load, grow, exact_attention):
+    family, model = family_of(name), load(name)
+    model.set_experts_implementation("eager")
+    freeze(model, family, train)
+    batch = forest(family, grow, images=sees(family), seed=1)
+    backend = backend_of(model, family)
+    shape, training = shapes.shape_of(model, family.tower_of), training_of(model, family)
+    stands = train == "freeze:vision,projector"
+    work = flops.forward(shape, batch, media=not stands)
+    if stands:  # then equal pictures are looked at once
+        work += flops.encode(shape, {s.media.key: s for s in batch.media}.values())
+    counted = measured(lambda: backend.train_step([batch], PolicyLoss(ALGORITHM, SCORING), lr=0.0))
+    assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("train", ["full", "freeze:vision", "freeze:audio,llm", "freeze:vision,audio,projector"])
+def test_a_training_step_of_sounds(train, family_of, load, image, exact_attention):
+    name = "qwen2_5_omni"
+    family, model = family_of(name), load(name)
+    freeze(model, family, train)
+    batch, backend = heard_and_seen(name, family, image), backend_of(model, family)
+    shape, training = shapes.shape_of(model, family.tower_of), training_of(model, family)
+    work = flops.forward(shape, batch)
+    counted = measured(lambda: backend.train_step([batch], PolicyLoss(ALGORITHM, SCORING), lr=0.0))
+    assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.01)
+
+
+def test_adapters_are_counted_and_frozen_matrices_want_no_gradient(family_of, load, grow, exact_attention):
+    pytest.importorskip("peft")
+    from saccade.config import LoraConfig
+    from saccade.models import lora
+
+    family, model = family_of("qwen2_5_vl"), load("qwen2_5_vl")
+    shape = shapes.shape_of(model, family.tower_of)
+    lora.add(model, family, LoraConfig(rank=8), seed=0)
+    batch, backend = forest(family, grow, images=1), backend_of(model, family)
+    training = training_of(model, family)
+    assert training.modes == dict.fromkeys(flops.TOWERS, "frozen") | {"llm": "adapter"}
+    work = flops.forward(shape, batch, training=training)
+    counted = measured(lambda: backend.train_step([batch], PolicyLoss(ALGORITHM, SCORING), lr=0.0))
+    # The first of its two layers wants no gradient of its input, which is not subtracted.
+    assert work.total + flops.backward(work, training) == pytest.approx(counted, rel=0.025)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "mixtral", "qwen2_5_omni"])
+def test_recomputation_is_counted_apart(name, family_of, load, grow, image, exact_attention):
+    family, counted = family_of(name), {}
+    batch = heard_and_seen(name, family, image) if name in HEARING else forest(family, grow, images=name.endswith("vl"))
+    for checkpointing in (False, True):
+        model = load(name)
+        model.set_experts_implementation("eager")
+        backend = backend_of(model, family, checkpointing=checkpointing)
+        counted[checkpointing] = measured(
+            lambda backend=backend: backend.train_step([batch], PolicyLoss(ALGORITHM, SCORING), lr=0.0)
+        )
+    shape = shapes.shape_of(model, family.tower_of)
+    again = flops.recomputed(shape, flops.forward(shape, batch), flops.FULL)
+    assert again == pytest.approx(counted[True] - counted[False], rel=0.01)
+
+
+# -- forests and windows ---------------------------------------------------------------------------
+
+
+def test_a_trunk_is_counted_once_and_pairs_by_ancestors():
+    # A trunk of 3 tokens, two leaves of 2: 3 + 2·2 tokens; 1+2+3 and twice 4+5 pairs.
+    depths = flops.token_depths(np.array([0, 3, 5, 7]), np.array([-1, 0, 0]))
+    assert depths.tolist() == [0, 1, 2, 3, 4, 3, 4]
+    shape = tiny_shape()
+    work = flops.count(shape, depths=depths, reads=4)
+    assert work["llm/layers"] == 2 * 7 * shape.text.weights
+    # Layers, products, heads, size, pairs.
+    assert work["llm/attention"] == 2 * 4 * 4 * 8 * (6 + 2 * 9)
+    assert work["head"] == 2 * 4 * 32 * 100
+
+
+def test_a_sliding_window_limits_the_keys():
+    shape = replace(tiny_shape(), windows=(None, 4))
+    work = flops.count(shape, depths=np.arange(10), reads=0)
+    assert work["llm/attention"] == 4 * 4 * 8 * (55 + 1 + 2 + 3 + 7 * 4)
+
+
+def test_windows_of_a_picture_that_they_do_not_tile(image):
+    vision = shapes.Sense(stack=tiny_shape().text, inputs=12, merge=2, projector=128**2, window=4, full_layers=1)
+    # 6 x 5 merged patches: windows of 4+2 rows and 4+1 columns; each merged patch is 4 patches.
+    squares = sum((4 * a * b) ** 2 for a in (4, 2) for b in (4, 1))
+    work = flops.count(
+        replace(tiny_shape(), senses={"vision": vision}),
+        depths=np.arange(1),
+        reads=0,
+        media=[MediaSpan(media=image(), start=0, length=30, grid=(1, 12, 10))],
+    )
+    assert work["vision/attention"] == 4 * 4 * 8 * (squares + 120**2)
+    assert work["vision/projector"] == 2 * 30 * 128 * 128
+
+
+def tiny_shape() -> shapes.Shape:
+    stack = shapes.Stack(layers=2, hidden=32, queries=32, keys=16, matrices=32 * 32 + 32 * 64)
+    return shapes.Shape(text=stack, vocabulary=100, windows=(None, None))
+
+
+# -- generation ------------------------------------------------------------------------------------
+
+
+def rollout(repeat: int, prompt: int, new: int) -> Trajectory:
+    sources = np.array([Source.PROMPT] * prompt + [Source.POLICY] * new, np.int8)
+    ids = np.arange(prompt + new)
+    ids[prompt:] += 100 * (repeat + 1)
+    return Trajectory(
+        sample_id="g",
+        repeat=repeat,
+        ids=ids,
+        sources=sources,
+        logprobs=np.zeros(prompt + new, np.float32),
+        versions=np.zeros(prompt + new, np.int32),
+    )
+
+
+def group(*members: Trajectory) -> Group:
+    sample = Sample(id="g", messages=(Message(role="user", parts=("x",)),))
+    return Group(sample=sample, uid="g", trajectories=members)
+
+
+def test_generating_needs_what_the_forest_of_its_rollouts_needs():
+    members = group(*(rollout(r, prompt=10, new=n) for r, n in enumerate((5, 8, 3))))
+    work = flops.generation(tiny_shape(), [members], element=2, together=8)
+    (batch,) = pack([members], positions=lambda n, _: np.arange(n)[None], micro_tokens=1000)
+    trained = flops.forward(tiny_shape(), batch)
+    both = work.prefill + work.decode
+    for part in ("llm/layers", "llm/attention"):
+        assert both[part] == trained[part]
+    # The first token of all three comes from one row of logits.
+    assert both["head"] == trained["head"] * (16 - 2) / 16
+
+
+def test_bytes_of_decoding():
+    members = group(*(rollout(r, prompt=10, new=n) for r, n in enumerate((5, 8))))
+    shape = tiny_shape()
+    weights, token = 2 * (shape.text.weights + shape.head_weights), shape.kv_bytes(2)
+    assert token == 2 * 2 * 2 * 8 * 2  # keys and values, layers, heads, size, bytes
+    # Tokens 11 to 14 of one and 11 to 17 of the other read all keys behind the prompt and their
+    # own; the prompt is read once for both as long as both go on.
+    contexts = sum(range(1, 5)) + sum(range(1, 8)) + 7 * 10
+    work = flops.generation(shape, [members], element=2, together=8)
+    assert work.read_bytes(8) == 8 * weights + contexts * token
+    assert work.read_bytes(1) == 13 * weights + contexts * token
+    alone = flops.generation(shape, [members], element=2, together=1)
+    assert alone.cache_bytes - work.cache_bytes == 4 * 10 * token
+
+
+@pytest.mark.parametrize("sizes", [(9, 9, 9, 9, 9), (3, 9, 5, 1, 7, 7, 2)])
+@pytest.mark.parametrize("together", [1, 2, 3, 8])
+def test_a_prompt_is_read_by_families_as_the_engine_finds_them(sizes, together):
+    """Rows that are alive in each step, with a prompt of two full pages."""
+    members = group(*(rollout(r, prompt=32, new=n) for r, n in enumerate(sizes)))
+    read = 0
+    for step in range(max(sizes) - 1):
+        alive = [row for row, n in enumerate(sizes) if step < n - 1]
+        table = np.array([[0, 1, 10 + row] for row in alive])
+        lengths = np.full(len(alive), 32 + step)
+        prefix_groups, shared = find_prefix_groups(table, lengths, page=16, most=together)
+        read += int(prefix_groups[2].sum() + (lengths + 1 - shared).sum())
+    work = flops.generation(tiny_shape(), [members], element=2, together=together)
+    assert work.cache_bytes == read * tiny_shape().kv_bytes(2)
+
+
+def test_bytes_of_packed_weights_and_of_adapters():
+    members, shape = group(rollout(0, prompt=4, new=3)), tiny_shape()
+    adapters = flops.Training(modes={"llm": "adapter"}, adapters={"llm": 500})
+    plain, packed = (
+        flops.generation(shape, [members], element=2, together=8, training=adapters, four_bit=four_bit).weight_bytes(1)
+        for four_bit in (False, True)
+    )
+    assert plain == 2 * (shape.text.weights + shape.head_weights + 500)
+    assert plain - packed == pytest.approx((2 - flops.NF4) * shape.text.weights)
+
+
+def test_what_an_environment_says_is_read_not_sampled():
+    t = rollout(0, prompt=4, new=8)
+    sources = t.sources.copy()
+    sources[6:9] = Source.OBSERVATION
+    work = flops.generation(tiny_shape(), [group(replace(t, sources=sources))], element=2, together=8)
+    assert work.prefill["llm/layers"] == 2 * (4 + 3) * tiny_shape().text.weights
+    assert work.decode["llm/layers"] == 2 * (2 + 2) * tiny_shape().text.weights

@@ -1,0 +1,116 @@
+"""Small real records: a picture of squares, groups of answers about it, an open run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade.config import Config, load
+from saccade.run.folder import RunFolder
+from saccade.run.training_run import open_folder as start
+from saccade.run.trajectories import Decoders, TrajectoryWriter
+from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
+from tests.browser import Browser
+
+PROMPT, POLICY = int(Source.PROMPT), int(Source.POLICY)
+WORDS = ["<pad>", "<image>", "how", "many", "?", "<think>", "</think>", "<answer>", "</answer>"]
+WORDS += [str(number) for number in range(10)] + ["<script>alert(1)</script>"]
+
+
+def decode(ids: Sequence[int]) -> str:
+    return " ".join(WORDS[index] for index in ids)
+
+
+def media(name: str = "aa11", **changes: Any) -> Media:
+    fields: dict[str, Any] = {"hash": name, "width": 56, "height": 56, "data": b"file"}
+    return Media(**fields | changes)
+
+
+def pixels(one: Media) -> np.ndarray:
+    """Squares whose place follows from the name."""
+    noise = np.random.default_rng(sum(one.hash.encode()))
+    canvas = np.full((one.height, one.width, 3), 128, np.uint8)
+    for colour in ((220, 40, 40), (40, 90, 220), (40, 180, 80)):
+        x, y = noise.integers(4, max(5, one.width - 14)), noise.integers(4, max(5, one.height - 14))
+        canvas[y : y + 10, x : x + 10] = colour
+    return canvas
+
+
+def trajectory(
+    repeat: int = 0,
+    reward: float | None = 1.0,
+    *,
+    response: Sequence[int] = (5, 6, 7, 12, 8),
+    pictures: Sequence[Media] = (),
+    **changes: Any,
+) -> Trajectory:
+    """Pictures of 4 tokens each, `how many ?`, then the response."""
+    spans = tuple(MediaSpan(media=one, start=4 * index, length=4, grid=(1, 4, 4)) for index, one in enumerate(pictures))
+    prompt = [1] * 4 * len(pictures) + [2, 3, 4]
+    sources = [PROMPT] * len(prompt) + [POLICY] * len(response)
+    policy = np.array(sources) == POLICY
+    fields: dict[str, Any] = {
+        "sample_id": "s",
+        "repeat": repeat,
+        "ids": np.array([*prompt, *response], np.int64),
+        "sources": np.array(sources, np.int8),
+        "logprobs": np.where(policy, -0.5, np.nan).astype(np.float32),
+        "versions": np.where(policy, 3, -1).astype(np.int32),
+        "media": spans,
+        "reward": reward,
+        "outcome": reward,
+        "extracted": WORDS[response[-2]] if len(response) > 1 else None,
+    }
+    return Trajectory(**fields | changes)
+
+
+def group(*members: Trajectory, source: str = "count", answer: str = "3", uid: str = "s") -> Group:
+    pictures = tuple(span.media for span in members[0].media) if members else ()
+    question = Message(role="user", parts=(*pictures, "How many objects?"))
+    sample = Sample(id=uid, messages=(question,), answer=answer, data_source=source)
+    return Group(sample=sample, trajectories=members, uid=uid)
+
+
+def store(
+    folder: RunFolder | Path,
+    *groups: Group,
+    steps: Sequence[int] = (1,),
+    image: Callable[[Media], np.ndarray] = pixels,
+    **how: Any,
+) -> None:
+    """Write the groups at each of the steps."""
+    decoders = Decoders(text=decode, image=image)
+    with TrajectoryWriter(folder) as writer:
+        for step in steps:
+            writer.write(step, groups, decoders, **{"version": step} | how)
+
+
+@pytest.fixture
+def build() -> SimpleNamespace:
+    """The makers above, for tests."""
+    return SimpleNamespace(media=media, pixels=pixels, trajectory=trajectory, group=group, store=store)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load({"run": {"out": str(tmp_path / "runs"), "name": "first"}})
+
+
+@pytest.fixture
+def open_folder(config: Config) -> Callable[..., RunFolder]:
+    def open_(*overrides: str, **manifest: Any) -> RunFolder:
+        return start(load(config, overrides), command="rl", manifest=manifest)
+
+    return open_
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with closing(Browser(tmp_path_factory.mktemp("profile"))) as opened:
+        yield opened

@@ -1,0 +1,459 @@
+"""Checkpoints: N + M steps are N, stop, resume, M; a kill at any moment leaves a good one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from saccade.config import load
+from saccade.engines.weights import folder_shapes
+from saccade.errors import ConfigError, EnvironmentProblem, Interrupted
+from saccade.models import files
+from saccade.recipes import evaluate, generate, rl, sft
+from saccade.run import checkpoint
+from saccade.run.export import export
+
+Make = Callable[..., dict[str, Any]]
+Read = Callable[[Path], list[dict[str, Any]]]
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def steps_of(run: Path) -> list[int]:
+    return checkpoint.complete_steps(run / "checkpoints")
+
+
+def equal_states(one: Path, other: Path) -> bool:
+    from safetensors.torch import load_file
+
+    a, b = (load_file(run / "state" / "optimizer.safetensors") for run in (one, other))
+    return a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)
+
+
+# -- resume ----------------------------------------------------------------------------------------
+
+RECIPES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "grpo with a KL": (rl.run, "rl", {"data.val": "val", "val.every": 2}),
+    "dapo with dynamic sampling": (
+        rl.run,
+        "rl",
+        {"algorithm.preset": "dapo", "algorithm.overlong.buffer": 0, "train.updates_per_step": 2},
+    ),
+    # Step 2 ends with the last row of an epoch; step 3 begins the next one.
+    "the end of an epoch": (rl.run, "rl", {"train.prompts_per_step": 12, "train.samples_per_prompt": 2}),
+    "sft": (sft.run, "sft", {}),
+    "sft over the end of an epoch": (sft.run, "sft", {"train.prompts_per_step": 10}),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_stopped_and_resumed_is_the_same_run(
+    tmp_path: Path,
+    name: str,
+    scenes: Path,
+    rl_config: Make,
+    sft_config: Make,
+    same_weights: Callable[..., bool],
+    numbers: Read,
+) -> None:
+    recipe, kind, changes = RECIPES[name]
+    config = {"rl": rl_config, "sft": sft_config}[kind](tmp_path) | changes
+    if "data.val" in config:
+        config["data.val"] = str(scenes / "val.jsonl")
+    recipe(config | {"run.name": "whole"})
+    recipe(config | {"run.name": "parts", "run.max_steps": 2})
+    if "epoch" in name:
+        progress = checkpoint.read_progress(tmp_path / "parts" / "checkpoints" / "step-2")
+        cursor = progress["stream"]["cursor"]
+        assert (progress["stream"]["epoch"], cursor) == ((1, 0) if kind == "rl" else (0, 20))
+    recipe(config | {"run.name": "parts", "run.resume": "auto"})
+    whole, parts = (tmp_path / n / "checkpoints" / "step-4" for n in ("whole", "parts"))
+    assert same_weights(whole, parts) and equal_states(whole, parts)
+    if "val.every" not in config:  # the shorter run has validated after its last step too
+        assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
+    rows = {run: {r["step"]: r for r in numbers(tmp_path / run)} for run in ("whole", "parts")}
+    for step in (3, 4):
+        assert rows["whole"][step] == rows["parts"][step]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> dict[str, Any]:
+    """A run of two steps, both saved, in a folder of its own."""
+    config = rl_config(tmp_path_factory.mktemp("begun"), run__max_steps=2, save__every=1)
+    rl.run(config | {"algorithm.kl.coef": 0.0})
+    return config | {"algorithm.kl.coef": 0.0}
+
+
+@pytest.fixture
+def copied(begun: dict[str, Any], tmp_path: Path) -> Iterator[dict[str, Any]]:
+    shutil.copytree(Path(begun["run.out"]) / "run", tmp_path / "run")
+    yield begun | {"run.out": str(tmp_path)}
+
+
+def flip_one_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state/optimizer.safetensors"])
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_flipped_byte_is_found_before_going_on(copied: dict[str, Any], name: str, resume: str) -> None:
+    folder = Path(copied["run.out"]) / "run" / "checkpoints"
+    newest, older = folder / "step-2", folder / "step-1"
+    flip_one_byte(newest / name)
+    asked = str(newest) if resume == "path" else resume
+    with pytest.raises(EnvironmentProblem) as caught:
+        checkpoint.find(folder, asked)
+    assert str(newest / name) in str(caught.value)
+    assert f"run.resume={older}" in str(caught.value)
+    assert checkpoint.find(folder, str(older)) == older
+    flip_one_byte(older / name)
+    with pytest.raises(EnvironmentProblem, match=r"start again under another run\.name"):
+        checkpoint.find(folder, asked)
+
+
+def test_damaged_weights_are_refused_wherever_they_are_loaded(copied: dict[str, Any]) -> None:
+    out = Path(copied["run.out"])
+    folder = out / "run" / "checkpoints" / "step-2"
+    flip_one_byte(folder / "state" / "optimizer.safetensors")
+    files.require_intact(folder)  # what only a run that goes on reads does no harm here
+    flip_one_byte(folder / "model.safetensors")
+    options = copied | {"model.path": str(folder), "run.name": "other", "run.out": str(out)}
+    options |= {"data.val": options["data.train"]}
+    for loading in (
+        lambda: evaluate.run(options),
+        lambda: generate.run(options),
+        lambda: rl.run(options | {"run.name": "third"}),
+        lambda: export(folder, out / "exported"),
+        lambda: export(folder, out / "exported", dtype="bfloat16", verify=False),
+        lambda: folder_shapes(str(folder)),  # of engines that load them on their own
+    ):
+        with pytest.raises(EnvironmentProblem, match=r"^/.*step-2/model\.safetensors: damaged"):
+            loading()
+    assert not (out / "exported").exists()
+    (folder / "state" / "files.json").unlink()  # as the message says
+    files.require_intact(folder)
+
+
+def test_a_large_file_has_the_hash_of_the_hashes_of_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hashlib
+
+    data, path = np.random.default_rng(0).bytes(2500), tmp_path / "weights"
+    monkeypatch.setattr(files, "HASHED", 1000)
+    blocks = [hashlib.sha256(data[start : start + 1000]).digest() for start in (0, 1000, 2000)]
+    path.write_bytes(data)
+    expected = hashlib.sha256(b"".join(blocks)).hexdigest()
+    assert files.checksum(path) == {"bytes": 2500, "sha256_of_blocks": expected}
+    path.write_bytes(data[:999])
+    expected = hashlib.sha256(data[:999]).hexdigest()
+    assert files.checksum(path) == {"bytes": 999, "sha256": expected}
+
+
+def test_a_listing_that_cannot_be_read_is_named(copied: dict[str, Any]) -> None:
+    folder = Path(copied["run.out"]) / "run" / "checkpoints"
+    listing = folder / "step-2" / "state" / "files.json"
+    listing.write_bytes(b"\x00" + listing.read_bytes()[1:])
+    for loading in (
+        lambda: checkpoint.find(folder, "auto"),
+        lambda: files.require_intact(folder / "step-2"),  # of eval, which resumes nothing
+    ):
+        with pytest.raises(EnvironmentProblem, match=r"files\.json is damaged") as caught:
+            loading()
+        assert "use another checkpoint" in str(caught.value)
+        assert "run.resume" not in str(caught.value)
+
+
+def test_an_existing_folder_is_refused(begun: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"exists: write run\.resume=auto to continue"):
+        rl.run(begun)
+
+
+def test_a_changed_option_is_refused_a_longer_run_is_not(copied: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"train\.lr: 0\.005 in the folder, 0\.001 now"):
+        rl.run(copied | {"run.resume": "auto", "train.lr": 1e-3})
+    rl.run(copied | {"run.resume": "auto", "run.max_steps": 3, "save.keep": 9, "track.trajectories_every": 3})
+    assert steps_of(Path(copied["run.out"]) / "run") == [1, 2, 3]
+
+
+def test_changed_data_is_refused(copied: dict[str, Any], tmp_path: Path) -> None:
+    rows = Path(copied["data.train"]).read_text().splitlines()
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "images").symlink_to(Path(copied["data.train"]).parent / "images")
+    config = copied | {"data.train": str(folder / "train.jsonl"), "run.name": "own"}
+    (folder / "train.jsonl").write_text("\n".join(rows))
+    rl.run(config | {"run.max_steps": 1})
+    (folder / "train.jsonl").write_text("\n".join(rows[1:]))
+    with pytest.raises(ConfigError, match="data changed on disk"):
+        rl.run(config | {"run.resume": "auto"})
+
+
+def test_changed_weights_to_start_from_are_refused(copied: dict[str, Any], tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(copied["model.path"], base)
+    config = copied | {"model.path": str(base), "run.name": "moved", "run.max_steps": 1}
+    rl.run(config)
+    weights = base / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"weights changed on disk: .* \(those of model\.path"):
+        rl.run(config | {"run.resume": "auto", "run.max_steps": 2})
+    weights.unlink()  # a checkpoint of all weights needs them no more
+    rl.run(config | {"run.resume": "auto", "run.max_steps": 2})
+    assert steps_of(Path(config["run.out"]) / "moved") == [1, 2]
+
+
+def test_a_finished_run_trains_nothing_more(
+    copied: dict[str, Any], numbers: Read, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(copied["run.out"]) / "run"
+    before = numbers(folder)
+    rl.run(copied | {"run.resume": "auto"})
+    said = capsys.readouterr().out
+    assert f"resuming from {folder / 'checkpoints' / 'step-2'}, after step 2\n" in said
+    assert numbers(folder) == before and steps_of(folder) == [1, 2]
+
+
+def test_going_back_to_a_path_leaves_one_history(copied: dict[str, Any], numbers: Read) -> None:
+    folder = Path(copied["run.out"]) / "run"
+    first = folder / "checkpoints" / "step-1"
+    rl.run(copied | {"run.resume": str(first), "run.max_steps": 2, "save.every": 0})
+    assert [row["step"] for row in numbers(folder)] == [1, 2]
+    rl.run(copied | {"run.resume": "auto", "run.max_steps": 4})
+    assert steps_of(folder) == [2, 3, 4]
+    rl.run(copied | {"run.resume": str(folder / "checkpoints" / "step-2"), "run.max_steps": 3})
+    assert steps_of(folder) == [2, 3]  # step-4 belonged to the history that was left
+
+
+def test_a_start_from_a_checkpoint_that_is_not_whole(copied: dict[str, Any], tmp_path: Path) -> None:
+    broken = Path(copied["run.out"]) / "run" / "checkpoints" / "step-2"
+    (broken / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="no complete checkpoint there"):
+        rl.run(copied | {"run.resume": str(broken), "run.max_steps": 3})
+    rl.run(copied | {"run.resume": "auto", "run.max_steps": 2})  # from step 1
+    assert steps_of(tmp_path / "run") == [1, 2]
+
+
+def test_best_names_the_checkpoint_of_the_best_validation(tmp_path: Path, rl_config: Make, scenes: Path) -> None:
+    config = rl_config(tmp_path, run__max_steps=3, val__every=1, save__every=1, save__keep=1)
+    config |= {"data.val": str(scenes / "val.jsonl"), "algorithm.kl.coef": 0.0}
+    with pytest.raises(ConfigError, match="no validation has named a best checkpoint"):
+        rl.run(config | {"val.every": 0, "run.name": "blind", "run.max_steps": 1})
+        rl.run(config | {"run.name": "blind", "run.resume": "best", "val.every": 0})
+    rl.run(config)
+    folder = tmp_path / "run" / "checkpoints"
+    best = checkpoint.read_progress(folder / "step-3")["best_step"]
+    assert checkpoint.find(folder, "best") == folder / f"step-{best}"
+    assert checkpoint.complete_steps(folder) == sorted({best, 3})
+
+
+# -- one save --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saver(word_model: str) -> Callable[..., Path]:
+    import torch
+
+    from saccade.config import TrainConfig
+    from saccade.models.families import load_family
+    from saccade.models.load import load_model
+    from saccade.trainer.local import LocalBackend
+
+    family = load_family(word_model)
+    model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
+    backend = LocalBackend(model, family, TrainConfig())
+
+    def save(folder: Path, step: int, *, best: int | None = None, keep: int = 3) -> Path:
+        progress = {"step": step, "best_step": best}
+        return checkpoint.prepare(folder, step, backend, family, progress=progress, keep=keep)()
+
+    return save
+
+
+def test_newest_and_best_are_kept(tmp_path: Path, saver: Callable[..., Path]) -> None:
+    for step in range(1, 6):
+        saver(tmp_path, step, keep=2, best=2 if step >= 2 else None)
+    assert checkpoint.complete_steps(tmp_path) == [2, 4, 5]
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-4", "step-5"}
+
+
+def test_what_a_kill_left_behind_is_ignored_and_cleaned(tmp_path: Path, saver: Callable[..., Path]) -> None:
+    whole = saver(tmp_path, 1)
+    half = tmp_path / ".step-2.4711"
+    shutil.copytree(whole, half)
+    (half / "state" / "files.json").unlink()
+    cut = tmp_path / "step-3"  # complete in name only
+    shutil.copytree(whole, cut)
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert checkpoint.complete_steps(tmp_path) == [1]
+    assert checkpoint.find(tmp_path, "auto") == whole
+    size = weights.stat().st_size
+    lacking = f"model.safetensors has {size:,} of {size + 1:,} bytes"
+    assert checkpoint.not_whole(tmp_path, after=1) == {cut: lacking}
+    assert checkpoint.not_whole(tmp_path, after=3) == {}
+    saver(tmp_path, 2)
+    assert not half.exists() and checkpoint.complete_steps(tmp_path) == [1, 2]
+
+
+def test_a_checkpoint_lists_its_files_with_their_hashes(tmp_path: Path, saver: Callable[..., Path]) -> None:
+    import hashlib
+
+    folder = saver(tmp_path, 7)
+    listed = json.loads((folder / "state" / "files.json").read_text())
+    assert {"model.safetensors", "config.json", "tokenizer.json", "state/progress.json"} <= listed.keys()
+    for name, entry in listed.items():
+        assert entry["sha256"] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
+
+
+def test_a_full_disk_is_seen_before_the_save(
+    tmp_path: Path, saver: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(EnvironmentProblem, match="a checkpoint needs up to"):
+        saver(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- kills -----------------------------------------------------------------------------------------
+
+
+def start(config: dict[str, Any], file: Path, *overrides: str) -> subprocess.Popen[str]:
+    file.write_text(yaml.safe_dump(load(config).model_dump(mode="json", exclude_unset=True)))
+    return subprocess.Popen(
+        [sys.executable, "-m", "saccade", "rl", str(file), "run.resume=auto", *overrides],
+        cwd=file.parent,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while process.poll() is None and not condition():
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, rl_config: Make) -> dict[str, Any]:
+    """Twelve steps, each saved, nothing in their way."""
+    config = rl_config(tmp_path_factory.mktemp("whole"), run__max_steps=12, save__every=1)
+    rl.run(config | {"run.name": "whole", "save.keep": 2})
+    return config | {"save.keep": 2}
+
+
+def test_killed_at_any_moment_and_resumed(
+    tmp_path: Path, uninterrupted: dict[str, Any], same_weights: Callable[..., bool], numbers: Read
+) -> None:
+    config = uninterrupted | {"run.out": str(tmp_path)}
+    run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    # In the middle of a save; some time into a step; and a polite request to stop.
+    moments: list[tuple[int, Callable[[], bool]]] = [
+        (signal.SIGKILL, lambda: any(folder.glob(".step-[3-9]*"))),
+        (signal.SIGKILL, lambda: max(checkpoint.complete_steps(folder), default=0) >= 5),
+        (signal.SIGTERM, lambda: max(checkpoint.complete_steps(folder), default=0) >= 7),
+    ]
+    delays = random.Random(7)
+    for number, moment in moments:
+        process = start(config, tmp_path / "run.yaml")
+        wait_until(moment, process)
+        if number == signal.SIGKILL and any(folder.glob("step-3")):
+            time.sleep(delays.uniform(0, 0.1))
+        process.send_signal(number)
+        output = process.communicate(timeout=60)[0]
+        assert process.returncode == (130 if number == signal.SIGTERM else -number), output
+        assert 2 <= steps_of(run)[-1] < 12
+    assert "continue with run.resume=auto" in output
+    progress = checkpoint.read_progress(folder / f"step-{steps_of(run)[-1]}")
+    assert progress["step"] == steps_of(run)[-1] >= 7
+    rl.run(config | {"run.resume": "auto"})
+    whole = Path(uninterrupted["run.out"]) / "whole"
+    assert same_weights(whole / "checkpoints" / "step-12", folder / "step-12")
+    assert equal_states(whole / "checkpoints" / "step-12", folder / "step-12")
+    assert numbers(whole) == numbers(run)
+    assert not list(folder.glob(".step-*"))
+
+
+def test_a_request_to_stop_during_a_rollout_saves_the_last_whole_step(
+    tmp_path: Path, rl_config: Make, same_weights: Callable[..., bool], word_model: str, numbers: Read
+) -> None:
+    """An environment sends the signal while the first step still samples."""
+    world = tmp_path / "world.py"
+    world.write_text(STOPPER.replace("RUN", str(os.getpid())))
+    env = {"env.name": f"{world}:Stopper", "reward.terms": []}
+    config = rl_config(tmp_path, run__max_steps=1, rollout__stop=["?", "red", "1", "2"]) | env
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="stopped after step 0"):
+        rl.run(config)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert steps_of(tmp_path / "run") == [0]
+    assert same_weights(word_model, tmp_path / "run" / "checkpoints" / "step-0")
+    rl.run(config | {"run.resume": "auto"})
+    rl.run(config | {"run.name": "whole"})
+    paths = (tmp_path / name / "checkpoints" / "step-1" for name in ("run", "whole"))
+    assert same_weights(*paths)
+    # Its process answers when it likes: who shares a batch differs, and with it the last digits.
+    ((row,), (whole,)) = (numbers(tmp_path / name) for name in ("run", "whole"))
+    assert row == pytest.approx(whole, abs=1e-5, nan_ok=True)
+
+
+STOPPER = """
+import os
+import signal
+from pathlib import Path
+
+class Stopper:
+    def reset(self, sample, seed):
+        return sample.messages
+
+    def step(self, message):
+        asked = Path(__file__).with_suffix(".asked")
+        if not asked.exists():
+            asked.touch()
+            os.kill(RUN, signal.SIGTERM)
+        return [], float("2" in message.text.split()), True, {}
+
+    def close(self):
+        pass
+"""
+
+
+HOLD = """
+import sys
+from saccade.config import load
+from saccade.run.training_run import open_folder
+
+with open_folder(load({"run.out": sys.argv[1]}), command="rl", manifest={}):
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_processes_cannot_use_one_folder(tmp_path: Path, rl_config: Make) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "open\n"
+    with pytest.raises(ConfigError, match=f"is in use by process {holder.pid}"):
+        rl.run(rl_config(tmp_path, run__resume="auto"))
+    holder.communicate()

@@ -1,0 +1,109 @@
+"""The display leads with what matters, and measures the phases."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from pathlib import Path
+
+from saccade.run.console import Console, sparkline, step_line
+
+STEP: dict[str, float | str] = {
+    "policy/grad_norm": 0.8312,
+    "reward/mean": 0.4123,
+    "reward/accuracy": 0.38,
+    "group/dead_frac": 0.25,
+    "length/response_mean": 11.23,
+    "time/step": 0.214,
+    "time/share/rollout": 0.61,
+    "time/share/update": 0.3,
+    "time/bottleneck": "rollout",
+    "val/six/accuracy": 0.7,
+}
+
+
+def test_the_line_of_a_step() -> None:
+    assert step_line(12, 350, STEP) == (
+        "step 12/350  reward 0.412  acc 0.380  dead 25%  len 11.2  grad 0.831  time 0.21s  "
+        "bottleneck rollout 61%  val/six 0.700"
+    )
+
+
+def test_the_line_of_sft_has_its_own_numbers() -> None:
+    line = step_line(3, None, {"sft/loss": 1.25, "time/step": 12.4})
+    assert line == "step 3  loss 1.2500  time 12s"
+
+
+def test_a_missing_or_null_metric_is_left_out() -> None:
+    assert step_line(1, 2, {"reward/mean": None}) == "step 1/2"  # type: ignore[dict-item]
+
+
+def test_what_has_no_score_is_said_where_there_is_any() -> None:
+    rates = {"reward/mean": 0.5, "reward/abstain_rate": 0.32, "reward/error_rate": 0.004}
+    assert step_line(1, 2, rates) == "step 1/2  abstain 32%  error <1%  reward 0.500"
+    assert step_line(1, 2, {"reward/mean": 0.5, "reward/error_rate": 0.0}).endswith("reward 0.500")
+    nothing = {"reward/abstain_rate": 0.7, "reward/error_rate": 0.3, "group/dead_frac": 1.0}
+    assert step_line(1, 2, nothing) == ("step 1/2  nothing could be scored  abstain 70%  error 30%  dead 100%")
+
+
+def test_a_score_is_called_one() -> None:
+    line = step_line(1, 2, {"val/six/accuracy": 0.5, "val/a/score": -0.6, "val/a/score_ci_low": -1})
+    assert line == "step 1/2  val/six 0.500  val/a/score -0.600"
+
+
+def test_sparkline() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([0.3, 0.3]) == "▁▁"
+    assert sparkline([]) == ""
+
+
+def test_a_pipe_gets_one_line_per_step_and_notes(tmp_path: Path) -> None:
+    out, log = io.StringIO(), tmp_path / "log.txt"
+    with Console(2, "rl", file=out, log=log) as console:
+        logging.getLogger("saccade.somewhere").info("hello [bold]")
+        logging.getLogger("saccade").warning("100% of it")
+        for step in (1, 2):
+            with console.phase("rollout"):
+                console.progress(1, 4)
+            console.step(step, {"reward/mean": 0.5})
+    logging.getLogger("saccade").warning("nobody listens any more")
+    assert out.getvalue() == "hello [bold]\nWARNING: 100% of it\nstep 1/2  reward 0.500\nstep 2/2  reward 0.500\n"
+    logged = log.read_text().splitlines()
+    assert [line[20:] for line in logged] == out.getvalue().splitlines()
+    assert logged[0][4] == "-" and logged[0][13] == ":"
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with Console(1, "rl", file=out, log=tmp_path / "gone" / "log.txt") as console:
+        console.note("first")
+        console.note("second")
+    assert out.getvalue().count("is left out from here") == 1
+    assert "first\n" in out.getvalue() and "second\n" in out.getvalue()
+
+
+def test_a_terminal_gets_a_live_display() -> None:
+    out = io.StringIO()
+    with Console(350, "rl", name="counting", file=out, live=True) as console:
+        with console.phase("rollout"):
+            console.progress(37, 64)
+            console._live.refresh()  # type: ignore[union-attr]
+        console.note("a note <b>[i]")
+        for step in (1, 2):
+            console.step(step, STEP)
+        console._live.refresh()  # type: ignore[union-attr]
+    shown = out.getvalue()
+    for text in ("saccade rl · counting", "rollout  37/64", "a note <b>[i]", "step 2/350"):
+        assert text in shown, text
+    for text in ("0.412", "25%", "rollout 61%", "■", "left", "▁▁"):
+        assert text in shown, text
+
+
+def test_lap_measures_the_phases() -> None:
+    console = Console(1, "rl", file=io.StringIO())
+    with console.phase("rollout"):
+        time.sleep(0.02)
+    lap = console.lap()
+    assert lap["time/bottleneck"] == "rollout"
+    assert 0.02 <= float(lap["time/rollout"]) <= float(lap["time/step"]) < 1

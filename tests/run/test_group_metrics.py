@@ -1,0 +1,153 @@
+"""Metrics of hand-made groups, number by number."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from pytest import approx
+
+from saccade.run.metrics import group_metrics, host_memory, tool_metrics
+from saccade.types import Group, Trajectory
+
+
+def mixed(build: SimpleNamespace) -> list[Group]:
+    t = build.trajectory
+    right = build.group(
+        t(0, 1.2, outcome=1.0, parts={"count": 1.0, "format:think_answer": 1.0}),
+        t(1, 1.2, outcome=1.0, parts={"count": 1.0, "format:think_answer": 1.0}),
+        source="a",
+    )
+    split = build.group(
+        t(0, 1.0, parts={"count": 1.0, "format:think_answer": 0.0}),
+        t(1, 0.0, parts={"count": 0.0, "format:think_answer": 1.0}, response=(5, 6)),
+        t(2, None, status="error", end_reason="turn_length"),
+        t(3, 9.0, trained=False),
+        source="b",
+    )
+    return [right, split]
+
+
+def test_rewards_count_live_members(build: SimpleNamespace) -> None:
+    metrics = group_metrics(mixed(build))
+    expected = {
+        **{"reward/mean": 0.85, "reward/std": np.std([1.2, 1.2, 1.0, 0.0], ddof=1)},
+        **{"reward/min": 0.0, "reward/max": 1.2, "reward/accuracy": 0.75, "reward/count": 0.75},
+        **{"reward/format": 0.75, "reward/format:think_answer": 0.75},
+        **{"reward/error_rate": 0.2, "reward/abstain_rate": 0.0, "reward/by_source/a/mean": 1.2},
+        **{"reward/by_source/b/accuracy": 0.5, "reward/by_source/b/format": 0.5},
+        # Lengths and ends count everyone who is trained.
+        **{"length/response_mean": (5 * 4 + 2) / 5, "length/response_min": 2},
+        **{"length/response_max": 5, "length/response_p50": 5, "length/prompt_mean": 3},
+        "length/truncated_frac": 0.2,  # though its reward failed later
+        **{"turns/end/turn_length": 0.2, "turns/end/answered": 0.8},
+    }
+    assert {name: metrics[name] for name in expected} == approx(expected)
+
+
+def test_groups(build: SimpleNamespace) -> None:
+    wrong = build.group(build.trajectory(0, 0.0), build.trajectory(1, 0.0))
+    lonely = build.group(build.trajectory(0, 1.0), build.trajectory(1, None, status="abstain"))
+    metrics = group_metrics([*mixed(build), wrong, lonely])
+    assert metrics["group/dead_frac"] == 0.75
+    assert (metrics["group/all_right_frac"], metrics["group/all_wrong_frac"]) == (0.5, 0.25)
+    assert metrics["group/std_mean"] == approx(np.std([0, 1], ddof=1) / 3)
+
+    close = build.group(build.trajectory(0, 0.1 + 0.2), build.trajectory(1, 0.3))
+    assert group_metrics([close])["group/dead_frac"] == 1.0  # a rounding residue is no signal
+    one = [build.group(build.trajectory(0, 1.0))]
+    assert group_metrics(one)["group/dead_frac"] == 1.0
+    alone = group_metrics(one, compares=False)
+    assert "group/dead_frac" not in alone and alone["group/all_right_frac"] == 1.0
+
+
+def test_who_is_excluded_may_still_be_compared_with(build: SimpleNamespace) -> None:
+    over = build.trajectory(1, 0.0, status="overturn")
+    groups = [build.group(build.trajectory(0, 1.0), over), build.group(over)]
+    apart = group_metrics(groups, ["overturn"])
+    beside = group_metrics(groups, ["overturn"], excluded_in_baseline=True)
+    assert apart["group/dead_frac"] == 1.0 and beside["group/dead_frac"] == 0.5
+
+
+def test_pictures_and_turns(build: SimpleNamespace) -> None:
+    two = build.trajectory(0, 1.0, pictures=[build.media("a"), build.media("b")], turns=3)
+    none = build.trajectory(1, 0.0, status="overturn", end_reason="max_turns", turns=6)
+    metrics = group_metrics([build.group(two, none)])
+    assert metrics["length/vision_tokens_mean"] == 4
+    assert metrics["turns/images_per_sample"] == 1
+    assert (metrics["turns/mean"], metrics["turns/max"]) == (4.5, 6)
+    assert metrics["turns/overturn_frac"] == 0.5
+
+
+def test_statuses_excluded_by_the_algorithm_leave_the_rewards(build: SimpleNamespace) -> None:
+    long = build.trajectory(1, 0.0, status="truncated", end_reason="turn_length")
+    groups = [build.group(build.trajectory(0, 1.0), long)]
+    assert group_metrics(groups)["reward/mean"] == 0.5
+    excluded = group_metrics(groups, exclude_status=("truncated",))
+    assert excluded["reward/mean"] == 1.0
+    assert excluded["group/dead_frac"] == 1.0
+    assert excluded["length/truncated_frac"] == 0.5
+
+
+def test_advantages_count_tokens(build: SimpleNamespace) -> None:
+    short = build.trajectory(0, 1.0, response=(5,), advantages=np.array([2.0], np.float32))
+    long = build.trajectory(1, 0.0, advantages=np.full(5, -1.0, np.float32))
+    lost = build.trajectory(2, None, status="stale", advantages=np.full(5, 50.0, np.float32))
+    metrics = group_metrics([build.group(short, long, lost)])
+    assert metrics["adv/mean"] == approx(-0.5)
+    assert (metrics["adv/min"], metrics["adv/max"]) == (-1.0, 2.0)
+
+
+def test_nothing_scored_still_says_why(build: SimpleNamespace) -> None:
+    failed = build.group(build.trajectory(0, None, status="error"))
+    metrics = group_metrics([failed])
+    assert metrics["reward/error_rate"] == 1.0 and metrics["group/dead_frac"] == 1.0
+    assert "reward/mean" not in metrics and "adv/mean" not in metrics
+    assert group_metrics([]) == {} == group_metrics([build.group()])
+
+
+def test_host_memory() -> None:
+    now = host_memory()["mem/host_rss_gb"]
+    assert 0.01 < now < 1000
+    assert abs(host_memory(now - 1)["mem/rss_growth_gb"] - 1) < 0.5
+
+
+def test_scores_are_no_accuracy_and_neither_right_nor_wrong(build: SimpleNamespace) -> None:
+    t = build.trajectory
+    rated = build.group(t(0, -3.0, outcome=-3.0), t(1, 2.0, outcome=2.0), source="c")
+    metrics = group_metrics([*mixed(build), rated], scores={"c"})
+    assert metrics["reward/accuracy"] == 0.75 and metrics["reward/min"] == -3.0
+    assert "reward/by_source/c/accuracy" not in metrics
+    assert metrics["reward/by_source/c/mean"] == -0.5
+    alone = group_metrics([rated], scores={"c"})
+    assert {"reward/accuracy", "group/all_right_frac", "group/all_wrong_frac"}.isdisjoint(alone)
+
+
+def crop(area: float) -> dict[str, Any]:
+    return {"ok": True, "reason": "", "area": area, "noop": area > 0.95}
+
+
+def failed(reason: str) -> dict[str, Any]:
+    return {"ok": False, "reason": reason}
+
+
+def test_calls_crops_and_cells(build: SimpleNamespace) -> None:
+    def episode(outcome: float | None, *calls: dict[str, Any]) -> Trajectory:
+        return build.trajectory(outcome=outcome, info={"tool_calls": list(calls)})
+
+    without = build.trajectory(outcome=1.0)  # has no tools
+    called = [
+        episode(1.0, crop(0.2), crop(1.0), failed("box")),
+        *(episode(0.0, failed("json")), episode(1.0), episode(0.0), episode(None, crop(0.6))),
+    ]
+    assert tool_metrics([*called, without]) == {
+        **{"tool/calls_per_sample": 1.0, "tool/success_frac": 0.6},
+        **{"tool/invalid/box": 0.2, "tool/invalid/json": 0.2},
+        **{"tool/noop_rate": approx(1 / 3), "tool/crop_area_mean": approx(0.6)},
+        **{"tool/acc_with_call": 0.5, "tool/acc_without_call": 0.5},
+        **{"tool/right_call": 0.25, "tool/wrong_call": 0.25},
+        **{"tool/right_no_call": 0.25, "tool/wrong_no_call": 0.25},
+    }
+    assert tool_metrics([without]) == {}
+    assert tool_metrics([episode(None)]) == {"tool/calls_per_sample": 0.0}

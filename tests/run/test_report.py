@@ -1,0 +1,276 @@
+"""A report says what the run said, as data and as a page that a real browser draws from disk."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pytest import approx
+
+from saccade.config import TrackConfig
+from saccade.errors import ConfigError
+from saccade.plugins.reports.curves import charts_of
+from saccade.plugins.reports.eval_report import write_eval_report
+from saccade.plugins.reports.report import before_after, from_run
+from saccade.plugins.reports.report_page import (
+    Chart,
+    Curve,
+    Episode,
+    Episodes,
+    Estimate,
+    Report,
+    Table,
+    Turn,
+    View,
+    write_report,
+)
+from saccade.run.folder import RunFolder
+from saccade.run.loggers import Loggers
+from tests.browser import Browser, needs_browser, page_data
+
+EVIL = (
+    "</script><script>document.title = 'owned'</script>"
+    "<img src=x onerror=\"document.title='owned'\">"
+    "\0\x08\u2028\u202e \u05e9\u05dc\u05d5\u05dd \ud800 &amp; REPORT_JSON"
+)
+EPISODE = Episode(
+    **{"set": "train", "step": 1, "id": "one", "question": "How many?", "verdict": "right"},
+    **{"reward": 1.0, "advantage": [0.5, -1.0, 0.0], "tokens": {"response": 3}},
+    turns=[Turn(said=[{"source": "policy", "text": "<answer>3</answer>"}])],
+)
+
+
+def rows(steps: int = 40) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = [
+        {
+            **{"step": step, "reward/mean": 0.1 * step, "reward/accuracy": min(1.0, 0.02 * step)},
+            **{"reward/count": 0.5, "policy/grad_norm": None if step == 3 else 0.5},
+            **{"turns/mean": 1.0, "time/step": 2.0, "time/rollout": 1.5},
+            "time/bottleneck": "rollout",
+        }
+        for step in range(1, steps + 1)
+    ]
+    for index, accuracy in ((0, 0.5), (-1, 0.75)):
+        made[index] |= {"val/six/accuracy": accuracy, "val/six/parse_rate": 1.0}
+        made[index] |= {"val/six/ci_low": accuracy - 0.04, "val/six/ci_high": accuracy + 0.04}
+    return made
+
+
+@pytest.fixture
+def page(open_folder: Callable[..., RunFolder], build: SimpleNamespace) -> Path:
+    with open_folder() as folder:
+        with Loggers(folder, TrackConfig(tensorboard=False)) as loggers:
+            for row in rows():
+                values = {name: value for name, value in row.items() if value is not None}
+                loggers.log(values, values.pop("step"))
+        for step, reward in ((1, 0.0), (40, 1.0)):
+            parts = {"count": reward, "overlong": -0.5}
+            said = {"response": (5, 19, 6, 7, 12, 8), "pictures": [build.media()]}
+            member = build.trajectory(0, reward, parts=parts, **said)
+            for kind in ("train", "val/six"):
+                build.store(folder, build.group(member), steps=[step], kind=kind)
+        return from_run(folder.path)
+
+
+def test_a_run_as_data(page: Path) -> None:
+    assert page.name == "report.html"
+    data = page_data(page)
+    assert data["facts"]["accuracy on six"] == "50.0\u00a0% → 75.0\u00a0%"
+    assert data["facts"]["best step"] == "40 (75.0\u00a0%)"
+    assert data["facts"]["algorithm"] == "grpo"
+    (table,) = data["tables"]
+    assert table["columns"][2:] == ["before (step 1)", "after (step 40)", "change"]
+    name, measure, _, after, change = table["rows"][0]
+    assert (name, measure, change["change"]) == ("six", "accuracy", True)
+    assert [after["low"], after["high"]] == approx([0.71, 0.79])
+    assert change["value"] == approx(0.25) and 0.19 < change["low"] < 0.25 < change["high"] < 0.31
+    assert table["rows"][1][:2] == [None, "answer found"] and not table["rows"][1][4]["tone"]
+    charts = {chart["title"]: chart for chart in data["charts"]}
+    assert charts["Validation accuracy"]["curves"][0]["band"][1] == approx([40, 0.71, 0.79])
+    assert charts["Reward parts"]["curves"][0]["name"] == "count"
+    assert "Turns" not in charts and charts["turns/mean"]["more"]  # never left 1
+    assert len(charts["Gradient norm"]["curves"][0]["points"]) == 39  # null is no point
+    assert data["phases"] == {"rollout": approx(60), "other": approx(20)}
+    assert list(data["texts"]) == ["Configuration", "Manifest"]
+    episodes = data["episodes"]
+    assert [(e["set"], e["step"], e["verdict"]) for e in episodes["items"]] == [
+        *(("val/six", 1, "wrong"), ("val/six", 40, "right")),
+        *(("train", 1, "wrong"), ("train", 40, "right")),
+    ]
+    assert len(episodes["pictures"]) == 1  # each picture once
+
+
+@needs_browser
+def test_a_run_in_a_browser(page: Path, browser: Browser) -> None:
+    browser.visit(page.as_uri())
+    assert browser.troubles == [] and browser.run("document.title") == "first"
+    text = browser.run("document.body.innerText")
+    for words in ("[71.0, 79.0]", "+25.0 points", "Where the time went", "other 25 %"):
+        assert words in text, words
+    assert "How many objects?" in text and "overlong" in text and "-0.50" in text
+    assert browser.run("document.querySelector('td .up').textContent") == "+25.0 points"
+    assert browser.run("document.querySelectorAll('.interval').length") == 2
+    drawn = "[...document.querySelectorAll('path.line, path.raw')].filter(p => p.checkVisibility())"
+    assert browser.run(f"{drawn}.length") >= 8
+    assert browser.run(f"Math.min(...{drawn}.map(p => p.getTotalLength()))") > 100
+    pictures = "[...document.querySelectorAll('.episode img')]"
+    browser.until(f"{pictures}.length === 2 && {pictures}.every(i => i.naturalWidth === 56)")
+    browser.run("document.querySelector('details').open = true")  # the other metrics
+    browser.until("document.querySelector('details .chart') !== null")
+    browser.run("document.querySelector('.chart').scrollIntoView()")
+    frame = "document.querySelector('.chart').getBoundingClientRect()"
+    x, y = (browser.run(f"{frame}.{side}") for side in ("right - 20", "top + 50"))
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    tip = "document.getElementById('tip')"
+    browser.until(f"{tip}.innerText === 'step 40\\nsix 75.0\\u00a0%'")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = browser.run(ground)
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.call("Emulation.setEmulatedMedia", features=dark)
+    assert browser.run(ground) != light
+    phone = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    browser.call("Emulation.setDeviceMetricsOverride", **phone)
+    assert browser.run("document.documentElement.scrollWidth") == 400
+    assert browser.troubles == []
+
+
+def test_another_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run folder"):
+        from_run(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    picture = View(name=EVIL, kind=EVIL, size=(8, 8), lineage=[EVIL], picture=EVIL)
+    said = [{"source": "policy", "text": EVIL + "x" * 100_000}, {"source": EVIL, "text": EVIL}]
+    call = {"ok": False, "reason": EVIL, "name": EVIL, "source": EVIL}
+    names = ("set", "id", "question", "gold", "extracted", "status", "reason", "end", "verdict")
+    episode = replace(
+        EPISODE,
+        **dict.fromkeys(names, EVIL),
+        **{"outcome": float("nan"), "parts": {EVIL: 1.0}, "views": [picture], "asked": 1},
+        turns=[Turn(said=said, calls=[call])],
+    )
+    curve = Curve(name=EVIL, points=[(0, 1.0), (1, 2.0)])
+    report = Report(
+        **{"title": EVIL, "subtitle": EVIL, "facts": {EVIL: EVIL}, "notes": [EVIL]},
+        **{"phases": {EVIL: 1.0}, "texts": {EVIL: EVIL}},
+        tables=[Table(title=EVIL, columns=(EVIL,), rows=((EVIL,),), note=EVIL)],
+        charts=[Chart(title=EVIL, curves=[curve]), Chart(title=EVIL, curves=[curve], more=True)],
+        episodes=Episodes(items=[episode], pictures={EVIL: "javascript:alert(1)"}, note=EVIL),
+    )
+    return write_report(tmp_path_factory.mktemp("hostile") / "report.html", report)
+
+
+def test_no_data_leaves_its_block(hostile: Path) -> None:
+    text = hostile.read_text()
+    block = text.partition('id="report">')[2].partition("</script>")[0]
+    assert block.isascii() and "<" not in block and text.count("</script>") == 2
+    data = page_data(hostile)
+    assert data["title"] == EVIL and data["version"] == 1
+    assert data["episodes"]["items"][0]["outcome"] is None  # JSON has no NaN
+    assert re.findall(r"(?:https?:)?//[\w.]+|@import|url\(", text) == ["http://www.w3.org"]
+    assert "default-src 'none'" in text and "prefers-color-scheme: dark" in text
+
+
+@needs_browser
+def test_foreign_text_is_shown_as_text(hostile: Path, browser: Browser) -> None:
+    browser.visit(hostile.as_uri())
+    shown = EVIL.replace("\0", "␀").replace("\x08", "␈")
+    titles = [browser.run(f"document.querySelector('{tag}').textContent") for tag in ("h1", "h2")]
+    assert titles == [shown.replace("\ud800", "\ufffd")] * 2 or titles == [shown] * 2
+    assert browser.run("document.querySelectorAll('script').length") == 2
+    assert browser.run("document.querySelectorAll('main [onerror], main script').length") == 0
+    assert browser.run("document.querySelector('.said').textContent.length") > 100_000
+    assert browser.run("document.querySelector('.said').clientHeight") < 500
+    assert browser.run("document.title").startswith("</script>")  # nothing foreign has run
+
+
+@needs_browser
+def test_a_big_run_opens_soon(browser: Browser, tmp_path: Path) -> None:
+    numbers = [{"step": s, **{f"m/{n}": float(s % 7) for n in range(40)}} for s in range(10_000)]
+    numbers[7777]["sft/loss"] = 1e3
+    for row in numbers:
+        row.setdefault("sft/loss", 1.0)
+    items = [replace(EPISODE, id=f"e{n}", question=f"Question {n}?", turns=EPISODE.turns * 3) for n in range(2000)]
+    items[1234] = replace(items[1234], verdict="wrong", reward=-5.0)
+    charts = charts_of(numbers)
+    assert max(len(chart.curves[0].points) for chart in charts) < 400
+    assert (7777, 1e3) in charts[0].curves[0].points  # a peak is not averaged away
+    report = Report(title="big", charts=charts, episodes=Episodes(items=items))
+    page = write_report(tmp_path / "big.html", report)
+    began = time.monotonic()
+    browser.visit(page.as_uri())
+    browser.until("document.getElementById('count')?.textContent === '2,000 of 2,000 episodes'")
+    assert time.monotonic() - began < 10  # on a busy machine; about one second by itself
+    assert browser.run("document.querySelectorAll('.episode').length") < 100
+    cards = "[...document.querySelectorAll('.episode')].map(e => e.innerText).join()"
+    for change, count, first in (
+        ("search.value = 'question 77?'", "1", "Question 77?"),
+        ("search.value = 'nowhere'", "0", ""),
+        ("search.value = ''; verdict.value = 'wrong'", "1", "Question 1234?"),
+        ("verdict.selectedIndex = 0; order.value = 'lowest reward first'", "2,000", "Question 1234?"),
+    ):
+        names = "const [set, verdict, order] = document.querySelectorAll('.tools select')"
+        search = "const search = document.getElementById('search')"
+        fire = "search.dispatchEvent(new Event('input'))"
+        browser.run(f"{{ {names}; {search}; {change}; {fire} }}")
+        counted = browser.run("document.getElementById('count').textContent")
+        assert counted == f"{count} of 2,000 episodes", change
+        assert first in browser.run(cards)
+    assert browser.troubles == []
+
+
+def test_before_after_of_one_measurement_has_no_change() -> None:
+    (table,) = before_after(rows()[:1])
+    assert table.columns == ("set", "measure", "step 1")
+    assert before_after([{"step": 1, "reward/mean": 1.0}]) == []
+
+
+@needs_browser
+def test_cells_and_single_points(browser: Browser, tmp_path: Path) -> None:
+    """A change is coloured only when it is sure; numbers are shown as readers want them."""
+    sure = Estimate(value=0.05, low=0.01, high=0.09, change=True)
+    worse = Estimate(value=-0.05, change=True)
+    values = [0, 1234.5, 1e-6, 0.123456]
+    cells = (
+        *(sure, replace(sure, low=-0.01, high=0.11), worse, replace(worse, tone=False)),
+        *(Estimate(value=value, percent=False) for value in values),
+        None,
+    )
+    table = Table(title="t", columns=("c",) * len(cells), rows=(cells,))
+    flat = Curve(name="a", points=[(1, 2.0)])
+    report = Report(title="t", tables=[table], charts=[Chart(title="one", curves=[flat])])
+    browser.visit(write_report(tmp_path / "r.html", report).as_uri())
+    shown = "[...document.querySelectorAll('td')].map(e => e.innerText).join('|')"
+    assert browser.run(shown) == (
+        "+5.0 points[+1.0, +9.0]|+5.0 points[-1.0, +11.0]|-5.0 points|-5.0 points|0|1,235|1.00e-6|0.1235|"
+    )
+    tones = "[...document.querySelectorAll('td b')].map(e => e.className).join()"
+    assert browser.run(tones) == "up,,down,,,,,"
+    assert browser.run("document.querySelectorAll('circle[r=\"3\"]').length") == 2
+    assert browser.troubles == []
+    browser.visit(write_report(tmp_path / "r.html", Report(title="nothing yet")).as_uri())
+    assert browser.run("document.querySelector('main').innerText") == "nothing yet"
+
+
+def test_an_evaluation_as_data(tmp_path: Path) -> None:
+    whole = {"accuracy": 0.5, "ci_low": 0.4, "ci_high": 0.6, "pass@4": 0.75, "items": 8.0}
+    rated = {"score": 3.5, "score_ci_low": 3.0, "score_ci_high": 4.0, "items": 2.0}
+    tables = {"by_category": {"near": whole, "far": {"items": 1.0}}, "by_turns": {}}
+    (tmp_path / "results.json").write_text(json.dumps({"a": whole | tables, "b": rated}))
+    summary, by_category = page_data(write_eval_report(tmp_path))["tables"]
+    assert summary["columns"] == ["set", "accuracy", "pass@4", "score", "items"]
+    assert summary["rows"][0][1] | {"low": 0.4, "high": 0.6, "percent": True} == summary["rows"][0][1]
+    assert summary["rows"][1][1] is None and summary["rows"][1][3]["high"] == 4.0
+    assert not summary["rows"][1][3]["percent"] and summary["rows"][0][2]["percent"]
+    assert by_category["title"] == "a: accuracy by category"
+    assert by_category["columns"] == ["category", "accuracy", "pass@4", "items"]
+    assert by_category["rows"][1][:2] == ["far", None]

@@ -1,0 +1,172 @@
+"""Rollouts reach the disk whole, once, and without holding up a step."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from saccade.media.images import decode, open_media
+from saccade.run.folder import RunFolder
+from saccade.run.trajectories import Decoders, TrajectoryWriter, read_trajectories, stored_steps
+from saccade.types import Media, MediaSpan, Source, Trajectory
+
+
+@pytest.fixture
+def folder(open_folder: Callable[..., RunFolder]) -> Iterator[RunFolder]:
+    with open_folder() as folder:
+        yield folder
+
+
+def test_a_record_holds_what_happened(folder: RunFolder, build: SimpleNamespace) -> None:
+    member = build.trajectory(
+        2,
+        1.2,
+        outcome=1.0,
+        pictures=[build.media("aa11")],
+        parts={"count": 1.0, "format": 0.2},
+        advantages=np.full(5, 0.7, np.float32),
+        info={"boxes": np.array([[1, 2]]), "when": object, "score": float("nan")},
+    )
+    build.store(folder, build.group(member), steps=[10], version=9)
+    (record,) = read_trajectories(folder.path, "train", 10)
+    assert (record["run"], record["step"], record["version"]) == ("first", 10, 9)
+    assert (record["id"], record["sample"], record["gold"]) == ("s", 2, "3")
+    assert record["segments"][0] == {"source": "prompt", "image": "aa11", "id": 1, "tokens": 4}
+    assert record["segments"][1] == {"source": "prompt", "text": "how many ?", "ids": [2, 3, 4]}
+    policy = record["segments"][2]
+    assert policy["source"] == "policy" and policy["logp"] == [-0.5] * 5
+    assert policy["text"] == "<think> </think> <answer> 3 </answer>"
+    assert (record["extracted"], record["reward"], record["outcome"]) == ("3", 1.2, 1.0)
+    assert not record["outcome_is_score"]
+    assert record["parts"] == {"count": 1.0, "format": 0.2} and record["advantage"] == 0.7
+    assert record["tokens"] == {"prompt": 7, "response": 5, "vision": 4, "total": 12}
+    assert record["info"]["boxes"] == [[1, 2]] and record["info"]["score"] is None
+    image = record["images"][0]
+    assert (image["kind"], image["size"], image["file"]) == ("image", [56, 56], "images/aa11.png")
+    assert (folder.trajectories / image["file"]).exists()
+
+
+def test_turns_observations_and_crops(folder: RunFolder, build: SimpleNamespace) -> None:
+    box = (10, 10, 30, 40)
+    root = build.media("aa11")
+    crop = build.media("aa11", width=20, height=30, box=box, parent="aa11")
+    ids = np.array([1, 1, 2, 5, 6, 1, 1, 1, 1, 4, 7, 8])
+    sources = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 1, 1], np.int8)
+    episode = Trajectory(
+        sample_id="s",
+        repeat=0,
+        ids=ids,
+        sources=sources,
+        logprobs=np.where(sources == Source.POLICY, -1.0, np.nan).astype(np.float32),
+        versions=np.zeros(12, np.int32),
+        media=(
+            MediaSpan(media=root, start=0, length=2, grid=(1, 2, 4)),
+            MediaSpan(media=crop, start=5, length=2, grid=(1, 2, 4)),
+            MediaSpan(media=crop, start=7, length=2, grid=(1, 2, 4)),  # touches the one before
+        ),
+        advantages=np.array([1, 1, 2, 2], np.float32),
+    )
+    build.store(folder, build.group(episode))
+    (record,) = read_trajectories(folder.path, "train", 1)
+    shape = [(one["source"], one.get("image"), one.get("text")) for one in record["segments"]]
+    assert shape == [
+        ("prompt", "aa11", None),
+        ("prompt", None, "how"),
+        ("policy", None, "<think> </think>"),
+        ("observation", "aa11-10-10-30-40", None),
+        ("observation", "aa11-10-10-30-40", None),
+        ("template", None, "?"),
+        ("policy", None, "<answer> </answer>"),
+    ]
+    assert record["advantage"] == [1.0, 1.0, 2.0, 2.0]
+    assert [image["kind"] for image in record["images"]] == ["image", "crop", "crop"]
+    assert record["images"][1]["box"] == list(box) and record["images"][1]["parent"] == "aa11"
+    stored = {file.name for file in (folder.trajectories / "images").iterdir()}
+    assert stored == {"aa11.png", "aa11-10-10-30-40.png"}
+
+
+def test_pictures_are_small_and_loaded_once(folder: RunFolder, build: SimpleNamespace) -> None:
+    loaded: list[str] = []
+    photo = build.media("photo", width=1200, height=600)
+
+    def load(media: Media) -> np.ndarray:
+        loaded.append(media.hash)
+        shape = (media.height, media.width, 3)
+        return np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
+
+    members = [build.trajectory(repeat, pictures=[photo]) for repeat in range(4)]
+    build.store(folder, build.group(*members), steps=[1, 2], image=load)
+    with Image.open(folder.trajectories / "images" / "photo.jpg") as stored:
+        assert stored.size == (512, 256)
+    assert loaded == ["photo"]
+
+
+def test_a_slow_disk_never_holds_up_a_step(folder: RunFolder, build: SimpleNamespace) -> None:
+    gate = threading.Event()
+
+    def slow(media: Media) -> np.ndarray:
+        gate.wait(10)
+        return build.pixels(media)
+
+    group = build.group(build.trajectory(pictures=[build.media()]))
+    with TrajectoryWriter(folder) as writer:
+        writer.write(1, [group], Decoders(text=str, image=slow), version=1)
+        assert stored_steps(folder.path) == {}
+        gate.set()
+        writer.flush()
+        assert stored_steps(folder.path) == {"train": [1]}
+
+
+def test_failures_are_said_once_and_cost_only_themselves(
+    folder: RunFolder, build: SimpleNamespace, said: list[str]
+) -> None:
+    def broken(media: Media) -> np.ndarray:
+        raise OSError("unreadable")
+
+    groups = [build.group(build.trajectory(pictures=[build.media(name)]), uid=name) for name in "abc"]
+    with TrajectoryWriter(folder) as writer:
+        for step, decoder in ((1, str), (2, None), (3, str)):
+            decoders = Decoders(text=decoder, image=broken)  # type: ignore[arg-type]
+            writer.write(step, groups, decoders, version=1)
+    assert said == ["WARNING: picture a could not be stored: OSError: unreadable"]
+    assert stored_steps(folder.path) == {"train": [1, 3]}
+    assert {r["images"][0]["file"] for r in read_trajectories(folder.path, "train", 1)} == {None}
+
+
+def test_a_picture_that_was_replaced_is_not_stored_as_the_one_that_was_seen(
+    folder: RunFolder, build: SimpleNamespace, tmp_path: Path, said: list[str]
+) -> None:
+    for name in ("kept.png", "replaced.png"):
+        Image.new("RGB", (56, 56), "red" if name == "kept.png" else "blue").save(tmp_path / name)
+    pictures = [open_media(str(tmp_path / name)) for name in ("kept.png", "replaced.png")]
+    Image.new("RGB", (56, 56), "green").save(tmp_path / "replaced.png")
+    group = build.group(build.trajectory(pictures=pictures))
+    build.store(folder, group, image=decode)
+    (record,) = read_trajectories(folder.path, "train", 1)
+    assert [one["file"] for one in record["images"]] == [f"images/{pictures[0].hash}.png", None]
+    assert len(list((folder.trajectories / "images").iterdir())) == 1
+    assert len(said) == 1 and said[0].endswith("replaced.png: changed after it was read")
+
+
+def test_validation_has_its_own_files_wherever_its_name_points(folder: RunFolder, build: SimpleNamespace) -> None:
+    for kind in ("train", "val/six colours", "val/../../../etc"):
+        build.store(folder, build.group(build.trajectory()), steps=[5], kind=kind)
+    kinds = stored_steps(folder.path)
+    assert set(kinds) == {"train", "val/six_colours", "val/__.._.._etc"}
+    (record,) = read_trajectories(folder.path, "val/six colours", 5)
+    assert record["kind"] == "val/six colours"
+
+
+def test_resume_forgets_later_steps_and_replaces_equal_ones(folder: RunFolder, build: SimpleNamespace) -> None:
+    build.store(folder, build.group(build.trajectory()), steps=(10, 20, 30, 10))
+    TrajectoryWriter(folder).truncate_after(20)
+    assert stored_steps(folder.path) == {"train": [10, 20]}
+    text = (folder.trajectories / "step-10.jsonl").read_text()
+    assert len(text.splitlines()) == 1 and json.loads(text)["step"] == 10

@@ -1,0 +1,133 @@
+"""Places to write to are looked at before there is anything to write."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from saccade.cli import app
+from saccade.config import load, to_yaml
+from saccade.errors import EnvironmentProblem
+from saccade.system import disk
+
+Make = Callable[..., dict[str, Any]]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (4096, "4.1 kB"),
+        (99_949, "99.9 kB"),
+        (102_400, "102 kB"),
+        (999_600, "1.0 MB"),
+        (3_210_000_000, "3.2 GB"),
+        (15e12, "15000 GB"),
+    ],
+)
+def test_bytes_as_people_read_them(count: float, text: str) -> None:
+    assert disk.size(count) == text
+
+
+def test_a_place_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    disk.require_writable(tmp_path / "new" / "folder", "run.out")
+    disk.require_writable(tmp_path / "new" / "file", "--out", file=True)
+    disk.require_writable(tmp_path / "file", "--out", file=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "kept"
+    with pytest.raises(EnvironmentProblem, match=r"run.out=.*/file/x cannot be written: Not a dir"):
+        disk.require_writable(tmp_path / "file" / "x", "run.out")
+    with pytest.raises(EnvironmentProblem, match="use --out FILE where this user may write"):
+        disk.require_writable(tmp_path, "--out", file=True)
+    with pytest.raises(EnvironmentProblem, match="cannot be written"):
+        disk.require_writable("/proc/no/such", "run.out")
+
+
+def test_what_a_file_system_refuses_is_said_and_nothing_else() -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert disk.refusal(full) == f"No space left on device; {disk.FULL}"
+    barred = OSError(errno.EROFS, os.strerror(errno.EROFS), "runs/a")
+    assert str(disk.refusal(barred)).startswith("runs/a: Read-only file system; ")
+    secret = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "train.jsonl")  # to read
+    assert disk.refusal(secret) == ("train.jsonl: Permission denied; change its permissions, or give another path")
+    folder = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), "train")
+    assert disk.refusal(folder) == "train: Is a directory; give a file"
+    assert disk.refusal(BrokenPipeError(errno.EPIPE, "")) is None
+    rust = RuntimeError("Error while serializing: I/O error: something (os error 28)")
+    assert disk.refusal(rust) == disk.refusal(full)
+    assert disk.refusal(ValueError("28")) is None
+
+
+# -- the commands ----------------------------------------------------------------------------------
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(item) for item in arguments], env={"NO_COLOR": "1"})
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rl C run.out=P",
+        "sft S run.out=P",
+        "dpo S run.out=P",
+        "reward-model S run.out=P",
+        "eval C data.val=D run.out=P",
+        "eval C data.val=D --out P/x",
+        "generate C run.out=P",
+        "export M --out P",
+        "init M D --out P/run.yaml",
+        "check-data D --fix P/fixed.jsonl",
+        "check-data D --out P/report.json",
+        "quickstart --out P/x",
+        "data visual-search P --rows 2",
+        "data coldstart D P",
+    ],
+)
+def test_every_command_looks_at_its_place_first(
+    command: str, rl_config: Make, sft_config: Make, word_model: str, tmp_path: Path
+) -> None:
+    place = tmp_path / "file"
+    place.write_text("no folder")
+    (tmp_path / "rl.yaml").write_text(to_yaml(load(rl_config(tmp_path)), full=False))
+    (tmp_path / "sft.yaml").write_text(to_yaml(load(sft_config(tmp_path)), full=False))
+    data = rl_config(tmp_path)["data.train"]
+    known = {"C": tmp_path / "rl.yaml", "S": tmp_path / "sft.yaml", "M": word_model, "D": data}
+    words = [str(known.get(word, word)) for word in command.split()]
+    words = [w.replace("=D", f"={data}").replace("P/", f"{place}/") for w in words]
+    result = run(*(str(place) if w == "P" else w.replace("=P", f"={place}") for w in words))
+    assert result.exit_code == 3, result.output
+    assert "cannot be written: Not a directory; use " in " ".join(result.output.split())
+    assert place.read_text() == "no folder"
+
+
+def test_a_chat_looks_before_it_answers(word_model: str, tmp_path: Path) -> None:
+    (tmp_path / "in.json").write_text('["x"]')
+    batch = ("--batch", tmp_path / "in.json")
+    result = run("chat", word_model, *batch, "--out", "/proc/answers.json")
+    assert result.exit_code == 3
+    assert "--out /proc/answers.json cannot be written" in " ".join(result.output.split())
+
+
+def test_a_set_of_scenes_stays_inside_of_its_folder(tmp_path: Path) -> None:
+    result = run("data", "visual-search", tmp_path / "scenes", "--rows", "2", "--name", "../train")
+    assert result.exit_code == 2 and "--name ../train: wants one file name" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_command_meets_later_is_no_traceback(word_model: str, tmp_path: Path) -> None:
+    """A report goes into the folder that it is about."""
+    (tmp_path / "results.json").write_text("{}")
+    (tmp_path / "report.html").mkdir()
+    result = run("report", tmp_path)
+    assert result.exit_code == 3 and "report.html: Is a directory; give a file" in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
