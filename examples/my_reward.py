@@ -13,8 +13,8 @@ Try it from the folder of the repository:
 
 from __future__ import annotations
 
+from saccade.plugins.verifiers.extract import extract
 from saccade.plugins.verifiers.numbers import single_number
-from saccade.rewards.extract import extract
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 

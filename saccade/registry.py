@@ -23,8 +23,15 @@ from saccade.errors import EnvironmentProblem
 
 Row = TypeVar("Row")
 
+# Response formats whose shape a verifier can check.
+CHECKED = (
+    *("think_answer", "counting", "think_boxed", "boxed", "answer_line", "hash", "letter"),
+    *("grounding", "boxes_json"),
+)
+
 # table → name → where its row is
 PLUGINS: Mapping[str, Mapping[str, str]] = {
+    "answers": {"extract": "saccade.plugins.verifiers.extract:extract"},
     "engines": {
         "vllm": "saccade.plugins.engines.vllm:VllmEngine",
         "sglang": "saccade.plugins.engines.sglang:SglangEngine",
@@ -37,6 +44,8 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         "qwen2_5_omni": "saccade.plugins.families.qwen_omni:SPEC",
         "qwen2_5_omni_thinker": "saccade.plugins.families.qwen_omni:SPEC",
     },
+    "formats": dict.fromkeys((*CHECKED, "direct", "none"), "saccade.plugins.verifiers.response_formats:ROWS"),
+    "judges": {"chat": "saccade.plugins.judges.judge:Judge"},
     "mappings": {
         name: f"saccade.plugins.preferences.preference_sets:{name.replace('-', '_')}"
         for name in (
@@ -49,11 +58,33 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
     "reports": {"evaluation": "saccade.plugins.reports.eval_report:EVALUATION"},
     "reward_models": {
         "rows": "saccade.plugins.reward_models.reward_rows:rows_of",
+        "terms": "saccade.plugins.reward_models.reward_model_term:Learned",
         "evaluate": "saccade.plugins.reward_models.reward_evaluation:compare",
         "score": "saccade.plugins.reward_models.learned_reward:LearnedReward",
     },
+    "self_tests": {"known_answers": "saccade.plugins.check_data.self_test:check_known_answers"},
+    "services": {"remote": "saccade.plugins.judges.remote:open_remote"},
     "towers": {"series": "saccade.plugins.series.series_tower:TOWER"},
-    "verifiers": {"sokoban": "saccade.plugins.sokoban.sokoban_verifier:VERIFIER"},
+    "verifiers": {
+        "sokoban": "saccade.plugins.sokoban.sokoban_verifier:VERIFIER",
+        "model": "saccade.plugins.reward_models.reward_model_term:MODEL",
+        **{
+            name: f"saccade.plugins.verifiers.{file}:ROWS"
+            for file, names in {
+                "maths": ("math", "geo3k"),
+                "numbers": ("count", "number", "relaxed", "gsm8k"),
+                "text_match": ("exact", "contains_one_of", "regex"),
+                "short_answers": ("choice", "digit", "dapo_math", "avqa", "verdict"),
+                "label_overlap": ("labels_f1", "labels_recall", "token_f1", "token_recall"),
+                "medical": ("medical",),
+                "grounding": ("iou", "point"),
+                "hybrid": ("judge", "hybrid"),
+                "response_formats": [f"format:{name}" for name in CHECKED],
+                "reward_shaping": ("overlong", "repetition", "length", "tool_use"),
+            }.items()
+            for name in names
+        },
+    },
 }
 
 

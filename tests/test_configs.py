@@ -20,10 +20,9 @@ from saccade.config.schema import options
 from saccade.data import datasets
 from saccade.errors import ConfigError
 from saccade.recipes import generate, parts
-from saccade.rewards.response_formats import FORMATS
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.verifiers import VERIFIERS
+from saccade.rewards.verifiers import FORMATS, VERIFIERS
 from saccade.trainer.schedule import rate
 from saccade.types import Sample
 

@@ -24,17 +24,17 @@ from saccade.models import files
 from saccade.models.families import Family
 from saccade.recipes.model_setup import load_learned
 from saccade.recipes.questions import warning_of_words
-from saccade.rewards.response_formats import FORMATS
+from saccade.registry import Table
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.self_test import require, self_test
 from saccade.rewards.user_functions import split_name
-from saccade.rewards.verifiers import VERIFIERS, has_gold
+from saccade.rewards.verifiers import FORMATS, VERIFIERS, has_gold
 from saccade.rollout import env_process
 from saccade.rollout.episode import Limits
 from saccade.types import Sample, Sampling
 
 log = logging.getLogger(__name__)
+SELF_TESTS: Table[Any] = Table("self_tests", {})
 
 
 def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | None:
@@ -72,8 +72,7 @@ def test_rewards(config: Config, scorer: Scorer | None, samples: Sequence[Sample
     scorer.check_sources(sample.data_source for sample in samples)
     scorer.check_media(samples)
     if config.reward.self_test != "off":
-        result = self_test(scorer, samples, format=config.prompt.format)
-        require(result, config.reward.self_test)
+        SELF_TESTS["known_answers"](scorer, samples, format=config.prompt.format, mode=config.reward.self_test)
     scorer.metrics()  # those of the test belong to no step
 
 

@@ -18,13 +18,11 @@ from pydantic import ValidationError
 
 from saccade.config import RewardConfig, RewardTerm
 from saccade.errors import ConfigError
-from saccade.plugins.judges.services import SERVICES
 from saccade.rewards.combine import COMBINATIONS, RewardRecipe, Term
-from saccade.rewards.response_formats import FORMATS
 from saccade.rewards.reward_presets import PRESETS
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.user_functions import DEFAULT_NAME, split_name
-from saccade.rewards.verifiers import VERIFIERS, Verifier
+from saccade.rewards.verifiers import FORMATS, SERVICES, VERIFIERS, Verifier
 
 
 def resolve_recipes(

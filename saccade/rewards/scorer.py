@@ -24,17 +24,18 @@ from typing import Any
 
 from saccade.config import RewardConfig
 from saccade.errors import ConfigError
-from saccade.plugins.judges.judge import Judge
-from saccade.plugins.judges.remote import Remote
-from saccade.plugins.judges.services import SERVICES, Service
-from saccade.plugins.reward_models.reward_model_term import Learned, RewardModel
+from saccade.registry import Table
 from saccade.rewards.combine import Pending, RewardRecipe, Scored, Term, combine
 from saccade.rewards.pool import WorkerPool
 from saccade.rewards.resolve import resolve_recipes, unknown
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.user_functions import split_name
-from saccade.rewards.verifiers import VERIFIERS
+from saccade.rewards.verifiers import SERVICES, VERIFIERS, Service
 from saccade.types import Sample, Score
+
+# What scores terms that no rule does. `chat` takes reward.judge, `terms` a function that loads a model.
+JUDGES: Table[Any] = Table("judges", {})
+REWARD_MODELS: Table[Any] = Table("reward_models", {})
 
 
 class Scorer:
@@ -48,7 +49,7 @@ class Scorer:
         max_tokens: int,
         overlong: tuple[int, float, int] | None = None,
         isolate: bool = False,
-        load_model: Callable[[str], RewardModel] | None = None,
+        load_model: Callable[[str], Any] | None = None,
     ) -> None:
         """`overlong` is (buffer, factor, limit) of algorithm.overlong; a buffer of 0 means none.
         `isolate` puts every rule into the worker processes, also those that need not be there.
@@ -57,8 +58,8 @@ class Scorer:
         self.config, self.max_tokens = config, max_tokens
         self._isolate, self._load_model = isolate, load_model
         self.pool: WorkerPool | None = None
-        self.judge: Judge | None = None
-        self.learned: Learned | None = None
+        self.judge: Any = None
+        self.learned: Any = None
         self.services: dict[str, tuple[str, Service]] = {}  # and the name of its first term
         recipes, default = resolve_recipes(
             config, prompt_format=prompt_format, max_tokens=max_tokens, overlong=overlong
@@ -144,8 +145,7 @@ class Scorer:
         """Refuse rows whose pictures a service needs and does not get, or a model cannot read."""
         shown = {media.kind: media for sample in samples for media in sample.media}
         for _, service in self.services.values():
-            if isinstance(service, Remote):
-                service.check_media(set(shown))
+            service.check_media(set(shown))
         if self.learned is not None:
             self.learned.check_media(list(shown.values()))
 
@@ -206,7 +206,7 @@ class Scorer:
         if term.verifier in SERVICES:
             return self._service(term).submit
         if term.learned and self._load_model is not None:
-            self.learned = self.learned or Learned(self._load_model)
+            self.learned = self.learned or REWARD_MODELS["terms"](self._load_model)
             self.learned.prepare(term.args)
             return partial(self.learned.submit, term.args)
         if term.function is not None and not self._isolate:
@@ -227,14 +227,14 @@ class Scorer:
             self.services[key][1].check()
         return self.services[key][1]
 
-    def _judge(self, term: Term) -> Judge:
+    def _judge(self, term: Term) -> Any:
         if term.verifier == "judge" and self.config.judge.on_failure == "rule":
             raise ConfigError(
                 "reward.judge.on_failure=rule: the term judge has no rule; use hybrid, or try "
                 "reward.judge.on_failure=abstain"
             )
         if self.judge is None:
-            self.judge = Judge(self.config.judge)
+            self.judge = JUDGES["chat"](self.config.judge)
             self.judge.check()
         return self.judge
 

@@ -35,7 +35,7 @@ from saccade.environments import Environment, Own, Setting, Step, build, instruc
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.blob_file import encoded, root_hash
 from saccade.media.images import decode as pixels
-from saccade.rewards.extract import extract
+from saccade.rewards.verifiers import ANSWERS
 from saccade.system.codec import Arrays, decode, encode, files_of
 from saccade.system.process import LARGEST, Block, Channel, Child, Ended, connect, end, end_with_parent, listen
 from saccade.types import Media, Message, Sample
@@ -300,7 +300,7 @@ def _setting(plain: Mapping[str, Any]) -> Setting:
     """The setting with its finder of answers."""
     order, prefilled = plain["order"], plain["think_prefilled"]
     return Setting(
-        answer=lambda text: extract(text, order, think_prefilled=prefilled) or None,
+        answer=lambda text: ANSWERS["extract"](text, order, think_prefilled=prefilled) or None,
         role=plain["role"],
         unit=plain["unit"],
     )

@@ -7,6 +7,7 @@ groups = stream.attach(collect(..., on_finish=stream.submit))
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -18,13 +19,13 @@ from saccade.config import RewardConfig
 from saccade.engines import Engine
 from saccade.models.families import Family
 from saccade.rewards.combine import DROPPED, Scored, drops_group
-from saccade.rewards.extract import has_think
 from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.types import ALWAYS_EXCLUDED, Group, Message, Sample, Trajectory
 
 log = logging.getLogger(__name__)
 
+THOUGHT = re.compile("<think>(.*?)</think>", re.DOTALL)
 GLANCE = 0.25  # seconds between two looks at rewards that are still out
 GIVEN_UP: Future[Scored] = Future()
 GIVEN_UP.set_result(Scored(status="abstain", reason="given_up: too many others failed"))
@@ -184,8 +185,9 @@ def unread(groups: Sequence[Group], scorer: Scorer | None, family: Family) -> st
 
 def thinks(trajectory: Trajectory, family: Family) -> bool:
     """Whether any turn holds a think block with something in it."""
-    turns = (m.text for m in trajectory.messages[trajectory.context :] if m.role == "assistant")
-    return any(has_think(text, family.chat.think_prefilled) for text in turns)
+    opened = "<think>" if family.chat.think_prefilled else ""
+    turns = (opened + m.text for m in trajectory.messages[trajectory.context :] if m.role == "assistant")
+    return any(found[1].strip() for text in turns if (found := THOUGHT.search(text)))
 
 
 def seen_by_reward(question: RewardSample, trajectory: Trajectory, family: Family) -> RewardSample:

@@ -11,7 +11,7 @@ from saccade.config import EnvConfig
 from saccade.environments import Setting, build
 from saccade.environments.calls import LONGEST
 from saccade.environments.texts import words
-from saccade.rewards.extract import extract
+from saccade.plugins.verifiers.extract import extract
 from saccade.types import Message, Sample
 
 SETTING = Setting(answer=lambda text: extract(text, ["answer_tag"]) or None)

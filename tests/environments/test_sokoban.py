@@ -9,7 +9,7 @@ from saccade.config import EnvConfig
 from saccade.environments import Setting, build
 from saccade.media.images import decode
 from saccade.plugins.sokoban.sokoban import COLOURS, draw, move, parse, read_moves
-from saccade.rewards.extract import extract
+from saccade.plugins.verifiers.extract import extract
 from saccade.types import Message, Sample
 
 CORRIDOR = "#####\n#@$.#\n#####"

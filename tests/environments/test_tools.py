@@ -9,7 +9,7 @@ from PIL import Image
 from saccade.config import EnvConfig
 from saccade.environments import Own, Setting, build, instruction, problems, stop_strings
 from saccade.media.images import decode, open_media
-from saccade.rewards.extract import extract
+from saccade.plugins.verifiers.extract import extract
 from saccade.types import Message, Sample
 
 SETTING = Setting(answer=lambda text: extract(text, ["answer_tag"]) or None)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from saccade.rewards.extract import answer_of, extract, has_think
+from saccade.plugins.verifiers.extract import answer_of, extract
 from saccade.rewards.reward_sample import RewardSample, to_json
 
 MATH = ("answer_tag", "boxed", "answer_line")
@@ -57,21 +57,6 @@ def test_scope_is_what_follows_the_last_closed_thought(response: str, prefilled:
 
 def test_scope_all_reads_the_thought() -> None:
     assert extract("<think><answer>1</answer>", MATH, scope="all") == "1"
-
-
-@pytest.mark.parametrize(
-    ("response", "prefilled", "expected"),
-    [
-        ("<think>a</think>b", False, True),
-        ("<think> </think>b", False, False),
-        ("<think>a", False, False),
-        ("a</think>b", True, True),
-        ("a</think>b", False, False),
-        ("</think>b", True, False),
-    ],
-)
-def test_has_think(response: str, prefilled: bool, expected: bool) -> None:
-    assert has_think(response, prefilled) is expected
 
 
 def test_many_open_boxes_are_read_in_one_pass() -> None:

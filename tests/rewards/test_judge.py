@@ -13,11 +13,11 @@ import pytest
 
 from saccade.config import RewardConfig
 from saccade.errors import ConfigError, EnvironmentProblem, SelfTestError
+from saccade.plugins.check_data.self_test import require, self_test
 from saccade.plugins.judges.http_client import sender as endpoint_client
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.self_test import require, self_test
 from saccade.types import Media, Message, Sample
 from tests.endpoints import Endpoint, Says, chat_answer, fair_judge, scripted, shown_to_judge
 

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from saccade.rewards.response_formats import FORMATS
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.verifiers import VERIFIERS
+from saccade.rewards.verifiers import FORMATS, VERIFIERS
 
 
 def value(name: str, response: str, prefilled: bool = False, **args: Any) -> float:

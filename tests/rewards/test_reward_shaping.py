@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from saccade.config import RewardConfig
+from saccade.plugins.verifiers.reward_shaping import length, overlong, repetition, tool_use
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.reward_shaping import length, overlong, repetition, tool_use
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import VERIFIERS
 

@@ -12,8 +12,8 @@ import pytest
 
 from saccade.config import RewardConfig
 from saccade.errors import SelfTestError
+from saccade.plugins.check_data.self_test import SelfTest, require, self_test
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.self_test import SelfTest, require, self_test
 from saccade.types import Media, Message, Sample
 
 
@@ -220,7 +220,7 @@ def test_real_sets_pass(shared: Path) -> None:
 def test_the_package_imports_no_torch() -> None:
     code = (
         "import sys, saccade.rewards.worker\n"
-        "from saccade.rewards.self_test import equivalent\n"
+        "from saccade.plugins.check_data.self_test import equivalent\n"
         "assert not equivalent('2x', 'x', formulas=False)\n"
         "assert not {'torch', 'sympy', 'transformers'} & set(sys.modules)"
     )

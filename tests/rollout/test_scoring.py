@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from saccade.models.families import Family
 from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rollout.scoring import RewardStream
+from saccade.rollout.scoring import RewardStream, thinks
 from saccade.types import Group, Message, Sample, Trajectory
 
 GOOD = Scored(status="ok", reward=1.0, outcome=1.0, extracted="7")
@@ -97,3 +98,20 @@ def test_whoever_waits_hears_of_it_and_may_give_up(group: Group, family_of: Call
     threading.Timer(0.05, scores.last.set_result, [GOOD]).start()
     (scored,) = waiting.attach([group], lambda *_: None)
     assert statuses(scored.trajectories) == [("ok", 1.0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("response", "prefilled", "expected"),
+    [
+        ("<think>a</think>b", False, True),
+        ("<think> </think>b", False, False),
+        ("<think>a", False, False),
+        ("a</think>b", True, True),
+        ("a</think>b", False, False),
+        ("</think>b", True, False),
+    ],
+)
+def test_a_thought_is_closed_and_not_blank(response: str, prefilled: bool, expected: bool) -> None:
+    turn = SimpleNamespace(role="assistant", text=response)
+    family = SimpleNamespace(chat=SimpleNamespace(think_prefilled=prefilled))
+    assert thinks(SimpleNamespace(messages=[turn], context=0), family) is expected

@@ -16,7 +16,7 @@ from saccade.media.images import decode, open_media
 from saccade.plugins.reports import episodes
 from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report_page import Report, write_report
-from saccade.rewards.extract import extract
+from saccade.plugins.verifiers.extract import extract
 from saccade.run.trajectories import Decoders, TrajectoryWriter, read_trajectories
 from saccade.types import Group, MediaSpan, Message, Sample, Source, Trajectory
 from tests.browser import Browser, needs_browser, page_data

@@ -307,10 +307,10 @@ def test_a_judge_behind_the_service_sees_the_pictures(image: Callable[..., Media
 
 
 def test_a_learned_model_is_a_scorer_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever has the four methods; here one that counts letters."""
+    """Whatever has the five methods; here one that counts letters."""
     from concurrent.futures import Future
 
-    from saccade.plugins.judges.services import SERVICES
+    from saccade.rewards.verifiers import SERVICES
     from saccade.types import Score
 
     class Letters:
@@ -321,6 +321,8 @@ def test_a_learned_model_is_a_scorer_with_a_name(monkeypatch: pytest.MonkeyPatch
 
         def check(self) -> None:
             assert self.scale > 0
+
+        def check_media(self, kinds: set[str]) -> None: ...
 
         def submit(self, sample: RewardSample) -> Future[Score]:
             done: Future[Score] = Future()

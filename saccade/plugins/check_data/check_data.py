@@ -93,9 +93,9 @@ def _reader(config: Config, command: str, family: Family) -> check_rows.Read:
 
 
 def _self_test(config: Config) -> Callable[[Sequence[Sample]], Any] | None:
+    from saccade.plugins.check_data.self_test import self_test
     from saccade.recipes.parts import warnings_of
     from saccade.rewards.scorer import Scorer
-    from saccade.rewards.self_test import self_test
 
     reward = config.reward
     if not reward.given:

@@ -19,6 +19,7 @@ import numpy as np
 
 from saccade.config import RewardConfig
 from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.verifiers import Verifier
 from saccade.types import Media, Score
 
 STEPS = ("mean", "min", "last")
@@ -55,6 +56,9 @@ def model(
     if steps not in STEPS:
         raise ValueError(f"steps={steps}: choose one of {', '.join(STEPS)}")
     return Score(kind="abstain", reason="unscored: its model is not loaded")
+
+
+MODEL = Verifier(function=model, needs_answer=False, learned=True)
 
 
 def model_terms(reward: RewardConfig) -> Iterator[dict[str, Any]]:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from saccade.plugins.sokoban import sokoban as game
-from saccade.rewards.extract import Scope, answer_of
-from saccade.rewards.response_formats import check_think_answer
+from saccade.plugins.verifiers.extract import Scope, answer_of
+from saccade.plugins.verifiers.response_formats import check_think_answer
 from saccade.rewards.reward_sample import RewardSample, graded
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score

@@ -14,8 +14,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from saccade.plugins.verifiers.extract import NUMBER, fenced
 from saccade.plugins.verifiers.hedging import unsettled
-from saccade.rewards.extract import NUMBER, fenced
 
 KEYS = ("bbox_2d", "bbox", "box", "objects_of_interest")
 POINT_KEYS = ("point_2d", "point", "coordinate")

@@ -30,9 +30,10 @@ from saccade.plugins.verifiers.boxes import (
     space_of,
     to_pixels,
 )
+from saccade.plugins.verifiers.extract import Scope, written
 from saccade.plugins.verifiers.overlap import MODES, Compare, covered, overlap
-from saccade.rewards.extract import Scope, written
 from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
 BOX_ORDER = ("answer_tag",)
@@ -217,3 +218,9 @@ def _mask_file(path: str) -> np.ndarray:
 
     with Image.open(path) as picture:
         return np.asarray(picture.convert("L")) > 0
+
+
+ROWS = {
+    "iou": Verifier(function=iou, graded=True, right=right_boxes, empty_modes=("set",)),
+    "point": Verifier(function=point, graded=True, right=right_point),
+}

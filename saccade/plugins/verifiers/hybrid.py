@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from saccade.plugins.verifiers.choice import single_letter
-from saccade.plugins.verifiers.maths import MATH_ORDER, math
+from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of
+from saccade.plugins.verifiers.maths import MATH, MATH_ORDER, math
 from saccade.plugins.verifiers.numbers import count, gsm8k, number, relaxed
 from saccade.plugins.verifiers.short_answers import choice
 from saccade.plugins.verifiers.text_match import contains_one_of, exact
-from saccade.rewards.extract import NUMBER, Scope, answer_of
 from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
 ASK = "ask"
@@ -78,3 +79,6 @@ def hybrid(
 def _fitting(sample: RewardSample) -> tuple[str, ...]:
     letters = all(single_letter(gold, ()) for gold in sample.golds)
     return ("choice",) if sample.choices or letters else ("exact", "math")
+
+
+ROWS = {"judge": Verifier(function=judge, judged=True), "hybrid": replace(MATH, function=hybrid, judged=True)}

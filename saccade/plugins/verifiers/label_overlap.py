@@ -16,8 +16,9 @@ from functools import partial
 from string import punctuation
 from typing import Any
 
-from saccade.rewards.extract import Scope, answer_of, written
+from saccade.plugins.verifiers.extract import Scope, answer_of, written
 from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
 LABEL_ORDER = ("answer_tag", "boxed")
@@ -100,3 +101,11 @@ def _part(text: str, value: float) -> Score:
 labels_f1, labels_recall = partial(_labels, set_f1), partial(_labels, _set_recall)
 token_f1 = partial(_tokens, lambda shared, found, gold: 2 * shared / (found + gold))
 token_recall = partial(_tokens, lambda shared, found, gold: shared / gold)
+
+
+ROWS = {
+    "labels_f1": Verifier(function=labels_f1, graded=True, right=joined, blank_counts=True),
+    "labels_recall": Verifier(function=labels_recall, graded=True, right=joined, blank_counts=True),
+    "token_f1": Verifier(function=token_f1, graded=True),
+    "token_recall": Verifier(function=token_recall, graded=True),
+}

@@ -19,6 +19,7 @@ from functools import lru_cache, partial
 from typing import Literal
 
 from saccade.plugins.verifiers import symbolic
+from saccade.plugins.verifiers.extract import Scope, answer_of, unboxed
 from saccade.plugins.verifiers.hedging import STRUCK
 from saccade.plugins.verifiers.latex_normalise import (
     LONGEST,
@@ -31,9 +32,10 @@ from saccade.plugins.verifiers.latex_normalise import (
 )
 from saccade.plugins.verifiers.math_tree import Node, near, rational, read
 from saccade.plugins.verifiers.peel import peel_number
+from saccade.plugins.verifiers.response_formats import check_think_boxed
 from saccade.plugins.verifiers.units import PERCENT, Unit, split_unit
-from saccade.rewards.extract import Scope, answer_of, unboxed
 from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
 MATH_ORDER = ("answer_tag", "boxed", "answer_line")
@@ -183,3 +185,17 @@ def _equal_texts(a: str, b: str, tolerance: Fraction, formulas: bool) -> bool:
     if x is not None and y is not None:
         return near(x, y, tolerance)
     return formulas and symbolic.same(a, b, tolerance)
+
+
+def geo3k(sample: RewardSample) -> Score:
+    r"""0.9 for the right `\boxed{}` and 0.1 for the shape; the part `accuracy` is the outcome."""
+    answer = math(sample, order=("boxed",))
+    if answer.kind != "value":
+        return answer
+    shape = float(check_think_boxed(sample))
+    parts = {"accuracy": answer.value, "format": shape}
+    return replace(answer, value=0.9 * answer.value + 0.1 * shape, parts=parts)
+
+
+MATH = Verifier(function=math, isolated=True, deadline=3.0, prepare=symbolic.load)
+ROWS = {"math": MATH, "geo3k": replace(MATH, function=geo3k)}

@@ -17,11 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from saccade.plugins.verifiers.boxes import read_boxes, read_json
+from saccade.plugins.verifiers.extract import Scope, fenced
 from saccade.plugins.verifiers.grounding import NO_SIZE, mask_of, view_of
-from saccade.plugins.verifiers.label_overlap import LABEL_ORDER, labels_f1
+from saccade.plugins.verifiers.label_overlap import LABEL_ORDER, joined, labels_f1
 from saccade.plugins.verifiers.overlap import MODES, covered, overlap
-from saccade.rewards.extract import Scope, fenced
 from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
 WEIGHTS = {"labels": 0.5, "boxes": 0.3, "json": 0.1, "length": 0.1}
@@ -97,3 +98,6 @@ def json_quality(response: str) -> float:
         + 0.1 * isinstance(value, list)
         + 0.4 * share
     )
+
+
+ROWS = {"medical": Verifier(function=medical, graded=True, right=joined, blank_counts=True)}

@@ -13,14 +13,15 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
+from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of
 from saccade.plugins.verifiers.hedging import ASIDE, BOUND, BOUND_BEHIND, SCALE, TAKEN_BACK, unsettled
 from saccade.plugins.verifiers.latex_normalise import NARROW, TEXT, TooLarge, normalise, tidy
 from saccade.plugins.verifiers.math_tree import rational
 from saccade.plugins.verifiers.peel import NUMERAL, numeral, peel_number
 from saccade.plugins.verifiers.text_match import plain_text
 from saccade.plugins.verifiers.units import PERCENT, Unit, is_unit, split_unit
-from saccade.rewards.extract import NUMBER, Scope, answer_of
 from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
 NUMBER_ORDER = ("answer_tag", "boxed", "answer_line", "whole")
@@ -201,3 +202,6 @@ def _unit(text: str) -> Unit | None:
     """What stands on both sides must be the same; nothing is converted here."""
     bare = text.isdecimal() or len(text) > LONGEST_NUMBER
     return None if bare else split_unit(tidy(peel_number(text)))[1]
+
+
+ROWS = {each.__name__: Verifier(function=each) for each in (count, number, relaxed, gsm8k)}

@@ -12,11 +12,13 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from saccade.plugins.verifiers.choice import letters_in
+from saccade.plugins.verifiers.extract import Scope, answer_of
 from saccade.plugins.verifiers.hedging import REASON, unsettled
+from saccade.plugins.verifiers.label_overlap import joined
 from saccade.plugins.verifiers.maths import spelling
-from saccade.rewards.extract import Scope, answer_of
-from saccade.rewards.response_formats import check_think_answer
+from saccade.plugins.verifiers.response_formats import check_think_answer
 from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
 # What a judge of two things may say: the first, the second, neither.
@@ -140,3 +142,12 @@ def _two(sample: RewardSample, found: str | None, right: bool) -> Score:
         parts={"accuracy": float(right), "format": shape},
         extracted=found,
     )
+
+
+ROWS = {
+    "choice": Verifier(function=choice, right=joined),
+    "digit": Verifier(function=digit),
+    "dapo_math": Verifier(function=dapo_math),
+    "avqa": Verifier(function=avqa),
+    "verdict": Verifier(function=verdict, right=right_verdict),
+}

@@ -10,9 +10,10 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from saccade.plugins.verifiers.extract import Scope, answer_of
 from saccade.plugins.verifiers.peel import peel
-from saccade.rewards.extract import Scope, answer_of
 from saccade.rewards.reward_sample import RewardSample, graded, no_gold
+from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
 TEXT_ORDER = ("answer_tag",)
@@ -56,3 +57,10 @@ def plain_text(text: str, ignore_case: bool = True) -> str:
     """One spelling for texts that say the same."""
     text = unicodedata.normalize("NFC", peel(re.sub(r"\s+", " ", text).rstrip("! ")))
     return text.casefold() if ignore_case else text
+
+
+ROWS = {
+    "exact": Verifier(function=exact),
+    "contains_one_of": Verifier(function=contains_one_of),
+    "regex": Verifier(function=regex, isolated=True, needs_answer=False, deadline=1.0),  # a pattern may hang
+}

@@ -27,9 +27,8 @@ from saccade.data.written_chats import dialogue_row
 from saccade.environments import KINDS, Environment, Step, stop_strings
 from saccade.errors import ConfigError, DataError
 from saccade.plugins.visual_search.search_expert import AGAIN, NUMBERS, call, demonstration
-from saccade.rewards.response_formats import FORMATS
 from saccade.rewards.reward_sample import reward_sample
-from saccade.rewards.verifiers import VERIFIERS
+from saccade.rewards.verifiers import FORMATS, VERIFIERS
 from saccade.rollout import env_process
 from saccade.rollout.env_process import EnvironmentCall, Failed
 from saccade.system.disk import require_writable

@@ -12,6 +12,7 @@ from typing import Literal
 
 from saccade.rewards.combine import TIMES_OUTCOME
 from saccade.rewards.reward_sample import RewardSample
+from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
 # Scripts written without spaces: a character is a word.
@@ -65,3 +66,9 @@ def tool_use(
     succeeded = any(call.get("ok", True) if isinstance(call, Mapping) else True for call in sample.tool_calls)
     value = bonus * succeeded - penalty * (min(calls, 1) if mode == "once" else calls)
     return Score(kind="value", value=value, info={TIMES_OUTCOME: True} if only_if_correct else {})
+
+
+ROWS = {
+    each.__name__: Verifier(function=each, kind="shaping", needs_answer=False)
+    for each in (overlong, repetition, length, tool_use)
+}

@@ -2,28 +2,21 @@ r"""Response formats: where the answer stands, a strict check, a renderer.
 
 The words that ask for a shape belong to the prompts, not here.
 
-    >>> FORMATS["think_boxed"].render("4")
+    >>> ROWS["think_boxed"].render("4")
     '<think>The answer is known.</think> \\boxed{4}'
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from saccade.plugins.verifiers.boxes import read_boxes
 from saccade.plugins.verifiers.choice import single_letter
-from saccade.rewards.extract import ANSWER_LINE, ANSWER_LINE_WINDOW, NUMBER, answer_scope, last_boxed
+from saccade.plugins.verifiers.extract import ANSWER_LINE, ANSWER_LINE_WINDOW, NUMBER, answer_scope, last_boxed
 from saccade.rewards.reward_sample import RewardSample
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResponseFormat:
-    order: tuple[str, ...]  # extractors that find the answer
-    render: Callable[[str], str]  # writes an answer in this shape
-    check: Callable[..., bool] | None = None  # check(sample, **options)
+from saccade.rewards.verifiers import ResponseFormat
 
 
 def check_think_answer(sample: RewardSample, *, gap: Literal["space", "none"] = "space") -> bool:
@@ -114,32 +107,29 @@ def _last_line(sample: RewardSample) -> str:
 
 THOUGHT = "<think>The answer is known.</think>"
 
-FORMATS: dict[str, ResponseFormat] = {
-    "think_answer": ResponseFormat(
-        order=("answer_tag",), check=check_think_answer, render=lambda gold: f"{THOUGHT}\n<answer>{gold}</answer>"
-    ),
+
+def _tagged(gold: str) -> str:
+    return f"{THOUGHT}\n<answer>{gold}</answer>"
+
+
+def _boxes(gold: str) -> str:
+    return f"```json\n{gold if read_boxes(gold) else []}\n```\n{THOUGHT} \\boxed{{{gold}}}"
+
+
+TAGGED = ResponseFormat(order=("answer_tag",), check=check_think_answer, render=_tagged)
+ROWS = {
+    "think_answer": TAGGED,
+    "counting": TAGGED,  # in other words
+    "grounding": replace(TAGGED, check=check_grounding),  # the environment has the words that ask for a call
     "think_boxed": ResponseFormat(
-        order=("boxed",), check=check_think_boxed, render=lambda gold: f"{THOUGHT} \\boxed{{{gold}}}"
+        order=("boxed",), check=check_think_boxed, render=f"{THOUGHT} \\boxed{{{{{{}}}}}}".format
     ),
-    "boxed": ResponseFormat(order=("boxed",), check=check_boxed, render=lambda gold: f"So it is \\boxed{{{gold}}}."),
-    "answer_line": ResponseFormat(
-        order=("answer_line",), check=check_answer_line, render=lambda gold: f"Answer: {gold}"
-    ),
-    "hash": ResponseFormat(order=("hash",), check=check_hash, render=lambda gold: f"#### {gold}"),
-    "letter": ResponseFormat(order=("answer_tag", "letter"), check=check_letter, render=lambda gold: gold),
-    # The words that ask for a call are those of the environment.
-    "grounding": ResponseFormat(
-        order=("answer_tag",), check=check_grounding, render=lambda gold: f"{THOUGHT}\n<answer>{gold}</answer>"
-    ),
-    "boxes_json": ResponseFormat(
-        order=("boxed",),
-        check=check_boxes_json,
-        render=lambda gold: f"```json\n{gold if read_boxes(gold) else []}\n```\n{THOUGHT} \\boxed{{{gold}}}",
-    ),
-    "direct": ResponseFormat(order=("whole",), render=lambda gold: gold),
-    # The instruction is the user's own, so every common place is searched.
-    "none": ResponseFormat(
-        order=("answer_tag", "boxed", "answer_line", "whole"), render=lambda gold: f"<answer>{gold}</answer>"
-    ),
+    "boxed": ResponseFormat(order=("boxed",), check=check_boxed, render=r"So it is \boxed{{{}}}.".format),
+    "boxes_json": ResponseFormat(order=("boxed",), check=check_boxes_json, render=_boxes),
+    "answer_line": ResponseFormat(order=("answer_line",), check=check_answer_line, render="Answer: {}".format),
+    "hash": ResponseFormat(order=("hash",), check=check_hash, render="#### {}".format),
+    "letter": ResponseFormat(order=("answer_tag", "letter"), check=check_letter, render=str),
+    "direct": ResponseFormat(order=("whole",), render=str),
+    # The instruction is the user's, so every common place is searched.
+    "none": ResponseFormat(order=("answer_tag", "boxed", "answer_line", "whole"), render="<answer>{}</answer>".format),
 }
-FORMATS["counting"] = FORMATS["think_answer"]  # in other words

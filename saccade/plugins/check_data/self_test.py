@@ -20,11 +20,10 @@ from saccade.plugins.verifiers.maths import equivalent
 from saccade.plugins.verifiers.numbers import single_number
 from saccade.rewards.combine import RewardRecipe, Scored, Term
 from saccade.rewards.pool import CRASHED
-from saccade.rewards.response_formats import FORMATS
 from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.user_functions import LATE, split_name
-from saccade.rewards.verifiers import VERIFIERS, has_gold
+from saccade.rewards.verifiers import FORMATS, VERIFIERS, has_gold
 from saccade.types import Sample
 
 SHOWN = 5
@@ -34,6 +33,7 @@ SHARED = 0.5  # of the golds of other rows, where a place or a word can be right
 MISJUDGED = 0.1  # share of known answers that a judge may get wrong
 MOST = 0.5  # share of responses that may go without a verdict, or without a value of another term
 
+Mode = Literal["strict", "warn"]
 Kind = Literal["gold", "empty", "foreign"]
 
 
@@ -96,9 +96,15 @@ def self_test(scorer: Scorer, samples: Sequence[Sample], *, format: str, count: 
     return again if again.passed else result
 
 
-def require(result: SelfTest, mode: Literal["strict", "warn", "off"]) -> None:
-    """Stop, warn or do nothing when the test has failed."""
-    if result.passed or mode == "off":
+def check_known_answers(
+    scorer: Scorer, samples: Sequence[Sample], *, format: str, mode: Literal["strict", "warn"]
+) -> None:
+    require(self_test(scorer, samples, format=format), mode)
+
+
+def require(result: SelfTest, mode: Mode) -> None:
+    """Stop or warn when the test has failed."""
+    if result.passed:
         return
     shown = "\n".join(f"  {failure}" for failure in result.failures[:SHOWN])
     broken = any(failure.broken for failure in result.failures)
