@@ -31,6 +31,10 @@ CHECKED = (
 
 # table → name → where its row is
 PLUGINS: Mapping[str, Mapping[str, str]] = {
+    "advantages": {
+        name: f"saccade.plugins.more_algorithms.more_advantages:{name}"
+        for name in ("opo", "gpg", "max_rl", "grpo_passk", "cpgd", "gdpo", "drpo")
+    },
     "answers": {"extract": "saccade.plugins.verifiers.extract:extract"},
     "engines": {
         "vllm": "saccade.plugins.engines.vllm:VllmEngine",
@@ -55,6 +59,11 @@ PLUGINS: Mapping[str, Mapping[str, str]] = {
         )
     },
     "media_kinds": {"series": "saccade.plugins.series.series_files:KIND"},
+    "policy_losses": {
+        name: f"saccade.plugins.more_algorithms.more_losses:{name}"
+        for name in ("gmpo", "sapo", "cpgd", "kl_cov", "clip_cov", "topr", "kimi", "dppo_tv", "dppo_kl", "vespo")
+    }
+    | {"dro": "saccade.plugins.more_algorithms.more_losses:kimi"},
     "reports": {"evaluation": "saccade.plugins.reports.eval_report:EVALUATION"},
     "reward_models": {
         "rows": "saccade.plugins.reward_models.reward_rows:rows_of",

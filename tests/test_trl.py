@@ -97,7 +97,7 @@ def ours(path: str, groups: list[Any], old: np.ndarray | None) -> tuple[float, d
     from saccade.algorithms import annotate, select
     from saccade.algorithms.algorithm_state import restore
     from saccade.algorithms.build import resolve
-    from saccade.algorithms.loss_sums import to_metrics
+    from saccade.algorithms.objective import to_metrics
     from saccade.config import AlgorithmConfig, KLConfig, TrainConfig
     from saccade.forest.packing import pack
     from saccade.models.families import load_family

@@ -16,33 +16,40 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from saccade.algorithms.advantage_inputs import INFINITY, AdvantageInputs
+from saccade.algorithms.advantage_inputs import AdvantageInputs
 from saccade.algorithms.filters import is_constant
-from saccade.algorithms.table import Entry, Positive, Share, ShareBelowOne, bound
-from saccade.errors import ConfigError
+from saccade.algorithms.table import Entry, Share, add, bound
+from saccade.registry import Table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+ADVANTAGES: Table[Entry] = Table("advantages", {})
+
 # -- one number per member -------------------------------------------------------------------------
 
 
+@add(ADVANTAGES, "(R - mean_g) / (std_g + std_eps)", group=True)
 def grpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6) -> Tensor:
     """arXiv 2402.03300"""
-    return inputs.per_token(_standardised(inputs, std_eps))
+    return inputs.per_token(standardised(inputs, std_eps))
 
 
+@add(ADVANTAGES, "R - mean_g, whitened over the tokens", name="reinforce_pp_baseline", group=True, whiten=True)
+@add(ADVANTAGES, "R - mean_g", group=True)
 def no_std(inputs: AdvantageInputs) -> Tensor:
     """Dr. GRPO, arXiv 2503.20783: without a divisor easy and hard prompts weigh as their spread."""
     return inputs.per_token(inputs.centred)
 
 
+@add(ADVANTAGES, "(R - mean_g) / (std of the step + std_eps)", group=True)
 def batch_std(inputs: AdvantageInputs, *, std_eps: float = 1e-6) -> Tensor:
-    return inputs.per_token(inputs.centred / _divisor(inputs.scores[inputs.live], std_eps))
+    return inputs.per_token(inputs.centred / divisor(inputs.scores[inputs.live], std_eps))
 
 
+@add(ADVANTAGES, "R - mean of the other members", group=True)
 def rloo(inputs: AdvantageInputs) -> Tensor:
     """arXiv 2402.14740"""
     others = (inputs.group_size - 1).clamp(min=1)
@@ -50,125 +57,23 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
     return inputs.per_token(inputs.scores - baseline)
 
 
-def opo(inputs: AdvantageInputs) -> Tensor:
-    """The baseline of least variance weighs members by length (arXiv 2505.23585)."""
-    lengths = inputs.lengths.to(inputs.scores)
-    baseline = inputs.group_sum(lengths * inputs.scores) / inputs.group_sum(lengths).clamp(min=1)
-    return inputs.per_token(inputs.scores - baseline)
-
-
-def gpg(
-    inputs: AdvantageInputs,
-    *,
-    gpg_alpha: Literal["nonconstant", "nonzero_rewards"] = "nonconstant",
-    gpg_alpha_max: Positive = INFINITY,
-    gpg_divisor: Literal["one", "std"] = "one",
-    std_eps: float = 1e-6,
-) -> Tensor:
-    """Scaled up for members that carry no signal (arXiv 2504.02546)."""
-    carries = {"nonconstant": ~inputs.constant, "nonzero_rewards": inputs.rewards != 0}[gpg_alpha]
-    alpha = inputs.live.sum().double() / (carries & inputs.live).sum().clamp(min=1)
-    signal = _standardised(inputs, std_eps) if gpg_divisor == "std" else inputs.centred
-    return inputs.per_token(signal * alpha.clamp(max=gpg_alpha_max))
-
-
-def max_rl(inputs: AdvantageInputs) -> Tensor:
-    """arXiv 2602.02710"""
-    if bool((inputs.scores < 0).any()):
-        raise ConfigError(
-            "algorithm.advantage=max_rl divides by the mean reward and needs rewards >= 0, a KL in "
-            "the reward included; use algorithm.advantage=grpo, or rewards without negative parts"
-        )
-    mean = inputs.group_mean
-    return inputs.per_token((inputs.centred / mean).where(mean > 0, 0.0))
-
-
-def grpo_passk(inputs: AdvantageInputs, *, std_eps: float = 1e-6, divide_by_std: bool = True) -> Tensor:
-    """Only the best member of a group, by its lead over the second (arXiv 2503.19595)."""
-    scores, order = inputs.scores, inputs.scores.new_ones(len(inputs.scores)).cumsum(0)
-    leads = scores == inputs.group_max(scores)
-    first = order == -inputs.group_max((-order).where(leads, -INFINITY))
-    second = inputs.group_max(scores.where(~first, -INFINITY))
-    divisor = inputs.group_std + std_eps if divide_by_std else 1.0
-    return inputs.per_token(((scores - second) / divisor).where(first, 0.0))
-
-
-def cpgd(
-    inputs: AdvantageInputs, *, cpgd_weight: Literal["std", "clip_filter", "none"] = "std", std_eps: float = 1e-6
-) -> Tensor:
-    """arXiv 2505.12504; `clip_filter` makes up for groups without a signal, at most threefold."""
-    if cpgd_weight == "std":
-        return grpo(inputs, std_eps=std_eps)
-    if cpgd_weight == "none":
-        return no_std(inputs)
-    groups = _count_groups(inputs.groups[inputs.live])
-    differing = _count_groups(inputs.groups[inputs.live & ~inputs.constant])
-    return inputs.per_token(inputs.centred * min(groups / max(differing, 1), 3.0))
-
-
-def gdpo(inputs: AdvantageInputs, *, std_eps: float = 1e-6, gdpo_whiten: Literal["seq", "token"] = "seq") -> Tensor:
-    """Each term of the reward on its own scale (arXiv 2601.05242); a KL belongs in the loss."""
-    assert inputs.components is not None and inputs.component_weights is not None
-    total = inputs.scores.new_zeros(len(inputs.scores))
-    weights = inputs.component_weights.expand_as(inputs.components)
-    for rewards, weight in zip(inputs.components.T, weights.T, strict=True):
-        total += weight * _standardised(replace(inputs, rewards=rewards), std_eps)
-    live = inputs.per_token(inputs.live)
-    if gdpo_whiten == "token":
-        return whitened(inputs.per_token(total), live)
-    inside = total[inputs.live]
-    return inputs.per_token((total - inside.mean()) / _divisor(inside, 1e-4)).where(live, 0.0)
-
-
-def drpo(
-    inputs: AdvantageInputs,
-    *,
-    std_eps: float = 1e-6,
-    drpo_renorm: Literal["std", "rms"] = "std",
-    drpo_kl_damp: ShareBelowOne = 0.0,
-) -> Tensor:
-    """Rare and hard domains weigh more (after arXiv 2506.00711).
-
-    `drpo_kl_damp` is a quantile of |A| times the drift from the reference, such as 0.75: a member
-    at it gets half its advantage.
-    """
-    assert inputs.domain_weights is not None
-    carries = inputs.live & ~inputs.constant
-    counted = carries.to(inputs.scores)
-    once = counted / inputs.group_sum(counted).clamp(min=1)  # each group, whatever its size
-    typical = (inputs.domain_weights.where(carries, 0.0) * once).sum() / once.sum()
-    weights = (inputs.domain_weights / typical).clamp(0.1, 10).where(carries, 1.0)
-
-    plain = _standardised(inputs, std_eps)
-    weighted, live = plain * weights, inputs.live
-    if not bool(weighted[live].any()):
-        return inputs.per_token(weighted)
-    if drpo_renorm == "std":
-        weighted = weighted / _divisor(weighted[live], 1e-6)
-    else:
-        weighted = weighted * plain[live].norm() / weighted[live].norm()
-    if drpo_kl_damp > 0:
-        assert inputs.drift is not None
-        strain = weighted.abs() * inputs.drift
-        limit = strain[live].quantile(drpo_kl_damp)
-        if limit > 0:  # at 0 most members do not strain, and the formula would erase the rest
-            weighted = weighted * limit / (strain + limit)
-    return inputs.per_token(weighted)
-
-
 # -- one number per token --------------------------------------------------------------------------
 
 
+@add(ADVANTAGES, "discounted return from t on, whitened over the tokens of the step", name="reinforce_pp", whiten=True)
+@add(ADVANTAGES, "discounted return from t on", name="reinforce", whiten=False)
 def returns(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     return inputs.sum_from(inputs.token_rewards, gamma)
 
 
+@add(ADVANTAGES, "return from t on - R of a greedy rollout", greedy=True)
 def remax(inputs: AdvantageInputs) -> Tensor:
     """arXiv 2310.10505"""
     assert inputs.greedy is not None
     return returns(inputs) - inputs.per_token(inputs.greedy)
 
 
+@add(ADVANTAGES, "A_t = r_t + gamma V_t+1 - V_t + gamma lam A_t+1, whitened over the step", whiten=True, critic=True)
 def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: Share = 0.95) -> Tensor:
     """arXiv 1506.02438"""
     assert inputs.values is not None
@@ -177,48 +82,6 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: Share = 0.95) -> Te
     following = inputs.values.roll(-1).where(~inputs.ends, end)
     surprise = inputs.token_rewards + gamma * following - inputs.values
     return inputs.sum_from(surprise, gamma * lam)
-
-
-ADVANTAGES: dict[str, Entry] = {
-    "grpo": Entry(function=grpo, formula="(R - mean_g) / (std_g + std_eps)", group=True),
-    "no_std": Entry(function=no_std, formula="R - mean_g", group=True),
-    "batch_std": Entry(function=batch_std, formula="(R - mean_g) / (std of the step + std_eps)", group=True),
-    "rloo": Entry(function=rloo, formula="R - mean of the other members", group=True),
-    "opo": Entry(function=opo, formula="R - length-weighted mean_g", group=True),
-    "gpg": Entry(
-        function=gpg, formula="alpha (R - mean_g), alpha = live members / those in groups that differ", group=True
-    ),
-    "max_rl": Entry(function=max_rl, formula="(R - mean_g) / mean_g, 0 where mean_g <= 0", group=True, positive=True),
-    "grpo_passk": Entry(
-        function=grpo_passk, formula="best member: (R_1 - R_2) / (std_g + std_eps); others 0", group=True
-    ),
-    "cpgd": Entry(
-        function=cpgd, formula="(R - mean_g) / (std_g + std_eps), or times groups / groups that differ", group=True
-    ),
-    "gdpo": Entry(
-        function=gdpo,
-        formula="sum over terms of v (r - mean_g) / (std_g + std_eps), whitened over the step",
-        group=True,
-        components=True,
-    ),
-    "drpo": Entry(
-        function=drpo, formula="w_domain (R - mean_g) / (std_g + std_eps) / std of the step", group=True, domains=True
-    ),
-    "reinforce": Entry(function=returns, formula="discounted return from t on", whiten=False),
-    "reinforce_pp": Entry(
-        function=returns, formula="discounted return from t on, whitened over the tokens of the step", whiten=True
-    ),
-    "reinforce_pp_baseline": Entry(
-        function=no_std, formula="R - mean_g, whitened over the tokens of the step", group=True, whiten=True
-    ),
-    "remax": Entry(function=remax, formula="return from t on - R of a greedy rollout", greedy=True),
-    "gae": Entry(
-        function=gae,
-        formula="A_t = r_t + gamma V_t+1 - V_t + gamma lam A_t+1, whitened over the step",
-        whiten=True,
-        critic=True,
-    ),
-}
 
 
 # -- what holds for every estimator ----------------------------------------------------------------
@@ -271,10 +134,10 @@ def compute(
         values=values,
         returns=None if critic is None else (raw + critic).where(live_tokens, 0.0),
         live=inputs.live,
-        constant_low=_count_groups(inputs.groups[constant & low]),
-        constant_high=_count_groups(inputs.groups[constant & ~low]),
-        singleton=_count_groups(inputs.groups[singleton]),
-        no_baseline=_count_groups(inputs.groups[no_baseline]),
+        constant_low=count_groups(inputs.groups[constant & low]),
+        constant_high=count_groups(inputs.groups[constant & ~low]),
+        singleton=count_groups(inputs.groups[singleton]),
+        no_baseline=count_groups(inputs.groups[no_baseline]),
         clip_frac=clip_frac,
     )
 
@@ -307,15 +170,15 @@ def _constant(estimator: Entry, inputs: AdvantageInputs) -> Tensor:
     return reduce(and_, map(inputs.same, inputs.components.T))
 
 
-def _standardised(inputs: AdvantageInputs, std_eps: float) -> Tensor:
+def standardised(inputs: AdvantageInputs, std_eps: float) -> Tensor:
     # With std_eps=0 a constant group would be 0/0.
     return (inputs.centred / (inputs.group_std + std_eps)).where(~inputs.constant, 0.0)
 
 
-def _divisor(values: Tensor, eps: float) -> Tensor | float:
+def divisor(values: Tensor, eps: float) -> Tensor | float:
     """Std + eps; 1 for a lone value or equal ones, which eps alone would blow up."""
     return values.std() + eps if len(values) > 1 and not is_constant(values.tolist()) else 1.0
 
 
-def _count_groups(groups: Tensor) -> int:
+def count_groups(groups: Tensor) -> int:
     return len(groups.unique())

@@ -17,38 +17,48 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from saccade.algorithms.table import Count, Entry, bound
+from saccade.algorithms.table import Count, Entry, add, bound
+from saccade.registry import Table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+AGGREGATIONS: Table[Entry] = Table("aggregations", {})
 
+
+@add(AGGREGATIONS, "sum(l) / N")
 def token_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     return _inverse(lengths.sum().expand_as(lengths), lengths)
 
 
+@add(AGGREGATIONS, "mean over sequences of sum(l) / n_i")
 def seq_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     return _inverse(_live(lengths) * lengths, lengths)
 
 
+@add(AGGREGATIONS, "mean over sequences of sum(l)")
 def seq_sum(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     return _inverse(_live(lengths).expand_as(lengths), lengths)
 
 
+@add(AGGREGATIONS, "sum(l) / (S * fixed_length)")
 def fixed(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: Count) -> Tensor:
     """A constant in place of the length, as Dr. GRPO (arXiv 2503.20783)."""
     return _inverse((_live(lengths) * fixed_length).expand_as(lengths), lengths)
 
 
+@add(AGGREGATIONS, "mean over trajectories of their token mean")
 def sample_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     """Token mean over all sequences of a trajectory, then mean over trajectories."""
     return _pooled_mean(lengths, trajectory)
 
 
+@add(AGGREGATIONS, "mean over groups of their token mean")
 def group_mean(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     return _pooled_mean(lengths, group)
 
 
+@add(AGGREGATIONS, "sum(l)")
 def token_sum(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
     return _inverse(lengths.new_ones(()).expand_as(lengths), lengths)
 
@@ -67,17 +77,6 @@ def _pooled_mean(lengths: Tensor, pool: Tensor) -> Tensor:
     names, index = pool.unique(return_inverse=True)
     tokens = lengths.new_zeros(len(names)).index_add(0, index, lengths)
     return _inverse((tokens > 0).sum() * tokens[index], lengths)
-
-
-AGGREGATIONS: dict[str, Entry] = {
-    "token_mean": Entry(function=token_mean, formula="sum(l) / N"),
-    "seq_mean": Entry(function=seq_mean, formula="mean over sequences of sum(l) / n_i"),
-    "seq_sum": Entry(function=seq_sum, formula="mean over sequences of sum(l)"),
-    "fixed": Entry(function=fixed, formula="sum(l) / (S * fixed_length)"),
-    "sample_mean": Entry(function=sample_mean, formula="mean over trajectories of their token mean"),
-    "group_mean": Entry(function=group_mean, formula="mean over groups of their token mean"),
-    "token_sum": Entry(function=token_sum, formula="sum(l)"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)

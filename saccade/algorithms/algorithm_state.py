@@ -1,8 +1,9 @@
 """What an algorithm carries from one step to the next: coefficients that follow a measurement,
-moments of rewards, and how each domain was answered.
+moments of rewards, and how often and how well each domain was answered.
 
-A frozen record that a checkpoint stores as JSON; every step makes a new one. Knows nothing of runs
-or files.
+A frozen record that a checkpoint stores as JSON; every step makes a new one. A domain has ten bins
+of success y in [0, 1]; old groups fade with a half-life, so the state neither grows nor freezes.
+Knows nothing of runs or files.
 
     >>> state = restore(algorithm, saved=None)
     >>> state.steered(algorithm).kl.coef
@@ -11,20 +12,50 @@ or files.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import isfinite
-from typing import Any
+from math import isfinite, sqrt
+from typing import Any, Literal
 
-from saccade.algorithms import domains
-from saccade.algorithms.domains import Domains
-from saccade.algorithms.filters import is_excluded
-from saccade.algorithms.moments import Moments
+import numpy as np
+
+from saccade.algorithms.filters import CONSTANT_TOLERANCE, is_excluded
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.errors import ConfigError
 from saccade.types import Group, Metrics
 
 LARGEST_ERROR = 0.2  # of a KL, relative to its target
+BINS = 10
+HALF_LIFE = 5000  # groups of the domain
+LEAST_SUCCESS = 0.05  # a domain that always fails must not weigh infinitely
+FADED = 1e-12  # of a group; smaller counts are empty, for their inverse would overflow in the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared distances from the mean
+
+    @property
+    def divisor(self) -> float:
+        """The unbiased standard deviation; 1 where nothing has differed yet."""
+        if self.count < 2:
+            return 1.0
+        std = (self.squares / (self.count - 1)) ** 0.5
+        return std if std > CONSTANT_TOLERANCE * max(1.0, abs(self.mean)) else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bins:
+    """Faded number of groups and sum of their success, by success."""
+
+    counts: tuple[float, ...] = (0.0,) * BINS
+    sums: tuple[float, ...] = (0.0,) * BINS
+
+
+Domains = dict[str, Bins]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +83,10 @@ def restore(algorithm: Algorithm, saved: Mapping[str, Any] | None) -> AlgorithmS
         kl_coef=saved["kl_coef"] if adaptive else start.kl_coef,
         entropy_coef=saved["entropy_coef"] if steered else start.entropy_coef,
         moments={name: Moments(**one) for name, one in saved["moments"].items()},
-        domains=domains.from_json(saved["domains"]),
+        domains={
+            name: Bins(counts=tuple(bins["counts"]), sums=tuple(bins["sums"]))
+            for name, bins in saved["domains"].items()
+        },
     )
 
 
@@ -61,7 +95,7 @@ def to_json(state: AlgorithmState) -> dict[str, Any]:
         "kl_coef": state.kl_coef,
         "entropy_coef": state.entropy_coef,
         "moments": {name: asdict(one) for name, one in state.moments.items()},
-        "domains": domains.to_json(state.domains),
+        "domains": {name: asdict(bins) for name, bins in state.domains.items()},
     }
 
 
@@ -74,7 +108,7 @@ def observe(state: AlgorithmState, groups: Sequence[Group], algorithm: Algorithm
         for group in sorted(groups, key=lambda group: group.uid)
         if (y := success_of(group, algorithm)) is not None
     ]
-    return replace(state, domains=domains.observe(state.domains, seen))
+    return replace(state, domains=observe_domains(state.domains, seen))
 
 
 def domain_of(group: Group) -> str:
@@ -94,7 +128,7 @@ def outcomes_of(group: Group, algorithm: Algorithm) -> list[float]:
 def success_of(group: Group, algorithm: Algorithm) -> float | None:
     """Mean raw outcome as a share of what is possible; None when no member counts."""
     outcomes = outcomes_of(group, algorithm)
-    return domains.success(outcomes, algorithm.reward_range) if outcomes else None
+    return success(outcomes, algorithm.reward_range) if outcomes else None
 
 
 def after_step(state: AlgorithmState, algorithm: Algorithm, metrics: Metrics) -> AlgorithmState:
@@ -142,3 +176,77 @@ def next_entropy_coef(coef: float, *, measured: float, target: float, step: floa
     assert isfinite(measured), measured
     moved = coef + step * ((measured < target) - (measured > target))
     return min(max(moved, low), high)
+
+
+# -- moments of rewards ----------------------------------------------------------------------------
+
+
+def merge(moments: Moments, values: Sequence[float] | np.ndarray) -> Moments:
+    """The moments of what was seen before and `values` together (Chan et al. 1979)."""
+    new = np.asarray(values, np.float64)
+    assert np.isfinite(new).all(), "a reward that is not finite is status 'error'"
+    if not new.size:
+        return moments
+    count, shift = moments.count + new.size, float(new.mean()) - moments.mean
+    between = shift**2 * moments.count * new.size / count
+    return Moments(
+        count=count,
+        mean=moments.mean + shift * new.size / count,
+        squares=moments.squares + float(np.square(new - new.mean()).sum()) + between,
+    )
+
+
+def normalise(values: Sequence[float] | np.ndarray, moments: Moments, kind: Literal["std", "mean_std"]) -> np.ndarray:
+    """R / std, or (R - mean) / std."""
+    shift = {"std": 0.0, "mean_std": moments.mean}[kind]
+    return (np.asarray(values, np.float64) - shift) / moments.divisor
+
+
+# -- domains ---------------------------------------------------------------------------------------
+
+
+def success(outcomes: Sequence[float], reward_range: tuple[float, float]) -> float:
+    """Mean raw outcome of a group as a share of the declared range."""
+    low, high = reward_range
+    rounding = 1e-6 * (high - low)
+    for outcome in outcomes:
+        if not low - rounding <= outcome <= high + rounding:
+            wider = [min(low, outcome), max(high, outcome)]
+            raise ConfigError(
+                f"an outcome of {outcome} is outside algorithm.reward_range=[{low}, {high}]; "
+                f"declare what the reward can give, such as {wider}"
+            )
+    mean = sum(outcomes) / len(outcomes)
+    return min(1.0, max(0.0, (mean - low) / (high - low)))
+
+
+def observe_domains(domains: Mapping[str, Bins], seen: Sequence[tuple[str, float]]) -> Domains:
+    """After a step: `seen` is (domain, success) of every scored group, in the order of the uids."""
+    updated = dict(domains)
+    for domain, groups in Counter(domain for domain, _ in seen).items():
+        bins = updated.get(domain, Bins())
+        keep = 2.0 ** (-groups / HALF_LIFE)
+        counts = [keep * n if keep * n > FADED else 0.0 for n in bins.counts]
+        sums = [keep * y if n else 0.0 for y, n in zip(bins.sums, counts, strict=True)]
+        for y in (y for name, y in seen if name == domain):
+            counts[_bin(y)] += 1
+            sums[_bin(y)] += y
+        updated[domain] = Bins(counts=tuple(counts), sums=tuple(sums))
+    return updated
+
+
+def domain_weight(domains: Mapping[str, Bins], domain: str, y: float) -> float:
+    """Of a group with success `y` that was observed: larger where the domain is rare and hard."""
+    bins = domains[domain]
+    used = [(n, total / n) for n, total in zip(bins.counts, bins.sums, strict=True) if n > 0]
+    count, mean = bins.counts[_bin(y)], bins.sums[_bin(y)]
+    assert count > 0, f"no group of {domain} with success {y} was observed"
+    domain_mean = sum(m / n for n, m in used) / sum(1 / n for n, _ in used)
+    in_domain = sqrt(sum(bins.counts)) * max(domain_mean, LEAST_SUCCESS)
+    in_bin = sqrt(count) * max(mean / count, LEAST_SUCCESS)
+    return 1 / (max(in_domain, LEAST_SUCCESS) * in_bin)
+
+
+def _bin(y: float) -> int:
+    assert 0 <= y <= 1, y
+    return min(int(y * BINS), BINS - 1)

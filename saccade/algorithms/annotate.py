@@ -24,13 +24,13 @@ from saccade.algorithms import corrections
 from saccade.algorithms.advantages import AdvantageInputs, Advantages, compute
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.algorithm_state import AlgorithmState
-from saccade.algorithms.covariance import SelectionInputs
 from saccade.algorithms.estimator_inputs import ComponentWeights, column, estimator_inputs
 from saccade.algorithms.filters import high_entropy
+from saccade.algorithms.objective import explained_variance
+from saccade.algorithms.policy_losses import SelectionInputs
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
 from saccade.algorithms.table import bound
-from saccade.algorithms.value import explained_variance
 from saccade.forest.packing import has_media
 from saccade.types import Batch, Group, Metrics, Trajectory
 

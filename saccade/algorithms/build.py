@@ -14,7 +14,7 @@ from typing import Any
 
 from saccade.algorithms.checks import find_warnings, refuse_contradictions
 from saccade.algorithms.corrections import CORRECTIONS
-from saccade.algorithms.kl import KINDS
+from saccade.algorithms.policy_losses import KINDS
 from saccade.algorithms.resolved_algorithm import AXES, Algorithm, Correct, OldMode
 from saccade.algorithms.table import Entry, canonical, find, parsed, unknown
 from saccade.config import AlgorithmConfig, Config, load

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from saccade.algorithms.table import Entry, bound
+from saccade.algorithms.table import Entry, add, bound
 from saccade.errors import ConfigError
+from saccade.registry import Table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_EXPONENT = 20.0
+CORRECTIONS: Table[Entry] = Table("corrections", {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,10 @@ def apply(chosen: Sequence[tuple[Entry, Mapping[str, Any]]], mismatch: Mismatch)
 # -- weights ---------------------------------------------------------------------------------------
 
 
+def token(mismatch: Mismatch, values: Tensor) -> Tensor:
+    return values
+
+
 def _truncated(statistic: Statistic) -> Corrector:
     """Importance sampling with a cap (TIS)."""
 
@@ -105,25 +111,34 @@ def _truncated(statistic: Statistic) -> Corrector:
     return weigh
 
 
+_tis = "w = clip(exp({}), low, high)"
+add(CORRECTIONS, _tis.format("delta"), name="tis.token", weighs=True)(_truncated(token))
+add(CORRECTIONS, _tis.format("sum of delta"), name="tis.sequence", weighs=True, by_sequence=True)(
+    _truncated(Mismatch.total)
+)
+add(CORRECTIONS, _tis.format("mean of delta"), name="tis.geometric", weighs=True, by_sequence=True)(
+    _truncated(Mismatch.mean)
+)
+
+
+@add(CORRECTIONS, "w = exp(delta), 0 outside of [low, high]", weighs=True)
 def icepop(mismatch: Mismatch, *, low: float = 0.5, high: float = 5.0) -> Correction:
     """Weights inside the band only; what is outside is neither weighed nor kept."""
     keep = _band(token, mismatch, low, high)
     return Correction(weights=mismatch.ratio.where(keep, 0.0), keep=keep)
 
 
+@add(CORRECTIONS, "sequences with low <= exp(mean of delta) <= high")
 def seq_mask(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Correction:
     return Correction(keep=_band(Mismatch.mean, mismatch, low, high))
 
 
+@add(CORRECTIONS, "w = exp(delta), sequences with low <= exp(mean of delta) <= high", weighs=True)
 def seq_mask_tis(mismatch: Mismatch, *, low: float = 0.99, high: float = 1.01) -> Correction:
     return Correction(weights=mismatch.ratio, keep=_band(Mismatch.mean, mismatch, low, high))
 
 
 # -- rejection -------------------------------------------------------------------------------------
-
-
-def token(mismatch: Mismatch, values: Tensor) -> Tensor:
-    return values
 
 
 def _reject_ratio(statistic: Statistic) -> Corrector:
@@ -167,6 +182,7 @@ def _exp(values: Tensor) -> Tensor:
 # -- at each update --------------------------------------------------------------------------------
 
 
+@add(CORRECTIONS, "no sequence with A < 0 and mean of rollout - new > threshold", each_update=True)
 def opsm(
     new: Tensor,  # [T]
     rollout: Tensor,  # [T] NaN where unscored
@@ -208,38 +224,13 @@ DISTANCES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "k2": (k2, "delta^2 / 2"),
     "k3": (k3, "exp(delta) - 1 - delta"),
 }
-CORRECTIONS: dict[str, Entry] = {
-    "tis.token": Entry(function=_truncated(token), formula="w = clip(exp(delta), low, high)", weighs=True),
-    "tis.sequence": Entry(
-        function=_truncated(Mismatch.total),
-        formula="w = clip(exp(sum of delta), low, high)",
-        weighs=True,
-        by_sequence=True,
-    ),
-    "tis.geometric": Entry(
-        function=_truncated(Mismatch.mean),
-        formula="w = clip(exp(mean of delta), low, high)",
-        weighs=True,
-        by_sequence=True,
-    ),
-    "icepop": Entry(function=icepop, formula="w = exp(delta), 0 outside of [low, high]", weighs=True),
-    "seq_mask": Entry(function=seq_mask, formula="sequences with low <= exp(mean of delta) <= high"),
-    "seq_mask_tis": Entry(
-        function=seq_mask_tis, formula="w = exp(delta), sequences with low <= exp(mean of delta) <= high", weighs=True
-    ),
-    **{
-        f"reject.{level}.k1": Entry(function=_reject_ratio(statistic), formula=f"low <= exp(delta by {level}) <= high")
-        for level, statistic in STATISTICS.items()
-        if level != "seq_max"  # one extreme says nothing about a band
-    },
-    **{
-        f"reject.{level}.{kind}": Entry(
-            function=_reject_distance(statistic, distance), formula=f"{text} by {level} <= high"
+for _level, _statistic in STATISTICS.items():
+    if _level != "seq_max":  # one extreme says nothing about a band
+        add(CORRECTIONS, f"low <= exp(delta by {_level}) <= high", name=f"reject.{_level}.k1")(
+            _reject_ratio(_statistic)
         )
-        for level, statistic in STATISTICS.items()
-        for kind, (distance, text) in DISTANCES.items()
-    },
-    "opsm": Entry(
-        function=opsm, formula="no sequence with A < 0 and mean of rollout - new > threshold", each_update=True
-    ),
-}
+for _level, _statistic in STATISTICS.items():
+    for _kind, (_distance, _text) in DISTANCES.items():
+        add(CORRECTIONS, f"{_text} by {_level} <= high", name=f"reject.{_level}.{_kind}")(
+            _reject_distance(_statistic, _distance)
+        )

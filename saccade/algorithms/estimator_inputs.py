@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.algorithms import domains
 from saccade.algorithms.advantages import AdvantageInputs
-from saccade.algorithms.algorithm_state import AlgorithmState, domain_of, success_of
+from saccade.algorithms.algorithm_state import AlgorithmState, domain_of, domain_weight, success_of
 from saccade.algorithms.filters import in_baseline, is_excluded
-from saccade.algorithms.kl import KINDS
+from saccade.algorithms.policy_losses import KINDS
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import bound
 from saccade.types import Batch, Group, Trajectory
@@ -79,7 +78,7 @@ def _reward(trajectory: Trajectory | None) -> float:
 
 def _domain_weight(group: Group, algorithm: Algorithm, state: AlgorithmState) -> float:
     y = success_of(group, algorithm)
-    return 1.0 if y is None else domains.weight(state.domains, domain_of(group), y)
+    return 1.0 if y is None else domain_weight(state.domains, domain_of(group), y)
 
 
 def _components(

@@ -1,6 +1,9 @@
-"""The loss of one micro-batch, from flat tensors of live policy tokens.
+"""Losses of one micro-batch, of the policy, of a critic, of demonstrations, and the sums that they
+report, which stay on the device until the step is over.
 
-    loss = sum(l k w scale) + beta sum(kl scale) - c_H sum(H scale)
+    policy  sum(l k w scale) + beta sum(kl scale) - c_H sum(H scale)
+    critic  1/2 sum(max((V - Ret)^2, (V_old + clip(V - V_old) - Ret)^2) scale)
+    demonstrations  sum(l scale),  l = -log p of the token, or a mix of that with a teacher's
 
 Scales hold the denominators of the whole optimizer step, so micro-losses simply add up. Tokens
 with scale 0 are not live: nothing about them, not even NaN, reaches the loss or a metric. Knows
@@ -13,18 +16,62 @@ nothing of models, ranks or where the log-probs came from. Axis: T tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from saccade.algorithms.kl import KINDS
-from saccade.algorithms.loss_sums import LossSums
-from saccade.algorithms.policy_losses import LossInputs, log_ratio
+from saccade.algorithms.policy_losses import KINDS, LossInputs, log_ratio
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import bound
+from saccade.types import Metrics
 
 LARGEST_EXPONENT = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSums:
+    """0-d tensors of one micro-batch."""
+
+    tokens: Tensor  # its share of the step's tokens is its share of a term's weight
+    terms: Mapping[str, Tensor]  # of the loss: they add up to that of the optimizer step
+    means: Mapping[str, tuple[Tensor, Tensor]]  # a total and what divides it
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)  # -inf: of nothing
+
+
+def to_metrics(sums: Sequence[LossSums], *, step_tokens: int | None = None) -> Metrics:
+    """Metrics of micro-batches of an optimizer step of `step_tokens` tokens; None: all of it. The
+    device is waited for once.
+    """
+    metrics = Metrics()
+    if not sums:
+        return metrics
+    pairs = [tensor for one in sums for pair in one.means.values() for tensor in pair]
+    others = [tensor for one in sums for tensor in (one.tokens, *one.terms.values(), *one.maxima.values())]
+    tensors = {id(tensor): tensor for tensor in pairs + others}
+    listed = torch.stack([tensor.to(torch.float64) for tensor in tensors.values()]).tolist()
+    number = dict(zip(tensors, listed, strict=True))
+    whole = Counter[str]()
+    for one in sums:
+        whole.update(dict.fromkeys(one.terms, number[id(one.tokens)]))
+    for one in sums:
+        for name, term in one.terms.items():
+            tokens = whole[name] if step_tokens is None else step_tokens
+            share = number[id(one.tokens)] / tokens if tokens else 0.0
+            metrics.add(name, number[id(term)], share)
+        for name, (total, count) in one.means.items():
+            metrics.add(name, number[id(total)], number[id(count)])
+        for name, largest in one.maxima.items():
+            if number[id(largest)] != -torch.inf:
+                metrics.add_max(name, number[id(largest)])
+    return metrics
+
+
+def mean_of(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Their sum, and what makes it a mean."""
+    return values.detach().sum(), torch.tensor(len(values), device=values.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,3 +239,73 @@ def _largest(values: Tensor, mask: Tensor) -> Tensor:
     """-inf when there are none."""
     inside = values.where(mask, -torch.inf)
     return inside.max() if len(inside) else inside.new_full((), -torch.inf)
+
+
+# -- critic and demonstrations ---------------------------------------------------------------------
+
+
+def value_objective(
+    new: Tensor, old: Tensor, returns: Tensor, scales: Tensor, *, clip: float
+) -> tuple[Tensor, LossSums]:
+    live = scales > 0
+    new, old, returns = (column.where(live, 0.0) for column in (new, old, returns))
+    losses, clipped = value_loss(new, old, returns, clip=clip)
+    loss = (losses * scales).sum()
+    tokens = live.sum()
+    means = {"critic/clip_frac": clipped.sum(), "critic/value_mean": new.detach().sum()}
+    return loss, LossSums(
+        tokens=tokens,
+        terms={"critic/loss": loss.detach()},
+        means={name: (total, tokens) for name, total in means.items()},
+    )
+
+
+def value_loss(new: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
+    """Loss [T] and where the clip holds the gradient back [T] bool; clip 0 is the plain square."""
+    error = (new - returns).square()
+    if clip == 0:
+        return error / 2, torch.zeros_like(error, dtype=torch.bool)
+    moved = new - old
+    # Not old + moved inside the bounds: its rounding would count as a clip.
+    bounded = new.where(moved.abs() <= clip, old + moved.clamp(-clip, clip))
+    held = (bounded - returns).square()
+    return torch.maximum(error, held) / 2, held > error
+
+
+def explained_variance(values: Tensor, returns: Tensor, live: Tensor) -> float | None:
+    """1 - Var(Ret - V) / Var(Ret) over live tokens; None where returns do not vary."""
+    values, returns = values[live].double(), returns[live].double()
+    if len(returns) == 0 or bool((returns == returns[0]).all()):
+        return None
+    return 1 - ((returns - values).var() / returns.var()).item()
+
+
+def imitation_objective(
+    losses: Tensor, reported: Mapping[str, Tensor], scales: Tensor, *, term: str | None = None
+) -> tuple[Tensor, LossSums]:
+    """`reported`: what is shown as means per token; `term`: the loss itself, by that name."""
+    loss = (losses * scales).sum()
+    tokens = torch.tensor(len(losses), device=losses.device)
+    return loss, LossSums(
+        tokens=tokens,
+        terms={} if term is None else {term: loss.detach()},
+        means={name: (v.detach().double().sum(), tokens) for name, v in reported.items()},
+    )
+
+
+def kd(
+    logits: Tensor, teacher_logits: Tensor, targets: Tensor, *, kd_coef: float = 0.4
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(1 - kd_coef) CE + kd_coef (-sum over v of p_teacher log p_student), and both terms.
+
+    logits [R, V], with a gradient; teacher_logits [R, V]; targets [R]. Ids that are banned (-inf)
+    for the student are banned for the teacher.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    banned = logits == -torch.inf
+    student = logits.to(wide).log_softmax(-1)
+    teacher = teacher_logits.to(wide).detach().masked_fill(banned, -torch.inf).softmax(-1)
+    written = -student.gather(-1, targets[:, None]).squeeze(-1)
+    taught = -(teacher * student.masked_fill(banned, 0.0)).sum(-1)  # 0 times -inf is not 0
+    mix = (1 - kd_coef) * written + kd_coef * taught
+    return mix, {"ce": written.detach(), "teacher": taught.detach()}

@@ -15,8 +15,7 @@ from typing import Any, Literal
 from saccade.algorithms.advantages import ADVANTAGES
 from saccade.algorithms.aggregation import AGGREGATIONS
 from saccade.algorithms.corrections import CORRECTIONS
-from saccade.algorithms.kl import KINDS
-from saccade.algorithms.policy_losses import LOSSES
+from saccade.algorithms.policy_losses import KINDS, LOSSES
 from saccade.algorithms.table import Entry, find
 from saccade.config.schema import AlgorithmConfig
 

@@ -1,7 +1,9 @@
 """What every axis is made of: a table of entries, and the way to an entry from its name.
 
-A name is a key of the table or `file.py:name`; the latter is a function of your own, or an `Entry`
-around one. Knows nothing of what the functions compute.
+A name is a key of the table or `file.py:name`; the latter is the user's function, or an `Entry`
+around one. What such a function raises, and a result of the wrong kind or shape, becomes an error
+with the field, the file and the form that works. Knows nothing of what the functions compute.
+Imports no torch.
 
     >>> find("aggregation", AGGREGATIONS, "token_mean").formula
     'sum(l) / N'
@@ -11,18 +13,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from saccade.algorithms.own import checked
 from saccade.config import explain
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, SaccadeError
 from saccade.user_code import own_module
 
 # Types of options: what `algorithm.args` may hold.
@@ -33,6 +34,7 @@ PositiveShare: TypeAlias = Annotated[float, Gt(0), Le(1)]
 Smoothing: TypeAlias = Annotated[float, Ge(0), Lt(0.5)]
 ShareBelowOne: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 Count: TypeAlias = Annotated[int, Ge(1)]
+Function = TypeVar("Function", bound=Callable[..., Any])
 OPTIONS = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_types_allowed=True)
 
 
@@ -66,29 +68,27 @@ class Entry:
     each_update: bool = False  # looks at the current log-probs, so it is no column of the batch
 
     @cached_property
-    def options(self) -> dict[str, Any]:
-        """Names and defaults; None where there is no default."""
-        return {name: None if p.default is p.empty else p.default for name, p in self._parameters()}
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """Its options, and those of its selection."""
+        return _keywords(self.function) | (_keywords(self.select) if self.select else {})
 
     @cached_property
-    def required(self) -> tuple[str, ...]:
-        """Options without a default."""
-        return tuple(name for name, p in self._parameters() if p.default is p.empty)
-
-    def _parameters(self) -> list[tuple[str, inspect.Parameter]]:
-        return [pair for function in self._functions for pair in _keywords(function).items()]
+    def options(self) -> dict[str, Any]:
+        """Names and defaults; None where there is no default."""
+        return {name: None if p.default is p.empty else p.default for name, p in self.parameters.items()}
 
     @property
-    def _functions(self) -> list[Callable[..., Any]]:
-        return [self.function] + ([self.select] if self.select else [])
+    def required(self) -> tuple[str, ...]:
+        """Options without a default."""
+        return tuple(name for name, p in self.parameters.items() if p.default is p.empty)
 
     def parse(self, option: str, value: Any) -> Any:
         """The value as the annotation of that parameter wants it; raises ValidationError."""
-        function = next(f for f in self._functions if option in _keywords(f))
-        annotation: Any = _keywords(function)[option].annotation
+        annotation: Any = self.parameters[option].annotation
         if isinstance(annotation, str):  # names of a file with `from __future__ import annotations`
+            function = self.function if option in _keywords(self.function) else self.select
             try:
-                annotation = eval(annotation, inspect.unwrap(function).__globals__)
+                annotation = eval(annotation, inspect.unwrap(function).__globals__)  # type: ignore[arg-type]
             except NameError:
                 annotation = Any
         if annotation is inspect.Parameter.empty:
@@ -96,12 +96,29 @@ class Entry:
         return TypeAdapter(annotation, config=OPTIONS).validate_python(value)
 
     def reads(self, option: str) -> bool:
-        return option in self.options
+        return option in self.parameters
 
 
 def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def entry(formula: str, **about: Any) -> Callable[[Callable[..., Any]], Entry]:
+    """Makes an entry of the function below."""
+    return lambda function: Entry(function=function, formula=formula, **about)
+
+
+def add(
+    table: MutableMapping[str, Entry], formula: str, *, name: str = "", **about: Any
+) -> Callable[[Function], Function]:
+    """Adds the function below to a table, under its own name unless another is given."""
+
+    def put(function: Function) -> Function:
+        table[name or function.__name__] = Entry(function=function, formula=formula, **about)
+        return function
+
+    return put
 
 
 def parsed(entry: Entry, args: Mapping[str, Any], where: str = "algorithm.args") -> dict[str, Any]:
@@ -131,13 +148,25 @@ def find(axis: str, table: Mapping[str, Entry], name: str) -> Entry:
     path, separator, symbol = name.rpartition(":")
     if not separator:
         raise unknown(f"algorithm.{axis}", name, table)
-    return _own_entry(axis, name, load_symbol(f"algorithm.{axis}", path, symbol))
+    return _users_entry(axis, name, path, symbol)
 
 
 @cache
-def _own_entry(axis: str, name: str, found: Any) -> Entry:
+def _users_entry(axis: str, name: str, path: str, symbol: str) -> Entry:
+    field = f"algorithm.{axis}"
+    if not (Path(path).is_file() and path.endswith(".py")):
+        raise ConfigError(f"{field}: {path} is no Python file; write file.py:name")
+    try:
+        module = own_module(path)
+    except Exception as error:
+        raise ConfigError(f"{field}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, symbol, None)
+    if found is None:
+        raise unknown(field, symbol, [n for n in vars(module) if not n.startswith("_")])
     if isinstance(found, Entry):
         return replace(found, function=checked(axis, name, found.function), by_advantage=False)
+    if not callable(found):
+        raise ConfigError(f"{field}: {symbol} in {path} is neither a function nor an Entry")
     summary = (found.__doc__ or name).strip().splitlines()[0]
     return Entry(function=checked(axis, name, found), formula=summary, by_advantage=False)
 
@@ -157,20 +186,63 @@ def unknown(field_name: str, name: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"{field_name}={name}: no such name; {guess}Expected one of {', '.join(names)}")
 
 
-@cache
-def load_symbol(field_name: str, path: str, symbol: str) -> Any:
-    """A function or an `Entry` from a Python file of the user."""
-    if not Path(path).is_file():
-        raise ConfigError(f"{field_name}: file {path} does not exist; write file.py:name")
-    if Path(path).suffix != ".py":
-        raise ConfigError(f"{field_name}: {path} is not a Python file; write file.py:name")
-    try:
-        module = own_module(path)
-    except Exception as error:
-        raise ConfigError(f"{field_name}: {path} cannot be imported: {type(error).__name__}: {error}") from error
-    found = getattr(module, symbol, None)
-    if found is None:
-        raise unknown(field_name, symbol, [n for n in vars(module) if not n.startswith("_")])
-    if not (isinstance(found, Entry) or callable(found)):
-        raise ConfigError(f"{field_name}: {symbol} in {path} is neither a function nor an Entry")
-    return found
+# -- functions of users ----------------------------------------------------------------------------
+
+FORMS = {
+    "advantage": "f(inputs) -> [tokens] of finite numbers, as long as inputs.sequence",
+    "policy_loss": "f(new, inputs) -> (loss [tokens], {name: [tokens] bool})",
+    "aggregation": "f(lengths, trajectory, group) -> [sequences]",
+    "kl.kind": "f(new, ref) -> [tokens]",
+    "correct": "f(mismatch) -> Correction(weights=[tokens] or None, keep=[tokens] bool or None)",
+    "filter.function": "f(groups) -> some of them, as a list",
+}
+
+
+def checked(axis: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with its results checked; its signature stays."""
+    field = f"algorithm.{axis}={name}"
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            result = function(*arguments, **options)
+        except SaccadeError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{field} raised {type(error).__name__}: {error}; its form is {FORMS[axis]}") from error
+        if flaw := _flaw(axis, arguments[0], result):
+            raise ConfigError(f"{field} returned {flaw}; its form is {FORMS[axis]}")
+        return result
+
+    return call
+
+
+def _flaw(axis: str, first: Any, result: Any) -> str:
+    """What is wrong with a result; empty where nothing is. `first`: the first argument."""
+    kind, columns, like = f"a {type(result).__name__}", {"": result}, first
+    if axis == "filter.function":
+        groups = isinstance(result, list | tuple) and all(hasattr(group, "uid") for group in result)
+        return "" if groups else f"{kind} instead of a list of groups"
+    if axis == "advantage":
+        like = first.sequence
+    elif axis == "policy_loss":
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+            return f"{kind} instead of a pair of losses and a dict"
+        columns = {"": result[0], **result[1]}
+    elif axis == "correct" and hasattr(first, "delta"):  # else it gives a mask at each update
+        if not (hasattr(result, "weights") and hasattr(result, "keep")):
+            return f"{kind} instead of a Correction"
+        columns, like = {"weights": result.weights, "keep": result.keep}, first.delta
+    for name, column in columns.items():
+        label = f" as {name}" if name else ""
+        if axis == "correct" and column is None:
+            continue
+        if not hasattr(column, "isfinite"):
+            return f"a {type(column).__name__} instead of a tensor{label}"
+        if column.shape != like.shape:
+            return f"a tensor of {list(column.shape)}, not {list(like.shape)}{label}"
+    if axis == "advantage" and not bool(result.isfinite().all()):
+        return "numbers that are not finite"
+    if axis == "policy_loss" and first.requires_grad and not result[0].requires_grad:
+        return "losses without a gradient to the log-probs"
+    return ""

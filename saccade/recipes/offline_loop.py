@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from saccade import checks
-from saccade.algorithms.loss_sums import to_metrics
+from saccade.algorithms.objective import to_metrics
 from saccade.checks.plan import total_steps
 from saccade.config import Config, load
 from saccade.data.datasets import Dataset, Stream

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.algorithms.loss_sums import LossSums
+from saccade.algorithms.objective import LossSums
 from saccade.models.families import Family
 from saccade.system.contents import File
 from saccade.types import Batch, Metrics

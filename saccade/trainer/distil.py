@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from saccade.algorithms.distillation import kd
-from saccade.algorithms.imitation import imitation_objective
+from saccade.algorithms.objective import imitation_objective, kd
 from saccade.forest.logprobs import CHUNK_ELEMENTS
 from saccade.forest.to_device import to_device
 from saccade.trainer import Objective, Reader

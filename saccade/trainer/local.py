@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.algorithms.loss_sums import LossSums, to_metrics
+from saccade.algorithms.objective import LossSums, to_metrics
 from saccade.config import TrainConfig
 from saccade.forest.logprobs import read_logprobs
 from saccade.forest.packing import halves

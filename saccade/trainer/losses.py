@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from saccade.algorithms.imitation import imitation_objective
-from saccade.algorithms.objective import objective
+from saccade.algorithms.objective import imitation_objective, objective, value_objective
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.algorithms.value import value_objective
 from saccade.plugins.preferences.comparison import Comparison, comparison_objective, sides_of
 from saccade.trainer import OWN, Objective, Reader, Scoring
 from saccade.trainer.forward_inputs import column, columns_of

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from saccade.algorithms.loss_sums import LossSums
+from saccade.algorithms.objective import LossSums
 from saccade.errors import ConfigError
 from saccade.models import experts
 

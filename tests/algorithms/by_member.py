@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.algorithms.loss_sums import LossSums, to_metrics
-from saccade.algorithms.objective import Columns, objective
+from saccade.algorithms.objective import Columns, LossSums, objective, to_metrics
 
 LENGTHS = (6, 4, 5, 3)
 KEYS = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]

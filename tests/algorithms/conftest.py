@@ -18,8 +18,7 @@ from saccade.algorithms.advantages import AdvantageInputs
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.build import from_config
 from saccade.algorithms.corrections import Mismatch, measure
-from saccade.algorithms.covariance import SelectionInputs
-from saccade.algorithms.policy_losses import LOSSES, LossInputs
+from saccade.algorithms.policy_losses import LOSSES, LossInputs, SelectionInputs
 from saccade.algorithms.select import Updates
 from saccade.algorithms.table import bound
 from saccade.config import load

@@ -15,10 +15,9 @@ from saccade.algorithms.advantage_inputs import PER_MEMBER, PER_TOKEN
 from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.corrections import apply, measure, self_normalise
-from saccade.algorithms.covariance import SelectionInputs
 from saccade.algorithms.filters import high_entropy
 from saccade.algorithms.objective import Columns, objective
-from saccade.algorithms.policy_losses import LOSSES, LossInputs
+from saccade.algorithms.policy_losses import LOSSES, LossInputs, SelectionInputs
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import bound
 

@@ -8,6 +8,8 @@ import pytest
 
 from saccade.algorithms.algorithm_state import (
     AlgorithmState,
+    Bins,
+    Moments,
     after_step,
     domain_of,
     observe,
@@ -15,8 +17,6 @@ from saccade.algorithms.algorithm_state import (
     success_of,
     to_json,
 )
-from saccade.algorithms.domains import Bins
-from saccade.algorithms.moments import Moments
 from saccade.types import Metrics
 
 

@@ -11,7 +11,7 @@ from saccade.algorithms.advantages import compute
 from saccade.algorithms.build import from_config, old_mode, resolve, why_recompute
 from saccade.algorithms.corrections import CORRECTIONS, apply
 from saccade.algorithms.describe import describe, explain
-from saccade.algorithms.kl import KINDS
+from saccade.algorithms.policy_losses import KINDS
 from saccade.algorithms.resolved_algorithm import AXES
 from saccade.algorithms.table import bound
 from saccade.config import AlgorithmConfig, load

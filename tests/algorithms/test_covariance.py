@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from saccade.algorithms.covariance import SelectionInputs, most_covariant, some_covariant
-from saccade.algorithms.policy_losses import clip
+from saccade.algorithms.policy_losses import SelectionInputs, clip
+from saccade.plugins.more_algorithms.more_losses import most_covariant, some_covariant
 
 BAND = {"cov_low": -10.0, "cov_high": 10.0}
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from saccade.algorithms.domains import Bins, from_json, observe, success, to_json, weight
+from saccade.algorithms.algorithm_state import Bins, success
+from saccade.algorithms.algorithm_state import domain_weight as weight
+from saccade.algorithms.algorithm_state import observe_domains as observe
 
 
 def test_a_fresh_state():
@@ -64,12 +64,6 @@ def test_a_bin_fades_to_empty_not_to_overflow():
     domains = observe(faint, [("a", 0.75)])
     assert domains["a"].counts[0] == domains["a"].sums[0] == 0
     assert weight(domains, "a", 0.75) == pytest.approx(1 / 0.75**2)
-
-
-def test_json_round_trip_is_exact():
-    domains = observe({}, [("röntgen", 1 / 3), ("ct", 0.1 + 0.2), ("ct", 0.9)])
-    domains = observe(domains, [("ct", 2 / 3)])
-    assert from_json(json.loads(json.dumps(to_json(domains)))) == domains
 
 
 def test_outcomes_outside_the_declared_range_are_refused():

@@ -20,10 +20,8 @@ from saccade.algorithms import corrections
 from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute
 from saccade.algorithms.build import resolve
 from saccade.algorithms.corrections import CORRECTIONS
-from saccade.algorithms.kl import KINDS
-from saccade.algorithms.loss_sums import to_metrics
-from saccade.algorithms.objective import Columns, objective
-from saccade.algorithms.policy_losses import LOSSES
+from saccade.algorithms.objective import Columns, objective, to_metrics
+from saccade.algorithms.policy_losses import KINDS, LOSSES
 from saccade.algorithms.resolved_algorithm import Algorithm, Correct
 from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.errors import ConfigError

@@ -18,8 +18,7 @@ from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute
 from saccade.algorithms.aggregation import AGGREGATIONS
 from saccade.algorithms.build import resolve
 from saccade.algorithms.corrections import CORRECTIONS, measure
-from saccade.algorithms.loss_sums import to_metrics
-from saccade.algorithms.objective import objective
+from saccade.algorithms.objective import objective, to_metrics
 from saccade.algorithms.policy_losses import LOSSES
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import AlgorithmConfig

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade.algorithms.kl import KINDS
+from saccade.algorithms.policy_losses import KINDS
 
 
 def at(kind: str, gap: float, **options: str) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.algorithms.moments import Moments, merge, normalise
+from saccade.algorithms.algorithm_state import Moments, merge, normalise
 
 FINITE = st.floats(-100, 100)
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from saccade.algorithms.build import resolve
-from saccade.algorithms.loss_sums import to_metrics
-from saccade.algorithms.objective import Columns, objective
+from saccade.algorithms.objective import Columns, objective, to_metrics
 from saccade.config import AlgorithmConfig, KLConfig
 from saccade.config.schema import CorrectionConfig
 from saccade.types import Metrics

@@ -10,8 +10,7 @@ import torch
 from saccade.algorithms.advantages import ADVANTAGES, compute
 from saccade.algorithms.aggregation import token_scales
 from saccade.algorithms.corrections import CORRECTIONS, apply, measure
-from saccade.algorithms.kl import KINDS
-from saccade.algorithms.policy_losses import LOSSES
+from saccade.algorithms.policy_losses import KINDS, LOSSES
 from saccade.algorithms.table import find
 from saccade.errors import ConfigError
 

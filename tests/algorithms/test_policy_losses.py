@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from saccade.algorithms.corrections import CORRECTIONS, opsm
-from saccade.algorithms.kl import k3
-from saccade.algorithms.policy_losses import LOSSES, clip, cpgd, inside_kl, inside_tv, log_ratio
+from saccade.algorithms.policy_losses import LOSSES, clip, k3, log_ratio
 from saccade.algorithms.table import bound
+from saccade.plugins.more_algorithms.more_losses import cpgd, inside_kl, inside_tv
 
 WIDER = {"clip_low": 0.2, "clip_high": 0.28}
 DUAL = WIDER | {"dual_clip": 3.0}
@@ -211,7 +211,7 @@ def test_cpgd_on_log_probs_differs_by_a_constant(golden):
 
 
 def test_drift_is_exactly_zero_on_policy(golden):
-    losses, _ = cpgd(golden.old, golden.inputs(), drift_coef=1.0)
+    losses, _ = cpgd.function(golden.old, golden.inputs(), drift_coef=1.0)
     assert losses.abs().sum() == 0
 
 
@@ -220,7 +220,7 @@ def test_only_the_slope_of_the_drift_is_capped(golden):
     old = torch.full((4,), -40.0, dtype=torch.float64)
     flat = golden.inputs(old=old, advantages=torch.zeros(4), sequence=torch.arange(4))
     new = (old + gaps).requires_grad_()
-    losses, _ = cpgd(new, flat, drift_coef=1.0, drift_cap=2.0)
+    losses, _ = cpgd.function(new, flat, drift_coef=1.0, drift_cap=2.0)
     (gradient,) = torch.autograd.grad(losses.sum(), new)
     values = [math.expm1(d) - d for d in (0.5, 3.0, 20.0, -20.0)]
     assert losses.tolist() == pytest.approx(values, rel=1e-12)
@@ -238,7 +238,7 @@ def test_zero_switches_bounds_off(golden):
 
 def test_a_lower_width_of_one_is_no_lower_bound(golden):
     new = golden.wide.clone().requires_grad_()
-    losses, indicators = cpgd(new, golden.inputs(), clip_low=1.0, drift_coef=0.0)
+    losses, indicators = cpgd.function(new, golden.inputs(), clip_low=1.0, drift_coef=0.0)
     (gradient,) = torch.autograd.grad(losses.sum(), new)
     assert not indicators["clip_low"].any() and gradient.isfinite().all()
     assert torch.equal(gradient == 0, indicators["clip_high"])

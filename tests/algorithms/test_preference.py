@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pytest import approx
 from torch import Tensor
 
-from saccade.algorithms.distillation import kd
+from saccade.algorithms.objective import kd
 from saccade.errors import ConfigError
 from saccade.plugins.preferences.comparison import Comparison, Sides, comparison_objective
 from saccade.plugins.preferences.preference_losses import PREFERENCES, UNPAIRED, WITHOUT_REFERENCE, Labelled, Pairs

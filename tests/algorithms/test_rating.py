@@ -9,7 +9,7 @@ import pytest
 import torch
 from pytest import approx
 
-from saccade.algorithms.loss_sums import to_metrics
+from saccade.algorithms.objective import to_metrics
 from saccade.config import RewardModelConfig
 from saccade.plugins.reward_models.reward_losses import (
     FIRST_LOG_KAPPA,

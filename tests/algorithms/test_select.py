@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from saccade.algorithms import select
-from saccade.algorithms.algorithm_state import restore
-from saccade.algorithms.moments import Moments
+from saccade.algorithms.algorithm_state import Moments, restore
 from saccade.errors import ConfigError
 
 # -- members ---------------------------------------------------------------------------------------

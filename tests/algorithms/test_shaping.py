@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from pytest import approx
 
-from saccade.algorithms.moments import Moments, merge
-from saccade.algorithms.shaping import shape_rewards
+from saccade.algorithms.algorithm_state import Moments, merge
+from saccade.algorithms.select import shape_rewards
 from saccade.types import Group, Sample, Source, Trajectory
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from pytest import approx
 
-from saccade.algorithms.loss_sums import to_metrics
-from saccade.algorithms.value import explained_variance, value_loss, value_objective
+from saccade.algorithms.objective import explained_variance, to_metrics, value_loss, value_objective
 
 
 def tensor(*numbers: float) -> torch.Tensor:

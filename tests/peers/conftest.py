@@ -19,8 +19,8 @@ from torch import Tensor
 from saccade.algorithms import corrections
 from saccade.algorithms.aggregation import token_scales
 from saccade.algorithms.build import resolve
-from saccade.algorithms.covariance import SelectionInputs
 from saccade.algorithms.objective import Columns, objective
+from saccade.algorithms.policy_losses import SelectionInputs
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import bound
 from saccade.config import AlgorithmConfig

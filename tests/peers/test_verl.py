@@ -14,9 +14,9 @@ from saccade.algorithms import corrections
 from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute
 from saccade.algorithms.aggregation import AGGREGATIONS, token_scales
 from saccade.algorithms.algorithm_state import next_kl_coef
-from saccade.algorithms.kl import KINDS
+from saccade.algorithms.objective import value_objective
+from saccade.algorithms.policy_losses import KINDS
 from saccade.algorithms.table import bound
-from saccade.algorithms.value import value_objective
 
 core = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper", exc_type=ImportError)

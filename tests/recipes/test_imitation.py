@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from saccade.algorithms.distillation import kd
+from saccade.algorithms.objective import kd
 from saccade.config import load
 from saccade.data.datasets import Stream
 from saccade.errors import ConfigError

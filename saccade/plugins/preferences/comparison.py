@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.algorithms.loss_sums import LossSums, mean_of
+from saccade.algorithms.objective import LossSums, mean_of
 from saccade.algorithms.table import bound, parsed
 from saccade.config import DpoConfig
 from saccade.plugins.preferences.preference_losses import PREFERENCES, UNPAIRED, WITHOUT_REFERENCE, Labelled, Pairs

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.algorithms.loss_sums import LossSums, to_metrics
+from saccade.algorithms.objective import LossSums, to_metrics
 from saccade.models.heads import RewardHead
 from saccade.plugins.reward_models.reward_losses import (
     LARGEST_LOG_KAPPA,

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.algorithms.loss_sums import LossSums, mean_of
+from saccade.algorithms.objective import LossSums, mean_of
 from saccade.algorithms.table import Entry, bound
 from saccade.config import RewardModelConfig
 from saccade.plugins.preferences.preference_losses import negative_log_sigmoid

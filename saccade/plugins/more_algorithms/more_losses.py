@@ -1,0 +1,215 @@
+"""Policy losses beside the usual ones, and which tokens of an optimizer step some of them treat apart.
+
+The covariance of a token is (A - mean A)(log-prob - mean log-prob), over the whole optimizer step
+(arXiv 2505.22617). Where a choice is needed, the smallest `noise` wins: a hash of who the token is,
+so that neither batching nor order changes it. Axis: T tokens.
+
+    >>> loss, indicators = LOSSES["sapo"].function(new, inputs)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from saccade.algorithms.filters import share
+from saccade.algorithms.policy_losses import (
+    LARGEST_LOG_RATIO,
+    LARGEST_SEQUENCE_LOG_RATIO,
+    SMALLEST_WEIGHT,
+    Losses,
+    LossInputs,
+    SelectionInputs,
+    beyond,
+    clip,
+    either,
+    log_ratio,
+)
+from saccade.algorithms.table import Entry, NotNegative, Positive, PositiveShare, entry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SMALLEST_SEQUENCE_WEIGHT = 1e-8  # vespo
+
+
+@entry("-A exp(mean over the sequence of new - old, clipped to [-clip_low, clip_high])", own_aggregation="seq_mean")
+def gmpo(new: Tensor, inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Losses:
+    """Geometric mean of token ratios, each clipped in log space (arXiv 2507.20673)."""
+    gap, positive = log_ratio(new, inputs.old), inputs.advantages > 0
+    inside = gap.clamp(-clip_low, clip_high)
+    pessimistic = gap.minimum(inside).where(positive, gap.maximum(inside))
+    ratio = inputs.sequence_mean(pessimistic).clamp(max=LARGEST_SEQUENCE_LOG_RATIO).exp()
+    return -inputs.advantages * ratio, beyond(gap, inputs.advantages, -clip_low, clip_high)
+
+
+@entry("-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A")
+def sapo(new: Tensor, inputs: LossInputs, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Losses:
+    """A soft gate instead of a clip (arXiv 2511.20347)."""
+    ratio = log_ratio(new, inputs.old).exp()
+    tau = either(inputs.advantages > 0, tau_positive, tau_negative, like=ratio)
+    return -inputs.advantages * (4 / tau) * (tau * (ratio - 1)).sigmoid(), {}
+
+
+@entry("max(-A d, -A clip(d, ln(1 - clip_low), ln(1 + clip_high))) + drift, d = new - old")
+def cpgd(
+    new: Tensor,
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    drift_coef: NotNegative = 1e-3,
+    drift_cap: Positive = 2.0,
+) -> Losses:
+    """The clip on log-ratios, and a pull back to the old policy (arXiv 2505.12504)."""
+    gap, advantages = log_ratio(new, inputs.old), inputs.advantages
+    low = math.log1p(-clip_low) if clip_low < 1 else -math.inf
+    high = math.log1p(clip_high)
+    gain = (gap * advantages).minimum(gap.clamp(low, high) * advantages)
+    loss = drift_coef * _drift(new, gap.detach(), drift_cap) - gain
+    return loss, beyond(gap, advantages, low, high)
+
+
+def _drift(new: Tensor, gap: Tensor, cap: float) -> Tensor:
+    """KL(old, new) estimated at the token; the slope has a cap, so the pull stays bounded."""
+    excess = gap.expm1()
+    pull = excess.clamp(max=cap) * new
+    return pull - pull.detach() + (excess - gap)
+
+
+@entry("-A new, times sg[min(r, 1)] on bad samples")
+def topr(new: Tensor, inputs: LossInputs, *, topr_split: Literal["reward", "advantage"] = "reward") -> Losses:
+    """Bad samples weigh at most their ratio, good ones fully (arXiv 2503.14286)."""
+    sign = inputs.rewards if topr_split == "reward" else inputs.advantages
+    assert sign is not None, "topr by reward needs rewards"
+    ratio = log_ratio(new, inputs.old).exp().detach()
+    weight = ratio.clamp(max=1).where(sign <= 0, 1.0)
+    return -inputs.advantages * new * weight, {}
+
+
+@entry("-A new + tau / 2 (new - old)^2")
+def kimi(
+    new: Tensor, inputs: LossInputs, *, kimi_tau: NotNegative = 0.1, kimi_level: Literal["token", "sequence"] = "token"
+) -> Losses:
+    """Policy gradient with a squared log-ratio (arXiv 2501.12599; by token: 2405.19107).
+
+    The square of a sequence is spread evenly over its tokens: their sum holds it once.
+    """
+    gap = new - inputs.old  # not exponentiated, so it needs no clamp and always pulls back
+    of_sequence = kimi_level == "sequence"
+    square = inputs.sequence_total(gap) * inputs.sequence_mean(gap) if of_sequence else gap.square()
+    return kimi_tau / 2 * square - inputs.advantages * new, {}
+
+
+def _dppo(inside: Callable[..., Tensor]) -> Callable[..., Losses]:
+    """A trust region on probabilities instead of ratios (arXiv 2602.04879)."""
+
+    def loss(
+        new: Tensor, inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, weight_cap: Positive = 20.0
+    ) -> Losses:
+        advantages = inputs.advantages
+        trusted = inside(new.detach(), inputs.old, advantages, clip_low, clip_high)
+        weight = log_ratio(new, inputs.old).exp().detach().clamp(max=weight_cap).where(trusted, 0.0)
+        stopped = {"clip_low": ~trusted & (advantages < 0), "clip_high": ~trusted & (advantages > 0)}
+        return -advantages * new * weight, stopped
+
+    return loss
+
+
+def inside_tv(new: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Whether the probability has not yet moved too far the way the advantage pushes it."""
+    change = new.exp() - old.exp()
+    return (change <= clip_high).where(advantages > 0, change >= -clip_low)
+
+
+def inside_kl(new: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """The same by the KL between "this token or another" before and now."""
+    positive = advantages > 0
+    rest_old, rest_new = ((-x.clamp(max=0).expm1()).clamp(min=SMALLEST_WEIGHT) for x in (old, new))
+    distance = old.exp() * (old - new) + rest_old * (rest_old.log() - rest_new.log())
+    near = distance <= either(positive, clip_high, clip_low, like=new)
+    return near | (new <= old).where(positive, new >= old)
+
+
+dppo_tv = Entry(function=_dppo(inside_tv), formula="-A new sg[min(r, cap)], 0 where the probability moved too far")
+dppo_kl = Entry(function=_dppo(inside_kl), formula="-A new sg[min(r, cap)], 0 where the binary KL is too large")
+
+
+@entry("-A new sg[W^k exp(lambda (1 - W))], W = product of r w over the sequence", applies_weights=True)
+def vespo(
+    new: Tensor,
+    inputs: LossInputs,
+    *,
+    vespo_positive: tuple[float, float] = (2.0, 3.0),
+    vespo_negative: tuple[float, float] = (3.0, 2.0),
+) -> Losses:
+    """Sequence weights W, corrections included, through a gate (k, lambda) that is 1 at W = 1."""
+    gap = log_ratio(new, inputs.old).detach()
+    if inputs.weights is not None:
+        gap = gap + inputs.weights.clamp(min=SMALLEST_WEIGHT).log()
+    log_weight = inputs.sequence_total(gap).clamp(math.log(SMALLEST_SEQUENCE_WEIGHT), LARGEST_LOG_RATIO)
+    positive = inputs.advantages >= 0
+    k = either(positive, vespo_positive[0], vespo_negative[0], like=gap)
+    rate = either(positive, vespo_positive[1], vespo_negative[1], like=gap)
+    gate = (k * log_weight - rate * log_weight.expm1()).exp()
+    return -inputs.advantages * new * gate, {}
+
+
+# -- covariance of advantage and log-prob ----------------------------------------------------------
+
+
+def _centred(values: Tensor) -> Tensor:
+    # Sorted, so that the order of tokens changes no bit of the mean and hence no near tie.
+    return values - values.sort().values.mean()
+
+
+def _covariance(inputs: SelectionInputs) -> Tensor:
+    return _centred(inputs.advantages) * _centred(inputs.new)
+
+
+def _first(inputs: SelectionInputs, ranked: Tensor, fraction: float) -> Tensor:
+    """[T] bool: the leading share of `ranked`, indices of tokens."""
+    chosen = ranked[: share(fraction, len(inputs.new))]
+    return inputs.noise.new_zeros(len(inputs.noise)).index_fill(0, chosen, 1).bool()
+
+
+def most_covariant(inputs: SelectionInputs, *, cov_fraction: PositiveShare = 2e-4) -> Tensor:
+    shuffled = inputs.noise.argsort(stable=True)
+    ranked = shuffled[_covariance(inputs)[shuffled].argsort(descending=True, stable=True)]
+    return _first(inputs, ranked, cov_fraction)
+
+
+def some_covariant(
+    inputs: SelectionInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    cov_fraction: PositiveShare = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+) -> Tensor:
+    """A random share of the step, from those inside the band that the clip leaves a gradient."""
+    covariance, excess = _covariance(inputs), (inputs.new - inputs.old).clamp(-20, 20).expm1()
+    too_high = (inputs.advantages > 0) & (excess > clip_high)
+    too_low = (inputs.advantages < 0) & (excess < -clip_low)
+    inside = (covariance > cov_low) & (covariance < cov_high) & ~too_high & ~too_low
+    shuffled = inputs.noise.argsort(stable=True)
+    return _first(inputs, shuffled[inside[shuffled]], cov_fraction)
+
+
+@entry("-A r, plus |new - old| on the tokens of largest covariance", select=most_covariant)
+def kl_cov(new: Tensor, inputs: LossInputs, *, cov_coef: NotNegative = 1.0) -> Losses:
+    """Tokens whose log-prob and advantage vary together most are held back (arXiv 2505.22617)."""
+    assert inputs.selected is not None, "kl_cov needs its selection"
+    gap = log_ratio(new, inputs.old)
+    penalty = cov_coef * gap.abs().where(inputs.selected, 0.0)
+    return penalty - inputs.advantages * gap.exp(), {"selected": inputs.selected}
+
+
+@entry("clip loss, 0 on some tokens of large covariance", select=some_covariant)
+def clip_cov(new: Tensor, inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Losses:
+    """The clip loss without some of those tokens (arXiv 2505.22617)."""
+    assert inputs.selected is not None, "clip_cov needs its selection"
+    loss, indicators = clip(new, inputs, clip_low=clip_low, clip_high=clip_high)
+    return loss.where(~inputs.selected, 0.0), indicators | {"selected": inputs.selected}
